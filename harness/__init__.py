@@ -1,0 +1,1 @@
+"""The machinery around a search: graphs, calibration, measurement, accuracy, experiments, reports."""

@@ -1,0 +1,114 @@
+"""Contracts of the plug-ins: benchmarkers (latency) and evaluators (accuracy).
+
+A plug-in *raises* `harness.errors.BuildFailed`, `MeasureFailed` or `EvaluationFailed`; the harness
+owns warm-up, repeats, interleaving, time limits, isolation and records, so that every runtime is
+sampled in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy.typing as npt
+
+from search.space import Resolved
+
+__all__ = ["Accuracy", "Array", "Artifact", "Benchmarker", "Candidate", "Evaluator", "Infer", "Probe"]
+
+Array = npt.NDArray[Any]
+Infer = Callable[[Mapping[str, Array]], Mapping[str, Array]]
+"""Runs the built engine once: input arrays by name to output arrays by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A model that is to be built.
+
+    Attributes:
+        digest: Identity of its resolved Q/DQ edges ("float" edges give the digest of no edges), or
+            for a foreign Q/DQ model the first 16 hexadecimal digits of its file's SHA-256.
+        edges: The quantized edges; empty for the float model and for foreign Q/DQ models.
+        source: Gives the path of the ONNX file, writing it first where needed. Replay and
+            simulation never call it.
+    """
+
+    digest: str
+    edges: Resolved
+    source: Callable[[], Path]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Artifact:
+    """A built engine: whatever the benchmarker needs to open it, and facts worth recording."""
+
+    engine: Any
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Probe(Protocol):
+    """An opened engine, ready to run."""
+
+    def sample(self, n: int) -> Sequence[float]:
+        """Run n inferences on fixed inputs and return the latency of each, in milliseconds."""
+        ...
+
+    def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Run one inference on these inputs; the engine is the one that `sample` times."""
+        ...
+
+
+@runtime_checkable
+class Benchmarker(Protocol):
+    """Builds and opens engines of one runtime with fixed options (the constructor's arguments).
+
+    1. `build` raises `BuildFailed` with the runtime's own words where the model is refused.
+    2. `open` yields a probe whose `sample` measures inference alone: no build, no copy of weights.
+    3. `describe` gives JSON-able facts (name, version, device, options) and never raises.
+    """
+
+    def build(self, candidate: Candidate, workdir: Path) -> Artifact:
+        """Build the candidate's engine; `workdir` is a scratch folder of this candidate alone."""
+        ...
+
+    def open(self, artifact: Artifact) -> AbstractContextManager[Probe]:
+        """Open an engine that `build` made in this process."""
+        ...
+
+    def describe(self) -> Mapping[str, Any]:
+        """Facts for provenance and for the table: at least name, version, device, options."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """What an evaluator found.
+
+    Attributes:
+        metrics: Figures by name, the evaluator's own `metric` among them.
+        per_item: One value per image, in data order, where the metric is their mean (top-1 hits);
+            empty where it is not a mean (mAP).
+    """
+
+    metrics: Mapping[str, float]
+    per_item: tuple[float, ...] = ()
+
+
+@runtime_checkable
+class Evaluator(Protocol):
+    """Scores an engine on data.
+
+    Attributes:
+        metric: Name of the primary figure among those of `score`.
+        higher_is_better: Direction of that figure.
+    """
+
+    metric: str
+    higher_is_better: bool
+
+    def score(self, infer: Infer) -> Accuracy:
+        """Accuracy of the engine behind `infer`; raises `EvaluationFailed` where there is none."""
+        ...

@@ -1,0 +1,1 @@
+"""Activation ranges from data, and the PTQ baselines of other tools."""

@@ -1,0 +1,1 @@
+"""Accuracy of one engine: datasets, preprocessing, decoding, metrics."""

@@ -1,0 +1,1 @@
+"""ONNX graphs: loading, regions, patterns, insertion points, insertion; the only importer of onnx."""

@@ -1,0 +1,1 @@
+"""Sampling, isolation, confirmation, statistics and provenance."""

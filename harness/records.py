@@ -1,0 +1,126 @@
+"""What is written down: one JSON object a line, schema 1.
+
+Raw samples are always stored; summaries are computed by readers (`harness.measure.stats`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["SCHEMA", "Asked", "Failed", "Line", "Measured", "Outcome", "Told", "decode", "encode"]
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """An engine was built and timed.
+
+    Attributes:
+        samples_ms: Latency of each inference in the order of measurement, warm-up excluded.
+        build_s: Wall-clock of the build.
+        measure_s: Wall-clock of warm-up and sampling.
+        evaluate_s: Wall-clock of the evaluator; 0 where it was not asked.
+        metrics: What the evaluator found; empty where it was not asked.
+        per_item: See `harness.api.Accuracy`.
+        info: Facts of the engine from `Artifact.info`.
+    """
+
+    samples_ms: tuple[float, ...]
+    build_s: float
+    measure_s: float
+    evaluate_s: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    per_item: tuple[float, ...] = ()
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """An engine could not be built, timed or scored.
+
+    Attributes:
+        stage: "build", "measure", "evaluate", "timeout" or "crash".
+        reason: One line.
+        log_tail: The last lines that the runtime printed.
+        wall_s: Wall-clock spent until then.
+    """
+
+    stage: str
+    reason: str
+    log_tail: str = ""
+    wall_s: float = 0.0
+
+
+Outcome = Measured | Failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A proposal, numbered from 0 in ask order.
+
+    Attributes:
+        origin: "seed:NAME" for the common seeds, else "searcher".
+        duplicate_of: Number of the earlier ask with the same digest (costs no budget), or None.
+    """
+
+    number: int
+    choices: tuple[int, ...]
+    digest: str
+    origin: str
+    duplicate_of: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What became of the proposal with this number.
+
+    Attributes:
+        elapsed_s: Wall-clock of the run so far, summed over resumed parts.
+    """
+
+    number: int
+    outcome: Outcome
+    elapsed_s: float
+
+
+Line = Asked | Told
+_KINDS: dict[str, type[Any]] = {"asked": Asked, "told": Told}
+_OUTCOMES: dict[str, type[Any]] = {"measured": Measured, "failed": Failed}
+
+
+def encode(line: Line) -> str:
+    """One line of the journal, without the newline."""
+    body = asdict(line)
+    kind = "asked" if isinstance(line, Asked) else "told"
+    if isinstance(line, Told):
+        status = "measured" if isinstance(line.outcome, Measured) else "failed"
+        body["outcome"] = {"status": status, **body["outcome"]}
+    return json.dumps({"kind": kind, **body}, separators=(",", ":"), allow_nan=False)
+
+
+def decode(text: str) -> Line:
+    """Read one line back.
+
+    Raises:
+        ValueError: Not one of ours; the text says what is wrong with it.
+    """
+    body = json.loads(text)
+    if not isinstance(body, dict) or body.get("kind") not in _KINDS:
+        raise ValueError(f"not a journal line of schema {SCHEMA}: {text[:80]}")
+    kind = body.pop("kind")
+    try:
+        if kind == "told":
+            outcome = body["outcome"]
+            status = outcome.pop("status")
+            body["outcome"] = _OUTCOMES[status](**_tuples(outcome))
+        return _KINDS[kind](**_tuples(body))  # type: ignore[no-any-return]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"journal line of schema {SCHEMA} lacks or adds a field ({error}): {text[:80]}") from error
+
+
+def _tuples(body: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in body.items()}

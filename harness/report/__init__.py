@@ -1,0 +1,1 @@
+"""From journals to tables and plots."""

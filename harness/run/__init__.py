@@ -1,0 +1,1 @@
+"""From an experiment YAML to journals: configuration, plan, composition, engine, journal, budget."""

@@ -1,0 +1,1 @@
+"""Models and data made by code, so that nothing needs a download."""

@@ -1,0 +1,1 @@
+"""The searchers that come with qdq-bench, one per file; they never import each other."""

@@ -1,0 +1,83 @@
+"""The contract between the harness and a searcher; the only module that a searcher's author needs.
+
+Promises of a searcher (each one is a test in `search.testing`):
+
+1. `ask(n)` returns at most n placements, all valid for the space; none means: nothing left to propose.
+2. `ask` after the same tells gives the same placements, bit for bit, for the same seed, in any process.
+3. `tell` takes placements that were never asked (the common seeds, replayed runs), failures, and the
+   same placement more than once (a re-measured incumbent).
+4. `tell` changes nothing that it is given, and neither method touches files, clocks or global state.
+5. Smaller `Score.objective` is better; among scores with a violation the smaller violation is better,
+   and any score without one beats any score with one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from search.space import FLOAT, Dimension, Edge, Placement, Resolved, Space
+
+__all__ = [
+    "FLOAT", "Dimension", "Edge", "Failure", "Observation", "Placement", "Resolved", "Score", "Searcher",
+    "SearcherFactory", "Space",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What a placement was worth.
+
+    Attributes:
+        objective: To be minimised; a latency in milliseconds unless the experiment says otherwise.
+        stderr: Standard error of the objective, in its unit; 0 where unknown.
+        violation: By how much a constraint is broken, in the constraint's unit; 0 where it holds.
+        metrics: Further figures by name (accuracy, fidelity), for searchers that use them.
+    """
+
+    objective: float
+    stderr: float = 0.0
+    violation: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Sort key, smaller is better: feasible first, then by objective."""
+        return (self.violation, self.objective)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A placement that could not be built or measured."""
+
+    stage: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What became of one placement."""
+
+    placement: Placement
+    digest: str
+    outcome: Score | Failure
+
+
+@runtime_checkable
+class Searcher(Protocol):
+    """Proposes placements and learns from what became of them. See the module's promises."""
+
+    def ask(self, n: int) -> Sequence[Placement]:
+        """Up to n placements to evaluate next; empty when the searcher has nothing left."""
+        ...
+
+    def tell(self, observation: Observation) -> None:
+        """Learn the outcome of one placement."""
+        ...
+
+
+class SearcherFactory(Protocol):
+    """What an entry point of the group `qdq.searchers` names: a class or a function."""
+
+    def __call__(self, space: Space, *, seed: int, **params: object) -> Searcher: ...

@@ -1,0 +1,189 @@
+"""The space of Q/DQ placements, as searchers see it: named dimensions over resolved edges.
+
+A `Dimension` is one insertion point of one pattern. It resolves to the edges of every region that
+has this pattern, so one choice quantizes the same place in all of them. Several dimensions may
+cover the same edge (a child region's input and the node input behind it); the *resolved* edges
+identify a placement, not the choices that led to them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+__all__ = ["FLOAT", "Dimension", "Edge", "Placement", "PointKind", "Resolved", "Space", "digest_of"]
+
+FLOAT = "float"
+PointKind = Literal["node_input", "child_input", "output"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Edge:
+    """One place where a Q/DQ pair acts: input number `slot` of node `consumer`, fed by `tensor`.
+
+    A tensor that is itself an output of the model has the consumer "" and the slot 0.
+    """
+
+    tensor: str
+    consumer: str
+    slot: int
+
+
+Resolved = tuple[tuple[Edge, str], ...]
+"""The quantized edges of a placement with their precision, sorted; float edges are absent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One choice for each dimension of a space: indices into `Dimension.choices`."""
+
+    choices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dimension:
+    """One insertion point of one pattern.
+
+    Attributes:
+        name: Unique and stable, for instance "a1b2c3/node_input/4.0".
+        group: The pattern that the point belongs to; crossover and per-pattern search go by it.
+        kind: Which of the three kinds of insertion point it is.
+        choices: Allowed precisions, first "float", then for instance "int8", "fp8".
+        edges: All edges that the choice acts on, in every region that has the pattern.
+        role: What consumes the tensor: "linear", "add", "mul", "pool", "concat", "activation",
+            "normalization", "movement" or "other". Seeds and heuristics go by it.
+        cost: Share of the model's multiply-accumulates behind this point, 0 to 1.
+    """
+
+    name: str
+    group: str
+    kind: PointKind
+    choices: tuple[str, ...]
+    edges: tuple[Edge, ...]
+    role: str = "other"
+    cost: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.choices) < 2 or self.choices[0] != FLOAT:
+            raise ValueError(f"{self.name}: choices start with 'float' and have an alternative, but got {self.choices}")
+        if not self.edges:
+            raise ValueError(f"{self.name}: a dimension acts on at least one edge")
+
+
+@dataclass(frozen=True)
+class Space:
+    """All placements that a search may propose.
+
+    Attributes:
+        dimensions: The insertion points, in graph order of their first region.
+    """
+
+    dimensions: tuple[Dimension, ...]
+    _digests: dict[Placement, str] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        names = [dimension.name for dimension in self.dimensions]
+        if len(set(names)) != len(names):
+            raise ValueError("two dimensions of a space share one name")
+
+    def __len__(self) -> int:
+        return len(self.dimensions)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of choices of each dimension."""
+        return tuple(len(dimension.choices) for dimension in self.dimensions)
+
+    @cached_property
+    def groups(self) -> Mapping[str, tuple[int, ...]]:
+        """Indices of the dimensions of each group (pattern), in order of first appearance."""
+        members: dict[str, list[int]] = defaultdict(list)
+        for index, dimension in enumerate(self.dimensions):
+            members[dimension.group].append(index)
+        return {group: tuple(indices) for group, indices in members.items()}
+
+    def validate(self, placement: Placement) -> Placement:
+        """Return the placement unchanged.
+
+        Raises:
+            ValueError: The number of choices or a choice's index does not fit this space.
+        """
+        if len(placement.choices) != len(self.dimensions):
+            raise ValueError(f"a placement here has {len(self.dimensions)} choices, but got {len(placement.choices)}")
+        for choice, dimension in zip(placement.choices, self.dimensions, strict=True):
+            if not 0 <= choice < len(dimension.choices):
+                raise ValueError(f"{dimension.name}: choice 0 to {len(dimension.choices) - 1}, but got {choice}")
+        return placement
+
+    def resolve(self, placement: Placement) -> Resolved:
+        """The quantized edges of a placement, sorted.
+
+        Where two dimensions quantize one edge differently, the earlier dimension decides.
+        """
+        edges: dict[Edge, str] = {}
+        for choice, dimension in zip(placement.choices, self.dimensions, strict=True):
+            if choice:
+                for edge in dimension.edges:
+                    edges.setdefault(edge, dimension.choices[choice])
+        return tuple(sorted(edges.items()))
+
+    def digest(self, placement: Placement) -> str:
+        """Identity of what a placement builds: equal exactly when the resolved edges are equal."""
+        known = self._digests.get(placement)
+        if known is None:
+            known = self._digests[placement] = digest_of(self.resolve(placement))
+        return known
+
+    def float_placement(self) -> Placement:
+        """The placement without any Q/DQ pair."""
+        return Placement((0,) * len(self))
+
+    def everywhere(self, precision: str | None = None) -> Placement:
+        """Every point quantized: to `precision` where offered, by default to its first alternative."""
+        return self._where(lambda _: True, precision)
+
+    def only(self, roles: Iterable[str], precision: str | None = None) -> Placement:
+        """The points with one of these roles quantized, all others float."""
+        wanted = frozenset(roles)
+        return self._where(lambda dimension: dimension.role in wanted, precision)
+
+    def nearest(self, edges: Mapping[Edge, str]) -> Placement:
+        """The placement that agrees with most of the given quantized edges.
+
+        A dimension is quantized when more than half of its edges are; it takes the precision
+        that most of them have. This is how a foreign Q/DQ model becomes a seed.
+        """
+        choices = []
+        for dimension in self.dimensions:
+            votes = [edges.get(edge, FLOAT) for edge in dimension.edges]
+            allowed = [vote if vote in dimension.choices else FLOAT for vote in votes]
+            best = max(dimension.choices, key=lambda c: (allowed.count(c), c == FLOAT))
+            quantized = len(allowed) - allowed.count(FLOAT)
+            choices.append(dimension.choices.index(best) if 2 * quantized > len(allowed) else 0)
+        return Placement(tuple(choices))
+
+    def random(self, rng: np.random.Generator) -> Placement:
+        """A placement drawn uniformly."""
+        return Placement(tuple(int(rng.integers(size)) for size in self.sizes))
+
+    def _where(self, wanted: Callable[[Dimension], bool], precision: str | None) -> Placement:
+        def choice(dimension: Dimension) -> int:
+            if not wanted(dimension):
+                return 0
+            if precision is None:
+                return 1
+            return dimension.choices.index(precision) if precision in dimension.choices else 0
+
+        return Placement(tuple(choice(dimension) for dimension in self.dimensions))
+
+
+def digest_of(resolved: Resolved) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of resolved edges."""
+    text = "\n".join(f"{e.tensor}\t{e.consumer}\t{e.slot}\t{precision}" for e, precision in resolved)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
