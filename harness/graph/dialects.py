@@ -1,0 +1,98 @@
+"""How each runtime wants its Q/DQ: data, not code. Third parties add one by an entry point of `qdq.dialects`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["ONNXRUNTIME", "OPENVINO", "TENSORRT", "Dialect"]
+
+_LINEAR = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+_ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Max", "Min", "Pow", "Sqrt", "Sum", "Mean", "Where"})
+_POOLING = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool"})
+_ACTIVATIONS = frozenset({
+    "Relu", "LeakyRelu", "PRelu", "Clip", "Sigmoid", "HardSigmoid", "HardSwish", "Tanh", "Softmax", "LogSoftmax", "Erf",
+    "Gelu", "Elu", "Selu", "Softplus", "Mish", "Exp", "Swish",
+})  # fmt: skip
+_MOVEMENT = frozenset({
+    "Concat", "Resize", "Reshape", "Transpose", "Slice", "Split", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Pad",
+    "Gather", "DepthToSpace", "SpaceToDepth", "Tile", "Upsample",
+})  # fmt: skip
+_NORMALIZATION = frozenset({
+    "BatchNormalization", "InstanceNormalization", "LayerNormalization", "GroupNormalization", "RMSNormalization",
+    "ReduceMean", "ReduceSum", "ReduceMax", "LpNormalization", "LRN",
+})  # fmt: skip
+_POINTS = _ARITHMETIC | _POOLING | _ACTIVATIONS | _MOVEMENT | _NORMALIZATION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """The form of Q/DQ that one runtime turns into fast kernels.
+
+    Attributes:
+        name: What `qdq.dialects` calls it.
+        activation: Storage type of activations at precision "int8".
+        symmetric_activation: Zero point 0 (scale = amax / 127), else a range that includes 0 over 255 steps.
+        weight: Storage type of weights at "int8"; always symmetric, one scale per output channel.
+        prequantized_weight: Weights are stored quantized behind a DequantizeLinear alone; else they stay float
+            behind a Q/DQ pair that the runtime folds.
+        bias: "int32": the bias of a linear operator whose data and weight are quantized gets a DequantizeLinear with
+            scale = data scale x weight scale; "float": it is left alone.
+        min_opset: Smallest opset of the default domain that carries its INT8 Q/DQ; see `opset`.
+        linear_ops: Operators that take data and weight quantized together.
+        points: Further operators whose floating-point inputs may be quantized.
+        between_conv_and_activation: A Q/DQ pair between Conv, BatchNormalization and activation is legal.
+        quantize_outputs: A linear operator is fused only where its output is quantized too.
+        grouped_fp8: Grouped convolutions may take FP8.
+        precisions: What the runtime runs beside float.
+    """
+
+    name: str
+    activation: Literal["int8", "uint8"] = "int8"
+    symmetric_activation: bool = True
+    weight: Literal["int8"] = "int8"
+    prequantized_weight: bool = True
+    bias: Literal["float", "int32"] = "float"
+    min_opset: int = 13
+    linear_ops: frozenset[str] = _LINEAR
+    points: frozenset[str] = _POINTS
+    between_conv_and_activation: bool = True
+    quantize_outputs: bool = False
+    grouped_fp8: bool = True
+    precisions: frozenset[str] = frozenset({"int8"})
+
+    def opset(self, precisions: Iterable[str]) -> int:
+        """Opset of the default domain that a model with these precisions needs at least.
+
+        FP8 came to QuantizeLinear with opset 19, per-channel scales with 13 (ONNX operator schemas).
+        """
+        return max(self.min_opset, 19) if "fp8" in precisions else self.min_opset
+
+    @property
+    def operators(self) -> frozenset[str]:
+        """Every operator whose inputs may be quantized."""
+        return self.linear_ops | self.points
+
+
+# TensorRT: symmetric only, INT8 never UINT8, biases stay float, Conv-BN-activation is one kernel
+# (IQuantizeLayer in NvInfer.h; parser onnx-tensorrt); no optimized FP8 kernels for grouped Conv (10.12 notes).
+TENSORRT = Dialect(
+    name="tensorrt",
+    between_conv_and_activation=False,
+    grouped_fp8=False,
+    precisions=frozenset({"int8", "fp8"}),
+)
+
+# OpenVINO turns Q/DQ pairs into FakeQuantize when it reads the model; FP8 runs, for accuracy alone on a CPU.
+OPENVINO = Dialect(name="openvino", precisions=frozenset({"int8", "fp8"}))
+
+# ONNX Runtime's CPU kernels (MLAS) are fastest with UINT8 activations times INT8 weights; QDQ operator groups are
+# fused only with quantized outputs and INT32 bias (core/optimizer/qdq_transformer; quantization/operators).
+ONNXRUNTIME = Dialect(
+    name="onnxruntime",
+    activation="uint8",
+    symmetric_activation=False,
+    bias="int32",
+    quantize_outputs=True,
+)
