@@ -1,0 +1,164 @@
+"""The append-only journal of one search: JSON lines, a header first, fsynced at every outcome.
+
+A process may be killed at any byte. On opening, a torn last line is cut off and everything before
+it stands; so whatever `append` returned for is never lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from harness.errors import UserError
+from harness.records import SCHEMA, Asked, Line, Told, decode, encode
+
+__all__ = ["Entry", "Journal", "append_line", "cut_torn_line", "read_journal"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One proposal with its outcome; `told` is None for a duplicate and where the run was cut off."""
+
+    asked: Asked
+    told: Told | None = None
+
+
+class Journal:
+    """An open journal: what was there already, and a handle that appends.
+
+    Raises:
+        UserError: The file belongs to another run (the difference is shown), to another schema, or
+            has a damaged line that is not the last.
+    """
+
+    def __init__(self, path: Path, fingerprint: Mapping[str, Any]) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            cut_torn_line(path)
+        fresh = not path.exists() or path.stat().st_size == 0
+        if fresh:
+            self.entries: tuple[Entry, ...] = ()
+        else:
+            _check_header(path, fingerprint)
+            self.entries = tuple(read_journal(path))
+        self._file = path.open("ab")
+        if fresh:
+            header = {"kind": "header", "schema": SCHEMA, "fingerprint": dict(fingerprint)}
+            append_line(self._file, json.dumps(header, separators=(",", ":"), sort_keys=True), path)
+
+    def append(self, line: Line) -> None:
+        """Write one line; when this returns, an outcome is on the disk.
+
+        Raises:
+            UserError: The disk is full or the folder read-only; the text says what is safe.
+        """
+        append_line(self._file, encode(line), self._path, sync=isinstance(line, Told))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def append_line(file: Any, text: str, path: Path, *, sync: bool = True) -> None:
+    """Append one line to a file opened unbuffered or buffered in binary mode.
+
+    Raises:
+        UserError: The line could not be written; everything before it is safe.
+    """
+    try:
+        file.write(text.encode() + b"\n")
+        file.flush()
+        if sync:
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror}); everything measured before is safe: "
+            "make room, then run the same command again to go on"
+        ) from error
+
+
+def cut_torn_line(path: Path) -> None:
+    """Cut off what follows the last newline: the part of a line that a crash left behind."""
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        end = size
+        while end > 0:
+            step = min(65536, end)
+            file.seek(end - step)
+            newline = file.read(step).rfind(b"\n")
+            if newline >= 0:
+                end = end - step + newline + 1
+                break
+            end -= step
+        if end < size:
+            file.truncate(end)
+
+
+def read_journal(path: Path) -> Iterator[Entry]:
+    """The entries of a journal in ask order; streams, and skips a torn last line.
+
+    Raises:
+        UserError: Another schema, or a damaged line.
+    """
+    pending: Asked | None = None
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            if number == 1:
+                _read_header(raw, path)
+                continue
+            if not raw.endswith(b"\n"):
+                break
+            try:
+                line = decode(raw.decode())
+            except ValueError as error:
+                raise UserError(f"{path}, line {number}: {error}; move the file away to start this run anew") from error
+            if isinstance(line, Told):
+                if pending is None or pending.number != line.number:
+                    raise UserError(f"{path}, line {number}: an outcome without its proposal")
+                yield Entry(asked=pending, told=line)
+                pending = None
+                continue
+            if pending is not None:
+                yield Entry(asked=pending)
+            pending = line
+    if pending is not None:
+        yield Entry(asked=pending)
+
+
+def _read_header(raw: bytes, path: Path) -> Mapping[str, Any]:
+    try:
+        header = json.loads(raw)
+    except ValueError as error:
+        raise UserError(f"{path}: not a journal of qdq-bench") from error
+    if not isinstance(header, dict) or header.get("kind") != "header":
+        raise UserError(f"{path}: not a journal of qdq-bench")
+    if header.get("schema") != SCHEMA:
+        raise UserError(f"{path}: written with schema {header.get('schema')}, this version reads schema {SCHEMA}")
+    return header
+
+
+def _check_header(path: Path, fingerprint: Mapping[str, Any]) -> None:
+    with path.open("rb") as file:
+        there = _read_header(file.readline(), path).get("fingerprint", {})
+    here = json.loads(json.dumps(dict(fingerprint)))
+    changed = [
+        f"  {key}: {there.get(key)!r} -> {here.get(key)!r}"
+        for key in sorted({*there, *here})
+        if there.get(key) != here.get(key)
+    ]
+    if changed:
+        raise UserError(
+            f"{path}: this run was started with something else; results would not be comparable:\n"
+            + "\n".join(changed)
+            + "\nuse another --out, or move that folder away"
+        )

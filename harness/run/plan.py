@@ -1,0 +1,51 @@
+"""What an experiment runs: cells (model x backend x precision), and in each the searches to compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.run.config import Experiment, ModelSpec, Use
+
+__all__ = ["CellSpec", "RunSpec", "plan"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """One search: a searcher with a seed."""
+
+    searcher: Use
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Folder name of the search."""
+        return f"{self.searcher.name}-{self.seed}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellSpec:
+    """Everything that is compared with each other: one model, one backend, one precision setting."""
+
+    model: ModelSpec
+    backend: Use
+    precision: str
+    runs: tuple[RunSpec, ...]
+
+    @property
+    def name(self) -> str:
+        """Folder name of the cell."""
+        return f"{self.model.name}-{self.backend.name}-{self.precision}"
+
+
+def plan(experiment: Experiment) -> tuple[CellSpec, ...]:
+    """The cells of an experiment, in the order of its lists; seeds outermost within a cell.
+
+    A run that is cut short then has every searcher at the first seeds, not one searcher at all.
+    """
+    runs = tuple(RunSpec(searcher=s, seed=seed) for seed in experiment.seeds for s in experiment.searchers)
+    return tuple(
+        CellSpec(model=model, backend=backend, precision=precision, runs=runs)
+        for model in experiment.models
+        for backend in experiment.backends
+        for precision in experiment.precision
+    )
