@@ -1,0 +1,289 @@
+"""A small builder for ONNX models, so that nobody else has to speak protobuf.
+
+builder = GraphBuilder("tiny")
+x = builder.input("x", (1, 3, 32, 32))
+x = builder.op("Relu", builder.batch_norm(builder.conv(x, 16, 3)))
+builder.output(builder.linear(builder.op("Flatten", builder.op("GlobalAveragePool", x)), 10), name="logits")
+model = builder.build()
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import helper, numpy_helper, shape_inference
+
+__all__ = ["MAX_IR_VERSION", "GraphBuilder"]
+
+MAX_IR_VERSION = 10
+"""The newest ONNX file format that every supported runtime reads."""
+
+Shape = Sequence[int | str | None]
+
+
+class GraphBuilder:
+    """Collects nodes and weights; tensors are named by strings. Same seed and calls, same bytes.
+
+    Args:
+        name: Name of the graph.
+        seed: Seed of all weights that the builder draws.
+        opset: Version of the default operator set.
+    """
+
+    def __init__(self, name: str, *, seed: int = 0, opset: int = 17) -> None:
+        self.name = name
+        self._rng = np.random.default_rng(seed)
+        self._opsets = {"": opset}
+        self._inputs: list[onnx.ValueInfoProto] = []
+        self._outputs: list[onnx.ValueInfoProto] = []
+        self._nodes: list[onnx.NodeProto] = []
+        self._constants: dict[str, onnx.TensorProto] = {}
+        self._types: dict[str, onnx.TypeProto] = {}
+        self._taken: set[str] = set()
+
+    def input(self, name: str, shape: Shape, dtype: str = "float") -> str:
+        """Add a model input.
+
+        Args:
+            name: Its name.
+            shape: Static sizes; a string or None makes a dimension dynamic.
+            dtype: ONNX element type in lower case ("float", "int64", "string").
+        """
+        info = helper.make_tensor_value_info(name, _element_type(dtype), list(shape))
+        self._inputs.append(info)
+        self._types[name] = info.type
+        self._taken.add(name)
+        return name
+
+    def const(self, array: npt.ArrayLike, name: str | None = None) -> str:
+        """Add an initializer; plain Python floats become float32, integers int64."""
+        values = np.asarray(array)
+        if values.dtype == np.float64 and not isinstance(array, np.ndarray | np.generic):
+            values = values.astype(np.float32)
+        name = self._unique(name or "const")
+        tensor = numpy_helper.from_array(values, name)
+        self._constants[name] = tensor
+        self._types[name] = helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
+        return name
+
+    @overload
+    def op(
+        self, op_type: str, *inputs: str, outputs: None = None, name: str | None = None, domain: str = "", **attrs: Any
+    ) -> str: ...
+    @overload
+    def op(
+        self, op_type: str, *inputs: str, outputs: int | Sequence[str], name: str | None = None, domain: str = "",
+        **attrs: Any,
+    ) -> tuple[str, ...]: ...  # fmt: skip
+    def op(
+        self,
+        op_type: str,
+        *inputs: str,
+        outputs: int | Sequence[str] | None = None,
+        name: str | None = None,
+        domain: str = "",
+        **attrs: Any,
+    ) -> str | tuple[str, ...]:
+        """Add a node and return its output, or a tuple of outputs where `outputs` is given.
+
+        Args:
+            op_type: ONNX operator.
+            *inputs: Tensor names; "" omits an optional input.
+            outputs: Number of outputs, or their names; not given: one output.
+            name: Name of the node (made unique); by default from the operator.
+            domain: Operator domain; any but the default one is imported at version 1.
+            **attrs: Attributes, `onnx.GraphProto` among them (see `graph`).
+        """
+        label = self._unique(name or op_type)
+        if outputs is None:
+            names: tuple[str, ...] = (self._unique(f"{label}_out"),)
+        elif isinstance(outputs, int):
+            names = tuple(self._unique(f"{label}_out{i}") for i in range(outputs))
+        else:
+            names = tuple(outputs)
+            self._taken.update(names)
+        node = helper.make_node(op_type, list(inputs), list(names), name=label, domain=domain, **attrs)
+        self._opsets.setdefault(domain, 1)
+        self._nodes.append(node)
+        self._infer(node)
+        return names[0] if outputs is None else names
+
+    def conv(  # noqa: PLR0913 (a convolution has that many)
+        self,
+        x: str,
+        channels: int,
+        kernel: int | tuple[int, int],
+        *,
+        stride: int = 1,
+        pad: int | tuple[int, int] | None = None,
+        groups: int = 1,
+        bias: bool = True,
+        name: str | None = None,
+        **attrs: Any,
+    ) -> str:
+        """A 2-D convolution of NCHW `x`; `groups=-1` means depthwise, `pad=None` keeps the size at stride 1."""
+        kh, kw = kernel if isinstance(kernel, tuple) else (kernel, kernel)
+        ph, pw = (kh // 2, kw // 2) if pad is None else pad if isinstance(pad, tuple) else (pad, pad)
+        inputs = self.shape(x)[1]
+        groups = inputs if groups == -1 else groups
+        label = name or "Conv"
+        parameters = [self._weight((channels, inputs // groups, kh, kw), inputs // groups * kh * kw, label, gain=2.0)]
+        if bias:
+            parameters.append(self._bias(channels, label))
+        geometry = {"kernel_shape": [kh, kw], "strides": [stride, stride], "pads": [ph, pw, ph, pw], "group": groups}
+        out: str = self.op("Conv", x, *parameters, name=label, **{**geometry, **attrs})
+        return out
+
+    def gemm(self, x: str, features: int, *, bias: bool = True, name: str | None = None) -> str:
+        """A fully connected layer on 2-D `x`, as one Gemm with a [features, inputs] weight."""
+        label = name or "Gemm"
+        inputs = self.shape(x)[-1]
+        parameters = [self._weight((features, inputs), inputs, label)]
+        if bias:
+            parameters.append(self._bias(features, label))
+        return self.op("Gemm", x, *parameters, name=label, transB=1)
+
+    def linear(self, x: str, features: int, *, bias: bool = True, name: str | None = None) -> str:
+        """A fully connected layer on the last axis of `x`: MatMul with a [inputs, features] weight, then Add."""
+        label = name or "MatMul"
+        inputs = self.shape(x)[-1]
+        out = self.op("MatMul", x, self._weight((inputs, features), inputs, label), name=label)
+        return self.op("Add", out, self._bias(features, label)) if bias else out
+
+    def batch_norm(self, x: str, *, epsilon: float = 1e-5, name: str | None = None) -> str:
+        """A BatchNormalization with drawn statistics near the identity."""
+        channels, label = self.shape(x)[1], name or "BatchNormalization"
+        drawn = {
+            "scale": self._rng.uniform(0.5, 1.5, channels),
+            "bias": self._rng.normal(0.0, 0.1, channels),
+            "mean": self._rng.normal(0.0, 0.1, channels),
+            "var": self._rng.uniform(0.5, 1.5, channels),
+        }
+        parameters = [self.const(values.astype(np.float32), f"{label}_{key}") for key, values in drawn.items()]
+        return self.op("BatchNormalization", x, *parameters, name=label, epsilon=epsilon)
+
+    def layer_norm(self, x: str, *, epsilon: float = 1e-5, name: str | None = None) -> str:
+        """A LayerNormalization of the last axis (opset 17) with scale 1 and bias 0."""
+        size, label = self.shape(x)[-1], name or "LayerNormalization"
+        scale = self.const(np.ones(size, np.float32), f"{label}_scale")
+        bias = self.const(np.zeros(size, np.float32), f"{label}_bias")
+        return self.op("LayerNormalization", x, scale, bias, name=label, axis=-1, epsilon=epsilon)
+
+    def output(self, tensor: str, shape: Shape | None = None, *, name: str | None = None) -> str:
+        """Make a tensor an output of the model, under another name if one is given.
+
+        Args:
+            tensor: Any tensor that has been made.
+            shape: Only where it cannot be inferred; then the element type is float.
+            name: Name of the output; the tensor's own by default.
+        """
+        if name is not None and name != tensor:
+            tensor = self._rename(tensor, name)
+        info = onnx.ValueInfoProto(name=tensor)
+        if shape is not None:
+            info.type.CopyFrom(helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, list(shape)))
+        elif tensor in self._types:
+            info.type.CopyFrom(self._types[tensor])
+        self._outputs.append(info)
+        return tensor
+
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        """Static shape of a tensor; a dynamic dimension counts as -1.
+
+        Raises:
+            ValueError: Unknown tensor, or its shape cannot be inferred.
+        """
+        known = self._types.get(tensor)
+        if known is None or not known.tensor_type.HasField("shape"):
+            raise ValueError(f"{self.name}: the shape of tensor {tensor!r} is not known")
+        return tuple(d.dim_value if d.HasField("dim_value") else -1 for d in known.tensor_type.shape.dim)
+
+    def graph(self) -> onnx.GraphProto:
+        """The graph alone, unchecked: the body of an If, Loop or Scan, free to use names from outside."""
+        return helper.make_graph(
+            self._nodes, self.name, self._inputs, self._outputs, initializer=list(self._constants.values())
+        )
+
+    def build(self) -> onnx.ModelProto:
+        """The model, checked, with inferred shapes.
+
+        Raises:
+            onnx.checker.ValidationError: What was built is no valid ONNX.
+        """
+        opsets = [helper.make_opsetid(domain, version) for domain, version in self._opsets.items()]
+        ir_version = min(MAX_IR_VERSION, helper.find_min_ir_version_for(opsets, ignore_unknown=True))
+        model = helper.make_model(self.graph(), opset_imports=opsets, ir_version=ir_version, producer_name="qdq-bench")
+        known = {info.name for info in (*self._inputs, *self._outputs)}
+        made = {name for node in self._nodes for name in node.output} - known
+        model.graph.value_info.extend(
+            onnx.ValueInfoProto(name=name, type=kind) for name, kind in self._types.items() if name in made
+        )
+        onnx.checker.check_model(model)
+        return model
+
+    def save(self, path: Path) -> Path:
+        """Build the model and write it to a file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(self.build().SerializeToString(deterministic=True))
+        return path
+
+    def _weight(self, shape: tuple[int, ...], fan_in: int, label: str, gain: float = 1.0) -> str:
+        # He et al. 2015, "Delving Deep into Rectifiers", eq. 10: gain 2 behind a ReLU, 1 without one.
+        drawn = self._rng.normal(0.0, np.sqrt(gain / fan_in), shape)
+        return self.const(drawn.astype(np.float32), f"{label}_weight")
+
+    def _bias(self, size: int, label: str) -> str:
+        return self.const(self._rng.normal(0.0, 0.02, size).astype(np.float32), f"{label}_bias")
+
+    def _unique(self, stem: str) -> str:
+        name, number = stem, 0
+        if stem in self._taken and (match := re.fullmatch(r"(.*)_(\d+)", stem)):
+            stem = match[1]
+        while name in self._taken:
+            number += 1
+            name = f"{stem}_{number}"
+        self._taken.add(name)
+        return name
+
+    def _rename(self, old: str, new: str) -> str:
+        if new in self._taken:
+            raise ValueError(f"{self.name}: the name {new!r} is taken")
+        if not any(old in node.output for node in self._nodes):
+            raise ValueError(f"{self.name}: {old!r} is not the output of a node, so it cannot be renamed to {new!r}")
+        for node in self._nodes:
+            for names in (node.input, node.output):
+                for index, name in enumerate(names):
+                    if name == old:
+                        names[index] = new
+        self._taken.add(new)
+        if old in self._types:
+            self._types[new] = self._types.pop(old)
+        return new
+
+    def _infer(self, node: onnx.NodeProto) -> None:
+        """Type the node's outputs where ONNX knows the operator and all inputs are typed."""
+        known = {name: self._types[name] for name in node.input if name in self._types}
+        if len(known) < len({name for name in node.input if name}) or not onnx.defs.has(node.op_type, node.domain):
+            return
+        schema = onnx.defs.get_schema(node.op_type, self._opsets[node.domain], node.domain)
+        opsets = [helper.make_opsetid(domain, version) for domain, version in self._opsets.items()]
+        small = {n: self._constants[n] for n in node.input if n in self._constants and _is_shape(self._constants[n])}
+        try:
+            found = shape_inference.infer_node_outputs(schema, node, known, small, opset_imports=opsets)
+        except shape_inference.InferenceError as error:
+            raise ValueError(f"{self.name}: {node.op_type} {node.name!r}: {error}") from error
+        self._types.update(found)
+
+
+def _is_shape(tensor: onnx.TensorProto) -> bool:
+    return int(np.prod(tensor.dims)) <= 1024
+
+
+def _element_type(dtype: str) -> int:
+    return int(onnx.TensorProto.DataType.Value(dtype.upper()))
