@@ -1,0 +1,204 @@
+"""A made-up data set for object detection: circles, squares and triangles, drawn by code.
+
+Every image is drawn from its own seed (split, index), so the splits are disjoint, `count` only
+cuts a longer split short, and nothing has to be stored or downloaded. Images are RGB, 128 by 128:
+a colour gradient with noise, distractors that are not labelled (lines, crosses, long ellipses),
+and one to six shapes that hardly overlap. A tenth of the shapes are outlines only.
+
+Labels have the form of COCO (https://cocodataset.org/#format-data): boxes are x, y, width, height
+in pixels, circumscribing the shape as drawn (before occlusion); category ids are 1 to 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageDraw
+
+from harness.errors import UserError, nearest
+
+__all__ = ["CLASSES", "SIZE", "Shapes", "split"]
+
+SIZE = 128
+"""Height and width of every image, in pixels."""
+
+CLASSES = ("circle", "square", "triangle")
+"""Names by class index; the category id of COCO is the index plus one."""
+
+_SPLITS: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {"train": (1, 6000), "calibration": (2, 64), "evaluation": (3, 200)}
+)
+_SUPERSAMPLING = 2
+_MAX_OVERLAP = 0.15
+
+Point = tuple[float, float]
+Box = tuple[float, float, float, float]
+Colour = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shapes:
+    """Images with their labels.
+
+    Attributes:
+        images: 8-bit RGB arrays, SIZE x SIZE x 3, in the order of `coco["images"]`.
+        coco: Labels as `pycocotools.coco.COCO.dataset` wants them; image ids count from 1.
+    """
+
+    images: tuple[npt.NDArray[np.uint8], ...]
+    coco: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    """A shape to draw: its class, its outline in pixels, its area in square pixels."""
+
+    index: int
+    outline: tuple[Point, ...]
+    area: float
+
+    @property
+    def box(self) -> Box:
+        xs, ys = zip(*self.outline, strict=True)
+        return min(xs), min(ys), max(xs), max(ys)
+
+
+def split(name: str, count: int | None = None) -> Shapes:
+    """Draw one split of the data set.
+
+    Args:
+        name: "train", "calibration" or "evaluation".
+        count: How many images; by default 6000, 64 and 200.
+
+    Raises:
+        UserError: No split has this name, or count is below 1.
+    """
+    if name not in _SPLITS:
+        raise UserError(f"shapes: no split {name!r}; {nearest(name, _SPLITS)}")
+    seed, default = _SPLITS[name]
+    if count is not None and count < 1:
+        raise UserError(f"shapes: count must be at least 1, but got {count}")
+    images, annotations = [], []
+    for index in range(default if count is None else count):
+        image, shapes = _scene(np.random.default_rng((seed, index)))
+        images.append(image)
+        annotations += [_annotation(shape, index + 1, len(annotations) + k + 1) for k, shape in enumerate(shapes)]
+    return Shapes(images=tuple(images), coco=_coco(name, len(images), annotations))
+
+
+def _coco(name: str, count: int, annotations: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "info": {"description": f"made-up shapes, split {name}"},
+        "categories": [{"id": index + 1, "name": label} for index, label in enumerate(CLASSES)],
+        "images": [
+            {"id": index + 1, "file_name": f"{name}_{index:05d}.png", "width": SIZE, "height": SIZE}
+            for index in range(count)
+        ],
+        "annotations": annotations,
+    }
+
+
+def _annotation(shape: _Shape, image_id: int, annotation_id: int) -> dict[str, Any]:
+    left, top, right, bottom = shape.box
+    return {
+        "id": annotation_id,
+        "image_id": image_id,
+        "category_id": shape.index + 1,
+        "bbox": [left, top, right - left, bottom - top],
+        "area": shape.area,
+        "iscrowd": 0,
+    }
+
+
+def _scene(rng: np.random.Generator) -> tuple[npt.NDArray[np.uint8], list[_Shape]]:
+    base = rng.uniform(20, 235, 3)
+    large = SIZE * _SUPERSAMPLING
+    canvas = Image.fromarray(_gradient(base, rng)).resize((large, large), Image.Resampling.BILINEAR)
+    pen = ImageDraw.Draw(canvas)
+    for _ in range(int(rng.integers(0, 5))):
+        _distractor(pen, _contrasting(base, rng), rng)
+    shapes = _shapes(rng)
+    for shape in shapes:
+        colour = _contrasting(base, rng)
+        outline = [(x * _SUPERSAMPLING, y * _SUPERSAMPLING) for x, y in shape.outline]
+        if rng.random() < 0.1:
+            pen.line([*outline, *outline[:2]], fill=colour, width=2 * _SUPERSAMPLING, joint="curve")
+        else:
+            pen.polygon(outline, fill=colour)
+    drawn = np.asarray(canvas.reduce(_SUPERSAMPLING), np.float32)
+    noise = rng.standard_normal(drawn.shape, np.float32) * np.float32(rng.uniform(0, 18))
+    return np.clip(np.rint(drawn + noise), 0, 255).astype(np.uint8), shapes
+
+
+def _gradient(base: npt.NDArray[np.float64], rng: np.random.Generator) -> npt.NDArray[np.uint8]:
+    """A SIZE x SIZE image that changes by up to 60 levels along a random direction."""
+    angle, (rows, columns) = rng.uniform(0, 2 * math.pi), np.mgrid[-0.5 : 0.5 : SIZE * 1j, -0.5 : 0.5 : SIZE * 1j]
+    ramp = rows * math.sin(angle) + columns * math.cos(angle)
+    return np.clip(base + ramp[..., None] * rng.uniform(-60, 60, 3), 0, 255).astype(np.uint8)
+
+
+def _contrasting(base: npt.NDArray[np.float64], rng: np.random.Generator) -> Colour:
+    """A colour that differs from the background by at least 60 levels in its best channel."""
+    while True:
+        colour = rng.integers(0, 256, 3)
+        if np.abs(colour - base).max() >= 60:
+            return int(colour[0]), int(colour[1]), int(colour[2])
+
+
+def _distractor(pen: ImageDraw.ImageDraw, colour: Colour, rng: np.random.Generator) -> None:
+    centre, size = rng.uniform(0, SIZE, 2), rng.uniform(6, 24)
+    angle = rng.uniform(0, math.pi)
+    arm = np.array([math.cos(angle), math.sin(angle)]) * size
+    bars = [(centre - arm, centre + arm)]
+    kind = rng.integers(3)
+    if kind == 0:  # a long ellipse: no circle
+        outline = [
+            (centre + arm * math.cos(t) + arm[::-1] * (0.3, -0.3) * math.sin(t)) * _SUPERSAMPLING
+            for t in np.linspace(0, 2 * math.pi, 32, endpoint=False)
+        ]
+        pen.polygon([(float(x), float(y)) for x, y in outline], fill=colour)
+        return
+    if kind == 1:  # a cross: no square
+        bars.append((centre - arm[::-1] * (1, -1), centre + arm[::-1] * (1, -1)))
+    for start, end in bars:
+        ends = np.concatenate([start, end]) * _SUPERSAMPLING
+        pen.line([float(value) for value in ends], fill=colour, width=int(rng.integers(2, 5)) * _SUPERSAMPLING)
+
+
+def _shapes(rng: np.random.Generator) -> list[_Shape]:
+    """One to six shapes whose boxes overlap by at most _MAX_OVERLAP of the smaller one."""
+    shapes: list[_Shape] = []
+    for _ in range(int(rng.integers(1, 7))):
+        for _attempt in range(10):
+            shape = _shape(rng)
+            if all(_overlap(shape.box, other.box) <= _MAX_OVERLAP for other in shapes):
+                shapes.append(shape)
+                break
+    return shapes
+
+
+def _shape(rng: np.random.Generator) -> _Shape:
+    """A shape with a circumscribed circle of 6 to 28 pixels in radius (small ones as often as large), all inside."""
+    index = int(rng.integers(len(CLASSES)))
+    radius = math.exp(rng.uniform(math.log(6), math.log(28)))
+    x, y = rng.uniform(radius, SIZE - radius, 2)
+    corners = (48, 4, 3)[index]
+    turn = rng.uniform(0, 2 * math.pi)
+    angles = [turn + 2 * math.pi * k / corners for k in range(corners)]
+    outline = tuple((x + radius * math.cos(a), y + radius * math.sin(a)) for a in angles)
+    area = 0.5 * corners * radius**2 * math.sin(2 * math.pi / corners)
+    return _Shape(index=index, outline=outline, area=area)
+
+
+def _overlap(a: Box, b: Box) -> float:
+    """Share of the smaller of two boxes (left, top, right, bottom) that the other one covers."""
+    width = min(a[2], b[2]) - max(a[0], b[0])
+    height = min(a[3], b[3]) - max(a[1], b[1])
+    smaller = min((box[2] - box[0]) * (box[3] - box[1]) for box in (a, b))
+    return max(width, 0.0) * max(height, 0.0) / smaller
