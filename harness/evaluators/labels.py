@@ -1,0 +1,114 @@
+"""Label files: COCO's JSON for boxes, and lines "FILENAME CLASS" for classes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.errors import UserError
+
+__all__ = ["Labels", "cut_coco", "read_labels"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """What a label file says.
+
+    Attributes:
+        files: File name of each image, in the order of the label file.
+        classes: Class index of each image, or None.
+        coco: COCO's mapping of images, annotations and categories, or None.
+    """
+
+    files: tuple[str, ...]
+    classes: npt.NDArray[np.int64] | None = None
+    coco: Mapping[str, Any] | None = None
+
+
+def read_labels(path: Path) -> Labels:
+    """Read a `.json` or `.txt` label file and check it.
+
+    Raises:
+        UserError: Another kind of file, malformed (with the line or the entry), an image twice, or
+            a box of an image or category that the file does not list.
+    """
+    if path.suffix not in (".json", ".txt"):
+        raise UserError(f"{path}: labels are a .json file (COCO) or a .txt file (lines 'FILENAME CLASS')")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    labels = _coco(text, path) if path.suffix == ".json" else _classes(text, path)
+    if not labels.files:
+        raise UserError(f"{path}: lists no images")
+    seen: set[str] = set()
+    for file in labels.files:
+        if file in seen:
+            raise UserError(f"{path}: lists the image {file!r} twice")
+        seen.add(file)
+    return labels
+
+
+def cut_coco(coco: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+    """The images from `start` to before `stop`, with their annotations and all categories."""
+    images = list(coco["images"][start:stop])
+    kept = {image["id"] for image in images}
+    return {**coco, "images": images, "annotations": [a for a in coco["annotations"] if a["image_id"] in kept]}
+
+
+def _classes(text: str, path: Path) -> Labels:
+    files, classes = [], []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        file, _, index = line.strip().rpartition(" ")
+        if not file or not index.isascii() or not index.isdecimal():
+            raise UserError(f"{path}, line {number}: 'FILENAME CLASS' with a class from 0, but got {line!r}")
+        files.append(file.strip())
+        classes.append(int(index))
+    return Labels(files=tuple(files), classes=np.array(classes, np.int64))
+
+
+def _coco(text: str, path: Path) -> Labels:
+    try:
+        coco = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON: {error}") from error
+    for key in ("images", "annotations", "categories"):
+        if not isinstance(coco, dict) or not isinstance(coco.get(key), list):
+            raise UserError(f"{path}: COCO labels have a list {key!r}, but there is none")
+    for image in coco["images"]:
+        _check(image, {"id": int, "file_name": str}, f"{path}: images")
+    for category in coco["categories"]:
+        _check(category, {"id": int}, f"{path}: categories")
+    images = {image["id"] for image in coco["images"]}
+    categories = {category["id"] for category in coco["categories"]}
+    boxes = [_box(a, number, path) for number, a in enumerate(coco["annotations"], 1)]
+    for box in boxes:
+        if box["image_id"] not in images:
+            raise UserError(f"{path}: annotation {box['id']}: there is no image with id {box['image_id']}")
+        if box["category_id"] not in categories:
+            raise UserError(f"{path}: annotation {box['id']}: there is no category with id {box['category_id']}")
+    files = tuple(image["file_name"] for image in coco["images"])
+    return Labels(files=files, coco={**coco, "annotations": boxes})
+
+
+def _box(annotation: Any, number: int, path: Path) -> dict[str, Any]:
+    """One annotation with the fields that may be left out: id, area and iscrowd."""
+    _check(annotation, {"image_id": int, "category_id": int, "bbox": list}, f"{path}: annotations")
+    bbox = annotation["bbox"]
+    if len(bbox) != 4 or not all(isinstance(v, (int, float)) for v in bbox) or not np.isfinite(bbox).all():
+        raise UserError(f"{path}: annotations: 'bbox' is x, y, width, height in pixels, but got {bbox!r}")
+    return {"id": number, "area": bbox[2] * bbox[3], "iscrowd": 0, **annotation}
+
+
+def _check(entry: Any, fields: Mapping[str, type], where: str) -> None:
+    for name, kind in fields.items():
+        if not isinstance(entry, dict) or not isinstance(entry.get(name), kind):
+            raise UserError(f"{where}: every entry has {name!r} ({kind.__name__}), but got {str(entry)[:80]}")
