@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import onnx
 
-__all__ = ["Model", "Node", "TensorType"]
+__all__ = ["Model", "Node", "TensorType", "captures", "graphs", "subgraphs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class Node:
         name: Unique in the model, never empty.
         inputs: Tensor names; "" for an omitted optional input.
         attributes: Plain Python values; graph-valued attributes are absent.
-        opaque: The node has a subgraph or is of a domain that ONNX does not define: it stays float.
+        opaque: The node has a subgraph or is no operator that ONNX defines: it stays float.
+        captures: Tensors that the node's subgraphs read from outside, sorted; not among `inputs`.
     """
 
     index: int
@@ -41,6 +42,7 @@ class Node:
     outputs: tuple[str, ...]
     attributes: Mapping[str, Any] = field(hash=False)
     opaque: bool = False
+    captures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,3 +93,40 @@ class Model:
                 if name:
                     found[name].append((node.index, slot))
         return {name: tuple(pairs) for name, pairs in found.items()}
+
+    @cached_property
+    def captured(self) -> frozenset[str]:
+        """Tensors that some subgraph reads; they have a reader that `consumers` does not list."""
+        return frozenset(name for node in self.nodes for name in node.captures)
+
+
+def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """The graph-valued attributes of a node."""
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            yield attribute.g
+        elif attribute.type == onnx.AttributeProto.GRAPHS:
+            yield from attribute.graphs
+
+
+def graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """A graph and all graphs inside it."""
+    yield graph
+    for node in graph.node:
+        for inner in subgraphs(node):
+            yield from graphs(inner)
+
+
+def captures(node: onnx.NodeProto) -> frozenset[str]:
+    """Names that the node's subgraphs use and do not define themselves."""
+    found: set[str] = set()
+    for graph in subgraphs(node):
+        used, defined = {value.name for value in graph.output}, {value.name for value in graph.input}
+        defined.update(tensor.name for tensor in graph.initializer)
+        defined.update(tensor.values.name for tensor in graph.sparse_initializer)
+        for inner in graph.node:
+            used.update(inner.input)
+            used.update(captures(inner))
+            defined.update(inner.output)
+        found |= used - defined
+    return frozenset(found - {""})

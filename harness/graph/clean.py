@@ -1,0 +1,199 @@
+"""Clean-up of a model before anything is placed in it, and passes of ONNX that must not carry the weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+from onnx import helper, numpy_helper
+from onnx_graphsurgeon.logger import G_LOGGER
+from onnx_graphsurgeon.util.exception import OnnxGraphSurgeonException
+
+from harness.errors import UserError
+from harness.graph.model import captures, graphs, subgraphs
+
+__all__ = ["is_known", "lower_constants", "mask_unknown", "name_nodes", "through_light", "tidy", "unmask"]
+
+logger = logging.getLogger(__name__)
+
+LIGHT_BYTES = 4096
+"""Larger weights stay outside of ONNX's C++ passes, which serialize the model and end at 2 GiB."""
+
+FOLD_BYTES = 1 << 28
+"""Constants larger than this are not computed ahead."""
+
+MASK = "qdq.unknown."
+_NOT_FOLDED = frozenset(
+    {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "RandomNormal", "RandomUniform",
+     "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
+)  # fmt: skip
+
+
+def through_light(proto: onnx.ModelProto, transform: Callable[[onnx.ModelProto], onnx.ModelProto]) -> onnx.ModelProto:
+    """Apply a pass to a model whose large weights are inputs meanwhile; where it raises, `proto` is whole again."""
+    graph = proto.graph
+    large = [tensor for tensor in graph.initializer if tensor.ByteSize() > LIGHT_BYTES]
+    small = [tensor for tensor in graph.initializer if tensor.ByteSize() <= LIGHT_BYTES]
+    names = {tensor.name for tensor in large}
+    del graph.initializer[:]
+    graph.initializer.extend(small)
+    graph.input.extend(helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in large)
+    result = proto
+    try:
+        result = transform(proto)
+    finally:
+        inputs = [value for value in result.graph.input if value.name not in names]
+        del result.graph.input[:]
+        result.graph.input.extend(inputs)
+        result.graph.initializer.extend(large)
+    return result
+
+
+def is_known(node: onnx.NodeProto, opsets: dict[str, int]) -> bool:
+    """Whether ONNX defines this operator at the imported version."""
+    return bool(onnx.defs.has(node.op_type, opsets.get(node.domain, 1), node.domain))
+
+
+def mask_unknown(proto: onnx.ModelProto) -> list[str]:
+    """Move operators that ONNX's own domains do not have into a domain of their own, in place.
+
+    Plug-in operators of runtimes are often exported so (EfficientNMS_TRT); the checker and the
+    version converter refuse them there.
+
+    Returns:
+        All operators unknown to ONNX, of whatever domain, as "domain.op", sorted.
+    """
+    opsets = {opset.domain: opset.version for opset in proto.opset_import}
+    unknown = [n for graph in graphs(proto.graph) for n in graph.node if not is_known(n, opsets)]
+    names = sorted({f"{node.domain or 'ai.onnx'}.{node.op_type}" for node in unknown})
+    for node in unknown:
+        if node.domain in ("", "ai.onnx.ml", "ai.onnx.preview.training"):
+            node.domain = MASK + node.domain
+    for domain in sorted({node.domain for node in unknown} - opsets.keys()):
+        proto.opset_import.append(helper.make_opsetid(domain, 1))
+    return names
+
+
+def unmask(proto: onnx.ModelProto) -> None:
+    """Undo `mask_unknown`, in place."""
+    for graph in graphs(proto.graph):
+        for node in graph.node:
+            if node.domain.startswith(MASK):
+                node.domain = node.domain.removeprefix(MASK)
+    kept = [opset for opset in proto.opset_import if not opset.domain.startswith(MASK)]
+    del proto.opset_import[:]
+    proto.opset_import.extend(kept)
+
+
+def name_nodes(graph: onnx.GraphProto) -> None:
+    """Give every node of the main graph a unique name, in place; names that are unique already stay."""
+    taken = {node.name for node in graph.node}
+    seen: set[str] = set()
+    for index, node in enumerate(graph.node):
+        if not node.name or node.name in seen:
+            stem = node.name or f"{node.op_type}_{index}"
+            name, number = stem, 0
+            while name in taken or name in seen:
+                number += 1
+                name = f"{stem}_{number}"
+            node.name = name
+        seen.add(node.name)
+
+
+def lower_constants(graph: onnx.GraphProto) -> None:
+    """Turn Constant nodes of the main graph into initializers, in place."""
+    rest = []
+    for node in graph.node:
+        value = _constant(node) if node.op_type == "Constant" and not node.domain else None
+        if value is None:
+            rest.append(node)
+        else:
+            value.name = node.output[0]
+            graph.initializer.append(value)
+    if len(rest) < len(graph.node):
+        del graph.node[:]
+        graph.node.extend(rest)
+
+
+def tidy(graph: onnx.GraphProto, opsets: dict[str, int], source: str) -> None:
+    """Sort, fold constants and drop what no output needs, in place, through onnx-graphsurgeon.
+
+    It decides on a copy; its decisions are carried back, so that attributes, types and weights are
+    exactly those of the file. Nodes with subgraphs and unknown operators are shown to it as black
+    boxes with their captured tensors as further inputs. Node names must be unique.
+
+    Raises:
+        UserError: The graph has a cycle.
+    """
+    shown = onnx.ModelProto(graph=onnx.GraphProto(name=graph.name or "main"), ir_version=10)
+    shown.opset_import.extend(helper.make_opsetid(domain, version) for domain, version in opsets.items())
+    shown.graph.input.extend(graph.input)
+    shown.graph.output.extend(graph.output)
+    shown.graph.initializer.extend(graph.initializer)
+    shown.graph.sparse_initializer.extend(graph.sparse_initializer)
+    boxed = {node.name for node in graph.node if any(subgraphs(node)) or not is_known(node, opsets)}
+    shown.graph.node.extend(_box(node) if node.name in boxed else node for node in graph.node)
+    try:
+        with G_LOGGER.suppress():
+            surgeon = gs.import_onnx(shown).toposort()
+            surgeon.fold_constants(
+                fold_shapes=False,
+                recurse_subgraphs=False,
+                flatten_subgraphs=False,
+                size_threshold=FOLD_BYTES,
+                should_exclude_node=lambda node: node.name in boxed or node.op in _NOT_FOLDED,
+            ).cleanup()
+    except OnnxGraphSurgeonException as error:
+        raise UserError(f"{source}: its nodes cannot be put in order: {error}; export the model again") from error
+    _carry_back(graph, surgeon, boxed)
+
+
+def _box(node: onnx.NodeProto) -> onnx.NodeProto:
+    inputs = [*node.input, *sorted(captures(node))]
+    return onnx.NodeProto(name=node.name, op_type=node.op_type, domain="box", input=inputs, output=node.output)
+
+
+def _carry_back(graph: onnx.GraphProto, surgeon: gs.Graph, boxed: set[str]) -> None:
+    by_name = {node.name: node for node in graph.node}
+    nodes = []
+    for decided in surgeon.nodes:
+        node = by_name[decided.name]
+        if node.name not in boxed:
+            del node.input[:]
+            node.input.extend(tensor.name for tensor in decided.inputs)
+        nodes.append(node)
+    known = {tensor.name: tensor for tensor in graph.initializer}
+    constants = [t for t in surgeon.tensors().values() if isinstance(t, gs.Constant)]
+    sparse = {tensor.values.name for tensor in graph.sparse_initializer}
+    initializers = [
+        known[t.name] if t.name in known else numpy_helper.from_array(np.asarray(t.values), t.name)
+        for t in constants
+        if t.name not in sparse
+    ]
+    for field, values in ((graph.node, nodes), (graph.initializer, initializers)):
+        del field[:]
+        field.extend(values)
+
+
+def _constant(node: onnx.NodeProto) -> onnx.TensorProto | None:
+    """The value of a Constant node as a tensor of its own; None for a sparse one."""
+    attribute = node.attribute[0]
+    value = helper.get_attribute_value(attribute)
+    tensor = onnx.TensorProto()
+    if attribute.name == "value":
+        tensor.CopyFrom(value)
+    elif attribute.name in ("value_float", "value_floats"):
+        tensor.CopyFrom(numpy_helper.from_array(np.asarray(value, dtype=np.float32)))
+    elif attribute.name in ("value_int", "value_ints"):
+        tensor.CopyFrom(numpy_helper.from_array(np.asarray(value, dtype=np.int64)))
+    elif attribute.name in ("value_string", "value_strings"):
+        strings = [value] if attribute.name == "value_string" else list(value)
+        tensor.data_type = onnx.TensorProto.STRING
+        tensor.dims.extend([] if attribute.name == "value_string" else [len(strings)])
+        tensor.string_data.extend(strings)
+    else:
+        return None
+    return tensor

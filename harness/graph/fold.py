@@ -1,0 +1,125 @@
+"""Folding of BatchNormalization into the linear operator before it.
+
+In inference BatchNormalization is y = s * (x - mean) + b with s = scale / sqrt(var + epsilon) for each
+channel (Ioffe & Szegedy 2015, algorithm 2), so it is part of weight and bias of the operator that makes x.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import helper, numpy_helper
+
+from harness.graph.model import captures
+
+__all__ = ["fold_batch_norms"]
+
+_Floats = npt.NDArray[np.float64]
+
+
+def fold_batch_norms(graph: onnx.GraphProto) -> int:
+    """Fold each BatchNormalization whose input comes from one Conv, ConvTranspose or Gemm alone, in place.
+
+    Returns:
+        How many were folded.
+    """
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    uses = Counter(name for node in graph.node for name in (*node.input, *captures(node)) if name)
+    uses.update(value.name for value in graph.output)
+    producer = {name: node for node in graph.node for name in node.output if name}
+    folded = []
+    for node in graph.node:
+        linear = producer.get(node.input[0]) if _is_plain_norm(node, constants) else None
+        if linear is None or uses[node.input[0]] != 1 or not _fold(linear, node, constants, uses):
+            continue
+        linear.output[0] = node.output[0]
+        producer[node.output[0]] = linear
+        folded.append(node.name)
+    if folded:
+        _rewrite(graph, constants, frozenset(folded))
+    return len(folded)
+
+
+def _is_plain_norm(node: onnx.NodeProto, constants: dict[str, onnx.TensorProto]) -> bool:
+    if node.op_type != "BatchNormalization" or node.domain or sum(map(bool, node.output)) != 1:
+        return False
+    return not _attribute(node, "training_mode", 0) and all(name in constants for name in node.input[1:5])
+
+
+def _fold(
+    linear: onnx.NodeProto, norm: onnx.NodeProto, constants: dict[str, onnx.TensorProto], uses: Counter[str]
+) -> bool:
+    """Scale weight and bias of `linear`; False where it is no operator, or has no weights, that can take it."""
+    if linear.domain or linear.op_type not in ("Conv", "ConvTranspose", "Gemm"):
+        return False
+    weight_name, bias_name = linear.input[1], linear.input[2] if len(linear.input) > 2 else ""
+    if weight_name not in constants or (bias_name and bias_name not in constants):
+        return False
+    scale, shift, mean, variance = (_values(constants[name]) for name in norm.input[1:5])
+    factor = scale / np.sqrt(variance + _attribute(norm, "epsilon", 1e-5))
+    bias = _values(constants[bias_name]) if bias_name else np.zeros(())
+    if bias.size not in (1, len(factor)) or (bias.ndim and bias.shape[-1] != bias.size):
+        return False
+    if linear.op_type == "Gemm":
+        bias = bias * _attribute(linear, "beta", 1.0)
+        _set_attribute(linear, "beta", 1.0)
+    weight = constants[weight_name]
+    new_bias = (np.broadcast_to(bias.reshape(-1), factor.shape) - mean) * factor + shift
+    new_weight = _scaled(_values(weight), factor, linear)
+    dtype = helper.tensor_dtype_to_np_dtype(weight.data_type)
+    del linear.input[1:]
+    linear.input.append(_store(new_weight.astype(dtype), weight_name, f"{linear.name}_weight", constants, uses))
+    linear.input.append(_store(new_bias.astype(dtype), bias_name, f"{linear.name}_bias", constants, uses))
+    return True
+
+
+def _scaled(weight: _Floats, factor: _Floats, linear: onnx.NodeProto) -> _Floats:
+    """The weight with each output channel multiplied by its factor."""
+    if linear.op_type == "Gemm":
+        return weight * (factor[:, None] if _attribute(linear, "transB", 0) else factor)
+    if linear.op_type == "Conv":
+        return weight * factor.reshape(-1, *[1] * (weight.ndim - 1))
+    # ConvTranspose: [inputs, outputs / group, ...]; input channels come group by group.
+    groups = _attribute(linear, "group", 1)
+    split = weight.reshape(groups, -1, *weight.shape[1:])
+    return (split * factor.reshape(groups, 1, -1, *[1] * (weight.ndim - 2))).reshape(weight.shape)
+
+
+def _store(
+    array: npt.NDArray[Any], old: str, stem: str, constants: dict[str, onnx.TensorProto], uses: Counter[str]
+) -> str:
+    """Keep new values under the old name, or under a new one where there is none or somebody else reads it."""
+    name, number = old, 0
+    while not name or uses[name] > (name == old):
+        name = f"{stem}_{number}" if number else stem
+        number += 1
+    uses[name] = 1
+    constants[name] = numpy_helper.from_array(array, name)
+    return name
+
+
+def _rewrite(graph: onnx.GraphProto, constants: dict[str, onnx.TensorProto], folded: frozenset[str]) -> None:
+    nodes = [node for node in graph.node if node.name not in folded]
+    used = {name for node in nodes for name in (*node.input, *captures(node))} | {v.name for v in graph.output}
+    kept = [tensor for name, tensor in constants.items() if name in used]
+    for field, values in ((graph.node, nodes), (graph.initializer, kept)):
+        del field[:]
+        field.extend(values)
+
+
+def _values(tensor: onnx.TensorProto) -> _Floats:
+    return np.asarray(numpy_helper.to_array(tensor)).astype(np.float64)
+
+
+def _attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
+    return next((helper.get_attribute_value(a) for a in node.attribute if a.name == name), default)
+
+
+def _set_attribute(node: onnx.NodeProto, name: str, value: Any) -> None:
+    kept = [a for a in node.attribute if a.name != name]
+    del node.attribute[:]
+    node.attribute.extend([*kept, helper.make_attribute(name, value)])

@@ -1,0 +1,224 @@
+"""From an ONNX file to a `Model` that is ready for placement, and back to a file."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import onnx
+from onnx import checker, helper, inliner, numpy_helper, version_converter
+
+from harness.errors import UserError
+from harness.graph.build import MAX_IR_VERSION
+from harness.graph.clean import is_known, lower_constants, mask_unknown, name_nodes, through_light, tidy, unmask
+from harness.graph.fold import fold_batch_norms
+from harness.graph.model import Model, Node, captures, graphs, subgraphs
+from harness.graph.read import read_model
+from harness.graph.shapes import fix_inputs, infer, shapes_to_constants, types_of
+
+__all__ = ["from_proto", "load", "save", "write"]
+
+logger = logging.getLogger(__name__)
+
+EXTERNAL_OVER_BYTES = 1_900_000_000
+"""A file with more weights than this keeps them beside it; protobuf itself ends at 2 GiB."""
+
+Shapes = Mapping[str, str | tuple[int, ...]]
+_NO_SHAPES: Shapes = MappingProxyType({})
+
+
+def load(path: Path, *, source: str | None = None, shapes: Shapes = _NO_SHAPES, min_opset: int = 17) -> Model:
+    """Read an ONNX file and make it ready for placement.
+
+    Args:
+        path: The file; external data lies in its folder or below.
+        source: What messages and tables call it; the path by default.
+        shapes: Static shapes by input name, "1x3x224x224" or numbers, for inputs that are dynamic.
+        min_opset: Models of an older default operator set are upgraded to this one.
+
+    Raises:
+        UserError: The file cannot be read, is no valid ONNX, stays dynamic, or cannot be upgraded.
+    """
+    source = source or str(path)
+    proto, sha256 = read_model(path, source)
+    return _prepare(proto, source, sha256, shapes, min_opset)
+
+
+def from_proto(
+    proto: onnx.ModelProto, *, source: str, sha256: str, shapes: Shapes = _NO_SHAPES, min_opset: int = 17
+) -> Model:
+    """Make a model in memory ready for placement; `proto` itself is left alone. See `load`."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    return _prepare(copy, source, sha256, shapes, min_opset)
+
+
+def save(model: Model, folder: Path) -> Path:
+    """Write the model to `model.onnx` in a folder, which is made where missing. See `write`."""
+    return write(model.proto, folder / "model.onnx")
+
+
+def write(proto: onnx.ModelProto, path: Path) -> Path:
+    """Write a model to one file, or above 1.9 GB to the file and `<name>.data` beside it; same model, same bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if sum(tensor.ByteSize() for tensor in proto.graph.initializer) <= EXTERNAL_OVER_BYTES:
+        path.write_bytes(proto.SerializeToString(deterministic=True))
+        return path
+    data = path.with_name(f"{path.name}.data")
+    data.unlink(missing_ok=True)  # onnx appends to a file that is there
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    onnx.save_model(copy, path, save_as_external_data=True, location=data.name)
+    return path
+
+
+def _prepare(proto: onnx.ModelProto, source: str, sha256: str, shapes: Shapes, min_opset: int) -> Model:
+    proto = _normalize(proto)
+    unknown = mask_unknown(proto)
+    if unknown:
+        logger.warning("%s: operators that ONNX does not define stay float: %s", source, ", ".join(unknown))
+    _clean(proto, source)
+    fix_inputs(proto.graph, shapes, source)
+    _check(proto, source)
+    proto = infer(proto, source)
+    proto = _upgrade(proto, min_opset, source)
+    unmask(proto)
+    proto = infer(proto, source)
+    while shapes_to_constants(proto.graph):
+        _clean(proto, source)
+        proto = infer(proto, source)
+    if fold_batch_norms(proto.graph):
+        proto = infer(proto, source)
+    nodes = _nodes(proto)
+    return Model(proto=proto, source=source, sha256=sha256, nodes=nodes, types=types_of(proto.graph))
+
+
+def _normalize(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """One spelling of the default domain, no functions, no initializers among the inputs, a readable version."""
+    if proto.functions:
+        proto = through_light(proto, inliner.inline_local_functions)
+    opsets: dict[str, int] = {}
+    for opset in proto.opset_import:
+        domain = "" if opset.domain == "ai.onnx" else opset.domain
+        opsets[domain] = max(opset.version, opsets.get(domain, 0))
+    del proto.opset_import[:]
+    proto.opset_import.extend(helper.make_opsetid(domain, version) for domain, version in opsets.items())
+    for graph in graphs(proto.graph):
+        for node in graph.node:
+            if node.domain == "ai.onnx":
+                node.domain = ""
+    constants = {tensor.name for tensor in proto.graph.initializer}
+    inputs = [value for value in proto.graph.input if value.name not in constants]
+    del proto.graph.input[:]
+    proto.graph.input.extend(inputs)
+    _set_ir_version(proto)
+    return proto
+
+
+def _set_ir_version(proto: onnx.ModelProto) -> None:
+    needed = helper.find_min_ir_version_for(proto.opset_import, ignore_unknown=True)
+    proto.ir_version = min(MAX_IR_VERSION, max(proto.ir_version, needed, 4))  # 4: initializers need not be inputs
+
+
+def _clean(proto: onnx.ModelProto, source: str) -> None:
+    lower_constants(proto.graph)
+    name_nodes(proto.graph)
+    tidy(proto.graph, _opsets(proto), source)
+
+
+def _check(proto: onnx.ModelProto, source: str) -> None:
+    def run(light: onnx.ModelProto) -> onnx.ModelProto:
+        checked = onnx.ModelProto()
+        checked.CopyFrom(light)
+        for value in checked.graph.output:
+            if not value.type.WhichOneof("value") or value.type.HasField("tensor_type"):
+                # The checker insists on a declared type of outputs; runtimes infer it, and so does `infer`.
+                value.type.tensor_type.elem_type = value.type.tensor_type.elem_type or onnx.TensorProto.FLOAT
+                value.type.tensor_type.shape.SetInParent()
+        checker.check_model(checked)
+        return light
+
+    try:
+        through_light(proto, run)
+    except checker.ValidationError as error:
+        text = " ".join(str(error).split())
+        raise UserError(f"{source}: no valid ONNX model: {text}; export the model again") from error
+
+
+def _upgrade(proto: onnx.ModelProto, min_opset: int, source: str) -> onnx.ModelProto:
+    version = _opsets(proto).get("")
+    if version is None:
+        proto.opset_import.append(helper.make_opsetid("", min_opset))
+        _set_ir_version(proto)
+        return proto
+    if version >= min_opset:
+        return proto
+    metadata = list(proto.metadata_props)
+
+    def run(light: onnx.ModelProto) -> onnx.ModelProto:
+        return version_converter.convert_version(light, min_opset)
+
+    try:
+        proto = through_light(proto, run)
+    except (version_converter.ConvertError, RuntimeError) as error:
+        text = " ".join(str(error).split())
+        raise UserError(
+            f"{source}: opset {version} cannot be upgraded to {min_opset}, which Q/DQ needs here ({text}); "
+            f"export the model with opset {min_opset} or later"
+        ) from error
+    del proto.metadata_props[:]
+    proto.metadata_props.extend(metadata)
+    for graph in graphs(proto.graph):
+        # The converter writes shapes of its own that are not always right (onnx 1.21: rank 0 behind Softmax).
+        del graph.value_info[:]
+    _set_ir_version(proto)
+    _clean(proto, source)
+    _check(proto, source)
+    return proto
+
+
+def _opsets(proto: onnx.ModelProto) -> dict[str, int]:
+    return {opset.domain: opset.version for opset in proto.opset_import}
+
+
+def _nodes(proto: onnx.ModelProto) -> tuple[Node, ...]:
+    opsets = _opsets(proto)
+    return tuple(
+        Node(
+            index=index,
+            name=node.name,
+            op=node.op_type,
+            domain=node.domain,
+            inputs=tuple(node.input),
+            outputs=tuple(node.output),
+            attributes={a.name: _plain(a) for a in node.attribute if a.type not in _GRAPH_TYPES},
+            opaque=any(True for _ in subgraphs(node)) or not is_known(node, opsets),
+            captures=tuple(sorted(captures(node))),
+        )
+        for index, node in enumerate(proto.graph.node)
+    )
+
+
+_GRAPH_TYPES = frozenset({onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS})
+
+
+def _plain(attribute: onnx.AttributeProto) -> Any:
+    """A Python value: numbers, text (bytes where it is none), numpy arrays, and tuples of them."""
+    value = helper.get_attribute_value(attribute)
+    if isinstance(value, bytes):
+        return _text(value)
+    if isinstance(value, onnx.TensorProto):
+        return numpy_helper.to_array(value)
+    if attribute.type == onnx.AttributeProto.STRINGS:
+        return tuple(_text(item) for item in value)
+    return tuple(value) if attribute.type in (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS) else value
+
+
+def _text(value: bytes) -> str | bytes:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value

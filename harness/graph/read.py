@@ -1,0 +1,130 @@
+"""Reading an ONNX file that somebody else wrote: nothing in it is believed before it is checked."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path, PureWindowsPath
+
+import onnx
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from onnx.external_data_helper import load_external_data_for_tensor
+
+from harness.errors import UserError
+from harness.graph.model import graphs
+
+__all__ = ["read_model"]
+
+_LFS = b"version https://git-lfs"
+
+
+def read_model(path: Path, source: str) -> tuple[onnx.ModelProto, str]:
+    """Read a model with all its weights.
+
+    Args:
+        path: The ONNX file; external data lies in its folder or below.
+        source: What messages call it.
+
+    Returns:
+        The model as it is in the file, and the SHA-256 of that file and its external data.
+
+    Raises:
+        UserError: No such file, no ONNX, cut short, or external data that is missing, too short or
+            outside of the model's folder.
+    """
+    raw = _read_bytes(path, source)
+    proto = _parse(raw, source)
+    digest = hashlib.sha256(raw)
+    external = [t for t in _tensors(proto) if t.data_location == onnx.TensorProto.EXTERNAL]
+    for file in sorted({_data_file(tensor, path.parent, source) for tensor in external}):
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    for tensor in external:
+        try:
+            load_external_data_for_tensor(tensor, str(path.parent))
+        except (ValueError, OSError, onnx.checker.ValidationError) as error:
+            raise UserError(
+                f"{source}: the external data of {tensor.name!r} is cut short or damaged ({error}); "
+                "fetch or export model and data again, together"
+            ) from error
+        # Read in full: from here on the tensor is one like any other.
+        tensor.data_location = onnx.TensorProto.DEFAULT
+        del tensor.external_data[:]
+    return proto, digest.hexdigest()
+
+
+def _read_bytes(path: Path, source: str) -> bytes:
+    if path.is_dir():
+        raise UserError(f"{source}: this is a folder; name the .onnx file in it")
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError as error:
+        raise UserError(f"{source}: no such file ({path})") from error
+    except OSError as error:
+        raise UserError(f"{source}: cannot be read: {error.strerror}") from error
+    if not raw:
+        raise UserError(f"{source}: the file is empty; fetch or export the model again")
+    if raw.startswith(_LFS):
+        raise UserError(f"{source}: this is a Git LFS pointer, not the model; run 'git lfs pull' where it comes from")
+    return raw
+
+
+def _parse(raw: bytes, source: str) -> onnx.ModelProto:
+    proto = onnx.ModelProto()
+    try:
+        proto.ParseFromString(raw)
+    except DecodeError as error:
+        # Field 1 (ir_version, a small number) comes first in every file that a known exporter writes.
+        if len(raw) > 1 and raw[0] == 0x08 and 0 < raw[1] < 0x20:
+            raise UserError(_cut_short(raw, source)) from error
+        raise UserError(_not_onnx(raw, source)) from error
+    if not proto.ir_version or not (proto.HasField("graph") or proto.opset_import):
+        raise UserError(_cut_short(raw, source) if proto.producer_name else _not_onnx(raw, source))
+    if not proto.HasField("graph") or not proto.opset_import:
+        raise UserError(_cut_short(raw, source))
+    return proto
+
+
+def _cut_short(raw: bytes, source: str) -> str:
+    return (
+        f"{source}: an ONNX file that is cut short or damaged ({len(raw)} bytes); compare its size with the original "
+        "and fetch or export the model again"
+    )
+
+
+def _not_onnx(raw: bytes, source: str) -> str:
+    return (
+        f"{source}: not an ONNX file (it starts with {raw[:12]!r}); export the model to ONNX first, "
+        "for instance with torch.onnx.export"
+    )
+
+
+def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Every tensor of the file: initializers and attributes, in all graphs and functions."""
+    nodes = [node for function in proto.functions for node in function.node]
+    for graph in graphs(proto.graph):
+        yield from graph.initializer
+        nodes.extend(graph.node)
+    for node in nodes:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+
+
+def _data_file(tensor: onnx.TensorProto, folder: Path, source: str) -> Path:
+    location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+    outside = Path(location).is_absolute() or bool(PureWindowsPath(location).drive)
+    file = folder / location
+    if not location or outside or not file.resolve().is_relative_to(folder.resolve()):
+        raise UserError(
+            f"{source}: the weights {tensor.name!r} are said to lie in {location!r}, outside of the model's folder, "
+            "which is refused; save the model anew with its data beside it "
+            "(onnx.save(model, path, save_as_external_data=True))"
+        )
+    if not file.is_file():
+        raise UserError(
+            f"{source}: the external data {location!r} with the weights {tensor.name!r} is missing; "
+            f"put that file into {folder}"
+        )
+    return file

@@ -1,0 +1,194 @@
+"""Static shapes: fix the inputs, infer everything behind them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+
+import numpy as np
+import onnx
+from onnx import numpy_helper, shape_inference
+
+from harness.errors import UserError, nearest
+from harness.graph.clean import through_light
+from harness.graph.model import TensorType
+
+__all__ = ["fix_inputs", "infer", "parse_shape", "shapes_to_constants", "types_of"]
+
+logger = logging.getLogger(__name__)
+
+Shapes = Mapping[str, str | tuple[int, ...]]
+_PLAIN_KEY = re.compile(r"[A-Za-z_][\w.]*")
+
+
+def parse_shape(given: str | tuple[int, ...], where: str) -> tuple[int, ...]:
+    """A shape from "1x3x224x224" or from numbers.
+
+    Raises:
+        UserError: Not positive whole numbers with an x between them.
+    """
+    parts = given.strip().lower().split("x") if isinstance(given, str) else [str(size) for size in given]
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise UserError(f"{where}: a shape looks like 1x3x224x224, but got {given!r}")
+    return tuple(int(part) for part in parts)
+
+
+def fix_inputs(graph: onnx.GraphProto, shapes: Shapes, source: str) -> None:
+    """Make the shapes of all tensor inputs static, in place; forget shapes written elsewhere in the graph.
+
+    A size given for a named dimension ("N") holds for this name in every input.
+
+    Raises:
+        UserError: A dimension stays dynamic, or a given shape does not fit.
+    """
+    inputs = {value.name: value for value in graph.input if value.type.HasField("tensor_type")}
+    bound: dict[str, int] = {}
+    for name, given in shapes.items():
+        where = f"{source}: shapes.{name}"
+        if name not in inputs:
+            raise UserError(f"{where}: the model has no such input; {nearest(name, inputs)}")
+        _fix(inputs[name], parse_shape(given, where), bound, where)
+    for value in inputs.values():
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in bound:
+                dim.dim_value = bound[dim.dim_param]
+    dynamic = [value for value in inputs.values() if _is_dynamic(value)]
+    if dynamic:
+        raise UserError(_dynamic_message(dynamic, source))
+    for value in graph.output:
+        if _is_dynamic(value):
+            _forget(value)
+
+
+def infer(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
+    """Type every tensor that ONNX can type, in `value_info` and in the outputs.
+
+    What the file says of tensors made by operators that ONNX does not know is kept; all else is inferred anew.
+
+    Raises:
+        UserError: The file contradicts itself.
+    """
+    made_by_unknown = {
+        name for node in proto.graph.node if not onnx.defs.has(node.op_type, node.domain) for name in node.output
+    }
+    kept = [value for value in proto.graph.value_info if value.name in made_by_unknown and not _is_dynamic(value)]
+    del proto.graph.value_info[:]
+    proto.graph.value_info.extend(kept)
+
+    def run(light: onnx.ModelProto) -> onnx.ModelProto:
+        return shape_inference.infer_shapes(light, data_prop=True)
+
+    try:
+        return through_light(proto, run)
+    except shape_inference.InferenceError:
+        # Runtimes only warn of outputs that are declared wrongly, so the declared sizes get no vote.
+        for value in proto.graph.output:
+            _forget(value)
+    try:
+        return through_light(proto, run)
+    except shape_inference.InferenceError as error:
+        text = " ".join(str(error).split())
+        raise UserError(
+            f"{source}: its types or shapes contradict each other ({text}); export the model again"
+        ) from error
+
+
+def types_of(graph: onnx.GraphProto) -> dict[str, TensorType]:
+    """Type of every tensor of the graph whose element type and static shape are known."""
+    found = {}
+    for value in (*graph.value_info, *graph.output, *graph.input):
+        if value.type.HasField("tensor_type") and value.type.tensor_type.elem_type and not _is_dynamic(value):
+            tensor = value.type.tensor_type
+            found[value.name] = TensorType(_dtype(tensor.elem_type), tuple(d.dim_value for d in tensor.shape.dim))
+    for initializer in graph.initializer:
+        found[initializer.name] = TensorType(_dtype(initializer.data_type), tuple(initializer.dims))
+    return found
+
+
+def shapes_to_constants(graph: onnx.GraphProto) -> bool:
+    """Replace Shape and Size of tensors with static shape by initializers, in place; True if there were any.
+
+    Done here because onnx-graphsurgeon 0.6 overlooks the attributes `start` and `end` of Shape (opset 15).
+    """
+    types, outputs = types_of(graph), {value.name for value in graph.output}
+    rest = []
+    for node in graph.node:
+        known = types.get(node.input[0]) if node.op_type in ("Shape", "Size") and not node.domain else None
+        if known is None or node.output[0] in outputs:
+            rest.append(node)
+            continue
+        bounds = {a.name: a.i for a in node.attribute}
+        sizes = np.array(known.shape[bounds.get("start", 0) : bounds.get("end")], dtype=np.int64)
+        value = sizes if node.op_type == "Shape" else np.prod(sizes, dtype=np.int64)
+        graph.initializer.append(numpy_helper.from_array(np.asarray(value), node.output[0]))
+    changed = len(rest) < len(graph.node)
+    if changed:
+        del graph.node[:]
+        graph.node.extend(rest)
+    return changed
+
+
+def _fix(value: onnx.ValueInfoProto, shape: tuple[int, ...], bound: dict[str, int], where: str) -> None:
+    tensor = value.type.tensor_type
+    if not tensor.HasField("shape"):
+        tensor.shape.CopyFrom(onnx.TensorShapeProto(dim=[onnx.TensorShapeProto.Dimension() for _ in shape]))
+    written = _shown(value)
+    if len(tensor.shape.dim) != len(shape):
+        raise UserError(
+            f"{where}: the input has {len(tensor.shape.dim)} dimensions ({written}), but got {len(shape)}: {_x(shape)}"
+        )
+    for dim, size in zip(tensor.shape.dim, shape, strict=True):
+        known = dim.dim_value if dim.dim_value > 0 else bound.get(dim.dim_param, size)
+        if known != size:
+            raise UserError(f"{where}: the input is fixed to {written} in the model, but got {_x(shape)}")
+        if dim.dim_param:
+            bound[dim.dim_param] = size
+        dim.dim_value = size
+
+
+def _forget(value: onnx.ValueInfoProto) -> None:
+    """Leave no size of a value; inference fills in what it finds."""
+    if value.type.HasField("tensor_type"):
+        value.type.tensor_type.ClearField("shape")
+
+
+def _is_dynamic(value: onnx.ValueInfoProto) -> bool:
+    tensor = value.type.tensor_type
+    return not tensor.HasField("shape") or any(d.dim_value <= 0 and not _is_empty(d) for d in tensor.shape.dim)
+
+
+def _is_empty(dim: onnx.TensorShapeProto.Dimension) -> bool:
+    return bool(dim.HasField("dim_value") and dim.dim_value == 0)
+
+
+def _shown(value: onnx.ValueInfoProto) -> str:
+    if not value.type.tensor_type.HasField("shape"):
+        return "of unknown rank"
+    return "x".join(
+        str(d.dim_value) if d.dim_value > 0 else d.dim_param or "?" for d in value.type.tensor_type.shape.dim
+    )
+
+
+def _x(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _dynamic_message(values: list[onnx.ValueInfoProto], source: str) -> str:
+    remedies, told = [], []
+    for value in values:
+        dims = value.type.tensor_type.shape.dim
+        usual = 224 if len(dims) == 4 else 128
+        sizes = [d.dim_value if d.dim_value > 0 else 1 if i == 0 else usual for i, d in enumerate(dims)]
+        remedies.append((value.name, _x(tuple(sizes)) or "1x3x224x224"))
+        told.append(f"input {value.name!r} has the dynamic shape {_shown(value)}")
+    yaml = ", ".join(f"{name if _PLAIN_KEY.fullmatch(name) else repr(name)}: {s}" for name, s in remedies)
+    flags = " ".join(f"{name}:{shape}" for name, shape in remedies)
+    return (
+        f"{source}: {'; '.join(told)}; a placement is measured at one static shape: give it in the experiment as "
+        f"'shapes: {{{yaml}}}', or on the command line as --shape {flags}"
+    )
+
+
+def _dtype(element: int) -> str:
+    return str(onnx.TensorProto.DataType.Name(element)).lower()
