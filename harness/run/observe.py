@@ -1,0 +1,44 @@
+"""Who watches a run: lines and progress, without knowing where they are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+__all__ = ["Observer", "Silent", "Step"]
+
+
+class Step(Protocol):
+    """A piece of work under way."""
+
+    def advance(self, note: str = "") -> None:
+        """One more of its parts is done; `note` says what came of it."""
+        ...
+
+
+class Observer(Protocol):
+    """Shows what a run does. Never raises, never changes what is measured."""
+
+    def say(self, text: str) -> None:
+        """One line."""
+        ...
+
+    def work(self, title: str, total: int) -> AbstractContextManager[Step]:
+        """A piece of work with `total` parts."""
+        ...
+
+
+class Silent:
+    """An observer for tests and for use as a library."""
+
+    def say(self, text: str) -> None:
+        """Say nothing."""
+
+    @contextmanager
+    def work(self, title: str, total: int) -> Iterator[Step]:
+        """Show nothing."""
+        yield self
+
+    def advance(self, note: str = "") -> None:
+        """Show nothing."""
