@@ -92,9 +92,9 @@ def open_data(spec: Mapping[str, Any], base: Path | None = None) -> Dataset | Ar
         UserError: Unknown kind or key, nothing there, malformed labels, labels that name a missing
             image, or a cut beyond the end.
     """
-    kind = spec.get("use")
+    kind = str(spec.get("use"))
     if kind not in KEYS:
-        raise UserError(f"data.use: no kind of data is called {kind!r}; {nearest(str(kind), KEYS)}")
+        raise UserError(f"data.use: no kind of data is called {kind!r}; {nearest(kind, KEYS)}")
     for key in spec:
         if key not in ("use", *KEYS[kind]):
             raise UserError(f"data.{key}: unknown key for {kind!r}; {nearest(str(key), KEYS[kind])}")

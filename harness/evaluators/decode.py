@@ -141,7 +141,8 @@ def overlaps(a: Floats, b: Floats) -> Floats:
     shared = np.clip(high - low, 0.0, None).prod(axis=2)
     areas = [(boxes[:, 2:] - boxes[:, :2]).clip(0.0).prod(axis=1) for boxes in (a, b)]
     union = areas[0][:, None] + areas[1][None] - shared
-    return np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
+    shares: Floats = np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
+    return shares
 
 
 def suppress(boxes: Floats, scores: Floats, classes: Integers, threshold: float, top: int = TOP) -> Integers:
@@ -167,11 +168,11 @@ def suppress(boxes: Floats, scores: Floats, classes: Integers, threshold: float,
         if len(taken) >= top:
             break
         block = order[start : start + BLOCK]
-        alive = ~_rivals(boxes, classes, block, taken, threshold).any(axis=1)
-        rivals = np.triu(_rivals(boxes, classes, block, block, threshold), k=1)
-        for i in np.flatnonzero(rivals.any(axis=1)):
+        alive: npt.NDArray[np.bool_] = ~np.any(_rivals(boxes, classes, block, taken, threshold), axis=1)
+        weaker = np.triu(_rivals(boxes, classes, block, block, threshold), k=1)
+        for i in np.flatnonzero(weaker.any(axis=1)):
             if alive[i]:
-                alive &= ~rivals[i]
+                alive &= ~weaker[i]
         taken = np.concatenate([taken, block[alive]])
     return taken[:top]
 

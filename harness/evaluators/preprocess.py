@@ -52,7 +52,8 @@ class Prepared:
         """Boxes (n x 4: left, top, right, bottom) from input pixels to image pixels, cut off at the image's border."""
         height, width = self.original
         moved = (np.asarray(boxes, np.float64).reshape(-1, 4) - np.tile(self.offset, 2)) / self.scale
-        return np.clip(moved, 0.0, np.array([width, height, width, height], np.float64))
+        inside: npt.NDArray[np.float64] = np.clip(moved, 0.0, np.array([width, height, width, height], np.float64))
+        return inside
 
 
 class Preprocess(Protocol):

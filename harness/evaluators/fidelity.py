@@ -1,0 +1,178 @@
+"""How close the outputs of an engine are to those of the float model; needs no labels."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import log_softmax
+
+from harness.api import Accuracy, Array, Infer
+from harness.errors import EvaluationFailed, UserError
+from harness.evaluators.datasets import Dataset, batches, open_data, random_feeds
+from harness.evaluators.inputs import finite, image_size
+from harness.evaluators.preprocess import open_preprocess
+
+__all__ = ["MAX_SQNR_DB", "Fidelity", "compare"]
+
+MAX_SQNR_DB = 120.0
+"""Bound of SQNR: equal outputs have no finite one, and float32 cannot tell much more apart."""
+FINGERPRINT = "fingerprint"
+Floats = npt.NDArray[np.float64]
+
+
+class Fidelity:
+    """SQNR (sqnr_db), cosine similarity (cosine) and KL divergence (kl) of the outputs, against the float model.
+
+    The harness calls `make_reference` once with the float model's engine; each engine is then
+    scored on the same inputs. Figures are means over samples; `per_item` holds SQNR.
+
+    Args:
+        reference: Set by the harness: file of the float model's outputs (inputs are never stored).
+        inputs: Set by the harness: ONNX type in lower case and shape of each input.
+        data: Images or arrays (`harness.evaluators.datasets`); None: random inputs.
+        preprocess: What turns an image into an input; name, or `{use: NAME, params: {...}}`.
+        samples: How many inputs at most.
+        base: Set by the harness: folder that relative paths start from.
+
+    Raises:
+        UserError: Anything wrong with these; images for a model with several inputs.
+    """
+
+    metric = "sqnr_db"
+    higher_is_better = True
+
+    def __init__(
+        self,
+        reference: str | Path,
+        inputs: Mapping[str, tuple[str, tuple[int, ...]]],
+        data: Mapping[str, Any] | None = None,
+        preprocess: str | Mapping[str, Any] | None = None,
+        samples: int = 16,
+        base: Path | None = None,
+    ) -> None:
+        if samples < 1:
+            raise UserError(f"fidelity: samples: a whole number from 1, but got {samples}")
+        self._reference = Path(reference)
+        self._inputs = dict(inputs)
+        self._samples = samples
+        self._data = open_data(data, base) if data is not None else None
+        self._preprocess = open_preprocess(preprocess) if preprocess is not None else None
+        if isinstance(self._data, Dataset):
+            self._check_images()
+        facts = (self._data.fingerprint if self._data else None, preprocess, samples, list(self._inputs.items()))
+        self.fingerprint = hashlib.sha256(json.dumps(facts, default=dict).encode()).hexdigest()
+
+    def _check_images(self) -> None:
+        if self._preprocess is None:
+            raise UserError("fidelity: preprocess: images need the name of what turns an image into an input")
+        if len(self._inputs) != 1:
+            raise UserError(f"fidelity: the model has the inputs {', '.join(self._inputs)}: give arrays (use: npz)")
+        name, (_, shape) = next(iter(self._inputs.items()))
+        image_size(name, shape)
+        if shape[0] != 1:
+            raise UserError(f"fidelity: input {name!r} takes {shape[0]} images at a time, but one is needed here")
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return self._samples if self._data is None else min(self._samples, len(self._data))
+
+    def feeds(self) -> Iterator[dict[str, Array]]:
+        """The inputs, the same at each call."""
+        if self._data is None:
+            return random_feeds(self._inputs, self._samples)
+        name, (_, shape) = next(iter(self._inputs.items()))
+        return batches(self._data, self._preprocess, name, (shape[-2], shape[-1]), self._samples)
+
+    def make_reference(self, infer: Infer) -> None:
+        """Run the float model on the inputs and write its outputs to the reference file.
+
+        Raises:
+            EvaluationFailed: The float model itself gives NaN or infinite values.
+        """
+        arrays: dict[str, Array] = {FINGERPRINT: np.array(self.fingerprint)}
+        for i, feeds in enumerate(self.feeds()):
+            for name, array in finite(infer(feeds), f"sample {i}").items():
+                arrays[f"{i}/{name}"] = array
+        self._reference.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._reference.with_name(f"{self._reference.name}.{os.getpid()}")
+        with partial.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+        partial.replace(self._reference)
+
+    def score(self, infer: Infer) -> Accuracy:
+        """See `harness.api.Evaluator`.
+
+        Raises:
+            EvaluationFailed: No reference, or one of other inputs; outputs that are not finite or
+                do not match those of the float model.
+        """
+        if not self._reference.is_file():
+            raise EvaluationFailed(f"no outputs of the float model in {self._reference}: make_reference comes first")
+        figures: dict[str, list[float]] = {"sqnr_db": [], "cosine": [], "kl": []}
+        with np.load(self._reference, allow_pickle=False) as reference:
+            if str(reference[FINGERPRINT]) != self.fingerprint:
+                raise EvaluationFailed(f"{self._reference} was made on other inputs: remove it")
+            for i, feeds in enumerate(self.feeds()):
+                outputs = finite(infer(feeds), f"sample {i}")
+                prefix = f"{i}/"
+                expected = {k.removeprefix(prefix): reference[k] for k in reference.files if k.startswith(prefix)}
+                for name, value in compare(expected, outputs).items():
+                    figures[name].append(value)
+        metrics = {name: float(np.mean(values)) for name, values in figures.items()}
+        return Accuracy(metrics=metrics, per_item=tuple(figures["sqnr_db"]))
+
+
+def compare(reference: Mapping[str, Array], outputs: Mapping[str, Array]) -> dict[str, float]:
+    """How close one sample's outputs are; each figure is the mean over the outputs of floating type.
+
+    - sqnr_db: 10 log10 of signal power over error power, within +-MAX_SQNR_DB.
+    - cosine: of the flattened outputs; 1 for two without any signal.
+    - kl: Kullback-Leibler divergence in nats of the softmax over the class axis (the second of four,
+      else the last), reference first, mean over the other axes.
+
+    Raises:
+        EvaluationFailed: An output is missing or of another shape, or none is of floating type.
+    """
+    rows = []
+    for name, expected in reference.items():
+        if expected.dtype.kind != "f" or not expected.size:
+            continue
+        found = outputs.get(name)
+        if found is None or found.shape != expected.shape:
+            what = "is missing" if found is None else f"has the shape {found.shape}"
+            raise EvaluationFailed(f"output {name!r} {what}, the float model's has {expected.shape}")
+        p, q = np.atleast_1d(expected.astype(np.float64), found.astype(np.float64))
+        rows.append((_sqnr_db(p, q), _cosine(p, q), _kl(p, q)))
+    if not rows:
+        raise EvaluationFailed(f"no output of floating type among {', '.join(reference)}: nothing to compare")
+    sqnr_db, cosine, kl = np.mean(rows, axis=0).tolist()
+    return {"sqnr_db": sqnr_db, "cosine": cosine, "kl": kl}
+
+
+def _sqnr_db(p: Floats, q: Floats) -> float:
+    signal, noise = float(np.square(p).sum()), float(np.square(p - q).sum())
+    if noise == 0:
+        return MAX_SQNR_DB
+    if signal == 0:
+        return -MAX_SQNR_DB
+    return float(np.clip(10 * (np.log10(signal) - np.log10(noise)), -MAX_SQNR_DB, MAX_SQNR_DB))
+
+
+def _cosine(p: Floats, q: Floats) -> float:
+    norms = (float(np.linalg.norm(p)), float(np.linalg.norm(q)))
+    if 0.0 in norms:
+        return float(norms[0] == norms[1])
+    return float(np.vdot(p / norms[0], q / norms[1]))
+
+
+def _kl(p: Floats, q: Floats) -> float:
+    axis = 1 if p.ndim == 4 else -1
+    log_p, log_q = (log_softmax(x, axis=axis) for x in (p, q))
+    return float((np.exp(log_p) * (log_p - log_q)).sum(axis=axis).mean())

@@ -1,0 +1,129 @@
+"""What the evaluators share: prepared images, runs of the engine, and how the harness makes an evaluator."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness import registry
+from harness.api import Array, Evaluator, Infer
+from harness.errors import EvaluationFailed, UserError
+from harness.evaluators.datasets import Dataset, open_images
+from harness.evaluators.preprocess import Prepared, Size, open_preprocess
+
+__all__ = ["PreparedImages", "finite", "image_size", "open_evaluator"]
+
+CACHE_BYTES = 600 * 2**20  # an evaluator lives as long as its worker and scores hundreds of engines
+
+
+def open_evaluator(use: str, params: Mapping[str, Any], supplied: Mapping[str, Any]) -> Evaluator:
+    """Make an evaluator from what the experiment gives and what the harness knows.
+
+    Of `supplied` an evaluator gets those arguments that its constructor names. The harness offers:
+    `input_name`, `input_shape` (of the image input), `inputs` (every input: its ONNX type in lower
+    case and its shape), `reference` (a path of its own for float outputs) and `base` (folder of the experiment).
+
+    Args:
+        use: Name or `package.module:Class`.
+        params: The experiment's parameters.
+        supplied: What the harness offers; these names are not the experiment's to set.
+
+    Raises:
+        UserError: Unknown or missing parameters, or whatever the evaluator itself refuses.
+    """
+    for name in params:
+        if name in supplied:
+            raise UserError(f"evaluator {use!r}: {name!r} is set by the harness, not by the experiment")
+    wanted = inspect.signature(registry.load("evaluator", use)).parameters
+    given = {name: value for name, value in supplied.items() if name in wanted}
+    made: Evaluator = registry.create("evaluator", use, {**params, **given})
+    return made
+
+
+def image_size(input_name: str, shape: Sequence[int]) -> Size:
+    """Height and width of an image input.
+
+    Raises:
+        UserError: The input is not batch x 3 x height x width.
+    """
+    if len(shape) != 4 or shape[1] != 3 or not all(isinstance(n, int) and n > 0 for n in shape):
+        raise UserError(
+            f"images need an input of batch x 3 x height x width, but {input_name!r} is {' x '.join(map(str, shape))}"
+        )
+    return shape[2], shape[3]
+
+
+def finite(outputs: Mapping[str, Array], item: str) -> Mapping[str, Array]:
+    """The outputs themselves.
+
+    Raises:
+        EvaluationFailed: One of them has NaN or infinite values; `item` says on which input.
+    """
+    for name, array in outputs.items():
+        if array.dtype.kind not in "biuUSO" and not np.isfinite(array).all():
+            raise EvaluationFailed(f"output {name!r} has NaN or infinite values on {item}")
+    return outputs
+
+
+class PreparedImages:
+    """A data set as inputs of one model; each is made once, and kept while the cache has room.
+
+    Args:
+        data: A mapping for `harness.evaluators.datasets.open_images`.
+        preprocess: Name, or `{use: NAME, params: {...}}`.
+        input_name: Name of the model's image input.
+        input_shape: Its static shape, batch x 3 x height x width.
+        base: Folder that relative paths start from.
+
+    Raises:
+        UserError: Anything wrong with data, preprocessing or shape.
+    """
+
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        preprocess: str | Mapping[str, Any],
+        input_name: str,
+        input_shape: Sequence[int],
+        base: Path | None = None,
+    ) -> None:
+        self.data: Dataset = open_images(data, base)
+        self.size: Size = image_size(input_name, input_shape)
+        self._shape = tuple(input_shape)
+        self._input_name = input_name
+        self._preprocess = open_preprocess(preprocess)
+        self._cache: dict[int, Prepared] = {}
+        self._room = CACHE_BYTES
+
+    def run(self, infer: Infer) -> Iterator[tuple[Prepared, Mapping[str, Array]]]:
+        """Run the engine on every image; gives the outputs of one image at a time, batch axis included.
+
+        Raises:
+            EvaluationFailed: An output has NaN or infinite values.
+        """
+        batch = self._shape[0]
+        for start in range(0, len(self.data), batch):
+            items = [self._prepared(i) for i in range(start, min(start + batch, len(self.data)))]
+            filled = [item.tensor for item in items] + [items[-1].tensor] * (batch - len(items))
+            outputs = finite(infer({self._input_name: np.stack(filled)}), f"image {self.data.id(start)!r}")
+            for k, item in enumerate(items):
+                # An output of a batch of one may lack a batch axis (boxes from a graph with NMS).
+                yield item, outputs if batch == 1 else {name: array[k : k + 1] for name, array in outputs.items()}
+
+    def _prepared(self, i: int) -> Prepared:
+        if i in self._cache:
+            return self._cache[i]
+        item = self._preprocess.prepare(self.data.image(i), self.size)
+        if item.tensor.shape != self._shape[1:] or item.tensor.dtype != np.float32:
+            raise UserError(
+                f"preprocess gives {item.tensor.dtype} {item.tensor.shape} for image {self.data.id(i)!r}, "
+                f"but the input {self._input_name!r} wants float32 {self._shape[1:]}"
+            )
+        if item.tensor.nbytes <= self._room:
+            self._room -= item.tensor.nbytes
+            self._cache[i] = item
+        return item
