@@ -1,0 +1,191 @@
+"""ONNX Runtime's calibraters, cut to what the harness needs: chosen tensors, one batch alive, no chatter.
+
+Built on `onnxruntime.quantization.calibrate` (ONNX Runtime 1.24). What differs from its defaults, and why:
+
+- One augmentation for all methods (`HistogramCalibrater.augment_graph`: the tensors become outputs). Its
+  `MinMaxCalibrater` reduces inside the graph instead, but ReduceMin and ReduceMax of the CPU provider pass over a lone
+  NaN, so a broken activation would get a range; it also takes quadratic time to augment. The figures are the same.
+- Entropy starts from 511 bins: with the default of 128 bins for 128 quantized levels the search has a single
+  candidate, the whole range, so that "entropy" means minmax. 511 is odd because `get_entropy_threshold` takes the
+  middle bin as zero; its time grows with the square of the bins.
+- Percentile keeps the 2048 bins and cuts (100 - percentile) / 2 per cent on each side, because the ranges here are not
+  symmetric yet; the default for "symmetric" would be a histogram of absolute values.
+- float16 activations are counted as float32: 2048 edges of float16 collapse onto one another.
+- A histogram never outgrows 4 times its first number of bins: `merge_histogram` keeps the width of the first batch's
+  bins, so one quiet image in front would ask for gigabytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import onnxruntime
+from onnxruntime.quantization.calibrate import HistogramCalibrater, HistogramCollector
+
+from harness.api import Array
+from harness.errors import UserError
+
+__all__ = ["Collector", "Extremes", "Histograms", "Observer"]
+
+_GROWTH = 4
+_BINS = {"entropy": 511, "percentile": 2048}
+_LEVELS = 128
+
+
+class Collector(Protocol):
+    """Takes the activations of one batch after the other; holds no activation itself."""
+
+    def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
+        """Take activations by tensor name."""
+        ...
+
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """Range of each tensor seen so far."""
+        ...
+
+
+class Observer(HistogramCalibrater):  # type: ignore[misc]
+    """Runs the float model with the chosen tensors as further outputs, on one thread and unoptimised.
+
+    Args:
+        model_path: ONNX file; a "-inferred" file appears beside it for a moment.
+        folder: Scratch folder for the augmented model.
+        tensors: Activations to observe.
+        collector: Where they go.
+
+    Raises:
+        UserError: A tensor is not among the float activations of the model.
+    """
+
+    def __init__(self, model_path: Path, folder: Path, tensors: Collection[str], collector: Collector) -> None:
+        super().__init__(model_path, augmented_model_path=str(folder / "augmented.onnx"), use_external_data_format=True)
+        self.collector = collector
+        self._chosen = frozenset(tensors)
+        self.augment_graph()
+        self.create_inference_session()
+
+    def select_tensors_to_calibrate(self, model: Any) -> tuple[set[str], Mapping[str, Any]]:
+        """The chosen tensors, where ONNX Runtime would take all inputs and outputs of the operator types."""
+        floats, infos = super().select_tensors_to_calibrate(model)
+        missing = sorted(self._chosen - floats)
+        if missing:
+            raise UserError(
+                f"calibration: {', '.join(map(repr, missing[:5]))} cannot be observed; "
+                "only float activations whose type ONNX shape inference finds can"
+            )
+        return set(self._chosen), infos
+
+    def create_inference_session(self) -> None:
+        """As ONNX Runtime does, on one thread: the same ranges on any number of cores."""
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        self.infer_session = onnxruntime.InferenceSession(
+            self.augmented_model_path, options, providers=["CPUExecutionProvider"]
+        )
+
+    def observe(self, batch: Mapping[str, Array]) -> None:
+        """Run one batch and hand its activations to the collector."""
+        self.collect_data(_Once(batch))
+
+
+class Extremes:
+    """Smallest and largest value of each tensor."""
+
+    def __init__(self) -> None:
+        self._ranges: dict[str, tuple[float, float]] = {}
+
+    def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
+        """See `Collector.collect`.
+
+        Raises:
+            UserError: A value is NaN or infinite.
+        """
+        for name, parts in arrays.items():
+            for values in parts:
+                if values.size:
+                    low, high = _extremes(name, values)
+                    known = self._ranges.get(name, (low, high))
+                    self._ranges[name] = (min(low, known[0]), max(high, known[1]))
+
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """See `Collector.ranges`."""
+        return dict(self._ranges)
+
+
+class Histograms(HistogramCollector):  # type: ignore[misc]
+    """ONNX Runtime's histograms of the values, and the range that its entropy or percentile method takes from them.
+
+    Entropy: the symmetric threshold with the smallest Kullback-Leibler divergence between the clipped and the
+    quantized histogram, then clipped to the values seen (S. Migacz, "8-bit Inference with TensorRT", GTC 2017,
+    s7310). Percentile: the quantiles (100 - p) / 2 and 100 - (100 - p) / 2, clipped likewise.
+
+    Args:
+        method: "entropy" or "percentile".
+        percentile: Share of the values inside, in per cent; for method "percentile".
+    """
+
+    def __init__(self, method: str, percentile: float) -> None:
+        super().__init__(
+            method=method, symmetric=False, num_bins=_BINS[method], num_quantized_bins=_LEVELS, percentile=percentile,
+            scenario="same",
+        )  # fmt: skip
+
+    def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
+        """See `Collector.collect`.
+
+        Raises:
+            UserError: A value is NaN or infinite.
+        """
+        for name, parts in arrays.items():
+            for values in parts:
+                if values.size:
+                    _extremes(name, values)
+                    self.collect_value({name: values.astype(np.float32, copy=False)})
+
+    def merge_histogram(self, old: Any, values: Array, low: Any, high: Any, threshold: Any) -> Any:
+        """As ONNX Runtime does, after widening the old bins where it would make too many new ones."""
+        counts, edges, old_low, old_high, old_threshold = old
+        if old_threshold > 0 and len(counts) * threshold > _GROWTH * self.num_bins * old_threshold:
+            centres = (edges[:-1] + edges[1:]) / 2
+            counts, edges = np.histogram(centres, self.num_bins, range=(-threshold, threshold), weights=counts)
+            old = (counts, edges, old_low, old_high, threshold)
+        return super().merge_histogram(old, values, low, high, threshold)
+
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """See `Collector.ranges`."""
+        with contextlib.redirect_stdout(io.StringIO()):
+            thresholds = self.compute_entropy() if self.method == "entropy" else self.compute_percentile()
+        found = {}
+        for name, (low, high, *_) in thresholds.items():
+            if low > high:  # compute_percentile takes the lower edge of a bin: a constant ends below itself
+                low, high = self.histogram_dict[name][2:4]
+            found[name] = (float(low), float(high))
+        return found
+
+
+class _Once:
+    """A `CalibrationDataReader` of one batch, so that no second one is ever held."""
+
+    def __init__(self, batch: Mapping[str, Array]) -> None:
+        self._batch: Mapping[str, Array] | None = batch
+
+    def get_next(self) -> Mapping[str, Array] | None:
+        batch, self._batch = self._batch, None
+        return batch
+
+
+def _extremes(name: str, values: Array) -> tuple[float, float]:
+    low, high = float(np.min(values)), float(np.max(values))
+    if not (np.isfinite(low) and np.isfinite(high)):
+        raise UserError(
+            f"calibration: activation {name!r} of the float model has values that are NaN or infinite "
+            f"(range {low} to {high}); check the model and the preprocessing of the calibration data"
+        )
+    return low, high

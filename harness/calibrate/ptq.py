@@ -1,0 +1,136 @@
+"""Post-training quantization by other tools: fixed baselines of the tables, and seeds of the searches.
+
+Each tool runs in a child process; `harness.calibrate._ptq_child` says why, and how it is called.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Required, TypedDict, Unpack
+
+import numpy as np
+
+from harness import registry
+from harness.api import Array
+from harness.calibrate._files import copy_model, move_model
+from harness.errors import BuildFailed
+
+__all__ = ["PtqOptions", "modelopt_ptq", "ort_static"]
+
+logger = logging.getLogger(__name__)
+
+
+class PtqOptions(TypedDict, total=False):
+    """What both tools take.
+
+    Attributes:
+        dialect_name: Name of the dialect of the runtime that the model is for.
+        method: How ranges are taken from the data; "minmax" if not given. ModelOpt knows no "percentile".
+        percentile: For method "percentile", in per cent; 99.99 if not given.
+        precision: "int8" if not given. ONNX Runtime knows no "fp8" that other runtimes read.
+    """
+
+    dialect_name: Required[str]
+    method: Literal["minmax", "entropy", "percentile"]
+    percentile: float
+    precision: str
+
+
+def modelopt_ptq(
+    model_path: Path, output_path: Path, batches: Sequence[Mapping[str, Array]], **options: Unpack[PtqOptions]
+) -> Path:
+    """Quantize with NVIDIA ModelOpt. Its Q/DQ are TensorRT's, whatever the dialect: symmetric, biases left float.
+
+    Args:
+        model_path: Float model with unique node names and static shapes; its folder is left as it is.
+        output_path: Where the Q/DQ model goes; appears whole or not at all.
+        batches: Calibration data, input arrays by name.
+        **options: See `PtqOptions`.
+
+    Returns:
+        `output_path`.
+
+    Raises:
+        BuildFailed: The tool's own words on one line.
+    """
+    return _run("modelopt_ptq", model_path, output_path, batches, options)
+
+
+def ort_static(
+    model_path: Path, output_path: Path, batches: Sequence[Mapping[str, Array]], **options: Unpack[PtqOptions]
+) -> Path:
+    """Quantize with ONNX Runtime's `quantize_static`, in the form of the dialect. See `modelopt_ptq`."""
+    return _run("ort_static", model_path, output_path, batches, options)
+
+
+def _run(
+    tool: str, model_path: Path, output_path: Path, batches: Sequence[Mapping[str, Array]], options: PtqOptions
+) -> Path:
+    if not batches:
+        raise BuildFailed(f"{tool}: there is no calibration data; give at least one batch")
+    with tempfile.TemporaryDirectory(prefix="qdq-ptq-") as scratch:
+        folder = Path(scratch)
+        made = folder / "out" / output_path.name
+        made.parent.mkdir()
+        (folder / "in").mkdir()
+        request = {
+            **_settings(options),
+            **_write_data(batches, folder / "data.npz"),
+            "tool": tool,
+            "model": str(copy_model(model_path, folder / "in")),
+            "output": str(made),
+            "reason": str(folder / "reason.txt"),
+        }
+        (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
+        done = _start(folder)
+        if done.returncode or not made.exists():
+            raise BuildFailed(f"{tool}: {_reason(folder, done)}")
+        move_model(made, output_path)
+    return output_path
+
+
+def _settings(options: PtqOptions) -> dict[str, Any]:
+    dialect: Any = registry.load("dialect", options["dialect_name"])
+    return {
+        "method": options.get("method", "minmax"),
+        "percentile": options.get("percentile", 99.99),
+        "precision": options.get("precision", "int8"),
+        "activation": dialect.activation,
+        "symmetric": dialect.symmetric_activation,
+        "bias": dialect.bias,
+    }
+
+
+def _write_data(batches: Sequence[Mapping[str, Array]], path: Path) -> dict[str, Any]:
+    names = list(batches[0])
+    arrays = {f"{i}_{slot}": batch[name] for i, batch in enumerate(batches) for slot, name in enumerate(names)}
+    np.savez(path, **arrays)  # type: ignore[arg-type]
+    return {"data": str(path), "names": names, "count": len(batches)}
+
+
+def _start(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the child with the scratch folder as its working and temporary folder; -P keeps ours off its path."""
+    child = Path(__file__).with_name("_ptq_child.py")
+    environment = os.environ | {"PYTHONHASHSEED": "0", "TMPDIR": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-P", str(child), str(folder / "request.json")],
+        cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace", check=False,
+    )  # fmt: skip
+    logger.debug("%s", done.stdout)
+    return done
+
+
+def _reason(folder: Path, done: subprocess.CompletedProcess[str]) -> str:
+    told = folder / "reason.txt"
+    if told.exists():
+        return told.read_text(encoding="utf-8")[:1000]
+    last = done.stdout.strip().rpartition("\n")[2][:500]
+    return f"ended with code {done.returncode} and no model; its last words: {last or 'none'}"
