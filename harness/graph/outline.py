@@ -1,0 +1,191 @@
+"""Cutting a data-flow graph into leaves and composites; private to `harness.graph.regions`.
+
+Every cut stands at a place that the neighbourhood alone decides (a convergence, a linear operator), so that
+equal blocks are cut equally wherever they stand. The rules, along each chain of `harness.graph.flow`:
+
+- A vertex and the branches that converge on it are one *item*. Without a linear operator among its branches and up to
+  `smallest` vertices it is *plain* (x * sigmoid(x), a normalization); else it is a *block* (a residual block,
+  attention, inception branches, squeeze-and-excite).
+- A block takes the plain items behind it, up to the next linear operator, as its epilogue.
+- A block of up to `smallest` vertices is a leaf; a larger one a composite. A composite with one branch continues that
+  branch through the convergence; with several, the convergence begins a leaf of its own.
+- Runs of plain items fall into groups that begin at linear operators; whole groups fill leaves of up to `longest`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from harness.graph.flow import Flow
+
+__all__ = ["Draft", "VertexKind", "outline"]
+
+_DEEPEST = 32  # deeper nesting is spliced into its parent, so that trees stay shallow enough to compare and print
+
+
+class VertexKind(Enum):
+    """VIRTUAL: no node, belongs to no region. LINEAR: begins a new group of a sequence. OTHER: anything else."""
+
+    VIRTUAL = 0
+    LINEAR = 1
+    OTHER = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A region to be: the number of its parent's draft (-1: none), and its vertices where it is a leaf."""
+
+    parent: int
+    vertices: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    vertex: int
+    size: int
+    linear: bool
+    block: bool = False
+    bare: bool = False  # its branches have been dealt with
+
+
+def outline(flow: Flow, kinds: Sequence[VertexKind], longest: int, smallest: int) -> list[Draft]:
+    """Leaves and composites; a parent stands before its children.
+
+    Args:
+        flow: Chains and branches.
+        kinds: What each vertex but the sink is.
+        longest: Most vertices of a leaf made of a sequence.
+        smallest: Most vertices of a convergence that is not split.
+    """
+    return _Outliner(flow, kinds, longest, smallest).run()
+
+
+class _Outliner:
+    def __init__(self, flow: Flow, kinds: Sequence[VertexKind], longest: int, smallest: int) -> None:
+        self._flow = flow
+        self._linear = [*(kind is VertexKind.LINEAR for kind in kinds), False]
+        self._real = [*(kind is not VertexKind.VIRTUAL for kind in kinds), False]
+        self._longest = longest
+        self._smallest = smallest
+        self._drafts: list[Draft] = []
+        self._depths: list[int] = []
+        self._todo: list[tuple[int, list[_Item]]] = []
+        self._sizes = self._totals(self._real)
+        self._linears = self._totals(self._linear)
+
+    def run(self) -> list[Draft]:
+        flow = self._flow
+        for last in (flow.series[flow.sink], *flow.branches[flow.sink]):
+            if last >= 0:
+                self._todo.append((-1, self._items(last)))
+        while self._todo:
+            self._cut(*self._todo.pop())
+        return self._drafts
+
+    def _totals(self, marked: Sequence[bool]) -> list[int]:
+        """How many marked vertices the chains up to each vertex hold, branches included."""
+        flow, totals = self._flow, [int(mark) for mark in marked]
+        for vertex, before in enumerate(flow.series):
+            totals[vertex] += sum(totals[last] for last in flow.branches[vertex])
+            totals[vertex] += totals[before] if before >= 0 else 0
+        return totals
+
+    def _items(self, last: int) -> list[_Item]:
+        items = []
+        for vertex in self._flow.chain(last):
+            before = self._flow.series[vertex]
+            size = self._sizes[vertex] - (self._sizes[before] if before >= 0 else 0)
+            linears = self._linears[vertex] - (self._linears[before] if before >= 0 else 0)
+            inside = linears > self._linear[vertex]
+            if self._real[vertex]:
+                block = inside or size > self._smallest
+                items.append(_Item(vertex, size, self._linear[vertex], block))
+        return items
+
+    def _cut(self, parent: int, items: list[_Item]) -> None:
+        """Cut a chain into blocks with their epilogues, and runs of plain items between them."""
+        run: list[_Item] = []
+        position = 0
+        while position < len(items):
+            item = items[position]
+            position += 1
+            if not item.block:
+                run.append(item)
+                continue
+            self._emit_run(parent, run)
+            run = []
+            end, room = position, self._longest
+            while end < len(items) and not (items[end].block or items[end].linear):
+                room -= items[end].size
+                end += 1
+            epilogue = items[position:end]
+            if item.size > self._smallest:
+                self._emit_composite(parent, item, epilogue if room >= 0 else [])
+                run = [] if room >= 0 else epilogue
+            elif item.size <= room:
+                self._emit_leaf(parent, [item, *epilogue])
+            else:
+                self._emit_leaf(parent, [item])
+                run = epilogue
+            position = end
+        self._emit_run(parent, run)
+
+    def _emit_composite(self, parent: int, item: _Item, epilogue: list[_Item]) -> None:
+        depth = self._depths[parent] + 1 if parent >= 0 else 0
+        if depth < _DEEPEST:
+            self._drafts.append(Draft(parent))
+            self._depths.append(depth)
+            parent = len(self._drafts) - 1
+        tail = [_Item(item.vertex, 1, item.linear, bare=True), *epilogue]
+        branches = self._flow.branches[item.vertex]
+        if len(branches) == 1:
+            self._todo.append((parent, self._items(branches[0]) + tail))
+            return
+        self._todo.append((parent, tail))
+        self._todo.extend((parent, self._items(last)) for last in branches)
+
+    def _emit_leaf(self, parent: int, items: Sequence[_Item]) -> None:
+        vertices = [item.vertex for item in items]
+        for item in items:
+            if item.size > 1:
+                vertices.extend(v for v in self._flow.section(item.vertex) if self._real[v])
+        self._drafts.append(Draft(parent, tuple(sorted(vertices))))
+        self._depths.append(0)
+
+    def _emit_run(self, parent: int, run: list[_Item]) -> None:
+        """Fill leaves with whole groups, from the end, so that what is left over stands where the run begins."""
+        groups: list[list[_Item]] = []
+        for item in run:
+            if item.linear or not groups:
+                groups.append([])
+            groups[-1].append(item)
+        pieces = [piece for group in groups for piece in self._pieces(group)]
+        for leaf in _pack(pieces, self._longest):
+            self._emit_leaf(parent, leaf)
+
+    def _pieces(self, group: list[_Item]) -> list[list[_Item]]:
+        """A group that fits into a leaf, else its parts, cut where the data diverges and then by length."""
+        if _size(group) <= self._longest:
+            return [group]
+        parts: list[list[_Item]] = []
+        for item in group:
+            if item.size > 1 or not parts or _size(parts[-1]) + item.size > self._longest:
+                parts.append([])
+            parts[-1].append(item)
+        return _pack(parts, self._longest)
+
+
+def _pack(parts: list[list[_Item]], longest: int) -> list[list[_Item]]:
+    packed: list[list[_Item]] = []
+    for part in reversed(parts):
+        if packed and _size(packed[-1]) + _size(part) <= longest:
+            packed[-1] = part + packed[-1]
+        else:
+            packed.append(part)
+    return packed[::-1]
+
+
+def _size(items: Sequence[_Item]) -> int:
+    return sum(item.size for item in items)
