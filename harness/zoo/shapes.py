@@ -184,9 +184,9 @@ def _shapes(rng: np.random.Generator) -> list[_Shape]:
 
 
 def _shape(rng: np.random.Generator) -> _Shape:
-    """A shape with a circumscribed circle of 6 to 28 pixels in radius (small ones as often as large), all inside."""
+    """A shape with a circumscribed circle of 8 to 28 pixels in radius (small ones as often as large)."""
     index = int(rng.integers(len(CLASSES)))
-    radius = math.exp(rng.uniform(math.log(6), math.log(28)))
+    radius = math.exp(rng.uniform(math.log(8), math.log(28)))
     x, y = rng.uniform(radius, SIZE - radius, 2)
     corners = (48, 4, 3)[index]
     turn = rng.uniform(0, 2 * math.pi)

@@ -75,7 +75,8 @@ class Head(nn.Module):  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        return torch.cat([self.boxes(x), self.scores(x)], 1).flatten(2)
+        terms = torch.cat([self.boxes(x), self.scores(x)], 1)
+        return terms.reshape(int(terms.shape[0]), 4 + len(CLASSES), -1)  # flatten would export a chain of shapes
 
 
 class Detector(nn.Module):  # type: ignore[misc]
@@ -187,16 +188,16 @@ def _flipped(images: Tensor, targets: Tensor, rng: np.random.Generator) -> tuple
     return images[:, rng.permutation(3).tolist()].contiguous(), targets
 
 
-def train(data: Shapes, *, epochs: int, batch: int = 32, seed: int = SEED) -> Tensor:
+def train(data: Shapes, *, epochs: int, batch: int = 16, seed: int = SEED) -> Tensor:
     """Train a detector; AdamW with one warm-up epoch and cosine decay, weights averaged over steps."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     images, targets = _arrays(data)
     model = Detector().to(memory_format=torch.channels_last).train()
     mean = torch.optim.swa_utils.AveragedModel(
-        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.998), use_buffers=True
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999), use_buffers=True
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.02)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.02)
     steps = len(images) // batch
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda s: min((s + 1) / steps, 0.5 + 0.5 * math.cos(math.pi * s / (epochs * steps)))
@@ -235,7 +236,7 @@ def main() -> None:
     """Train and write `shapes_detector.onnx` beside this module, or where `-o` says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("-o", "--output", type=Path, default=Path(__file__).with_name("shapes_detector.onnx"))
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--images", type=int, default=6000)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
