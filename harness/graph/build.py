@@ -156,11 +156,11 @@ class GraphBuilder:
         out = self.op("MatMul", x, self._weight((inputs, features), inputs, label), name=label)
         return self.op("Add", out, self._bias(features, label)) if bias else out
 
-    def batch_norm(self, x: str, *, epsilon: float = 1e-5, name: str | None = None) -> str:
-        """A BatchNormalization with drawn statistics near the identity."""
+    def batch_norm(self, x: str, *, epsilon: float = 1e-5, gain: float = 1.0, name: str | None = None) -> str:
+        """A BatchNormalization with drawn statistics near the identity, its scale drawn around `gain`."""
         channels, label = self.shape(x)[1], name or "BatchNormalization"
         drawn = {
-            "scale": self._rng.uniform(0.5, 1.5, channels),
+            "scale": gain * self._rng.uniform(0.5, 1.5, channels),
             "bias": self._rng.normal(0.0, 0.1, channels),
             "mean": self._rng.normal(0.0, 0.1, channels),
             "var": self._rng.uniform(0.5, 1.5, channels),
