@@ -26,6 +26,7 @@ FOLD_BYTES = 1 << 28
 """Constants larger than this are not computed ahead."""
 
 MASK = "qdq.unknown."
+_BOX = "qdq.box"
 _NOT_FOLDED = frozenset(
     {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "RandomNormal", "RandomUniform",
      "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
@@ -137,23 +138,44 @@ def tidy(graph: onnx.GraphProto, opsets: dict[str, int], source: str) -> None:
     boxed = {node.name for node in graph.node if any(subgraphs(node)) or not is_known(node, opsets)}
     shown.graph.node.extend(_box(node) if node.name in boxed else node for node in graph.node)
     try:
-        with G_LOGGER.suppress():
-            surgeon = gs.import_onnx(shown).toposort()
-            surgeon.fold_constants(
-                fold_shapes=False,
-                recurse_subgraphs=False,
-                flatten_subgraphs=False,
-                size_threshold=FOLD_BYTES,
-                should_exclude_node=lambda node: node.name in boxed or node.op in _NOT_FOLDED,
-            ).cleanup()
+        with G_LOGGER.suppress(G_LOGGER.CRITICAL + 1):
+            surgeon = gs.import_onnx(shown)
+            if not _is_sorted(shown.graph):  # an order that is right is kept, as the file's author meant it
+                surgeon.toposort()
+            if _has_foldable(shown.graph):  # the pass copies the whole graph, so it is worth asking
+                surgeon.fold_constants(
+                    fold_shapes=False,
+                    recurse_subgraphs=False,
+                    flatten_subgraphs=False,
+                    size_threshold=FOLD_BYTES,
+                    should_exclude_node=lambda node: node.name in boxed or node.op in _NOT_FOLDED,
+                )
+            surgeon.cleanup()
     except OnnxGraphSurgeonException as error:
         raise UserError(f"{source}: its nodes cannot be put in order: {error}; export the model again") from error
     _carry_back(graph, surgeon, boxed)
 
 
+def _is_sorted(graph: onnx.GraphProto) -> bool:
+    later = {name for node in graph.node for name in node.output if name}
+    for node in graph.node:
+        if not later.isdisjoint(node.input):
+            return False
+        later.difference_update(node.output)
+    return True
+
+
+def _has_foldable(graph: onnx.GraphProto) -> bool:
+    constants = {tensor.name for tensor in graph.initializer} | {""}
+    return any(
+        constants.issuperset(node.input) and node.domain != _BOX and node.op_type not in _NOT_FOLDED
+        for node in graph.node
+    )
+
+
 def _box(node: onnx.NodeProto) -> onnx.NodeProto:
     inputs = [*node.input, *sorted(captures(node))]
-    return onnx.NodeProto(name=node.name, op_type=node.op_type, domain="box", input=inputs, output=node.output)
+    return onnx.NodeProto(name=node.name, op_type=node.op_type, domain=_BOX, input=inputs, output=node.output)
 
 
 def _carry_back(graph: onnx.GraphProto, surgeon: gs.Graph, boxed: set[str]) -> None:

@@ -83,7 +83,6 @@ def _prepare(proto: onnx.ModelProto, source: str, sha256: str, shapes: Shapes, m
     _clean(proto, source)
     fix_inputs(proto.graph, shapes, source)
     _check(proto, source)
-    proto = infer(proto, source)
     proto = _upgrade(proto, min_opset, source)
     unmask(proto)
     proto = infer(proto, source)
@@ -154,9 +153,16 @@ def _upgrade(proto: onnx.ModelProto, min_opset: int, source: str) -> onnx.ModelP
         proto.opset_import.append(helper.make_opsetid("", min_opset))
         _set_ir_version(proto)
         return proto
+    newest = onnx.defs.onnx_opset_version()
+    if version > newest:
+        raise UserError(
+            f"{source}: opset {version} is newer than the installed onnx {onnx.__version__} knows ({newest}); "
+            f"export the model with opset {newest} or earlier, or install a newer onnx"
+        )
     if version >= min_opset:
         return proto
-    metadata = list(proto.metadata_props)
+    proto = infer(proto, source)  # the converter needs fewer detours where it knows the shapes
+    metadata, declared = list(proto.metadata_props), list(proto.graph.value_info)
 
     def run(light: onnx.ModelProto) -> onnx.ModelProto:
         return version_converter.convert_version(light, min_opset)
@@ -174,6 +180,7 @@ def _upgrade(proto: onnx.ModelProto, min_opset: int, source: str) -> onnx.ModelP
     for graph in graphs(proto.graph):
         # The converter writes shapes of its own that are not always right (onnx 1.21: rank 0 behind Softmax).
         del graph.value_info[:]
+    proto.graph.value_info.extend(declared)
     _set_ir_version(proto)
     _clean(proto, source)
     _check(proto, source)

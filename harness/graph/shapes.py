@@ -111,10 +111,11 @@ def shapes_to_constants(graph: onnx.GraphProto) -> bool:
 
     Done here because onnx-graphsurgeon 0.6 overlooks the attributes `start` and `end` of Shape (opset 15).
     """
-    types, outputs = types_of(graph), {value.name for value in graph.output}
+    asking = {node.name for node in graph.node if node.op_type in ("Shape", "Size") and not node.domain}
+    types, outputs = types_of(graph) if asking else {}, {value.name for value in graph.output}
     rest = []
     for node in graph.node:
-        known = types.get(node.input[0]) if node.op_type in ("Shape", "Size") and not node.domain else None
+        known = types.get(node.input[0]) if node.name in asking else None
         if known is None or node.output[0] in outputs:
             rest.append(node)
             continue
@@ -183,10 +184,10 @@ def _dynamic_message(values: list[onnx.ValueInfoProto], source: str) -> str:
         remedies.append((value.name, _x(tuple(sizes)) or "1x3x224x224"))
         told.append(f"input {value.name!r} has the dynamic shape {_shown(value)}")
     yaml = ", ".join(f"{name if _PLAIN_KEY.fullmatch(name) else repr(name)}: {s}" for name, s in remedies)
-    flags = " ".join(f"{name}:{shape}" for name, shape in remedies)
+    flags = " ".join(f"--shape {name}:{shape}" for name, shape in remedies)
     return (
         f"{source}: {'; '.join(told)}; a placement is measured at one static shape: give it in the experiment as "
-        f"'shapes: {{{yaml}}}', or on the command line as --shape {flags}"
+        f"'shapes: {{{yaml}}}', or on the command line as {flags}"
     )
 
 
