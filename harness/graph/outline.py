@@ -9,12 +9,13 @@ equal blocks are cut equally wherever they stand. The rules, along each chain of
 - A block takes the plain items behind it, up to the next linear operator, as its epilogue.
 - A block of up to `smallest` vertices is a leaf; a larger one a composite. A composite with one branch continues that
   branch through the convergence; with several, the convergence begins a leaf of its own.
-- Runs of plain items fall into groups that begin at linear operators; whole groups fill leaves of up to `longest`.
+- Runs of plain items fall into groups that begin at linear operators. Whole groups fill leaves of up to `longest`; in
+  a longer run, groups that repeat at once (depthwise, pointwise, depthwise, ...) are a leaf each time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -50,21 +51,27 @@ class _Item:
     bare: bool = False  # its branches have been dealt with
 
 
-def outline(flow: Flow, kinds: Sequence[VertexKind], longest: int, smallest: int) -> list[Draft]:
+def outline(
+    flow: Flow, kinds: Sequence[VertexKind], labels: Sequence[Hashable], longest: int, smallest: int
+) -> list[Draft]:
     """Leaves and composites; a parent stands before its children.
 
     Args:
         flow: Chains and branches.
         kinds: What each vertex but the sink is.
+        labels: Equal for vertices that do the same; this decides what counts as a repetition.
         longest: Most vertices of a leaf made of a sequence.
         smallest: Most vertices of a convergence that is not split.
     """
-    return _Outliner(flow, kinds, longest, smallest).run()
+    return _Outliner(flow, kinds, labels, longest, smallest).run()
 
 
 class _Outliner:
-    def __init__(self, flow: Flow, kinds: Sequence[VertexKind], longest: int, smallest: int) -> None:
+    def __init__(
+        self, flow: Flow, kinds: Sequence[VertexKind], labels: Sequence[Hashable], longest: int, smallest: int
+    ) -> None:
         self._flow = flow
+        self._labels = labels
         self._linear = [*(kind is VertexKind.LINEAR for kind in kinds), False]
         self._real = [*(kind is not VertexKind.VIRTUAL for kind in kinds), False]
         self._longest = longest
@@ -155,15 +162,53 @@ class _Outliner:
         self._depths.append(0)
 
     def _emit_run(self, parent: int, run: list[_Item]) -> None:
-        """Fill leaves with whole groups, from the end, so that what is left over stands where the run begins."""
+        """Cut a run of plain items into leaves."""
+        if not run:
+            return
         groups: list[list[_Item]] = []
         for item in run:
             if item.linear or not groups:
                 groups.append([])
             groups[-1].append(item)
-        pieces = [piece for group in groups for piece in self._pieces(group)]
-        for leaf in _pack(pieces, self._longest):
+        for leaf in [run] if _size(run) <= self._longest else self._repeats(groups):
             self._emit_leaf(parent, leaf)
+
+    def _repeats(self, groups: list[list[_Item]]) -> list[list[_Item]]:
+        """Leaves of a long run: one for each repetition of groups, the groups between them packed."""
+        keys = [tuple(self._key(item) for item in group) for group in groups]
+        leaves: list[list[_Item]] = []
+        rest: list[list[_Item]] = []
+        place = 0
+        while place < len(groups):
+            period = self._period(groups, keys, place)
+            if not period:
+                rest += self._pieces(groups[place])
+                place += 1
+                continue
+            leaves += _pack(rest, self._longest)
+            rest, unit = [], keys[place : place + period]
+            while keys[place : place + period] == unit:
+                leaves.append([item for group in groups[place : place + period] for item in group])
+                place += period
+        return leaves + _pack(rest, self._longest)
+
+    def _period(self, groups: list[list[_Item]], keys: list[tuple[Hashable, ...]], place: int) -> int:
+        """The smallest number of groups that fit into a leaf and come again at once, or 0."""
+        period, size = 0, 0
+        while place + 2 * period < len(groups):
+            size += _size(groups[place + period])
+            period += 1
+            if size > self._longest:
+                return 0
+            if keys[place : place + period] == keys[place + period : place + 2 * period]:
+                return period
+        return 0
+
+    def _key(self, item: _Item) -> Hashable:
+        label = self._labels[item.vertex]
+        if item.size == 1:
+            return label
+        return label, frozenset(self._labels[v] for v in self._flow.section(item.vertex) if self._real[v])
 
     def _pieces(self, group: list[_Item]) -> list[list[_Item]]:
         """A group that fits into a leaf, else its parts, cut where the data diverges and then by length."""

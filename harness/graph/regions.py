@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from harness.graph.flow import flow_of
-from harness.graph.model import Model
+from harness.graph.model import Model, Node
 from harness.graph.outline import Draft, VertexKind, outline
 
 __all__ = ["LINEAR", "Region", "RegionType", "discover"]
@@ -146,8 +146,15 @@ def _outlined(
     edges += [successors(model.nodes[index].outputs) for index in nodes]
     kinds = [VertexKind.VIRTUAL] * first
     kinds += [VertexKind.LINEAR if model.nodes[index].op in LINEAR else VertexKind.OTHER for index in nodes]
-    drafts = outline(flow_of(edges), kinds, *sizes)
+    labels = [""] * first + [_work(model.nodes[index]) for index in nodes]
+    drafts = outline(flow_of(edges), kinds, labels, *sizes)
     return [d if d.vertices is None else Draft(d.parent, tuple(nodes[v - first] for v in d.vertices)) for d in drafts]
+
+
+def _work(node: Node) -> str:
+    """What a node does, as far as a repetition goes; strides may change along it."""
+    attributes = node.attributes
+    return f"{node.domain}:{node.op} {attributes.get('kernel_shape')} {int(attributes.get('group', 1)) > 1}"
 
 
 class _Assembly:
