@@ -13,6 +13,7 @@ Promises of a searcher (each one is a test in `search.testing`):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -21,7 +22,7 @@ from search.space import FLOAT, Dimension, Edge, Placement, Resolved, Space
 
 __all__ = [
     "FLOAT", "Dimension", "Edge", "Failure", "Observation", "Placement", "Resolved", "Score", "Searcher",
-    "SearcherFactory", "Space",
+    "SearcherFactory", "Space", "check_range",
 ]  # fmt: skip
 
 
@@ -81,3 +82,14 @@ class SearcherFactory(Protocol):
     """What an entry point of the group `qdq.searchers` names: a class or a function."""
 
     def __call__(self, space: Space, *, seed: int, **params: object) -> Searcher: ...
+
+
+def check_range(name: str, value: float, low: float, high: float = math.inf) -> None:
+    """Refuse a searcher's parameter outside low to high, both allowed.
+
+    Raises:
+        ValueError: "NAME is LOW to HIGH, but got VALUE".
+    """
+    if not low <= value <= high:
+        allowed = f"at least {low}" if high == math.inf else f"{low} to {high}"
+        raise ValueError(f"{name} is {allowed}, but got {value}")

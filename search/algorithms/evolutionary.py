@@ -1,0 +1,101 @@
+"""Evolution of placements: tournament, crossover of whole patterns, self-adaptive mutation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from search.api import Observation, Placement, Space, check_range
+from search.archive import Archive, Entry
+from search.moves import assign, blocks, crossover_by_group, drawn, mutate_rate, nearby, unseen
+
+__all__ = ["EvolutionarySearcher"]
+
+LEARNING_RATE = 0.22
+ATTEMPTS = 100
+
+
+class EvolutionarySearcher:
+    """A steady-state (mu + lambda) evolution strategy over placements.
+
+    The `population` best placements told so far are the parents, the common seeds among them; so
+    nothing good is ever lost, and asking needs no end of a generation. Each placement carries its own
+    mutation rate, which a child inherits and varies, so that rates that lead to good children spread:
+    p' = 1 / (1 + (1 - p) / p * exp(-0.22 N(0, 1))) (Baeck and Schuetz 1996, "Intelligent mutation rate
+    control in canonical genetic algorithms", eq. 5).
+
+    Args:
+        space: What to search.
+        seed: Fixes all draws.
+        population: Number of parents (mu).
+        tournament: Candidates drawn for one parent; the best of them is taken.
+        crossover: Probability that a child has two parents; it takes each pattern whole from either.
+        block: Probability that a mutation sets a whole role or pattern at once, besides single points.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        *,
+        seed: int,
+        population: int = 10,
+        tournament: int = 3,
+        crossover: float = 0.5,
+        block: float = 0.3,
+    ) -> None:  # fmt: skip
+        check_range("population", population, 1)
+        check_range("tournament", tournament, 1)
+        check_range("crossover", crossover, 0, 1)
+        check_range("block", block, 0, 1)
+        self._space = space
+        self._rng = np.random.default_rng(seed)
+        self._population = population
+        self._tournament = tournament
+        self._crossover = crossover
+        self._block = block
+        self._archive = Archive()
+        self._blocks = blocks(space)
+        self._floor = 1 / max(len(space), 2)
+        self._rates: dict[str, float] = {}
+
+    def ask(self, n: int) -> Sequence[Placement]:
+        asked: list[Placement] = []
+        while len(asked) < n:
+            born = self._child if len(self._archive) else self._drawn
+            placement = unseen(born, self._space, self._archive, ATTEMPTS)
+            placement = placement or nearby(self._drawn(), self._space, self._rng, self._archive)
+            if placement is None:
+                break
+            self._archive.ask(self._space.digest(placement))
+            asked.append(placement)
+        return asked
+
+    def tell(self, observation: Observation) -> None:
+        self._archive.tell(observation)
+
+    def _child(self) -> Placement:
+        parents = self._archive.best(self._population)
+        first, second = (self._winner(parents) for _ in range(2))
+        rate = self._varied(self._rates.get(first.digest, self._floor))
+        child = first.placement
+        if self._rng.random() < self._crossover:
+            child = crossover_by_group(child, second.placement, self._space, self._rng)
+        if self._blocks and self._rng.random() < self._block:
+            block = self._blocks[self._rng.integers(len(self._blocks))]
+            child = assign(child, block, int(self._rng.integers(max(self._space.sizes))), self._space)
+        child = mutate_rate(child, self._space, self._rng, rate)
+        self._rates.setdefault(self._space.digest(child), rate)
+        return child
+
+    def _winner(self, parents: Sequence[Entry]) -> Entry:
+        """The best of `tournament` draws; parents are sorted, so it is the smallest index."""
+        return parents[int(self._rng.integers(len(parents), size=self._tournament).min())]
+
+    def _varied(self, rate: float) -> float:
+        odds = (1 - rate) / rate * math.exp(-LEARNING_RATE * self._rng.normal())
+        return min(max(1 / (1 + odds), self._floor), 0.5)
+
+    def _drawn(self) -> Placement:
+        return drawn(self._space, self._rng, self._rng.random())

@@ -1,0 +1,108 @@
+"""Local search: moves from the incumbent in the order of their expected effect, first improvement wins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from search.api import Observation, Placement, Space, check_range
+from search.archive import Archive, improves
+from search.moves import assign, blocks, flip, nearby
+
+__all__ = ["LocalSearcher"]
+
+Move = tuple[tuple[int, ...], int]
+"""Dimensions and the choice that all of them get."""
+
+
+class LocalSearcher:
+    """First-improvement descent with restarts, aware of patterns and of noise.
+
+    The base is the best placement told so far. Its neighbours are proposed one after the other, whole
+    blocks first (a role, a pattern, a role within a pattern) and then single points, in both cases
+    those with the larger share of the model's cost first. A neighbour that gains more than the noise
+    becomes the base; the tour of the moves goes on where it was, so that every move has its turn
+    before any comes again. After a full tour in vain the search restarts from a perturbed best.
+
+    Args:
+        space: What to search.
+        seed: Fixes all draws.
+        significance: How many combined standard errors a gain must exceed to count.
+        perturbation: Share of the points that a restart flips, at least two points.
+        blocks_first: False leaves the moves of whole blocks out.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        *,
+        seed: int,
+        significance: float = 1.0,
+        perturbation: float = 0.1,
+        blocks_first: bool = True,
+    ) -> None:
+        check_range("significance", significance, 0)
+        check_range("perturbation", perturbation, 0, 1)
+        self._space = space
+        self._rng = np.random.default_rng(seed)
+        self._significance = significance
+        self._flips = max(2, round(perturbation * len(space)))
+        self._archive = Archive()
+        self._moves = _moves(space, blocks_first)
+        self._next = 0
+        self._in_vain = 0
+        self._base = space.float_placement()
+
+    def ask(self, n: int) -> Sequence[Placement]:
+        asked: list[Placement] = []
+        while len(asked) < n and (placement := self._propose()) is not None:
+            self._archive.ask(self._space.digest(placement))
+            asked.append(placement)
+        return asked
+
+    def tell(self, observation: Observation) -> None:
+        known = self._archive.get(observation.digest) is not None
+        self._archive.tell(observation)
+        told = self._archive.get(observation.digest)
+        base_digest = self._space.digest(self._base)
+        base = self._archive.get(base_digest)
+        if base_digest in self._archive.failures and len(self._archive):
+            self._move_to(self._archive.best(1)[0].placement)
+        elif told is None or known:
+            return
+        elif base_digest not in self._archive or (base and improves(told.score, base.score, self._significance)):
+            self._move_to(observation.placement)
+
+    def _move_to(self, placement: Placement) -> None:
+        self._base = placement
+        self._in_vain = 0
+
+    def _propose(self) -> Placement | None:
+        if self._space.digest(self._base) not in self._archive:
+            return self._base
+        while self._in_vain < len(self._moves):
+            indices, choice = self._moves[self._next]
+            self._next = (self._next + 1) % len(self._moves)
+            self._in_vain += 1
+            placement = assign(self._base, indices, choice, self._space)
+            if self._space.digest(placement) not in self._archive:
+                return placement
+        return self._restart()
+
+    def _restart(self) -> Placement | None:
+        best = self._archive.best(1)[0].placement if len(self._archive) else self._base
+        perturbed = flip(best, self._space, self._rng, self._flips)
+        if self._space.digest(perturbed) in self._archive:
+            new = nearby(perturbed, self._space, self._rng, self._archive)
+            if new is None:
+                return None
+            perturbed = new
+        self._move_to(perturbed)
+        return perturbed
+
+
+def _moves(space: Space, blocks_first: bool) -> tuple[Move, ...]:
+    points = sorted(((index,) for index in range(len(space))), key=lambda p: -space.dimensions[p[0]].cost)
+    targets = (*(blocks(space) if blocks_first else ()), *points)
+    return tuple((indices, choice) for indices in targets for choice in range(max(space.sizes, default=1)))

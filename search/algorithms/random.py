@@ -1,0 +1,70 @@
+"""Random search without repeats: the yardstick of every table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, get_args
+
+import numpy as np
+
+from search.api import Observation, Placement, Space
+from search.archive import Archive
+from search.moves import drawn, unseen
+
+__all__ = ["RandomSearcher"]
+
+Density = Literal["stratified", "uniform"]
+ENUMERATED = 4096
+ATTEMPTS = 1000
+
+
+class RandomSearcher:
+    """Draws placements and never the same graph twice.
+
+    Spaces of up to 4096 placements are shuffled once and walked to the end, then `ask` returns
+    nothing. Larger ones are drawn from; there `ask` returns less when 1000 draws in a row were known.
+
+    Args:
+        space: What to draw from.
+        seed: Fixes all draws.
+        density: "uniform" draws every choice of a dimension with equal probability, so that with many
+            dimensions about half of a placement is quantized. "stratified" first draws the share of
+            quantized points uniformly from 0 to 1 and so covers sparse and dense placements alike; it
+            acts on spaces that are drawn from, not on those that are walked.
+    """
+
+    def __init__(self, space: Space, *, seed: int, density: Density = "stratified") -> None:
+        if density not in get_args(Density):
+            raise ValueError(f"density is one of {get_args(Density)}, but got {density!r}")
+        self._space = space
+        self._density = density
+        self._archive = Archive()
+        self._fresh = self._stream(np.random.default_rng(seed))
+
+    def ask(self, n: int) -> Sequence[Placement]:
+        asked: list[Placement] = []
+        while len(asked) < n and (placement := next(self._fresh, None)) is not None:
+            self._archive.ask(self._space.digest(placement))
+            asked.append(placement)
+        return asked
+
+    def tell(self, observation: Observation) -> None:
+        self._archive.tell(observation)
+
+    def _stream(self, rng: np.random.Generator) -> Iterator[Placement]:
+        sizes = self._space.sizes
+        total = np.prod(sizes, dtype=float)
+        if total > ENUMERATED:
+            while (placement := unseen(lambda: self._draw(rng), self._space, self._archive, ATTEMPTS)) is not None:
+                yield placement
+            return
+        for number in rng.permutation(int(total)):
+            placement = Placement(tuple(int(choice) for choice in np.unravel_index(number, sizes))) if sizes else None
+            placement = placement or self._space.float_placement()
+            if self._space.digest(placement) not in self._archive:
+                yield placement
+
+    def _draw(self, rng: np.random.Generator) -> Placement:
+        if self._density == "uniform":
+            return self._space.random(rng)
+        return drawn(self._space, rng, rng.random())

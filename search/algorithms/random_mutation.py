@@ -1,0 +1,129 @@
+"""Random mutation of the best, the algorithm of ModelOpt's ONNX autotune.
+
+Facts from its user guide ("Autotune (ONNX)") and its source at version 0.47; the code is our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import numpy as np
+
+from search.api import Observation, Placement, Space, check_range
+from search.archive import Archive
+from search.moves import mutate_per_kind, unseen
+
+__all__ = ["RandomMutationSearcher"]
+
+Scope = Literal["joint", "per_pattern"]
+
+
+class RandomMutationSearcher:
+    """Mutates one of the best placements: one to three additions and removals per kind of point.
+
+    "joint" mutates the whole model. "per_pattern" is ModelOpt's walk: patterns in graph order, each
+    starts from what earlier ones committed, gets `schemes_per_pattern` proposals, and commits its best
+    scheme for good; later patterns are float until their turn. Placements told without having been
+    asked (the common seeds) serve each pattern as ModelOpt's pattern cache does: their scheme for it is
+    tried first. Two things differ from ModelOpt: a placement known already is not measured again, and
+    the patterns come in the order of the space (there: LEAF regions first).
+
+    Args:
+        space: What to search.
+        seed: Fixes all draws.
+        scope: See above.
+        schemes_per_pattern: Proposals for one pattern; without effect in scope "joint".
+        top_share: Share of the measured placements, best first, that parents are drawn from.
+        minimum_parents: Draw from at least so many, as far as there are so many.
+        maximum_mutations: Largest number of additions, and of removals, for one kind of point.
+        maximum_generation_attempts: Mutations tried for a new one; after so many in vain the pattern
+            (in scope "joint" the search) is done.
+    """
+
+    def __init__(  # noqa: PLR0913 - the settings of a searcher are the keywords of its constructor
+        self,
+        space: Space,
+        *,
+        seed: int,
+        scope: Scope = "joint",
+        schemes_per_pattern: int = 30,
+        top_share: float = 0.1,
+        minimum_parents: int = 10,
+        maximum_mutations: int = 3,
+        maximum_generation_attempts: int = 100,
+    ) -> None:
+        if scope not in get_args(Scope):
+            raise ValueError(f"scope is one of {get_args(Scope)}, but got {scope!r}")
+        check_range("schemes_per_pattern", schemes_per_pattern, 1)
+        check_range("top_share", top_share, 0, 1)
+        check_range("minimum_parents", minimum_parents, 1)
+        check_range("maximum_mutations", maximum_mutations, 1)
+        check_range("maximum_generation_attempts", maximum_generation_attempts, 1)
+        self._space = space
+        self._rng = np.random.default_rng(seed)
+        self._top_share = top_share
+        self._minimum_parents = minimum_parents
+        self._maximum_mutations = maximum_mutations
+        self._attempts = maximum_generation_attempts
+        self._archive = Archive()
+        self._foreign: set[str] = set()
+        self._committed = space.float_placement()
+        joint = scope == "joint"
+        self._turns = [tuple(range(len(space)))] if joint else list(space.groups.values())
+        self._left = [float("inf") if joint else schemes_per_pattern] * len(self._turns)
+
+    def ask(self, n: int) -> Sequence[Placement]:
+        asked: list[Placement] = []
+        while len(asked) < n and self._turns:
+            placement = self._propose()
+            if placement is not None:
+                self._archive.ask(self._space.digest(placement))
+                self._left[0] -= 1
+                asked.append(placement)
+            elif asked:
+                break  # the pattern's last outcomes decide what it commits
+            else:
+                self._commit()
+        return asked
+
+    def tell(self, observation: Observation) -> None:
+        if observation.digest not in self._archive:
+            self._foreign.add(observation.digest)
+        self._archive.tell(observation)
+
+    def _propose(self) -> Placement | None:
+        if self._left[0] < 1:
+            return None
+        first = (self._committed, *self._warm())
+        for placement in first:
+            if self._space.digest(placement) not in self._archive:
+                return placement
+        pool = self._pool() or [self._committed]
+        parents = pool[: max(int(len(pool) * self._top_share), self._minimum_parents)]
+        return unseen(lambda: self._mutant(parents), self._space, self._archive, self._attempts)
+
+    def _mutant(self, parents: Sequence[Placement]) -> Placement:
+        parent = parents[int(self._rng.integers(len(parents)))]
+        return mutate_per_kind(parent, self._space, self._rng, self._maximum_mutations, self._turns[0])
+
+    def _warm(self) -> list[Placement]:
+        """The schemes of foreign placements for the pattern whose turn it is, best first."""
+        foreign = [entry.placement for entry in self._archive.ranked if entry.digest in self._foreign]
+        return [self._grafted(placement) for placement in foreign]
+
+    def _pool(self) -> list[Placement]:
+        """Measured placements that are as committed outside the pattern whose turn it is, best first."""
+        placements = [entry.placement for entry in self._archive.ranked]
+        return [placement for placement in placements if self._grafted(placement) == placement]
+
+    def _grafted(self, placement: Placement) -> Placement:
+        choices = list(self._committed.choices)
+        for index in self._turns[0]:
+            choices[index] = placement.choices[index]
+        return Placement(tuple(choices))
+
+    def _commit(self) -> None:
+        pool = self._pool()
+        self._committed = pool[0] if pool else self._committed
+        del self._turns[0], self._left[0]

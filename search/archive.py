@@ -1,0 +1,154 @@
+"""What a searcher remembers: every placement asked or told, the scored ones best first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from search.api import Failure, Observation, Placement, Score
+
+__all__ = ["Archive", "Entry", "improves"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One scored placement.
+
+    Attributes:
+        score: Mean over the tells, see `Archive.tell`; the metrics are those told last.
+        tells: How many different scores were told.
+    """
+
+    placement: Placement
+    digest: str
+    score: Score
+    tells: int = 1
+
+
+class Archive:
+    """Observations by digest.
+
+    Example::
+
+        archive = Archive()
+        archive.tell(observation)
+        if space.digest(placement) not in archive:  # neither asked nor told
+            archive.ask(space.digest(placement))
+        parents = archive.top_fraction(0.1, at_least=10)
+    """
+
+    def __init__(self) -> None:
+        self._told: dict[str, list[Score]] = {}
+        self._entries: dict[str, Entry] = {}
+        self._failures: dict[str, Observation] = {}
+        self._pending: dict[str, None] = {}
+        self._ranked: tuple[Entry, ...] | None = None
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self._entries or digest in self._failures or digest in self._pending
+
+    def __len__(self) -> int:
+        """Number of scored placements."""
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        """The scored placements in the order of their first tells."""
+        return iter(self._entries.values())
+
+    def ask(self, digest: str) -> None:
+        """Note that a placement was proposed; it counts as seen until its outcome is told, and after."""
+        self._pending[digest] = None
+
+    def tell(self, observation: Observation) -> None:
+        """Learn one outcome.
+
+        A placement told again gets the mean of what was told. Scores that all have a standard error
+        are weighted by its inverse square; the error of their mean is then widened by the Birge ratio
+        where they disagree by more than their errors explain (Birge 1932, Phys. Rev. 40, 207), as
+        rebuilds of one engine do. An equal score is the same measurement told twice and changes nothing.
+        A score replaces a failure; a later failure leaves a score standing.
+        """
+        digest = observation.digest
+        self._pending.pop(digest, None)
+        if isinstance(observation.outcome, Failure):
+            if digest not in self._entries:
+                self._failures[digest] = observation
+            return
+        self._failures.pop(digest, None)
+        told = self._told.setdefault(digest, [])
+        if observation.outcome in told:
+            return
+        told.append(observation.outcome)
+        known = self._entries.get(digest)
+        self._entries[digest] = Entry(
+            placement=known.placement if known else observation.placement,
+            digest=digest,
+            score=_pooled(told),
+            tells=len(told),
+        )
+        self._ranked = None
+
+    def get(self, digest: str) -> Entry | None:
+        """The scored placement with this digest, or None."""
+        return self._entries.get(digest)
+
+    @property
+    def failures(self) -> Mapping[str, Observation]:
+        """Placements that failed and were never scored, by digest, in the order of the tells."""
+        return self._failures
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """Digests asked and not yet told, in the order of the asks."""
+        return tuple(self._pending)
+
+    @property
+    def ranked(self) -> tuple[Entry, ...]:
+        """All scored placements, best first by `Score.rank`; equals stay in the order of the tells."""
+        if self._ranked is None:
+            self._ranked = tuple(sorted(self._entries.values(), key=lambda entry: entry.score.rank))
+        return self._ranked
+
+    def best(self, k: int) -> tuple[Entry, ...]:
+        """The k best scored placements, or as many as there are."""
+        return self.ranked[:k]
+
+    def top_fraction(self, share: float, *, at_least: int = 1) -> tuple[Entry, ...]:
+        """The best `share` (0 to 1) of the scored placements, rounded down, but `at_least` so many."""
+        return self.ranked[: max(int(len(self) * share), at_least)]
+
+
+def improves(new: Score, old: Score, significance: float = 1.0) -> bool:
+    """Whether `new` beats `old` by more than the noise; a tie is no improvement.
+
+    Args:
+        new: The challenger.
+        old: What it has to beat.
+        significance: How many combined standard errors the objective has to gain.
+    """
+    if new.violation != old.violation:
+        return new.violation < old.violation
+    return old.objective - new.objective > significance * math.hypot(new.stderr, old.stderr)
+
+
+def _pooled(told: list[Score]) -> Score:
+    if len(told) == 1:
+        return told[0]
+    weights = [1.0] * len(told)
+    stderr = 0.0
+    errors_known = all(score.stderr > 0 for score in told)
+    if errors_known:
+        weights = [score.stderr**-2 for score in told]
+        stderr = sum(weights) ** -0.5
+    total = sum(weights)
+    objective = sum(w * score.objective for w, score in zip(weights, told, strict=True)) / total
+    if errors_known:
+        chi2 = sum(w * (score.objective - objective) ** 2 for w, score in zip(weights, told, strict=True))
+        stderr *= max(1.0, math.sqrt(chi2 / (len(told) - 1)))
+    return Score(
+        objective=objective,
+        stderr=stderr,
+        violation=sum(w * score.violation for w, score in zip(weights, told, strict=True)) / total,
+        metrics=told[-1].metrics,
+    )

@@ -1,0 +1,149 @@
+"""How placements are varied: pure functions of their arguments and a Generator.
+
+Quantized means: a choice other than 0 ("float"). No function changes what it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Iterable
+
+import numpy as np
+
+from search.space import Placement, PointKind, Space
+
+__all__ = [
+    "assign", "blocks", "crossover_by_group", "drawn", "edge_distance", "flip", "hamming", "mutate_per_kind",
+    "mutate_rate", "nearby", "unseen",
+]  # fmt: skip
+
+
+def assign(placement: Placement, indices: Iterable[int], choice: int, space: Space) -> Placement:
+    """The placement with one choice at all these dimensions, or their last one where they have fewer."""
+    choices = list(placement.choices)
+    for index in indices:
+        choices[index] = min(choice, space.sizes[index] - 1)
+    return Placement(tuple(choices))
+
+
+def drawn(space: Space, rng: np.random.Generator, density: float) -> Placement:
+    """Each dimension quantized with probability `density`, in one of its precisions drawn uniformly."""
+    quantized = rng.random(len(space)) < density
+    return Placement(
+        tuple(int(rng.integers(1, size)) if on else 0 for on, size in zip(quantized, space.sizes, strict=True))
+    )
+
+
+def flip(placement: Placement, space: Space, rng: np.random.Generator, count: int = 1) -> Placement:
+    """Give `count` dimensions, drawn uniformly, another choice each, drawn uniformly."""
+    return _changed(placement, space, rng, rng.permutation(len(space))[:count])
+
+
+def mutate_rate(placement: Placement, space: Space, rng: np.random.Generator, rate: float) -> Placement:
+    """Give each dimension another choice with probability `rate`; at least one dimension changes."""
+    hit = np.flatnonzero(rng.random(len(space)) < rate)
+    if not len(space):
+        return placement
+    return _changed(placement, space, rng, hit if len(hit) else rng.integers(len(space), size=1))
+
+
+def mutate_per_kind(
+    placement: Placement,
+    space: Space,
+    rng: np.random.Generator,
+    maximum: int = 3,
+    within: Collection[int] | None = None,
+) -> Placement:
+    """Add, remove, or both, one to `maximum` Q/DQ points of each kind of insertion point.
+
+    The mutation of ModelOpt's autotune (user guide "Autotune (ONNX)", 0.47): for each of node inputs,
+    child region inputs and outputs, one of the three modes is drawn with equal probability; "both"
+    adds first. An added point takes one of its precisions, drawn uniformly.
+
+    Args:
+        placement: The parent.
+        space: Its space.
+        rng: Source of all draws.
+        maximum: Largest number of additions, and of removals, for one kind.
+        within: Indices of the dimensions that may change; None: all.
+    """
+    choices = list(placement.choices)
+    allowed = range(len(space)) if within is None else sorted(within)
+    kinds: tuple[PointKind, ...] = ("node_input", "child_input", "output")
+    for kind in kinds:
+        points = [index for index in allowed if space.dimensions[index].kind == kind]
+        if not points:
+            continue
+        mode = rng.integers(3)
+        if mode != 1:
+            for index in _some(rng, [i for i in points if not choices[i]], maximum):
+                choices[index] = int(rng.integers(1, space.sizes[index]))
+        if mode != 0:
+            for index in _some(rng, [i for i in points if choices[i]], maximum):
+                choices[index] = 0
+    return Placement(tuple(choices))
+
+
+def crossover_by_group(first: Placement, second: Placement, space: Space, rng: np.random.Generator) -> Placement:
+    """A child that takes the whole scheme of each pattern from either parent with equal probability."""
+    choices = list(first.choices)
+    for indices in space.groups.values():
+        if rng.random() < 0.5:
+            for index in indices:
+                choices[index] = second.choices[index]
+    return Placement(tuple(choices))
+
+
+def blocks(space: Space) -> tuple[tuple[int, ...], ...]:
+    """Sets of dimensions worth moving together: each role, each pattern, each role within a pattern.
+
+    Sets of one dimension and repeated sets are left out; larger shares of the model's cost come first.
+    """
+    found: dict[tuple[str, str], list[int]] = {}
+    for index, dimension in enumerate(space.dimensions):
+        for key in ((dimension.role, ""), ("", dimension.group), (dimension.role, dimension.group)):
+            found.setdefault(key, []).append(index)
+    unique = dict.fromkeys(tuple(indices) for indices in found.values() if len(indices) > 1)
+    return tuple(sorted(unique, key=lambda indices: -sum(space.dimensions[i].cost for i in indices)))
+
+
+def hamming(first: Placement, second: Placement) -> int:
+    """Number of dimensions with different choices."""
+    return sum(a != b for a, b in zip(first.choices, second.choices, strict=True))
+
+
+def edge_distance(first: Placement, second: Placement, space: Space) -> int:
+    """Number of quantized edges, precision included, that only one of the two has; 0: the same graph."""
+    return len(set(space.resolve(first)).symmetric_difference(space.resolve(second)))
+
+
+def unseen(propose: Callable[[], Placement], space: Space, seen: Container[str], attempts: int) -> Placement | None:
+    """The first of up to `attempts` proposals whose digest is not in `seen`; None where all are."""
+    for _ in range(attempts):
+        placement = propose()
+        if space.digest(placement) not in seen:
+            return placement
+    return None
+
+
+def nearby(
+    placement: Placement, space: Space, rng: np.random.Generator, seen: Container[str], attempts: int = 200
+) -> Placement | None:
+    """A new placement few flips away: one with probability 1/2, two with 1/4 and so on."""
+    return unseen(lambda: flip(placement, space, rng, int(rng.geometric(0.5))), space, seen, attempts)
+
+
+def _some(rng: np.random.Generator, candidates: list[int], maximum: int) -> list[int]:
+    if not candidates:
+        return []
+    count = rng.integers(1, min(maximum, len(candidates)) + 1)
+    return [int(index) for index in rng.choice(candidates, size=count, replace=False)]
+
+
+def _changed(
+    placement: Placement, space: Space, rng: np.random.Generator, indices: Iterable[np.integer | int]
+) -> Placement:
+    choices = list(placement.choices)
+    for index in indices:
+        other = int(rng.integers(space.sizes[index] - 1))
+        choices[index] = other + (other >= choices[index])
+    return Placement(tuple(choices))

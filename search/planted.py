@@ -1,0 +1,158 @@
+"""A planted problem: a made-up space and a latency over it whose optimum is known exactly."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from search.api import Dimension, Edge, Observation, Placement, Score, Searcher, Space
+
+__all__ = ["PlantedObjective", "common_seeds", "drive", "planted_space"]
+
+ROLES = ("linear", "linear", "linear", "add", "activation", "movement", "pool", "concat")
+
+
+def planted_space(
+    dimensions: int = 40, *, groups: int = 8, precisions: Sequence[str] = ("int8",), seed: int = 0
+) -> Space:
+    """A made-up space with the traits of real ones: roles, costs, all three kinds, edges that overlap.
+
+    Args:
+        dimensions: Number of insertion points.
+        groups: Number of patterns; each occurs in one to three regions.
+        precisions: What a point may be besides "float".
+        seed: Another seed, another space.
+    """
+    rng = np.random.default_rng(seed)
+    regions = rng.integers(1, 4, size=groups)
+    kinds = rng.choice(["node_input", "node_input", "node_input", "child_input", "output"], size=dimensions)
+    roles = np.where(kinds == "node_input", rng.choice(ROLES, size=dimensions), "other")
+    work = np.where(roles == "linear", rng.uniform(0.2, 1.0, size=dimensions), 0.0)
+    cost = work / max(work.sum(), 1e-9)
+    made: list[Dimension] = []
+    for index in range(dimensions):
+        group = f"p{index * groups // dimensions}"
+        edges = tuple(Edge(f"t{index}.{r}", f"n{index}.{r}", 0) for r in range(regions[index * groups // dimensions]))
+        if kinds[index] == "child_input" and made and made[-1].group == group:
+            edges = made[-1].edges
+        made.append(
+            Dimension(
+                name=f"{group}/{kinds[index]}/{index}",
+                group=group,
+                kind=kinds[index],
+                choices=("float", *precisions),
+                edges=edges,
+                role=str(roles[index]),
+                cost=float(cost[index]),
+            )
+        )
+    return Space(tuple(made))
+
+
+def common_seeds(space: Space) -> tuple[Placement, ...]:
+    """What an experiment tells every searcher first: float, all points, linear operators only."""
+    return space.float_placement(), space.everywhere(), space.only({"linear"})
+
+
+class PlantedObjective:
+    """Latency with a known optimum: effects of points and of neighbouring pairs, in log latency.
+
+    A pure function of the resolved edges, as a real latency is. Linear points gain by their cost, all
+    points gain or lose a little besides; a pair is two neighbours, of one pattern or of two that
+    follow each other, that fuse (or reformat) where both are quantized.
+
+    Args:
+        space: From `planted_space`; patterns of at most 12 dimensions that share no edges.
+        seed: Another seed, another landscape and other noise.
+        noise: Standard deviation of one measurement, relative.
+        coupling: Size of the pair effects next to the point effects.
+    """
+
+    def __init__(self, space: Space, *, seed: int, noise: float = 0.01, coupling: float = 1.0) -> None:
+        rng = np.random.default_rng([seed, 1])
+        self._space = space
+        self._noise = noise
+        self._rng = np.random.default_rng([seed, 2])
+        gain = np.array([-d.cost for d in space.dimensions])
+        self._points = gain[:, None] + rng.normal(0.0, 0.02, size=(len(space), max(space.sizes, default=1)))
+        self._pairs = coupling * rng.normal(-0.005, 0.03, size=max(len(space) - 1, 0))
+
+    def latency_ms(self, placement: Placement) -> float:
+        """The noise-free latency."""
+        edges = dict(self._space.resolve(placement))
+        shares = np.zeros_like(self._points)
+        for index, dimension in enumerate(self._space.dimensions):
+            for edge in dimension.edges:
+                if edge in edges:
+                    shares[index, dimension.choices.index(edges[edge])] += 1 / len(dimension.edges)
+        on = shares.sum(axis=1)
+        return float(10.0 * math.exp((self._points * shares).sum() + (self._pairs * on[:-1] * on[1:]).sum()))
+
+    def observe(self, placement: Placement) -> Observation:
+        """One noisy measurement, as the harness would tell it."""
+        latency_ms = self.latency_ms(placement)
+        measured_ms = latency_ms * math.exp(self._noise * self._rng.normal())
+        score = Score(objective=measured_ms, stderr=self._noise * latency_ms)
+        return Observation(placement=placement, digest=self._space.digest(placement), outcome=score)
+
+    @cached_property
+    def optimum(self) -> Placement:
+        """The best placement, exact, by dynamic programming over the patterns.
+
+        What follows a pattern depends on it only through whether its last point is quantized, so the
+        best beginnings of both kinds are kept, and the options of each pattern are enumerated.
+        """
+        best = {False: self._space.float_placement()}
+        for members in self._space.groups.values():
+            options = list(itertools.product(*(range(self._space.sizes[index]) for index in members)))
+            longer: dict[bool, Placement] = {}
+            for placement in (_with(start, members, option) for start in best.values() for option in options):
+                last = any(
+                    edge in dict(self._space.resolve(placement)) for edge in self._space.dimensions[members[-1]].edges
+                )
+                if last not in longer or self.latency_ms(placement) < self.latency_ms(longer[last]):
+                    longer[last] = placement
+            best = longer
+        return min(best.values(), key=self.latency_ms)
+
+    def regret(self, placement: Placement) -> float:
+        """How much slower than the optimum a placement is, noise aside: 0.1 is 10 %."""
+        return self.latency_ms(placement) / self.latency_ms(self.optimum) - 1.0
+
+
+def drive(
+    searcher: Searcher,
+    objective: PlantedObjective,
+    evaluations: int,
+    *,
+    batch: int = 1,
+    seeds: Sequence[Placement] = (),
+) -> list[Observation]:
+    """Tell the seeds, then ask and tell until so many placements were told, seeds included.
+
+    A known placement is told again with its known outcome and costs nothing, as in the harness.
+    """
+    known: dict[str, Observation] = {}
+    for placement in seeds:
+        observation = objective.observe(placement)
+        searcher.tell(known.setdefault(observation.digest, observation))
+    duplicates = 0
+    while len(known) < evaluations and duplicates < 200:
+        asked = searcher.ask(min(batch, evaluations - len(known)))
+        if not asked:
+            break
+        for observation in [objective.observe(placement) for placement in asked]:
+            duplicates = duplicates + 1 if observation.digest in known else 0
+            searcher.tell(known.setdefault(observation.digest, observation))
+    return list(known.values())
+
+
+def _with(placement: Placement, members: Sequence[int], option: Sequence[int]) -> Placement:
+    choices = list(placement.choices)
+    for index, choice in zip(members, option, strict=True):
+        choices[index] = choice
+    return Placement(tuple(choices))

@@ -1,0 +1,192 @@
+"""For authors of searchers: a planted problem with a known optimum, and the conformance kit.
+
+Example::
+
+    from search.testing import SearcherContract
+
+    class TestMySearcher(SearcherContract):
+        def make(self, space, seed):
+            return MySearcher(space, seed=seed)
+
+Run pytest on the file that holds this class; every promise of `search.api` is one test.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+
+import numpy as np
+
+from search.api import Failure, Observation, Placement, Score, Searcher, Space
+from search.planted import PlantedObjective, common_seeds, drive, planted_space
+
+__all__ = ["PlantedObjective", "SearcherContract", "common_seeds", "drive", "planted_space"]
+
+
+class SearcherContract:
+    """One test for each promise of `search.api`. Subclass it, define `make`, run pytest."""
+
+    def make(self, space: Space, seed: int) -> Searcher:
+        """A fresh searcher; the only thing that a subclass has to supply."""
+        raise NotImplementedError("a subclass of SearcherContract defines make(self, space, seed)")
+
+    def transcript(self) -> list[list[int]]:
+        """The asks of one fixed run with foreign tells, batches, a failure and a repeated tell."""
+        space = planted_space(12, groups=3, precisions=("int8", "fp8"), seed=3)
+        objective = PlantedObjective(space, seed=3)
+        searcher = self.make(space, 7)
+        for placement in common_seeds(space):
+            searcher.tell(objective.observe(placement))
+        asks: list[list[int]] = []
+        for round_number in range(12):
+            asked = searcher.ask(1 + round_number % 3)
+            asks.extend(list(placement.choices) for placement in asked)
+            for position, placement in enumerate(asked):
+                fails = position == 0 and round_number % 4 == 1
+                searcher.tell(_failure(space, placement) if fails else objective.observe(placement))
+            searcher.tell(objective.observe(space.float_placement()))
+        return asks
+
+    def test_asks_are_valid_and_at_most_n(self) -> None:
+        space = planted_space(12, groups=3, precisions=("int8", "fp8"))
+        objective = PlantedObjective(space, seed=0)
+        searcher = self.make(space, 0)
+        assert not searcher.ask(0), "ask(0) returns nothing"
+        for n in (1, 2, 5, 3, 8):
+            asked = searcher.ask(n)
+            assert 1 <= len(asked) <= n, f"ask({n}) on a fresh space returned {len(asked)} placements"
+            for placement in asked:
+                space.validate(placement)
+                searcher.tell(objective.observe(placement))
+
+    def test_a_batch_holds_different_placements(self) -> None:
+        space = planted_space(12, groups=3)
+        objective = PlantedObjective(space, seed=0)
+        searcher = self.make(space, 0)
+        for placement in common_seeds(space):
+            searcher.tell(objective.observe(placement))
+        for _ in range(6):
+            asked = searcher.ask(4)
+            assert len({space.digest(placement) for placement in asked}) == len(asked), "a batch repeats a digest"
+            for placement in asked:
+                searcher.tell(objective.observe(placement))
+
+    def test_same_seed_and_tells_give_the_same_asks(self) -> None:
+        assert self.transcript() == self.transcript(), "two runs in one process differ"
+
+    def test_another_process_gives_the_same_asks(self) -> None:
+        code = (
+            "import sys, json; from search.testing import _transcript_of; "
+            "print('asks:' + json.dumps(_transcript_of(sys.argv[1], sys.argv[2])))"
+        )
+        child = subprocess.run(
+            [sys.executable, "-c", code, inspect.getfile(type(self)), type(self).__qualname__],
+            env={**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert child.returncode == 0, f"the searcher cannot be made in another process:\n{child.stderr}"
+        asks = json.loads(child.stdout.rpartition("asks:")[2])
+        assert asks == self.transcript(), "another process, with another hash seed, asks something else"
+
+    def test_takes_tells_that_it_never_asked_for_failures_and_repeats(self) -> None:
+        space = planted_space(12, groups=3)
+        objective = PlantedObjective(space, seed=0)
+        searcher = self.make(space, 0)
+        searcher.tell(_failure(space, space.everywhere()))
+        for _ in range(2):
+            searcher.tell(objective.observe(space.float_placement()))
+        for _ in range(4):
+            asked = searcher.ask(3)
+            assert asked, "the searcher stopped after failures"
+            for placement in asked:
+                searcher.tell(_failure(space, placement))
+                searcher.tell(_failure(space, placement))
+        searcher.tell(objective.observe(space.everywhere()))
+        assert searcher.ask(1), "the searcher stopped after a failed placement was measured"
+
+    def test_changes_nothing_that_it_is_given_and_no_global_state(self) -> None:
+        space = planted_space(12, groups=3)
+        placement = space.only({"linear"})
+        score = Score(objective=1.0, metrics={"top1": 0.5})
+        given = Observation(placement=placement, digest=space.digest(placement), outcome=score)
+        before = (copy.deepcopy(given), _global_random_state())
+        searcher = self.make(space, 0)
+        searcher.tell(given)
+        searcher.ask(3)
+        assert given == before[0], "a searcher changed an observation that it was told"
+        assert _global_random_state() == before[1], "a searcher draws from the global random state"
+
+    def test_finds_better_placements_than_chance(self) -> None:
+        space = planted_space(24, groups=6, seed=1)
+        objective = PlantedObjective(space, seed=1)
+        told = drive(self.make(space, 0), objective, 60, seeds=common_seeds(space))
+        best_ms = min(objective.latency_ms(observation.placement) for observation in told)
+        rng = np.random.default_rng(0)
+        chance_ms = statistics.median(objective.latency_ms(space.random(rng)) for _ in range(200))
+        assert best_ms < chance_ms, f"after 60 evaluations {best_ms:.2f} ms, a random placement has {chance_ms:.2f} ms"
+
+    def test_takes_violations(self) -> None:
+        space = planted_space(24, groups=6, seed=1)
+        objective = PlantedObjective(space, seed=1)
+        searcher = self.make(space, 0)
+        feasible_ms = [objective.latency_ms(space.float_placement())]
+        searcher.tell(objective.observe(space.float_placement()))
+        for _ in range(40):
+            for placement in searcher.ask(1):
+                share = sum(map(bool, placement.choices)) / len(space)
+                latency_ms = objective.latency_ms(placement)
+                feasible_ms += [latency_ms] if share <= 0.4 else []
+                score = Score(objective=latency_ms, violation=max(0.0, share - 0.4))
+                searcher.tell(Observation(placement=placement, digest=space.digest(placement), outcome=score))
+        assert min(feasible_ms) < feasible_ms[0], "40 evaluations found no placement within the bound faster than float"
+
+    def test_a_small_space_ends(self) -> None:
+        space = planted_space(3, groups=1)
+        objective = PlantedObjective(space, seed=0)
+        searcher = self.make(space, 0)
+        seen: set[str] = set()
+        for _ in range(40):
+            for placement in searcher.ask(4):
+                seen.add(space.digest(placement))
+                searcher.tell(objective.observe(placement))
+        assert all(space.digest(p) in seen for p in searcher.ask(4)), "after 160 proposals 8 placements are not done"
+
+    def test_takes_a_space_without_dimensions(self) -> None:
+        space = Space(())
+        searcher = self.make(space, 0)
+        searcher.tell(
+            Observation(placement=Placement(()), digest=space.digest(Placement(())), outcome=Score(objective=1.0))
+        )
+        assert all(placement == Placement(()) for placement in searcher.ask(2)), "there is only one placement"
+
+
+def _failure(space: Space, placement: Placement) -> Observation:
+    outcome = Failure(stage="build", reason="planted")
+    return Observation(placement=placement, digest=space.digest(placement), outcome=outcome)
+
+
+def _global_random_state() -> tuple[object, ...]:
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return (random.getstate(), name, np.asarray(keys).tobytes(), *rest)
+
+
+def _transcript_of(path: str, qualname: str) -> list[list[int]]:
+    """Load a contract class from its file, as pytest's importlib mode does, and run its transcript."""
+    spec = importlib.util.spec_from_file_location("contract_in_another_process", path)
+    if spec is None or spec.loader is None or "<locals>" in qualname:
+        raise ImportError(f"{qualname} in {path}: define the contract class at the top level of a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    contract: SearcherContract = getattr(module, qualname)()
+    return contract.transcript()

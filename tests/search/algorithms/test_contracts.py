@@ -1,0 +1,61 @@
+"""Every built-in searcher keeps every promise of the contract."""
+
+import ast
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import search.algorithms
+from search.algorithms.evolutionary import EvolutionarySearcher
+from search.algorithms.local import LocalSearcher
+from search.algorithms.random import RandomSearcher
+from search.algorithms.random_mutation import RandomMutationSearcher
+from search.algorithms.tpe import TPESearcher
+from search.testing import SearcherContract
+
+
+class TestRandom(SearcherContract):
+    def make(self, space, seed):
+        return RandomSearcher(space, seed=seed)
+
+
+class TestRandomUniform(SearcherContract):
+    def make(self, space, seed):
+        return RandomSearcher(space, seed=seed, density="uniform")
+
+
+class TestRandomMutation(SearcherContract):
+    def make(self, space, seed):
+        return RandomMutationSearcher(space, seed=seed)
+
+
+class TestRandomMutationPerPattern(SearcherContract):
+    def make(self, space, seed):
+        return RandomMutationSearcher(space, seed=seed, scope="per_pattern", schemes_per_pattern=12)
+
+
+class TestTPE(SearcherContract):
+    def make(self, space, seed):
+        return TPESearcher(space, seed=seed)
+
+
+class TestEvolutionary(SearcherContract):
+    def make(self, space, seed):
+        return EvolutionarySearcher(space, seed=seed)
+
+
+class TestLocal(SearcherContract):
+    def make(self, space, seed):
+        return LocalSearcher(space, seed=seed)
+
+
+def test_every_algorithm_is_declared_as_an_entry_point_and_runs_through_the_contract():
+    folder = Path(search.algorithms.__file__).parent
+    files = {path.stem for path in folder.glob("*.py") if path.stem != "__init__"}
+    declared = {point.value.partition(":")[0].rpartition(".")[2] for point in entry_points(group="qdq.searchers")}
+    imports = {
+        (node.module or "").rpartition(".")[2]
+        for node in ast.walk(ast.parse(Path(__file__).read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("search.algorithms.")
+    }
+    assert files <= declared, "a file in search/algorithms has no entry point (then: pip install -e . again)"
+    assert files == imports, "a searcher does not run through the contract"
