@@ -217,7 +217,8 @@ class GraphBuilder:
             onnx.checker.ValidationError: What was built is no valid ONNX.
         """
         opsets = [helper.make_opsetid(domain, version) for domain, version in self._opsets.items()]
-        ir_version = min(MAX_IR_VERSION, helper.find_min_ir_version_for(opsets, ignore_unknown=True))
+        needed = helper.find_min_ir_version_for(opsets, ignore_unknown=True)
+        ir_version = min(MAX_IR_VERSION, max(needed, 4))  # 4: initializers need not be inputs
         model = helper.make_model(self.graph(), opset_imports=opsets, ir_version=ir_version, producer_name="qdq-bench")
         known = {info.name for info in (*self._inputs, *self._outputs)}
         made = {name for node in self._nodes for name in node.output} - known

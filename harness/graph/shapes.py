@@ -65,9 +65,7 @@ def infer(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
     """Type every tensor that ONNX can type, in `value_info` and in the outputs.
 
     What the file says of tensors made by operators that ONNX does not know is kept; all else is inferred anew.
-
-    Raises:
-        UserError: The file contradicts itself.
+    Where an operator contradicts its inputs, this is logged, and what lies behind it stays untyped.
     """
     made_by_unknown = {
         name for node in proto.graph.node if not onnx.defs.has(node.op_type, node.domain) for name in node.output
@@ -77,21 +75,20 @@ def infer(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
     proto.graph.value_info.extend(kept)
 
     def run(light: onnx.ModelProto) -> onnx.ModelProto:
-        return shape_inference.infer_shapes(light, data_prop=True)
+        return shape_inference.infer_shapes(light, strict_mode=strict, data_prop=True)
 
-    try:
-        return through_light(proto, run)
-    except shape_inference.InferenceError:
-        # Runtimes only warn of outputs that are declared wrongly, so the declared sizes get no vote.
-        for value in proto.graph.output:
-            _forget(value)
-    try:
-        return through_light(proto, run)
-    except shape_inference.InferenceError as error:
-        text = " ".join(str(error).split())
-        raise UserError(
-            f"{source}: its types or shapes contradict each other ({text}); export the model again"
-        ) from error
+    strict = True
+    for last in (False, True):
+        try:
+            return through_light(proto, run)
+        except shape_inference.InferenceError as error:
+            if last:
+                logger.warning("%s: some shapes cannot be inferred: %s", source, " ".join(str(error).split()))
+            # Runtimes only warn of outputs that are declared wrongly, so the declared sizes get no vote.
+            for value in proto.graph.output:
+                _forget(value)
+    strict = False
+    return through_light(proto, run)
 
 
 def types_of(graph: onnx.GraphProto) -> dict[str, TensorType]:

@@ -1,0 +1,559 @@
+"""Loading: what comes in is what runs, and what is wrong with a file is said."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import helper, parser
+
+from harness.errors import UserError
+from harness.graph import load as load_module
+from harness.graph.build import GraphBuilder
+from harness.graph.load import from_proto, load, save, write
+from harness.graph.model import Model, TensorType
+
+Arrays = Mapping[str, npt.NDArray[np.generic]]
+ASSETS = Path(os.environ.get("QDQ_ASSETS", "")) / "models"
+REAL = {
+    "yolox_nano": {}, "nanodet_m_320": {}, "deeplabv3_mnv2_voc_513": {}, "squeezenet1.1": {"data": "1x3x224x224"},
+    "mobilenet_v1_0.75_224": {"input": "1x3x224x224"}, "deit_tiny_patch16_224": {"input": (1, 3, 224, 224)},
+}  # fmt: skip
+
+
+def run(proto: onnx.ModelProto | bytes, feeds: Arrays) -> list[npt.NDArray[np.generic]]:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    raw = proto if isinstance(proto, bytes) else proto.SerializeToString()
+    found: list[npt.NDArray[np.generic]] = onnxruntime.InferenceSession(
+        raw, options, providers=["CPUExecutionProvider"]
+    ).run(None, dict(feeds))
+    return found
+
+
+def feeds_for(model: Model, seed: int = 0) -> dict[str, npt.NDArray[np.generic]]:
+    rng, feeds = np.random.default_rng(seed), {}
+    for name in model.inputs:
+        kind = model.types[name]
+        if kind.dtype == "string":
+            feeds[name] = np.full(kind.shape, "text", dtype=object)
+        elif kind.dtype == "bool":
+            feeds[name] = np.full(kind.shape, seed % 2 == 0)
+        else:
+            dtype = {"float": np.float32, "float16": np.float16, "int64": np.int64}[kind.dtype]
+            feeds[name] = (rng.random(kind.shape) * 3).astype(dtype)
+    return feeds
+
+
+def assert_same(original: onnx.ModelProto, model: Model, tolerance: float = 1e-4, seed: int = 0) -> None:
+    feeds = feeds_for(model, seed)
+    for before, after in zip(run(original, feeds), run(model.proto, feeds), strict=True):
+        assert before.dtype == after.dtype
+        if before.dtype == object:
+            assert (before == after).all()
+        else:
+            np.testing.assert_allclose(after, before, rtol=0, atol=tolerance)
+
+
+def ready(proto: onnx.ModelProto, shapes: Mapping[str, str | tuple[int, ...]] | None = None) -> Model:
+    return from_proto(proto, source="m.onnx", sha256="0", shapes=shapes or {})
+
+
+def small(opset: int = 17, batch: int | str = 1) -> onnx.ModelProto:
+    builder = GraphBuilder("small", opset=opset)
+    x = builder.input("x", (batch, 3, 8, 8))
+    builder.output(builder.op("Relu", builder.conv(x, 4, 3)), name="y")
+    return builder.build()
+
+
+def with_external_data(folder: Path, location: str = "weights.bin") -> Path:
+    path = folder / "model.onnx"
+    onnx.save_model(small(), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    proto = onnx.load(path, load_external_data=False)
+    for tensor in proto.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = location
+    path.write_bytes(proto.SerializeToString())
+    return path
+
+
+class TestReading:
+    def test_a_file_comes_in(self, tmp_path: Path) -> None:
+        path = tmp_path / "m.onnx"
+        path.write_bytes(small().SerializeToString())
+        model = load(path)
+        assert model.source == str(path)
+        assert (model.inputs, model.outputs) == (("x",), ("y",))
+        assert [node.op for node in model.nodes] == ["Conv", "Relu"]
+        assert model.types["y"] == TensorType("float", (1, 4, 8, 8))
+        assert_same(small(), model)
+
+    @pytest.mark.parametrize(
+        "content", [b"\x89PNG\r\n\x1a\n and more", b"PK\x03\x04model", b"just text\n", b"\x00" * 64]
+    )
+    def test_no_onnx(self, tmp_path: Path, content: bytes) -> None:
+        path = tmp_path / "m.onnx"
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"cat: not an ONNX file \(it starts with .*export the model to ONNX"):
+            load(path, source="cat")
+
+    def test_empty(self, tmp_path: Path) -> None:
+        (tmp_path / "m.onnx").touch()
+        with pytest.raises(UserError, match="the file is empty; fetch or export the model again"):
+            load(tmp_path / "m.onnx")
+
+    def test_no_file_and_folder(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="no such file"):
+            load(tmp_path / "m.onnx")
+        with pytest.raises(UserError, match=r"this is a folder; name the .onnx file in it"):
+            load(tmp_path)
+
+    def test_git_lfs_pointer(self, tmp_path: Path) -> None:
+        (tmp_path / "m.onnx").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 3\n")
+        with pytest.raises(UserError, match=r"Git LFS pointer.*run 'git lfs pull'"):
+            load(tmp_path / "m.onnx")
+
+    @settings(max_examples=40, deadline=None)
+    @given(share=st.floats(0.02, 0.999))
+    def test_truncated_anywhere(self, tmp_path_factory: pytest.TempPathFactory, share: float) -> None:
+        raw = small().SerializeToString()
+        path = tmp_path_factory.mktemp("cut") / "m.onnx"
+        path.write_bytes(raw[: max(3, int(share * len(raw)))])
+        with pytest.raises(UserError, match=r"cut short or damaged \(\d+ bytes\).*export the model again"):
+            load(path)
+
+    def test_external_data_is_read_and_counts_in_the_hash(self, tmp_path: Path) -> None:
+        path = with_external_data(tmp_path)
+        first = load(path)
+        assert_same(small(), first)
+        data = bytearray((tmp_path / "weights.bin").read_bytes())
+        data[0] ^= 1
+        (tmp_path / "weights.bin").write_bytes(data)
+        assert load(path).sha256 != first.sha256
+
+    def test_missing_external_data(self, tmp_path: Path) -> None:
+        path = with_external_data(tmp_path)
+        (tmp_path / "weights.bin").unlink()
+        with pytest.raises(UserError, match=r"external data 'weights.bin' with the weights 'Conv_\w+' is missing; put"):
+            load(path)
+
+    def test_external_data_cut_short(self, tmp_path: Path) -> None:
+        path = with_external_data(tmp_path)
+        (tmp_path / "weights.bin").write_bytes(b"\x00" * 10)
+        with pytest.raises(UserError, match=r"external data of 'Conv_.*' is cut short or damaged"):
+            load(path)
+
+    @pytest.mark.parametrize("location", ["../outside.bin", "sub/../../outside.bin", "/etc/hostname", "C:\\w.bin", ""])
+    def test_external_data_outside_of_the_folder(self, tmp_path: Path, location: str) -> None:
+        (tmp_path / "outside.bin").write_bytes(b"\x00" * 10_000)
+        folder = tmp_path / "model"
+        folder.mkdir()
+        with pytest.raises(UserError, match="outside of the model's folder, which is refused; save the model anew"):
+            load(with_external_data(folder, location))
+
+    def test_external_data_behind_a_link_that_leads_outside(self, tmp_path: Path) -> None:
+        (tmp_path / "outside.bin").write_bytes(b"\x00" * 10_000)
+        folder = tmp_path / "model"
+        folder.mkdir()
+        path = with_external_data(folder, "link.bin")
+        (folder / "link.bin").symlink_to(tmp_path / "outside.bin")
+        with pytest.raises(UserError, match="outside of the model's folder"):
+            load(path)
+
+
+class TestChecking:
+    def test_tensor_that_nobody_makes(self) -> None:
+        proto = small()
+        proto.graph.node[1].input[0] = "nowhere"
+        with pytest.raises(UserError, match=r"m\.onnx: no valid ONNX model: .*'nowhere'.*export the model again"):
+            ready(proto)
+
+    def test_cycle(self, capsys: pytest.CaptureFixture[str]) -> None:
+        builder = GraphBuilder("cycle")
+        y = builder.op("Neg", builder.op("Relu", builder.input("x", (2, 3))))
+        builder.output(y)
+        proto = builder.build()
+        proto.graph.node[0].input[0] = y
+        with pytest.raises(UserError, match="its nodes cannot be put in order: Cycle detected"):
+            ready(proto)
+        assert capsys.readouterr().out == ""
+
+    def test_shapes_that_contradict_each_other(self, caplog: pytest.LogCaptureFixture) -> None:
+        builder = GraphBuilder("wrong")
+        x = builder.input("x", (2, 3))
+        builder.output(builder.op("Relu", x), (2, 3))
+        proto = builder.build()
+        proto.graph.node[0].op_type = "MatMul"
+        proto.graph.node[0].input.append("x")
+        model = ready(proto)
+        assert model.outputs[0] not in model.types
+        assert "m.onnx: some shapes cannot be inferred: " in caplog.text
+        assert "Incompatible dimensions for matrix multiplication" in caplog.text
+
+    def test_outputs_declared_wrongly_are_inferred_anew(self) -> None:
+        proto = small()
+        proto.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 77
+        assert ready(proto).types["y"].shape == (1, 4, 8, 8)
+
+    def test_outputs_without_a_type(self) -> None:
+        proto = small()
+        proto.graph.output[0].ClearField("type")
+        assert ready(proto).types["y"] == TensorType("float", (1, 4, 8, 8))
+
+    @pytest.mark.parametrize("opset", [11, 17])
+    @pytest.mark.parametrize("domain", ["", "TRT"])
+    def test_unknown_operator_stays_as_it_is(self, domain: str, opset: int, caplog: pytest.LogCaptureFixture) -> None:
+        builder = GraphBuilder("plugin", opset=opset)
+        x = builder.op("Relu", builder.input("x", (1, 8)))
+        found = builder.op("EfficientNMS_TRT", x, outputs=2, domain=domain, score=0.5, mode="fast")
+        builder.output(builder.op("Relu", found[0]), (1, 4))
+        builder.output(found[1], (1, 2))
+        proto = helper.make_model(builder.graph(), opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+        proto.graph.value_info.append(helper.make_tensor_value_info(found[0], onnx.TensorProto.FLOAT, (1, 4)))
+        with caplog.at_level(logging.WARNING):
+            model = ready(proto)
+        plugin = model.nodes[1]
+        assert (plugin.op, plugin.domain, plugin.opaque) == ("EfficientNMS_TRT", domain, True)
+        assert plugin.attributes == {"score": 0.5, "mode": "fast"}
+        assert not model.nodes[0].opaque
+        assert model.types[found[0]].shape == (1, 4)  # as the file declares it
+        named = f"{domain or 'ai.onnx'}.EfficientNMS_TRT"
+        assert [r.getMessage() for r in caplog.records] == [
+            f"m.onnx: operators that ONNX does not define stay float: {named}"
+        ]
+
+    def test_untyped_behind_an_unknown_operator(self) -> None:
+        builder = GraphBuilder("plugin")
+        y = builder.op("Mystery", builder.input("x", (1, 8)), domain="acme")
+        z = builder.op("Relu", y)
+        builder.output(builder.op("Concat", z, z, axis=0), (2, 8))
+        model = ready(builder.build())
+        assert y not in model.types
+        assert z not in model.types
+
+
+class TestShapes:
+    def test_a_dynamic_dimension_is_refused_with_the_remedy(self) -> None:
+        with pytest.raises(UserError) as caught:
+            ready(small(batch="N"))
+        assert str(caught.value) == (
+            "m.onnx: input 'x' has the dynamic shape Nx3x8x8; a placement is measured at one static shape: "
+            "give it in the experiment as 'shapes: {x: 1x3x8x8}', or on the command line as --shape x:1x3x8x8"
+        )
+
+    def test_every_dynamic_input_is_named(self) -> None:
+        builder = GraphBuilder("two")
+        a, b = builder.input("input:0", (1, 3, "h", "w")), builder.input("tokens", (None, 16))
+        builder.output(builder.op("Relu", a))
+        builder.output(builder.op("Relu", b))
+        with pytest.raises(UserError, match=r"'input:0'.*1x3xhxw; input 'tokens'.*\?x16") as caught:
+            ready(builder.build())
+        assert "shapes: {'input:0': 1x3x224x224, tokens: 1x16}" in str(caught.value)
+        assert "--shape input:0:1x3x224x224 --shape tokens:1x16" in str(caught.value)
+
+    @pytest.mark.parametrize("given_shape", ["2x3x8x8", (2, 3, 8, 8)])
+    def test_given(self, given_shape: str | tuple[int, ...]) -> None:
+        model = ready(small(batch="N"), {"x": given_shape})
+        assert {name: model.types[name].shape for name in ("x", "y")} == {"x": (2, 3, 8, 8), "y": (2, 4, 8, 8)}
+        assert_same(small(batch="N"), model)
+
+    def test_a_named_dimension_holds_for_every_input(self) -> None:
+        builder = GraphBuilder("two")
+        x = builder.op("Add", builder.input("a", ("N", 4)), builder.input("b", ("N", 4)))
+        builder.output(x)
+        assert ready(builder.build(), {"a": "3x4"}).types["b"].shape == (3, 4)
+
+    @pytest.mark.parametrize(
+        ("shapes", "message"),
+        [
+            ({"X1": "1x3x8x8"}, r"shapes\.X1: the model has no such input; known: x"),
+            ({"x": "1x3x8"}, r"shapes\.x: the input has 4 dimensions \(Nx3x8x8\), but got 3: 1x3x8"),
+            ({"x": "1x4x8x8"}, r"shapes\.x: the input is fixed to Nx3x8x8 in the model, but got 1x4x8x8"),
+            ({"x": "1x3x8xhuge"}, r"shapes\.x: a shape looks like 1x3x224x224, but got '1x3x8xhuge'"),
+            ({"x": "0x3x8x8"}, r"shapes\.x: a shape looks like 1x3x224x224, but got '0x3x8x8'"),
+            ({"x": ""}, r"shapes\.x: a shape looks like 1x3x224x224, but got ''"),
+        ],
+    )
+    def test_given_shapes_that_do_not_fit(self, shapes: dict[str, str], message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            ready(small(batch="N"), shapes)
+
+    @settings(max_examples=20, deadline=None)
+    @given(start=st.integers(-4, 4), end=st.integers(-4, 4))
+    def test_shape_arithmetic_is_folded(self, start: int, end: int) -> None:
+        builder = GraphBuilder("shape")
+        x = builder.input("x", ("N", 3, 5, 7))
+        size = builder.op("ReduceProd", builder.op("Shape", x, start=start, end=end), keepdims=0)
+        builder.output(builder.op("Mul", builder.op("Mul", size, builder.op("Size", x)), builder.const(2)), name="y")
+        builder.output(builder.op("Reshape", x, builder.op("Concat", builder.const([-1]), builder.const([7]), axis=0)))
+        model = ready(builder.build(), {"x": "2x3x5x7"})
+        assert [node.op for node in model.nodes] == ["Reshape"]
+        assert_same(builder.build(), model)
+
+    def test_integer_string_and_several_inputs(self) -> None:
+        builder = GraphBuilder("many")
+        ids, mask = builder.input("ids", ("B", 5), "int64"), builder.input("mask", ("B", 5), "float")
+        words = builder.input("words", (2,), "string")
+        table = builder.const(np.eye(30, 7, dtype=np.float32))
+        scaled = builder.op("Mul", builder.op("Gather", table, ids), builder.op("Unsqueeze", mask, builder.const([-1])))
+        builder.output(scaled)
+        builder.output(builder.op("Identity", words))
+        model = ready(builder.build(), {"ids": "3x5"})
+        assert model.inputs == ("ids", "mask", "words")
+        assert [model.types[name] for name in model.inputs] == [
+            TensorType("int64", (3, 5)), TensorType("float", (3, 5)), TensorType("string", (2,))
+        ]  # fmt: skip
+        assert_same(builder.build(), model)
+
+
+class TestCleaning:
+    def test_constant_nodes_become_initializers(self) -> None:
+        builder = GraphBuilder("constants")
+        x = builder.input("x", (2, 3))
+        for value in (
+            builder.op("Constant", value_float=2.0),
+            builder.op("Constant", value_floats=[1.0, 2.0, 3.0]),
+            builder.op("Constant", value=helper.make_tensor("t", onnx.TensorProto.FLOAT, (1,), [0.5])),
+        ):
+            x = builder.op("Add", x, value)
+        builder.output(builder.op("Reshape", x, builder.op("Constant", value_ints=[3, -1])))
+        builder.output(builder.op("Constant", value_strings=["a", "b"]), name="words")
+        model = ready(builder.build())
+        assert [node.op for node in model.nodes] == ["Add", "Add", "Add", "Reshape"]
+        assert len(model.constants) == 5
+        assert_same(builder.build(), model)
+
+    def test_what_depends_on_constants_alone_is_computed_once(self) -> None:
+        builder = GraphBuilder("fold")
+        x = builder.input("x", (2, 4))
+        weight = builder.op("Transpose", builder.op("Neg", builder.const(np.ones((3, 4), np.float32))), perm=[1, 0])
+        builder.output(builder.op("MatMul", x, weight))
+        model = ready(builder.build())
+        assert [node.op for node in model.nodes] == ["MatMul"]
+        assert list(model.constants) == [weight]
+        assert_same(builder.build(), model)
+
+    def test_quantized_weights_and_random_numbers_are_not_folded(self) -> None:
+        builder = GraphBuilder("keep")
+        x = builder.input("x", (1, 2))
+        weight = builder.const(np.ones((2, 2), np.int8))
+        real = builder.op("DequantizeLinear", weight, builder.const(0.5), builder.const(np.int8(0)))
+        noise = builder.op("RandomNormal", shape=[1, 2])
+        builder.output(builder.op("Add", builder.op("MatMul", x, real), noise))
+        ops = [node.op for node in ready(builder.build()).nodes]
+        assert sorted(ops) == ["Add", "DequantizeLinear", "MatMul", "RandomNormal"]
+
+    def test_dead_nodes_and_weights_go(self) -> None:
+        builder = GraphBuilder("dead")
+        x = builder.input("x", (1, 3, 8, 8))
+        builder.conv(x, 9, 3)
+        builder.output(builder.op("Relu", x))
+        model = ready(builder.build())
+        assert [node.op for node in model.nodes] == ["Relu"]
+        assert not model.constants
+
+    def test_order_is_mended_only_where_it_is_wrong(self) -> None:
+        builder = GraphBuilder("order")
+        x = builder.input("x", (2, 3))
+        deep = builder.op("Neg", builder.op("Abs", builder.op("Relu", x)))
+        builder.output(builder.op("Add", deep, builder.op("Exp", x)))
+        proto = builder.build()
+        assert [node.op for node in ready(proto).nodes] == ["Relu", "Abs", "Neg", "Exp", "Add"]
+        nodes = list(proto.graph.node)[::-1]
+        del proto.graph.node[:]
+        proto.graph.node.extend(nodes)
+        model = ready(proto)
+        assert all(model.producer.get(name, -1) < node.index for node in model.nodes for name in node.inputs)
+        assert_same(builder.build(), model)
+
+    @given(names=st.lists(st.sampled_from(["", "a", "a_1", "Relu_0", "Relu_1"]), min_size=1, max_size=6))
+    @settings(max_examples=30, deadline=None)
+    def test_node_names_are_unique_and_kept_where_they_are(self, names: list[str]) -> None:
+        builder = GraphBuilder("names")
+        x = builder.input("x", (2,))
+        for _ in names:
+            x = builder.op("Relu", x)
+        builder.output(x)
+        proto = builder.build()
+        for node, name in zip(proto.graph.node, names, strict=True):
+            node.name = name
+        given_names = [node.name for node in ready(proto).nodes]
+        assert len(set(given_names)) == len(names)
+        assert all(given_names)
+        assert all(new == old for new, old in zip(given_names, names, strict=True) if old and names.count(old) == 1)
+
+    def test_functions_are_inlined(self) -> None:
+        proto = parser.parse_model(
+            """<ir_version: 8, opset_import: ["": 17, "my": 1]>
+            twice (float[2,3] x) => (float[2,3] y) { t = my.silu(x)  y = my.silu(t) }
+            <domain: "my", opset_import: ["": 17]> silu (x) => (y) { s = Sigmoid(x)  y = Mul(s, x) }"""
+        )
+        model = ready(proto)
+        assert [(node.op, node.opaque) for node in model.nodes] == [("Sigmoid", False), ("Mul", False)] * 2
+        assert_same(proto, model)
+
+    def test_initializers_among_the_inputs_are_constants(self) -> None:
+        proto = small()
+        proto.ir_version = 3
+        proto.graph.input.extend(
+            helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in proto.graph.initializer
+        )
+        model = ready(proto)
+        assert [value.name for value in model.proto.graph.input] == ["x"]
+        assert_same(proto, model)
+
+    def test_the_given_model_is_left_alone(self) -> None:
+        proto = small(opset=11)
+        before = proto.SerializeToString()
+        ready(proto)
+        assert proto.SerializeToString() == before
+
+
+class TestSubgraphs:
+    @pytest.mark.parametrize("opset", [11, 17])
+    @pytest.mark.parametrize("seed", [0, 1])
+    def test_if_reads_from_outside(self, opset: int, seed: int) -> None:
+        then, other = GraphBuilder("then", opset=opset), GraphBuilder("else", opset=opset)
+        then.output(then.op("Add", then.op("Softmax", "r", axis=-1), "w", outputs=("then_out",))[0])
+        other.output(other.op("Mul", "only_here", other.op("Mul", "w", "r"), outputs=("else_out",))[0])
+        builder = GraphBuilder("if", opset=opset)
+        x, condition = builder.input("x", (2, 3)), builder.input("condition", (), "bool")
+        weight = builder.op("Neg", builder.const([1.0, 2.0, 3.0]), outputs=("w",))[0]
+        builder.const([4.0, 5.0, 6.0], "only_here")
+        relu = builder.op("Relu", x, outputs=("r",))[0]
+        branch = builder.op("If", condition, then_branch=then.graph(), else_branch=other.graph())
+        builder.output(branch, (2, 3))
+        builder.output(builder.op("Add", relu, weight))
+        model = ready(builder.build())
+        node = next(node for node in model.nodes if node.op == "If")
+        assert node.opaque
+        assert node.attributes == {}
+        assert node.captures == ("only_here", "r", "w")
+        assert model.captured == {"only_here", "r", "w"}
+        assert_same(builder.build(), model, seed=seed)
+
+    @pytest.mark.parametrize("opset", [11, 17])
+    def test_loop(self, opset: int) -> None:
+        body = parser.parse_graph(
+            """body (int64 i, bool go, float[2,3] sum) => (bool still, float[2,3] next, float[2,3] row) {
+            still = Identity(go)  next = Add(sum, step)  row = Mul(next, half) }"""
+        )
+        builder = GraphBuilder("loop", opset=opset)
+        start = builder.op("Relu", builder.input("x", (2, 3)))
+        builder.const([[1.0, 2.0, 3.0]] * 2, "step")
+        builder.const(0.5, "half")
+        last, rows = builder.op("Loop", builder.const(3), builder.const(True), start, outputs=2, body=body)
+        builder.output(last, (2, 3))
+        builder.output(rows, (3, 2, 3))
+        model = ready(builder.build())
+        assert [(node.op, node.opaque) for node in model.nodes] == [("Relu", False), ("Loop", True)]
+        assert_same(builder.build(), model)
+
+    def test_scan(self) -> None:
+        body = parser.parse_graph(
+            "body (float[3] sum, float[3] x) => (float[3] next, float[3] y) { next = Add(sum, x)  y = Neg(next) }"
+        )
+        builder = GraphBuilder("scan")
+        x = builder.input("x", (4, 3))
+        rows = builder.op("Scan", builder.const([0.0] * 3), x, outputs=2, body=body, num_scan_inputs=1)[1]
+        builder.output(builder.op("Relu", rows))
+        model = ready(builder.build())
+        assert [(node.op, node.opaque) for node in model.nodes] == [("Scan", True), ("Relu", False)]
+        assert_same(builder.build(), model)
+
+
+class TestUpgrade:
+    @pytest.mark.parametrize("opset", [7, 11, 13])
+    def test_older_opsets_are_upgraded(self, opset: int) -> None:
+        builder = GraphBuilder("old", opset=opset)
+        x = builder.op("Dropout", builder.conv(builder.input("x", ("N", 3, 4, 4)), 4, 3))
+        builder.output(builder.op("Softmax", builder.op("Flatten", x), axis=1))
+        proto = builder.build()
+        proto.metadata_props.add(key="author", value="me")
+        model = from_proto(proto, source="m", sha256="0", shapes={"x": "2x3x4x4"}, min_opset=21)
+        assert {o.domain: o.version for o in model.proto.opset_import}[""] == 21
+        assert model.proto.ir_version <= 10
+        assert [p.key for p in model.proto.metadata_props] == ["author"]
+        assert_same(builder.build(), model)
+
+    def test_newer_opsets_stay(self) -> None:
+        assert ready(small(opset=20)).proto.opset_import[0].version == 20
+
+    def test_an_opset_that_cannot_be_upgraded(self) -> None:
+        proto = parser.parse_model(
+            """<ir_version: 6, opset_import: ["": 7]> g (float[4,3,1,1] x, float[3] s) => (float[4,3,1,1] y)
+            { y = BatchNormalization <spatial=0> (x, s, s, s, s) }"""
+        )
+        with pytest.raises(
+            UserError, match=r"opset 7 cannot be upgraded to 17.*export the model with opset 17 or later"
+        ):
+            ready(proto)
+
+    def test_an_opset_from_the_future(self) -> None:
+        proto = small()
+        proto.opset_import[0].version = 99
+        with pytest.raises(UserError, match=r"opset 99 is newer than the installed onnx .*export the model with opset"):
+            ready(proto)
+
+
+class TestSaving:
+    def test_what_is_saved_comes_back(self, tmp_path: Path) -> None:
+        model = ready(small())
+        path = save(model, tmp_path / "new" / "folder")
+        assert path == tmp_path / "new" / "folder" / "model.onnx"
+        assert load(path).proto == model.proto
+
+    def test_large_models_keep_their_weights_beside_the_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(load_module, "EXTERNAL_OVER_BYTES", 1000)
+        builder = GraphBuilder("large")
+        builder.output(builder.conv(builder.input("x", (1, 64, 4, 4)), 64, 3))
+        model = ready(builder.build())
+        path = save(model, tmp_path)
+        assert path.stat().st_size < 5000 < (tmp_path / "model.onnx.data").stat().st_size
+        first = (path.read_bytes(), (tmp_path / "model.onnx.data").read_bytes())
+        write(model.proto, path)
+        assert (path.read_bytes(), (tmp_path / "model.onnx.data").read_bytes()) == first
+        assert_same(builder.build(), load(path))
+        assert_same(builder.build(), model)
+
+    @settings(max_examples=15, deadline=None)
+    @given(seed=st.integers(0, 99), depth=st.integers(1, 4), opset=st.sampled_from([11, 13, 17]))
+    def test_loading_twice_gives_the_same_bytes(self, seed: int, depth: int, opset: int) -> None:
+        builder = GraphBuilder("random", seed=seed, opset=opset)
+        x = builder.input("x", (1, 3, 8, 8))
+        for _ in range(depth):
+            x = builder.op("Relu", builder.batch_norm(builder.conv(x, 4, 3)))
+        builder.output(builder.op("Softmax", builder.op("Flatten", x), axis=-1))
+        proto = builder.build()
+        first, second = ready(proto), ready(proto)
+        assert first.proto.SerializeToString() == second.proto.SerializeToString()
+        again = ready(first.proto)
+        assert [node.name for node in again.nodes] == [node.name for node in first.nodes]
+        assert_same(proto, first)
+
+
+@pytest.mark.assets
+@pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
+@pytest.mark.parametrize("name", sorted(REAL))
+def test_real_models_run_as_before(name: str) -> None:
+    path = ASSETS / f"{name}.onnx"
+    model = load(path, shapes=REAL[name])
+    assert {o.domain: o.version for o in model.proto.opset_import}[""] >= 17
+    assert all(out in model.types for node in model.nodes for out in node.outputs if out)
+    assert not any(node.op in ("BatchNormalization", "Constant", "Shape") for node in model.nodes)
+    feeds = feeds_for(model)
+    for before, after in zip(run(path.read_bytes(), feeds), run(model.proto, feeds), strict=True):
+        assert np.abs(before - after).max() <= 1e-3 * np.ptp(before)
