@@ -1,0 +1,182 @@
+"""Latency on OpenVINO's CPU plug-in: real INT8 kernels on any x86 or Arm machine, no GPU needed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from harness.api import Array, Artifact, Candidate
+from harness.errors import BuildFailed, MeasureFailed, UserError
+from harness.measure.provenance import checked_threads
+from harness.measure.sampling import fixed_inputs
+
+__all__ = ["OpenVINOBenchmarker"]
+
+PRECISIONS = ("auto", "f32", "bf16")
+Precision = Literal["auto", "f32", "bf16"]
+
+
+class OpenVINOBenchmarker:
+    """Compiles for one stream and times synchronous inference.
+
+    Args:
+        threads: Inference threads, at most the cores that this process may use.
+        precision: What float operations run in (OpenVINO's `INFERENCE_PRECISION_HINT`). "auto" is
+            BF16 where the CPU reports it, else FP32: the strongest baseline that the runtime offers.
+
+    Raises:
+        UserError: OpenVINO is not installed.
+        ValueError: More threads than cores, an unknown precision, or BF16 on a CPU without it.
+    """
+
+    def __init__(self, threads: int = 1, precision: Precision = "auto") -> None:
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision: one of {', '.join(PRECISIONS)}, but got {precision!r}")
+        self._threads = checked_threads(threads)
+        self._ov = _import_openvino()
+        self._core = self._ov.Core()
+        offered = self._core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        if precision == "bf16" and "BF16" not in offered:
+            raise ValueError(f"precision: this CPU offers {', '.join(offered)}, but got 'bf16'; use 'f32' or 'auto'")
+        self._float = ("bf16" if "BF16" in offered else "f32") if precision == "auto" else precision
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {
+            "INFERENCE_NUM_THREADS": self._threads,
+            "NUM_STREAMS": 1,
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_PRECISION_HINT": self._float,
+            "ENABLE_CPU_PINNING": True,
+        }
+
+    def build(self, candidate: Candidate, workdir: Path) -> Artifact:
+        """Compile the candidate's file.
+
+        Raises:
+            BuildFailed: OpenVINO refuses the model, or an input's shape is not static.
+        """
+        path = candidate.source()
+        try:
+            # External weights would stay mapped in the engine, and rewriting their file would end it (SIGBUS).
+            model = self._core.read_model(path, config={"ENABLE_MMAP": False})
+            compiled = self._core.compile_model(model, "CPU", self._options)
+        except RuntimeError as error:
+            raise BuildFailed(f"OpenVINO refuses {path.name}: {_words(error)}") from error
+        for port in compiled.inputs:
+            if port.partial_shape.is_dynamic:
+                shape = port.partial_shape
+                raise BuildFailed(f"{path.name}: input {port.any_name!r} has the dynamic shape {shape}; make it static")
+        return Artifact(engine=compiled, info={"layers": _layers(compiled)})
+
+    @contextmanager
+    def open(self, artifact: Artifact) -> Iterator[_Probe]:
+        """A probe with its inputs bound once.
+
+        Raises:
+            MeasureFailed: No fixed input can be made for an input's type.
+        """
+        yield _Probe(artifact.engine, self._ov)
+
+    def describe(self) -> Mapping[str, Any]:
+        """Name, version, device, options; `fp32_params` where the float precision is not FP32."""
+        facts = {
+            "name": "openvino",
+            "version": self._ov.__version__,
+            "device": self._core.get_property("CPU", "FULL_DEVICE_NAME"),
+            "options": {"threads": self._threads, "precision": self._float},
+            "float_precision": self._float,
+        }
+        return facts if self._float == "f32" else {**facts, "fp32_params": {"precision": "f32"}}
+
+
+class _Probe:
+    """One compiled model with two requests, so that evaluation never touches the inputs that are timed."""
+
+    def __init__(self, compiled: Any, ov: Any) -> None:
+        self._compiled = compiled
+        self._timed = compiled.create_infer_request()
+        self._scored: Any = None
+        types = {port.any_name: (_dtype(port), tuple(int(size) for size in port.shape)) for port in compiled.inputs}
+        self._inputs = fixed_inputs(types)
+        for port in compiled.inputs:
+            self._timed.set_tensor(port, ov.Tensor(self._inputs[port.any_name], shared_memory=True))
+
+    def sample(self, n: int) -> Sequence[float]:
+        """Time n synchronous inferences on inputs bound beforehand; outputs are not copied."""
+        infer, clock = self._timed.infer, time.perf_counter_ns
+        readings = np.empty(n)
+        try:
+            for index in range(n):
+                start_ns = clock()
+                infer(share_outputs=True)
+                readings[index] = clock() - start_ns
+        except RuntimeError as error:
+            raise MeasureFailed(f"OpenVINO: {_words(error)}") from error
+        values: list[float] = (readings / 1e6).tolist()
+        return values
+
+    def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Outputs by every name that the model gives them; floating-point ones as float32."""
+        if self._scored is None:
+            self._scored = self._compiled.create_infer_request()
+        try:
+            results = self._scored.infer(dict(feeds))
+        except (RuntimeError, TypeError, ValueError, KeyError) as error:
+            raise MeasureFailed(f"OpenVINO: {_words(error)}") from error
+        return {name: _plain(results[port]) for port in self._compiled.outputs for name in sorted(port.names)}
+
+
+def _import_openvino() -> Any:
+    """OpenVINO without its telemetry.
+
+    Importing it reports to a server and writes to the home folder unless `openvino_telemetry` cannot be
+    imported; it then takes its own stub (openvino/tools/ovc/telemetry_utils.py).
+
+    Raises:
+        UserError: It is not installed.
+    """
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+    try:
+        import openvino
+    except ImportError as error:
+        raise UserError(f"benchmarker 'openvino': {error}; pip install openvino") from error
+    return openvino
+
+
+def _dtype(port: Any) -> np.dtype[Any]:
+    element = port.get_element_type()
+    if element.get_type_name() in ("string", "dynamic"):
+        raise MeasureFailed(f"input {port.any_name!r}: no fixed input can be made for type {element.get_type_name()}")
+    dtype: np.dtype[Any] = np.dtype(element.to_dtype())
+    return dtype
+
+
+def _plain(array: Array) -> Array:
+    return array.astype(np.float32, copy=False) if np.issubdtype(array.dtype, np.floating) else array
+
+
+def _layers(compiled: Any) -> dict[str, int]:
+    """How many layers of the compiled graph run in each precision, by the plug-in's execution graph."""
+    infos = [op.get_rt_info() for op in compiled.get_runtime_model().get_ops()]
+    kinds = [(_text(info["layerType"]), _text(info["runtimePrecision"])) for info in infos]
+    counts = Counter(precision for layer, precision in kinds if layer not in ("Const", "Input", "Output"))
+    return dict(sorted(counts.items()))
+
+
+def _text(value: Any) -> str:
+    return str(value.astype(str) if hasattr(value, "astype") else value)
+
+
+def _words(error: BaseException) -> str:
+    """The runtime's own words on one line, without the places in its source that raised them."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    said = [line for line in lines if line and not line.startswith(("Exception from ", "Check '"))]
+    return " ".join(said or lines) or type(error).__name__

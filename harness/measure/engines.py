@@ -1,0 +1,75 @@
+"""What the rest of the harness sees of building and running engines, wherever they run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from harness.api import Accuracy, Candidate
+from harness.measure.sampling import Samples
+from harness.records import Failed
+from harness.run.config import Sampling, Use
+
+__all__ = ["MAIN", "Built", "Engines", "WorkerSpec"]
+
+MAIN = "main"
+"""The benchmarker or evaluator that is meant where none is named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """An engine that was built and waits to be sampled.
+
+    Attributes:
+        handle: Names it until it is released or its worker dies.
+        build_s: Wall-clock of the build, without making the model's file.
+        info: Facts of the engine from `Artifact.info`.
+    """
+
+    handle: int
+    build_s: float
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """What a worker needs to build, time and score engines: plug-ins by name with their parameters.
+
+    Attributes:
+        benchmarkers: By name; `MAIN` is required, another may be the same runtime at FP32.
+        evaluators: By name; made when first asked for.
+        workdir: Folder for scratch files and the worker's log.
+    """
+
+    benchmarkers: Mapping[str, Use]
+    workdir: Path
+    evaluators: Mapping[str, Use] = field(default_factory=dict)
+
+
+class Engines(Protocol):
+    """Builds, times and scores candidates, one call at a time; failures come back as values.
+
+    `UserError` alone is raised: a plug-in that cannot be made at all fails for every candidate.
+    """
+
+    def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
+        """Make the candidate's file and build its engine."""
+        ...
+
+    def sample(self, handle: int, sampling: Sampling) -> Samples | Failed:
+        """Time an engine."""
+        ...
+
+    def evaluate(self, handle: int, evaluator: str = MAIN) -> Accuracy | Failed:
+        """Score an engine."""
+        ...
+
+    def release(self, handle: int) -> None:
+        """Let go of an engine; one that is gone already is no error."""
+        ...
+
+    def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
+        """The benchmarker's own facts."""
+        ...

@@ -1,0 +1,176 @@
+"""Where a figure comes from: libraries, processor, limits, load, GPU, code. Every probe fails softly."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+__all__ = ["checked_threads", "cores", "cpu_model", "environment"]
+
+PACKAGES = (
+    "qdq-bench", "numpy", "onnx", "onnxruntime-gpu", "onnxruntime", "openvino", "nvidia-modelopt", "tensorrt", "torch",
+    "optuna",
+)  # fmt: skip
+FLAGS = (
+    "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16",
+    "asimddp", "i8mm", "bf16", "sve", "sve2",
+)  # fmt: skip
+GPU_FIELDS = (
+    "name", "driver_version", "compute_cap", "memory.total", "clocks.sm", "clocks.max.sm", "temperature.gpu",
+    "power.draw",
+)  # fmt: skip
+
+
+def environment() -> dict[str, Any]:
+    """Facts about this machine and this installation, ready for JSON; what cannot be read is absent."""
+    probes: Mapping[str, Callable[[], Any]] = {
+        "python": platform.python_version,
+        "system": lambda: f"{platform.system()} {platform.release()} {platform.machine()}",
+        "packages": _packages,
+        "cpu": _cpu,
+        "limits": _limits,
+        "load_average": lambda: [round(load, 2) for load in os.getloadavg()],
+        "memory_gib": lambda: round(psutil.virtual_memory().total / 2**30, 1),
+        "gpus": _gpus,
+        "git_commit": _git_commit,
+    }
+    found = {name: _soft(probe) for name, probe in probes.items()}
+    return {name: value for name, value in found.items() if value not in (None, {}, [], "")}
+
+
+def cores() -> int:
+    """Number of CPU cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def checked_threads(threads: object) -> int:
+    """The number of threads where this process can have so many.
+
+    Raises:
+        ValueError: Not a whole number from 1 to `cores()`; more threads than cores time the scheduler.
+    """
+    if not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= cores():
+        raise ValueError(f"threads: 1 to {cores()} (the cores that this process may use), but got {threads!r}")
+    return threads
+
+
+def cpu_model() -> str:
+    """The processor's name as it gives it itself; the architecture where it gives none."""
+    fields = _soft(_cpuinfo) or {}
+    return fields.get("model name") or fields.get("Model") or platform.processor() or platform.machine()
+
+
+def _soft(probe: Callable[[], Any]) -> Any:
+    """The probe's value, or None where this machine does not offer it."""
+    try:
+        return probe()
+    except (OSError, ValueError, KeyError, AttributeError, subprocess.SubprocessError):
+        return None
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpuinfo() -> dict[str, str]:
+    """Fields of the first processor."""
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
+    pairs = (line.partition(":") for line in text.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _cpu() -> dict[str, Any]:
+    fields = _soft(_cpuinfo) or {}
+    present = set((fields.get("flags") or fields.get("Features") or "").split())
+    facts = {
+        "model": cpu_model(),
+        "cores": psutil.cpu_count(logical=False),
+        "threads": psutil.cpu_count(),
+        "flags": [flag for flag in FLAGS if flag in present],
+        "governor": _soft(lambda: _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")),
+        "turbo": _soft(_turbo),
+        "mhz": _soft(lambda: round(psutil.cpu_freq().current)),
+        "temperature_c": _soft(_temperature),
+    }
+    return {key: value for key, value in facts.items() if value is not None}
+
+
+def _turbo() -> bool:
+    folder = Path("/sys/devices/system/cpu")
+    no_turbo = folder / "intel_pstate/no_turbo"
+    return _read(no_turbo) == "0" if no_turbo.exists() else _read(folder / "cpufreq/boost") == "1"
+
+
+def _temperature() -> float | None:
+    readings = [sensor.current for group in psutil.sensors_temperatures().values() for sensor in group]
+    return max(readings, default=None)
+
+
+def _limits() -> dict[str, Any]:
+    """What a container or the user allows: affinity, CPU quota (cores), memory (GiB), thread variables."""
+    variables = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+    facts = {
+        "affinity": _soft(lambda: sorted(os.sched_getaffinity(0))),
+        "cgroup_cores": _soft(_cgroup_cores),
+        "cgroup_memory_gib": _soft(lambda: round(int(_cgroup("memory.max")) / 2**30, 1)),
+        "variables": {name: os.environ[name] for name in variables if name in os.environ},
+    }
+    return {key: value for key, value in facts.items() if value not in (None, {})}
+
+
+def _cgroup_cores() -> float:
+    quota, period = _cgroup("cpu.max").split()
+    return int(quota) / int(period)
+
+
+def _cgroup(name: str) -> str:
+    """A file of this process's control group (version 2); "max" makes the callers' int() fail softly."""
+    own = re.search(r"^0::(.*)$", _read("/proc/self/cgroup"), re.MULTILINE)
+    folder = Path("/sys/fs/cgroup") / (own.group(1).lstrip("/") if own else "")
+    return _read(folder / name) if (folder / name).exists() else _read(Path("/sys/fs/cgroup") / name)
+
+
+def _gpus() -> list[dict[str, str]]:
+    if shutil.which("nvidia-smi") is None:
+        return []
+    rows = _run("nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader").splitlines()
+    return [dict(zip(GPU_FIELDS, (cell.strip() for cell in row.split(",")), strict=True)) for row in rows]
+
+
+def _git_commit() -> str | None:
+    """The commit that this code runs from; None where it was installed from a wheel.
+
+    A virtual environment may lie inside of somebody else's repository, so git must know this very file.
+    """
+    here = Path(__file__).resolve()
+    if shutil.which("git") is None or here.name not in _run("git", "-C", str(here.parent), "ls-files", here.name):
+        return None
+    commit = _run("git", "-C", str(here.parent), "rev-parse", "HEAD")
+    changed = _run("git", "-C", str(here.parent), "status", "--porcelain", "--untracked-files=no")
+    return f"{commit}{'+changes' if changed else ''}"
+
+
+def _read(path: str | Path) -> str:
+    return Path(path).read_text(encoding="utf-8").strip()
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()

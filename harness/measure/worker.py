@@ -1,0 +1,102 @@
+"""A worker process and its life: started bare, spoken to over a socket, gone when the driver is gone.
+
+The worker is a fresh interpreter that imports `harness.measure.sandbox`, not a copy of the driver: it never
+runs the driver's `__main__` (as multiprocessing's spawn would) and loads only the plug-ins it is told to use.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Worker", "end_with_driver"]
+
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from harness.measure.sandbox import serve; serve(int(sys.argv[1]))"
+)
+
+
+class Worker:
+    """The driver's end of a worker.
+
+    Args:
+        log: File that takes what the worker and its runtimes print.
+        first_handle: Handles of this worker start here, so older ones are known to be lost.
+    """
+
+    def __init__(self, log: Path, first_handle: int) -> None:
+        self.first_handle = first_handle
+        here, there = socket.socketpair()
+        with here, there, log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-X", "faulthandler", "-c", _BOOT, str(there.fileno()), json.dumps(sys.path)],
+                stdin=subprocess.PIPE,  # never written to: see end_with_driver
+                stdout=output,
+                stderr=output,
+                pass_fds=[there.fileno()],
+                start_new_session=True,
+            )
+            self._connection: Connection[Any, Any] = Connection(here.detach())
+
+    def send(self, message: Any) -> None:
+        """Send a message; a worker that is dead already shows in `receive`."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._connection.send(message)
+
+    def receive(self, limit_s: float) -> Any:
+        """The next message.
+
+        Raises:
+            TimeoutError: None within the limit.
+            EOFError, OSError: The worker died.
+        """
+        if not self._connection.poll(limit_s):
+            raise TimeoutError
+        return self._connection.recv()
+
+    def ending(self) -> str:
+        """How a worker that hung up ended, as the predicate of a sentence."""
+        try:
+            status = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return "hung up"
+        if status >= 0:
+            return f"exited with status {status}"
+        with suppress(ValueError):
+            return f"was ended by {signal.Signals(-status).name}"
+        return f"was ended by signal {-status}"
+
+    def kill(self) -> None:
+        """End the worker and whatever it started, and wait for it."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._connection.close()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+
+def end_with_driver() -> None:
+    """Called in the worker: tie its life to the driver's, and leave Ctrl-C to the driver.
+
+    The kernel ends this worker and what it started when the driver's end of stdin closes. That happens
+    however the driver ends, kill -9 included, and needs no thread here, which a runtime that hangs with the
+    interpreter's lock in its hands would stop. Linux' parent-death signal would do so too, but also
+    when the driver's *thread* that started the worker ends.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(0, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
+    with suppress(OSError):  # when memory runs out, the worker goes first and not the driver
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
