@@ -1,0 +1,220 @@
+"""Which inputs of which nodes may carry a Q/DQ pair: named rules, parametrised by the dialect of a runtime.
+
+The rules restate what TensorRT's documentation asks for ("Explicit quantization", sections on layer recommendations and
+placement; `IQuantizeLayer` in NvInfer.h); a dialect says which of them its runtime shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from harness.graph.dialects import Dialect
+from harness.graph.model import Model, Node
+
+__all__ = ["ACTIVATIONS", "RULES", "Rule", "Site", "broken_rule", "is_activation"]
+
+ACTIVATIONS = frozenset({
+    "Celu", "Clip", "Elu", "Erf", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mish", "PRelu", "Relu", "Selu",
+    "Sigmoid", "Softplus", "Softsign", "Swish", "Tanh", "ThresholdedRelu",
+})  # fmt: skip
+"""Operators that runtimes fuse into the convolution before them."""
+
+_CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
+_FLOATS = frozenset({"float", "float16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """An input of a node that asks for a precision."""
+
+    model: Model
+    dialect: Dialect
+    node: Node
+    slot: int
+    precision: str
+
+    @property
+    def tensor(self) -> str:
+        """Name of the tensor at this input; "" where it is omitted."""
+        return self.node.inputs[self.slot] if self.slot < len(self.node.inputs) else ""
+
+    @property
+    def linear(self) -> bool:
+        """Whether the node takes data and weight together."""
+        return self.node.op in self.dialect.linear_ops
+
+    @property
+    def source(self) -> Node | None:
+        """The node that makes the tensor."""
+        index = self.model.producer.get(self.tensor)
+        return None if index is None else self.model.nodes[index]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A reason why an input stays float.
+
+    Attributes:
+        name: What messages and tables call it.
+        text: The rule as a sentence.
+        forbids: Whether it forbids a site.
+    """
+
+    name: str
+    text: str
+    forbids: Callable[[Site], bool]
+
+
+def is_activation(model: Model, tensor: str) -> bool:
+    """Whether a tensor is neither constant nor omitted."""
+    return bool(tensor) and tensor not in model.constants
+
+
+def _lacks_float(site: Site, tensor: str) -> bool:
+    known = site.model.types.get(tensor)
+    return known is None or known.dtype not in _FLOATS
+
+
+def _is_scalar(site: Site) -> bool:
+    known = site.model.types.get(site.tensor)
+    return known is not None and not known.shape
+
+
+def _is_no_own_point(site: Site) -> bool:
+    """A linear operator has one point, at its first input; the second goes with it."""
+    return site.linear and site.slot != 0
+
+
+def _is_bias(site: Site) -> bool:
+    return site.linear and site.slot > 1
+
+
+def _has_bad_operand(site: Site) -> bool:
+    if not site.linear:
+        return False
+    first, second = site.node.inputs[:2]
+    return not _pairs_up(site, first, second) or _lacks_float(site, first) or _lacks_float(site, second)
+
+
+def _pairs_up(site: Site, first: str, second: str) -> bool:
+    if site.node.op in _CONVOLUTIONS:
+        return is_activation(site.model, first) and second in site.model.constants
+    return is_activation(site.model, first) or is_activation(site.model, second)
+
+
+def _is_lone_constant(site: Site) -> bool:
+    return not site.linear and not is_activation(site.model, site.tensor)
+
+
+def _follows_convolution(site: Site) -> bool:
+    """Between Conv, BatchNormalization and activation; x * sigmoid(x) is an activation."""
+    source = site.source
+    if site.dialect.between_conv_and_activation or source is None:
+        return False
+    if source.op in _CONVOLUTIONS or source.op == "BatchNormalization" or _adds_to_convolution(site, source):
+        return site.node.op in ACTIVATIONS or site.node.op == "BatchNormalization" or _is_gate(site.model, site.node)
+    return source.op in ACTIVATIONS and _is_gate(site.model, site.node) and _gated_convolution(site)
+
+
+def _adds_to_convolution(site: Site, node: Node) -> bool:
+    """A residual Add that runs inside the convolution before it."""
+    makers = (_maker(site, name) for name in node.inputs) if node.op == "Add" else ()
+    return any(maker is not None and maker.op in _CONVOLUTIONS for maker in makers)
+
+
+def _is_gate(model: Model, node: Node) -> bool:
+    """A Mul of x by an activation of x."""
+    if node.op != "Mul" or len(node.inputs) != 2:
+        return False
+    makers = [model.producer.get(name) for name in node.inputs]
+    for maker, other in zip(makers, reversed(node.inputs), strict=True):
+        if maker is not None and model.nodes[maker].op in ACTIVATIONS and model.nodes[maker].inputs[0] == other:
+            return True
+    return False
+
+
+def _gated_convolution(site: Site) -> bool:
+    others = (site.model.producer.get(name) for name in site.node.inputs if name != site.tensor)
+    return any(index is not None and site.model.nodes[index].op in _CONVOLUTIONS for index in others)
+
+
+def _is_fusible_operand(site: Site) -> bool:
+    """The operand that a linear operator computes for this Add alone; of two, the first."""
+    if site.dialect.between_conv_and_activation or site.node.op != "Add":
+        return False
+    fusible = [_maker(site, name) is not None for name in site.node.inputs]
+    return site.slot < len(fusible) and fusible[site.slot] and not any(fusible[: site.slot])
+
+
+def _maker(site: Site, tensor: str) -> Node | None:
+    """The linear operator that computes a tensor for one reader alone, with its bias Add where it has one."""
+    model = site.model
+    for _ in range(2):
+        index = model.producer.get(tensor)
+        if index is None or len(model.consumers.get(tensor, ())) != 1 or tensor in model.outputs:
+            return None
+        node = model.nodes[index]
+        if node.op in site.dialect.linear_ops:
+            return node
+        activations = [name for name in node.inputs if is_activation(model, name)]
+        if node.op != "Add" or len(activations) != 1:
+            return None
+        tensor = activations[0]
+    return None
+
+
+def _is_later_concat_input(site: Site) -> bool:
+    return site.node.op == "Concat" and any(is_activation(site.model, n) for n in site.node.inputs[: site.slot])
+
+
+def _is_grouped_fp8(site: Site) -> bool:
+    grouped = site.node.op in _CONVOLUTIONS and int(site.node.attributes.get("group", 1)) > 1
+    return grouped and site.precision == "fp8" and not site.dialect.grouped_fp8
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("opaque", "A node with a subgraph or of an unknown operator stays float.", lambda s: s.node.opaque),
+    Rule(
+        "operator",
+        "The dialect offers no point at this operator.",
+        lambda s: not s.linear and s.node.op not in s.dialect.points,
+    ),
+    Rule("precision", "The runtime does not run this precision.", lambda s: s.precision not in s.dialect.precisions),
+    Rule("bias", "The bias of a linear operator is never quantized on its own.", _is_bias),
+    Rule("together", "A linear operator takes both inputs together, at its first one.", _is_no_own_point),
+    Rule(
+        "operands",
+        "A linear operator needs floating-point inputs, one of them an activation; a convolution, a constant weight.",
+        _has_bad_operand,
+    ),
+    Rule("constant", "Constants other than the weights of linear operators stay float.", _is_lone_constant),
+    Rule(
+        "type",
+        "Only float32 and float16 tensors: integers, booleans and tensors of unknown type stay as they are.",
+        lambda s: not s.linear and _lacks_float(s, s.tensor),
+    ),
+    Rule("scalar", "A tensor without dimensions is not quantized.", _is_scalar),
+    Rule(
+        "one scale", "All inputs of a Concat share a scale: one point, at its first activation.", _is_later_concat_input
+    ),
+    Rule("fusion", "Nothing stands between Conv, BatchNormalization and activation.", _follows_convolution),
+    Rule(
+        "residual", "Of an Add behind a linear operator, only the residual operand is quantized.", _is_fusible_operand
+    ),
+    Rule("grouped fp8", "Grouped convolutions have no FP8 kernels.", _is_grouped_fp8),
+)
+
+
+def broken_rule(model: Model, dialect: Dialect, node: Node, slot: int, precision: str = "int8") -> Rule | None:
+    """The first rule that keeps an input float, or None where a Q/DQ pair is legal.
+
+    Args:
+        model: The model.
+        dialect: Whose rules.
+        node: The node that reads.
+        slot: Which of its inputs.
+        precision: What is asked for.
+    """
+    site = Site(model, dialect, node, slot, precision)
+    return next((rule for rule in RULES if rule.forbids(site)), None)

@@ -1,0 +1,115 @@
+"""Insertion points at node inputs: where a Q/DQ pair may stand, which edges it acts on, and what it is worth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from harness.graph.dialects import Dialect
+from harness.graph.legality import ACTIVATIONS, broken_rule, is_activation
+from harness.graph.model import Model, Node
+from search.space import Edge
+
+__all__ = ["Point", "macs_of", "points_of", "role_of"]
+
+_ROLES: Mapping[str, frozenset[str]] = {
+    "mul": frozenset({"Mul", "Div"}),
+    "pool": frozenset({
+        "AveragePool", "GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool", "LpPool", "MaxPool",
+    }),
+    "concat": frozenset({"Concat"}),
+    "activation": ACTIVATIONS | {"LogSoftmax", "Softmax"},
+    "normalization": frozenset({
+        "BatchNormalization", "GroupNormalization", "InstanceNormalization", "LRN", "LayerNormalization",
+        "LpNormalization", "MeanVarianceNormalization", "RMSNormalization",
+    }),
+    "movement": frozenset({
+        "DepthToSpace", "Expand", "Flatten", "Gather", "Identity", "Pad", "Reshape", "Resize", "Slice", "SpaceToDepth",
+        "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze", "Upsample",
+    }),
+}  # fmt: skip
+_ROLE_OF = {op: role for role, ops in _ROLES.items() for op in ops}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A place at one node that one choice acts on.
+
+    Attributes:
+        node: Index of the node.
+        slot: Its input; the first one where several go together.
+        edges: What is quantized together.
+        precisions: The legal ones among those asked for, in that order.
+        role: See `search.space.Dimension`.
+        macs: Multiply-accumulates behind it; 0 but for linear operators.
+    """
+
+    node: int
+    slot: int
+    edges: tuple[Edge, ...]
+    precisions: tuple[str, ...]
+    role: str
+    macs: int
+
+
+def points_of(model: Model, dialect: Dialect, precisions: Sequence[str] = ("int8",)) -> tuple[tuple[Point, ...], ...]:
+    """For each node of the model its points, in slot order."""
+    return tuple(tuple(_points(model, dialect, node, precisions)) for node in model.nodes)
+
+
+def role_of(model: Model, dialect: Dialect, node: Node) -> str:
+    """What a node is to the tensors that it reads.
+
+    An Add is "add" where both operands are activations, as on a residual connection; adding a constant is "other",
+    like any operator that no role names. A mean over images is "pool", one over features is part of a normalization.
+    """
+    if node.op in dialect.linear_ops:
+        return "linear"
+    if node.op in ("Add", "Sum"):
+        return "add" if sum(is_activation(model, name) for name in node.inputs) > 1 else "other"
+    if node.op in ("ReduceMax", "ReduceMean"):
+        known = model.types.get(node.inputs[0])
+        return "pool" if known and len(known.shape) == 4 else "other"
+    return _ROLE_OF.get(node.op, "other")
+
+
+def macs_of(model: Model, dialect: Dialect, node: Node) -> int:
+    """Multiply-accumulates of a linear operator; 0 for others and where a shape is not known."""
+    if node.op not in dialect.linear_ops or node.opaque:
+        return 0
+    shapes = [model.types[name].shape for name in (*node.inputs[:2], node.outputs[0]) if name in model.types]
+    if len(shapes) != 3:
+        return 0
+    data, weight, result = shapes
+    if node.op == "Conv":
+        return math.prod(result) * math.prod(weight[1:])
+    if node.op == "ConvTranspose":
+        return math.prod(data) * math.prod(weight[1:])
+    depth = data[0] if node.attributes.get("transA") else data[-1] if data else 0
+    return math.prod(result) * depth
+
+
+def _points(model: Model, dialect: Dialect, node: Node, precisions: Sequence[str]) -> Iterator[Point]:
+    if node.opaque or node.op not in dialect.operators:
+        return
+    for slot, tensor in enumerate(node.inputs):
+        legal = tuple(p for p in precisions if tensor and broken_rule(model, dialect, node, slot, p) is None)
+        if legal:
+            yield Point(
+                node=node.index,
+                slot=slot,
+                edges=_edges(model, dialect, node, slot),
+                precisions=legal,
+                role=role_of(model, dialect, node),
+                macs=macs_of(model, dialect, node),
+            )
+
+
+def _edges(model: Model, dialect: Dialect, node: Node, slot: int) -> tuple[Edge, ...]:
+    slots: Sequence[int] = (slot,)
+    if node.op in dialect.linear_ops:
+        slots = (0, 1)
+    elif node.op == "Concat":
+        slots = [other for other, name in enumerate(node.inputs) if is_activation(model, name)]
+    return tuple(Edge(node.inputs[other], node.name, other) for other in slots)
