@@ -15,13 +15,13 @@ from harness.errors import EvaluationFailed, UserError
 from harness.evaluators.datasets import Dataset, open_images
 from harness.evaluators.preprocess import Prepared, Size, open_preprocess
 
-__all__ = ["PreparedImages", "finite", "image_size", "open_evaluator"]
+__all__ = ["PreparedImages", "evaluator_params", "finite", "image_size", "open_evaluator"]
 
 CACHE_BYTES = 600 * 2**20  # an evaluator lives as long as its worker and scores hundreds of engines
 
 
-def open_evaluator(use: str, params: Mapping[str, Any], supplied: Mapping[str, Any]) -> Evaluator:
-    """Make an evaluator from what the experiment gives and what the harness knows.
+def evaluator_params(use: str, params: Mapping[str, Any], supplied: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of an evaluator: what the experiment gives, and what the harness knows.
 
     Of `supplied` an evaluator gets those arguments that its constructor names. The harness offers:
     `input_name`, `input_shape` (of the image input), `inputs` (every input: its ONNX type in lower
@@ -33,14 +33,24 @@ def open_evaluator(use: str, params: Mapping[str, Any], supplied: Mapping[str, A
         supplied: What the harness offers; these names are not the experiment's to set.
 
     Raises:
-        UserError: Unknown or missing parameters, or whatever the evaluator itself refuses.
+        UserError: Unknown or missing parameters.
     """
     for name in params:
         if name in supplied:
             raise UserError(f"evaluator {use!r}: {name!r} is set by the harness, not by the experiment")
     wanted = inspect.signature(registry.load("evaluator", use)).parameters
-    given = {name: value for name, value in supplied.items() if name in wanted}
-    made: Evaluator = registry.create("evaluator", use, {**params, **given})
+    full = {**params, **{name: value for name, value in supplied.items() if name in wanted}}
+    registry.check_params("evaluator", use, full)
+    return full
+
+
+def open_evaluator(use: str, params: Mapping[str, Any], supplied: Mapping[str, Any]) -> Evaluator:
+    """Make an evaluator from what the experiment gives and what the harness knows; see `evaluator_params`.
+
+    Raises:
+        UserError: Unknown or missing parameters, or whatever the evaluator itself refuses.
+    """
+    made: Evaluator = registry.create("evaluator", use, evaluator_params(use, params, supplied))
     return made
 
 

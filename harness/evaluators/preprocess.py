@@ -1,14 +1,15 @@
 """What turns an image into a model's input: one place for calibration and for accuracy.
 
 A preprocessing of one's own is a class with `prepare`, registered under `qdq.preprocessings` or
-named as `package.module:Class`. All resizing is Pillow's bilinear filter, which averages over the
-covered pixels when it shrinks.
+named as `package.module:Class`. Images are resized by Pillow, bilinear unless said otherwise; its
+filters average over the covered pixels when they shrink.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -19,8 +20,8 @@ from harness import registry
 from harness.errors import UserError, nearest
 
 __all__ = [
-    "YOLOX", "FloatArray", "NanoDet", "Prepared", "Preprocess", "Resize", "RgbImage", "Shapes", "Size", "TFImageNet",
-    "TorchImageNet", "open_plugin", "open_preprocess",
+    "YOLOX", "FloatArray", "NanoDet", "Prepared", "Preprocess", "Resample", "Resize", "RgbImage", "Shapes", "Size",
+    "TFImageNet", "TorchImageNet", "open_plugin", "open_preprocess",
 ]  # fmt: skip
 
 RgbImage = npt.NDArray[np.uint8]
@@ -29,6 +30,8 @@ FloatArray = npt.NDArray[np.float32]
 Size = tuple[int, int]
 """Height and width in pixels."""
 Resize = Literal["shrink", "shorter_side", "center_crop"]
+Resample = Literal["bilinear", "bicubic"]
+FILTERS = MappingProxyType({"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC})
 SHORTER_SIDE = 256 / 224  # the shorter side before the crop, over the crop's
 
 
@@ -96,23 +99,23 @@ def open_plugin(spec: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     return use, params
 
 
-def _resized(image: RgbImage, size: Size) -> RgbImage:
+def _resized(image: RgbImage, size: Size, resample: Resample = "bilinear") -> RgbImage:
     if image.shape[:2] == size:
         return image
-    return np.asarray(Image.fromarray(image).resize((size[1], size[0]), Image.Resampling.BILINEAR))
+    return np.asarray(Image.fromarray(image).resize((size[1], size[0]), FILTERS[resample]))
 
 
 def _channels_first(image: npt.NDArray[Any]) -> FloatArray:
     return np.ascontiguousarray(image.transpose(2, 0, 1), np.float32)
 
 
-def _cropped(image: RgbImage, size: Size, resize: Resize) -> Prepared:
+def _cropped(image: RgbImage, size: Size, resize: Resize, resample: Resample) -> Prepared:
     """The middle of an image, as the ImageNet protocol has it; the tensor still holds 0 to 255."""
     height, width = image.shape[:2]
     shorter_side = min(size) * SHORTER_SIDE / min(height, width)
     wanted = {"center_crop": 1.0, "shorter_side": shorter_side, "shrink": min(1.0, shorter_side)}[resize]
     scale = max(wanted, size[0] / height, size[1] / width)
-    resized = _resized(image, (max(round(height * scale), size[0]), max(round(width * scale), size[1])))
+    resized = _resized(image, (max(round(height * scale), size[0]), max(round(width * scale), size[1])), resample)
     top, left = ((have - want) // 2 for have, want in zip(resized.shape[:2], size, strict=True))
     part = resized[top : top + size[0], left : left + size[1]]
     return Prepared(tensor=_channels_first(part), scale=scale, offset=(-left, -top), original=(height, width))
@@ -148,31 +151,34 @@ class TorchImageNet:
             224) is brought to it, and smaller images are cropped as they are, so that images cut
             beforehand (227 x 227) keep their pixels; "shorter_side": always brought to it, as
             torchvision does; "center_crop": never. An image smaller than the crop is enlarged to it.
+        resample: Filter that resizes.
     """
 
     resize: Resize = "shrink"
+    resample: Resample = "bilinear"
 
     def __post_init__(self) -> None:
-        _check_resize(self.resize)
+        _check(self.resize, self.resample)
 
     def prepare(self, image: RgbImage, size: Size) -> Prepared:
         """See `Preprocess`."""
-        part = _cropped(image, size, self.resize)
+        part = _cropped(image, size, self.resize, self.resample)
         return _normalised(part, (123.675, 116.28, 103.53), (58.395, 57.12, 57.375))
 
 
 @dataclass(frozen=True, slots=True)
 class TFImageNet:
-    """Red, green, blue; -1 to 1 (x / 127.5 - 1); the middle of the image; `resize` as in `TorchImageNet`."""
+    """Red, green, blue; -1 to 1 (x / 127.5 - 1); the middle of the image; parameters as of `TorchImageNet`."""
 
     resize: Resize = "shrink"
+    resample: Resample = "bilinear"
 
     def __post_init__(self) -> None:
-        _check_resize(self.resize)
+        _check(self.resize, self.resample)
 
     def prepare(self, image: RgbImage, size: Size) -> Prepared:
         """See `Preprocess`."""
-        return _normalised(_cropped(image, size, self.resize), (127.5,) * 3, (127.5,) * 3)
+        return _normalised(_cropped(image, size, self.resize, self.resample), (127.5,) * 3, (127.5,) * 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +225,7 @@ class Shapes:
         return Prepared(tensor=tensor, scale=1.0, offset=(0.0, 0.0), original=(height, width))
 
 
-def _check_resize(value: str) -> None:
-    if value not in get_args(Resize):
-        raise ValueError(f"resize is one of {', '.join(get_args(Resize))}, but got {value!r}")
+def _check(resize: str, resample: str) -> None:
+    for name, value, allowed in (("resize", resize, get_args(Resize)), ("resample", resample, get_args(Resample))):
+        if value not in allowed:
+            raise ValueError(f"{name} is one of {', '.join(allowed)}, but got {value!r}")

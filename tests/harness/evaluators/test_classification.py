@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from harness.errors import EvaluationFailed, UserError
+from harness.evaluators.classification import Top1
+from harness.evaluators.inputs import open_evaluator
+
+SUPPLIED = {"input_name": "x", "input_shape": (1, 3, 4, 4)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Ten images; image i is filled with i, and its class is i."""
+    (tmp_path / "images").mkdir()
+    for i in range(10):
+        Image.fromarray(np.full((4, 4, 3), i, np.uint8)).save(tmp_path / "images" / f"{i}.png")
+    (tmp_path / "labels.txt").write_text("".join(f"{i}.png {i}\n" for i in range(10)))
+    return tmp_path
+
+
+def top1(folder: Path, batch: int = 1, labels: str | None = "labels.txt", **params: Any) -> Top1:
+    data = {"use": "images", "images": "images", "labels": labels}
+    supplied = {"input_name": "x", "input_shape": (batch, 3, 4, 4), "base": folder}
+    evaluator = open_evaluator("top1", {"data": data, "preprocess": "shapes", **params}, supplied)
+    assert isinstance(evaluator, Top1)
+    return evaluator
+
+
+def logits(feeds: Any) -> dict[str, np.ndarray]:
+    """Right below 4; below 8 the right class comes fifth; else last but one of twelve."""
+    rows = []
+    for tensor in feeds["x"]:
+        i = round(float(tensor[0, 0, 0]) * 255)
+        place = 0 if i < 4 else 4 if i < 8 else 10
+        order = [k for k in range(12) if k != i]
+        order.insert(place, i)
+        row = np.zeros(12, np.float32)
+        row[order] = np.arange(12, 0, -1)
+        rows.append(row)
+    return {"logits": np.stack(rows)}
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_top1_and_top5_by_hand(folder: Path, batch: int) -> None:
+    accuracy = top1(folder, batch).score(logits)
+    assert accuracy.metrics == {"top1": 0.4, "top5": 0.8}
+    assert accuracy.per_item == (1.0,) * 4 + (0.0,) * 6
+
+
+def test_of_equal_outputs_the_lower_class_wins(folder: Path) -> None:
+    accuracy = top1(folder).score(lambda _: {"logits": np.zeros((1, 12, 1, 1))})
+    assert accuracy.metrics == {"top1": 0.1, "top5": 0.5}
+
+
+def test_the_output_can_be_named(folder: Path) -> None:
+    def two(feeds: Any) -> dict[str, np.ndarray]:
+        return {"other": np.zeros((1, 3)), **logits(feeds)}
+
+    assert top1(folder, output="logits").score(two).metrics["top1"] == 0.4
+    with pytest.raises(UserError, match="output: say which of logits, other holds the logits"):
+        top1(folder).score(two)
+    with pytest.raises(UserError, match="the model has no output 'logit', only logits, other"):
+        top1(folder, output="logit").score(two)
+
+
+def test_what_does_not_fit_is_explained(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"classes are needed, from a \.txt file"):
+        top1(folder, labels=None)
+    with pytest.raises(UserError, match="class 3, but the model has 3 outputs"):
+        top1(folder).score(lambda _: {"logits": np.zeros((1, 3))})
+    with pytest.raises(EvaluationFailed, match=r"output 'logits' is no row of logits: its shape is \(1, 3, 4\)"):
+        top1(folder).score(lambda _: {"logits": np.zeros((1, 3, 4))})
+    with pytest.raises(EvaluationFailed, match=r"output 'logits' has NaN or infinite values on image '0.png'"):
+        top1(folder).score(lambda _: {"logits": np.full((1, 12), np.nan)})

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.errors import EvaluationFailed, UserError
+from harness.evaluators.fidelity import MAX_SQNR_DB, Fidelity, compare
+from harness.evaluators.inputs import open_evaluator
+
+INPUTS = {"x": ("float", (1, 5)), "mask": ("bool", (1, 5))}
+
+
+def engine(feeds: Any) -> dict[str, np.ndarray]:
+    return {"/head/out": feeds["x"] * 3 + feeds["mask"]}
+
+
+def fidelity(folder: Path, **params: Any) -> Fidelity:
+    supplied = {"reference": folder / "deep" / "r.npz", "inputs": INPUTS, "input_name": "x", "base": folder}
+    made = open_evaluator("fidelity", params, supplied)
+    assert isinstance(made, Fidelity)
+    return made
+
+
+def test_the_float_model_is_as_close_as_can_be(tmp_path: Path) -> None:
+    evaluator = fidelity(tmp_path, samples=3)
+    evaluator.make_reference(engine)
+    accuracy = evaluator.score(engine)
+    assert accuracy.metrics == pytest.approx({"sqnr_db": MAX_SQNR_DB, "cosine": 1.0, "kl": 0.0})
+    assert len(accuracy.per_item) == len(evaluator) == 3
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["r.npz"]
+
+
+def test_more_noise_is_less_close(tmp_path: Path) -> None:
+    evaluator = fidelity(tmp_path, samples=2)
+    evaluator.make_reference(engine)
+
+    def coarse(step: float) -> dict[str, float]:
+        return dict(evaluator.score(lambda f: {k: np.rint(v / step) * step for k, v in engine(f).items()}).metrics)
+
+    fine, rough = coarse(0.01), coarse(0.7)
+    assert fine["sqnr_db"] > rough["sqnr_db"] + 20
+    assert fine["cosine"] > rough["cosine"]
+    assert fine["kl"] < rough["kl"]
+
+
+def test_figures_by_hand() -> None:
+    reference = {"a": np.array([[3.0, 4.0]]), "n": np.array([1, 2])}
+    figures = compare(reference, {"a": np.array([[3.0, 4.5]]), "n": np.array([7, 7])})
+    assert figures["sqnr_db"] == pytest.approx(20.0)  # 25 over 0.25
+    assert figures["cosine"] == pytest.approx(27 / (5 * np.hypot(3, 4.5)))
+    p, q = (np.exp(v) / np.exp(v).sum() for v in (np.array([3.0, 4.0]), np.array([3.0, 4.5])))
+    assert figures["kl"] == pytest.approx(float((p * np.log(p / q)).sum()))
+
+
+def test_the_class_axis_of_an_image_is_its_second() -> None:
+    logits = np.random.default_rng(0).normal(size=(1, 3, 2, 4))
+    as_rows = compare({"a": logits.transpose(0, 2, 3, 1).reshape(8, 3)}, {"a": np.zeros((8, 3))})
+    assert compare({"a": logits}, {"a": np.zeros_like(logits)})["kl"] == pytest.approx(as_rows["kl"])
+
+
+def test_silent_outputs_have_figures() -> None:
+    zeros, ones = {"a": np.zeros(3)}, {"a": np.ones(3)}
+    assert compare(zeros, zeros) == {"sqnr_db": MAX_SQNR_DB, "cosine": 1.0, "kl": 0.0}
+    assert compare(zeros, ones)["sqnr_db"] == -MAX_SQNR_DB
+    assert compare(ones, zeros)["cosine"] == 0.0
+
+
+def test_images_and_arrays_can_be_the_inputs(tmp_path: Path) -> None:
+    np.savez(tmp_path / "f.npz", x=np.ones((4, 5)), mask=np.zeros((4, 5), bool))
+    arrays = fidelity(tmp_path, data={"use": "npz", "path": "f.npz"}, samples=9)
+    assert len(list(arrays.feeds())) == len(arrays) == 4
+    supplied = {"reference": tmp_path / "r.npz", "inputs": {"x": ("float", (1, 3, 128, 128))}}
+    params = {"data": {"use": "shapes", "split": "calibration"}, "preprocess": "shapes", "samples": 2}
+    images = open_evaluator("fidelity", params, supplied)
+    assert isinstance(images, Fidelity)
+    assert [feed["x"].shape for feed in images.feeds()] == [(1, 3, 128, 128)] * 2
+
+
+def test_what_does_not_fit_is_explained(tmp_path: Path) -> None:
+    shapes = {"use": "shapes", "split": "calibration", "count": 2}
+    with pytest.raises(UserError, match="images need the name of what turns an image into an input"):
+        fidelity(tmp_path, data=shapes)
+    with pytest.raises(UserError, match="the model has the inputs x, mask: give arrays"):
+        fidelity(tmp_path, data=shapes, preprocess="shapes")
+    with pytest.raises(UserError, match="takes 4 images at a time"):
+        Fidelity(tmp_path / "r", {"x": ("float", (4, 3, 128, 128))}, shapes, "shapes")
+    with pytest.raises(UserError, match="samples: a whole number from 1, but got 0"):
+        fidelity(tmp_path, samples=0)
+
+
+def test_failures_of_a_candidate_are_explained(tmp_path: Path) -> None:
+    evaluator = fidelity(tmp_path, samples=2)
+    with pytest.raises(EvaluationFailed, match=r"no outputs of the float model in .*make_reference comes first"):
+        evaluator.score(engine)
+    with pytest.raises(EvaluationFailed, match="output 'y' has NaN or infinite values on sample 0"):
+        evaluator.make_reference(lambda _: {"y": np.array([np.nan])})
+    evaluator.make_reference(engine)
+    with pytest.raises(EvaluationFailed, match="output '/head/out' has NaN or infinite values on sample 0"):
+        evaluator.score(lambda f: {"/head/out": engine(f)["/head/out"] * np.inf})
+    with pytest.raises(EvaluationFailed, match=r"output '/head/out' is missing, the float model's has \(1, 5\)"):
+        evaluator.score(lambda _: {})
+    with pytest.raises(EvaluationFailed, match=r"output '/head/out' has the shape \(2,\)"):
+        evaluator.score(lambda _: {"/head/out": np.zeros(2)})
+    with pytest.raises(EvaluationFailed, match="was made on other inputs: remove it"):
+        fidelity(tmp_path, samples=1).score(engine)
+    with pytest.raises(EvaluationFailed, match="no output of floating type among n: nothing to compare"):
+        compare({"n": np.array([1])}, {"n": np.array([1])})
