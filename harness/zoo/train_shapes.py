@@ -5,7 +5,7 @@ SiLU, a neck that goes up once and down once, decoupled heads at strides 8 and 1
 shapes as in TOOD (Feng et al. 2021, arXiv:2108.07755), scores learn the overlap of their box (quality
 focal loss, Li et al. 2020, arXiv:2006.04388), boxes learn by CIoU (Zheng et al. 2020, arXiv:1911.08287).
 
-Takes about ten minutes on two cores. The same seed on the same machine gives the same file. The layout of
+Takes about ten minutes on one core. The same seed on the same machine gives the same file. The layout of
 input and output is told in `harness.zoo.detector`, next to the model's name.
 """
 
@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=6000)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # with more, threads wait for each other wherever another process runs
     export(train(split("train", arguments.images), epochs=arguments.epochs), arguments.output)
 
 

@@ -1,0 +1,57 @@
+"""What the zoo has, by name, and how to write it to a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from harness.errors import UserError, nearest
+from harness.graph.build import GraphBuilder
+from harness.zoo import cnn, detector, transformer
+
+__all__ = ["names", "write"]
+
+_MADE: Mapping[str, tuple[Callable[[], GraphBuilder], str]] = MappingProxyType(
+    {
+        "resnet18": (cnn.resnet18, "ResNet-18, BatchNormalization unfolded; images 1x3x224x224"),
+        "resnet50": (cnn.resnet50, "ResNet-50, BatchNormalization unfolded; images 1x3x224x224"),
+        "mobilenetv2": (cnn.mobilenetv2, "MobileNetV2, inverted residuals with ReLU6; images 1x3x224x224"),
+        "vit_tiny": (transformer.vit_tiny, "ViT-Tiny, 12 layers, 192 wide, 3 heads; images 1x3x224x224"),
+        "encoder6": (transformer.encoder6, "transformer encoder, 6 layers, 256 wide, decomposed; x 1x128x256"),
+        "encoder48": (transformer.encoder48, "transformer encoder, 48 layers, 64 wide, decomposed; x 1x128x64"),
+        "yolo_tiny": (detector.yolo_tiny, "detector, CSP blocks, SiLU, decoupled heads; images 1x3x320x320"),
+    }
+)
+_TRAINED = "shapes_detector"
+
+
+def names() -> Mapping[str, str]:
+    """One line about each model of the zoo, its input at the end."""
+    made = {name: line for name, (_, line) in _MADE.items()}
+    return {**made, _TRAINED: "trained detector of made-up shapes (harness.zoo.shapes); images 1x3x128x128"}
+
+
+def write(name: str, path: Path) -> Path:
+    """Write a model of the zoo to an ONNX file; the same name gives the same bytes.
+
+    Args:
+        name: One of `names()`.
+        path: The file to write; missing folders are made.
+
+    Returns:
+        The path.
+
+    Raises:
+        UserError: The zoo has no such model, or the file cannot be written.
+    """
+    if name not in names():
+        raise UserError(f"zoo:{name}: no such model; {nearest(name, names())}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name == _TRAINED:
+            path.write_bytes(detector.TRAINED.read_bytes())
+            return path
+        return _MADE[name][0]().save(path)
+    except OSError as error:
+        raise UserError(f"zoo:{name}: cannot write {path}: {error.strerror or error}") from error

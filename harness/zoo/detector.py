@@ -1,0 +1,94 @@
+"""Detectors: `yolo_tiny` with random weights, and `shapes_detector`, trained on `harness.zoo.shapes`.
+
+Layout of `shapes_detector` (trained and exported by `harness.zoo.train_shapes`):
+
+- input `images`: 1 x 3 x 128 x 128, float, RGB, pixel values divided by 255 (preprocessing `shapes`);
+- output `detections`: 1 x 320 x 7, one row per cell: first the 16 x 16 cells of stride 8, then the 8 x 8 cells of
+  stride 16, each row by row. Columns: centre x, centre y, width, height in pixels of the input, then the scores
+  (0 to 1, after the sigmoid) of circle, square and triangle.
+
+Boxes are decoded in the graph, overlapping boxes are not suppressed: class-wise non-maximum suppression at 0.65
+of the rows that score above 0.001 gives the figures in the tests. Pixels and scores share one tensor, so a single
+scale for it, as plain INT8 has it everywhere, costs both: this is the trap that a placement has to avoid.
+
+Layout of `yolo_tiny`: `images` 1 x 3 x 320 x 320; `boxes` 1 x 2100 x 4 (undecoded), `scores` 1 x 2100 x 80.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.graph.build import GraphBuilder
+
+__all__ = ["TRAINED", "yolo_tiny"]
+
+TRAINED = Path(__file__).with_name("shapes_detector.onnx")
+"""The trained detector as committed."""
+
+
+def yolo_tiny() -> GraphBuilder:
+    """A detector in the manner of YOLOX-tiny (Ge et al. 2021, arXiv:2107.08430), 320 x 320, strides 8, 16 and 32."""
+    g = GraphBuilder("yolo_tiny", seed=80)
+    x = _conv(g, g.input("images", (1, 3, 320, 320)), 24, 3, stride=2)
+    levels = []
+    for channels, depth in ((48, 1), (96, 2), (192, 2), (384, 1)):
+        x = _csp(g, _conv(g, x, channels, 3, stride=2), channels, depth, residual=True)
+        levels.append(x)
+    _, fine, middle, coarse = levels
+    coarse = _pyramid_pool(g, coarse)
+    middle, lateral_coarse = _merge_up(g, coarse, middle, 192)
+    fine, lateral_middle = _merge_up(g, middle, fine, 96)
+    middle = _merge_down(g, fine, lateral_middle, 192)
+    coarse = _merge_down(g, middle, lateral_coarse, 384)
+    heads = [_head(g, level) for level in (fine, middle, coarse)]
+    for name, parts in zip(("boxes", "scores"), zip(*heads, strict=True), strict=True):
+        g.output(g.op("Transpose", g.op("Concat", *parts, axis=2), perm=[0, 2, 1]), name=name)
+    return g
+
+
+def _conv(g: GraphBuilder, x: str, channels: int, kernel: int = 1, *, stride: int = 1) -> str:
+    """Convolution, BatchNormalization, SiLU as x * sigmoid(x) (Elfwing et al. 2017, arXiv:1702.03118)."""
+    x = g.batch_norm(g.conv(x, channels, kernel, stride=stride, bias=False))
+    return g.op("Mul", x, g.op("Sigmoid", x))
+
+
+def _csp(g: GraphBuilder, x: str, channels: int, depth: int, *, residual: bool) -> str:
+    """Cross stage partial block (Wang et al. 2020, arXiv:1911.11929)."""
+    main, side = _conv(g, x, channels // 2), _conv(g, x, channels // 2)
+    for _ in range(depth):
+        branch = _conv(g, _conv(g, main, channels // 2), channels // 2, 3)
+        main = g.op("Add", main, branch) if residual else branch
+    return _conv(g, g.op("Concat", main, side, axis=1), channels)
+
+
+def _pyramid_pool(g: GraphBuilder, x: str) -> str:
+    """Three max poolings in a row, all joined (the SPPF block of YOLOv5)."""
+    channels = g.shape(x)[1]
+    pools = [_conv(g, x, channels // 2)]
+    for _ in range(3):
+        pools.append(g.op("MaxPool", pools[-1], kernel_shape=[5, 5], strides=[1, 1], pads=[2, 2, 2, 2]))
+    return _conv(g, g.op("Concat", *pools, axis=1), channels)
+
+
+def _merge_up(g: GraphBuilder, coarse: str, fine: str, channels: int) -> tuple[str, str]:
+    """The finer level joined with the upsampled coarser one; and the coarser one's lateral tensor, for the way back."""
+    lateral = _conv(g, coarse, channels)
+    scales = g.const([1.0, 1.0, 2.0, 2.0])
+    up = g.op(
+        "Resize", lateral, "", scales, mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor"
+    )
+    return _csp(g, g.op("Concat", up, fine, axis=1), channels, 1, residual=False), lateral
+
+
+def _merge_down(g: GraphBuilder, fine: str, lateral: str, channels: int) -> str:
+    down = _conv(g, fine, g.shape(fine)[1], 3, stride=2)
+    return _csp(g, g.op("Concat", down, lateral, axis=1), channels, 1, residual=False)
+
+
+def _head(g: GraphBuilder, x: str) -> tuple[str, str]:
+    """Decoupled head: boxes (1 x 4 x cells) and scores (1 x 80 x cells) of one level."""
+    x = _conv(g, x, 96)
+    scores = g.op("Sigmoid", g.conv(_conv(g, _conv(g, x, 96, 3), 96, 3), 80, 1))
+    boxes = g.conv(_conv(g, _conv(g, x, 96, 3), 96, 3), 4, 1)
+    cells = g.shape(x)[2] * g.shape(x)[3]
+    return g.op("Reshape", boxes, g.const([1, 4, cells])), g.op("Reshape", scores, g.const([1, 80, cells]))
