@@ -35,8 +35,8 @@ class Dialect:
         activation: Storage type of activations at precision "int8".
         symmetric_activation: Zero point 0 (scale = amax / 127), else a range that includes 0 over 255 steps.
         weight: Storage type of weights at "int8"; always symmetric, one scale per output channel.
-        prequantized_weight: Weights are stored quantized behind a DequantizeLinear alone; else they stay float
-            behind a Q/DQ pair that the runtime folds.
+        transposed_axis: Output-channel axis of a ConvTranspose weight [C, K, R, S] that takes one scale per channel;
+            None: one scale for the tensor.
         bias: "int32": the bias of a linear operator whose data and weight are quantized gets a DequantizeLinear with
             scale = data scale x weight scale; "float": it is left alone.
         min_opset: Smallest opset of the default domain that carries its INT8 Q/DQ; see `opset`.
@@ -52,7 +52,7 @@ class Dialect:
     activation: Literal["int8", "uint8"] = "int8"
     symmetric_activation: bool = True
     weight: Literal["int8"] = "int8"
-    prequantized_weight: bool = True
+    transposed_axis: int | None = 1
     bias: Literal["float", "int32"] = "float"
     min_opset: int = 13
     linear_ops: frozenset[str] = _LINEAR
@@ -77,8 +77,10 @@ class Dialect:
 
 # TensorRT: symmetric only, INT8 never UINT8, biases stay float, Conv-BN-activation is one kernel
 # (IQuantizeLayer in NvInfer.h; parser onnx-tensorrt); no optimized FP8 kernels for grouped Conv (10.12 notes).
+# Sources disagree on the axis of ConvTranspose (ModelOpt 1, TensorRT#1694 0), so it gets one scale.
 TENSORRT = Dialect(
     name="tensorrt",
+    transposed_axis=None,
     between_conv_and_activation=False,
     grouped_fp8=False,
     precisions=frozenset({"int8", "fp8"}),

@@ -1,0 +1,291 @@
+"""A placement's Q/DQ pairs inserted into a model, as a proto or straight to a file.
+
+Activations get one pair per tensor and precision, right behind the tensor's producer and shared by every selected
+consumer; constants get their quantized form behind a DequantizeLinear; float consumers keep the float tensor. The
+graph is never sorted or imported again: see `harness.graph.wire`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import onnx
+
+from harness.errors import UserError
+from harness.graph import wire
+from harness.graph.constants import Constants, Stored
+from harness.graph.dialects import Dialect
+from harness.graph.diff import diff
+from harness.graph.load import write as write_model
+from harness.graph.model import Model, Node
+from harness.graph.scales import Scales
+from harness.graph.wire import TAG, UNROUNDED
+from search.space import Edge, Resolved, digest_of
+
+__all__ = ["Inserter"]
+
+_FLOATS = frozenset({"float", "float16", "bfloat16"})
+_AHEAD = -1
+"""Position of what stands before the first node."""
+
+
+@dataclass(slots=True)
+class _Draft:
+    """What a placement changes.
+
+    Attributes:
+        sites: Precision by input (node index and slot).
+        shared: Groups of tensors that share one scale, see `Scales.group`.
+        added: Encoded nodes by the index of the node that they follow.
+        inputs: New input names by node index and slot.
+        outputs: New output names by node index and number.
+        small: Encoded scales and zero points of activations by name.
+        stored: Quantized constants by their dequantized tensor.
+        replaced: How often a constant of the float model gave way to a quantized one.
+        pairs: See `Inserter.pairs`.
+    """
+
+    sites: dict[tuple[int, int], str] = field(default_factory=dict)
+    shared: frozenset[str] = frozenset()
+    added: dict[int, list[bytes]] = field(default_factory=lambda: defaultdict(list))
+    inputs: dict[int, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
+    outputs: dict[int, dict[int, str]] = field(default_factory=dict)
+    small: dict[str, bytes] = field(default_factory=dict)
+    stored: dict[str, Stored] = field(default_factory=dict)
+    replaced: Counter[str] = field(default_factory=Counter)
+    pairs: int = 0
+
+
+class Inserter:
+    """Turns placements into ONNX models of one dialect. Not for use by several threads at once.
+
+    Args:
+        model: The float model.
+        dialect: How the runtime wants its Q/DQ.
+        ranges: Smallest and largest value of each activation that may be quantized.
+
+    Raises:
+        UserError: The model has tensors named like those that are inserted.
+    """
+
+    def __init__(self, model: Model, dialect: Dialect, ranges: Mapping[str, tuple[float, float]]) -> None:
+        marked = [name for node in model.nodes for name in node.outputs if TAG in name]
+        if marked:
+            raise UserError(f"{model.source}: tensor {marked[0]!r} says that Q/DQ pairs are inserted already")
+        self._model = model
+        self._dialect = dialect
+        self._scales = Scales(model, dialect, ranges)
+        self._constants = Constants(model, dialect)
+        self._index = {node.name: node.index for node in model.nodes}
+        self._concats = {
+            node.index: frozenset(slot for slot, name in enumerate(node.inputs) if name not in model.constants)
+            for node in model.nodes
+            if node.op == "Concat"
+        }
+        self._uses = Counter(name for node in model.nodes for name in (*node.inputs, *node.captures))
+        self._uses.update(model.outputs)
+        self._pieces = [wire.NodePieces(proto) for proto in model.proto.graph.node]
+        self._known: dict[tuple[str, int, str, str], Node] = {}
+        self._unchanged = [piece.unchanged for piece in self._pieces]
+        self._headers = wire.header(model.proto), wire.header(model.proto.graph)
+
+    def insert(self, resolved: Resolved) -> onnx.ModelProto:
+        """The model with exactly these Q/DQ pairs, all weights inside.
+
+        Raises:
+            UserError: An edge is not one of this model's or cannot be quantized, or a range is missing.
+        """
+        draft = self._draft(resolved)
+        proto = onnx.ModelProto.FromString(wire.model(self._headers[0], self._graph(draft)))
+        dropped = self._dropped(draft)
+        proto.graph.initializer.extend(t for name, t in self._model.constants.items() if name not in dropped)
+        proto.graph.initializer.extend(t for stored in draft.stored.values() for t in stored.tensors)
+        missing, extra = diff(resolved, proto)
+        if missing or extra:
+            raise AssertionError(f"{self._model.source}: insertion lost {missing[:3]} and added {extra[:3]}")
+        return proto
+
+    def write(self, resolved: Resolved, folder: Path, *, name: str | None = None) -> Path:
+        """Write a candidate for building, and its weights in files that all candidates in the folder share.
+
+        Args:
+            resolved: The quantized edges.
+            folder: Made where missing.
+            name: Of the file, without suffix; by default the placement's digest.
+
+        Raises:
+            UserError: As `insert`.
+        """
+        draft = self._draft(resolved)
+        dropped = self._dropped(draft)
+        records = [record for name, record in self._constants.floats.items() if name not in dropped]
+        records += [self._constants.encoded(stored) for stored in draft.stored.values()]
+        folder.mkdir(parents=True, exist_ok=True)
+        self._constants.write_files(draft.stored.values(), folder)
+        path = folder / f"{name or digest_of(resolved)}.onnx"
+        path.write_bytes(wire.model(self._headers[0], [*self._graph(draft), *records]))
+        return path
+
+    def export(self, resolved: Resolved, path: Path) -> Path:
+        """Write the model to one file; above 1.9 GB, to it and the file `<name>.data` beside it.
+
+        Raises:
+            UserError: As `insert`.
+        """
+        return write_model(self.insert(resolved), path)
+
+    def pairs(self, resolved: Resolved) -> int:
+        """How many Q/DQ pairs a placement has.
+
+        A pair on an activation counts once, however many consumers share it; a quantized constant counts once (its
+        Quantize half has been computed ahead). A bias in INT32 belongs to its operator and does not count.
+        """
+        return self._draft(resolved).pairs
+
+    def _draft(self, resolved: Resolved) -> _Draft:
+        draft = _Draft()
+        activations: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        constants: list[tuple[Node, int]] = []
+        finals: dict[str, str] = {}
+        for edge, precision in resolved:
+            if not edge.consumer:
+                finals[self._final(edge, precision)] = precision
+                activations.setdefault((edge.tensor, precision), [])
+                continue
+            node = self._consumer(edge, precision)
+            draft.sites[node.index, edge.slot] = precision
+            if edge.tensor in self._model.constants:
+                constants.append((node, edge.slot))
+            else:
+                activations.setdefault((edge.tensor, precision), []).append((node.index, edge.slot))
+        draft.shared = self._shared(draft)
+        for tensor in finals:
+            self._free_name(draft, tensor)
+        for (tensor, precision), sites in activations.items():
+            self._add_pair(draft, tensor, precision, finals.get(tensor), sites)
+        for node, slot in constants:
+            self._add_constant(draft, node, slot)
+        biases = len(draft.replaced) - len({node.inputs[slot] for node, slot in constants})
+        draft.pairs = len(activations) + len(draft.stored) - biases
+        return draft
+
+    def _consumer(self, edge: Edge, precision: str) -> Node:
+        """The node that an edge leads into; checked once."""
+        key = (edge.consumer, edge.slot, edge.tensor, precision)
+        node = self._known.get(key)
+        if node is None:
+            node = self._known[key] = self._checked(edge, precision)
+        return node
+
+    def _checked(self, edge: Edge, precision: str) -> Node:
+        index = self._index.get(edge.consumer)
+        node = None if index is None else self._model.nodes[index]
+        if node is None or not 0 <= edge.slot < len(node.inputs) or node.inputs[edge.slot] != edge.tensor:
+            raise UserError(
+                f"{self._model.source}: {_say(edge)} is not in this model; "
+                "the placement was made for another model, or for other static shapes"
+            )
+        if node.opaque or (edge.slot > 1 and node.op in self._dialect.linear_ops):
+            what = "has a subgraph or is unknown to ONNX" if node.opaque else "takes its bias there"
+            raise UserError(f"{self._model.source}: {_say(edge)} stays float: {node.op} {what}")
+        self._check(edge, precision)
+        return node
+
+    def _final(self, edge: Edge, precision: str) -> str:
+        """The tensor of an edge that leads out of the model."""
+        if edge.tensor not in self._model.outputs or edge.tensor not in self._model.producer:
+            raise UserError(f"{self._model.source}: {_say(edge)}: no node of this model makes an output of that name")
+        self._check(edge, precision)
+        return edge.tensor
+
+    def _check(self, edge: Edge, precision: str) -> None:
+        kind = self._model.types.get(edge.tensor)
+        if kind is not None and kind.dtype not in _FLOATS:
+            raise UserError(f"{self._model.source}: {_say(edge)} cannot be quantized: its type is {kind.dtype}")
+        if precision not in self._offered:
+            raise UserError(
+                f"{self._model.source}: {_say(edge)}: precision {precision!r} is not among those that "
+                f"{self._dialect.name} takes at opset {self._opset}: {', '.join(sorted(self._offered)) or 'none'}"
+            )
+
+    @cached_property
+    def _opset(self) -> int:
+        return max((int(o.version) for o in self._model.proto.opset_import if o.domain == ""), default=0)
+
+    @cached_property
+    def _offered(self) -> frozenset[str]:
+        return frozenset(p for p in self._dialect.precisions if self._dialect.opset([p]) <= self._opset)
+
+    def _shared(self, draft: _Draft) -> frozenset[str]:
+        """Groups of tensors around a Concat whose inputs are all quantized."""
+        return frozenset(
+            self._scales.group(self._model.nodes[index].outputs[0])
+            for index, slots in self._concats.items()
+            if slots and all((index, slot) in draft.sites for slot in slots)
+        )
+
+    def _free_name(self, draft: _Draft, tensor: str) -> None:
+        """Free the name of a model output for its DequantizeLinear; float consumers follow the float tensor."""
+        producer = self._model.producer[tensor]
+        number = self._model.nodes[producer].outputs.index(tensor)
+        draft.outputs.setdefault(producer, {})[number] = tensor + UNROUNDED
+        for index, slot in self._model.consumers.get(tensor, ()):
+            draft.inputs[index][slot] = tensor + UNROUNDED
+
+    def _add_pair(
+        self, draft: _Draft, tensor: str, precision: str, final: str | None, sites: Iterable[tuple[int, int]]
+    ) -> None:
+        """Put a pair behind a tensor's producer; `final` is the precision at which the tensor leaves the model."""
+        pair = self._scales.pair(tensor, precision, final=final, shared=self._is_shared(draft, tensor))
+        draft.added[self._model.producer.get(tensor, _AHEAD)].append(pair.nodes)
+        draft.small.update(pair.grid)
+        for index, slot in sites:
+            draft.inputs[index][slot] = pair.output
+
+    def _add_constant(self, draft: _Draft, node: Node, slot: int) -> None:
+        """Put the quantized form of a constant in its place; some dialects quantize the bias with the weight."""
+        precision = draft.sites[node.index, slot]
+        data = draft.sites.get((node.index, 0))
+        if node.op not in self._dialect.linear_ops:
+            tensor = node.inputs[slot]
+            scale = self._scales.of(tensor, precision, shared=self._is_shared(draft, tensor))
+            found = {slot: self._constants.operand(tensor, precision, *scale)}
+        elif slot == 1 and self._dialect.bias == "int32" and precision == data == "int8":
+            shared = self._is_shared(draft, node.inputs[0])
+            found = self._constants.weight_and_bias(node, self._scales.of(node.inputs[0], "int8", shared=shared)[0])
+        else:
+            found = {slot: self._constants.weight(node, slot, precision)}
+        for place, stored in found.items():
+            draft.stored[stored.output] = stored
+            draft.inputs[node.index][place] = stored.output
+            draft.replaced[node.inputs[place]] += 1
+
+    def _is_shared(self, draft: _Draft, tensor: str) -> bool:
+        return bool(draft.shared) and self._scales.group(tensor) in draft.shared
+
+    def _dropped(self, draft: _Draft) -> frozenset[str]:
+        """Constants of the float model that nothing reads any more."""
+        return frozenset(name for name, count in draft.replaced.items() if count >= self._uses[name])
+
+    def _graph(self, draft: _Draft) -> list[bytes]:
+        """The pieces of the graph, but for its constants."""
+        nodes = self._unchanged.copy()
+        for index in {**draft.inputs, **draft.outputs}:
+            nodes[index] = self._pieces[index].rewired(draft.inputs.get(index, {}), draft.outputs.get(index, {}))
+        for index, pairs in draft.added.items():
+            if index != _AHEAD:
+                nodes[index] += b"".join(pairs)
+        ahead = [*draft.added.get(_AHEAD, ()), *(stored.node for stored in draft.stored.values())]
+        return [self._headers[1], *ahead, *nodes, *draft.small.values()]
+
+
+def _say(edge: Edge) -> str:
+    return (
+        f"edge {edge.tensor!r} -> input {edge.slot} of {edge.consumer!r}"
+        if edge.consumer
+        else f"output {edge.tensor!r}"
+    )

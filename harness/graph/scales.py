@@ -1,0 +1,180 @@
+"""Scales and zero points of activations, from calibrated ranges, in the form of a dialect.
+
+Tensors on both sides of an operator that only moves values keep one scale, so that their Q/DQ pairs cancel out and the
+operator runs on stored integers. The tensors around a Concat share one where all inputs of the Concat are quantized.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from onnx import numpy_helper
+
+from harness.errors import UserError
+from harness.graph import wire
+from harness.graph.dialects import Dialect
+from harness.graph.model import Model, Node
+from harness.graph.weights import FP8_MAX, STORAGE, Array, smallest_scale
+from harness.graph.wire import TAG, UNROUNDED
+
+__all__ = ["Pair", "Scales", "moves_values"]
+
+_MOVES = frozenset({
+    "MaxPool", "Reshape", "Transpose", "Flatten", "Slice", "Split", "Squeeze", "Unsqueeze", "Identity", "Expand",
+    "Tile", "DepthToSpace", "SpaceToDepth", "Gather",
+})  # fmt: skip
+_FLOATS = {"float": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+def moves_values(node: Node) -> bool:
+    """Whether every value of an operator's outputs is a value of its first input."""
+    if node.op == "Resize":
+        return bool(node.attributes.get("mode", "nearest") in ("nearest", b"nearest"))
+    return node.op in _MOVES
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A Q/DQ pair on an activation, encoded.
+
+    Attributes:
+        output: The dequantized tensor.
+        nodes: QuantizeLinear and DequantizeLinear, as records of a graph.
+        grid: Scale and zero point by name, as records of a graph.
+    """
+
+    output: str
+    nodes: bytes
+    grid: Mapping[str, bytes]
+
+
+class Scales:
+    """Scale and zero point of every activation; tensor groups are decided once, here.
+
+    Args:
+        model: The float model.
+        dialect: The form wanted.
+        ranges: Smallest and largest value of each activation.
+    """
+
+    def __init__(self, model: Model, dialect: Dialect, ranges: Mapping[str, tuple[float, float]]) -> None:
+        self._model = model
+        self._dialect = dialect
+        self._ranges = ranges
+        self._pairs: dict[tuple[str, str, bool, str | None], Pair] = {}
+        self._source: dict[str, str] = {}
+        links: dict[str, str] = {}
+        for node in model.nodes:
+            joined = node.op == "Concat"
+            if node.opaque or not (joined or moves_values(node)):
+                continue
+            for name in (*node.outputs, *(node.inputs if joined else ())):
+                links[_root(links, name)] = _root(links, node.inputs[0])
+                if not joined:
+                    self._source[name] = self._source.get(node.inputs[0], node.inputs[0])
+        self._members: dict[str, list[str]] = defaultdict(list)
+        for name in list(links):
+            self._members[_root(links, name)].append(name)
+        self._group = {name: root for root, names in self._members.items() for name in names}
+
+    def group(self, tensor: str) -> str:
+        """A name for the tensors that share a scale with this one where a Concat among them is quantized."""
+        return self._group.get(tensor, tensor)
+
+    def of(self, tensor: str, precision: str, *, shared: bool = False) -> tuple[Array, Array]:
+        """Scale and zero point of a tensor, as scalars; the scale has the tensor's type and is positive.
+
+        INT8 symmetric: amax / 127; affine: (high - low) / 255 over a range that includes 0 (Jacob et al. 2018,
+        "Quantization and training of neural networks", eqs. 1 and 12); FP8: amax / 448.
+
+        Args:
+            tensor: Its name.
+            precision: "int8" or "fp8".
+            shared: Whether the scale is that of the group around a Concat.
+
+        Raises:
+            UserError: No range is known, or it is not finite.
+        """
+        low, high = self._range(tensor, shared)
+        kind = self._model.types.get(tensor)
+        dtype = _FLOATS.get(kind.dtype if kind else "float", np.float32)
+        amax = max(-low, high)
+        if precision == "fp8":
+            return _scale(amax / FP8_MAX, dtype), np.zeros((), STORAGE["fp8"])
+        storage = STORAGE[self._dialect.activation]
+        if self._dialect.symmetric_activation:
+            zero = 128 if self._dialect.activation == "uint8" else 0
+            return _scale(amax / 127, dtype), np.asarray(zero, storage)
+        bounds = np.iinfo(storage)
+        scale = _scale((high - low) / 255, dtype)
+        zero = int(np.clip(round(bounds.min - low / float(scale)), bounds.min, bounds.max))
+        return scale, np.asarray(zero, storage)
+
+    def pair(self, tensor: str, precision: str, *, shared: bool = False, final: str | None = None) -> Pair:
+        """The Q/DQ pair on an activation, made once.
+
+        Args:
+            tensor: Its name.
+            precision: "int8" or "fp8".
+            shared: See `of`.
+            final: The precision at which this tensor leaves the model; such a pair takes over the tensor's name.
+
+        Raises:
+            UserError: See `of`.
+        """
+        key = (tensor, precision, shared, final)
+        if key not in self._pairs:
+            scale, zero = self.of(tensor, precision, shared=shared)
+            name = f"{tensor}{TAG}{precision}{'.shared' if shared else ''}"
+            source = tensor if final is None else tensor + UNROUNDED
+            output = tensor if final == precision else f"{name}.dq"
+            # Zero points are few and shared; scales are one per tensor.
+            grid = {f"{name}.scale": scale, f"{TAG}zero.{zero.dtype}.{float(zero):g}": zero}
+            nodes = wire.node("QuantizeLinear", (source, *grid), f"{name}.q")
+            nodes += wire.node("DequantizeLinear", (f"{name}.q", *grid), output, name=f"{name}.dq")
+            encoded = {key: wire.initializer(numpy_helper.from_array(value, key)) for key, value in grid.items()}
+            self._pairs[key] = Pair(output, nodes, encoded)
+        return self._pairs[key]
+
+    def _range(self, tensor: str, shared: bool) -> tuple[float, float]:
+        """The range that a tensor's scale is made from, widened to include 0."""
+        sources = self._members[self.group(tensor)] if shared else [self._source.get(tensor, tensor)]
+        bounds = [self._observed(name) for name in sources if self._known(name)] or [self._observed(tensor)]
+        return min(0.0, *(low for low, _ in bounds)), max(0.0, *(high for _, high in bounds))
+
+    def _known(self, tensor: str) -> bool:
+        return tensor in self._ranges or tensor in self._model.constants
+
+    def _observed(self, tensor: str) -> tuple[float, float]:
+        constant = self._model.constants.get(tensor)
+        if constant is not None:
+            values = numpy_helper.to_array(constant).astype(np.float32)
+            return float(values.min(initial=0)), float(values.max(initial=0))
+        if tensor not in self._ranges:
+            raise UserError(f"{self._model.source}: no range is known for tensor {tensor!r}; calibrate the model again")
+        low, high = self._ranges[tensor]
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise UserError(
+                f"{self._model.source}: the range of tensor {tensor!r} is ({low}, {high}), not finite; "
+                "look for inf or nan in the calibration data and in the float model's activations"
+            )
+        return low, high
+
+
+def _root(links: dict[str, str], name: str) -> str:
+    """The representative of a name in a forest of links (Tarjan 1975, union-find with path halving)."""
+    links.setdefault(name, name)
+    while links[name] != name:
+        links[name] = links[links[name]]
+        name = links[name]
+    return name
+
+
+def _scale(value: float, dtype: npt.DTypeLike) -> Array:
+    return np.asarray(max(value, smallest_scale(dtype)), dtype)

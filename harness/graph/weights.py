@@ -1,0 +1,116 @@
+"""Quantized constants: weights of linear operators (symmetric, one scale per output channel), other constants.
+
+Each is stored quantized behind a DequantizeLinear alone. OpenVINO 2026.4, ONNX Runtime and TensorRT fold that form
+into the same kernels as float weights behind a Q/DQ pair, and read a quarter of the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from harness.graph.model import Node
+
+__all__ = [
+    "FP8_MAX", "LEVELS", "STORAGE", "Array", "QuantizedTensor", "quantize_affine", "quantize_weight", "smallest_scale",
+    "weight_axis",
+]  # fmt: skip
+
+Array = npt.NDArray[Any]
+FP8_MAX = 448.0  # largest finite E4M3 value: Micikevicius et al. 2022, "FP8 formats for deep learning", table 1
+LEVELS: Mapping[str, float] = {"int8": 127.0, "fp8": FP8_MAX}
+STORAGE: dict[str, npt.DTypeLike] = {"int8": np.int8, "uint8": np.uint8, "fp8": ml_dtypes.float8_e4m3fn}
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A constant in quantized form.
+
+    Attributes:
+        values: Stored values, in the shape of the float constant.
+        scale: Scalar, or one per channel along `axis`; positive.
+        zero_point: Of the type of `values` and the shape of `scale`.
+        axis: Of the channels; None: one scale for the tensor.
+    """
+
+    values: Array
+    scale: Array
+    zero_point: Array
+    axis: int | None
+
+    @cached_property
+    def dequantized(self) -> Array:
+        """What a runtime computes with, in the type of the scale."""
+        shape = [1] * self.values.ndim
+        if self.axis is not None:
+            shape[self.axis] = -1
+        centred = self.values.astype(np.float32) - self.zero_point.astype(np.float32).reshape(shape or ())
+        return (centred * self.scale.astype(np.float32).reshape(shape or ())).astype(self.scale.dtype)
+
+
+def weight_axis(node: Node, slot: int, rank: int, transposed: int | None = 1) -> int | None:
+    """Output-channel axis of the weight at an input of a linear operator; None: one scale for the tensor.
+
+    Args:
+        node: Conv [K, C, ...], ConvTranspose [C, K, ...], Gemm [K, N] or transB [N, K], MatMul [..., K, N].
+        slot: The input that holds the weight; one on the left of Gemm or MatMul has no output channels.
+        rank: Number of axes of the weight.
+        transposed: The axis for ConvTranspose, where one exists (see `Dialect.transposed_axis`); with groups the
+            axis holds the channels of one group, so there is none.
+    """
+    if slot != 1 or rank < 2:
+        return None
+    if node.op == "Conv":
+        return 0
+    if node.op == "ConvTranspose":
+        return transposed if node.attributes.get("group", 1) == 1 else None
+    if node.op == "Gemm":
+        return 0 if node.attributes.get("transB", 0) else 1
+    return rank - 1 if node.op == "MatMul" else None
+
+
+def quantize_weight(weight: Array, axis: int | None, precision: str, floor: Array | float = 0.0) -> QuantizedTensor:
+    """Quantize a weight symmetrically: scale = amax / 127 (INT8) or amax / 448 (FP8 E4M3).
+
+    Channels of zeros take the largest scale of the tensor, so that a bias expressed in it stays representable.
+
+    Args:
+        weight: Float values.
+        axis: See `weight_axis`.
+        precision: "int8" or "fp8".
+        floor: Smallest allowed scale, for each channel or for all.
+    """
+    values = weight.astype(np.float32)
+    others = tuple(i for i in range(values.ndim) if i != axis) if axis is not None else None
+    amax = np.abs(values).max(axis=others) if values.size else np.float32(0)
+    scale = np.maximum(np.asarray(amax, np.float32) / np.float32(LEVELS[precision]), floor)
+    smallest = smallest_scale(weight.dtype)
+    scale = np.where(scale < smallest, np.maximum(scale.max(initial=0), smallest), scale).astype(weight.dtype)
+    shape = [1] * values.ndim
+    if axis is not None:
+        shape[axis] = -1
+    scaled = values / scale.astype(np.float32).reshape(shape)
+    limit = LEVELS[precision]
+    stored = np.clip(np.rint(scaled) if precision == "int8" else scaled, -limit, limit).astype(STORAGE[precision])
+    return QuantizedTensor(stored, scale, np.zeros(scale.shape, STORAGE[precision]), axis)
+
+
+def quantize_affine(values: Array, scale: Array, zero_point: Array) -> QuantizedTensor:
+    """Quantize a constant like an activation: one scale and one zero point (ONNX QuantizeLinear, "y = x / s + z")."""
+    scaled = values.astype(np.float32) / scale.astype(np.float32)
+    if zero_point.dtype == STORAGE["fp8"]:
+        return QuantizedTensor(np.clip(scaled, -FP8_MAX, FP8_MAX).astype(zero_point.dtype), scale, zero_point, None)
+    info = np.iinfo(zero_point.dtype)
+    stored = np.clip(np.rint(scaled) + int(zero_point), info.min, info.max).astype(zero_point.dtype)
+    return QuantizedTensor(stored, scale, zero_point, None)
+
+
+def smallest_scale(dtype: npt.DTypeLike) -> float:
+    """The scale of what is always zero: positive as TensorRT demands, and the product of two stays a normal float."""
+    return max(1e-10, float(ml_dtypes.finfo(dtype).smallest_subnormal))  # type: ignore[no-untyped-call]

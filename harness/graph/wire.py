@@ -1,0 +1,172 @@
+"""ONNX files by concatenation: a protobuf message is the concatenation of its encoded fields, in any order.
+
+A candidate differs from its model in a few per cent of the nodes, so every node and tensor is encoded once and a
+candidate's file is joined from the pieces. Field numbers are those of onnx.proto3; the encoding is that of
+protobuf.dev/programming-guides/encoding (length-delimited records, wire type 2).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
+
+__all__ = [
+    "TAG",
+    "UNROUNDED",
+    "DataFile",
+    "NodePieces",
+    "attribute",
+    "header",
+    "initializer",
+    "model",
+    "node",
+    "record",
+]
+
+TAG = "@qdq."
+"""What follows the name of a tensor of the float model in the names that belong to its Q/DQ pairs."""
+UNROUNDED = f"{TAG}float"
+"""What follows the name of a model output in front of its Q/DQ pair, which takes over the name itself."""
+
+_NODE, _INITIALIZER = 1, 5  # GraphProto
+_GRAPH = 7  # ModelProto
+_INPUT, _OUTPUT, _NAME, _OP, _ATTRIBUTE = 1, 2, 3, 4, 5  # NodeProto
+_ALIGNMENT = 64  # bytes; a cache line, so that runtimes can use mapped weights in place
+
+
+def record(number: int, payload: bytes) -> bytes:
+    """One length-delimited field with a number below 16."""
+    size = len(payload)
+    head = bytearray((number << 3 | 2,))
+    while size > 0x7F:
+        head.append(size & 0x7F | 0x80)
+        size >>= 7
+    head.append(size)
+    return bytes(head) + payload
+
+
+class NodePieces:
+    """An encoded node whose inputs and outputs can be replaced by name."""
+
+    __slots__ = ("_rest", "inputs", "outputs", "unchanged")
+
+    def __init__(self, proto: NodeProto) -> None:
+        self.inputs = [_text(_INPUT, name) for name in proto.input]
+        self.outputs = [_text(_OUTPUT, name) for name in proto.output]
+        rest = NodeProto()
+        rest.CopyFrom(proto)
+        rest.ClearField("input")
+        rest.ClearField("output")
+        self._rest = rest.SerializeToString(deterministic=True)
+        self.unchanged = self.rewired({}, {})
+
+    def rewired(self, inputs: Mapping[int, str], outputs: Mapping[int, str]) -> bytes:
+        """The node as a record of its graph, with other names at some inputs and outputs."""
+        parts = [*self.inputs, *self.outputs, self._rest]
+        for slot, name in inputs.items():
+            parts[slot] = _text(_INPUT, name)
+        for slot, name in outputs.items():
+            parts[len(self.inputs) + slot] = _text(_OUTPUT, name)
+        return record(_NODE, b"".join(parts))
+
+
+def node(op: str, inputs: Iterable[str], output: str, *, attributes: bytes = b"", name: str = "") -> bytes:
+    """A node of the default domain with one output, by default named after it, as a record of its graph."""
+    names = b"".join(_text(_INPUT, name) for name in inputs)
+    return record(_NODE, names + _text(_OUTPUT, output) + _text(_NAME, name or output) + _text(_OP, op) + attributes)
+
+
+def attribute(name: str, value: int) -> bytes:
+    """An integer attribute as a record of its node."""
+    proto = AttributeProto(name=name, i=value, type=AttributeProto.INT)
+    return record(_ATTRIBUTE, proto.SerializeToString(deterministic=True))
+
+
+def initializer(tensor: TensorProto) -> bytes:
+    """A tensor as a record of its graph."""
+    return record(_INITIALIZER, tensor.SerializeToString(deterministic=True))
+
+
+def header(message: GraphProto | ModelProto) -> bytes:
+    """Everything of a graph but its nodes and initializers, or everything of a model but its graph."""
+    omitted = ("graph",) if isinstance(message, ModelProto) else ("node", "initializer")
+    kept = type(message)()
+    for descriptor, value in message.ListFields():  # never copy the omitted fields: they hold the weights
+        if descriptor.name in omitted:
+            continue
+        if descriptor.is_repeated:
+            getattr(kept, descriptor.name).extend(value)
+        elif descriptor.message_type is not None:
+            getattr(kept, descriptor.name).CopyFrom(value)
+        else:
+            setattr(kept, descriptor.name, value)
+    encoded: bytes = kept.SerializeToString(deterministic=True)
+    return encoded
+
+
+def model(model_header: bytes, graph: Iterable[bytes]) -> bytes:
+    """A whole model from its header and the pieces of its graph."""
+    return model_header + record(_GRAPH, b"".join(graph))
+
+
+class DataFile:
+    """Large tensors in one external data file (ONNX external data format), named by its content.
+
+    Args:
+        tensors: By name, their values in `raw_data`. Never changed afterwards.
+    """
+
+    def __init__(self, tensors: Mapping[str, TensorProto]) -> None:
+        self._tensors = tensors
+
+    @cached_property
+    def name(self) -> str:
+        """File name: equal exactly where the content is equal, so a file that exists needs no writing."""
+        digest = hashlib.blake2b(digest_size=8)
+        for chunk in self._chunks():
+            digest.update(chunk)
+        return f"{digest.hexdigest()}.weights"
+
+    @cached_property
+    def references(self) -> Mapping[str, bytes]:
+        """Initializers that point into the file, as records of a graph, by tensor name."""
+        found, offset = {}, 0
+        for name, tensor in self._tensors.items():
+            size = len(_raw(tensor))
+            outside = TensorProto(name=name, data_type=tensor.data_type, dims=tensor.dims)
+            outside.data_location = TensorProto.EXTERNAL
+            for key, value in (("location", self.name), ("offset", str(offset)), ("length", str(size))):
+                outside.external_data.add(key=key, value=value)
+            found[name] = initializer(outside)
+            offset += size + -size % _ALIGNMENT
+        return found
+
+    def write(self, folder: Path) -> None:
+        """Write the file where it does not exist; safe against other processes that do the same."""
+        path = folder / self.name
+        if path.exists():
+            return
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        with partial.open("wb") as file:
+            file.writelines(self._chunks())
+        partial.replace(path)
+
+    def _chunks(self) -> Iterable[bytes]:
+        for tensor in self._tensors.values():
+            raw = _raw(tensor)
+            yield raw
+            yield bytes(-len(raw) % _ALIGNMENT)
+
+
+def _raw(tensor: TensorProto) -> bytes:
+    raw: bytes = tensor.raw_data
+    return raw
+
+
+def _text(number: int, text: str) -> bytes:
+    return record(number, text.encode())
