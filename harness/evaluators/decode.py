@@ -114,9 +114,9 @@ def decode_nanodet(
 
 
 def decode_shapes(
-    outputs: Mapping[str, Array], prepared: Prepared, size: Size, score: float = 0.01, nms: float = 0.6
+    outputs: Mapping[str, Array], prepared: Prepared, size: Size, score: float = 0.001, nms: float = 0.65
 ) -> Detections:
-    """The zoo's detector: boxes decoded in the graph, in input pixels (layout: `harness.zoo`).
+    """The zoo's detector: boxes decoded in the graph, in input pixels (layout and thresholds: `harness.zoo.detector`).
 
     Args:
         outputs: One output, 1 x cells x (centre x, centre y, width, height, one score a class).
