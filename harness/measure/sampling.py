@@ -24,7 +24,7 @@ __all__ = ["Samples", "fixed_inputs", "take"]
 WINDOW = 5
 """Inferences whose medians are compared to see whether an engine is still warming up."""
 LONGEST_WARMUP = 5
-"""An engine that is not steady after so many times the warm-up, or so many windows, is taken as it is."""
+"""An engine that is not steady after so many times the warm-up is taken as it is."""
 STEADY = 0.02
 """Medians that differ by no more than this share are equal for the purpose of warm-up and drift."""
 
@@ -96,25 +96,21 @@ def fixed_inputs(types: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], see
 
 def _warm_up(probe: Probe, sampling: Sampling) -> tuple[int, bool]:
     """Run without counting; the number of inferences, and whether the engine became steady."""
-    count, spent_ms = 0, 0.0
-    while spent_ms < sampling.warmup_ms:
-        # Doubling keeps the calls few for fast engines and overshoots a slow one by one inference at most.
+    readings: list[float] = []
+    while sampling.warmup_ms:
+        spent_ms, count = sum(readings), len(readings)
         missing = math.ceil((sampling.warmup_ms - spent_ms) * count / spent_ms) if count else 1
-        readings = _read(probe, max(1, min(count, missing)))
-        count += len(readings)
-        spent_ms += sum(readings)
-    before = _read(probe, WINDOW)
-    limit_ms = LONGEST_WARMUP * max(sampling.warmup_ms, sum(before))
-    spent_ms, windows = 0.0, 1
-    while True:
-        after = _read(probe, WINDOW)
-        spent_ms, windows = spent_ms + sum(after), windows + 1
-        # Only a falling latency is warm-up; a rising one is for the check on drift.
-        if np.median(after) >= np.median(before) * (1 - STEADY):
-            return count + windows * WINDOW, True
-        if spent_ms >= limit_ms or windows >= 20 * LONGEST_WARMUP:
-            return count + windows * WINDOW, False
-        before = after
+        if missing <= 0 and count > 1:
+            width = min(WINDOW, count // 2)
+            # Only a falling latency is warm-up; a rising one is left to the check on drift.
+            if np.median(readings[-width:]) >= np.median(readings[-2 * width : -width]) * (1 - STEADY):
+                break
+            if spent_ms >= LONGEST_WARMUP * sampling.warmup_ms:
+                return count, False
+            missing = WINDOW
+        # Doubling keeps the calls few for fast engines and overshoots a slow one by one inference at most.
+        readings += _read(probe, max(1, min(count, missing)))
+    return len(readings), True
 
 
 def _collect(probe: Probe, sampling: Sampling) -> list[float]:

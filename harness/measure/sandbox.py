@@ -289,11 +289,9 @@ def _attempt(stage: str, work: Callable[[], T]) -> T | Failed:
     except UserError:
         raise
     except Exception as error:  # plug-ins and runtimes raise what they like
-        said, trace = str(error), ""
+        said, trace = f"{type(error).__name__}: {error}", _tail(traceback.format_exc())
         if isinstance(error, CandidateError):
-            stage = error.stage
-        else:
-            said, trace = f"{type(error).__name__}: {error}", _tail(traceback.format_exc())
+            stage, said, trace = error.stage, str(error), ""
         wall_s = time.perf_counter() - started_s
         return Failed(stage=stage, reason=" ".join(said.split())[:500], log_tail=trace, wall_s=wall_s)
 

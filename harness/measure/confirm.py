@@ -1,0 +1,307 @@
+"""Confirmation: winners and baselines built afresh, timed in random turns, judged by paired ratios.
+
+The samples of a search choose, these report: whoever looked best by luck does not keep it here. Every
+fresh worker holds the baseline twice; the second is its A/A twin, so the noise floor comes from the
+same builds, the same minutes and the same arithmetic as the speedups that it limits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from harness.api import Candidate
+from harness.errors import UserError
+from harness.measure.engines import MAIN, Engines
+from harness.measure.stats import Interval, Verdict, block_ci, floor_from, paired_ratio_ci, verdict
+from harness.records import Failed
+from harness.run.config import Confirmation, Sampling
+
+__all__ = [
+    "GROUP", "TWIN", "Block", "Dropped", "Event", "Row", "RowSummary", "Summary", "confirm", "decode_event",
+    "encode_event", "summarise",
+]  # fmt: skip
+
+GROUP = 6
+"""Rows that are open at once beside the baseline and its twin; more would cost memory, not precision."""
+TWIN = "A/A twin"
+WARMUP_MS = 10.0
+"""Before each turn: enough to bring an engine that others pushed out back into the caches."""
+_LOST = ("crash", "timeout")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table: a model on one of the benchmarkers that the workers have."""
+
+    name: str
+    candidate: Candidate
+    benchmarker: str = MAIN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One turn of one row.
+
+    Attributes:
+        build: Number of the fresh build.
+        group: Number of the worker within the build; rows are compared with the baseline of their own worker.
+        round: Number of the turn.
+        row: `Row.name`, or `TWIN`.
+        samples_ms: Latency of each inference, in order.
+    """
+
+    build: int
+    group: int
+    round: int
+    row: str
+    samples_ms: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """A row that failed; what it gave in this build does not count."""
+
+    build: int
+    group: int
+    row: str
+    failed: Failed
+
+
+Event = Block | Dropped
+OpenEngines = Callable[[], AbstractContextManager[Engines]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSummary:
+    """What the confirmation says of one row.
+
+    Attributes:
+        latency_ms: Median latency.
+        speedup: Latency of the baseline over that of the row, paired by turns.
+        builds: Fresh builds that were tried.
+        builds_ok: Those that gave readings.
+    """
+
+    latency_ms: Interval
+    speedup: Interval
+    verdict: Verdict
+    builds: int
+    builds_ok: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What the confirmation says.
+
+    Attributes:
+        floor: Gain of the baseline over its twin; smaller ones are ties.
+        builds: Number of builds that every row went through to the end.
+        rows: By name, the baseline among them; rows without any reading are absent.
+        failed: By name, the last failure of each row that has one.
+    """
+
+    floor: float
+    builds: int
+    rows: Mapping[str, RowSummary]
+    failed: Mapping[str, Failed]
+
+
+def confirm(
+    rows: Sequence[Row],
+    baseline: Row,
+    *,
+    open_engines: OpenEngines,
+    plan: Confirmation,
+    rng: np.random.Generator,
+    done: Iterable[Event] = (),
+) -> Iterator[Event]:
+    """Time the rows against the baseline; whoever iterates writes each event down as it happens.
+
+    For each of `plan.builds` and each group of rows: a fresh worker builds them all, then each gets its
+    turn in each of `plan.rounds`, in random order. A row that fails drops out of that build; where it took
+    the worker with it, the others start again in a fresh one.
+
+    Args:
+        open_engines: Gives fresh engines.
+        done: Events of an interrupted confirmation of the same rows; finished workers are not repeated,
+            an unfinished one starts again and its events replace the earlier ones.
+
+    Raises:
+        UserError: The baseline failed, so there is nothing to compare with.
+        ValueError: Two rows share a name.
+    """
+    names = [baseline.name, TWIN, *(row.name for row in rows)]
+    if len(set(names)) != len(names):
+        raise ValueError(f"rows of a confirmation need names of their own, but got {', '.join(names)}")
+    groups = [rows[start : start + GROUP] for start in range(0, len(rows), GROUP)] or [()]
+    finished = _finished(_Readings(done), plan.rounds)
+    for build, streams in enumerate(rng.spawn(plan.builds)):
+        for group, (members, stream) in enumerate(zip(groups, streams.spawn(len(groups)), strict=True)):
+            wanted = {baseline.name, TWIN, *(row.name for row in members)}
+            if wanted <= finished[build, group]:
+                continue
+            yield from _Turns(build, group, baseline, plan, stream).run(members, open_engines)
+
+
+class _Turns:
+    """One group of rows in one build."""
+
+    def __init__(self, build: int, group: int, baseline: Row, plan: Confirmation, rng: np.random.Generator) -> None:
+        self._key = {"build": build, "group": group}
+        self._bases = (baseline, replace(baseline, name=TWIN))
+        self._rounds = plan.rounds
+        count = max(3, plan.samples)
+        self._sampling = Sampling(warmup_ms=WARMUP_MS, min_samples=count, max_samples=count)
+        self._rng = rng
+
+    def run(self, members: Sequence[Row], open_engines: OpenEngines) -> Iterator[Event]:
+        """Events of this group, over as many workers as its rows wear out."""
+        alive = {row.name: row for row in (*self._bases, *members)}
+        intact = False
+        while not intact:
+            with open_engines() as engines:
+                intact = yield from self._worker(engines, alive)
+
+    def _worker(self, engines: Engines, alive: dict[str, Row]) -> Generator[Event, None, bool]:
+        """Events of one worker's life; rows that fail leave `alive`. False where the worker died early."""
+        handles: dict[str, int] = {}
+        for row in self._shuffled(alive):
+            built = engines.build(alive[row].candidate, alive[row].benchmarker)
+            if isinstance(built, Failed):
+                yield self._drop(row, built, alive)
+                if built.stage in _LOST:
+                    return False
+            else:
+                handles[row] = built.handle
+        for number in range(self._rounds):
+            for row in self._shuffled(alive):
+                samples = engines.sample(handles[row], self._sampling)
+                if isinstance(samples, Failed):
+                    yield self._drop(row, samples, alive)
+                    if samples.stage in _LOST:
+                        return False
+                else:
+                    yield Block(**self._key, round=number, row=row, samples_ms=samples.latency_ms)
+        return True
+
+    def _drop(self, row: str, failed: Failed, alive: dict[str, Row]) -> Dropped:
+        if row in [base.name for base in self._bases]:
+            raise UserError(
+                f"the baseline failed in the confirmation, so there is nothing to compare with; {failed.stage}: "
+                f"{failed.reason}\n{failed.log_tail}"
+            )
+        del alive[row]
+        return Dropped(**self._key, row=row, failed=failed)
+
+    def _shuffled(self, rows: Mapping[str, Row]) -> list[str]:
+        names = list(rows)
+        return [names[index] for index in self._rng.permutation(len(names))]
+
+
+Key = tuple[int, int]
+
+
+class _Readings:
+    """Events put in order: for each row and each of its workers (build, group) the turns that count."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self.turns: dict[str, dict[Key, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+        self.failed: dict[str, dict[Key, Failed]] = defaultdict(dict)
+        for event in events:
+            key = (event.build, event.group)
+            if isinstance(event, Block):
+                self.turns[event.row][key][event.round] = float(np.median(event.samples_ms))
+                self.failed[event.row].pop(key, None)
+            else:
+                self.turns[event.row].pop(key, None)
+                self.failed[event.row][key] = event.failed
+
+    def paired(self, row: str, base: str) -> tuple[list[list[float]], list[list[float]]]:
+        """For each worker that has both, the base's and the row's readings in the turns that both have."""
+        pairs = []
+        for key, turns in self.turns[row].items():
+            other = self.turns[base].get(key, {})
+            shared = sorted(set(turns) & set(other))
+            if shared:
+                pairs.append(([other[turn] for turn in shared], [turns[turn] for turn in shared]))
+        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+
+def summarise(events: Iterable[Event], baseline: str, floor: float = 0.0) -> Summary:
+    """Latency, speedup and verdict of each row.
+
+    Args:
+        baseline: Name of the baseline's row.
+        floor: Known noise floor; the one of these events is used where it is larger.
+    """
+    readings = _Readings(events)
+    bases, twins = readings.paired(TWIN, baseline)
+    ratios = [float(np.median(np.divide(base, twin))) for base, twin in zip(bases, twins, strict=True)]
+    floor = max(floor, floor_from(ratios))
+    rows = {}
+    for name in (name for name in readings.turns if name != TWIN):
+        base, own = readings.paired(name, baseline)
+        if own:
+            speedup = paired_ratio_ci(base, own)
+            rows[name] = RowSummary(
+                latency_ms=block_ci(own),
+                speedup=speedup,
+                verdict=verdict(speedup, floor),
+                builds=len(own) + len(readings.failed[name]),
+                builds_ok=len(own),
+            )
+    failed = {name: list(found.values())[-1] for name, found in readings.failed.items() if found}
+    return Summary(floor=floor, builds=_complete_builds(readings), rows=rows, failed=failed)
+
+
+def _finished(readings: _Readings, rounds: int) -> Mapping[Key, set[str]]:
+    """The rows that went through to the end, or failed, in each worker."""
+    found: dict[Key, set[str]] = defaultdict(set)
+    for row in {*readings.turns, *readings.failed}:
+        for key, turns in readings.turns[row].items():
+            if len(turns) >= rounds:
+                found[key].add(row)
+        for key in readings.failed[row]:
+            found[key].add(row)
+    return found
+
+
+def _complete_builds(readings: _Readings) -> int:
+    rounds = max((len(turns) for found in readings.turns.values() for turns in found.values()), default=0)
+    finished = _finished(readings, rounds)
+    rows: dict[int, set[str]] = defaultdict(set)
+    for (build, _), names in finished.items():
+        rows[build] |= names
+    everyone = set().union(*rows.values()) if rows else set()
+    return sum(names == everyone for names in rows.values())
+
+
+def encode_event(event: Event) -> str:
+    """One line of JSON, without the newline."""
+    kind = "block" if isinstance(event, Block) else "dropped"
+    return json.dumps({"kind": kind, **asdict(event)}, separators=(",", ":"), allow_nan=False)
+
+
+def decode_event(text: str) -> Event:
+    """Read one line back.
+
+    Raises:
+        ValueError: Not one of ours; the text says what is wrong with it.
+    """
+    body: dict[str, Any] = json.loads(text)
+    kind = body.pop("kind", None) if isinstance(body, dict) else None
+    try:
+        if kind == "block":
+            return Block(**{**body, "samples_ms": tuple(body["samples_ms"])})
+        if kind == "dropped":
+            return Dropped(**{**body, "failed": Failed(**body["failed"])})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"line of a confirmation lacks or adds a field ({error}): {text[:80]}") from error
+    raise ValueError(f"not a line of a confirmation: {text[:80]}")
