@@ -10,7 +10,8 @@ Built on `onnxruntime.quantization.calibrate` (ONNX Runtime 1.24). What differs 
   middle bin as zero; its time grows with the square of the bins.
 - Percentile keeps the 2048 bins and cuts (100 - percentile) / 2 per cent on each side, because the ranges here are not
   symmetric yet; the default for "symmetric" would be a histogram of absolute values.
-- float16 activations are counted as float32: 2048 edges of float16 collapse onto one another.
+- Histograms are counted in float64: 2048 edges of float16 collapse onto one another, and the width of a histogram from
+  -3.4e38, the masked scores of many transformers, overflows float32.
 - A histogram never outgrows 4 times its first number of bins: `merge_histogram` keeps the width of the first batch's
   bins, so one quiet image in front would ask for gigabytes.
 """
@@ -147,7 +148,7 @@ class Histograms(HistogramCollector):  # type: ignore[misc]
             for values in parts:
                 if values.size:
                     _extremes(name, values)
-                    self.collect_value({name: values.astype(np.float32, copy=False)})
+                    self.collect_value({name: values.astype(np.float64)})
 
     def merge_histogram(self, old: Any, values: Array, low: Any, high: Any, threshold: Any) -> Any:
         """As ONNX Runtime does, after widening the old bins where it would make too many new ones."""

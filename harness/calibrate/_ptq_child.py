@@ -58,11 +58,11 @@ def modelopt_ptq(request: dict[str, Any], reader: _Reader) -> None:
 
     Source: `modelopt.onnx.quantization.quantize` 0.47; "max" is its word for minmax.
     """
-    from modelopt.onnx.quantization import quantize
-
     methods = {"minmax": "max", "entropy": "entropy"}
     if request["method"] not in methods:
         raise ValueError(f"calibrates by {' or '.join(methods)}, not by {request['method']}")
+    from modelopt.onnx.quantization import quantize
+
     quantize(
         request["model"],
         quantize_mode=request["precision"],
@@ -84,10 +84,10 @@ def ort_static(request: dict[str, Any], reader: _Reader) -> None:
     read one batch at a time; without it the entropy method holds all activations of all batches.
     Source: `onnxruntime.quantization.quantize` 1.24.
     """
-    from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
-
     if request["precision"] != "int8":
         raise ValueError(f"quantizes to int8, not to {request['precision']}")
+    from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
+
     methods = {
         "minmax": CalibrationMethod.MinMax,
         "entropy": CalibrationMethod.Entropy,
@@ -110,6 +110,7 @@ def ort_static(request: dict[str, Any], reader: _Reader) -> None:
             "QDQKeepRemovableActivations": True,
             "CalibStridedMinMax": 1,
             "CalibPercentile": request["percentile"],
+            "CalibTensorRangeSymmetric": request["symmetric"],
         },
     )
 
