@@ -1,9 +1,12 @@
-"""Clean-up of a model before anything is placed in it, and passes of ONNX that must not carry the weights."""
+"""Clean-up of a model before anything is placed in it.
+
+Meanwhile large weights are kept outside of the model and stand in it as inputs (`detach`, `attach`): ONNX's
+passes serialize the model, which ends at 2 GiB, and protobuf copies a tensor whenever it changes its place.
+"""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,12 +18,15 @@ from onnx_graphsurgeon.util.exception import OnnxGraphSurgeonException
 from harness.errors import UserError
 from harness.graph.model import captures, graphs, subgraphs
 
-__all__ = ["is_known", "lower_constants", "mask_unknown", "name_nodes", "through_light", "tidy", "unmask"]
+__all__ = [
+    "Weights", "attach", "detach", "is_known", "lower_constants", "mask_unknown", "name_nodes", "tidy", "unmask",
+]  # fmt: skip
 
-logger = logging.getLogger(__name__)
+Weights = dict[str, onnx.TensorProto]
+"""Detached initializers by name."""
 
-LIGHT_BYTES = 4096
-"""Larger weights stay outside of ONNX's C++ passes, which serialize the model and end at 2 GiB."""
+LARGE_BYTES = 4096
+"""Initializers above this size are weights; smaller ones may be shapes, which inference wants to see."""
 
 FOLD_BYTES = 1 << 28
 """Constants larger than this are not computed ahead."""
@@ -33,24 +39,21 @@ _NOT_FOLDED = frozenset(
 )  # fmt: skip
 
 
-def through_light(proto: onnx.ModelProto, transform: Callable[[onnx.ModelProto], onnx.ModelProto]) -> onnx.ModelProto:
-    """Apply a pass to a model whose large weights are inputs meanwhile; where it raises, `proto` is whole again."""
-    graph = proto.graph
-    large = [tensor for tensor in graph.initializer if tensor.ByteSize() > LIGHT_BYTES]
-    small = [tensor for tensor in graph.initializer if tensor.ByteSize() <= LIGHT_BYTES]
-    names = {tensor.name for tensor in large}
-    del graph.initializer[:]
-    graph.initializer.extend(small)
-    graph.input.extend(helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in large)
-    result = proto
-    try:
-        result = transform(proto)
-    finally:
-        inputs = [value for value in result.graph.input if value.name not in names]
-        del result.graph.input[:]
-        result.graph.input.extend(inputs)
-        result.graph.initializer.extend(large)
-    return result
+def detach(graph: onnx.GraphProto) -> Weights:
+    """Take the large initializers out of the main graph, in place, and make them its inputs."""
+    weights = {tensor.name: tensor for tensor in graph.initializer if tensor.ByteSize() > LARGE_BYTES}
+    if weights:
+        _replace(graph.initializer, [tensor for tensor in graph.initializer if tensor.name not in weights])
+        graph.input.extend(helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in weights.values())
+    return weights
+
+
+def attach(graph: onnx.GraphProto, weights: Weights) -> None:
+    """Undo `detach` for all weights that are still used, and forget the others, in place."""
+    used = {name for node in graph.node for name in (*node.input, *captures(node))}
+    used.update(value.name for value in graph.output)
+    _replace(graph.input, [value for value in graph.input if value.name not in weights])
+    graph.initializer.extend(tensor for name, tensor in weights.items() if name in used)
 
 
 def is_known(node: onnx.NodeProto, opsets: dict[str, int]) -> bool:
@@ -84,9 +87,7 @@ def unmask(proto: onnx.ModelProto) -> None:
         for node in graph.node:
             if node.domain.startswith(MASK):
                 node.domain = node.domain.removeprefix(MASK)
-    kept = [opset for opset in proto.opset_import if not opset.domain.startswith(MASK)]
-    del proto.opset_import[:]
-    proto.opset_import.extend(kept)
+    _replace(proto.opset_import, [opset for opset in proto.opset_import if not opset.domain.startswith(MASK)])
 
 
 def name_nodes(graph: onnx.GraphProto) -> None:
@@ -115,11 +116,10 @@ def lower_constants(graph: onnx.GraphProto) -> None:
             value.name = node.output[0]
             graph.initializer.append(value)
     if len(rest) < len(graph.node):
-        del graph.node[:]
-        graph.node.extend(rest)
+        _replace(graph.node, rest)
 
 
-def tidy(graph: onnx.GraphProto, opsets: dict[str, int], source: str) -> None:
+def tidy(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weights, source: str) -> None:
     """Sort, fold constants and drop what no output needs, in place, through onnx-graphsurgeon.
 
     It decides on a copy; its decisions are carried back, so that attributes, types and weights are
@@ -131,29 +131,33 @@ def tidy(graph: onnx.GraphProto, opsets: dict[str, int], source: str) -> None:
     """
     shown = onnx.ModelProto(graph=onnx.GraphProto(name=graph.name or "main"), ir_version=10)
     shown.opset_import.extend(helper.make_opsetid(domain, version) for domain, version in opsets.items())
-    shown.graph.input.extend(graph.input)
     shown.graph.output.extend(graph.output)
     shown.graph.initializer.extend(graph.initializer)
     shown.graph.sparse_initializer.extend(graph.sparse_initializer)
     boxed = {node.name for node in graph.node if any(subgraphs(node)) or not is_known(node, opsets)}
     shown.graph.node.extend(_box(node) if node.name in boxed else node for node in graph.node)
+    foldable = _foldable(shown.graph, weights)
+    needed = {name: weights[name] for node in foldable for name in node.input if name in weights}
+    shown.graph.initializer.extend(needed.values())
+    shown.graph.input.extend(value for value in graph.input if value.name not in needed)
+    names = {node.name for node in foldable}
     try:
         with G_LOGGER.suppress(G_LOGGER.CRITICAL + 1):
             surgeon = gs.import_onnx(shown)
             if not _is_sorted(shown.graph):  # an order that is right is kept, as the file's author meant it
                 surgeon.toposort()
-            if _has_foldable(shown.graph):  # the pass copies the whole graph, so it is worth asking
+            if foldable:
                 surgeon.fold_constants(
                     fold_shapes=False,
                     recurse_subgraphs=False,
                     flatten_subgraphs=False,
                     size_threshold=FOLD_BYTES,
-                    should_exclude_node=lambda node: node.name in boxed or node.op in _NOT_FOLDED,
+                    should_exclude_node=lambda node: node.name not in names,
                 )
             surgeon.cleanup()
     except OnnxGraphSurgeonException as error:
         raise UserError(f"{source}: its nodes cannot be put in order: {error}; export the model again") from error
-    _carry_back(graph, surgeon, boxed)
+    _carry_back(graph, surgeon, boxed, weights)
 
 
 def _is_sorted(graph: onnx.GraphProto) -> bool:
@@ -165,12 +169,15 @@ def _is_sorted(graph: onnx.GraphProto) -> bool:
     return True
 
 
-def _has_foldable(graph: onnx.GraphProto) -> bool:
-    constants = {tensor.name for tensor in graph.initializer} | {""}
-    return any(
-        constants.issuperset(node.input) and node.domain != _BOX and node.op_type not in _NOT_FOLDED
-        for node in graph.node
-    )
+def _foldable(graph: onnx.GraphProto, weights: Weights) -> list[onnx.NodeProto]:
+    """Nodes that depend on constants alone (in a graph out of order perhaps not all of them)."""
+    constants = {tensor.name for tensor in graph.initializer} | weights.keys() | {""}
+    found = []
+    for node in graph.node:
+        if constants.issuperset(node.input) and node.domain != _BOX and node.op_type not in _NOT_FOLDED:
+            constants.update(node.output)
+            found.append(node)
+    return found
 
 
 def _box(node: onnx.NodeProto) -> onnx.NodeProto:
@@ -178,26 +185,30 @@ def _box(node: onnx.NodeProto) -> onnx.NodeProto:
     return onnx.NodeProto(name=node.name, op_type=node.op_type, domain=_BOX, input=inputs, output=node.output)
 
 
-def _carry_back(graph: onnx.GraphProto, surgeon: gs.Graph, boxed: set[str]) -> None:
+def _carry_back(graph: onnx.GraphProto, surgeon: gs.Graph, boxed: set[str], weights: Weights) -> None:
     by_name = {node.name: node for node in graph.node}
     nodes = []
     for decided in surgeon.nodes:
         node = by_name[decided.name]
         if node.name not in boxed:
-            del node.input[:]
-            node.input.extend(tensor.name for tensor in decided.inputs)
+            _replace(node.input, [tensor.name for tensor in decided.inputs])
         nodes.append(node)
     known = {tensor.name: tensor for tensor in graph.initializer}
     constants = [t for t in surgeon.tensors().values() if isinstance(t, gs.Constant)]
-    sparse = {tensor.values.name for tensor in graph.sparse_initializer}
+    elsewhere = {tensor.values.name for tensor in graph.sparse_initializer} | weights.keys()
     initializers = [
         known[t.name] if t.name in known else numpy_helper.from_array(np.asarray(t.values), t.name)
         for t in constants
-        if t.name not in sparse
+        if t.name not in elsewhere
     ]
-    for field, values in ((graph.node, nodes), (graph.initializer, initializers)):
-        del field[:]
-        field.extend(values)
+    _replace(graph.node, nodes)
+    _replace(graph.initializer, initializers)
+
+
+def _replace(field: Any, values: list[Any]) -> None:
+    """Give a repeated field of protobuf new contents; `values` may be some of the old."""
+    del field[:]
+    field.extend(values)
 
 
 def _constant(node: onnx.NodeProto) -> onnx.TensorProto | None:

@@ -24,6 +24,8 @@ _Floats = npt.NDArray[np.float64]
 def fold_batch_norms(graph: onnx.GraphProto) -> int:
     """Fold each BatchNormalization whose input comes from one Conv, ConvTranspose or Gemm alone, in place.
 
+    Types that have been inferred stay valid: the operator's output takes the name of the one it replaces.
+
     Returns:
         How many were folded.
     """
@@ -106,7 +108,9 @@ def _rewrite(graph: onnx.GraphProto, constants: dict[str, onnx.TensorProto], fol
     nodes = [node for node in graph.node if node.name not in folded]
     used = {name for node in nodes for name in (*node.input, *captures(node))} | {v.name for v in graph.output}
     kept = [tensor for name, tensor in constants.items() if name in used]
-    for field, values in ((graph.node, nodes), (graph.initializer, kept)):
+    made = {name for node in nodes for name in node.output}
+    typed = [value for value in graph.value_info if value.name in made]
+    for field, values in ((graph.node, nodes), (graph.initializer, kept), (graph.value_info, typed)):
         del field[:]
         field.extend(values)
 

@@ -13,7 +13,17 @@ from onnx import checker, helper, inliner, numpy_helper, version_converter
 
 from harness.errors import UserError
 from harness.graph.build import MAX_IR_VERSION
-from harness.graph.clean import is_known, lower_constants, mask_unknown, name_nodes, through_light, tidy, unmask
+from harness.graph.clean import (
+    Weights,
+    attach,
+    detach,
+    is_known,
+    lower_constants,
+    mask_unknown,
+    name_nodes,
+    tidy,
+    unmask,
+)
 from harness.graph.fold import fold_batch_norms
 from harness.graph.model import Model, Node, captures, graphs, subgraphs
 from harness.graph.read import read_model
@@ -76,29 +86,39 @@ def write(proto: onnx.ModelProto, path: Path) -> Path:
 
 
 def _prepare(proto: onnx.ModelProto, source: str, sha256: str, shapes: Shapes, min_opset: int) -> Model:
+    _drop_constant_inputs(proto.graph)
+    fix_inputs(proto.graph, shapes, source)
+    lower_constants(proto.graph)
+    weights = detach(proto.graph)
     proto = _normalize(proto)
     unknown = mask_unknown(proto)
     if unknown:
         logger.warning("%s: operators that ONNX does not define stay float: %s", source, ", ".join(unknown))
-    _clean(proto, source)
-    fix_inputs(proto.graph, shapes, source)
+    _clean(proto, weights, source)
     _check(proto, source)
-    proto = _upgrade(proto, min_opset, source)
+    proto = _upgrade(proto, weights, min_opset, source)
     unmask(proto)
     proto = infer(proto, source)
     while shapes_to_constants(proto.graph):
-        _clean(proto, source)
+        _clean(proto, weights, source)
         proto = infer(proto, source)
-    if fold_batch_norms(proto.graph):
-        proto = infer(proto, source)
-    nodes = _nodes(proto)
-    return Model(proto=proto, source=source, sha256=sha256, nodes=nodes, types=types_of(proto.graph))
+    attach(proto.graph, weights)
+    fold_batch_norms(proto.graph)
+    return Model(proto=proto, source=source, sha256=sha256, nodes=_nodes(proto), types=types_of(proto.graph))
+
+
+def _drop_constant_inputs(graph: onnx.GraphProto) -> None:
+    """Initializers are no inputs here, though ONNX before version 4 of its format lists them as such."""
+    constants = {tensor.name for tensor in graph.initializer}
+    inputs = [value for value in graph.input if value.name not in constants]
+    del graph.input[:]
+    graph.input.extend(inputs)
 
 
 def _normalize(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """One spelling of the default domain, no functions, no initializers among the inputs, a readable version."""
+    """No functions, one spelling of the default domain, a version that runtimes read."""
     if proto.functions:
-        proto = through_light(proto, inliner.inline_local_functions)
+        proto = inliner.inline_local_functions(proto)
     opsets: dict[str, int] = {}
     for opset in proto.opset_import:
         domain = "" if opset.domain == "ai.onnx" else opset.domain
@@ -109,10 +129,6 @@ def _normalize(proto: onnx.ModelProto) -> onnx.ModelProto:
         for node in graph.node:
             if node.domain == "ai.onnx":
                 node.domain = ""
-    constants = {tensor.name for tensor in proto.graph.initializer}
-    inputs = [value for value in proto.graph.input if value.name not in constants]
-    del proto.graph.input[:]
-    proto.graph.input.extend(inputs)
     _set_ir_version(proto)
     return proto
 
@@ -122,32 +138,30 @@ def _set_ir_version(proto: onnx.ModelProto) -> None:
     proto.ir_version = min(MAX_IR_VERSION, max(proto.ir_version, needed, 4))  # 4: initializers need not be inputs
 
 
-def _clean(proto: onnx.ModelProto, source: str) -> None:
+def _clean(proto: onnx.ModelProto, weights: Weights, source: str) -> None:
     lower_constants(proto.graph)
     name_nodes(proto.graph)
-    tidy(proto.graph, _opsets(proto), source)
+    weights.update(detach(proto.graph))
+    tidy(proto.graph, _opsets(proto), weights, source)
+    weights.update(detach(proto.graph))
 
 
 def _check(proto: onnx.ModelProto, source: str) -> None:
-    def run(light: onnx.ModelProto) -> onnx.ModelProto:
-        checked = onnx.ModelProto()
-        checked.CopyFrom(light)
-        for value in checked.graph.output:
-            if not value.type.WhichOneof("value") or value.type.HasField("tensor_type"):
-                # The checker insists on a declared type of outputs; runtimes infer it, and so does `infer`.
-                value.type.tensor_type.elem_type = value.type.tensor_type.elem_type or onnx.TensorProto.FLOAT
-                value.type.tensor_type.shape.SetInParent()
-        checker.check_model(checked)
-        return light
-
+    checked = onnx.ModelProto()
+    checked.CopyFrom(proto)
+    for value in checked.graph.output:
+        if not value.type.WhichOneof("value") or value.type.HasField("tensor_type"):
+            # The checker insists on a declared type of outputs; runtimes infer it, and so does `infer`.
+            value.type.tensor_type.elem_type = value.type.tensor_type.elem_type or onnx.TensorProto.FLOAT
+            value.type.tensor_type.shape.SetInParent()
     try:
-        through_light(proto, run)
+        checker.check_model(checked)
     except checker.ValidationError as error:
         text = " ".join(str(error).split())
         raise UserError(f"{source}: no valid ONNX model: {text}; export the model again") from error
 
 
-def _upgrade(proto: onnx.ModelProto, min_opset: int, source: str) -> onnx.ModelProto:
+def _upgrade(proto: onnx.ModelProto, weights: Weights, min_opset: int, source: str) -> onnx.ModelProto:
     version = _opsets(proto).get("")
     if version is None:
         proto.opset_import.append(helper.make_opsetid("", min_opset))
@@ -163,12 +177,8 @@ def _upgrade(proto: onnx.ModelProto, min_opset: int, source: str) -> onnx.ModelP
         return proto
     proto = infer(proto, source)  # the converter needs fewer detours where it knows the shapes
     metadata, declared = list(proto.metadata_props), list(proto.graph.value_info)
-
-    def run(light: onnx.ModelProto) -> onnx.ModelProto:
-        return version_converter.convert_version(light, min_opset)
-
     try:
-        proto = through_light(proto, run)
+        proto = version_converter.convert_version(proto, min_opset)
     except (version_converter.ConvertError, RuntimeError) as error:
         text = " ".join(str(error).split())
         raise UserError(
@@ -182,7 +192,7 @@ def _upgrade(proto: onnx.ModelProto, min_opset: int, source: str) -> onnx.ModelP
         del graph.value_info[:]
     proto.graph.value_info.extend(declared)
     _set_ir_version(proto)
-    _clean(proto, source)
+    _clean(proto, weights, source)
     _check(proto, source)
     return proto
 

@@ -11,7 +11,6 @@ import onnx
 from onnx import numpy_helper, shape_inference
 
 from harness.errors import UserError, nearest
-from harness.graph.clean import through_light
 from harness.graph.model import TensorType
 
 __all__ = ["fix_inputs", "infer", "parse_shape", "shapes_to_constants", "types_of"]
@@ -74,21 +73,16 @@ def infer(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
     del proto.graph.value_info[:]
     proto.graph.value_info.extend(kept)
 
-    def run(light: onnx.ModelProto) -> onnx.ModelProto:
-        return shape_inference.infer_shapes(light, strict_mode=strict, data_prop=True)
-
-    strict = True
     for last in (False, True):
         try:
-            return through_light(proto, run)
+            return shape_inference.infer_shapes(proto, strict_mode=True, data_prop=True)
         except shape_inference.InferenceError as error:
             if last:
                 logger.warning("%s: some shapes cannot be inferred: %s", source, " ".join(str(error).split()))
             # Runtimes only warn of outputs that are declared wrongly, so the declared sizes get no vote.
             for value in proto.graph.output:
                 _forget(value)
-    strict = False
-    return through_light(proto, run)
+    return shape_inference.infer_shapes(proto, data_prop=True)
 
 
 def types_of(graph: onnx.GraphProto) -> dict[str, TensorType]:
