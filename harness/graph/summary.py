@@ -98,7 +98,7 @@ def describe_tree(root: Region, model: Model, *, include_all: bool = True) -> li
         members = region.members()
         if region is root or not (include_all or any(model.nodes[index].op in LINEAR for index in members)):
             continue
-        indent = "    " * region.level + ("│ " if region.level else "")
+        indent = "│    " * region.level
         lines.append(f"{indent}├─ Region {region.id} (Level {region.level}, Type: {region.type.value})")
         lines.append(f"{indent}│  ├─ Direct nodes: {len(region.nodes)}")
         if region.children:
