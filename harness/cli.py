@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -137,7 +138,7 @@ def doctor() -> None:
     _table(("what", "state", "detail"), examine())
 
 
-def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     if not sys.stdout.isatty():
         for row in rows:
             typer.echo("\t".join(row))

@@ -29,12 +29,12 @@ def anytime(curves: pd.DataFrame, confirmed: pd.DataFrame, title: str, path: Pat
         figure = Figure(figsize=(6.4, 3.8), layout="constrained")
         axes = figure.subplots()
         for index, (searcher, part) in enumerate(curves.groupby("searcher", sort=True)):
-            style = {"color": COLOURS[index % len(COLOURS)], "linestyle": LINES[index % len(LINES)]}
+            colour, line = COLOURS[index % len(COLOURS)], LINES[index % len(LINES)]
             table = part.pivot_table(index="evaluations", columns="seed", values="speedup").ffill()
-            axes.step(table.index, table.median(axis=1), where="post", label=str(searcher), **style)
-            axes.fill_between(
-                table.index, table.min(axis=1), table.max(axis=1), step="post", alpha=0.12, color=style["color"]
+            axes.step(
+                table.index, table.median(axis=1), where="post", label=str(searcher), color=colour, linestyle=line
             )
+            axes.fill_between(table.index, table.min(axis=1), table.max(axis=1), step="post", alpha=0.12, color=colour)
             marks = confirmed[confirmed["searcher"] == searcher]
             if len(marks):
                 shift = 0.12 * (index - (curves["searcher"].nunique() - 1) / 2)
@@ -46,13 +46,12 @@ def anytime(curves: pd.DataFrame, confirmed: pd.DataFrame, title: str, path: Pat
                     fmt="o",
                     ms=4,
                     capsize=2,
-                    color=style["color"],
+                    color=colour,
                 )
         axes.axhline(1.0, color="0.6", linewidth=0.8)
         axes.set_xlabel(
             "evaluations (lines: search samples, median and range over seeds; marks: confirmed, 95 % interval)"
         )
-        axes.xaxis.label.set_size(7)
         axes.set_ylabel("speedup over the float baseline")
         axes.set_title(title)
         axes.grid(alpha=0.25)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from harness import registry, zoo
 from harness.api import Array, Candidate
-from harness.calibrate.ptq import modelopt_ptq, ort_static
+from harness.calibrate.ptq import PtqOptions, modelopt_ptq, ort_static
 from harness.calibrate.ranges import CalibrationKey, cached_ranges, random_batches
 from harness.errors import BuildFailed, UserError
 from harness.evaluators.datasets import batches, open_data
+from harness.evaluators.inputs import evaluator_params, image_size
 from harness.graph.dialects import Dialect
+from harness.graph.diff import pairs_in
 from harness.graph.importer import import_qdq
 from harness.graph.insert import Inserter
 from harness.graph.load import load, save
@@ -41,6 +43,7 @@ class Foreign:
 
     name: str
     path: Path | None
+    pairs: int = 0
     reason: str = ""
 
 
@@ -94,14 +97,28 @@ def open_model(spec: ModelSpec, base: Path, work: Path) -> Model:
     return load(path, source=spec.use, shapes=spec.shapes)
 
 
-def evaluator_use(spec: ModelSpec, model: Model) -> Use | None:
-    """The evaluator of a model with the input's name and shape filled in."""
+def evaluator_use(spec: ModelSpec, model: Model, base: Path, work: Path) -> Use | None:
+    """The evaluator of a model with what the harness knows filled in.
+
+    Raises:
+        UserError: Unknown or missing parameters.
+    """
     if spec.evaluator is None:
         return None
+    use, params = spec.evaluator.use, dict(spec.evaluator.params)
     name = model.inputs[0]
-    given = {"input_name": name, "input_shape": list(model.types[name].shape)}
-    preprocess = {} if spec.preprocess is None else {"preprocess": spec.preprocess}
-    return spec.evaluator.model_copy(update={"params": {**given, **preprocess, **spec.evaluator.params}})
+    inputs = {n: (model.types[n].dtype, model.types[n].shape) for n in model.inputs}
+    supplied = {
+        "input_name": name,
+        "input_shape": model.types[name].shape,
+        "inputs": inputs,
+        "reference": work / "reference.npz",
+        "base": base,
+    }
+    wanted = inspect.signature(registry.load("evaluator", use)).parameters
+    if spec.preprocess is not None and "preprocess" in wanted:
+        params.setdefault("preprocess", {"use": spec.preprocess.use, "params": spec.preprocess.params})
+    return Use(use=use, params=evaluator_params(use, params, supplied), label=spec.evaluator.label)
 
 
 def compose(experiment: Experiment, spec: CellSpec, base: Path, work: Path, observer: Observer) -> Cell:
@@ -171,11 +188,18 @@ class _Feeds:
             yield from random_batches({n: (t.dtype, t.shape) for n, t in types.items()}, self.settings.samples, 0)
             return
         name = self._model.inputs[0]
-        height, width = types[name].shape[-2:]
-        preprocess = (
-            None if self._spec.preprocess is None else registry.create("preprocessing", self._spec.preprocess, {})
-        )
-        yield from islice(batches(self._dataset, preprocess, name, (height, width), self.count), self.count)
+        used = self._spec.preprocess
+        preprocess = None if used is None else registry.create("preprocessing", used.use, used.params)
+        size = (0, 0) if preprocess is None else image_size(name, types[name].shape)
+        yield from batches(self._dataset, preprocess, name, size, self.count)
+
+    def ptq_options(self, dialect_name: str) -> PtqOptions:
+        """What the PTQ tools are told."""
+        return {
+            "dialect_name": dialect_name,
+            "method": self.settings.method,
+            "percentile": self.settings.percentile,
+        }
 
     @property
     def key(self) -> CalibrationKey:
@@ -183,7 +207,7 @@ class _Feeds:
         return CalibrationKey(
             model_sha256=self._model.sha256,
             data=self.fingerprint,
-            preprocess=f"{self._spec.preprocess} {sorted(self._spec.shapes.items())}",
+            preprocess=f"{self._spec.preprocess!r} {sorted(self._spec.shapes.items())}",
             method=self.settings.method,
             percentile=self.settings.percentile,
             samples=self.settings.samples,
@@ -212,16 +236,15 @@ def _ranges(
 def _foreign(name: str, model: Model, model_file: Path, feeds: _Feeds, dialect: Dialect, observer: Observer) -> Foreign:
     key = hashlib.sha256(json.dumps([name, dialect.name, repr(feeds.key)]).encode()).hexdigest()[:24]
     path = cache_folder() / "ptq" / key / f"{name}.onnx"
-    if path.exists():
-        return Foreign(name=name, path=path)
-    observer.say(f"{model.source}: quantizing with {name}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        PTQ[name](model_file, path, list(feeds), method=feeds.settings.method, dialect_name=dialect.name)
-    except BuildFailed as error:
-        observer.say(f"{model.source}: {name} failed: {error}")
-        return Foreign(name=name, path=None, reason=str(error))
-    return Foreign(name=name, path=path)
+    if not path.exists():
+        observer.say(f"{model.source}: quantizing with {name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            PTQ[name](model_file, path, list(feeds), **feeds.ptq_options(dialect.name))
+        except BuildFailed as error:
+            observer.say(f"{model.source}: {name} failed: {error}")
+            return Foreign(name=name, path=None, reason=str(error))
+    return Foreign(name=name, path=path, pairs=pairs_in(path))
 
 
 def _placements(

@@ -68,7 +68,7 @@ class ModelSpec(_Frozen):
     use: str
     label: str | None = None
     shapes: dict[str, str] = {}
-    preprocess: str | None = None
+    preprocess: Use | None = None
     calibration: Calibration = Calibration()
     evaluator: Use | None = None
 

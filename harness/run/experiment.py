@@ -24,16 +24,19 @@ import yaml
 
 from harness import registry
 from harness.errors import UserError
+from harness.measure.engines import MAIN, Engines, WorkerSpec
 from harness.measure.provenance import environment
+from harness.measure.sandbox import open_engines
 from harness.records import SCHEMA, Failed
-from harness.run.bench import Bench, ScoreBook, confirm_rows
 from harness.run.compose import Cell, compose, evaluator_use
 from harness.run.config import Experiment, Use, to_yaml
+from harness.run.confirming import confirm_rows
 from harness.run.engine import Goal, SearchTask, Trial, run_search
 from harness.run.finalists import choose, write_json
 from harness.run.journal import Journal
 from harness.run.observe import Observer, Step
 from harness.run.plan import CellSpec, RunSpec, plan
+from harness.run.scores import FP32, ScoreBook
 from harness.run.trial import attempt_with
 
 __all__ = ["check_experiment", "run_experiment"]
@@ -51,9 +54,9 @@ def check_experiment(experiment: Experiment) -> None:
         registry.check_params("benchmarker", backend.use, backend.params)
     for model in experiment.models:
         if model.preprocess is not None:
-            registry.check_params("preprocessing", model.preprocess, {})
+            registry.check_params("preprocessing", model.preprocess.use, model.preprocess.params)
         if model.evaluator is not None:
-            given = ("input_name", "input_shape", "preprocess")
+            given = ("input_name", "input_shape", "inputs", "reference", "base", "preprocess")
             registry.check_params("evaluator", model.evaluator.use, model.evaluator.params, given=given)
         elif experiment.objective.max_drop is not None:
             raise UserError(f"objective.max_drop: model {model.name!r} has no evaluator whose metric could drop")
@@ -102,38 +105,65 @@ def _claim(out: Path, experiment: Experiment) -> None:
 def _run_cell(experiment: Experiment, spec: CellSpec, base: Path, folder: Path, observer: Observer) -> None:
     observer.say(spec.name)
     cell = compose(experiment, spec, base, folder / "work", observer)
-    evaluator = evaluator_use(spec.model, cell.model)
+    evaluator = evaluator_use(spec.model, cell.model, base, cell.work)
+    worker = _worker(spec.backend, evaluator, cell.work)
     write_json(folder / "env.json", environment())
-    with Bench(spec.backend, evaluator, experiment.limits) as bench:
-        book = ScoreBook(folder, bench, observer)
-        goal = _goal(experiment, evaluator, book, cell)
-        running = _Running(experiment=experiment, cell=cell, bench=bench, goal=goal, folder=folder, observer=observer)
-        write_json(folder / "cell.json", running.facts())
+    with open_engines(worker, experiment.limits) as engines:
+        book = ScoreBook(folder, engines, observer)
+        metric = _metric(evaluator)
+        goal = _goal(experiment, metric, book, cell)
+        running = _Running(
+            experiment=experiment, cell=cell, engines=engines, goal=goal, folder=folder, observer=observer
+        )
+        write_json(folder / "cell.json", {**running.facts(), "metric": None if metric is None else metric.name})
         for run in spec.runs:
             running.search(run)
-        rows, _ = choose(experiment, cell, goal, folder, fp32=bench.has_fp32)
+        rows, _ = choose(experiment, cell, goal, folder, fp32=FP32 in worker.benchmarkers)
         if evaluator is not None:
             book.score(rows)
-    confirm_rows(experiment, spec.backend, rows, folder, observer)
-    shutil.rmtree(cell.work / "candidates", ignore_errors=True)
+    confirm_rows(experiment, worker, rows, folder, observer)
+    shutil.rmtree(cell.work, ignore_errors=True)
 
 
-def _goal(experiment: Experiment, evaluator: Use | None, book: ScoreBook, cell: Cell) -> Goal:
+def _worker(backend: Use, evaluator: Use | None, work: Path) -> WorkerSpec:
+    """The backend as asked and, where that is not FP32 already, the same runtime in FP32."""
+    benchmarkers = {MAIN: backend}
+    fp32 = registry.create("benchmarker", backend.use, backend.params).describe().get("fp32_params")
+    if fp32 is not None:
+        benchmarkers[FP32] = backend.model_copy(update={"params": {**backend.params, **fp32}})
+    return WorkerSpec(
+        benchmarkers=benchmarkers, workdir=work, evaluators={} if evaluator is None else {MAIN: evaluator}
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Metric:
+    name: str
+    higher_is_better: bool
+
+
+def _metric(evaluator: Use | None) -> _Metric | None:
+    if evaluator is None:
+        return None
+    factory: Any = registry.load("evaluator", evaluator.use)
+    return _Metric(name=factory.metric, higher_is_better=factory.higher_is_better)
+
+
+def _goal(experiment: Experiment, metric: _Metric | None, book: ScoreBook, cell: Cell) -> Goal:
     """The goal of the searches; where accuracy is bounded the float model is scored first.
 
     Raises:
         UserError: The float model itself cannot be scored.
     """
-    if evaluator is None or experiment.objective.max_drop is None:
+    if metric is None or experiment.objective.max_drop is None:
         return Goal()
-    factory: Any = registry.load("evaluator", evaluator.use)
     accuracy = book.float_score(cell.model_file)
     if isinstance(accuracy, Failed):
         raise UserError(f"{cell.model.source}: the float model cannot be scored; {accuracy.stage}: {accuracy.reason}")
     return Goal(
-        metric=factory.metric,
-        reference=accuracy.metrics[factory.metric],
-        higher_is_better=factory.higher_is_better,
+        metric=metric.name,
+        reference=accuracy.metrics[metric.name],
+        higher_is_better=metric.higher_is_better,
         max_drop=experiment.objective.max_drop,
     )
 
@@ -144,7 +174,7 @@ class _Running:
 
     experiment: Experiment
     cell: Cell
-    bench: Bench
+    engines: Engines
     goal: Goal
     folder: Path
     observer: Observer
@@ -162,7 +192,7 @@ class _Running:
             evaluations=max(budget.evaluations),
             seconds=None if budget.minutes is None else budget.minutes * 60,
         )
-        attempt = attempt_with(self.bench, self.experiment.sampling, scored=self.goal.metric is not None)
+        attempt = attempt_with(self.engines, self.experiment.sampling, scored=self.goal.metric is not None)
         fingerprint = {**self.fingerprint(), "searcher": run.searcher.model_dump(), "seed": run.seed}
         with (
             Journal(self.folder / "runs" / f"{run.name}.jsonl", fingerprint) as journal,
@@ -174,7 +204,7 @@ class _Running:
         """What must be the same for a run to go on."""
         return {
             "model_sha256": self.cell.model.sha256,
-            "backend": dict(self.bench.facts),
+            "backend": dict(self.engines.describe()),
             "precision": self.cell.spec.precision,
             "space": hashlib.sha256(repr(self.cell.space.dimensions).encode()).hexdigest()[:16],
             "seeds": {seed.name: self.cell.space.digest(seed.placement) for seed in self.cell.seeds},

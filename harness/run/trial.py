@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
-from harness.api import Accuracy, Candidate
+from harness.api import Candidate
 from harness.measure.engines import Engines
 from harness.measure.stats import median_ci
 from harness.records import Failed, Measured, Outcome
 from harness.run.config import Sampling
 from harness.run.engine import Attempt
 
-__all__ = ["attempt_with", "score_candidate"]
+__all__ = ["attempt_with"]
 
 
 def attempt_with(engines: Engines, sampling: Sampling, *, scored: bool) -> Attempt:
@@ -29,32 +30,17 @@ def attempt_with(engines: Engines, sampling: Sampling, *, scored: bool) -> Attem
             samples = engines.sample(built.handle, sampling)
             if isinstance(samples, Failed):
                 return samples
-            accuracy: Accuracy | Failed = Accuracy(metrics={})
-            started_s = time.monotonic()
-            if scored and (beat_ms is None or median_ci(samples.latency_ms).value < beat_ms):
-                accuracy = engines.evaluate(built.handle)
-                if isinstance(accuracy, Failed):
-                    return accuracy
-            return Measured(
-                samples_ms=samples.latency_ms,
-                build_s=built.build_s,
-                measure_s=samples.measure_s,
-                evaluate_s=time.monotonic() - started_s if accuracy.metrics else 0.0,
-                metrics=accuracy.metrics,
-                info=built.info,
+            measured = Measured(
+                samples_ms=samples.latency_ms, build_s=built.build_s, measure_s=samples.measure_s, info=built.info
             )
+            if not scored or (beat_ms is not None and median_ci(samples.latency_ms).value >= beat_ms):
+                return measured
+            started_s = time.monotonic()
+            accuracy = engines.evaluate(built.handle)
+            if isinstance(accuracy, Failed):
+                return accuracy
+            return replace(measured, metrics=accuracy.metrics, evaluate_s=time.monotonic() - started_s)
         finally:
             engines.release(built.handle)
 
     return attempt
-
-
-def score_candidate(engines: Engines, candidate: Candidate) -> Accuracy | Failed:
-    """Build a candidate and ask the evaluator alone."""
-    built = engines.build(candidate)
-    if isinstance(built, Failed):
-        return built
-    try:
-        return engines.evaluate(built.handle)
-    finally:
-        engines.release(built.handle)
