@@ -94,11 +94,13 @@ def calibrate(
         return {}
     collector = _collector(method, percentile)
     done = 0
-    with tempfile.TemporaryDirectory(prefix="qdq-ranges-") as scratch, _runtime_errors(model_path):
+    with tempfile.TemporaryDirectory(prefix="qdq-ranges-") as scratch:
         folder = Path(scratch)
-        observer = Observer(copy_model(model_path, folder), folder, tensors, collector)
+        with _runtime_errors(model_path):
+            observer = Observer(copy_model(model_path, folder), folder, tensors, collector)
         for done, batch in enumerate(batches, start=1):
-            observer.observe(batch)
+            with _runtime_errors(model_path):
+                observer.observe(batch)
             if progress is not None:
                 progress(done)
     if not done:

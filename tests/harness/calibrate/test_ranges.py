@@ -241,6 +241,15 @@ def test_data_that_does_not_fit_is_the_users_mistake(arithmetic: Path, batch: di
         calibrate(arithmetic, ["x"], [batch])
 
 
+def test_what_the_data_raise_is_not_blamed_on_the_model(arithmetic: Path) -> None:
+    def broken() -> Iterator[dict[str, np.ndarray]]:
+        yield _batches()[0]
+        raise ValueError("image 7 cannot be read")
+
+    with pytest.raises(ValueError, match=r"^image 7 cannot be read$"):
+        calibrate(arithmetic, ["x"], broken())
+
+
 @pytest.fixture
 def key() -> CalibrationKey:
     return CalibrationKey(model_sha256="ab" * 32, data="images", preprocess="plain", samples=5)
