@@ -159,3 +159,7 @@ def main(arguments: list[str] | None = None) -> Any:
     except KeyboardInterrupt:
         typer.echo("qdq: interrupted; run the same command again to go on", err=True)
         sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

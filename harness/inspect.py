@@ -10,8 +10,8 @@ from typing import Any
 from harness import registry
 from harness.graph.patterns import find_patterns
 from harness.graph.regions import discover
-from harness.graph.summary import describe_tree, to_json
 from harness.graph.space import build_space
+from harness.graph.summary import describe_tree, to_json
 from harness.run.compose import open_model
 from harness.run.config import ModelSpec
 

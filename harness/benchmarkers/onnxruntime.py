@@ -152,9 +152,10 @@ def _dtype(value: Any) -> np.dtype[Any]:
     name = value.type.removeprefix("tensor(").removesuffix(")")
     name = {"float": "float32", "double": "float64"}.get(name, name)
     try:
-        return np.dtype(name)
+        dtype: np.dtype[Any] = np.dtype(name)
     except TypeError:
         raise MeasureFailed(f"input {value.name!r}: no fixed input can be made for type {value.type}") from None
+    return dtype
 
 
 def _plain(array: Array) -> Array:

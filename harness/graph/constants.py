@@ -54,6 +54,7 @@ class Constants:
         self._scales: dict[str, Array] = {}
         self._files: dict[str, wire.DataFile | None] = {}
         self._encoded: dict[str, bytes] = {}
+        self._used: dict[str, frozenset[wire.DataFile]] = {}
         self._complete: set[str] = set()
 
     def weight(self, node: Node, slot: int, precision: str) -> Stored:
@@ -105,15 +106,23 @@ class Constants:
 
     def encoded(self, stored: Stored) -> bytes:
         """The tensors of a quantized constant as records of a graph, likewise."""
-        if stored.output not in self._encoded:
-            self._encoded[stored.output] = b"".join(map(self._record, stored.tensors))
-        return self._encoded[stored.output]
+        known = self._encoded.get(stored.output)
+        if known is None:
+            known = self._encoded[stored.output] = b"".join(map(self._record, stored.tensors))
+        return known
 
     def write_files(self, stored: Iterable[Stored], folder: Path) -> None:
         """Write the data files that the float model and these constants refer to, where they are not there yet."""
-        tensors = (*self._model.constants.values(), *(tensor for each in stored for tensor in each.tensors))
-        for file in {file for tensor in tensors if (file := self._file(tensor))}:
+        files = {file for each in stored for file in self._files_of(each.output, each.tensors)}
+        files.update(self._files_of("", self._model.constants.values()))
+        for file in files:
             file.write(folder)
+
+    def _files_of(self, name: str, tensors: Iterable[TensorProto]) -> frozenset[wire.DataFile]:
+        known = self._used.get(name)
+        if known is None:
+            known = self._used[name] = frozenset(file for tensor in tensors if (file := self._file(tensor)))
+        return known
 
     def _record(self, tensor: TensorProto) -> bytes:
         file = self._file(tensor)
@@ -171,7 +180,7 @@ class Constants:
         axis = b"" if quantized.axis is None else wire.attribute("axis", quantized.axis)
         output = f"{name}.dq"
         node = wire.node("DequantizeLinear", parts, output, attributes=axis)
-        tensors = tuple(numpy_helper.from_array(np.ascontiguousarray(values), key) for key, values in parts.items())
+        tensors = tuple(numpy_helper.from_array(np.asarray(values, order="C"), key) for key, values in parts.items())
         self._made[name] = Stored(output, node, tensors)
         self._scales[output] = quantized.scale
 

@@ -151,17 +151,20 @@ class Inserter:
         activations: dict[tuple[str, str], list[tuple[int, int]]] = {}
         constants: list[tuple[Node, int]] = []
         finals: dict[str, str] = {}
+        known, names = self._known, self._model.constants
         for edge, precision in resolved:
             if not edge.consumer:
                 finals[self._final(edge, precision)] = precision
                 activations.setdefault((edge.tensor, precision), [])
                 continue
-            node = self._consumer(edge, precision)
-            draft.sites[node.index, edge.slot] = precision
-            if edge.tensor in self._model.constants:
+            key = (edge.consumer, edge.slot, edge.tensor, precision)
+            node = known.get(key) or known.setdefault(key, self._consumer(edge, precision))
+            site = (node.index, edge.slot)
+            draft.sites[site] = precision
+            if edge.tensor in names:
                 constants.append((node, edge.slot))
             else:
-                activations.setdefault((edge.tensor, precision), []).append((node.index, edge.slot))
+                activations.setdefault((edge.tensor, precision), []).append(site)
         draft.shared = self._shared(draft)
         for tensor in finals:
             self._free_name(draft, tensor)
@@ -174,14 +177,7 @@ class Inserter:
         return draft
 
     def _consumer(self, edge: Edge, precision: str) -> Node:
-        """The node that an edge leads into; checked once."""
-        key = (edge.consumer, edge.slot, edge.tensor, precision)
-        node = self._known.get(key)
-        if node is None:
-            node = self._known[key] = self._checked(edge, precision)
-        return node
-
-    def _checked(self, edge: Edge, precision: str) -> Node:
+        """The node that an edge leads into."""
         index = self._index.get(edge.consumer)
         node = None if index is None else self._model.nodes[index]
         if node is None or not 0 <= edge.slot < len(node.inputs) or node.inputs[edge.slot] != edge.tensor:

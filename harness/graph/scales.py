@@ -67,6 +67,7 @@ class Scales:
         self._model = model
         self._dialect = dialect
         self._ranges = ranges
+        self._grids: dict[tuple[str, str, bool], tuple[Array, Array]] = {}
         self._pairs: dict[tuple[str, str, bool, str | None], Pair] = {}
         self._source: dict[str, str] = {}
         links: dict[str, str] = {}
@@ -101,7 +102,13 @@ class Scales:
         Raises:
             UserError: No range is known, or it is not finite.
         """
-        low, high = self._range(tensor, shared)
+        key = (tensor, precision, shared)
+        known = self._grids.get(key)
+        if known is None:
+            known = self._grids[key] = self._grid(tensor, precision, *self._range(tensor, shared))
+        return known
+
+    def _grid(self, tensor: str, precision: str, low: float, high: float) -> tuple[Array, Array]:
         kind = self._model.types.get(tensor)
         dtype = _FLOATS.get(kind.dtype if kind else "float", np.float32)
         amax = max(-low, high)

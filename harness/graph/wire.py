@@ -51,28 +51,33 @@ def record(number: int, payload: bytes) -> bytes:
 
 
 class NodePieces:
-    """An encoded node whose inputs and outputs can be replaced by name."""
+    """An encoded node, some of whose inputs and outputs can get other names."""
 
-    __slots__ = ("_rest", "inputs", "outputs", "unchanged")
+    __slots__ = ("_known", "_outputs", "_parts", "unchanged")
 
     def __init__(self, proto: NodeProto) -> None:
-        self.inputs = [_text(_INPUT, name) for name in proto.input]
-        self.outputs = [_text(_OUTPUT, name) for name in proto.output]
+        self._parts = [_text(_INPUT, name) for name in proto.input] + [_text(_OUTPUT, name) for name in proto.output]
+        self._outputs = len(proto.input)
         rest = NodeProto()
         rest.CopyFrom(proto)
         rest.ClearField("input")
         rest.ClearField("output")
-        self._rest = rest.SerializeToString(deterministic=True)
+        self._parts.append(rest.SerializeToString(deterministic=True))
+        self._known: dict[tuple[tuple[int, str], ...], bytes] = {}
         self.unchanged = self.rewired({}, {})
 
     def rewired(self, inputs: Mapping[int, str], outputs: Mapping[int, str]) -> bytes:
-        """The node as a record of its graph, with other names at some inputs and outputs."""
-        parts = [*self.inputs, *self.outputs, self._rest]
-        for slot, name in inputs.items():
-            parts[slot] = _text(_INPUT, name)
-        for slot, name in outputs.items():
-            parts[len(self.inputs) + slot] = _text(_OUTPUT, name)
-        return record(_NODE, b"".join(parts))
+        """The node as a record of its graph, with new names at some inputs and outputs; made once."""
+        key = (*inputs.items(), *((-1 - number, name) for number, name in outputs.items()))
+        known = self._known.get(key)
+        if known is None:
+            parts = self._parts.copy()
+            for slot, name in inputs.items():
+                parts[slot] = _text(_INPUT, name)
+            for number, name in outputs.items():
+                parts[self._outputs + number] = _text(_OUTPUT, name)
+            known = self._known[key] = record(_NODE, b"".join(parts))
+        return known
 
 
 def node(op: str, inputs: Iterable[str], output: str, *, attributes: bytes = b"", name: str = "") -> bytes:

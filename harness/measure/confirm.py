@@ -24,8 +24,8 @@ from harness.records import Failed
 from harness.run.config import Confirmation, Sampling
 
 __all__ = [
-    "GROUP", "TWIN", "Block", "Dropped", "Event", "Row", "RowSummary", "Summary", "confirm", "decode_event",
-    "encode_event", "summarise",
+    "TWIN", "Block", "Dropped", "Event", "Row", "RowSummary", "Summary", "confirm", "decode_event", "encode_event",
+    "summarise",
 ]  # fmt: skip
 
 GROUP = 6
@@ -75,6 +75,7 @@ class Dropped:
 
 
 Event = Block | Dropped
+Key = tuple[int, int]
 OpenEngines = Callable[[], AbstractContextManager[Engines]]
 
 
@@ -193,19 +194,14 @@ class _Turns:
 
     def _drop(self, row: str, failed: Failed, alive: dict[str, Row]) -> Dropped:
         if row in [base.name for base in self._bases]:
-            raise UserError(
-                f"the baseline failed in the confirmation, so there is nothing to compare with; {failed.stage}: "
-                f"{failed.reason}\n{failed.log_tail}"
-            )
+            why = f"{failed.stage}: {failed.reason}\n{failed.log_tail}"
+            raise UserError(f"the baseline failed in the confirmation, so there is nothing to compare with; {why}")
         del alive[row]
         return Dropped(**self._key, row=row, failed=failed)
 
     def _shuffled(self, rows: Mapping[str, Row]) -> list[str]:
         names = list(rows)
         return [names[index] for index in self._rng.permutation(len(names))]
-
-
-Key = tuple[int, int]
 
 
 class _Readings:
@@ -225,13 +221,13 @@ class _Readings:
 
     def paired(self, row: str, base: str) -> tuple[list[list[float]], list[list[float]]]:
         """For each worker that has both, the base's and the row's readings in the turns that both have."""
-        pairs = []
+        bases, owns = [], []
         for key, turns in self.turns[row].items():
             other = self.turns[base].get(key, {})
-            shared = sorted(set(turns) & set(other))
-            if shared:
-                pairs.append(([other[turn] for turn in shared], [turns[turn] for turn in shared]))
-        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+            if shared := sorted(set(turns) & set(other)):
+                bases.append([other[turn] for turn in shared])
+                owns.append([turns[turn] for turn in shared])
+        return bases, owns
 
 
 def summarise(events: Iterable[Event], baseline: str, floor: float = 0.0) -> Summary:
@@ -246,9 +242,9 @@ def summarise(events: Iterable[Event], baseline: str, floor: float = 0.0) -> Sum
     ratios = [float(np.median(np.divide(base, twin))) for base, twin in zip(bases, twins, strict=True)]
     floor = max(floor, floor_from(ratios))
     rows = {}
-    for name in (name for name in readings.turns if name != TWIN):
+    for name in readings.turns:
         base, own = readings.paired(name, baseline)
-        if own:
+        if own and name != TWIN:
             speedup = paired_ratio_ci(base, own)
             rows[name] = RowSummary(
                 latency_ms=block_ci(own),
@@ -265,10 +261,8 @@ def _finished(readings: _Readings, rounds: int) -> Mapping[Key, set[str]]:
     """The rows that went through to the end, or failed, in each worker."""
     found: dict[Key, set[str]] = defaultdict(set)
     for row in {*readings.turns, *readings.failed}:
-        for key, turns in readings.turns[row].items():
-            if len(turns) >= rounds:
-                found[key].add(row)
-        for key in readings.failed[row]:
+        ended = [key for key, turns in readings.turns[row].items() if len(turns) >= rounds]
+        for key in (*ended, *readings.failed[row]):
             found[key].add(row)
     return found
 
@@ -279,8 +273,7 @@ def _complete_builds(readings: _Readings) -> int:
     rows: dict[int, set[str]] = defaultdict(set)
     for (build, _), names in finished.items():
         rows[build] |= names
-    everyone = set().union(*rows.values()) if rows else set()
-    return sum(names == everyone for names in rows.values())
+    return sum(names == set().union(*rows.values()) for names in rows.values())
 
 
 def encode_event(event: Event) -> str:

@@ -141,7 +141,9 @@ def assign(boxes: Tensor, scores: Tensor, targets: Tensor, centres: Tensor) -> t
     label = targets[..., 0].clamp(min=0).long()
     iou, _ = overlaps(boxes[:, None], targets[:, :, None, 1:])
     score = scores.transpose(1, 2).gather(1, label[..., None].expand(-1, -1, scores.shape[1]))
-    inside = (centres - targets[:, :, None, 1:3]).abs().amax(-1) < (targets[..., 3:].amax(-1) / 2).clamp(min=6)[..., None]
+    inside = (centres - targets[:, :, None, 1:3]).abs().amax(-1) < (targets[..., 3:].amax(-1) / 2).clamp(min=6)[
+        ..., None
+    ]
     metric = score.sqrt() * iou.pow(4) * inside * valid[..., None]
     chosen = metric * (metric >= metric.topk(8, -1).values[..., -1:]) * (metric > 0)
     scaled = chosen / chosen.amax(-1, keepdim=True).clamp(min=1e-9) * (iou * (chosen > 0)).amax(-1, keepdim=True)

@@ -119,7 +119,7 @@ def test_a_full_disk_says_that_nothing_is_lost(tmp_path):
         def write(self, data):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(UserError, match="No space left on device.*everything measured before is safe"):
+    with pytest.raises(UserError, match=r"No space left on device.*everything measured before is safe"):
         append_line(Full(), "{}", tmp_path / "j.jsonl")
 
 

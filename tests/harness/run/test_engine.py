@@ -1,0 +1,221 @@
+"""The loop of a search: budget, duplicates, failures, constraint, and a resumed run that is the same run."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.api import Candidate
+from harness.errors import UserError
+from harness.records import Failed, Measured
+from harness.run.engine import Goal, SearchTask, Seed, run_search
+from harness.run.journal import Journal, read_journal
+from harness.run.readback import incumbents, leaders
+from search.api import Failure, Observation, Placement, Score
+from search.space import Dimension, Edge, Space
+
+
+def space_of(size: int) -> Space:
+    return Space(
+        tuple(
+            Dimension(
+                name=f"p{i}",
+                group="g",
+                kind="node_input",
+                choices=("float", "int8"),
+                edges=(Edge(f"t{i}", f"n{i}", 0),),
+            )
+            for i in range(size)
+        )
+    )
+
+
+class Uniform:
+    """The smallest searcher; what it was told moves its random numbers, so a lost tell would show."""
+
+    def __init__(self, space, seed):
+        self.space = space
+        self.rng = np.random.default_rng(seed)
+        self.told = []
+
+    def ask(self, n):
+        return [self.space.random(self.rng)]
+
+    def tell(self, observation: Observation):
+        self.told.append(observation)
+        if isinstance(observation.outcome, Score):
+            self.rng.random(int(observation.outcome.objective * 1000) % 7)
+
+
+def latency(candidate: Candidate, beat_ms=None):
+    value = 10.0 - len(candidate.edges) * 0.5
+    return Measured(samples_ms=(value, value + 0.01, value + 0.02), build_s=0.1, measure_s=0.1)
+
+
+class Run:
+    def __init__(self, folder: Path, *, size=6, evaluations=20, attempt=latency, goal=Goal(), seeds=("float", "all")):  # noqa: B008
+        self.space = space_of(size)
+        self.path = folder / "run.jsonl"
+        self.evaluations = evaluations
+        self.attempt = attempt
+        self.goal = goal
+        known = {"float": self.space.float_placement(), "all": self.space.everywhere()}
+        self.seeds = tuple(Seed(name=name, placement=known[name]) for name in seeds)
+        self.attempts = 0
+
+    def go(self, *, seed=3, stop_after=None):
+        self.searcher = Uniform(self.space, seed)
+
+        def attempt(candidate, beat_ms):
+            if stop_after is not None and self.attempts >= stop_after:
+                raise KeyboardInterrupt
+            self.attempts += 1
+            return self.attempt(candidate, beat_ms)
+
+        def candidate(placement):
+            edges = self.space.resolve(placement)
+            return Candidate(digest=self.space.digest(placement), edges=edges, source=lambda: Path("never"))
+
+        task = SearchTask(
+            space=self.space, searcher=self.searcher, seeds=self.seeds, candidate=candidate, goal=self.goal,
+            evaluations=self.evaluations,
+        )  # fmt: skip
+        trials = []
+        with Journal(self.path, {"run": 1}) as journal:
+            run_search(task, attempt, journal, trials.append)
+        return trials
+
+    def choices(self):
+        return [entry.asked.choices for entry in read_journal(self.path)]
+
+
+def test_budget_counts_unique_placements_and_seeds(tmp_path):
+    run = Run(tmp_path, evaluations=20)
+    trials = run.go()
+    assert run.attempts == 20 == trials[-1].evaluations
+    assert [t.asked.origin for t in trials[:2]] == ["seed:float", "seed:all"]
+
+
+def test_a_duplicate_is_free_told_again_and_logged(tmp_path):
+    run = Run(tmp_path, size=2, evaluations=4)
+    trials = run.go()
+    again = [t for t in trials if t.asked.duplicate_of is not None]
+    assert again
+    assert run.attempts == 4
+    assert len(run.searcher.told) == len(trials)
+
+
+def test_a_searcher_that_only_repeats_itself_ends(tmp_path):
+    run = Run(tmp_path, size=2, evaluations=50)
+    run.go()
+    assert run.attempts == 4
+
+
+@pytest.mark.parametrize("stop_after", [0, 1, 2, 5, 11, 19])
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, stop_after):
+    whole = Run(tmp_path / "whole")
+    whole.go()
+    run = Run(tmp_path / "cut")
+    with pytest.raises(KeyboardInterrupt):
+        run.go(stop_after=stop_after)
+    run.go()
+    assert run.attempts == 20, "nothing that was measured is measured again"
+    assert run.choices() == whole.choices()
+    with pytest.raises(UserError, match="use another --out"):
+        run.go(seed=4)
+
+
+def test_a_changed_searcher_is_refused_on_resume(tmp_path):
+    run = Run(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run.go(stop_after=8)
+    with pytest.raises(UserError, match=r"resume refused at proposal 2.*use another --out"):
+        run.go(seed=99)
+
+
+def test_failures_are_data_and_the_search_goes_on(tmp_path):
+    def fails_on_odd(candidate, beat_ms):
+        if len(candidate.edges) % 2:
+            return Failed(stage="build", reason="odd", log_tail="tail")
+        return latency(candidate)
+
+    run = Run(tmp_path, attempt=fails_on_odd)
+    trials = run.go()
+    assert trials[-1].evaluations == 20
+    failures = [o.outcome for o in run.searcher.told if isinstance(o.outcome, Failure)]
+    assert failures[0] == Failure(stage="build", reason="odd")
+    assert all(
+        entry.told.outcome.log_tail == "tail"
+        for entry in read_journal(run.path)
+        if entry.told and isinstance(entry.told.outcome, Failed)
+    )
+
+
+def test_a_search_that_cannot_start_stops_after_the_seeds_with_the_first_reason(tmp_path):
+    run = Run(tmp_path, attempt=lambda *_: Failed(stage="build", reason="no such operator", log_tail="the log"))
+    with pytest.raises(UserError, match=r"(?s)no seed could be measured.*build: no such operator.*the log"):
+        run.go()
+    assert run.attempts == 2
+
+
+def test_only_candidates_that_can_win_are_scored_and_the_bound_decides_the_incumbent(tmp_path):
+    scored = []
+
+    def attempt(candidate, beat_ms):
+        outcome = latency(candidate)
+        value = outcome.samples_ms[1]
+        if beat_ms is not None and value >= beat_ms:
+            return outcome
+        scored.append(candidate.digest)
+        return Measured(
+            samples_ms=outcome.samples_ms,
+            build_s=0.1,
+            measure_s=0.1,
+            metrics={"map": 0.5 - 0.02 * len(candidate.edges)},
+        )
+
+    goal = Goal(metric="map", reference=0.5, max_drop=0.07)
+    run = Run(tmp_path, attempt=attempt, goal=goal, evaluations=40)
+    trials = run.go()
+    entries = list(read_journal(run.path))
+    winner = leaders(entries, goal, 40, 1)[0]
+    assert sum(winner.choices) == 3, "three pairs cost 0.06, a fourth would break the bound"
+    assert trials[-1].best_ms == pytest.approx(8.51)
+    assert len(scored) < 40
+    values = [t.score.objective for t in incumbents(entries, goal)]
+    assert values == sorted(values, reverse=True)
+
+
+def test_wall_clock_is_a_budget_of_its_own(tmp_path):
+    run = Run(tmp_path)
+    task_seconds = SearchTask(
+        space=run.space, searcher=Uniform(run.space, 1), seeds=run.seeds,
+        candidate=lambda p: Candidate(digest=run.space.digest(p), edges=run.space.resolve(p), source=lambda: Path("x")),
+        evaluations=1000, seconds=0.0,
+    )  # fmt: skip
+    trials = []
+    with Journal(run.path, {"run": 1}) as journal:
+        run_search(task_seconds, latency, journal, trials.append)
+    assert trials == []
+
+
+def test_constraint_of_a_metric_where_less_is_better():
+    goal = Goal(metric="error", reference=0.1, higher_is_better=False, max_drop=0.02)
+    assert goal.violation({"error": 0.11}) == 0.0
+    assert goal.violation({"error": 0.15}) == pytest.approx(0.03)
+    assert goal.violation({}) == 0.0
+
+
+def test_placement_of_the_wrong_size_is_a_plug_in_fault(tmp_path):
+    class Wrong(Uniform):
+        def ask(self, n):
+            return [Placement((0,))]
+
+    run = Run(tmp_path)
+    task = SearchTask(
+        space=run.space, searcher=Wrong(run.space, 1), seeds=run.seeds,
+        candidate=lambda p: Candidate(digest=run.space.digest(p), edges=run.space.resolve(p), source=lambda: Path("x")),
+        evaluations=10,
+    )  # fmt: skip
+    with Journal(run.path, {"run": 1}) as journal, pytest.raises(ValueError, match="has 6 choices, but got 1"):
+        run_search(task, latency, journal, lambda trial: None)
