@@ -10,7 +10,7 @@ model = builder.build()
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -27,18 +27,11 @@ MAX_IR_VERSION = 10
 Shape = Sequence[int | str | None]
 
 
-class GraphBuilder:
-    """Collects nodes and weights; tensors are named by strings. Same seed and calls, same bytes.
+class _Collector:
+    """Nodes, constants and types of one graph."""
 
-    Args:
-        name: Name of the graph.
-        seed: Seed of all weights that the builder draws.
-        opset: Version of the default operator set.
-    """
-
-    def __init__(self, name: str, *, seed: int = 0, opset: int = 17) -> None:
+    def __init__(self, name: str, opset: int) -> None:
         self.name = name
-        self._rng = np.random.default_rng(seed)
         self._opsets = {"": opset}
         self._inputs: list[onnx.ValueInfoProto] = []
         self._outputs: list[onnx.ValueInfoProto] = []
@@ -55,7 +48,7 @@ class GraphBuilder:
             shape: Static sizes; a string or None makes a dimension dynamic.
             dtype: ONNX element type in lower case ("float", "int64", "string").
         """
-        info = helper.make_tensor_value_info(name, _element_type(dtype), list(shape))
+        info = helper.make_tensor_value_info(name, onnx.TensorProto.DataType.Value(dtype.upper()), list(shape))
         self._inputs.append(info)
         self._types[name] = info.type
         self._taken.add(name)
@@ -111,8 +104,73 @@ class GraphBuilder:
         node = helper.make_node(op_type, list(inputs), list(names), name=label, domain=domain, **attrs)
         self._opsets.setdefault(domain, 1)
         self._nodes.append(node)
-        self._infer(node)
+        self._types.update(_output_types(node, self._types, self._constants, self._opsets, self.name))
         return names[0] if outputs is None else names
+
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        """Static shape of a tensor; a dynamic dimension counts as -1.
+
+        Raises:
+            ValueError: Unknown tensor, or its shape cannot be inferred.
+        """
+        known = self._types.get(tensor)
+        if known is None or not known.tensor_type.HasField("shape"):
+            raise ValueError(f"{self.name}: the shape of tensor {tensor!r} is not known")
+        return tuple(d.dim_value if d.HasField("dim_value") else -1 for d in known.tensor_type.shape.dim)
+
+    def graph(self) -> onnx.GraphProto:
+        """The graph alone, unchecked: the body of an If, Loop or Scan, free to use names from outside."""
+        return helper.make_graph(
+            self._nodes, self.name, self._inputs, self._outputs, initializer=list(self._constants.values())
+        )
+
+    def build(self) -> onnx.ModelProto:
+        """The model, checked, with inferred shapes.
+
+        Raises:
+            onnx.checker.ValidationError: What was built is no valid ONNX.
+        """
+        opsets = [helper.make_opsetid(domain, version) for domain, version in self._opsets.items()]
+        needed = helper.find_min_ir_version_for(opsets, ignore_unknown=True)
+        ir_version = min(MAX_IR_VERSION, max(needed, 4))  # 4: initializers need not be inputs
+        model = helper.make_model(self.graph(), opset_imports=opsets, ir_version=ir_version, producer_name="qdq-bench")
+        known = {info.name for info in (*self._inputs, *self._outputs)}
+        made = {name for node in self._nodes for name in node.output} - known
+        model.graph.value_info.extend(
+            onnx.ValueInfoProto(name=name, type=kind) for name, kind in self._types.items() if name in made
+        )
+        onnx.checker.check_model(model)
+        return model
+
+    def save(self, path: Path) -> Path:
+        """Build the model and write it to a file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(self.build().SerializeToString(deterministic=True))
+        return path
+
+    def _unique(self, stem: str) -> str:
+        name, number = stem, 0
+        if stem in self._taken and (match := re.fullmatch(r"(.*)_(\d+)", stem)):
+            stem = match[1]
+        while name in self._taken:
+            number += 1
+            name = f"{stem}_{number}"
+        self._taken.add(name)
+        return name
+
+
+class GraphBuilder(_Collector):
+    """Collects nodes and weights; tensors are named by strings. Same seed and calls, same bytes.
+
+    Args:
+        name: Name of the graph.
+        seed: Seed of all weights that the builder draws.
+        opset: Version of the default operator set.
+    """
+
+    def __init__(self, name: str, *, seed: int = 0, opset: int = 17) -> None:
+        super().__init__(name, opset)
+        self._rng = np.random.default_rng(seed)
 
     def conv(  # noqa: PLR0913 (a convolution has that many)
         self,
@@ -193,47 +251,6 @@ class GraphBuilder:
         self._outputs.append(info)
         return tensor
 
-    def shape(self, tensor: str) -> tuple[int, ...]:
-        """Static shape of a tensor; a dynamic dimension counts as -1.
-
-        Raises:
-            ValueError: Unknown tensor, or its shape cannot be inferred.
-        """
-        known = self._types.get(tensor)
-        if known is None or not known.tensor_type.HasField("shape"):
-            raise ValueError(f"{self.name}: the shape of tensor {tensor!r} is not known")
-        return tuple(d.dim_value if d.HasField("dim_value") else -1 for d in known.tensor_type.shape.dim)
-
-    def graph(self) -> onnx.GraphProto:
-        """The graph alone, unchecked: the body of an If, Loop or Scan, free to use names from outside."""
-        return helper.make_graph(
-            self._nodes, self.name, self._inputs, self._outputs, initializer=list(self._constants.values())
-        )
-
-    def build(self) -> onnx.ModelProto:
-        """The model, checked, with inferred shapes.
-
-        Raises:
-            onnx.checker.ValidationError: What was built is no valid ONNX.
-        """
-        opsets = [helper.make_opsetid(domain, version) for domain, version in self._opsets.items()]
-        needed = helper.find_min_ir_version_for(opsets, ignore_unknown=True)
-        ir_version = min(MAX_IR_VERSION, max(needed, 4))  # 4: initializers need not be inputs
-        model = helper.make_model(self.graph(), opset_imports=opsets, ir_version=ir_version, producer_name="qdq-bench")
-        known = {info.name for info in (*self._inputs, *self._outputs)}
-        made = {name for node in self._nodes for name in node.output} - known
-        model.graph.value_info.extend(
-            onnx.ValueInfoProto(name=name, type=kind) for name, kind in self._types.items() if name in made
-        )
-        onnx.checker.check_model(model)
-        return model
-
-    def save(self, path: Path) -> Path:
-        """Build the model and write it to a file."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(self.build().SerializeToString(deterministic=True))
-        return path
-
     def _weight(self, shape: tuple[int, ...], fan_in: int, label: str, gain: float = 1.0) -> str:
         # He et al. 2015, "Delving Deep into Rectifiers", eq. 10: gain 2 behind a ReLU, 1 without one.
         drawn = self._rng.normal(0.0, np.sqrt(gain / fan_in), shape)
@@ -241,16 +258,6 @@ class GraphBuilder:
 
     def _bias(self, size: int, label: str) -> str:
         return self.const(self._rng.normal(0.0, 0.02, size).astype(np.float32), f"{label}_bias")
-
-    def _unique(self, stem: str) -> str:
-        name, number = stem, 0
-        if stem in self._taken and (match := re.fullmatch(r"(.*)_(\d+)", stem)):
-            stem = match[1]
-        while name in self._taken:
-            number += 1
-            name = f"{stem}_{number}"
-        self._taken.add(name)
-        return name
 
     def _rename(self, old: str, new: str) -> str:
         if new in self._taken:
@@ -267,24 +274,27 @@ class GraphBuilder:
             self._types[new] = self._types.pop(old)
         return new
 
-    def _infer(self, node: onnx.NodeProto) -> None:
-        """Type the node's outputs where ONNX knows the operator and all inputs are typed."""
-        known = {name: self._types[name] for name in node.input if name in self._types}
-        if len(known) < len({name for name in node.input if name}) or not onnx.defs.has(node.op_type, node.domain):
-            return
-        schema = onnx.defs.get_schema(node.op_type, self._opsets[node.domain], node.domain)
-        opsets = [helper.make_opsetid(domain, version) for domain, version in self._opsets.items()]
-        small = {n: self._constants[n] for n in node.input if n in self._constants and _is_shape(self._constants[n])}
-        try:
-            found = shape_inference.infer_node_outputs(schema, node, known, small, opset_imports=opsets)
-        except shape_inference.InferenceError as error:
-            raise ValueError(f"{self.name}: {node.op_type} {node.name!r}: {error}") from error
-        self._types.update(found)
 
-
-def _is_shape(tensor: onnx.TensorProto) -> bool:
-    return int(np.prod(tensor.dims)) <= 1024
-
-
-def _element_type(dtype: str) -> int:
-    return int(onnx.TensorProto.DataType.Value(dtype.upper()))
+def _output_types(
+    node: onnx.NodeProto,
+    types: Mapping[str, onnx.TypeProto],
+    constants: Mapping[str, onnx.TensorProto],
+    opsets: Mapping[str, int],
+    where: str,
+) -> dict[str, onnx.TypeProto]:
+    """Types of a node's outputs; none where ONNX does not know the operator or an input is untyped."""
+    known = {name: types[name] for name in node.input if name in types}
+    if len(known) < len({name for name in node.input if name}) or not onnx.defs.has(node.op_type, node.domain):
+        return {}
+    schema = onnx.defs.get_schema(node.op_type, opsets[node.domain], node.domain)
+    imports = [helper.make_opsetid(domain, version) for domain, version in opsets.items()]
+    small = {
+        name: constants[name] for name in node.input if name in constants and np.prod(constants[name].dims) <= 1024
+    }
+    try:
+        found: dict[str, onnx.TypeProto] = shape_inference.infer_node_outputs(
+            schema, node, known, small, opset_imports=imports
+        )
+    except shape_inference.InferenceError as error:
+        raise ValueError(f"{where}: {node.op_type} {node.name!r}: {error}") from error
+    return found

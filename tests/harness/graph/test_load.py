@@ -344,6 +344,21 @@ class TestCleaning:
         assert list(model.constants) == [weight]
         assert_same(builder.build(), model)
 
+    def test_large_weights_are_folded_kept_and_dropped_like_small_ones(self) -> None:
+        builder = GraphBuilder("large", opset=13)
+        x = builder.batch_norm(builder.conv(builder.input("x", (1, 32, 4, 4)), 32, 3))
+        builder.conv(x, 32, 3)
+        rng = np.random.default_rng(0)
+        table, _ = (builder.const(rng.normal(size=(128, 64)).astype(np.float32)) for _ in range(2))
+        turned = builder.op("Transpose", builder.op("Relu", table), perm=[1, 0])
+        flat = builder.op("Reshape", x, builder.const([8, 64]))
+        builder.output(builder.op("MatMul", flat, turned))
+        model = ready(builder.build())
+        assert [node.op for node in model.nodes] == ["Conv", "Reshape", "MatMul"]
+        assert model.inputs == ("x",)
+        assert {model.types[name].shape for name in model.constants} == {(32, 32, 3, 3), (32,), (2,), (64, 128)}
+        assert_same(builder.build(), model)
+
     def test_quantized_weights_and_random_numbers_are_not_folded(self) -> None:
         builder = GraphBuilder("keep")
         x = builder.input("x", (1, 2))
