@@ -90,7 +90,7 @@ def fixed_inputs(types: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], see
         if dtype.kind not in "fiub":
             raise MeasureFailed(f"input {name!r}: no fixed input can be made for type {dtype}")
         values = rng.standard_normal(shape) if dtype.kind == "f" else rng.integers(0, 2, shape)
-        made[name] = np.ascontiguousarray(values.astype(dtype))
+        made[name] = np.asarray(values, dtype=dtype)
     return made
 
 

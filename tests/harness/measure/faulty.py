@@ -1,0 +1,117 @@
+"""A benchmarker whose candidates misbehave on request: what to do stands in the candidate's file.
+
+A line "STAGE ACTION" acts in that stage ("build", "sample" or "infer"); other stages work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from harness.api import Accuracy, Array, Artifact, Candidate, Infer
+from harness.errors import BuildFailed, UserError
+
+
+def act(text: str, stage: str) -> None:
+    wanted, _, action = text.strip().partition(" ")
+    if wanted == stage:
+        ACTIONS[action]()
+
+
+def _raise() -> None:
+    raise KeyError("no such kernel")
+
+
+def _refuse() -> None:
+    raise BuildFailed("the runtime\nrefuses   this")
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+def _segfault() -> None:
+    print("about to fall")
+    ctypes.string_at(0)
+
+
+def _print() -> None:
+    for number in range(100):
+        print(f"line {number}")
+    raise RuntimeError("after much talk")
+
+
+def _child() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    Path(os.environ["FAULTY_PIDS"]).write_text(f"{os.getpid()} {child.pid}")
+    time.sleep(1000)
+
+
+ACTIONS: Mapping[str, Callable[[], None]] = {
+    "raise": _raise,
+    "refuse": _refuse,
+    "hang": lambda: time.sleep(1000),
+    "spin": _spin,
+    "exit": lambda: os._exit(3),
+    "segfault": _segfault,
+    "print": _print,
+    "child": _child,
+}
+
+
+class Faulty:
+    def __init__(self, latency_ms: float = 1.0, broken: str = "") -> None:
+        if broken == "user":
+            raise ValueError("broken: not like this")
+        if broken == "exit":
+            os._exit(7)
+        self._latency_ms = latency_ms
+
+    def build(self, candidate: Candidate, workdir: Path) -> Artifact:
+        assert workdir.is_dir()
+        text = candidate.source().read_text()
+        act(text, "build")
+        return Artifact(engine=text, info={"modules": sorted(sys.modules)} if text == "modules" else {})
+
+    @contextmanager
+    def open(self, artifact: Artifact) -> Iterator[FaultyProbe]:
+        yield FaultyProbe(artifact.engine, self._latency_ms)
+
+    def describe(self) -> Mapping[str, Any]:
+        return {"name": "faulty", "pid": os.getpid(), "latency_ms": self._latency_ms}
+
+
+class FaultyProbe:
+    def __init__(self, text: str, latency_ms: float) -> None:
+        self._text = text
+        self._latency_ms = latency_ms
+
+    def sample(self, n: int) -> Sequence[float]:
+        act(self._text, "sample")
+        return [self._latency_ms] * n
+
+    def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        act(self._text, "infer")
+        return {}
+
+
+class Scorer:
+    metric = "score"
+    higher_is_better = True
+
+    def __init__(self, score: float = 0.5, broken: bool = False) -> None:
+        if broken:
+            raise UserError("data.json: cannot be read")
+        self._score = score
+
+    def score(self, infer: Infer) -> Accuracy:
+        infer({})
+        return Accuracy(metrics={"score": self._score})

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.api import Array
+from harness.errors import MeasureFailed
+from harness.measure.sampling import fixed_inputs, take
+from harness.measure.stats import median_ci
+from harness.run.config import Sampling
+
+QUIET = Sampling(warmup_ms=0, min_samples=11, max_samples=200, max_ms=1e6, target=0.01)
+
+
+class Script:
+    """A probe whose n-th reading is a function of n."""
+
+    def __init__(self, reading: Callable[[int], float]) -> None:
+        self._reading = reading
+        self.count = 0
+        self.calls = 0
+
+    def sample(self, n: int) -> Sequence[float]:
+        self.calls += 1
+        values = [self._reading(self.count + index) for index in range(n)]
+        self.count += n
+        return values
+
+    def infer(self, feeds: dict[str, Array]) -> dict[str, Array]:
+        raise NotImplementedError
+
+
+def noise(sd: float, seed: int = 0) -> Callable[[int], float]:
+    readings = np.exp(sd * np.random.default_rng(seed).standard_normal(100_000))
+    return lambda index: float(readings[index])
+
+
+def test_a_quiet_engine_needs_the_minimum() -> None:
+    found = take(Script(lambda _: 2.0), QUIET)
+    assert found.latency_ms == (2.0,) * 11
+    assert (found.warmup, found.stable) == (0, True)
+
+
+def test_a_noisy_engine_is_sampled_until_its_median_is_known() -> None:
+    found = take(Script(noise(0.02)), QUIET)
+    assert 11 < len(found.latency_ms) < 200
+    assert median_ci(found.latency_ms).relative_width <= 0.01
+
+
+def test_caps_hold() -> None:
+    assert len(take(Script(noise(0.5)), QUIET).latency_ms) == 200
+    slow = take(Script(lambda n: 100.0 * noise(0.5)(n)), QUIET.model_copy(update={"max_ms": 1500.0}))
+    assert 11 <= len(slow.latency_ms) <= 25
+    enough = QUIET.model_copy(update={"max_ms": 5.0})
+    assert len(take(Script(lambda n: 100.0 * noise(0.5)(n)), enough).latency_ms) == 11
+
+
+def test_warm_up_runs_its_time_and_does_not_count() -> None:
+    probe = Script(lambda _: 1.0)
+    found = take(probe, QUIET.model_copy(update={"warmup_ms": 50.0}))
+    assert found.warmup == 50
+    assert probe.count == 61
+    assert probe.calls < 15
+
+
+def test_warm_up_goes_on_until_steady() -> None:
+    warming = Script(lambda n: 1.0 + 5.0 * 0.97**n)
+    found = take(warming, QUIET.model_copy(update={"warmup_ms": 100.0}))
+    assert found.warmup > 100
+    assert found.stable
+    assert found.latency_ms[0] < 1.1
+
+
+def test_an_engine_that_never_settles_is_called_unstable() -> None:
+    found = take(Script(lambda n: 1000.0 * 0.99**n), QUIET.model_copy(update={"warmup_ms": 1000.0}))
+    assert not found.stable
+
+
+def test_one_slow_inference_is_no_reason_to_warm_up_for_long() -> None:
+    found = take(Script(lambda n: 500.0 if n == 0 else 400.0), QUIET.model_copy(update={"warmup_ms": 50.0}))
+    assert found.warmup <= 10
+
+
+def test_readings_that_drift_are_taken_again() -> None:
+    found = take(Script(lambda n: 1.0 if n < 5 else 1.5), QUIET.model_copy(update={"target": 0.9}))
+    assert found.warmup == 11
+    assert found.latency_ms == (1.5,) * 11
+    assert found.stable
+
+
+def test_readings_that_keep_drifting_are_called_unstable() -> None:
+    found = take(Script(lambda n: 1.0 + 0.02 * n), QUIET.model_copy(update={"max_samples": 40}))
+    assert len(found.latency_ms) == 40
+    assert not found.stable
+
+
+def test_outliers_stay_in_the_record() -> None:
+    found = take(Script(lambda n: 90.0 if n == 4 else 1.0), QUIET)
+    assert found.latency_ms.count(90.0) == 1
+    assert median_ci(found.latency_ms).value == 1.0
+
+
+def test_time_is_the_clocks_but_a_clock_that_jumps_back_gives_zero() -> None:
+    assert take(Script(lambda _: 1.0), QUIET, clock=iter([5.0, 7.5]).__next__).measure_s == 2.5
+    assert take(Script(lambda _: 1.0), QUIET, clock=iter([5.0, 1.0]).__next__).measure_s == 0.0
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 0.0, -1.0])
+def test_impossible_readings_fail(wrong: float) -> None:
+    with pytest.raises(MeasureFailed, match=f"impossible latency of {wrong} ms: readings are positive, finite numbers"):
+        take(Script(lambda n: wrong if n == 3 else 1.0), QUIET)
+
+
+def test_a_probe_that_gives_too_few_readings_fails() -> None:
+    class Short(Script):
+        def sample(self, n: int) -> Sequence[float]:
+            return super().sample(n)[1:]
+
+    with pytest.raises(MeasureFailed, match="gave 10 readings where 11 were asked for"):
+        take(Short(lambda _: 1.0), QUIET)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.floats(min_value=1e-3, max_value=2e3), st.floats(min_value=0, max_value=1), st.integers(0, 5), st.floats(0, 200)
+)
+def test_sampling_always_ends_within_its_caps(scale: float, sd: float, seed: int, warmup_ms: float) -> None:
+    reading = noise(sd, seed)
+    settings_ = Sampling(warmup_ms=warmup_ms, min_samples=5, max_samples=50, max_ms=100.0)
+    found = take(Script(lambda n: scale * reading(n % 100_000)), settings_)
+    assert 5 <= len(found.latency_ms) <= 50
+
+
+def test_fixed_inputs_are_the_same_each_time_and_fit_every_type() -> None:
+    types = {
+        "image": (np.dtype("float32"), (1, 3, 4, 4)), "half": (np.dtype("float16"), (2,)),
+        "ids": (np.dtype("int64"), (1, 8)), "mask": (np.dtype("bool"), (1, 8)), "scalar": (np.dtype("float32"), ()),
+    }  # fmt: skip
+    one, two = fixed_inputs(types), fixed_inputs(dict(reversed(types.items())))
+    for name, (dtype, shape) in types.items():
+        assert (one[name].dtype, one[name].shape) == (dtype, shape)
+        np.testing.assert_array_equal(one[name], two[name])
+    assert set(one["ids"].ravel().tolist()) <= {0, 1}
+    assert len({value.tobytes() for value in itertools.chain(fixed_inputs(types, 1).values(), one.values())}) > 5
+
+
+def test_text_inputs_are_refused() -> None:
+    with pytest.raises(MeasureFailed, match="input 'words': no fixed input can be made for type"):
+        fixed_inputs({"words": (np.dtype("U8"), (1,))})
