@@ -6,11 +6,12 @@ equal blocks are cut equally wherever they stand. The rules, along each chain of
 - A vertex and the branches that converge on it are one *item*. Without a linear operator among its branches and up to
   `smallest` vertices it is *plain* (x * sigmoid(x), a normalization); else it is a *block* (a residual block,
   attention, inception branches, squeeze-and-excite).
-- A block takes the plain items behind it, up to the next linear operator, as its epilogue.
+- A block takes the elementwise items behind it as its epilogue.
 - A block of up to `smallest` vertices is a leaf; a larger one a composite. A composite with one branch continues that
   branch through the convergence; with several, the convergence begins a leaf of its own.
-- Runs of plain items fall into groups that begin at linear operators. Whole groups fill leaves of up to `longest`; in
-  a longer run, groups that repeat at once (depthwise, pointwise, depthwise, ...) are a leaf each time.
+- Runs of plain items fall into groups: a linear operator, or others, with the elementwise items behind. Whole groups
+  fill leaves of up to `longest`; in a longer run, groups that repeat at once (depthwise, pointwise, depthwise, ...) are
+  a leaf each time.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ _DEEPEST = 32  # deeper nesting is spliced into its parent, so that trees stay s
 
 
 class VertexKind(Enum):
-    """VIRTUAL: no node, belongs to no region. LINEAR: begins a new group of a sequence. OTHER: anything else."""
+    """VIRTUAL: no node, belongs to no region. LINEAR: begins a new group of a sequence. ELEMENTWISE: may end one."""
 
     VIRTUAL = 0
     LINEAR = 1
-    OTHER = 2
+    ELEMENTWISE = 2
+    OTHER = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,8 @@ class _Item:
     vertex: int
     size: int
     linear: bool
+    elementwise: bool  # its branches too
     block: bool = False
-    bare: bool = False  # its branches have been dealt with
 
 
 def outline(
@@ -73,6 +75,7 @@ class _Outliner:
         self._flow = flow
         self._labels = labels
         self._linear = [*(kind is VertexKind.LINEAR for kind in kinds), False]
+        self._elementwise = [*(kind is VertexKind.ELEMENTWISE for kind in kinds), False]
         self._real = [*(kind is not VertexKind.VIRTUAL for kind in kinds), False]
         self._longest = longest
         self._smallest = smallest
@@ -81,6 +84,7 @@ class _Outliner:
         self._todo: list[tuple[int, list[_Item]]] = []
         self._sizes = self._totals(self._real)
         self._linears = self._totals(self._linear)
+        self._elementwises = self._totals(self._elementwise)
 
     def run(self) -> list[Draft]:
         flow = self._flow
@@ -100,16 +104,17 @@ class _Outliner:
         return totals
 
     def _items(self, last: int) -> list[_Item]:
-        items = []
-        for vertex in self._flow.chain(last):
-            before = self._flow.series[vertex]
-            size = self._sizes[vertex] - (self._sizes[before] if before >= 0 else 0)
-            linears = self._linears[vertex] - (self._linears[before] if before >= 0 else 0)
-            inside = linears > self._linear[vertex]
-            if self._real[vertex]:
-                block = inside or size > self._smallest
-                items.append(_Item(vertex, size, self._linear[vertex], block))
-        return items
+        return [self._item(vertex) for vertex in self._flow.chain(last) if self._real[vertex]]
+
+    def _item(self, vertex: int) -> _Item:
+        before = self._flow.series[vertex]
+        size, linears, elementwises = (
+            totals[vertex] - (totals[before] if before >= 0 else 0)
+            for totals in (self._sizes, self._linears, self._elementwises)
+        )
+        linear = self._linear[vertex]
+        block = linears > linear or size > self._smallest
+        return _Item(vertex, size, linear, elementwises == size, block)
 
     def _cut(self, parent: int, items: list[_Item]) -> None:
         """Cut a chain into blocks with their epilogues, and runs of plain items between them."""
@@ -124,7 +129,7 @@ class _Outliner:
             self._emit_run(parent, run)
             run = []
             end, room = position, self._longest
-            while end < len(items) and not (items[end].block or items[end].linear):
+            while end < len(items) and items[end].elementwise and not items[end].block:
                 room -= items[end].size
                 end += 1
             epilogue = items[position:end]
@@ -145,7 +150,7 @@ class _Outliner:
             self._drafts.append(Draft(parent))
             self._depths.append(depth)
             parent = len(self._drafts) - 1
-        tail = [_Item(item.vertex, 1, item.linear, bare=True), *epilogue]
+        tail = [_Item(item.vertex, 1, item.linear, self._elementwise[item.vertex]), *epilogue]
         branches = self._flow.branches[item.vertex]
         if len(branches) == 1:
             self._todo.append((parent, self._items(branches[0]) + tail))
@@ -167,7 +172,8 @@ class _Outliner:
             return
         groups: list[list[_Item]] = []
         for item in run:
-            if item.linear or not groups:
+            last = groups[-1][-1] if groups else item
+            if not groups or item.linear or (not item.elementwise and (last.elementwise or last.linear)):
                 groups.append([])
             groups[-1].append(item)
         for leaf in [run] if _size(run) <= self._longest else self._repeats(groups):

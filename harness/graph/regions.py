@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from harness.graph.flow import flow_of
+from harness.graph.legality import ACTIVATIONS
 from harness.graph.model import Model, Node
 from harness.graph.outline import Draft, VertexKind, outline
 
@@ -19,6 +20,8 @@ __all__ = ["LINEAR", "Region", "RegionType", "discover"]
 
 LINEAR = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 """Operators at which discovery begins a new group of a sequence."""
+
+_ELEMENTWISE = ACTIVATIONS | {"Add", "BatchNormalization", "Div", "Max", "Min", "Mul", "Sub"}
 
 
 class RegionType(Enum):
@@ -145,10 +148,16 @@ def _outlined(
     edges = [successors((tensor,))] if tensor is not None else []
     edges += [successors(model.nodes[index].outputs) for index in nodes]
     kinds = [VertexKind.VIRTUAL] * first
-    kinds += [VertexKind.LINEAR if model.nodes[index].op in LINEAR else VertexKind.OTHER for index in nodes]
+    kinds += [_kind(model.nodes[index]) for index in nodes]
     labels = [""] * first + [_work(model.nodes[index]) for index in nodes]
     drafts = outline(flow_of(edges), kinds, labels, *sizes)
     return [d if d.vertices is None else Draft(d.parent, tuple(nodes[v - first] for v in d.vertices)) for d in drafts]
+
+
+def _kind(node: Node) -> VertexKind:
+    if node.op in LINEAR:
+        return VertexKind.LINEAR
+    return VertexKind.ELEMENTWISE if node.op in _ELEMENTWISE else VertexKind.OTHER
 
 
 def _work(node: Node) -> str:

@@ -74,6 +74,7 @@ def build_space(
         raise ValueError(f"kinds: among {', '.join(_KINDS)}, but got {', '.join(sorted(wanted - set(_KINDS)))}")
     if sharing not in ("pattern", "region"):
         raise ValueError(f"sharing: 'pattern' or 'region', but got {sharing!r}")
+    precisions = [precision for precision in precisions if precision in dialect.precisions]
     patterns = find_patterns(model, discover(model) if root is None else root)
     drafter = _Drafter(model, dialect, points_of(model, dialect, precisions), sharing)
     drafts: list[_Draft] = []
