@@ -13,7 +13,7 @@ __all__ = ["mobilenetv2", "resnet18", "resnet50"]
 IMAGE = (1, 3, 224, 224)
 CLASSES = 1000
 BRANCH = 0.4
-"""Scale of the last BatchNormalization of a residual branch: below 1, as in trained networks, so that depth adds little."""
+"""Scale of a residual branch's last BatchNormalization: below 1, as in trained networks, so depth adds little."""
 
 
 def resnet18() -> GraphBuilder:

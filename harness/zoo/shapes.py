@@ -84,7 +84,8 @@ def split(name: str, count: int | None = None) -> Shapes:
     seed, default = _SPLITS[name]
     if count is not None and count < 1:
         raise UserError(f"shapes: count must be at least 1, but got {count}")
-    images, annotations = [], []
+    images: list[npt.NDArray[np.uint8]] = []
+    annotations: list[dict[str, Any]] = []
     for index in range(default if count is None else count):
         image, shapes = _scene(np.random.default_rng((seed, index)))
         images.append(image)
@@ -138,8 +139,9 @@ def _scene(rng: np.random.Generator) -> tuple[npt.NDArray[np.uint8], list[_Shape
 
 def _gradient(base: npt.NDArray[np.float64], rng: np.random.Generator) -> npt.NDArray[np.uint8]:
     """A SIZE x SIZE image that changes by up to 60 levels along a random direction."""
-    angle, (rows, columns) = rng.uniform(0, 2 * math.pi), np.mgrid[-0.5 : 0.5 : SIZE * 1j, -0.5 : 0.5 : SIZE * 1j]
-    ramp = rows * math.sin(angle) + columns * math.cos(angle)
+    angle = rng.uniform(0, 2 * math.pi)
+    steps = np.linspace(-0.5, 0.5, SIZE)
+    ramp = steps[:, None] * math.sin(angle) + steps * math.cos(angle)
     return np.clip(base + ramp[..., None] * rng.uniform(-60, 60, 3), 0, 255).astype(np.uint8)
 
 

@@ -2,8 +2,8 @@
 
 A small anchor-free detector in the manner of YOLOX (Ge et al. 2021, arXiv:2107.08430): CSP blocks with
 SiLU, a neck that goes up once and down once, decoupled heads at strides 8 and 16. Cells are assigned to
-shapes as in TOOD (Feng et al. 2021, arXiv:2108.07755), scores learn the overlap of their box (quality
-focal loss, Li et al. 2020, arXiv:2006.04388), boxes learn by CIoU (Zheng et al. 2020, arXiv:1911.08287).
+shapes as in TOOD (Feng et al. 2021, arXiv:2108.07755), so that a score learns how well its box fits; boxes
+learn by CIoU (Zheng et al. 2020, arXiv:1911.08287).
 
 Takes about ten minutes on one core. The same seed on the same machine gives the same file. The layout of
 input and output is told in `harness.zoo.detector`, next to the model's name.
@@ -66,8 +66,9 @@ class CSP(nn.Module):  # type: ignore[misc]
 class Head(nn.Module):  # type: ignore[misc]
     """Decoupled head of one stride: class logits and box terms."""
 
-    def __init__(self, inputs: int) -> None:
+    def __init__(self, inputs: int, *, stride: int) -> None:
         super().__init__()
+        self.cells = (SIZE // stride) ** 2
         self.stem = conv(inputs, 48)
         self.scores = nn.Sequential(separable(48, 48), nn.Conv2d(48, len(CLASSES), 1))
         self.boxes = nn.Sequential(separable(48, 48), separable(48, 48), nn.Conv2d(48, 4, 1))
@@ -75,8 +76,7 @@ class Head(nn.Module):  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        terms = torch.cat([self.boxes(x), self.scores(x)], 1)
-        return terms.reshape(int(terms.shape[0]), 4 + len(CLASSES), -1)  # flatten would export a chain of shapes
+        return torch.cat([self.boxes(x), self.scores(x)], 1).reshape(-1, 4 + len(CLASSES), self.cells)
 
 
 class Detector(nn.Module):  # type: ignore[misc]
@@ -89,7 +89,7 @@ class Detector(nn.Module):  # type: ignore[misc]
         self.stage4 = nn.Sequential(separable(64, 96, stride=2), CSP(96, 96))
         self.lateral, self.up = conv(96, 64), CSP(128, 64, residual=False)
         self.reduce, self.down = separable(64, 64, stride=2), CSP(128, 64, residual=False)
-        self.heads = nn.ModuleList([Head(64), Head(64)])
+        self.heads = nn.ModuleList([Head(64, stride=stride) for stride in STRIDES])
         points = [(np.mgrid[: SIZE // s, : SIZE // s][::-1].reshape(2, -1) + 0.5) * s for s in STRIDES]
         strides = [np.full(p.shape[1], s) for p, s in zip(points, STRIDES, strict=True)]
         self.register_buffer("centres", torch.tensor(np.concatenate(points, 1), dtype=torch.float32))
@@ -152,18 +152,17 @@ def assign(boxes: Tensor, scores: Tensor, targets: Tensor, centres: Tensor) -> t
 
 
 def loss(model: Tensor, images: Tensor, targets: Tensor) -> Tensor:
-    """Mean over the batch of the quality focal loss and the CIoU loss, both per unit of target score."""
+    """Cross entropy of the scores plus CIoU loss of the boxes, both per unit of target score (TOOD, section 3.3)."""
     boxes, logits = model.raw(images)
     boxes, logits = boxes.transpose(1, 2), logits.transpose(1, 2)
     with torch.no_grad():
         owner, quality = assign(boxes, logits.sigmoid(), targets, model.centres.T)
     matched = targets.gather(1, owner[..., None].expand(-1, -1, 5))
     hot = functional.one_hot(matched[..., 0].clamp(min=0).long(), len(CLASSES)) * quality[..., None]
-    entropy = functional.binary_cross_entropy_with_logits(logits, hot, reduction="none")
-    scores = (entropy * (logits.sigmoid().detach() - hot).square()).sum()
+    scores = functional.binary_cross_entropy_with_logits(logits, hot, reduction="sum")
     _, ciou = overlaps(boxes, matched[..., 1:])
     total = quality.sum().clamp(min=1.0)
-    return (scores * 2 + ((1 - ciou) * quality).sum() * 5) / total
+    return (scores + ((1 - ciou) * quality).sum() * 4) / total
 
 
 def _arrays(data: Shapes) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,130 @@
+"""The trained detector: small, as laid out, right on the shapes, and hurt by plain INT8."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+import pytest
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+from harness.zoo.detector import TRAINED
+from harness.zoo.shapes import CLASSES, SIZE, Shapes, split
+
+Floats = npt.NDArray[np.float32]
+FEWEST = 0.001
+OVERLAP = 0.65
+
+
+def test_the_committed_file_is_below_one_megabyte() -> None:
+    assert TRAINED.stat().st_size < 1_000_000
+    assert len(list(TRAINED.parent.glob("*.onnx"))) == 1
+
+
+def test_rows_are_cells_with_boxes_in_pixels_and_scores() -> None:
+    infer = session(TRAINED)
+    centres = [((np.arange(side * side) % side + 0.5) * stride, (np.arange(side * side) // side + 0.5) * stride)
+               for side, stride in ((16, 8), (8, 16))]  # fmt: skip
+    x, y = (np.concatenate([centre[axis] for centre in centres]) for axis in (0, 1))
+    for image in split("evaluation", 10).images:
+        found = infer(image)
+        assert found.shape == (320, 4 + len(CLASSES))
+        assert found[:, 4:].min() >= 0
+        assert found[:, 4:].max() <= 1
+        sure = found[:, 4:].max(1) > 0.5
+        assert sure.any()
+        assert np.abs(found[sure, 0] - x[sure]).max() < 40
+        assert np.abs(found[sure, 1] - y[sure]).max() < 40
+        assert found[sure, 2:4].min() > 8
+        assert found[sure, 2:4].max() < SIZE
+
+
+def test_openvino_agrees_with_onnx_runtime() -> None:
+    openvino = pytest.importorskip("openvino")
+    compiled = openvino.Core().compile_model(str(TRAINED), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    image = split("evaluation", 1).images[0]
+    np.testing.assert_allclose(compiled(blob(image))[0][0], session(TRAINED)(image), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_float_finds_the_shapes_and_plain_int8_loses_measurably(tmp_path: Path) -> None:
+    shapes = split("evaluation")
+    path = tmp_path / "int8.onnx"
+    quantize_static(
+        TRAINED, path, Calibration(split("calibration")), quant_format=QuantFormat.QDQ, per_channel=True,
+        activation_type=QuantType.QInt8, weight_type=QuantType.QInt8,
+        extra_options={"ActivationSymmetric": True, "WeightSymmetric": True},
+    )  # fmt: skip
+    exact, plain = mean_average_precision(TRAINED, shapes), mean_average_precision(path, shapes)
+    assert exact > 0.5
+    assert plain < exact - 0.03
+
+
+class Calibration(CalibrationDataReader):  # type: ignore[misc]
+    def __init__(self, shapes: Shapes) -> None:
+        self.images: Iterator[npt.NDArray[np.uint8]] = iter(shapes.images)
+
+    def get_next(self) -> dict[str, Floats] | None:
+        image = next(self.images, None)
+        return None if image is None else {"images": blob(image)}
+
+
+def blob(image: npt.NDArray[np.uint8]) -> Floats:
+    return image.transpose(2, 0, 1)[None].astype(np.float32) / 255
+
+
+def session(path: Path) -> Any:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    engine = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return lambda image: engine.run(["detections"], {"images": blob(image)})[0][0]
+
+
+def mean_average_precision(path: Path, shapes: Shapes) -> float:
+    """COCO's mAP, with a decoder written apart from the one in harness.evaluators."""
+    infer, found = session(path), []
+    for index, image in enumerate(shapes.images):
+        rows = infer(image)
+        corners = np.concatenate([rows[:, :2] - rows[:, 2:4] / 2, rows[:, 2:4]], 1)
+        for category in range(len(CLASSES)):
+            for kept in suppress(corners, rows[:, 4 + category]):
+                found.append([index + 1, *corners[kept], rows[kept, 4 + category], category + 1])
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = COCO()
+        truth.dataset = shapes.coco
+        truth.createIndex()
+        evaluation = COCOeval(truth, truth.loadRes(np.array(found)), "bbox")
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    return float(evaluation.stats[0])
+
+
+def suppress(boxes: Floats, scores: Floats) -> list[int]:
+    """Indices of boxes (left, top, width, height) that no better one overlaps by more than OVERLAP."""
+    left = [index for index in np.argsort(-scores, kind="stable") if scores[index] > FEWEST]
+    kept: list[int] = []
+    while left:
+        best, *left = left
+        kept.append(best)
+        low = np.maximum(boxes[best, :2], boxes[left, :2])
+        high = np.minimum(boxes[best, :2] + boxes[best, 2:], boxes[left, :2] + boxes[left, 2:])
+        shared = np.clip(high - low, 0, None).prod(1)
+        union = boxes[best, 2:].prod() + boxes[left, 2:].prod(1) - shared
+        left = [index for index, overlap in zip(left, shared / union, strict=True) if overlap <= OVERLAP]
+    return kept
+
+
+def test_the_model_has_what_int8_stumbles_on() -> None:
+    operators = {node.op_type for node in onnx.load(TRAINED).graph.node}
+    assert {"Conv", "Sigmoid", "Mul", "Add", "Concat", "Resize", "Exp"} <= operators
+    assert "BatchNormalization" not in operators
