@@ -19,6 +19,7 @@ _STORAGE = {
     TensorProto.FLOAT8E5M2: "fp8e5m2", TensorProto.FLOAT4E2M1: "fp4",
 }  # fmt: skip
 _SEE_THROUGH = frozenset({"Cast", "Identity"})
+_NO_CONSUMERS = _SEE_THROUGH | {"QuantizeLinear", "DequantizeLinear"}
 _FOREIGN_SUFFIXES = ("_quantized", "_QuantizeLinear_Input")  # of ONNX Runtime's quantization tools
 
 
@@ -43,6 +44,11 @@ def pairs_in(path: Path) -> int:
     """How many Q/DQ pairs a Q/DQ model has, whoever made it: quantized tensors, however many consumers each has."""
     proto = onnx.load(path, load_external_data=False)
     return len({(edge.tensor, precision) for edge, precision in delivered(proto).items()})
+
+
+def label(node: onnx.NodeProto) -> str:
+    """What edges call a node: its name, or its first output where it has none."""
+    return node.name or next(iter(node.output), "")
 
 
 class _Reader:
@@ -72,10 +78,10 @@ class _Reader:
     def _ends(self) -> Iterator[tuple[str, int, str]]:
         """Every place where a tensor is put to use, by consumer, slot and tensor."""
         for node in self._graph.node:
-            if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            if node.op_type in _NO_CONSUMERS:
                 continue
             for slot, name in enumerate(node.input):
-                yield node.name, slot, name
+                yield label(node), slot, name
         for value in self._graph.output:
             yield "", 0, value.name
 

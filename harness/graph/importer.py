@@ -1,0 +1,93 @@
+"""Reads the placement of somebody else's Q/DQ model back, as edges of the float model that it was made from."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import onnx
+
+from harness.errors import UserError
+from harness.graph.diff import delivered, label
+from harness.graph.model import Model, Node
+from harness.graph.read import read_model
+from search.space import Edge
+
+__all__ = ["import_qdq"]
+
+logger = logging.getLogger(__name__)
+
+_QOPERATORS = frozenset({"ConvInteger", "MatMulInteger", "DynamicQuantizeLinear", "QGemm", "QAttention"})
+
+
+def import_qdq(source: Path | onnx.ModelProto, model: Model) -> dict[Edge, str]:
+    """The quantized edges of a Q/DQ model with their precision, in terms of `model`.
+
+    A quantized input is matched by the name of its node, else by the tensor and the operator that reads it. What the
+    other tool fused or added finds no match and is left out. Scales are not imported: ours come from calibration.
+
+    Args:
+        source: A file or a model, made from the saved `model` by another tool (ModelOpt, ONNX Runtime).
+        model: The float model.
+
+    Raises:
+        UserError: The file cannot be read, is in QOperator format, or has no Q/DQ pair that fits the model.
+    """
+    proto, name = (source, "the Q/DQ model") if isinstance(source, onnx.ModelProto) else _read(source)
+    _refuse_qoperators(proto, name)
+    found = delivered(proto)
+    operators = {label(node): node.op_type for node in proto.graph.node}
+    matches = _Matches(model)
+    edges = {}
+    for edge, precision in sorted(found.items()):
+        ours = matches.of(edge, operators.get(edge.consumer, ""))
+        if ours is None:
+            logger.debug("%s: %s has no counterpart in %s", name, edge, model.source)
+        else:
+            edges[ours] = precision
+    if not edges:
+        raise UserError(
+            f"{name}: none of its {len(found)} quantized edges belongs to {model.source}; "
+            "it must be made from this model, with the names of nodes and tensors kept"
+        )
+    logger.info("%s: %d of %d quantized edges found in %s", name, len(edges), len(found), model.source)
+    return edges
+
+
+def _read(path: Path) -> tuple[onnx.ModelProto, str]:
+    return read_model(path, str(path))[0], str(path)
+
+
+def _refuse_qoperators(proto: onnx.ModelProto, name: str) -> None:
+    for node in proto.graph.node:
+        if node.op_type in _QOPERATORS or node.op_type.startswith("QLinear"):
+            raise UserError(
+                f"{name}: {node.op_type} {node.name!r} is of the QOperator format, which has no Q/DQ pairs and "
+                "which TensorRT and OpenVINO do not take; quantize again with quant_format=QuantFormat.QDQ"
+            )
+
+
+class _Matches:
+    """Finds an edge of the float model for an edge of another model."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._by_name = {node.name: node for node in model.nodes}
+
+    def of(self, edge: Edge, op: str) -> Edge | None:
+        if not edge.consumer:
+            return edge if edge.tensor in self._model.outputs else None
+        node = self._by_name.get(edge.consumer)
+        if node is not None and node.op == op:
+            return self._at(node, edge.slot)
+        readers = [
+            self._model.nodes[index]
+            for index, slot in self._model.consumers.get(edge.tensor, ())
+            if slot == edge.slot and self._model.nodes[index].op == op
+        ]
+        return self._at(readers[0], edge.slot) if len(readers) == 1 else None
+
+    def _at(self, node: Node, slot: int) -> Edge | None:
+        if slot >= len(node.inputs) or not node.inputs[slot]:
+            return None
+        return Edge(node.inputs[slot], node.name, slot)

@@ -1,0 +1,72 @@
+"""Placement to a file ready to build, beside the same step of ModelOpt's autotuner.
+
+Run with `pytest tests/benchmarks/test_insert_benchmark.py --benchmark-enable`; figures to reach are 10 ms for
+ResNet-50 and 20 ms for the decomposed encoder of about 4,200 nodes. Every round writes another random placement.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from harness.graph.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
+from harness.graph.insert import Inserter
+from harness.graph.load import load
+from harness.graph.model import Model
+from harness.zoo import write
+from search.space import Edge, Resolved
+
+pytestmark = pytest.mark.slow
+DIALECTS = (OPENVINO, ONNXRUNTIME, TENSORRT)
+MODELS = ("resnet50", "encoder48")
+
+
+@cache
+def ready(name: str) -> Model:
+    with tempfile.TemporaryDirectory() as folder:
+        return load(write(name, Path(folder) / f"{name}.onnx"), source=name)
+
+
+def placements(model: Model, dialect: Dialect, count: int) -> list[Resolved]:
+    """Random placements with seven tenths of all edges quantized."""
+    rng = np.random.default_rng(0)
+    edges = [
+        Edge(tensor, node.name, slot)
+        for node in model.nodes
+        if node.op in dialect.operators
+        for slot, tensor in enumerate(node.inputs[:2] if node.op in dialect.linear_ops else node.inputs)
+        if tensor and model.types[tensor].dtype == "float" and not (node.op in ("Resize", "Clip") and slot)
+    ]
+    edges.sort()
+    return [tuple((edge, "int8") for edge in edges if rng.random() < 0.7) for _ in range(count)]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+@pytest.mark.parametrize("name", MODELS)
+def test_placement_to_file(benchmark: Any, name: str, dialect: Dialect, tmp_path: Path) -> None:
+    model = ready(name)
+    inserter = Inserter(model, dialect, {tensor: (-1.0, 1.0) for tensor in model.types})
+    asked = itertools.cycle(placements(model, dialect, 20))
+    inserter.write(next(asked), tmp_path)  # weights are written once
+    benchmark.extra_info["nodes"] = len(model.nodes)
+    path = benchmark(lambda: inserter.write(next(asked), tmp_path))
+    onnx.checker.check_model(str(path))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_peer_placement_to_file(benchmark: Any, name: str, tmp_path: Path) -> None:
+    if benchmark.disabled:
+        pytest.skip("the peer takes seconds to start; enable benchmarks")
+    autotune = pytest.importorskip("modelopt.onnx.quantization.autotune")
+    peer = autotune.QDQAutotuner(ready(name).proto)
+    peer.initialize()
+    peer.set_profile_region(peer.regions[0])
+    peer.generate()
+    benchmark.pedantic(lambda: peer.export_onnx(str(tmp_path / "peer.onnx")), rounds=3)

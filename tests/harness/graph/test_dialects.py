@@ -1,0 +1,31 @@
+"""Dialects are data that plug-ins can extend and that hold together."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from harness.graph.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
+from harness.registry import load
+
+
+@pytest.mark.parametrize("dialect", [ONNXRUNTIME, OPENVINO, TENSORRT], ids=lambda d: d.name)
+def test_dialects_are_found_by_name_and_never_change(dialect: Dialect) -> None:
+    assert load("dialect", dialect.name) is dialect
+    assert not dialect.linear_ops & dialect.points
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        dialect.name = "other"  # type: ignore[misc]
+
+
+def test_fp8_needs_opset_19() -> None:
+    assert OPENVINO.opset(["int8"]) == 13
+    assert OPENVINO.opset(["int8", "fp8"]) == 19
+
+
+def test_only_onnx_runtime_has_a_zero_point_and_an_int32_bias() -> None:
+    assert [(d.activation, d.symmetric_activation, d.bias) for d in (TENSORRT, OPENVINO, ONNXRUNTIME)] == [
+        ("int8", True, "float"),
+        ("int8", True, "float"),
+        ("uint8", False, "int32"),
+    ]

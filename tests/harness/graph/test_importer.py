@@ -1,0 +1,129 @@
+"""Placements read back from the outputs of ModelOpt and of ONNX Runtime."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+from harness.errors import UserError
+from harness.graph.build import GraphBuilder
+from harness.graph.dialects import OPENVINO
+from harness.graph.importer import import_qdq
+from harness.graph.insert import Inserter
+from harness.graph.load import from_proto, save
+from harness.graph.model import Model
+from search.space import Edge
+
+# In a process of its own: ModelOpt patches ONNX Runtime's calibration for good.
+MODELOPT = """
+import sys
+import numpy as np
+from modelopt.onnx.quantization import quantize
+quantize(sys.argv[1], quantize_mode="int8", calibration_data={"x": np.load(sys.argv[2])}, output_path=sys.argv[3],
+         high_precision_dtype="fp32", calibration_eps=["cpu"])
+"""
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    g = GraphBuilder("residual", opset=19, seed=5)
+    x = g.input("x", (1, 3, 16, 16))
+    x = g.op("Relu", g.conv(x, 32, 3, name="stem"), name="stem_relu")
+    y = g.op("Relu", g.conv(x, 32, 3, name="inner"), name="inner_relu")
+    y = g.op("Add", g.conv(y, 32, 3, name="outer"), x, name="residual")
+    y = g.op("Flatten", g.op("GlobalAveragePool", y, name="pool"), name="flatten")
+    g.output(g.gemm(y, 32, name="head"), name="logits")
+    return from_proto(g.build(), source="residual", sha256="0")
+
+
+def images() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=(1, 3, 16, 16)).astype(np.float32) for _ in range(3)]
+
+
+class Reader(CalibrationDataReader):
+    def __init__(self) -> None:
+        self._rest: Iterator[np.ndarray] = iter(images())
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        image = next(self._rest, None)
+        return None if image is None else {"x": image}
+
+
+def ends(edges: dict[Edge, str]) -> set[tuple[str, int]]:
+    return {(edge.consumer, edge.slot) for edge in edges}
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_quantize_static_is_read_back(model: Model, tmp_path: Path, per_channel: bool) -> None:
+    path = tmp_path / "static.onnx"
+    quantize_static(
+        save(model, tmp_path), path, Reader(), quant_format=QuantFormat.QDQ, per_channel=per_channel,
+        activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
+    )  # fmt: skip
+    edges = import_qdq(path, model)
+    linear = {(name, slot) for name in ("stem", "inner", "outer", "head") for slot in (0, 1)}
+    assert linear <= ends(edges)
+    assert {("residual", 0), ("residual", 1), ("pool", 0), ("", 0)} <= ends(edges)
+    assert not {(name, 2) for name in ("stem", "head")} & ends(edges)  # biases are no edges
+    assert set(edges.values()) == {"int8"}
+    assert all(model.nodes[[n.name for n in model.nodes].index(e.consumer)].inputs[e.slot] == e.tensor
+               for e in edges if e.consumer)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_modelopt_ptq_is_read_back_and_can_be_inserted(model: Model, tmp_path: Path) -> None:
+    path, data = tmp_path / "ptq.onnx", tmp_path / "data.npy"
+    np.save(data, np.concatenate(images()))
+    arguments = [sys.executable, "-c", MODELOPT, str(save(model, tmp_path)), str(data), str(path)]
+    subprocess.run(arguments, check=True, capture_output=True, timeout=300)
+    edges = import_qdq(path, model)
+    assert {(name, slot) for name in ("inner", "outer") for slot in (0, 1)} <= ends(edges)
+    assert ("residual", 1) in ends(edges)  # the branch that the convolution is not fused with
+    assert ("residual", 0) not in ends(edges)
+    ranges = {name: (-4.0, 4.0) for name in model.types}
+    asked = tuple(sorted(edges.items()))
+    assert import_qdq(Inserter(model, OPENVINO, ranges).insert(asked), model) == edges
+
+
+def test_a_tensor_and_operator_match_where_node_names_are_lost(model: Model) -> None:
+    asked = ((Edge("x", "stem", 0), "int8"),)
+    proto = Inserter(model, OPENVINO, {"x": (-1.0, 1.0)}).insert(asked)
+    for node in proto.graph.node:
+        node.name = ""
+    assert import_qdq(proto, model) == dict(asked)
+
+
+def test_qoperator_models_are_refused(model: Model, tmp_path: Path) -> None:
+    path = tmp_path / "qoperator.onnx"
+    quantize_static(save(model, tmp_path), path, Reader(), quant_format=QuantFormat.QOperator)
+    with pytest.raises(
+        UserError, match=r"qoperator\.onnx: QLinearConv '.*' is of the QOperator format.*QuantFormat\.QDQ"
+    ):
+        import_qdq(path, model)
+
+
+def test_a_model_without_matching_pairs_is_refused(model: Model) -> None:
+    with pytest.raises(UserError, match="the Q/DQ model: none of its 0 quantized edges belongs to residual"):
+        import_qdq(model.proto, model)
+
+
+def test_what_is_no_onnx_file_is_refused(model: Model, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        import_qdq(tmp_path / "missing.onnx", model)
+
+
+def test_edges_of_added_operators_are_left_out(model: Model) -> None:
+    proto = Inserter(model, OPENVINO, {"x": (-1.0, 1.0)}).insert(((Edge("x", "stem", 0), "int8"),))
+    dequantized = next(node.output[0] for node in proto.graph.node if node.op_type == "DequantizeLinear")
+    proto.graph.node.append(helper.make_node("Identity", [dequantized], ["spare"], name="extra"))
+    proto.graph.output.append(helper.make_tensor_value_info("spare", onnx.TensorProto.FLOAT, [1, 3, 16, 16]))
+    assert ends(import_qdq(proto, model)) == {("stem", 0)}
