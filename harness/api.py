@@ -67,7 +67,12 @@ class Benchmarker(Protocol):
 
     1. `build` raises `BuildFailed` with the runtime's own words where the model is refused.
     2. `open` yields a probe whose `sample` measures inference alone: no build, no copy of weights.
-    3. `describe` gives JSON-able facts (name, version, device, options) and never raises.
+    3. `describe` gives JSON-able facts and never raises: `name`, `version`, `device`, `options`, and
+       `float_precision` (what float operations run in). A runtime that can run them in several gives
+       `float_params` (precision to constructor parameters), and `float_open` where the parameters leave
+       the choice to the harness, which then takes the fastest.
+    4. The class attribute `dialect` names the Q/DQ dialect that it reads; by default the one called
+       like the benchmarker. `in_process = True` says that there is nothing to isolate.
     """
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:

@@ -28,8 +28,8 @@ class OpenVINOBenchmarker:
 
     Args:
         threads: Inference threads, at most the cores that this process may use.
-        precision: What float operations run in (OpenVINO's `INFERENCE_PRECISION_HINT`). "auto" is
-            BF16 where the CPU reports it, else FP32: the strongest baseline that the runtime offers.
+        precision: What float operations run in (OpenVINO's `INFERENCE_PRECISION_HINT`). "auto" leaves it to
+            the harness, which times both where the CPU reports BF16; until it has, that is FP32.
 
     Raises:
         UserError: OpenVINO is not installed.
@@ -45,7 +45,9 @@ class OpenVINOBenchmarker:
         offered = self._core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         if precision == "bf16" and "BF16" not in offered:
             raise ValueError(f"precision: this CPU offers {', '.join(offered)}, but got 'bf16'; use 'f32' or 'auto'")
-        self._float = ("bf16" if "BF16" in offered else "f32") if precision == "auto" else precision
+        self._open = precision == "auto"
+        self._float = "f32" if self._open else precision
+        self._offered = ("f32", "bf16") if "BF16" in offered else ("f32",)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -86,15 +88,16 @@ class OpenVINOBenchmarker:
         yield _Probe(artifact.engine, self._ov)
 
     def describe(self) -> Mapping[str, Any]:
-        """Name, version, device, options; `fp32_params` where the float precision is not FP32."""
-        facts = {
+        """See `harness.api.Benchmarker`."""
+        return {
             "name": "openvino",
             "version": self._ov.__version__,
             "device": self._core.get_property("CPU", "FULL_DEVICE_NAME"),
             "options": {"threads": self._threads, "precision": self._float},
             "float_precision": self._float,
+            "float_open": self._open,
+            "float_params": {precision: {"precision": precision} for precision in self._offered},
         }
-        return facts if self._float == "f32" else {**facts, "fp32_params": {"precision": "f32"}}
 
 
 class _Probe:

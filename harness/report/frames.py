@@ -16,9 +16,9 @@ from harness.measure.stats import median_ci
 from harness.records import SCHEMA, Measured
 from harness.run.confirming import read_events
 from harness.run.engine import Goal
-from harness.run.finalists import FLOAT_ROW, Pick, Row, read_rows
 from harness.run.journal import Entry, read_journal
 from harness.run.readback import incumbents
+from harness.run.rows import FLOAT_ROW, Pick, Row, read_rows
 from harness.run.scores import read_scores
 
 __all__ = ["CellResults", "Results", "budget_frame", "curve_frame", "load", "main_frame"]
@@ -184,7 +184,7 @@ def _device(facts: Mapping[str, Any]) -> str:
 def _precision(facts: Mapping[str, Any], pick: Pick) -> str:
     strongest = str(facts["backend"].get("float_precision", "float"))
     if pick.kind == "float":
-        return "f32" if pick.row == "fp32" else strongest
+        return pick.row.removeprefix(f"{FLOAT_ROW}-") if pick.row != FLOAT_ROW else strongest
     return f"{facts['precision']}+{strongest}"
 
 

@@ -6,8 +6,9 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from search.space import Placement, Space
 
 __all__ = ["Cell", "Foreign", "compose", "evaluator_use", "open_model"]
 
+PTQ_PACKAGES = ("nvidia-modelopt", "onnxruntime")
+Say = Callable[[str], None]
 PTQ = {"modelopt_ptq": modelopt_ptq, "ort_static": ort_static}
 
 
@@ -145,7 +148,8 @@ def compose(experiment: Experiment, spec: CellSpec, base: Path, work: Path, obse
     feeds = _Feeds(spec.model, model, base)
     ranges = _ranges(space, model, model_file, feeds, observer)
     names = dict.fromkeys([*experiment.initial, *experiment.baselines])
-    foreign = {name: _foreign(name, model, model_file, feeds, dialect, observer) for name in names if name in PTQ}
+    options = feeds.ptq_options(dialect, spec.precision)
+    foreign = {name: _foreign(name, model, model_file, feeds, options, observer.say) for name in names if name in PTQ}
     placements = dict(_placements(list(names), space, model, foreign, observer))
     return Cell(
         spec=spec,
@@ -193,12 +197,13 @@ class _Feeds:
         size = (0, 0) if preprocess is None else image_size(name, types[name].shape)
         yield from batches(self._dataset, preprocess, name, size, self.count)
 
-    def ptq_options(self, dialect_name: str) -> PtqOptions:
+    def ptq_options(self, dialect: Dialect, precision: str) -> PtqOptions:
         """What the PTQ tools are told."""
         return {
-            "dialect_name": dialect_name,
+            "dialect_name": dialect.name,
             "method": self.settings.method,
             "percentile": self.settings.percentile,
+            "precision": precision,
         }
 
     @property
@@ -233,16 +238,18 @@ def _ranges(
         return cached_ranges(feeds.key, model_file, sorted(tensors), feeds, progress=lambda _: step.advance())
 
 
-def _foreign(name: str, model: Model, model_file: Path, feeds: _Feeds, dialect: Dialect, observer: Observer) -> Foreign:
-    key = hashlib.sha256(json.dumps([name, dialect.name, repr(feeds.key)]).encode()).hexdigest()[:24]
+def _foreign(name: str, model: Model, model_file: Path, feeds: _Feeds, options: PtqOptions, say: Say) -> Foreign:
+    """Quantize with another tool, or take what it gave for the same model, data and options before."""
+    tools = sorted(f"{d.name} {d.version}" for d in distributions() if d.name.startswith(PTQ_PACKAGES))
+    key = hashlib.sha256(json.dumps([name, dict(options), repr(feeds.key), tools]).encode()).hexdigest()[:24]
     path = cache_folder() / "ptq" / key / f"{name}.onnx"
     if not path.exists():
-        observer.say(f"{model.source}: quantizing with {name}")
+        say(f"{model.source}: quantizing with {name}")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            PTQ[name](model_file, path, list(feeds), **feeds.ptq_options(dialect.name))
+            PTQ[name](model_file, path, list(feeds), **options)
         except BuildFailed as error:
-            observer.say(f"{model.source}: {name} failed: {error}")
+            say(f"{model.source}: {name} failed: {error}")
             return Foreign(name=name, path=None, reason=str(error))
     return Foreign(name=name, path=path, pairs=pairs_in(path))
 
@@ -250,7 +257,7 @@ def _foreign(name: str, model: Model, model_file: Path, feeds: _Feeds, dialect: 
 def _placements(
     names: list[str], space: Space, model: Model, foreign: Mapping[str, Foreign], observer: Observer
 ) -> Iterator[tuple[str, Placement]]:
-    simple = {
+    simple: dict[str, Callable[[], Placement]] = {
         "float": space.float_placement,
         "all": space.everywhere,
         "linear": lambda: space.only({"linear"}),

@@ -143,7 +143,7 @@ class Confirmation(_Frozen):
 
     builds: Annotated[int, Field(ge=3)] = 3
     rounds: Annotated[int, Field(ge=2)] = 6
-    samples: Annotated[int, Field(ge=1)] = 8
+    samples: Annotated[int, Field(ge=3)] = 8
     top_k: Annotated[int, Field(ge=1)] = 1
 
 

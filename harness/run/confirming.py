@@ -11,13 +11,12 @@ import numpy as np
 from harness.errors import UserError
 from harness.measure.confirm import TWIN, Dropped, Event, confirm, decode_event, encode_event
 from harness.measure.confirm import Row as Turn
-from harness.measure.engines import MAIN, WorkerSpec
+from harness.measure.engines import WorkerSpec
 from harness.measure.sandbox import open_engines
 from harness.run.config import Experiment
-from harness.run.finalists import FLOAT_ROW, FP32_ROW, Row, candidate_of
 from harness.run.journal import append_line, cut_torn_line
 from harness.run.observe import Observer
-from harness.run.scores import FP32
+from harness.run.rows import FLOAT_ROW, Row, candidate_of
 
 __all__ = ["confirm_rows", "read_events"]
 
@@ -83,5 +82,5 @@ def _turn(row: Row, folder: Path) -> Turn:
     return Turn(
         name=row.id,
         candidate=candidate_of(row, folder),
-        benchmarker=FP32 if row.id == FP32_ROW else MAIN,
+        benchmarker=row.benchmarker,
     )

@@ -32,11 +32,13 @@ from harness.run.compose import Cell, compose, evaluator_use
 from harness.run.config import Experiment, Use, to_yaml
 from harness.run.confirming import confirm_rows
 from harness.run.engine import Goal, SearchTask, Trial, run_search
-from harness.run.finalists import choose, write_json
+from harness.run.finalists import choose
 from harness.run.journal import Journal
 from harness.run.observe import Observer, Step
 from harness.run.plan import CellSpec, RunSpec, plan
-from harness.run.scores import FP32, ScoreBook
+from harness.run.rows import write_json
+from harness.run.scores import ScoreBook
+from harness.run.strongest import float_benchmarkers
 from harness.run.trial import attempt_with
 
 __all__ = ["check_experiment", "run_experiment"]
@@ -106,8 +108,10 @@ def _run_cell(experiment: Experiment, spec: CellSpec, base: Path, folder: Path, 
     observer.say(spec.name)
     cell = compose(experiment, spec, base, folder / "work", observer)
     evaluator = evaluator_use(spec.model, cell.model, base, cell.work)
-    worker = _worker(spec.backend, evaluator, cell.work)
     write_json(folder / "env.json", environment())
+    benchmarkers = float_benchmarkers(spec.backend, cell.model_file, folder, experiment.limits, observer)
+    evaluators = {} if evaluator is None else {MAIN: evaluator}
+    worker = WorkerSpec(benchmarkers=benchmarkers, workdir=cell.work, evaluators=evaluators)
     with open_engines(worker, experiment.limits) as engines:
         book = ScoreBook(folder, engines, observer)
         metric = _metric(evaluator)
@@ -118,22 +122,11 @@ def _run_cell(experiment: Experiment, spec: CellSpec, base: Path, folder: Path, 
         write_json(folder / "cell.json", {**running.facts(), "metric": None if metric is None else metric.name})
         for run in spec.runs:
             running.search(run)
-        rows, _ = choose(experiment, cell, goal, folder, fp32=FP32 in worker.benchmarkers)
+        rows, _ = choose(experiment, cell, goal, folder, [name for name in benchmarkers if name != MAIN])
         if evaluator is not None:
             book.score(rows)
     confirm_rows(experiment, worker, rows, folder, observer)
     shutil.rmtree(cell.work, ignore_errors=True)
-
-
-def _worker(backend: Use, evaluator: Use | None, work: Path) -> WorkerSpec:
-    """The backend as asked and, where that is not FP32 already, the same runtime in FP32."""
-    benchmarkers = {MAIN: backend}
-    fp32 = registry.create("benchmarker", backend.use, backend.params).describe().get("fp32_params")
-    if fp32 is not None:
-        benchmarkers[FP32] = backend.model_copy(update={"params": {**backend.params, **fp32}})
-    return WorkerSpec(
-        benchmarkers=benchmarkers, workdir=work, evaluators={} if evaluator is None else {MAIN: evaluator}
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

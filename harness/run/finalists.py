@@ -1,110 +1,39 @@
-"""The rows of a cell's table: the float model, the fixed baselines, and what each search chose.
-
-Every row is an exported file; scoring and confirmation read that file, nothing else.
-"""
+"""Picks and exports the finalists of a cell: the float model, the fixed baselines, and what each search chose."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import shutil
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from harness.api import Candidate
 from harness.run.compose import Cell
 from harness.run.config import Experiment
 from harness.run.engine import Goal
 from harness.run.journal import read_journal
 from harness.run.readback import leaders
+from harness.run.rows import FLOAT_ROW, Pick, Row, write_json
 from search.space import Placement, digest_of
 
-__all__ = ["FLOAT_ROW", "FP32_ROW", "Pick", "Row", "candidate_of", "choose", "read_rows", "write_json"]
-
-FLOAT_ROW = "float"
-FP32_ROW = "fp32"
-_FLOAT_DIGEST = digest_of(())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One model file that is timed and scored.
-
-    Attributes:
-        id: "float", "fp32" (the same file built in FP32), the name of a PTQ tool, or a placement's digest.
-        file: Name in the cell's folder `models`.
-        sha256: Of that file.
-        pairs: Q/DQ pairs in it.
-    """
-
-    id: str
-    file: str
-    sha256: str
-    pairs: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pick:
-    """A method's choice of a row.
-
-    Attributes:
-        kind: "float", "baseline" or "search".
-        seed: Of the search; None for the others.
-        budget: Evaluations after which the search would have stopped; None for the others.
-        row: `Row.id`, or "" where the method gave nothing (`reason` says why).
-        search_ms: Latency by the search's own samples.
-    """
-
-    method: str
-    kind: str
-    row: str
-    seed: int | None = None
-    budget: int | None = None
-    rank: int = 0
-    minutes: float | None = None
-    search_ms: float | None = None
-    reason: str = ""
+__all__ = ["choose"]
 
 
 def choose(
-    experiment: Experiment, cell: Cell, goal: Goal, folder: Path, fp32: bool
+    experiment: Experiment, cell: Cell, goal: Goal, folder: Path, others: Sequence[str]
 ) -> tuple[tuple[Row, ...], tuple[Pick, ...]]:
     """Pick and export the finalists of a cell; the same journals give the same files.
 
     Args:
         folder: The cell's folder with its journals.
-        fp32: The backend's baseline is not FP32, so that FP32 gets a row of its own.
+        others: Float precisions beside the baseline's; each gets a row.
     """
     exporter = _Exporter(cell, folder / "models")
-    picks = [*_fixed(experiment, cell, exporter, fp32), *_found(experiment, cell, goal, folder, exporter)]
+    picks = [*_fixed(experiment, cell, exporter, others), *_found(experiment, cell, goal, folder, exporter)]
     rows = tuple(exporter.rows.values())
     write_json(folder / "rows.json", {"rows": [asdict(r) for r in rows], "picks": [asdict(p) for p in picks]})
     return rows, tuple(picks)
-
-
-def read_rows(folder: Path) -> tuple[tuple[Row, ...], tuple[Pick, ...]]:
-    """What `choose` wrote; nothing where the searches are still going on."""
-    path = folder / "rows.json"
-    if not path.exists():
-        return (), ()
-    body = json.loads(path.read_text(encoding="utf-8"))
-    return tuple(Row(**r) for r in body["rows"]), tuple(Pick(**p) for p in body["picks"])
-
-
-def candidate_of(row: Row, folder: Path) -> Candidate:
-    """The row's exported file as a candidate."""
-    return Candidate(digest=row.id, edges=(), source=lambda: folder / "models" / row.file)
-
-
-def write_json(path: Path, body: Any) -> None:
-    """Replace a JSON file in one step, so that a crash leaves the old or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(body, indent=1, allow_nan=False), encoding="utf-8")
-    os.replace(temporary, path)
 
 
 class _Exporter:
@@ -130,10 +59,16 @@ class _Exporter:
     def file(self, row: str, path: Path, pairs: int) -> str:
         """Row of a model that is there already."""
         if row not in self.rows:
-            target = self._models / f"{FLOAT_ROW if row == FP32_ROW else row}.onnx"
+            target = self._models / f"{row}.onnx"
             shutil.copyfile(path, target)
             self._add(row, target, pairs)
         return row
+
+    def float_at(self, precision: str) -> str:
+        """Row of the float model at another precision than the baseline's."""
+        row = replace(self.rows[FLOAT_ROW], id=f"{FLOAT_ROW}-{precision}", benchmarker=precision)
+        self.rows[row.id] = row
+        return row.id
 
     def _add(self, row: str, path: Path, pairs: int) -> None:
         digest = hashlib.sha256()
@@ -142,10 +77,10 @@ class _Exporter:
         self.rows[row] = Row(id=row, file=path.name, sha256=digest.hexdigest(), pairs=pairs)
 
 
-def _fixed(experiment: Experiment, cell: Cell, exporter: _Exporter, fp32: bool) -> Iterator[Pick]:
+def _fixed(experiment: Experiment, cell: Cell, exporter: _Exporter, others: Sequence[str]) -> Iterator[Pick]:
     yield Pick(method="float", kind="float", row=exporter.file(FLOAT_ROW, cell.model_file, 0))
-    if fp32:
-        yield Pick(method="float (f32)", kind="float", row=exporter.file(FP32_ROW, cell.model_file, 0))
+    for precision in others:
+        yield Pick(method="float", kind="float", row=exporter.float_at(precision))
     for name in experiment.baselines:
         foreign = cell.foreign.get(name)
         if foreign is None:

@@ -10,13 +10,10 @@ from typing import Any
 from harness.api import Accuracy, Candidate
 from harness.measure.engines import MAIN, Engines
 from harness.records import Failed
-from harness.run.finalists import FLOAT_ROW, FP32_ROW, Row, candidate_of, write_json
 from harness.run.observe import Observer
+from harness.run.rows import FLOAT_ROW, Row, candidate_of, write_json
 
-__all__ = ["FP32", "ScoreBook", "read_scores"]
-
-FP32 = "fp32"
-"""Name of the benchmarker with FP32 options among those of a worker."""
+__all__ = ["ScoreBook", "read_scores"]
 
 
 class ScoreBook:
@@ -39,14 +36,14 @@ class ScoreBook:
         rows = tuple(rows)
         with self._observer.work("score finalists", len(rows)) as step:
             for row in rows:
-                found = self._score(row.id, candidate_of(row, self._folder))
+                found = self._score(row.id, candidate_of(row, self._folder), row.benchmarker)
                 step.advance(f"{row.id}: {found.reason}" if isinstance(found, Failed) else row.id)
 
-    def _score(self, row: str, candidate: Candidate) -> Accuracy | Failed:
+    def _score(self, row: str, candidate: Candidate, benchmarker: str = MAIN) -> Accuracy | Failed:
         known = self._scores.get(row)
         if known is not None and "metrics" in known:
             return Accuracy(metrics=known["metrics"], per_item=tuple(known["per_item"]))
-        found = _evaluate(self._engines, candidate, FP32 if row == FP32_ROW else MAIN)
+        found = _evaluate(self._engines, candidate, benchmarker)
         if isinstance(found, Failed):
             self._scores[row] = {"failed": found.stage, "reason": found.reason}
         else:

@@ -123,7 +123,7 @@ def test_description(benchmarker: Benchmarker) -> None:
     assert {"name", "version", "device", "options", "float_precision"} <= set(facts)
     assert facts["options"]["threads"] == 1
     assert facts["float_precision"] == "f32"
-    assert "fp32_params" not in facts
+    assert facts["float_precision"] in facts.get("float_params", {"f32": {}})
 
 
 @pytest.mark.parametrize(
@@ -153,22 +153,21 @@ def test_a_runtime_that_is_not_installed_is_named(name: str, module: str, monkey
 
 
 def has_bf16() -> bool:
-    return "fp32_params" in registry.create("benchmarker", "openvino", {}).describe()
+    return "bf16" in registry.create("benchmarker", "openvino", {}).describe()["float_params"]
 
 
-def test_bf16_is_the_baseline_where_the_cpu_has_it(tmp_path: Path) -> None:
+def test_every_float_precision_of_the_cpu_is_offered_and_runs(tmp_path: Path) -> None:
     facts = registry.create("benchmarker", "openvino", {}).describe()
+    assert facts["float_open"]
     if not has_bf16():
-        assert facts["float_precision"] == "f32"
+        assert list(facts["float_params"]) == ["f32"]
         with pytest.raises(UserError, match=r"this CPU offers .* but got 'bf16'; use 'f32' or 'auto'"):
             registry.create("benchmarker", "openvino", {"precision": "bf16"})
         return
-    assert facts["float_precision"] == "bf16"
-    plain = registry.create("benchmarker", "openvino", facts["fp32_params"])
+    plain, half = (registry.create("benchmarker", "openvino", facts["float_params"][p]) for p in ("f32", "bf16"))
     assert plain.describe()["float_precision"] == "f32"
-    artifact = registry.create("benchmarker", "openvino", {}).build(
-        candidate(write(tmp_path / "m.onnx", [16, 64])), tmp_path
-    )
+    assert not plain.describe()["float_open"]
+    artifact = half.build(candidate(write(tmp_path / "m.onnx", [16, 64])), tmp_path)
     assert artifact.info["layers"].get("bf16", 0) > 0
     assert "bf16" not in plain.build(candidate(tmp_path / "m.onnx"), tmp_path).info["layers"]
 

@@ -1,0 +1,89 @@
+"""Which float precision a cell is compared with: the strongest one of its runtime on its device, by measurement.
+
+A reported capability is no promise: a CPU may list BF16 and be faster at FP32. So where the experiment
+leaves the precision open, the float model is timed at each, and the fastest becomes the baseline of the
+cell and the precision of everything in its candidates that is not quantized. The others get a row beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness import registry
+from harness.api import Candidate
+from harness.measure.confirm import Row, confirm, encode_event, summarise
+from harness.measure.engines import MAIN, WorkerSpec
+from harness.measure.sandbox import open_engines
+from harness.run.config import Confirmation, Limits, Use
+from harness.run.observe import Observer
+from harness.run.rows import write_json
+
+__all__ = ["float_benchmarkers"]
+
+PLAN = Confirmation(builds=3, rounds=3, samples=5)
+
+
+def float_benchmarkers(
+    backend: Use, model_file: Path, folder: Path, limits: Limits, observer: Observer
+) -> Mapping[str, Use]:
+    """The backend at its strongest float precision as `MAIN`, and by precision at each other one.
+
+    The choice and its readings are kept in `float.json`, so that a resumed run keeps to it.
+
+    Args:
+        backend: As the experiment gives it; what it pins stays pinned.
+        model_file: The float model.
+        folder: The cell's folder.
+    """
+    facts = registry.create("benchmarker", backend.use, backend.params).describe()
+    offered = {
+        precision: backend.model_copy(update={"params": {**backend.params, **params}})
+        for precision, params in facts.get("float_params", {}).items()
+    }
+    if not offered:
+        return {MAIN: backend}
+    if facts.get("float_open", False) and len(offered) > 1:
+        strongest = _recorded(folder) or _measure(offered, model_file, folder, limits, observer)
+    else:
+        strongest = str(facts["float_precision"])
+    others = {precision: use for precision, use in offered.items() if precision != strongest}
+    return {MAIN: offered[strongest], **others}
+
+
+def _recorded(folder: Path) -> str | None:
+    path = folder / "float.json"
+    return str(json.loads(path.read_text(encoding="utf-8"))["strongest"]) if path.exists() else None
+
+
+def _measure(offered: Mapping[str, Use], model_file: Path, folder: Path, limits: Limits, observer: Observer) -> str:
+    first, *others = offered
+    candidate = Candidate(digest="float", edges=(), source=lambda: model_file)
+    rows = {precision: Row(name=precision, candidate=candidate, benchmarker=precision) for precision in offered}
+    worker = WorkerSpec(benchmarkers={**offered, MAIN: offered[first]}, workdir=folder / "work")
+    with observer.work(f"float at {', '.join(offered)}", PLAN.builds * PLAN.rounds * (len(offered) + 1)) as step:
+        events = []
+        for event in confirm(
+            [rows[precision] for precision in others],
+            rows[first],
+            open_engines=lambda: open_engines(worker, limits),
+            plan=PLAN,
+            rng=np.random.default_rng(0),
+        ):
+            events.append(event)
+            step.advance()
+    latency_ms = {name: row.latency_ms.value for name, row in summarise(events, baseline=first).rows.items()}
+    strongest = min(latency_ms, key=lambda name: latency_ms[name])
+    record: dict[str, Any] = {
+        "strongest": strongest,
+        "latency_ms": latency_ms,
+        "events": [json.loads(encode_event(event)) for event in events],
+    }
+    write_json(folder / "float.json", record)
+    shown = ", ".join(f"{name} {value:.3f} ms" for name, value in latency_ms.items())
+    observer.say(f"float model: {shown}; the baseline is {strongest}")
+    return strongest

@@ -1,0 +1,43 @@
+"""The structure of the house, checked like any other behaviour."""
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_imports_go_one_way():
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_only_the_graph_room_imports_onnx():
+    offenders = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "harness").rglob("*.py")
+        if path.parent.name != "graph"
+        and any(line.startswith(("import onnx\n", "import onnx ", "from onnx ", "from onnx.", "import onnx_g"))
+                for line in path.read_text().splitlines(keepends=True))
+    ]  # fmt: skip
+    assert [path for path in offenders if not path.startswith("harness/calibrate/_")] == []
+
+
+@pytest.mark.parametrize("group", ["qdq.searchers", "qdq.benchmarkers", "qdq.evaluators", "qdq.dialects"])
+def test_every_declared_plug_in_loads(group):
+    for point in entry_points(group=group):
+        assert point.load() is not None
+
+
+def test_every_algorithm_is_declared():
+    declared = {point.value.partition(":")[0] for point in entry_points(group="qdq.searchers")}
+    files = {f"search.algorithms.{p.stem}" for p in (ROOT / "search/algorithms").glob("*.py") if p.stem[0] != "_"}
+    assert files <= declared
+
+
+def test_tests_hold_no_packages():
+    assert not list((ROOT / "tests").rglob("__init__.py")), "tests/search/__init__.py would shadow the package search"
