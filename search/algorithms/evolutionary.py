@@ -40,10 +40,10 @@ class EvolutionarySearcher:
         space: Space,
         *,
         seed: int,
-        population: int = 10,
+        population: int = 5,
         tournament: int = 3,
-        crossover: float = 0.5,
-        block: float = 0.3,
+        crossover: float = 0.8,
+        block: float = 0.1,
     ) -> None:  # fmt: skip
         check_range("population", population, 1)
         check_range("tournament", tournament, 1)
@@ -77,11 +77,12 @@ class EvolutionarySearcher:
 
     def _child(self) -> Placement:
         parents = self._archive.best(self._population)
-        first, second = (self._winner(parents) for _ in range(2))
+        first = self._winner(parents)
         rate = self._varied(self._rates.get(first.digest, self._floor))
         child = first.placement
-        if self._rng.random() < self._crossover:
-            child = crossover_by_group(child, second.placement, self._space, self._rng)
+        others = [parent for parent in parents if parent is not first]
+        if others and self._rng.random() < self._crossover:
+            child = crossover_by_group(child, self._winner(others).placement, self._space, self._rng)
         if self._blocks and self._rng.random() < self._block:
             block = self._blocks[self._rng.integers(len(self._blocks))]
             child = assign(child, block, int(self._rng.integers(max(self._space.sizes))), self._space)

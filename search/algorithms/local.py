@@ -92,14 +92,12 @@ class LocalSearcher:
 
     def _restart(self) -> Placement | None:
         best = self._archive.best(1)[0].placement if len(self._archive) else self._base
-        perturbed = flip(best, self._space, self._rng, self._flips)
-        if self._space.digest(perturbed) in self._archive:
-            new = nearby(perturbed, self._space, self._rng, self._archive)
-            if new is None:
-                return None
-            perturbed = new
-        self._move_to(perturbed)
-        return perturbed
+        base: Placement | None = flip(best, self._space, self._rng, self._flips)
+        if base is not None and self._space.digest(base) in self._archive:
+            base = nearby(base, self._space, self._rng, self._archive)
+        if base is not None:
+            self._move_to(base)
+        return base
 
 
 def _moves(space: Space, blocks_first: bool) -> tuple[Move, ...]:

@@ -59,8 +59,7 @@ class RandomSearcher:
                 yield placement
             return
         for number in rng.permutation(int(total)):
-            placement = Placement(tuple(int(choice) for choice in np.unravel_index(number, sizes))) if sizes else None
-            placement = placement or self._space.float_placement()
+            placement = Placement(tuple(int(choice) for choice in np.unravel_index(number, sizes)))
             if self._space.digest(placement) not in self._archive:
                 yield placement
 

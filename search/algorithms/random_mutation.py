@@ -95,11 +95,11 @@ class RandomMutationSearcher:
     def _propose(self) -> Placement | None:
         if self._left[0] < 1:
             return None
-        first = (self._committed, *self._warm())
-        for placement in first:
+        pool = self._pool()
+        for placement in self._warm() if pool else (self._committed, *self._warm()):
             if self._space.digest(placement) not in self._archive:
                 return placement
-        pool = self._pool() or [self._committed]
+        pool = pool or [self._committed]
         parents = pool[: max(int(len(pool) * self._top_share), self._minimum_parents)]
         return unseen(lambda: self._mutant(parents), self._space, self._archive, self._attempts)
 

@@ -44,7 +44,7 @@ class TPESearcher:
         space: Space,
         *,
         seed: int,
-        n_startup_trials: int = 10,
+        n_startup_trials: int = 5,
         n_ei_candidates: int = 24,
         multivariate: bool = True,
     ) -> None:

@@ -1,0 +1,111 @@
+"""What an archive makes of repeated tells, failures and ties."""
+
+import math
+
+import pytest
+
+from search.api import Failure, Observation, Placement, Score
+from search.archive import Archive, improves
+
+
+def told(name, objective=None, **facts):
+    outcome = Failure(stage="build", reason="no") if objective is None else Score(objective=objective, **facts)
+    return Observation(placement=Placement((len(name),)), digest=name, outcome=outcome)
+
+
+def filled(*observations):
+    archive = Archive()
+    for observation in observations:
+        archive.tell(observation)
+    return archive
+
+
+def names(entries):
+    return [entry.digest for entry in entries]
+
+
+def test_best_first_with_every_feasible_one_before_the_others():
+    archive = filled(
+        told("slow", 9.0), told("broken", 1.0, violation=0.2), told("fast", 3.0), told("less", 2.0, violation=0.1)
+    )
+    assert names(archive.ranked) == ["fast", "slow", "less", "broken"]
+    assert names(archive.best(2)) == ["fast", "slow"]
+    assert names(archive) == ["slow", "broken", "fast", "less"], "iteration goes in the order of the tells"
+
+
+def test_equals_keep_the_order_of_their_tells():
+    assert names(filled(told("b", 1.0), told("a", 1.0)).ranked) == ["b", "a"]
+
+
+def test_top_fraction_takes_a_share_but_at_least_so_many():
+    archive = filled(*(told(f"p{i}", float(i)) for i in range(40)))
+    assert len(archive.top_fraction(0.5)) == 20
+    assert len(archive.top_fraction(0.1, at_least=10)) == 10
+    assert len(filled(told("a", 1.0)).top_fraction(0.1, at_least=10)) == 1
+    assert Archive().top_fraction(0.1, at_least=10) == ()
+
+
+def test_a_placement_told_again_gets_the_mean_weighted_by_its_errors():
+    (entry,) = filled(told("a", 10.0, stderr=0.1), told("a", 10.3, stderr=0.2)).ranked
+    assert entry.score.objective == pytest.approx(10.06)
+    assert entry.tells == 2
+    assert 1 / math.sqrt(125) < entry.score.stderr < 0.2, "a gap of 1.3 errors widens the error of the mean"
+
+
+def test_a_rebuild_that_disagrees_widens_the_error():
+    (entry,) = filled(told("a", 4.0, stderr=0.01), told("a", 8.0, stderr=0.01)).ranked
+    assert entry.score.objective == pytest.approx(6.0)
+    assert entry.score.stderr == pytest.approx(2.0), "half the gap, not 0.007"
+
+
+def test_without_errors_the_mean_is_plain():
+    (entry,) = filled(told("a", 1.0), told("a", 4.0, stderr=0.5)).ranked
+    assert entry.score == Score(objective=2.5)
+
+
+def test_the_same_score_told_twice_is_one_measurement():
+    (entry,) = filled(told("a", 1.0, stderr=0.1), told("a", 1.0, stderr=0.1)).ranked
+    assert (entry.score.stderr, entry.tells) == (0.1, 1)
+
+
+def test_later_metrics_and_the_first_placement_stand():
+    again = Observation(placement=Placement((9,)), digest="a", outcome=Score(objective=2.0, metrics={"top1": 0.7}))
+    (entry,) = filled(told("a", 1.0, metrics={"top1": 0.6}), again).ranked
+    assert entry.score.metrics == {"top1": 0.7}
+    assert entry.placement == Placement((1,))
+
+
+def test_failures_are_kept_apart_and_a_score_replaces_one():
+    archive = filled(told("a"), told("b", 1.0), told("b"))
+    assert list(archive.failures) == ["a"]
+    assert len(archive) == 1, "a failure after a score leaves the score"
+    archive.tell(told("a", 2.0))
+    assert not archive.failures
+    assert names(archive.ranked) == ["b", "a"]
+
+
+def test_asked_told_and_failed_are_seen():
+    archive = filled(told("scored", 1.0), told("failed"))
+    archive.ask("asked")
+    assert all(name in archive for name in ("scored", "failed", "asked"))
+    assert "other" not in archive
+    assert archive.pending == ("asked",)
+    archive.tell(told("asked"))
+    assert archive.pending == ()
+    assert "asked" in archive
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "better"),
+    [
+        (Score(objective=9.0), Score(objective=10.0), True),
+        (Score(objective=10.0), Score(objective=10.0), False),
+        (Score(objective=9.9, stderr=0.1), Score(objective=10.0, stderr=0.1), False),
+        (Score(objective=9.8, stderr=0.1), Score(objective=10.0, stderr=0.1), True),
+        (Score(objective=99.0), Score(objective=1.0, violation=0.1), True),
+        (Score(objective=1.0, violation=0.1), Score(objective=99.0), False),
+        (Score(objective=1.0, violation=0.1), Score(objective=2.0, violation=0.1), True),
+    ],
+)
+def test_only_a_gain_above_the_noise_improves(new, old, better):
+    assert improves(new, old) is better

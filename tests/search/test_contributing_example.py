@@ -1,0 +1,54 @@
+"""The searcher of one's own that CONTRIBUTING.md shows, run through the kit as its author would."""
+
+import inspect
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from search.api import Observation, Placement, Score, Space
+from search.testing import PlantedObjective, SearcherContract, drive, planted_space
+
+
+class HillClimber:
+    """Redraws a few points of the best placement so far."""
+
+    def __init__(self, space: Space, *, seed: int, rate: float = 0.1) -> None:
+        self.space, self.rate, self.rng = space, rate, np.random.default_rng(seed)
+        self.best, self.rank = space.float_placement(), (np.inf, np.inf)
+
+    def ask(self, n: int) -> list[Placement]:
+        asked = {}
+        for _ in range(n):
+            redrawn = self.rng.random(len(self.space)) < self.rate
+            choices = np.where(redrawn, self.space.random(self.rng).choices, self.best.choices)
+            placement = Placement(tuple(int(choice) for choice in choices))
+            asked[self.space.digest(placement)] = placement  # a batch holds no graph twice
+        return list(asked.values())
+
+    def tell(self, observation: Observation) -> None:
+        score = observation.outcome  # a Score or a Failure
+        if isinstance(score, Score) and score.rank < self.rank:
+            self.best, self.rank = observation.placement, score.rank
+
+
+class TestHillClimber(SearcherContract):
+    def make(self, space, seed):
+        return HillClimber(space, seed=seed)
+
+
+def test_it_climbs():
+    space = planted_space(20, groups=4)
+    objective = PlantedObjective(space, seed=0)
+    searcher = HillClimber(space, seed=0)
+    drive(searcher, objective, 100)
+    assert objective.regret(searcher.best) < 0.5 * objective.regret(space.float_placement())
+
+
+def test_it_has_at_most_20_lines_and_contributing_shows_it():
+    source = inspect.getsource(HillClimber)
+    assert len([line for line in source.splitlines() if line.strip()]) <= 20
+    contributing = Path(__file__).parents[2] / "CONTRIBUTING.md"
+    if not contributing.exists():
+        pytest.skip("CONTRIBUTING.md is not written yet")
+    assert source in contributing.read_text(), "CONTRIBUTING.md shows another text than this test runs"

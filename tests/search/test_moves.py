@@ -1,0 +1,150 @@
+"""Moves yield valid placements, change what they say, and nothing else."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from search.api import Dimension, Edge, Placement, Space
+from search.moves import (
+    assign,
+    blocks,
+    crossover_by_group,
+    drawn,
+    edge_distance,
+    flip,
+    hamming,
+    mutate_per_kind,
+    mutate_rate,
+    nearby,
+    unseen,
+)
+from search.testing import planted_space
+
+SPACE = planted_space(30, groups=5, precisions=("int8", "fp8"))
+seeds = st.integers(0, 2**32 - 1)
+placements = st.builds(lambda seed: SPACE.random(np.random.default_rng(seed)), seeds)
+
+
+def rng_of(seed):
+    return np.random.default_rng(seed)
+
+
+@given(placements, placements, seeds)
+def test_every_move_is_valid_and_a_function_of_its_arguments(first, second, seed):
+    moves = (
+        lambda rng: flip(first, SPACE, rng, 3),
+        lambda rng: mutate_rate(first, SPACE, rng, 0.2),
+        lambda rng: mutate_per_kind(first, SPACE, rng),
+        lambda rng: crossover_by_group(first, second, SPACE, rng),
+        lambda rng: drawn(SPACE, rng, 0.3),
+        lambda rng: nearby(first, SPACE, rng, seen=()),
+    )
+    for move in moves:
+        assert SPACE.validate(move(rng_of(seed))) == move(rng_of(seed))
+
+
+@given(placements, seeds, st.integers(1, 30))
+def test_flip_changes_exactly_so_many_dimensions(placement, seed, count):
+    assert hamming(placement, flip(placement, SPACE, rng_of(seed), count)) == count
+
+
+@given(placements, seeds)
+def test_mutate_rate_changes_at_least_one_dimension(placement, seed):
+    assert hamming(placement, mutate_rate(placement, SPACE, rng_of(seed), 0.0)) == 1
+
+
+@given(placements, seeds, st.integers(1, 4))
+def test_mutate_per_kind_adds_and_removes_one_to_maximum_of_each_kind(placement, seed, maximum):
+    child = mutate_per_kind(placement, SPACE, rng_of(seed), maximum)
+    for kind in ("node_input", "child_input", "output"):
+        points = [i for i, dimension in enumerate(SPACE.dimensions) if dimension.kind == kind]
+        added = [i for i in points if child.choices[i] and not placement.choices[i]]
+        removed = [i for i in points if placement.choices[i] and not child.choices[i]]
+        assert len(added) <= maximum
+        assert len(removed) <= maximum
+    kept = [(a, b) for a, b in zip(placement.choices, child.choices, strict=True) if a and b and a != b]
+    assert len(kept) <= 3 * maximum, "a point changes its precision only where it was removed just after being added"
+
+
+@given(placements, seeds)
+def test_mutate_per_kind_stays_within_the_given_dimensions(placement, seed):
+    within = SPACE.groups["p2"]
+    child = mutate_per_kind(placement, SPACE, rng_of(seed), within=within)
+    changed = {i for i, (a, b) in enumerate(zip(placement.choices, child.choices, strict=True)) if a != b}
+    assert changed <= set(within)
+
+
+def test_mutation_both_adds_and_removes_and_reaches_every_mode():
+    half = Placement(tuple(i % 2 for i in range(len(SPACE))))
+    seen = set()
+    for seed in range(60):
+        child = mutate_per_kind(half, SPACE, rng_of(seed), within=SPACE.groups["p0"])
+        added = any(b and not a for a, b in zip(half.choices, child.choices, strict=True))
+        removed = any(a and not b for a, b in zip(half.choices, child.choices, strict=True))
+        seen.add((added, removed))
+    assert {(True, False), (False, True), (True, True)} <= seen
+
+
+@given(placements, placements, seeds)
+def test_crossover_takes_each_pattern_whole_from_one_parent(first, second, seed):
+    child = crossover_by_group(first, second, SPACE, rng_of(seed))
+    for indices in SPACE.groups.values():
+        scheme = [child.choices[i] for i in indices]
+        assert scheme in ([first.choices[i] for i in indices], [second.choices[i] for i in indices])
+
+
+def test_density_is_the_share_of_quantized_points():
+    assert drawn(SPACE, rng_of(0), 0.0) == SPACE.float_placement()
+    assert all(drawn(SPACE, rng_of(0), 1.0).choices)
+    assert {choice for choice in drawn(SPACE, rng_of(0), 1.0).choices} == {1, 2}
+
+
+def test_assign_takes_the_last_choice_where_a_dimension_has_fewer():
+    edge = Edge("t", "n", 0)
+    space = Space((
+        Dimension(name="a", group="g", kind="output", choices=("float", "int8"), edges=(edge,)),
+        Dimension(name="b", group="g", kind="output", choices=("float", "int8", "fp8"), edges=(edge,)),
+    ))  # fmt: skip
+    assert assign(space.float_placement(), (0, 1), 2, space) == Placement((1, 2))
+
+
+def test_blocks_are_roles_patterns_and_roles_within_patterns_by_cost():
+    found = blocks(SPACE)
+    assert SPACE.groups["p3"] in found
+    assert tuple(i for i, d in enumerate(SPACE.dimensions) if d.role == "linear") == found[0]
+    assert len(set(found)) == len(found)
+    assert all(len(indices) > 1 for indices in found)
+
+
+def test_distance_counts_edges_not_choices():
+    edges = (Edge("t", "n", 0), Edge("t", "m", 0))
+    space = Space(tuple(
+        Dimension(name=name, group="g", kind="node_input", choices=("float", "int8", "fp8"), edges=edges)
+        for name in "ab"
+    ))  # fmt: skip
+    assert hamming(Placement((1, 0)), Placement((0, 1))) == 2
+    assert edge_distance(Placement((1, 0)), Placement((0, 1)), space) == 0, "the same graph"
+    assert edge_distance(Placement((0, 0)), Placement((0, 1)), space) == 2
+    assert edge_distance(Placement((1, 0)), Placement((2, 0)), space) == 4, "another precision is another edge"
+
+
+def test_unseen_gives_up_after_its_attempts():
+    calls = []
+
+    def propose():
+        calls.append(1)
+        return SPACE.float_placement()
+
+    assert unseen(propose, SPACE, {SPACE.digest(SPACE.float_placement())}, 7) is None
+    assert len(calls) == 7
+    assert unseen(propose, SPACE, set(), 7) == SPACE.float_placement()
+
+
+@pytest.mark.parametrize("known", [0, 3])
+def test_nearby_returns_something_new_or_none(known):
+    space = planted_space(2, groups=2)
+    everything = [Placement((a, b)) for a in (0, 1) for b in (0, 1)]
+    seen = {space.digest(placement) for placement in everything[: known + 1]}
+    found = nearby(everything[0], space, rng_of(0), seen)
+    assert (found is None) == (len(seen) == len({space.digest(p) for p in everything}))

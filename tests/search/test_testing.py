@@ -1,0 +1,169 @@
+"""The planted problem is what it says, and the kit catches searchers that break a promise."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from search.algorithms.random import RandomSearcher
+from search.api import Placement, Space
+from search.testing import PlantedObjective, SearcherContract, common_seeds, drive, planted_space
+
+
+@pytest.mark.parametrize("precisions", [("int8",), ("int8", "fp8")])
+def test_the_planted_optimum_is_the_best_of_all(precisions):
+    space = planted_space(7, groups=3, precisions=precisions, seed=4)
+    objective = PlantedObjective(space, seed=4, coupling=3.0)
+    everything = (Placement(choices) for choices in itertools.product(*map(range, space.sizes)))
+    best_ms = min(objective.latency_ms(placement) for placement in everything)
+    assert objective.latency_ms(objective.optimum) == pytest.approx(best_ms)
+    assert objective.regret(objective.optimum) == 0.0
+    assert objective.regret(space.float_placement()) > 0.5, "there is something to find"
+
+
+def test_planted_latency_goes_by_the_resolved_edges_alone():
+    space = planted_space(40, seed=2)
+    objective = PlantedObjective(space, seed=2)
+    rng = np.random.default_rng(0)
+    latencies = {}
+    for _ in range(300):
+        placement = Placement((*rng.integers(2, size=3).tolist(), *(0,) * 37))
+        known = latencies.setdefault(space.digest(placement), objective.latency_ms(placement))
+        assert objective.latency_ms(placement) == known
+
+
+def test_planted_spaces_have_overlapping_edges_roles_and_costs_that_add_up():
+    space = planted_space(40, seed=0)
+    assert len({edge for d in space.dimensions for edge in d.edges}) < sum(len(d.edges) for d in space.dimensions)
+    assert sum(d.cost for d in space.dimensions) == pytest.approx(1.0)
+    assert {d.kind for d in space.dimensions} == {"node_input", "child_input", "output"}
+    assert all((d.cost > 0) == (d.role == "linear") for d in space.dimensions)
+
+
+def test_noise_is_repeatable_and_of_the_size_that_it_says():
+    space = planted_space(10, groups=2)
+    placement = space.everywhere()
+    measured = [PlantedObjective(space, seed=0, noise=0.02).observe(placement).outcome.objective for _ in range(2)]
+    assert measured[0] == measured[1]
+    objective = PlantedObjective(space, seed=0, noise=0.02)
+    spread = np.std([objective.observe(placement).outcome.objective for _ in range(500)])
+    assert spread == pytest.approx(0.02 * objective.latency_ms(placement), rel=0.2)
+
+
+def test_drive_counts_the_seeds_and_gives_duplicates_for_free():
+    space = planted_space(12, groups=3)
+    told = drive(RandomSearcher(space, seed=0), PlantedObjective(space, seed=0), 20, batch=3, seeds=common_seeds(space))
+    assert len({observation.digest for observation in told}) == len(told) == 20
+    assert told[0].placement == space.float_placement()
+
+
+class _Broken:
+    """Asks correctly, until a subclass breaks one promise."""
+
+    def __init__(self, space: Space, *, seed: int) -> None:
+        self.space, self.rng, self.inner = space, np.random.default_rng(seed), RandomSearcher(space, seed=seed)
+
+    def ask(self, n):
+        return self.inner.ask(n)
+
+    def tell(self, observation):
+        self.inner.tell(observation)
+
+
+class AsksTooMuch(_Broken):
+    def ask(self, n):
+        return self.inner.ask(n + 1)
+
+
+class AsksInvalid(_Broken):
+    def ask(self, n):
+        return [Placement((9,) * len(self.space))] * min(n, 1)
+
+
+class RepeatsInABatch(_Broken):
+    def ask(self, n):
+        return [*self.inner.ask(min(n, 1))] * n
+
+
+class GivesUpOnFailure(_Broken):
+    failed = False
+
+    def ask(self, n):
+        return [] if self.failed else self.inner.ask(n)
+
+    def tell(self, observation):
+        self.failed = self.failed or hasattr(observation.outcome, "reason")
+
+
+class SharesRandomness(_Broken):
+    def ask(self, n):
+        return [Placement(tuple(random.randrange(size) for size in self.space.sizes)) for _ in range(min(n, 1))]
+
+
+class DependsOnHashes(_Broken):
+    def ask(self, n):
+        order = list({dimension.name for dimension in self.space.dimensions})
+        on = {name for position, name in enumerate(order) if position % 2}
+        return [Placement(tuple(int(d.name in on) for d in self.space.dimensions))] if n else []
+
+
+class WritesIntoMetrics(_Broken):
+    def tell(self, observation):
+        if not hasattr(observation.outcome, "reason"):
+            observation.outcome.metrics["seen"] = 1.0
+
+
+class HashContract(SearcherContract):
+    """At the top level, because another process has to find it."""
+
+    def make(self, space, seed):
+        return DependsOnHashes(space, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("broken", "test", "message"),
+    [
+        (AsksTooMuch, "test_asks_are_valid_and_at_most_n", "ask"),
+        (RepeatsInABatch, "test_a_batch_holds_different_placements", "a batch repeats a digest"),
+        (GivesUpOnFailure, "test_takes_tells_that_it_never_asked_for_failures_and_repeats", "stopped after failures"),
+        (SharesRandomness, "test_changes_nothing_that_it_is_given_and_no_global_state", "global random state"),
+        (SharesRandomness, "test_same_seed_and_tells_give_the_same_asks", "two runs in one process differ"),
+        (WritesIntoMetrics, "test_changes_nothing_that_it_is_given_and_no_global_state", "changed an observation"),
+    ],
+)
+def test_the_kit_catches(broken, test, message):
+    class Contract(SearcherContract):
+        def make(self, space, seed):
+            return broken(space, seed=seed)
+
+    with pytest.raises(AssertionError, match=message):
+        getattr(Contract(), test)()
+
+
+def test_the_kit_catches_invalid_placements():
+    class Contract(SearcherContract):
+        def make(self, space, seed):
+            return AsksInvalid(space, seed=seed)
+
+    with pytest.raises(ValueError, match="but got 9"):
+        Contract().test_asks_are_valid_and_at_most_n()
+
+
+def test_the_kit_catches_asks_that_depend_on_the_order_of_hashes():
+    with pytest.raises(AssertionError, match="another process, with another hash seed, asks something else"):
+        HashContract().test_another_process_gives_the_same_asks()
+
+
+def test_a_contract_inside_a_function_is_told_to_move_out():
+    class Contract(SearcherContract):
+        def make(self, space, seed):
+            return RandomSearcher(space, seed=seed)
+
+    with pytest.raises(AssertionError, match="define the contract class at the top level of a Python file"):
+        Contract().test_another_process_gives_the_same_asks()
+
+
+def test_a_contract_without_make_says_what_to_define():
+    with pytest.raises(NotImplementedError, match=r"defines make\(self, space, seed\)"):
+        SearcherContract().make(planted_space(3, groups=1), 0)
