@@ -83,6 +83,8 @@ class Scales:
         for name in list(links):
             self._members[_root(links, name)].append(name)
         self._group = {name: root for root, names in self._members.items() for name in names}
+        data = [node.inputs[0] for node in model.nodes if node.op in dialect.affine_ops]
+        self._affine = {self._source.get(name, name) for name in data} | {self.group(name) for name in data}
 
     def group(self, tensor: str) -> str:
         """A name for the tensors that share a scale with this one where a Concat among them is quantized."""
@@ -105,23 +107,26 @@ class Scales:
         key = (tensor, precision, shared)
         known = self._grids.get(key)
         if known is None:
-            known = self._grids[key] = self._grid(tensor, precision, *self._range(tensor, shared))
+            known = self._grids[key] = self._grid(tensor, precision, shared)
         return known
 
-    def _grid(self, tensor: str, precision: str, low: float, high: float) -> tuple[Array, Array]:
+    def _grid(self, tensor: str, precision: str, shared: bool) -> tuple[Array, Array]:
+        low, high = self._range(tensor, shared)
         kind = self._model.types.get(tensor)
         dtype = _FLOATS.get(kind.dtype if kind else "float", np.float32)
         amax = max(-low, high)
         if precision == "fp8":
             return _scale(amax / FP8_MAX, dtype), np.zeros((), STORAGE["fp8"])
-        storage = STORAGE[self._dialect.activation]
-        if self._dialect.symmetric_activation:
-            zero = 128 if self._dialect.activation == "uint8" else 0
-            return _scale(amax / 127, dtype), np.asarray(zero, storage)
-        bounds = np.iinfo(storage)
+        origin = self.group(tensor) if shared else self._source.get(tensor, tensor)
+        storage, affine = self._dialect.activation, not self._dialect.symmetric_activation
+        if not affine and (origin in self._affine or (low == 0 and self._dialect.unsigned_positive)):
+            storage, affine = "uint8", True
+        if not affine:
+            return _scale(amax / 127, dtype), np.asarray(128 if storage == "uint8" else 0, STORAGE[storage])
         scale = _scale((high - low) / 255, dtype)
+        bounds = np.iinfo(STORAGE[storage])
         zero = int(np.clip(round(bounds.min - low / float(scale)), bounds.min, bounds.max))
-        return scale, np.asarray(zero, storage)
+        return scale, np.asarray(zero, STORAGE[storage])
 
     def pair(self, tensor: str, precision: str, *, shared: bool = False, final: str | None = None) -> Pair:
         """The Q/DQ pair on an activation, made once.

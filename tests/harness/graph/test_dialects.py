@@ -23,9 +23,11 @@ def test_fp8_needs_opset_19() -> None:
     assert OPENVINO.opset(["int8", "fp8"]) == 19
 
 
-def test_only_onnx_runtime_has_a_zero_point_and_an_int32_bias() -> None:
+def test_activations_weights_and_biases_are_what_each_runtime_is_fast_with() -> None:
     assert [(d.activation, d.symmetric_activation, d.bias) for d in (TENSORRT, OPENVINO, ONNXRUNTIME)] == [
         ("int8", True, "float"),
         ("int8", True, "float"),
         ("uint8", False, "int32"),
     ]
+    assert not TENSORRT.unsigned_positive  # its parser refuses UINT8 and any zero point but 0
+    assert not TENSORRT.affine_ops

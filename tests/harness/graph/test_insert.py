@@ -206,20 +206,39 @@ def test_a_quantized_output_keeps_its_name_and_float_consumers_read_past_it() ->
 
 def test_scales_are_symmetric_or_affine_as_the_dialect_says() -> None:
     model, ranges = ready("conv")
-    low, high = ranges[edge(model, "pool")[0].tensor]
-    assert low == 0
-    assert grid_of(Inserter(model, OPENVINO, ranges).insert((edge(model, "pool"),)), "pool") == (
-        pytest.approx(high / 127),
-        0,
-    )
-    assert grid_of(Inserter(model, ONNXRUNTIME, ranges).insert((edge(model, "pool"),)), "pool") == (
-        pytest.approx(high / 255),
-        0,
-    )
     low, high = ranges["x"]
-    scale, zero = grid_of(Inserter(model, ONNXRUNTIME, ranges).insert((edge(model, "stem"),)), "stem")
-    assert scale == pytest.approx((high - low) / 255)
-    assert zero == pytest.approx(-low / scale, abs=0.5)
+    top = ranges[edge(model, "pool")[0].tensor][1]
+    affine = (pytest.approx((high - low) / 255), round(-low * 255 / (high - low)))
+
+    def grids(dialect: Dialect) -> list[tuple[float, int]]:
+        inserter = Inserter(model, dialect, ranges)
+        return [grid_of(inserter.insert((edge(model, name),)), name) for name in ("stem", "pool")]
+
+    assert grids(TENSORRT) == [(pytest.approx(max(-low, high) / 127), 0), (pytest.approx(top / 127), 0)]
+    assert grids(ONNXRUNTIME) == grids(OPENVINO) == [affine, (pytest.approx(top / 255), 0)]
+
+
+def test_openvino_keeps_signed_symmetric_data_away_from_convolutions_alone() -> None:
+    model, ranges = ready("attention")
+    signed = edge(model, "q")
+    proto = Inserter(model, OPENVINO, ranges).insert((signed, edge(model, "av")))
+    amax = max(abs(bound) for bound in ranges[signed[0].tensor])
+    assert grid_of(proto, "q") == (pytest.approx(amax / 127), 0)
+    assert grid_of(proto, "av") == (pytest.approx(ranges["Softmax_out"][1] / 255), 0)  # never negative
+
+
+def test_openvino_computes_what_the_model_says_behind_a_concat(tmp_path: Path) -> None:
+    g = GraphBuilder("join", opset=19, seed=1)
+    x = g.input("x", (1, 16, 12, 12))
+    x = g.op("Concat", g.conv(x, 16, 3), g.conv(x, 16, 3), axis=1, name="join")
+    g.output(g.conv(x, 16, 1, name="last"), name="y")
+    model = from_proto(g.build(), source="join", sha256="0")
+    bounds = {name: (-6.0, 6.0) for name in model.types}
+    path = Inserter(model, OPENVINO, bounds).write(
+        tuple(sorted([edge(model, "last"), edge(model, "last", 1)])), tmp_path
+    )
+    exact = run_ort(path, model, optimize=False)[0]
+    np.testing.assert_allclose(run_openvino(path, model)[0], exact, atol=0.01 * np.abs(exact).max())
 
 
 def test_operators_that_move_values_keep_the_scale_of_their_input() -> None:
@@ -227,13 +246,13 @@ def test_operators_that_move_values_keep_the_scale_of_their_input() -> None:
     ranges = ranges | {
         edge(model, "depthwise")[0].tensor: (-100.0, 100.0)
     }  # what a pool of the same values cannot have
-    proto = Inserter(model, OPENVINO, ranges).insert(tuple(sorted([edge(model, "pool"), edge(model, "depthwise")])))
+    proto = Inserter(model, TENSORRT, ranges).insert(tuple(sorted([edge(model, "pool"), edge(model, "depthwise")])))
     assert grid_of(proto, "pool") == grid_of(proto, "depthwise")
 
 
 def test_inputs_of_a_concat_share_a_scale_only_where_all_are_quantized() -> None:
     model, ranges = ready("conv")
-    inserter = Inserter(model, OPENVINO, ranges)
+    inserter = Inserter(model, TENSORRT, ranges)
     left, right = edge(model, "concat", 0), edge(model, "concat", 1)
     both = inserter.insert(tuple(sorted([left, right])))
     one = inserter.insert((right,))
