@@ -92,7 +92,7 @@ TENSORRT = Dialect(
 
 # OpenVINO turns Q/DQ pairs into FakeQuantize when it reads the model; FP8 runs, for accuracy alone on a CPU.
 # Measured on 2026.4 with AVX512-VNNI: a Conv takes UINT8 data up to a fifth faster than INT8 data, whatever the zero
-# point, and computes a result that is a fifth off from INT8 data behind a Concat; a MatMul pays a tenth for a zero point.
+# point, and computes a result a fifth off from INT8 data behind a Concat; a MatMul pays a tenth for a zero point.
 OPENVINO = Dialect(
     name="openvino",
     unsigned_positive=True,
