@@ -35,6 +35,8 @@ from search.space import Placement, Space
 
 __all__ = ["Cell", "Foreign", "compose", "evaluator_use", "open_model"]
 
+OPSET = 17
+"""Per-channel Q/DQ needs 13; runtimes read 17 best today, and a dialect may ask for more."""
 PTQ_PACKAGES = ("nvidia-modelopt", "onnxruntime")
 Say = Callable[[str], None]
 PTQ = {"modelopt_ptq": modelopt_ptq, "ort_static": ort_static}
@@ -76,18 +78,23 @@ class Cell:
 
     def candidate(self, placement: Placement) -> Candidate:
         """The candidate of a placement; its file is written when it is built."""
-        resolved = self.space.resolve(placement)
-
-        def source() -> Path:
-            return self.inserter.write(resolved, self.work / "candidates")
-
+        resolved, digest = self.space.resolve(placement), self.space.digest(placement)
         if not resolved:
-            return Candidate(digest=self.space.digest(placement), edges=(), source=lambda: self.model_file)
-        return Candidate(digest=self.space.digest(placement), edges=resolved, source=source)
+            return Candidate(digest=digest, edges=(), source=lambda: self.model_file)
+        folder = self.work / "candidates"
+        return Candidate(
+            digest=digest, edges=resolved, source=lambda: self.inserter.write(resolved, folder, name=digest)
+        )
 
 
-def open_model(spec: ModelSpec, base: Path, work: Path) -> Model:
+def open_model(spec: ModelSpec, base: Path, work: Path, min_opset: int = OPSET) -> Model:
     """Load the model that a specification names (`zoo:NAME`, `assets:PATH` or a path).
+
+    Args:
+        spec: The specification.
+        base: Folder that relative paths start from.
+        work: Scratch folder, for zoo models.
+        min_opset: Older models are upgraded.
 
     Raises:
         UserError: Unknown zoo name, no such file, or not a model that can be used.
@@ -97,7 +104,7 @@ def open_model(spec: ModelSpec, base: Path, work: Path) -> Model:
         path = zoo.write(name, work / f"{_file_name(name)}.onnx")
     else:
         path = locate(spec.use, base)
-    return load(path, source=spec.use, shapes=spec.shapes)
+    return load(path, source=spec.use, shapes=spec.shapes, min_opset=min_opset)
 
 
 def evaluator_use(spec: ModelSpec, model: Model, base: Path, work: Path) -> Use | None:
@@ -135,13 +142,13 @@ def compose(experiment: Experiment, spec: CellSpec, base: Path, work: Path, obse
         UserError: Anything in the specification that cannot be used.
     """
     work.mkdir(parents=True, exist_ok=True)
-    model = open_model(spec.model, base, work)
-    model_file = save(model, work)
     dialect = _dialect(spec.backend)
     if spec.precision not in dialect.precisions:
         raise UserError(
             f"precision {spec.precision!r}: backend {spec.backend.use!r} runs {', '.join(sorted(dialect.precisions))}"
         )
+    model = open_model(spec.model, base, work, max(OPSET, dialect.opset([spec.precision])))
+    model_file = save(model, work)
     space = build_space(model, dialect, precisions=(spec.precision,), sharing=experiment.sharing)
     if not len(space):
         raise UserError(f"{spec.model.use}: no insertion point that dialect {dialect.name!r} allows")
