@@ -166,7 +166,7 @@ def _some(kind: Any) -> Any:
 
 
 class Experiment(_Frozen):
-    """One experiment file. README documents every key with an example."""
+    """One experiment file; docs/experiment.md shows every key."""
 
     experiment: str
     description: str = ""
