@@ -1,0 +1,82 @@
+"""Models that are no plain image network run all the same: what cannot be quantized stays float."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper, save
+
+from harness.cli import main
+
+EXPERIMENT = """
+experiment: odd
+models: [{{use: {file}, label: odd, calibration: {{samples: 2}}}}]
+backends: [{{use: openvino, params: {{threads: 1, precision: f32}}}}]
+searchers: [random]
+initial: [float, all, linear]
+baselines: [all]
+budget: {{evaluations: [4]}}
+sampling: {{warmup_ms: 1, min_samples: 3, max_samples: 5, max_ms: 20}}
+confirmation: {{builds: 3, rounds: 2, samples: 3}}
+"""
+
+
+def constant(name, shape, seed=0):
+    return numpy_helper.from_array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32), name)
+
+
+def branch(name, scale):
+    factor = numpy_helper.from_array(np.float32(scale), f"{name}_factor")
+    node = helper.make_node("Mul", ["h", f"{name}_factor"], [f"{name}_out"], name=f"{name}_mul")
+    out = helper.make_tensor_value_info(f"{name}_out", TensorProto.FLOAT, [1, 16])
+    return helper.make_graph([node], name, [], [out], [factor])
+
+
+def with_if():
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"], name="first"),
+        helper.make_node("If", ["flag"], ["b"], name="choose", then_branch=branch("then", 2.0), else_branch=branch("else", 3.0)),
+        helper.make_node("MatMul", ["b", "w"], ["y"], name="second"),
+    ]  # fmt: skip
+    inputs = [
+        helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 16]),
+        helper.make_tensor_value_info("flag", TensorProto.BOOL, []),
+    ]
+    return nodes, inputs
+
+
+def with_token_ids():
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["h"], name="embed"),
+        helper.make_node("Add", ["h", "x"], ["s"], name="sum"),
+        helper.make_node("MatMul", ["s", "w"], ["y"], name="project"),
+    ]
+    inputs = [
+        helper.make_tensor_value_info("ids", TensorProto.INT64, [1]),
+        helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 16]),
+    ]
+    return nodes, inputs
+
+
+def with_constant_nodes():
+    value = numpy_helper.from_array(np.random.default_rng(1).standard_normal((16, 16)).astype(np.float32))
+    nodes = [
+        helper.make_node("Constant", [], ["c"], name="weight", value=value),
+        helper.make_node("MatMul", ["x", "c"], ["h"], name="first"),
+        helper.make_node("MatMul", ["h", "w"], ["y"], name="second"),
+    ]
+    return nodes, [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 16])]
+
+
+@pytest.mark.parametrize("make", [with_if, with_token_ids, with_constant_nodes])
+def test_it_runs_to_the_table(make, tmp_path: Path, capsys):
+    nodes, inputs = make()
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 16])
+    graph = helper.make_graph(nodes, "odd", inputs, [output], [constant("w", (16, 16)), constant("table", (8, 16), 2)])
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), tmp_path / "odd.onnx")
+    (tmp_path / "odd.yaml").write_text(EXPERIMENT.format(file="odd.onnx"))
+    main(["run", str(tmp_path / "odd.yaml"), "--out", str(tmp_path / "out")])
+    table = capsys.readouterr().out
+    assert "| odd " in table
+    assert "baseline" in table
+    assert "UNFINISHED" not in table

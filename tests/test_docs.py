@@ -1,0 +1,44 @@
+"""README and docs say what is true today."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from harness.cli import app
+from harness.run.config import parse_experiment
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"<!-- (results/\S+\.md) -->\n(.*?)<!-- end -->", README, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize(("source", "block"), BLOCKS, ids=[source for source, _ in BLOCKS])
+def test_tables_of_the_readme_are_those_of_committed_runs(source, block):
+    table = (ROOT / source).read_text(encoding="utf-8").partition("\n\n")[0]
+    assert block.strip() == table.strip()
+
+
+def test_links_and_pictures_lead_somewhere():
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_command_shown_exists():
+    shown = set(re.findall(r"^\$ qdq (\w+)", README, flags=re.MULTILINE))
+    assert shown
+    help_text = CliRunner().invoke(app, ["--help"]).output
+    assert all(command in help_text for command in shown)
+
+
+def test_experiments_shown_in_the_docs_are_valid():
+    for page in (ROOT / "README.md", ROOT / "docs/experiment.md"):
+        for text in re.findall(r"```yaml\n(experiment:.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
+            parse_experiment(text, page.name)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.yaml")), ids=lambda path: path.name)
+def test_committed_experiments_are_valid(path):
+    parse_experiment(path.read_text(encoding="utf-8"), path.name)
