@@ -21,6 +21,9 @@ class Measured:
 
     Attributes:
         samples_ms: Latency of each inference in the order of measurement, warm-up excluded.
+        discarded_ms: Readings of a first attempt that drifted, so that it was repeated; empty as a rule.
+        warmup: Inferences before the first reading that counts.
+        stable: Warm-up ended in a steady state and the readings do not drift.
         build_s: Wall-clock of the build.
         measure_s: Wall-clock of warm-up and sampling.
         evaluate_s: Wall-clock of the evaluator; 0 where it was not asked.
@@ -36,6 +39,9 @@ class Measured:
     metrics: Mapping[str, float] = field(default_factory=dict)
     per_item: tuple[float, ...] = ()
     info: Mapping[str, Any] = field(default_factory=dict)
+    discarded_ms: tuple[float, ...] = ()
+    warmup: int = 0
+    stable: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

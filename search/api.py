@@ -34,18 +34,21 @@ class Score:
         objective: To be minimised; a latency in milliseconds unless the experiment says otherwise.
         stderr: Standard error of the objective, in its unit; 0 where unknown.
         violation: By how much a constraint is broken, in the constraint's unit; 0 where it holds.
+        assumed: Nobody looked whether the constraint holds, because the placement is no faster than the
+            incumbent and so cannot win; `violation` is 0 then, and it ranks behind all that are known to hold it.
         metrics: Further figures by name (accuracy, fidelity), for searchers that use them.
     """
 
     objective: float
     stderr: float = 0.0
     violation: float = 0.0
+    assumed: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def rank(self) -> tuple[float, float]:
-        """Sort key, smaller is better: feasible first, then by objective."""
-        return (self.violation, self.objective)
+    def rank(self) -> tuple[float, bool, float]:
+        """Sort key, smaller is better: feasible first, what is only assumed to be behind it, then by objective."""
+        return (self.violation, self.assumed, self.objective)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

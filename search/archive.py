@@ -127,12 +127,14 @@ def improves(new: Score, old: Score, significance: float = 1.0) -> bool:
         old: What it has to beat.
         significance: How many combined standard errors the objective has to gain.
     """
-    if new.violation != old.violation:
-        return new.violation < old.violation
+    if (new.violation, new.assumed) != (old.violation, old.assumed):
+        return (new.violation, new.assumed) < (old.violation, old.assumed)
     return old.objective - new.objective > significance * math.hypot(new.stderr, old.stderr)
 
 
 def _pooled(told: list[Score]) -> Score:
+    looked_at = [score for score in told if not score.assumed]
+    told = looked_at or told  # what was looked at once is known
     if len(told) == 1:
         return told[0]
     weights = [1.0] * len(told)
@@ -150,5 +152,6 @@ def _pooled(told: list[Score]) -> Score:
         objective=objective,
         stderr=stderr,
         violation=sum(w * score.violation for w, score in zip(weights, told, strict=True)) / total,
+        assumed=not looked_at,
         metrics=told[-1].metrics,
     )

@@ -223,7 +223,7 @@ class _Readings:
         """For each worker that has both, the base's and the row's readings in the turns that both have."""
         bases, owns = [], []
         for key, turns in self.turns[row].items():
-            other = self.turns[base].get(key, {})
+            other = self.turns.get(base, {}).get(key, {})
             if shared := sorted(set(turns) & set(other)):
                 bases.append([other[turn] for turn in shared])
                 owns.append([turns[turn] for turn in shared])

@@ -66,6 +66,10 @@ class Engines(Protocol):
         """Score an engine."""
         ...
 
+    def prepare(self, handle: int, evaluator: str = MAIN) -> Failed | None:
+        """Let an evaluator that wants it see the float engine first; None where that went well or is not wanted."""
+        ...
+
     def release(self, handle: int) -> None:
         """Let go of an engine; one that is gone already is no error."""
         ...

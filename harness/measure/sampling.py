@@ -35,12 +35,14 @@ class Samples:
 
     Attributes:
         latency_ms: In order of measurement, outliers included, warm-up excluded.
-        warmup: Inferences that were run and not counted, a first attempt that drifted among them.
+        discarded_ms: Readings of a first attempt that drifted, so that it was repeated.
+        warmup: Inferences before the first reading.
         measure_s: Wall-clock of it all.
         stable: Warm-up ended in a steady state and the readings do not drift.
     """
 
     latency_ms: tuple[float, ...]
+    discarded_ms: tuple[float, ...] = ()
     warmup: int
     measure_s: float
     stable: bool
@@ -59,11 +61,12 @@ def take(probe: Probe, sampling: Sampling, clock: Callable[[], float] = time.per
     started_s = clock()
     warmup, steady = _warm_up(probe, sampling)
     readings = _collect(probe, sampling)
+    discarded: list[float] = []
     if _drifts(readings):
-        warmup += len(readings)
-        readings = _collect(probe, sampling)
+        discarded, readings = readings, _collect(probe, sampling)
     return Samples(
         latency_ms=tuple(readings),
+        discarded_ms=tuple(discarded),
         warmup=warmup,
         measure_s=max(0.0, clock() - started_s),
         stable=steady and not _drifts(readings),

@@ -8,6 +8,7 @@ in the driver.
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
 import os
@@ -95,7 +96,7 @@ class InProcess:
         artifact = benchmarker.build(candidate, workdir)
         build_s = time.perf_counter() - started_s
         self._engines[handle] = _Engine(benchmarker=benchmarker, artifact=artifact, workdir=workdir, opened=ExitStack())
-        return Built(handle=handle, build_s=build_s, info=artifact.info)
+        return Built(handle=handle, build_s=build_s, info=_plain(artifact.info))
 
     def sample(self, handle: int, sampling: Sampling) -> Samples | Failed:
         """See `Engines`."""
@@ -105,15 +106,31 @@ class InProcess:
         """See `Engines`."""
         return _attempt("evaluate", lambda: self._evaluate(handle, evaluator))
 
-    def _evaluate(self, handle: int, name: str) -> Accuracy:
+    def prepare(self, handle: int, evaluator: str = MAIN) -> Failed | None:
+        """See `Engines`."""
+        return _attempt("evaluate", lambda: self._prepare(handle, evaluator))
+
+    def _prepare(self, handle: int, name: str) -> None:
+        prepare = getattr(self._evaluator(name), "prepare", None)
+        if prepare is not None:
+            prepare(self._probe(handle).infer)
+
+    def _evaluator(self, name: str) -> Evaluator:
         if name not in self._evaluators:
             use = self._spec.evaluators[name]
             self._evaluators[name] = registry.create("evaluator", use.use, use.params)
-        accuracy = self._evaluators[name].score(self._probe(handle).infer)
-        for metric, value in accuracy.metrics.items():
+        return self._evaluators[name]
+
+    def _evaluate(self, handle: int, name: str) -> Accuracy:
+        evaluator = self._evaluator(name)
+        accuracy = evaluator.score(self._probe(handle).infer)
+        metrics = {metric: float(value) for metric, value in accuracy.metrics.items()}
+        for metric, value in metrics.items():
             if not math.isfinite(value):
                 raise EvaluationFailed(f"{metric} is {value}: the engine's outputs are not finite")
-        return accuracy
+        if evaluator.metric not in metrics:
+            raise EvaluationFailed(f"the evaluator gave {', '.join(metrics) or 'nothing'}, but not {evaluator.metric}")
+        return Accuracy(metrics=metrics, per_item=tuple(float(value) for value in accuracy.per_item))
 
     def release(self, handle: int) -> None:
         """See `Engines`."""
@@ -184,6 +201,10 @@ class Sandbox:
     def evaluate(self, handle: int, evaluator: str = MAIN) -> Accuracy | Failed:
         """See `Engines`."""
         return self._lost(handle, "evaluate") or self._call("evaluate", self._limits.evaluate_s, handle, evaluator)
+
+    def prepare(self, handle: int, evaluator: str = MAIN) -> Failed | None:
+        """See `Engines`."""
+        return self._lost(handle, "evaluate") or self._call("prepare", self._limits.evaluate_s, handle, evaluator)
 
     def release(self, handle: int) -> None:
         """See `Engines`."""
@@ -294,6 +315,12 @@ def _attempt(stage: str, work: Callable[[], T]) -> T | Failed:
             stage, said, trace = error.stage, str(error), ""
         wall_s = time.perf_counter() - started_s
         return Failed(stage=stage, reason=" ".join(said.split())[:500], log_tail=trace, wall_s=wall_s)
+
+
+def _plain(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts as JSON holds them, whatever a plug-in put there; what is no number or text becomes text."""
+    plain: dict[str, Any] = json.loads(json.dumps(dict(info), default=str), parse_constant=str)
+    return plain
 
 
 def _tail(text: str) -> str:

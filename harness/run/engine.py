@@ -19,7 +19,7 @@ from harness.run.journal import Entry, Journal
 from search.api import Failure, Observation, Score, Searcher
 from search.space import Placement, Space
 
-__all__ = ["Attempt", "Goal", "SearchTask", "Seed", "Trial", "run_search", "score_of"]
+__all__ = ["Attempt", "Goal", "SearchTask", "Seed", "Trial", "eligible", "run_search", "score_of"]
 
 DUPLICATES_IN_A_ROW = 200
 """A searcher that proposes known placements so often in a row has nothing left."""
@@ -58,7 +58,7 @@ class Goal:
 
 
 Attempt = Callable[[Candidate, float | None], Outcome]
-"""Builds and samples a candidate; scores it too where its latency is below the second argument (ms)."""
+"""Builds and samples a candidate; scores it too where its latency is below the second argument (ms; None: always)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +86,8 @@ class Trial:
 
     Attributes:
         evaluations: Spent so far, this one included.
-        best_ms: Latency of the incumbent; None while nothing has worked.
-        resumed: The outcome came from the journal.
+        best_ms: Latency of the incumbent; None while there is none.
+        resumed: The outcome was known: from the journal, or of an earlier proposal of the same graph.
     """
 
     asked: Asked
@@ -105,8 +105,14 @@ def score_of(outcome: Outcome, goal: Goal) -> Score | Failure:
         objective=median_ci(outcome.samples_ms).value,
         stderr=stderr_of_median(outcome.samples_ms),
         violation=goal.violation(outcome.metrics),
+        assumed=goal.metric is not None and goal.metric not in outcome.metrics,
         metrics=dict(outcome.metrics),
     )
+
+
+def eligible(score: Score) -> bool:
+    """Whether a score may be the incumbent's: where accuracy is bounded, it was looked at and holds."""
+    return score.violation == 0.0 and not score.assumed
 
 
 def run_search(task: SearchTask, attempt: Attempt, journal: Journal, watch: Callable[[Trial], None]) -> None:
@@ -195,8 +201,8 @@ class _Search:
             self._journal.append(told)
         self._seen[asked.digest] = told
         score = score_of(told.outcome, self._task.goal)
-        if isinstance(score, Score) and (self._best is None or score.rank < self._best.rank):
-            self._best = score
+        if isinstance(score, Score) and eligible(score):
+            self._best = min(self._best or score, score, key=lambda s: s.objective)
         self._task.searcher.tell(Observation(placement=placement, digest=asked.digest, outcome=score))
         best_ms = self._best.objective if self._best else None
         self._watch(

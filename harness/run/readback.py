@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from harness.run.engine import Goal, score_of
+from harness.run.engine import Goal, eligible, score_of
 from harness.run.journal import Entry
 from search.api import Score
 
-__all__ = ["Evaluated", "eligible", "evaluated", "incumbents", "leaders"]
+__all__ = ["Evaluated", "evaluated", "incumbents", "leaders"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +51,12 @@ def incumbents(entries: Iterable[Entry], goal: Goal) -> Iterator[Evaluated]:
     """Each evaluation that became the incumbent, in order."""
     best: Evaluated | None = None
     for trial in evaluated(entries, goal):
-        if eligible(trial, goal) and (best is None or trial.score.objective < best.score.objective):
+        if eligible(trial.score) and (best is None or trial.score.objective < best.score.objective):
             best = trial
             yield trial
 
 
 def leaders(entries: Iterable[Entry], goal: Goal, evaluations: int, count: int) -> list[Evaluated]:
     """The best `count` distinct placements after so many evaluations, best first."""
-    within = [t for t in evaluated(entries, goal) if t.evaluations <= evaluations and eligible(t, goal)]
+    within = [t for t in evaluated(entries, goal) if t.evaluations <= evaluations and eligible(t.score)]
     return sorted(within, key=lambda trial: trial.score.objective)[:count]
-
-
-def eligible(trial: Evaluated, goal: Goal) -> bool:
-    """Whether a trial may be the incumbent: where accuracy is bounded, it was looked at and holds."""
-    return goal.metric is None or (goal.metric in trial.score.metrics and trial.score.violation == 0.0)

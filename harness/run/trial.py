@@ -31,7 +31,13 @@ def attempt_with(engines: Engines, sampling: Sampling, *, scored: bool) -> Attem
             if isinstance(samples, Failed):
                 return samples
             measured = Measured(
-                samples_ms=samples.latency_ms, build_s=built.build_s, measure_s=samples.measure_s, info=built.info
+                samples_ms=samples.latency_ms,
+                discarded_ms=samples.discarded_ms,
+                warmup=samples.warmup,
+                stable=samples.stable,
+                build_s=built.build_s,
+                measure_s=samples.measure_s,
+                info=built.info,
             )
             if not scored or (beat_ms is not None and median_ci(samples.latency_ms).value >= beat_ms):
                 return measured
@@ -39,7 +45,8 @@ def attempt_with(engines: Engines, sampling: Sampling, *, scored: bool) -> Attem
             accuracy = engines.evaluate(built.handle)
             if isinstance(accuracy, Failed):
                 return accuracy
-            return replace(measured, metrics=accuracy.metrics, evaluate_s=time.monotonic() - started_s)
+            spent_s = time.monotonic() - started_s
+            return replace(measured, metrics=accuracy.metrics, per_item=accuracy.per_item, evaluate_s=spent_s)
         finally:
             engines.release(built.handle)
 

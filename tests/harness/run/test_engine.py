@@ -219,3 +219,34 @@ def test_placement_of_the_wrong_size_is_a_plug_in_fault(tmp_path):
     )  # fmt: skip
     with Journal(run.path, {"run": 1}) as journal, pytest.raises(ValueError, match="has 6 choices, but got 1"):
         run_search(task, latency, journal, lambda trial: None)
+
+
+def test_what_was_not_looked_at_is_no_incumbent_and_a_violator_is_nothing_to_beat(tmp_path):
+    """First a fast seed that breaks the bound, then the float model: the second is scored and becomes the incumbent."""
+    asked = []
+
+    def attempt(candidate, beat_ms):
+        asked.append(beat_ms)
+        outcome = latency(candidate)
+        metrics = (
+            {}
+            if beat_ms is not None and outcome.samples_ms[1] >= beat_ms
+            else {"map": 0.5 - 0.1 * len(candidate.edges)}
+        )
+        return Measured(samples_ms=outcome.samples_ms, build_s=0.1, measure_s=0.1, metrics=metrics)
+
+    goal = Goal(metric="map", reference=0.5, max_drop=0.05)
+    run = Run(tmp_path, attempt=attempt, goal=goal, evaluations=2, seeds=("all", "float"))
+    trials = run.go()
+    assert asked == [None, None]
+    assert [t.best_ms for t in trials] == [None, pytest.approx(10.01)]
+    assert [o.outcome.assumed for o in run.searcher.told] == [False, False]
+
+
+def test_a_placement_that_nobody_looked_at_ranks_behind_those_that_hold_the_bound():
+    held, assumed, broken = (
+        Score(objective=9.0),
+        Score(objective=8.0, assumed=True),
+        Score(objective=1.0, violation=0.1),
+    )
+    assert sorted([broken, assumed, held], key=lambda s: s.rank) == [held, assumed, broken]
