@@ -7,28 +7,25 @@ in the driver.
 
 from __future__ import annotations
 
-import itertools
-import json
 import logging
-import math
 import os
 import pickle
 import shutil
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from harness import registry
-from harness.api import Accuracy, Artifact, Benchmarker, Candidate, Evaluator, Probe
-from harness.errors import CandidateError, EvaluationFailed, UserError
+from harness.api import Accuracy, Candidate
+from harness.errors import UserError
 from harness.measure.engines import MAIN, Built, Engines, WorkerSpec
-from harness.measure.sampling import Samples, take
+from harness.measure.local import InProcess, attempt, tail
+from harness.measure.sampling import Samples
 from harness.measure.worker import Worker, end_with_driver
 from harness.records import Failed
 from harness.run.config import Limits, Sampling
@@ -36,8 +33,6 @@ from search.space import Resolved
 
 __all__ = ["InProcess", "Sandbox", "open_engines", "serve"]
 
-T = TypeVar("T")
-LOG_LINES = 40
 START_S = 120.0
 _logger = logging.getLogger(__name__)
 
@@ -51,103 +46,6 @@ def open_engines(spec: WorkerSpec, limits: Limits) -> AbstractContextManager[Eng
     use = spec.benchmarkers[MAIN]
     here = getattr(registry.load("benchmarker", use.use), "in_process", False)
     return InProcess(spec) if here else Sandbox(spec, limits)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Engine:
-    benchmarker: Benchmarker
-    artifact: Artifact
-    workdir: Path
-    opened: ExitStack
-    probe: Probe | None = None
-
-
-class InProcess:
-    """Builds, times and scores in this process; see `harness.measure.engines.Engines`."""
-
-    def __init__(self, spec: WorkerSpec, first_handle: int = 0) -> None:
-        self._benchmarkers: Mapping[str, Benchmarker] = {
-            name: registry.create("benchmarker", use.use, use.params) for name, use in spec.benchmarkers.items()
-        }
-        self._spec = spec
-        self._evaluators: dict[str, Evaluator] = {}
-        self._engines: dict[int, _Engine] = {}
-        self._handles = itertools.count(first_handle)
-        spec.workdir.mkdir(parents=True, exist_ok=True)
-        self._scratch = Path(tempfile.mkdtemp(prefix="engines-", dir=spec.workdir))
-
-    def __enter__(self) -> InProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in list(self._engines):
-            self.release(handle)
-        shutil.rmtree(self._scratch, ignore_errors=True)
-
-    def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
-        """See `Engines`."""
-        return _attempt("build", lambda: self._build(candidate, self._benchmarkers[benchmarker]))
-
-    def _build(self, candidate: Candidate, benchmarker: Benchmarker) -> Built:
-        handle = next(self._handles)
-        workdir = self._scratch / str(handle)
-        workdir.mkdir()
-        started_s = time.perf_counter()
-        artifact = benchmarker.build(candidate, workdir)
-        build_s = time.perf_counter() - started_s
-        self._engines[handle] = _Engine(benchmarker=benchmarker, artifact=artifact, workdir=workdir, opened=ExitStack())
-        return Built(handle=handle, build_s=build_s, info=_plain(artifact.info))
-
-    def sample(self, handle: int, sampling: Sampling) -> Samples | Failed:
-        """See `Engines`."""
-        return _attempt("measure", lambda: take(self._probe(handle), sampling))
-
-    def evaluate(self, handle: int, evaluator: str = MAIN) -> Accuracy | Failed:
-        """See `Engines`."""
-        return _attempt("evaluate", lambda: self._evaluate(handle, evaluator))
-
-    def prepare(self, handle: int, evaluator: str = MAIN) -> Failed | None:
-        """See `Engines`."""
-        return _attempt("evaluate", lambda: self._prepare(handle, evaluator))
-
-    def _prepare(self, handle: int, name: str) -> None:
-        prepare = getattr(self._evaluator(name), "prepare", None)
-        if prepare is not None:
-            prepare(self._probe(handle).infer)
-
-    def _evaluator(self, name: str) -> Evaluator:
-        if name not in self._evaluators:
-            use = self._spec.evaluators[name]
-            self._evaluators[name] = registry.create("evaluator", use.use, use.params)
-        return self._evaluators[name]
-
-    def _evaluate(self, handle: int, name: str) -> Accuracy:
-        evaluator = self._evaluator(name)
-        accuracy = evaluator.score(self._probe(handle).infer)
-        metrics = {metric: float(value) for metric, value in accuracy.metrics.items()}
-        for metric, value in metrics.items():
-            if not math.isfinite(value):
-                raise EvaluationFailed(f"{metric} is {value}: the engine's outputs are not finite")
-        if evaluator.metric not in metrics:
-            raise EvaluationFailed(f"the evaluator gave {', '.join(metrics) or 'nothing'}, but not {evaluator.metric}")
-        return Accuracy(metrics=metrics, per_item=tuple(float(value) for value in accuracy.per_item))
-
-    def release(self, handle: int) -> None:
-        """See `Engines`."""
-        engine = self._engines.pop(handle, None)
-        if engine is not None:
-            _attempt("release", engine.opened.close)
-            shutil.rmtree(engine.workdir, ignore_errors=True)
-
-    def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
-        """See `Engines`."""
-        return self._benchmarkers[benchmarker].describe()
-
-    def _probe(self, handle: int) -> Probe:
-        engine = self._engines[handle]
-        if engine.probe is None:
-            engine.probe = engine.opened.enter_context(engine.benchmarker.open(engine.artifact))
-        return engine.probe
 
 
 class Sandbox:
@@ -184,7 +82,7 @@ class Sandbox:
 
     def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
         """See `Engines`; the file is made here, by the driver, and only its path goes to the worker."""
-        path = _attempt("build", candidate.source)
+        path = attempt("build", candidate.source)
         if isinstance(path, Failed):
             return path
         with suppress(FileNotFoundError):
@@ -231,8 +129,8 @@ class Sandbox:
             self._stop()
             raise
         if isinstance(answer, Failed):
-            tail = _tail(f"{self._read_log()}\n{answer.log_tail}")
-            return replace(answer, log_tail=tail, wall_s=time.perf_counter() - started_s)
+            log_tail = tail(f"{self._read_log()}\n{answer.log_tail}")
+            return replace(answer, log_tail=log_tail, wall_s=time.perf_counter() - started_s)
         return answer
 
     def _receive(self, worker: Worker, limit_s: float, method: str) -> Any:
@@ -256,7 +154,7 @@ class Sandbox:
         worker.send((replace(self._spec, workdir=self._scratch), self._next_handle))
         facts = self._receive(worker, START_S, "start")
         if isinstance(facts, Failed):
-            raise UserError(f"no worker could be started: {facts.reason}\n{_tail(self._read_log())}")
+            raise UserError(f"no worker could be started: {facts.reason}\n{tail(self._read_log())}")
         self._facts = facts
         return worker
 
@@ -292,7 +190,7 @@ def _answer(engines: InProcess, method: str, args: tuple[Any, ...]) -> bytes:
         return pickle.dumps(("answer", getattr(engines, method)(*args)))
 
     try:
-        answer = _attempt(method, work)
+        answer = attempt(method, work)
     except UserError as error:
         return pickle.dumps(("user_error", str(error)))
     return answer if isinstance(answer, bytes) else pickle.dumps(("answer", answer))
@@ -300,28 +198,3 @@ def _answer(engines: InProcess, method: str, args: tuple[Any, ...]) -> bytes:
 
 def _candidate(digest: str, edges: Resolved, path: Path) -> Candidate:
     return Candidate(digest=digest, edges=edges, source=lambda: path)
-
-
-def _attempt(stage: str, work: Callable[[], T]) -> T | Failed:
-    """The value of some plug-in's work, or its failure as data."""
-    started_s = time.perf_counter()
-    try:
-        return work()
-    except UserError:
-        raise
-    except Exception as error:  # plug-ins and runtimes raise what they like
-        said, trace = f"{type(error).__name__}: {error}", _tail(traceback.format_exc())
-        if isinstance(error, CandidateError):
-            stage, said, trace = error.stage, str(error), ""
-        wall_s = time.perf_counter() - started_s
-        return Failed(stage=stage, reason=" ".join(said.split())[:500], log_tail=trace, wall_s=wall_s)
-
-
-def _plain(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts as JSON holds them, whatever a plug-in put there; what is no number or text becomes text."""
-    plain: dict[str, Any] = json.loads(json.dumps(dict(info), default=str), parse_constant=str)
-    return plain
-
-
-def _tail(text: str) -> str:
-    return "\n".join(text.strip().splitlines()[-LOG_LINES:])

@@ -1,0 +1,152 @@
+"""Engines in this process: the worker's own work, and that of benchmarkers with nothing to isolate."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from harness import registry
+from harness.api import Accuracy, Artifact, Benchmarker, Candidate, Evaluator, Probe
+from harness.errors import CandidateError, EvaluationFailed, UserError
+from harness.measure.engines import MAIN, Built, WorkerSpec
+from harness.measure.sampling import Samples, take
+from harness.records import Failed
+from harness.run.config import Sampling
+
+__all__ = ["InProcess", "attempt", "tail"]
+
+T = TypeVar("T")
+LOG_LINES = 40
+
+
+@dataclass(slots=True, kw_only=True)
+class _Engine:
+    benchmarker: Benchmarker
+    artifact: Artifact
+    workdir: Path
+    opened: ExitStack
+    probe: Probe | None = None
+
+
+class InProcess:
+    """Builds, times and scores in this process; see `harness.measure.engines.Engines`."""
+
+    def __init__(self, spec: WorkerSpec, first_handle: int = 0) -> None:
+        self._benchmarkers: Mapping[str, Benchmarker] = {
+            name: registry.create("benchmarker", use.use, use.params) for name, use in spec.benchmarkers.items()
+        }
+        self._spec = spec
+        self._evaluators: dict[str, Evaluator] = {}
+        self._engines: dict[int, _Engine] = {}
+        self._handles = itertools.count(first_handle)
+        spec.workdir.mkdir(parents=True, exist_ok=True)
+        self._scratch = Path(tempfile.mkdtemp(prefix="engines-", dir=spec.workdir))
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in list(self._engines):
+            self.release(handle)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
+        """See `Engines`."""
+        return attempt("build", lambda: self._build(candidate, self._benchmarkers[benchmarker]))
+
+    def _build(self, candidate: Candidate, benchmarker: Benchmarker) -> Built:
+        handle = next(self._handles)
+        workdir = self._scratch / str(handle)
+        workdir.mkdir()
+        started_s = time.perf_counter()
+        artifact = benchmarker.build(candidate, workdir)
+        build_s = time.perf_counter() - started_s
+        self._engines[handle] = _Engine(benchmarker=benchmarker, artifact=artifact, workdir=workdir, opened=ExitStack())
+        return Built(handle=handle, build_s=build_s, info=_plain(artifact.info))
+
+    def sample(self, handle: int, sampling: Sampling) -> Samples | Failed:
+        """See `Engines`."""
+        return attempt("measure", lambda: take(self._probe(handle), sampling))
+
+    def evaluate(self, handle: int, evaluator: str = MAIN) -> Accuracy | Failed:
+        """See `Engines`."""
+        return attempt("evaluate", lambda: self._evaluate(handle, evaluator))
+
+    def prepare(self, handle: int, evaluator: str = MAIN) -> Failed | None:
+        """See `Engines`."""
+        return attempt("evaluate", lambda: self._prepare(handle, evaluator))
+
+    def _prepare(self, handle: int, name: str) -> None:
+        prepare = getattr(self._evaluator(name), "prepare", None)
+        if prepare is not None:
+            prepare(self._probe(handle).infer)
+
+    def _evaluator(self, name: str) -> Evaluator:
+        if name not in self._evaluators:
+            use = self._spec.evaluators[name]
+            self._evaluators[name] = registry.create("evaluator", use.use, use.params)
+        return self._evaluators[name]
+
+    def _evaluate(self, handle: int, name: str) -> Accuracy:
+        evaluator = self._evaluator(name)
+        accuracy = evaluator.score(self._probe(handle).infer)
+        metrics = {metric: float(value) for metric, value in accuracy.metrics.items()}
+        for metric, value in metrics.items():
+            if not math.isfinite(value):
+                raise EvaluationFailed(f"{metric} is {value}: the engine's outputs are not finite")
+        if evaluator.metric not in metrics:
+            raise EvaluationFailed(f"the evaluator gave {', '.join(metrics) or 'nothing'}, but not {evaluator.metric}")
+        return Accuracy(metrics=metrics, per_item=tuple(float(value) for value in accuracy.per_item))
+
+    def release(self, handle: int) -> None:
+        """See `Engines`."""
+        engine = self._engines.pop(handle, None)
+        if engine is not None:
+            attempt("release", engine.opened.close)
+            shutil.rmtree(engine.workdir, ignore_errors=True)
+
+    def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
+        """See `Engines`."""
+        return self._benchmarkers[benchmarker].describe()
+
+    def _probe(self, handle: int) -> Probe:
+        engine = self._engines[handle]
+        if engine.probe is None:
+            engine.probe = engine.opened.enter_context(engine.benchmarker.open(engine.artifact))
+        return engine.probe
+
+
+def attempt(stage: str, work: Callable[[], T]) -> T | Failed:
+    """The value of some plug-in's work, or its failure as data."""
+    started_s = time.perf_counter()
+    try:
+        return work()
+    except UserError:
+        raise
+    except Exception as error:  # plug-ins and runtimes raise what they like
+        said, trace = f"{type(error).__name__}: {error}", tail(traceback.format_exc())
+        if isinstance(error, CandidateError):
+            stage, said, trace = error.stage, str(error), ""
+        wall_s = time.perf_counter() - started_s
+        return Failed(stage=stage, reason=" ".join(said.split())[:500], log_tail=trace, wall_s=wall_s)
+
+
+def _plain(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts as JSON holds them, whatever a plug-in put there; what is no number or text becomes text."""
+    plain: dict[str, Any] = json.loads(json.dumps(dict(info), default=str), parse_constant=str)
+    return plain
+
+
+def tail(text: str) -> str:
+    """The last lines of a log."""
+    return "\n".join(text.strip().splitlines()[-LOG_LINES:])
