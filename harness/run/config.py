@@ -141,7 +141,7 @@ class Confirmation(_Frozen):
         top_k: Best placements of each search that are confirmed.
     """
 
-    builds: Annotated[int, Field(ge=3)] = 3
+    builds: Annotated[int, Field(ge=3)] = 5
     rounds: Annotated[int, Field(ge=2)] = 6
     samples: Annotated[int, Field(ge=3)] = 8
     top_k: Annotated[int, Field(ge=1)] = 1

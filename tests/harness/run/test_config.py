@@ -85,5 +85,5 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 
 def test_resolved_experiment_writes_every_default():
     resolved = yaml.safe_load(to_yaml(parse_experiment(MINIMAL, "e.yaml")))
-    assert resolved["confirmation"]["builds"] == 3
+    assert resolved["confirmation"]["builds"] == 5
     assert resolved["sampling"]["target"] == 0.01
