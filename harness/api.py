@@ -109,6 +109,10 @@ class Evaluator(Protocol):
     Attributes:
         metric: Name of the primary figure among those of `score`.
         higher_is_better: Direction of that figure.
+
+    An evaluator that compares with the float model also has `prepare(infer: Infer) -> None`: the harness calls it once
+    with the float model's engine, before any other engine is scored; what it keeps it writes to a file, because engines
+    may be scored in other processes.
     """
 
     metric: str

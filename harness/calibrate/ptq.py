@@ -5,6 +5,7 @@ Each tool runs in a child process; `harness.calibrate._ptq_child` says why, and 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ from harness.api import Array
 from harness.calibrate._files import copy_model, move_model
 from harness.errors import BuildFailed
 
-__all__ = ["PtqOptions", "modelopt_ptq", "ort_static"]
+__all__ = ["PtqOptions", "modelopt_ptq", "ort_static", "ptq_fingerprint"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,17 @@ def ort_static(
 ) -> Path:
     """Quantize with ONNX Runtime's `quantize_static`, in the form of the dialect. See `modelopt_ptq`."""
     return _run("ort_static", model_path, output_path, batches, options)
+
+
+def ptq_fingerprint(options: PtqOptions) -> str:
+    """Changes with what a tool is told, the dialect's fields among it, and with how it is called.
+
+    Raises:
+        UserError: No such dialect.
+    """
+    digest = hashlib.sha256(json.dumps(_settings(options), sort_keys=True).encode())
+    digest.update(Path(__file__).with_name("_ptq_child.py").read_bytes())
+    return digest.hexdigest()
 
 
 def _run(

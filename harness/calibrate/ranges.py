@@ -16,9 +16,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Literal
 
 from harness.api import Array
 from harness.calibrate._files import copy_model
@@ -28,7 +26,7 @@ from harness.paths import cache_folder
 if TYPE_CHECKING:
     from harness.calibrate._observer import Collector
 
-__all__ = ["CalibrationKey", "Method", "Ranges", "cached_ranges", "calibrate", "random_batches"]
+__all__ = ["CalibrationKey", "Method", "Ranges", "cached_ranges", "calibrate"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +35,6 @@ Ranges = Mapping[str, tuple[float, float]]
 """Lowest and highest value by tensor name. Symmetric or not is for the dialect to decide."""
 
 _SCHEMA = 1
-_NUMPY_TYPES = {"float": "float32", "double": "float64", "string": "str"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,27 +136,6 @@ def cached_ranges(
     return ranges
 
 
-def random_batches(
-    inputs: Mapping[str, tuple[str, tuple[int, ...]]], count: int, seed: int
-) -> Iterator[dict[str, Array]]:
-    """Batches for a model without data: enough for a latency, never for an accuracy.
-
-    Floats are standard normal, integers and booleans 0 or 1 (safe as indices), strings empty.
-
-    Args:
-        inputs: ONNX element type in lower case and static shape, by name.
-        count: Number of batches; batch i is the same for every count.
-        seed: Of the draw.
-
-    Raises:
-        UserError: An element type that cannot be drawn.
-    """
-    types = {name: _numpy_type(name, dtype) for name, (dtype, _) in inputs.items()}
-    for index in range(count):
-        rng = np.random.default_rng([seed, index])
-        yield {name: _draw(rng, types[name], shape) for name, (_, shape) in inputs.items()}
-
-
 def _collector(method: Method, percentile: float) -> Collector:
     from harness.calibrate._observer import Extremes, Histograms
 
@@ -184,24 +160,6 @@ def _runtime_errors(model_path: Path) -> Iterator[None]:
     except refused as error:
         words = " ".join(str(error).split())
         raise UserError(f"calibration of {model_path.name}: the float model does not run: {words}") from error
-
-
-def _numpy_type(name: str, dtype: str) -> np.dtype[Any]:
-    try:
-        found = np.dtype(_NUMPY_TYPES.get(dtype, dtype))
-    except TypeError:
-        found = np.dtype(object)
-    if found.kind not in "fiubU":
-        raise UserError(f"input {name!r}: no random data of type {dtype!r} can be drawn; give calibration data")
-    return found
-
-
-def _draw(rng: np.random.Generator, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    if dtype.kind == "f":
-        return rng.standard_normal(shape).astype(dtype)
-    if dtype.kind == "U":
-        return np.full(shape, "")
-    return rng.integers(0, 2, shape).astype(dtype)
 
 
 def _cache_path(key: CalibrationKey, tensors: Collection[str]) -> Path | None:

@@ -48,7 +48,7 @@ class Top1:
             raise UserError("top1: data.labels: classes are needed, from a .txt file with lines 'FILENAME CLASS'")
         self._labels = labels
         self._output = output
-        self.fingerprint = self._images.data.fingerprint
+        self.fingerprint = self._images.fingerprint
 
     def __len__(self) -> int:
         """Number of images."""

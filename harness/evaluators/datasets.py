@@ -15,9 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,11 @@ from PIL import Image
 from harness.api import Array
 from harness.errors import UserError, nearest
 from harness.evaluators.labels import Labels, cut_coco, read_labels
-from harness.evaluators.preprocess import Preprocess, RgbImage, Size
+from harness.evaluators.preprocess import RgbImage
 from harness.paths import locate
 from harness.zoo import shapes
 
-__all__ = ["Arrays", "Dataset", "batches", "open_data", "open_images", "random_feeds"]
+__all__ = ["Arrays", "Dataset", "open_data", "open_images"]
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 KEYS: Mapping[str, tuple[str, ...]] = {
@@ -53,7 +52,7 @@ class Dataset:
         labels: Class index of each image; None: not labelled so.
         coco: Boxes of exactly these images, as `pycocotools.coco.COCO.dataset` wants them, image i
             being `coco["images"][i]`; None: not labelled so.
-        fingerprint: Changes with the specification, the file names and sizes, and the labels.
+        fingerprint: Changes with the specification, the names and contents of the images, and the labels.
     """
 
     names: tuple[str, ...]
@@ -81,12 +80,13 @@ class Arrays:
         return len(next(iter(self.arrays.values())))
 
 
-def open_data(spec: Mapping[str, Any], base: Path | None = None) -> Dataset | Arrays:
+def open_data(spec: Mapping[str, Any], base: Path | None = None, limit: int | None = None) -> Dataset | Arrays:
     """Open what a data mapping of an experiment describes (see the module's text).
 
     Args:
         spec: The mapping.
         base: Folder that relative paths start from.
+        limit: So many samples at most; what comes after them is not even read.
 
     Raises:
         UserError: Unknown kind or key, nothing there, malformed labels, labels that name a missing
@@ -99,8 +99,8 @@ def open_data(spec: Mapping[str, Any], base: Path | None = None) -> Dataset | Ar
         if key not in ("use", *KEYS[kind]):
             raise UserError(f"data.{key}: unknown key for {kind!r}; {nearest(str(key), KEYS[kind])}")
     if kind == "npz":
-        return _open_npz(spec, base)
-    return _open_shapes(spec) if kind == "shapes" else _open_folder(spec, base)
+        return _open_npz(spec, base, limit)
+    return _open_shapes(spec, limit) if kind == "shapes" else _open_folder(spec, base, limit)
 
 
 def open_images(spec: Mapping[str, Any], base: Path | None = None) -> Dataset:
@@ -115,67 +115,13 @@ def open_images(spec: Mapping[str, Any], base: Path | None = None) -> Dataset:
     return data
 
 
-def batches(
-    data: Dataset | Arrays, preprocess: Preprocess | None, input_name: str, size: Size, count: int | None = None
-) -> Iterator[dict[str, Array]]:
-    """Inputs for the model, one sample at a time, made when asked for.
-
-    Args:
-        data: Images, or arrays, which are given as they are.
-        preprocess: What turns an image into an input; not needed for arrays.
-        input_name: Name of the model's image input; arrays bring their own names.
-        size: Height and width of that input.
-        count: At most so many; None: all.
-
-    Yields:
-        For images `{input_name: float32 1 x 3 x height x width}`.
-    """
-    for i in islice(range(len(data)), count):
-        if isinstance(data, Arrays):
-            yield {name: array[i : i + 1] for name, array in data.arrays.items()}
-        elif preprocess is None:
-            raise UserError("data: images need 'preprocess', the name of what turns an image into an input")
-        else:
-            yield {input_name: preprocess.prepare(data.image(i), size).tensor[None]}
-
-
-def random_feeds(
-    inputs: Mapping[str, tuple[str, tuple[int, ...]]], count: int, seed: int = 0
-) -> Iterator[dict[str, Array]]:
-    """Random inputs for a model without data: good enough for latency, never for accuracy.
-
-    Args:
-        inputs: Type (its ONNX name in lower case) and shape of each input.
-        count: How many samples.
-        seed: The same seed gives the same inputs.
-
-    Yields:
-        Standard normal values for floats, 0 or 1 for integers (valid as token, mask and index) and booleans.
-
-    Raises:
-        UserError: An input is neither number nor boolean.
-    """
-    rng = np.random.default_rng(seed)
-    kinds = {name: {"float": "float32", "double": "float64"}.get(kind, kind) for name, (kind, _) in inputs.items()}
-    for name, kind in kinds.items():
-        if kind not in ("float16", "float32", "float64") and not kind.lstrip("u").startswith(("int", "bool")):
-            raise UserError(f"input {name!r} is of type {kind!r}: give data of your own (use: npz)")
-    for _ in range(count):
-        yield {
-            name: (rng.standard_normal(shape) if "float" in kinds[name] else rng.integers(0, 2, shape)).astype(
-                kinds[name]
-            )
-            for name, (_, shape) in inputs.items()
-        }
-
-
-def _open_folder(spec: Mapping[str, Any], base: Path | None) -> Dataset:
+def _open_folder(spec: Mapping[str, Any], base: Path | None, limit: int | None) -> Dataset:
     folder = locate(_text(spec, "images"), base)
     if not folder.is_dir():
         raise UserError(f"data.images: {spec['images']} is no folder")
     labels_path = locate(_text(spec, "labels"), base) if spec.get("labels") is not None else None
     labels = read_labels(labels_path) if labels_path else _unlabelled(folder)
-    start, stop = _cut(spec, len(labels.files), str(spec["images"]))
+    start, stop = _cut(spec, len(labels.files), str(spec["images"]), limit)
     names = labels.files[start:stop]
     digest = hashlib.sha256(_canonical(spec))
     digest.update(labels_path.read_bytes() if labels_path else b"")
@@ -183,7 +129,8 @@ def _open_folder(spec: Mapping[str, Any], base: Path | None) -> Dataset:
         path = folder / name
         if not path.is_file():
             raise UserError(f"data.labels: {spec.get('labels')} names the image {name!r}, which is not in {folder}")
-        digest.update(f"{name}\0{path.stat().st_size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(name.encode() + b"\0" + hashlib.file_digest(file, "sha256").digest())
     coco = cut_coco(labels.coco, start, stop) if labels.coco is not None else None
     sizes = [(i.get("height"), i.get("width")) for i in coco["images"]] if coco else [(None, None)] * len(names)
     return Dataset(
@@ -215,10 +162,10 @@ def _read_image(path: Path, expected: tuple[int | None, int | None]) -> RgbImage
     return pixels
 
 
-def _open_shapes(spec: Mapping[str, Any]) -> Dataset:
+def _open_shapes(spec: Mapping[str, Any], limit: int | None) -> Dataset:
     first, count = _whole(spec, "start", 0), spec.get("count")
     drawn = shapes.split(_text(spec, "split"), None if count is None else first + _whole(spec, "count", 1))
-    start, stop = _cut(spec, len(drawn.images), f"split {spec['split']!r}")
+    start, stop = _cut(spec, len(drawn.images), f"split {spec['split']!r}", limit)
     images, coco = drawn.images[start:stop], cut_coco(drawn.coco, start, stop)
     digest = hashlib.sha256(_canonical(spec) + _canonical(coco))
     for image in images:
@@ -227,7 +174,7 @@ def _open_shapes(spec: Mapping[str, Any]) -> Dataset:
     return Dataset(names=names, image=lambda i: images[i], coco=coco, fingerprint=digest.hexdigest())
 
 
-def _open_npz(spec: Mapping[str, Any], base: Path | None) -> Arrays:
+def _open_npz(spec: Mapping[str, Any], base: Path | None, limit: int | None) -> Arrays:
     path = locate(_text(spec, "path"), base)
     try:
         with np.load(path, allow_pickle=False) as file, zipfile.ZipFile(path) as archive:
@@ -241,19 +188,19 @@ def _open_npz(spec: Mapping[str, Any], base: Path | None) -> Arrays:
     for name, array in arrays.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise UserError(f"{path}: array {name!r} has NaN or infinite values")
-    start, stop = _cut(spec, next(iter(lengths.values())), str(spec["path"]))
+    start, stop = _cut(spec, next(iter(lengths.values())), str(spec["path"]), limit)
     doubles = {name: a.astype(np.float32) if a.dtype == np.float64 else a for name, a in arrays.items()}
     fingerprint = hashlib.sha256(_canonical(spec) + sums.encode()).hexdigest()
     return Arrays(arrays={name: a[start:stop] for name, a in doubles.items()}, fingerprint=fingerprint)
 
 
-def _cut(spec: Mapping[str, Any], total: int, what: str) -> tuple[int, int]:
+def _cut(spec: Mapping[str, Any], total: int, what: str, limit: int | None) -> tuple[int, int]:
     start = _whole(spec, "start", 0)
     count = total - start if spec.get("count") is None else _whole(spec, "count", 1)
     if start >= total or start + count > total:
         asked = f"start {start}" + (f" and count {count}" if spec.get("count") is not None else "")
         raise UserError(f"data: {asked} reach beyond the end: {what} has {total}")
-    return start, start + count
+    return start, start + min(count, count if limit is None else limit)
 
 
 def _whole(spec: Mapping[str, Any], key: str, least: int) -> int:

@@ -65,7 +65,7 @@ class CocoMAP:
         if not labels["annotations"]:
             raise UserError("coco_map: data.labels: there is no box on any of the images")
         self._labels = labels
-        self.fingerprint = self._images.data.fingerprint
+        self.fingerprint = self._images.fingerprint
 
     def __len__(self) -> int:
         """Number of images."""

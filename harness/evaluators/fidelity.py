@@ -15,9 +15,11 @@ from scipy.special import log_softmax
 
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
-from harness.evaluators.datasets import Dataset, batches, open_data, random_feeds
-from harness.evaluators.inputs import finite, image_size
-from harness.evaluators.preprocess import open_preprocess
+from harness.evaluators.datasets import open_data
+from harness.evaluators.feeding import Batches, batches
+from harness.evaluators.inputs import finite
+from harness.evaluators.preprocess import open_preprocess, preprocess_fingerprint
+from harness.feeds import random_feeds
 
 __all__ = ["MAX_SQNR_DB", "Fidelity", "compare"]
 
@@ -30,19 +32,19 @@ Floats = npt.NDArray[np.float64]
 class Fidelity:
     """SQNR (sqnr_db), cosine similarity (cosine) and KL divergence (kl) of the outputs, against the float model.
 
-    The harness calls `make_reference` once with the float model's engine; each engine is then
-    scored on the same inputs. Figures are means over samples; `per_item` holds SQNR.
+    The harness calls `prepare` once with the float model's engine; each engine is then scored on the
+    same inputs. Figures are means over batches, of the size that the model takes; `per_item` holds SQNR.
 
     Args:
         reference: Set by the harness: file of the float model's outputs (inputs are never stored).
         inputs: Set by the harness: ONNX type in lower case and shape of each input.
         data: Images or arrays (`harness.evaluators.datasets`); None: random inputs.
         preprocess: What turns an image into an input; name, or `{use: NAME, params: {...}}`.
-        samples: How many inputs at most.
+        samples: How many samples of the data at most; so many batches where they are random.
         base: Set by the harness: folder that relative paths start from.
 
     Raises:
-        UserError: Anything wrong with these; images for a model with several inputs.
+        UserError: Anything wrong with these; images for a model with several inputs, arrays that do not fit.
     """
 
     metric = "sqnr_db"
@@ -62,36 +64,25 @@ class Fidelity:
         self._reference = Path(reference)
         self._inputs = dict(inputs)
         self._samples = samples
-        self._data = open_data(data, base) if data is not None else None
-        self._preprocess = open_preprocess(preprocess) if preprocess is not None else None
-        if isinstance(self._data, Dataset):
-            self._check_images()
-        facts = (self._data.fingerprint if self._data else None, preprocess, samples, list(self._inputs.items()))
-        self.fingerprint = hashlib.sha256(json.dumps(facts, default=dict).encode()).hexdigest()
-
-    def _check_images(self) -> None:
-        if self._preprocess is None:
-            raise UserError("fidelity: preprocess: images need the name of what turns an image into an input")
-        if len(self._inputs) != 1:
-            raise UserError(f"fidelity: the model has the inputs {', '.join(self._inputs)}: give arrays (use: npz)")
-        name, (_, shape) = next(iter(self._inputs.items()))
-        image_size(name, shape)
-        if shape[0] != 1:
-            raise UserError(f"fidelity: input {name!r} takes {shape[0]} images at a time, but one is needed here")
+        self._batches: Batches | None = None
+        facts: list[Any] = [samples, list(self._inputs.items())]
+        if data is not None:
+            opened = open_data(data, base, samples)
+            made = None if preprocess is None else open_preprocess(preprocess)
+            self._batches = batches(opened, made, self._inputs)
+            facts += [opened.fingerprint, None if preprocess is None else preprocess_fingerprint(preprocess)]
+        self.fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def __len__(self) -> int:
-        """Number of samples."""
-        return self._samples if self._data is None else min(self._samples, len(self._data))
+        """Number of batches."""
+        return self._samples if self._batches is None else len(self._batches)
 
     def feeds(self) -> Iterator[dict[str, Array]]:
         """The inputs, the same at each call."""
-        if self._data is None:
-            return random_feeds(self._inputs, self._samples)
-        name, (_, shape) = next(iter(self._inputs.items()))
-        return batches(self._data, self._preprocess, name, (shape[-2], shape[-1]), self._samples)
+        return random_feeds(self._inputs, self._samples) if self._batches is None else iter(self._batches)
 
-    def make_reference(self, infer: Infer) -> None:
-        """Run the float model on the inputs and write its outputs to the reference file.
+    def prepare(self, infer: Infer) -> None:
+        """Run the float model on the inputs and write its outputs to the reference file; see `harness.api.Evaluator`.
 
         Raises:
             EvaluationFailed: The float model itself gives NaN or infinite values.
@@ -114,11 +105,14 @@ class Fidelity:
                 do not match those of the float model.
         """
         if not self._reference.is_file():
-            raise EvaluationFailed(f"no outputs of the float model in {self._reference}: make_reference comes first")
+            raise EvaluationFailed(
+                f"no outputs of the float model in {self._reference}: fidelity compares with them, so score the float "
+                "model before any other; 'qdq run' does, in code call prepare(infer) with the float model's engine"
+            )
         figures: dict[str, list[float]] = {"sqnr_db": [], "cosine": [], "kl": []}
         with np.load(self._reference, allow_pickle=False) as reference:
             if str(reference[FINGERPRINT]) != self.fingerprint:
-                raise EvaluationFailed(f"{self._reference} was made on other inputs: remove it")
+                raise EvaluationFailed(f"{self._reference} was made on other inputs: remove it and run again")
             for i, feeds in enumerate(self.feeds()):
                 outputs = finite(infer(feeds), f"sample {i}")
                 prefix = f"{i}/"

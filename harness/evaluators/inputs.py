@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from harness import registry
-from harness.api import Array, Evaluator, Infer
+from harness.api import Array, Infer
 from harness.errors import EvaluationFailed, UserError
 from harness.evaluators.datasets import Dataset, open_images
-from harness.evaluators.preprocess import Prepared, Size, open_preprocess
+from harness.evaluators.feeding import image_size, stacked
+from harness.evaluators.preprocess import Prepared, Size, open_preprocess, preprocess_fingerprint
 
-__all__ = ["PreparedImages", "evaluator_params", "finite", "image_size", "open_evaluator"]
+__all__ = ["PreparedImages", "evaluator_params", "finite"]
 
 CACHE_BYTES = 600 * 2**20  # an evaluator lives as long as its worker and scores hundreds of engines
 
@@ -42,29 +43,6 @@ def evaluator_params(use: str, params: Mapping[str, Any], supplied: Mapping[str,
     full = {**params, **{name: value for name, value in supplied.items() if name in wanted}}
     registry.check_params("evaluator", use, full)
     return full
-
-
-def open_evaluator(use: str, params: Mapping[str, Any], supplied: Mapping[str, Any]) -> Evaluator:
-    """Make an evaluator from what the experiment gives and what the harness knows; see `evaluator_params`.
-
-    Raises:
-        UserError: Unknown or missing parameters, or whatever the evaluator itself refuses.
-    """
-    made: Evaluator = registry.create("evaluator", use, evaluator_params(use, params, supplied))
-    return made
-
-
-def image_size(input_name: str, shape: Sequence[int]) -> Size:
-    """Height and width of an image input.
-
-    Raises:
-        UserError: The input is not batch x 3 x height x width.
-    """
-    if len(shape) != 4 or shape[1] != 3 or not all(isinstance(n, int) and n > 0 for n in shape):
-        raise UserError(
-            f"images need an input of batch x 3 x height x width, but {input_name!r} is {' x '.join(map(str, shape))}"
-        )
-    return shape[2], shape[3]
 
 
 def finite(outputs: Mapping[str, Array], item: str) -> Mapping[str, Array]:
@@ -106,6 +84,7 @@ class PreparedImages:
         self._shape = tuple(input_shape)
         self._input_name = input_name
         self._preprocess = open_preprocess(preprocess)
+        self.fingerprint = f"{self.data.fingerprint} {preprocess_fingerprint(preprocess)}"
         self._cache: dict[int, Prepared] = {}
         self._room = CACHE_BYTES
 
@@ -118,8 +97,8 @@ class PreparedImages:
         batch = self._shape[0]
         for start in range(0, len(self.data), batch):
             items = [self._prepared(i) for i in range(start, min(start + batch, len(self.data)))]
-            filled = [item.tensor for item in items] + [items[-1].tensor] * (batch - len(items))
-            outputs = finite(infer({self._input_name: np.stack(filled)}), f"image {self.data.id(start)!r}")
+            feeds = {self._input_name: stacked([item.tensor for item in items], batch)}
+            outputs = finite(infer(feeds), f"image {self.data.id(start)!r}")
             for k, item in enumerate(items):
                 # An output of a batch of one may lack a batch axis (boxes from a graph with NMS).
                 yield item, outputs if batch == 1 else {name: array[k : k + 1] for name, array in outputs.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import numpy as np
@@ -35,8 +35,8 @@ def read_labels(path: Path) -> Labels:
     """Read a `.json` or `.txt` label file and check it.
 
     Raises:
-        UserError: Another kind of file, malformed (with the line or the entry), an image twice, or
-            a box of an image or category that the file does not list.
+        UserError: Another kind of file, malformed (with the line or the entry), an image twice or outside of
+            the folder of images, or a box of an image or category that the file does not list.
     """
     if path.suffix not in (".json", ".txt"):
         raise UserError(f"{path}: labels are a .json file (COCO) or a .txt file (lines 'FILENAME CLASS')")
@@ -52,6 +52,9 @@ def read_labels(path: Path) -> Labels:
         if file in seen:
             raise UserError(f"{path}: lists the image {file!r} twice")
         seen.add(file)
+        inside = PureWindowsPath(file)  # it knows both separators
+        if inside.drive or inside.root or ".." in inside.parts:
+            raise UserError(f"{path}: names the image {file!r}, outside of the folder of images, which is refused")
     return labels
 
 
@@ -100,12 +103,15 @@ def _coco(text: str, path: Path) -> Labels:
 
 
 def _box(annotation: Any, number: int, path: Path) -> dict[str, Any]:
-    """One annotation with the fields that may be left out: id, area and iscrowd."""
+    """One annotation with the fields that may be left out, area and iscrowd, and a number of our own.
+
+    pycocotools counts a detection that matches the annotation with id 0 as one that matches none.
+    """
     _check(annotation, {"image_id": int, "category_id": int, "bbox": list}, f"{path}: annotations")
     bbox = annotation["bbox"]
     if len(bbox) != 4 or not all(isinstance(v, (int, float)) for v in bbox) or not np.isfinite(bbox).all():
         raise UserError(f"{path}: annotations: 'bbox' is x, y, width, height in pixels, but got {bbox!r}")
-    return {"id": number, "area": bbox[2] * bbox[3], "iscrowd": 0, **annotation}
+    return {"area": bbox[2] * bbox[3], "iscrowd": 0, **annotation, "id": number}
 
 
 def _check(entry: Any, fields: Mapping[str, type], where: str) -> None:

@@ -7,8 +7,12 @@ filters average over the covered pixels when they shrink.
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, get_args
 
@@ -22,6 +26,7 @@ from harness.errors import UserError, nearest
 __all__ = [
     "YOLOX", "FloatArray", "NanoDet", "Prepared", "Preprocess", "Resample", "Resize", "RgbImage", "Shapes", "Size",
     "TFImageNet", "TorchImageNet", "open_plugin", "open_preprocess",
+    "preprocess_fingerprint",
 ]  # fmt: skip
 
 RgbImage = npt.NDArray[np.uint8]
@@ -80,6 +85,22 @@ def open_preprocess(spec: str | Mapping[str, Any]) -> Preprocess:
     use, params = open_plugin(spec)
     made: Preprocess = registry.create("preprocessing", use, params)
     return made
+
+
+def preprocess_fingerprint(spec: str | Mapping[str, Any]) -> str:
+    """Changes with name, parameters and source file of a preprocessing: what was made by another one is not kept.
+
+    Raises:
+        UserError: Unknown name.
+    """
+    use, params = open_plugin(spec)
+    digest = hashlib.sha256(json.dumps([use, dict(params)], sort_keys=True, default=str).encode())
+    try:
+        file = inspect.getsourcefile(registry.load("preprocessing", use))
+        digest.update(Path(file).read_bytes() if file else b"")
+    except (TypeError, OSError):  # made in memory, or in C: its name has to do
+        pass
+    return digest.hexdigest()
 
 
 def open_plugin(spec: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from harness.api import Array, Probe
-from harness.errors import MeasureFailed
+from harness.errors import MeasureFailed, UserError
+from harness.feeds import random_feeds
 from harness.measure.stats import median_ci
 from harness.run.config import Sampling
 
@@ -78,23 +79,15 @@ def fixed_inputs(types: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], see
 
     Args:
         types: Element type and static shape of each input.
-        seed: Of the generator; inputs are drawn in the order of their names.
-
-    Returns:
-        Standard normal values for floating-point inputs; 0 or 1 for integers and booleans, which are
-        valid as token ids, masks and indices alike.
+        seed: See `harness.feeds.random_feeds`.
 
     Raises:
         MeasureFailed: An element type that is none of these (text).
     """
-    rng = np.random.default_rng(seed)
-    made: dict[str, Array] = {}
-    for name, (dtype, shape) in sorted(types.items()):
-        if dtype.kind not in "fiub":
-            raise MeasureFailed(f"input {name!r}: no fixed input can be made for type {dtype}")
-        values = rng.standard_normal(shape) if dtype.kind == "f" else rng.integers(0, 2, shape)
-        made[name] = np.asarray(values, dtype=dtype)
-    return made
+    try:
+        return next(random_feeds({name: (dtype.name, shape) for name, (dtype, shape) in types.items()}, 1, seed))
+    except UserError as error:
+        raise MeasureFailed(str(error)) from error
 
 
 def _warm_up(probe: Probe, sampling: Sampling) -> tuple[int, bool]:

@@ -15,10 +15,13 @@ from typing import Any
 from harness import registry, zoo
 from harness.api import Array, Candidate
 from harness.calibrate.ptq import PtqOptions, modelopt_ptq, ort_static
-from harness.calibrate.ranges import CalibrationKey, cached_ranges, random_batches
+from harness.calibrate.ranges import CalibrationKey, cached_ranges
 from harness.errors import BuildFailed, UserError
-from harness.evaluators.datasets import batches, open_data
-from harness.evaluators.inputs import evaluator_params, image_size
+from harness.evaluators.datasets import open_data
+from harness.evaluators.feeding import batches, image_input
+from harness.evaluators.inputs import evaluator_params
+from harness.evaluators.preprocess import preprocess_fingerprint
+from harness.feeds import check_types, random_feeds
 from harness.graph.dialects import Dialect
 from harness.graph.diff import pairs_in
 from harness.graph.importer import import_qdq
@@ -29,6 +32,7 @@ from harness.graph.space import build_space
 from harness.paths import cache_folder, locate
 from harness.run.config import Experiment, ModelSpec, Use
 from harness.run.engine import Seed
+from harness.run.journal import writing
 from harness.run.observe import Observer
 from harness.run.plan import CellSpec
 from search.space import Placement, Space
@@ -59,6 +63,7 @@ class Cell:
     Attributes:
         model_file: The cleaned float model: the baseline, and what other tools quantize.
         seeds: What every searcher is told first.
+        ranges: Lowest and highest value of each activation, from the calibration.
         placements: By name, those of the seeds and of the fixed baselines.
         calibrated_on: What the ranges were taken from, for the tables.
         foreign: Models of the PTQ tools.
@@ -69,6 +74,8 @@ class Cell:
     model: Model
     model_file: Path
     space: Space
+    dialect: Dialect
+    ranges: Mapping[str, tuple[float, float]]
     inserter: Inserter
     seeds: tuple[Seed, ...]
     placements: Mapping[str, Placement]
@@ -77,14 +84,20 @@ class Cell:
     work: Path
 
     def candidate(self, placement: Placement) -> Candidate:
-        """The candidate of a placement; its file is written when it is built."""
+        """The candidate of a placement; its file is written when it is built.
+
+        Writing it raises UserError where the disk is full: that says nothing about the candidate.
+        """
         resolved, digest = self.space.resolve(placement), self.space.digest(placement)
         if not resolved:
             return Candidate(digest=digest, edges=(), source=lambda: self.model_file)
         folder = self.work / "candidates"
-        return Candidate(
-            digest=digest, edges=resolved, source=lambda: self.inserter.write(resolved, folder, name=digest)
-        )
+
+        def source() -> Path:
+            with writing(folder):
+                return self.inserter.write(resolved, folder, name=digest)
+
+        return Candidate(digest=digest, edges=resolved, source=source)
 
 
 def open_model(spec: ModelSpec, base: Path, work: Path, min_opset: int = OPSET) -> Model:
@@ -116,16 +129,12 @@ def evaluator_use(spec: ModelSpec, model: Model, base: Path, work: Path) -> Use 
     if spec.evaluator is None:
         return None
     use, params = spec.evaluator.use, dict(spec.evaluator.params)
-    name = model.inputs[0]
     inputs = {n: (model.types[n].dtype, model.types[n].shape) for n in model.inputs}
-    supplied = {
-        "input_name": name,
-        "input_shape": model.types[name].shape,
-        "inputs": inputs,
-        "reference": work / "reference.npz",
-        "base": base,
-    }
+    supplied = {"inputs": inputs, "reference": work / "reference.npz", "base": base}
     wanted = inspect.signature(registry.load("evaluator", use)).parameters
+    if wanted.keys() & {"input_name", "input_shape"}:
+        name = image_input(inputs)
+        supplied |= {"input_name": name, "input_shape": inputs[name][1]}
     if spec.preprocess is not None and "preprocess" in wanted:
         params.setdefault("preprocess", {"use": spec.preprocess.use, "params": spec.preprocess.params})
     return Use(use=use, params=evaluator_params(use, params, supplied), label=spec.evaluator.label)
@@ -163,6 +172,8 @@ def compose(experiment: Experiment, spec: CellSpec, base: Path, work: Path, obse
         model=model,
         model_file=model_file,
         space=space,
+        dialect=dialect,
+        ranges=ranges,
         inserter=Inserter(model, dialect, ranges),
         seeds=tuple(Seed(name=n, placement=placements[n]) for n in experiment.initial if n in placements),
         placements=placements,
@@ -178,31 +189,30 @@ class _Feeds:
     def __init__(self, spec: ModelSpec, model: Model, base: Path) -> None:
         self._spec = spec
         self._model = model
+        self._types = _input_types(model)
         self.settings = spec.calibration
+        self._preprocess = None if spec.preprocess is None else spec.preprocess.model_dump(include={"use", "params"})
         if spec.calibration.data is None:
-            self._dataset = None
+            self._batches = None
             self.description = "random data"
-            self.fingerprint = "random"
+            self.fingerprint = "random feeds 1"
         else:
-            self._dataset = open_data(spec.calibration.data, base)
-            self.description = f"{min(len(self._dataset), self.settings.samples)} samples"
-            self.fingerprint = self._dataset.fingerprint
+            dataset = open_data(spec.calibration.data, base, self.settings.samples)
+            used = self._preprocess
+            preprocess = None if used is None else registry.create("preprocessing", used["use"], used["params"])
+            self._batches = batches(dataset, preprocess, self._types)
+            self.description = f"{len(dataset)} samples"
+            self.fingerprint = dataset.fingerprint
 
     @property
     def count(self) -> int:
         """Number of batches."""
-        return self.settings.samples if self._dataset is None else min(self.settings.samples, len(self._dataset))
+        return self.settings.samples if self._batches is None else len(self._batches)
 
     def __iter__(self) -> Iterator[Mapping[str, Array]]:
-        types = {name: self._model.types[name] for name in self._model.inputs}
-        if self._dataset is None:
-            yield from random_batches({n: (t.dtype, t.shape) for n, t in types.items()}, self.settings.samples, 0)
-            return
-        name = self._model.inputs[0]
-        used = self._spec.preprocess
-        preprocess = None if used is None else registry.create("preprocessing", used.use, used.params)
-        size = (0, 0) if preprocess is None else image_size(name, types[name].shape)
-        yield from batches(self._dataset, preprocess, name, size, self.count)
+        if self._batches is None:
+            return random_feeds(self._types, self.settings.samples)
+        return iter(self._batches)
 
     def ptq_options(self, dialect: Dialect, precision: str) -> PtqOptions:
         """What the PTQ tools are told."""
@@ -216,14 +226,28 @@ class _Feeds:
     @property
     def key(self) -> CalibrationKey:
         """What a cache of anything made from these batches goes by."""
+        used = self._preprocess
         return CalibrationKey(
             model_sha256=self._model.sha256,
             data=self.fingerprint,
-            preprocess=f"{self._spec.preprocess!r} {sorted(self._spec.shapes.items())}",
+            preprocess=f"{used and preprocess_fingerprint(used)} {sorted(self._spec.shapes.items())}",
             method=self.settings.method,
             percentile=self.settings.percentile,
             samples=self.settings.samples,
         )
+
+
+def _input_types(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Element type and shape of each input; refuses inputs that no engine can be timed with."""
+    for name in model.inputs:
+        if name not in model.types:
+            raise UserError(f"{model.source}: input {name!r} is no tensor, so this model cannot be timed")
+    types = {name: (model.types[name].dtype, model.types[name].shape) for name in model.inputs}
+    try:
+        check_types(types)
+    except UserError as error:
+        raise UserError(f"{model.source}: {error}") from error
+    return types
 
 
 def _dialect(backend: Use) -> Dialect:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from collections import Counter
@@ -18,14 +19,15 @@ from onnxruntime.quantization.registry import QDQRegistry
 
 from harness.calibrate import _ptq_child
 from harness.calibrate._files import copy_model, move_model
-from harness.calibrate.ptq import modelopt_ptq, ort_static
-from harness.calibrate.ranges import random_batches
+from harness.calibrate.ptq import modelopt_ptq, ort_static, ptq_fingerprint
 from harness.errors import BuildFailed
+from harness.feeds import random_feeds
 from harness.graph.build import GraphBuilder
+from harness.graph.dialects import OPENVINO
 
 CHANNELS = 32  # ModelOpt leaves thinner convolutions alone at FP8
 TOOLS = [modelopt_ptq, ort_static]
-BATCHES = list(random_batches({"images": ("float", (1, 3, 16, 16))}, 3, 0))
+BATCHES = list(random_feeds({"images": ("float", (1, 3, 16, 16))}, 3, 0))
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +159,7 @@ def test_several_inputs_without_a_batch_axis(tmp_path: Path) -> None:
     x = builder.op("Mul", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3), builder.input("gain/of it", ()))
     builder.output(x, name="out")
     path = builder.save(tmp_path / "two.onnx")
-    batches = list(random_batches({"x": ("float", (1, 3, 8, 8)), "gain/of it": ("float", ())}, 2, 0))
+    batches = list(random_feeds({"x": ("float", (1, 3, 8, 8)), "gain/of it": ("float", ())}, 2, 0))
     made = ort_static(path, tmp_path / "q.onnx", batches, dialect_name="onnxruntime")
     assert "QuantizeLinear" in {node.op_type for node in onnx.load(made).graph.node}
 
@@ -208,5 +210,14 @@ def test_node_names_of_real_models_survive(
 
     model = load(Path(os.environ["QDQ_ASSETS"]) / "models" / f"{name}.onnx", shapes=shapes)
     inputs = {i: (model.types[i].dtype, model.types[i].shape) for i in model.inputs}
-    path = tool(save(model, tmp_path), tmp_path / "q.onnx", list(random_batches(inputs, 1, 0)), dialect_name="openvino")
+    path = tool(save(model, tmp_path), tmp_path / "q.onnx", list(random_feeds(inputs, 1, 0)), dialect_name="openvino")
     assert {node.name for node in model.nodes} <= {node.name for node in onnx.load(path).graph.node}
+
+
+def test_the_fingerprint_follows_the_dialect_and_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {ptq_fingerprint({"dialect_name": name}) for name in ("openvino", "onnxruntime")}
+    seen.add(ptq_fingerprint({"dialect_name": "openvino", "method": "entropy"}))
+    changed = dataclasses.replace(OPENVINO, bias="int32")
+    monkeypatch.setattr("harness.calibrate.ptq.registry.load", lambda *_: changed)
+    seen.add(ptq_fingerprint({"dialect_name": "openvino"}))
+    assert len(seen) == 4

@@ -21,8 +21,9 @@ from hypothesis.extra import numpy as hnp
 from onnxruntime.quantization.calibrate import MinMaxCalibrater
 
 from harness.calibrate._observer import Histograms, Observer
-from harness.calibrate.ranges import CalibrationKey, cached_ranges, calibrate, random_batches
+from harness.calibrate.ranges import CalibrationKey, cached_ranges, calibrate
 from harness.errors import UserError
+from harness.feeds import random_feeds
 from harness.graph.build import GraphBuilder
 
 
@@ -62,7 +63,7 @@ def test_minmax_is_what_onnx_runtime_finds(tmp_path: Path) -> None:
     x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3))
     builder.output(builder.gemm(builder.op("Flatten", builder.conv(x, 2, 3, stride=2)), 5), name="logits")
     path = builder.save(tmp_path / "conv.onnx")
-    batches = list(random_batches({"x": ("float", (1, 3, 8, 8))}, 4, 1))
+    batches = list(random_feeds({"x": ("float", (1, 3, 8, 8))}, 4, 1))
 
     class Reader:
         rest = iter(batches)
@@ -339,30 +340,3 @@ def test_a_cache_folder_that_cannot_be_made_is_done_without(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert cached_ranges(key, arithmetic, ["x"], _batches()).keys() == {"x"}
     assert "calibration ranges are not kept: no cache folder" in caplog.text
-
-
-def test_random_batches_are_the_same_for_the_same_seed() -> None:
-    inputs = {
-        "f": ("float", (2, 3)),
-        "h": ("float16", (4,)),
-        "i": ("int64", (5,)),
-        "b": ("bool", (6,)),
-        "s": ("string", (2,)),
-    }
-    first, second = list(random_batches(inputs, 3, 7)), list(random_batches(inputs, 2, 7))
-    for one, other in zip(first, second, strict=False):
-        for name in inputs:
-            np.testing.assert_array_equal(one[name], other[name])
-    assert not np.array_equal(first[0]["f"], first[1]["f"])
-    assert {name: a.dtype.name for name, a in first[0].items()} == {
-        "f": "float32", "h": "float16", "i": "int64", "b": "bool", "s": "str32",
-    }  # fmt: skip
-    assert set(np.unique(first[0]["i"])) <= {0, 1}
-    assert first[0]["s"].tolist() == ["", ""]
-
-
-def test_a_type_that_cannot_be_drawn_is_named() -> None:
-    with pytest.raises(UserError, match="input 'z': no random data of type 'complex64' can be drawn"):
-        next(random_batches({"z": ("complex64", (1,))}, 1, 0))
-    with pytest.raises(UserError, match="input 'q': no random data of type 'float8e4m3fn'"):
-        next(random_batches({"q": ("float8e4m3fn", (1,))}, 1, 0))

@@ -10,9 +10,10 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
+from harness import registry
 from harness.api import Evaluator, Infer
 from harness.evaluators.detection import CocoMAP
-from harness.evaluators.inputs import open_evaluator
+from harness.evaluators.inputs import evaluator_params
 from harness.paths import locate
 
 pytestmark = [
@@ -28,6 +29,10 @@ VAL_ORIGINAL = {
     "images": "assets:imagenet/val_original",
     "labels": "assets:imagenet/val_original_labels.txt",
 }
+
+
+def open_evaluator(use: str, params: Mapping[str, Any], supplied: Mapping[str, Any]) -> Any:
+    return registry.create("evaluator", use, evaluator_params(use, params, supplied))
 
 
 def session(model: str) -> ort.InferenceSession:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from harness import registry
 from harness.errors import EvaluationFailed, UserError
 from harness.evaluators.classification import Top1
-from harness.evaluators.inputs import open_evaluator
+from harness.evaluators.inputs import evaluator_params
 
 SUPPLIED = {"input_name": "x", "input_shape": (1, 3, 4, 4)}
+
+
+def open_evaluator(use: str, params: Mapping[str, Any], supplied: Mapping[str, Any]) -> Any:
+    return registry.create("evaluator", use, evaluator_params(use, params, supplied))
 
 
 @pytest.fixture

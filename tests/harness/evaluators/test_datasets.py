@@ -9,8 +9,7 @@ import pytest
 from PIL import Image
 
 from harness.errors import UserError
-from harness.evaluators.datasets import Arrays, Dataset, batches, open_data, open_images, random_feeds
-from harness.evaluators.preprocess import Shapes
+from harness.evaluators.datasets import Dataset, open_data, open_images
 
 
 @pytest.fixture
@@ -62,6 +61,11 @@ def test_coco_labels_are_cut_with_the_images(folder: Path) -> None:
     assert data.coco["annotations"] == [
         {"id": 1, "image_id": 7, "category_id": 5, "bbox": [1, 1, 2, 3], "area": 6, "iscrowd": 0}
     ]
+    numbered = coco(annotations=[{"id": 0, "image_id": 7, "category_id": 5, "bbox": [1, 1, 2, 3], "area": 4}])
+    own = open_with(folder, numbered, start=1, count=1).coco
+    assert own is not None
+    assert own["annotations"][0]["id"] == 1, "pycocotools takes a match with id 0 for none"
+    assert own["annotations"][0]["area"] == 4
     other = open_with(folder, coco(), start=0, count=1)
     assert other.coco is not None
     assert other.coco["annotations"] == []
@@ -73,17 +77,30 @@ def test_grey_images_become_rgb(folder: Path) -> None:
     assert data.image(0)[3, 5].tolist() == [77, 77, 77]
 
 
-def test_the_fingerprint_follows_names_sizes_labels_and_cut(folder: Path) -> None:
+def test_the_fingerprint_follows_names_contents_labels_and_cut(folder: Path) -> None:
     seen = {
         open_with(folder, "0.png 1\n1.png 1").fingerprint,
         open_with(folder, "0.png 1\n1.png 2").fingerprint,
         open_with(folder, "0.png 1\n1.png 2", count=1).fingerprint,
     }
-    with (folder / "images" / "0.png").open("ab") as file:
-        file.write(b"x")
+    path = folder / "images" / "0.png"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
     seen.add(open_with(folder, "0.png 1\n1.png 2").fingerprint)
     assert len(seen) == 4
     assert open_with(folder, "0.png 1\n1.png 2").fingerprint in seen
+
+
+def test_what_lies_beyond_the_limit_is_neither_read_nor_told_apart(folder: Path) -> None:
+    spec = {"use": "images", "images": "images", "start": 1}
+    first = open_data(spec, folder, limit=1)
+    (folder / "images" / "2.png").write_bytes(b"changed")
+    again = open_data(spec, folder, limit=1)
+    assert len(first) == len(again) == 1
+    assert first.fingerprint == again.fingerprint
+    assert open_data(spec, folder, limit=9).fingerprint != first.fingerprint
+    assert len(open_data({"use": "shapes", "split": "evaluation"}, limit=2)) == 2
+    np.savez(folder / "a.npz", x=np.zeros((4, 2)))
+    assert len(open_data({"use": "npz", "path": "a.npz", "start": 1}, folder, limit=2)) == 2
 
 
 def test_shapes_are_drawn_with_their_labels() -> None:
@@ -95,41 +112,6 @@ def test_shapes_are_drawn_with_their_labels() -> None:
     assert (later.image(0) == data.image(2)).all()
     assert later.names == data.names[2:]
     assert later.fingerprint != data.fingerprint
-
-
-def test_arrays_give_one_sample_at_a_time(tmp_path: Path) -> None:
-    np.savez(tmp_path / "feeds.npz", **{"a/b": np.arange(6.0).reshape(3, 2), "mask": np.arange(3)})
-    data = open_data({"use": "npz", "path": "feeds.npz", "start": 1}, tmp_path)
-    assert isinstance(data, Arrays)
-    assert len(data) == 2
-    feeds = list(batches(data, None, "ignored", (1, 1)))
-    assert feeds[0]["a/b"].tolist() == [[2.0, 3.0]]
-    assert feeds[0]["a/b"].dtype == np.float32
-    assert feeds[1]["mask"].tolist() == [2]
-    assert feeds[1]["mask"].dtype == np.int64
-
-
-def test_batches_prepare_images_for_the_named_input(folder: Path) -> None:
-    data = open_images({"use": "images", "images": "images"}, folder)
-    feeds = list(batches(data, Shapes(), "x", (4, 6), 2))
-    assert [list(feed) for feed in feeds] == [["x"], ["x"]]
-    assert feeds[1]["x"].shape == (1, 3, 4, 6)
-    assert feeds[1]["x"][0, :, 0, 0] == pytest.approx([10 / 255, 20 / 255, 30 / 255])
-    with pytest.raises(UserError, match="images need 'preprocess'"):
-        next(batches(data, None, "x", (4, 6)))
-
-
-def test_random_feeds_follow_the_types_and_the_seed() -> None:
-    inputs = {"x": ("float", (1, 4)), "h": ("float16", (2,)), "ids": ("int64", (1, 9)), "mask": ("bool", (3,))}
-    first, second = (list(random_feeds(inputs, 2, seed)) for seed in (1, 1))
-    assert [feed["x"].tolist() for feed in first] == [feed["x"].tolist() for feed in second]
-    assert first[0]["x"].tolist() != first[1]["x"].tolist()
-    assert {name: str(a.dtype) for name, a in first[0].items()} == {
-        "x": "float32", "h": "float16", "ids": "int64", "mask": "bool",
-    }  # fmt: skip
-    assert set(first[0]["ids"].ravel()) <= {0, 1}
-    with pytest.raises(UserError, match="input 's' is of type 'string': give data of your own"):
-        next(random_feeds({"s": ("string", (1,))}, 1))
 
 
 @pytest.mark.parametrize(
@@ -169,6 +151,10 @@ def test_a_wrong_specification_is_explained(folder: Path, spec: dict[str, Any], 
         ("\n", "labels.txt: lists no images"),
         ("0.png 1\n0.png 2", "labels.txt: lists the image '0.png' twice"),
         ("0.png 1\nlost.png 2", "labels.txt names the image 'lost.png', which is not in"),
+        ("../images/0.png 1", r"names the image '../images/0.png', outside of the folder of images, which is refused"),
+        ("/etc/passwd 1", "names the image '/etc/passwd', outside of the folder"),
+        (r"a\..\..\x.png 1", "outside of the folder of images"),
+        (coco(images=[{"id": 7, "file_name": "c:/0.png"}]), "names the image 'c:/0.png', outside of the folder"),
         (coco(images=None), "COCO labels have a list 'images', but there is none"),
         (coco(images=[]), r"lists no images|there is no image with id 7"),
         (coco(images=[{"id": 7}]), r"images: every entry has 'file_name' \(str\)"),
@@ -180,7 +166,7 @@ def test_a_wrong_specification_is_explained(folder: Path, spec: dict[str, Any], 
         ),
         (
             coco(annotations=[{"id": 3, "image_id": 70, "category_id": 5, "bbox": [1, 2, 3, 4]}]),
-            "annotation 3: there is no image with id 70",
+            "annotation 1: there is no image with id 70",
         ),
         (
             coco(annotations=[{"image_id": 7, "category_id": 6, "bbox": [1, 2, 3, 4]}]),

@@ -1,22 +1,28 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
+from harness import registry
 from harness.api import Evaluator, Infer
 from harness.errors import EvaluationFailed, UserError
 from harness.evaluators import inputs
 from harness.evaluators.datasets import open_images
 from harness.evaluators.decode import Detections
 from harness.evaluators.detection import CocoMAP, coco_metrics
-from harness.evaluators.inputs import open_evaluator
+from harness.evaluators.inputs import evaluator_params
 from harness.evaluators.preprocess import Shapes
 
 DATA = {"use": "shapes", "split": "evaluation", "count": 6}
 PARAMS = {"data": DATA, "preprocess": "shapes", "decode": "shapes"}
 SUPPLIED = {"input_name": "images", "input_shape": (1, 3, 128, 128), "reference": "unused.npz"}
+
+
+def open_evaluator(use: str, params: Mapping[str, Any], supplied: Mapping[str, Any]) -> Any:
+    return registry.create("evaluator", use, evaluator_params(use, params, supplied))
 
 
 def oracle(coco: Any, *, shift: float = 0.0) -> Infer:
@@ -159,7 +165,7 @@ class Grey:
 
 def test_a_tensor_of_another_shape_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "open_preprocess", lambda _: Grey())
-    evaluator = CocoMAP(DATA, "grey", "shapes", "images", (1, 3, 128, 128))
+    evaluator = CocoMAP(DATA, "shapes", "shapes", "images", (1, 3, 128, 128))
     with pytest.raises(
         UserError, match=r"preprocess gives float32 \(1, 128, 128\) for image .* wants float32 \(3, 128"
     ):

@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from harness import registry
 from harness.errors import EvaluationFailed, UserError
 from harness.evaluators.fidelity import MAX_SQNR_DB, Fidelity, compare
-from harness.evaluators.inputs import open_evaluator
+from harness.evaluators.inputs import evaluator_params
 
 INPUTS = {"x": ("float", (1, 5)), "mask": ("bool", (1, 5))}
+
+
+def open_evaluator(use: str, params: Mapping[str, Any], supplied: Mapping[str, Any]) -> Any:
+    return registry.create("evaluator", use, evaluator_params(use, params, supplied))
 
 
 def engine(feeds: Any) -> dict[str, np.ndarray]:
@@ -26,7 +32,7 @@ def fidelity(folder: Path, **params: Any) -> Fidelity:
 
 def test_the_float_model_is_as_close_as_can_be(tmp_path: Path) -> None:
     evaluator = fidelity(tmp_path, samples=3)
-    evaluator.make_reference(engine)
+    evaluator.prepare(engine)
     accuracy = evaluator.score(engine)
     assert accuracy.metrics == pytest.approx({"sqnr_db": MAX_SQNR_DB, "cosine": 1.0, "kl": 0.0})
     assert len(accuracy.per_item) == len(evaluator) == 3
@@ -35,7 +41,7 @@ def test_the_float_model_is_as_close_as_can_be(tmp_path: Path) -> None:
 
 def test_more_noise_is_less_close(tmp_path: Path) -> None:
     evaluator = fidelity(tmp_path, samples=2)
-    evaluator.make_reference(engine)
+    evaluator.prepare(engine)
 
     def coarse(step: float) -> dict[str, float]:
         return dict(evaluator.score(lambda f: {k: np.rint(v / step) * step for k, v in engine(f).items()}).metrics)
@@ -77,27 +83,33 @@ def test_images_and_arrays_can_be_the_inputs(tmp_path: Path) -> None:
     images = open_evaluator("fidelity", params, supplied)
     assert isinstance(images, Fidelity)
     assert [feed["x"].shape for feed in images.feeds()] == [(1, 3, 128, 128)] * 2
+    params["samples"] = 5
+    pairs = open_evaluator("fidelity", params, {**supplied, "inputs": {"x": ("float", (2, 3, 128, 128))}})
+    assert [feed["x"].shape for feed in pairs.feeds()] == [(2, 3, 128, 128)] * len(pairs)
+    assert len(pairs) == 3
 
 
 def test_what_does_not_fit_is_explained(tmp_path: Path) -> None:
     shapes = {"use": "shapes", "split": "calibration", "count": 2}
-    with pytest.raises(UserError, match="images need the name of what turns an image into an input"):
+    with pytest.raises(UserError, match="images need 'preprocess', the name of what turns an image into an input"):
         fidelity(tmp_path, data=shapes)
-    with pytest.raises(UserError, match="the model has the inputs x, mask: give arrays"):
+    with pytest.raises(UserError, match="images need an input of batch x 3 x height x width, but 'x' is 1 x 5"):
         fidelity(tmp_path, data=shapes, preprocess="shapes")
-    with pytest.raises(UserError, match="takes 4 images at a time"):
-        Fidelity(tmp_path / "r", {"x": ("float", (4, 3, 128, 128))}, shapes, "shapes")
+    with pytest.raises(UserError, match=r"images feed only 'y'; use: npz for the others as well \('x'\)"):
+        Fidelity(tmp_path / "r", {"x": ("bool", (4,)), "y": ("float", (4, 3, 128, 128))}, shapes, "shapes")
     with pytest.raises(UserError, match="samples: a whole number from 1, but got 0"):
         fidelity(tmp_path, samples=0)
 
 
 def test_failures_of_a_candidate_are_explained(tmp_path: Path) -> None:
     evaluator = fidelity(tmp_path, samples=2)
-    with pytest.raises(EvaluationFailed, match=r"no outputs of the float model in .*make_reference comes first"):
+    with pytest.raises(
+        EvaluationFailed, match=r"no outputs of the float model in .*score the float model before any other"
+    ):
         evaluator.score(engine)
     with pytest.raises(EvaluationFailed, match="output 'y' has NaN or infinite values on sample 0"):
-        evaluator.make_reference(lambda _: {"y": np.array([np.nan])})
-    evaluator.make_reference(engine)
+        evaluator.prepare(lambda _: {"y": np.array([np.nan])})
+    evaluator.prepare(engine)
     with pytest.raises(EvaluationFailed, match="output '/head/out' has NaN or infinite values on sample 0"):
         evaluator.score(lambda f: {"/head/out": engine(f)["/head/out"] * np.inf})
     with pytest.raises(EvaluationFailed, match=r"output '/head/out' is missing, the float model's has \(1, 5\)"):

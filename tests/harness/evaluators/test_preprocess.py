@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from harness.evaluators.preprocess import (
     TFImageNet,
     TorchImageNet,
     open_preprocess,
+    preprocess_fingerprint,
 )
 
 
@@ -141,3 +144,19 @@ def test_unknown_names_and_parameters_are_explained() -> None:
         open_preprocess({"use": "torch_imagenet", "params": {"resample": "nearest"}})
     with pytest.raises(UserError, match="a mapping of 'use'"):
         open_preprocess({"params": {}})
+
+
+def test_the_fingerprint_follows_name_parameters_and_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "class Mine:\n    def __init__(self, gain=1): ...\n"
+    (tmp_path / "own_preprocess.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = "own_preprocess:Mine"
+    seen = {
+        preprocess_fingerprint("torch_imagenet"),
+        preprocess_fingerprint({"use": "torch_imagenet", "params": {"resize": "center_crop"}}),
+        preprocess_fingerprint(own),
+    }
+    assert preprocess_fingerprint({"use": own, "params": {}}) in seen
+    (tmp_path / "own_preprocess.py").write_text(f"{source}# another one\n")
+    assert preprocess_fingerprint(own) not in seen
+    assert len(seen) == 3

@@ -1,0 +1,136 @@
+"""From data to what a model is run on: which input images feed, and batches of the size that the model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from harness.api import Array
+from harness.errors import UserError, nearest
+from harness.evaluators.datasets import Arrays, Dataset
+from harness.evaluators.preprocess import FloatArray, Preprocess, Size
+from harness.feeds import Types, check_types
+
+__all__ = ["Batches", "batches", "image_input", "image_size", "stacked"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """Inputs of a model by name, batch after batch; made anew each time they are gone through."""
+
+    count: int
+    make: Callable[[int], dict[str, Array]]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[dict[str, Array]]:
+        return map(self.make, range(self.count))
+
+
+def image_size(input_name: str, shape: Sequence[int]) -> Size:
+    """Height and width of an image input.
+
+    Raises:
+        UserError: The input is not batch x 3 x height x width.
+    """
+    if len(shape) != 4 or shape[1] != 3 or not all(isinstance(n, int) and n > 0 for n in shape):
+        raise UserError(
+            f"images need an input of batch x 3 x height x width, but {input_name!r} is {' x '.join(map(str, shape))}"
+        )
+    return shape[2], shape[3]
+
+
+def image_input(inputs: Types) -> str:
+    """Name of the input that images feed.
+
+    Raises:
+        UserError: No input is batch x 3 x height x width, or there are others, which images cannot feed.
+    """
+    images = [name for name, (_, shape) in inputs.items() if len(shape) == 4 and shape[1] == 3]
+    name = next(iter([*images, *inputs]), "")
+    image_size(name, inputs[name][1] if inputs else ())
+    others = [repr(other) for other in inputs if other != name]
+    if others:
+        raise UserError(f"data: images feed only {name!r}; use: npz for the others as well ({', '.join(others)})")
+    return name
+
+
+def stacked(tensors: Sequence[FloatArray], batch: int) -> FloatArray:
+    """One batch; where there are too few tensors for it, the last one is repeated."""
+    return np.stack([*tensors, *[tensors[-1]] * (batch - len(tensors))])
+
+
+def batches(data: Dataset | Arrays, preprocess: Preprocess | None, inputs: Types, count: int | None = None) -> Batches:
+    """Inputs for the model in batches of the size that it takes; the last sample fills up the last batch.
+
+    Args:
+        data: Images, or arrays for all inputs.
+        preprocess: What turns an image into an input; not needed for arrays.
+        inputs: Element type and shape of each input of the model.
+        count: Samples at most; None: all.
+
+    Raises:
+        UserError: Images without preprocessing or for a model with several inputs; arrays that are not those of the
+            inputs, by name, shape or type.
+    """
+    total = len(data) if count is None else min(count, len(data))
+    if isinstance(data, Arrays):
+        return _of_arrays(data.arrays, inputs, total)
+    if preprocess is None:
+        raise UserError("data: images need 'preprocess', the name of what turns an image into an input")
+    name = image_input(inputs)
+    shape = inputs[name][1]
+    batch, size = shape[0], image_size(name, shape)
+
+    def make(index: int) -> dict[str, Array]:
+        chosen = range(index * batch, min((index + 1) * batch, total))
+        return {name: stacked([preprocess.prepare(data.image(i), size).tensor for i in chosen], batch)}
+
+    return Batches(count=-(-total // batch), make=make)
+
+
+def _of_arrays(arrays: Mapping[str, Array], inputs: Types, total: int) -> Batches:
+    for name in arrays:
+        if name not in inputs:
+            raise UserError(f"data: the model has no input {name!r}; {nearest(name, inputs)}")
+    found = {}
+    for name, dtype in check_types(inputs).items():
+        if name not in arrays:
+            raise UserError(f"data: the .npz file has no array for the input {name!r}")
+        found[name] = _typed(name, arrays[name], dtype)
+    sizes = {name: _batch_size(name, array, inputs[name][1]) for name, array in found.items()}
+    if len(set(sizes.values())) > 1:
+        raise UserError(f"data: one sample for each input is needed, but a batch of them is, by input, {sizes}")
+    batch = next(iter(sizes.values()))
+
+    def make(index: int) -> dict[str, Array]:
+        chosen = np.minimum(np.arange(index * batch, (index + 1) * batch), total - 1)
+        return {name: array[chosen].reshape(inputs[name][1]) for name, array in found.items()}
+
+    return Batches(count=-(-total // batch), make=make)
+
+
+def _typed(name: str, array: Array, dtype: np.dtype[Any]) -> Array:
+    if not np.can_cast(array.dtype, dtype, "same_kind"):
+        raise UserError(f"data: array {name!r} holds {array.dtype}, but the input takes {dtype}")
+    return array.astype(dtype, copy=False)
+
+
+def _batch_size(name: str, array: Array, shape: tuple[int, ...]) -> int:
+    """How many samples the input takes at a time; an array may also hold whole inputs, without any batch axis."""
+    if array.shape[1:] == shape:
+        return 1
+    if shape and array.shape[1:] == shape[1:]:
+        return shape[0]
+    raise UserError(
+        f"data: a sample of array {name!r} is {_times(array.shape[1:])}, but the input takes {_times(shape)}, "
+        "the batch first"
+    )
+
+
+def _times(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "a single number"

@@ -1,0 +1,68 @@
+"""Random inputs: what a model is timed, calibrated and compared on where nobody gave data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.errors import UserError
+
+__all__ = ["check_types", "random_feeds"]
+
+_NUMPY_NAMES: Mapping[str, str] = {"float": "float32", "double": "float64"}
+
+
+Types = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Element type, by its ONNX name in lower case or by NumPy's, and static shape of each input."""
+
+
+def random_feeds(types: Types, count: int, seed: int = 0) -> Iterator[dict[str, npt.NDArray[Any]]]:
+    """Inputs drawn at random: enough for a latency, never for an accuracy.
+
+    Floats are standard normal, integers and booleans 0 or 1, which are valid as token ids, masks and indices alike.
+
+    Args:
+        types: See `Types`.
+        count: Number of feeds; feed i is the same for every count and every order of the inputs.
+        seed: Of the draw.
+
+    Yields:
+        One array an input, by name.
+
+    Raises:
+        UserError: An input is neither number nor boolean.
+    """
+    dtypes = check_types(types)
+    for index in range(count):
+        rng = np.random.default_rng([seed, index])
+        yield {name: _draw(rng, dtype, types[name][1]) for name, dtype in dtypes.items()}
+
+
+def check_types(types: Types) -> dict[str, np.dtype[Any]]:
+    """NumPy's type of each input, in the order of their names.
+
+    Raises:
+        UserError: An input is neither number nor boolean, so no engine of the model can be timed.
+    """
+    return {name: _numpy_type(name, kind) for name, (kind, _) in sorted(types.items())}
+
+
+def _numpy_type(name: str, kind: str) -> np.dtype[Any]:
+    try:
+        found = np.dtype(_NUMPY_NAMES.get(kind, kind))
+    except TypeError:
+        found = np.dtype(object)
+    if found.kind not in "fiub":
+        raise UserError(
+            f"input {name!r} is of type {kind!r}: engines are timed on random numbers, so this model cannot be timed; "
+            "export it anew with floats, integers or booleans as its inputs"
+        )
+    return found
+
+
+def _draw(rng: np.random.Generator, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    values = rng.standard_normal(shape) if dtype.kind == "f" else rng.integers(0, 2, shape)
+    return np.asarray(values, dtype=dtype)
