@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,9 +30,43 @@ app = typer.Typer(
 
 @app.callback()
 def _options(
+    context: typer.Context,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what the parts log.")] = False,
 ) -> None:
-    logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, format="%(name)s: %(message)s")
+    _importable(Path.cwd())
+    context.with_resource(_logged(verbose))
+
+
+@contextmanager
+def _logged(verbose: bool) -> Iterator[None]:
+    """Show what the parts log while a command runs: our own warnings, others' errors; with `verbose` all."""
+    root, handler = logging.getLogger(), _Echo()
+    before = root.level
+    if verbose:
+        root.setLevel(logging.INFO)
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    else:
+        handler.addFilter(lambda r: r.levelno >= logging.ERROR or r.name.partition(".")[0] in ("harness", "search"))
+        handler.setLevel(logging.WARNING)
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(before)
+
+
+class _Echo(logging.Handler):
+    """Writes to what standard error is at the time: progress bars put themselves in its place."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        typer.echo(self.format(record), err=True)
+
+
+def _importable(folder: Path) -> None:
+    """Let `use: module:Class` find modules in a folder; last, so that they never hide an installed one."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
 
 
 @app.command()
@@ -44,20 +79,23 @@ def run(
 
     Example: `qdq run experiments/quickstart.yaml --out out/quickstart`
     """
+    from harness.run.check import check_experiment
     from harness.run.config import load_experiment
-    from harness.run.experiment import check_experiment, run_experiment
+    from harness.run.experiment import run_experiment
     from harness.run.plan import plan
     from harness.show import Terminal
 
     config = load_experiment(experiment)
-    check_experiment(config)
+    base = experiment.resolve().parent
+    _importable(base)
+    check_experiment(config, base)
     if check:
         for cell in plan(config):
             typer.echo(f"{cell.name}: {', '.join(search.name for search in cell.runs)}")
         return
     folder = out or Path("results") / config.experiment
     with Terminal() as terminal:
-        run_experiment(config, base=experiment.resolve().parent, out=folder, observer=terminal)
+        run_experiment(config, base=base, out=folder, observer=terminal)
     _report(folder)
 
 

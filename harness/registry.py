@@ -10,11 +10,13 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, TypeVar
 
-from harness.errors import UserError, nearest
+from harness.errors import CandidateError, UserError, nearest
 
-__all__ = ["GROUPS", "Plugin", "check_params", "create", "find", "load", "plugins"]
+__all__ = ["GROUPS", "Plugin", "check_params", "create", "find", "guarded", "load", "plugins"]
+
+T = TypeVar("T")
 
 GROUPS: Mapping[str, str] = {
     "searcher": "qdq.searchers",
@@ -37,21 +39,12 @@ class Plugin:
 
 
 def plugins(kind: str) -> tuple[Plugin, ...]:
-    """All installed plug-ins of one kind, sorted by name.
-
-    Raises:
-        UserError: Two distributions offer the same name.
-    """
-    found: dict[str, Plugin] = {}
+    """All installed plug-ins of one kind, sorted by name; none of them is imported."""
+    found: dict[tuple[str, str], Plugin] = {}
     for point in sorted(entry_points(group=GROUPS[kind]), key=lambda p: p.name):
         dist = point.dist
         origin = f"{dist.name} {dist.version}" if dist else "unknown"
-        other = found.get(point.name)
-        if other is not None and other.entry_point.value != point.value:
-            raise UserError(
-                f"{kind} {point.name!r} is offered by {other.origin} and by {origin}: uninstall one of the two"
-            )
-        found[point.name] = Plugin(name=point.name, kind=kind, origin=origin, entry_point=point)
+        found[point.name, point.value] = Plugin(name=point.name, kind=kind, origin=origin, entry_point=point)
     return tuple(found.values())
 
 
@@ -59,17 +52,21 @@ def find(kind: str, use: str) -> EntryPoint:
     """The entry point for a name or for a `package.module:Attribute`.
 
     Raises:
-        UserError: Unknown name; the text gives the nearest ones.
+        UserError: Unknown name (the text gives the nearest ones), or two distributions offer it.
     """
     if ":" in use:
         return EntryPoint(name=use, value=use, group=GROUPS[kind])
-    known = {plugin.name: plugin.entry_point for plugin in plugins(kind)}
-    if use not in known:
+    known = plugins(kind)
+    found = [plugin for plugin in known if plugin.name == use]
+    if not found:
         raise UserError(
-            f"no {kind} is called {use!r}; {nearest(use, known)} "
+            f"no {kind} is called {use!r}; {nearest(use, {plugin.name for plugin in known})} "
             "(your own: 'use: package.module:Class', or 'pip install -e .' again after adding its entry point)"
         )
-    return known[use]
+    if len(found) > 1:
+        origins = " and by ".join(plugin.origin for plugin in found)
+        raise UserError(f"{kind} {use!r} is offered by {origins}: uninstall all but one of them")
+    return found[0].entry_point
 
 
 def load(kind: str, use: str) -> Callable[..., Any]:
@@ -79,10 +76,22 @@ def load(kind: str, use: str) -> Callable[..., Any]:
         UserError: Unknown name, or the plug-in cannot be imported.
     """
     point = find(kind, use)
+    loaded: Callable[..., Any] = guarded(f"{kind} {use!r} ({point.value}) cannot be loaded", point.load)
+    return loaded
+
+
+def guarded(what: str, work: Callable[[], T]) -> T:
+    """Do something in a plug-in of somebody else; `what` begins the message where it breaks.
+
+    Raises:
+        UserError: Whatever else than `UserError` and `CandidateError` was raised.
+    """
     try:
-        return point.load()  # type: ignore[no-any-return]
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"{kind} {use!r} ({point.value}) cannot be loaded: {error}") from error
+        return work()
+    except (UserError, CandidateError):
+        raise
+    except Exception as error:  # a plug-in raises what it likes, and must not take the others along
+        raise UserError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def check_params(kind: str, use: str, params: Mapping[str, Any], given: Iterable[str] = ()) -> Callable[..., Any]:
@@ -98,7 +107,7 @@ def check_params(kind: str, use: str, params: Mapping[str, Any], given: Iterable
         UserError: An unknown parameter, or a required one is missing.
     """
     factory = load(kind, use)
-    signature = inspect.signature(factory).parameters
+    signature = _signature(kind, use, factory).parameters
     supplied = set(given)
     if not any(p.kind is p.VAR_KEYWORD for p in signature.values()):
         allowed = [name for name in signature if name not in supplied and name != "self"]
@@ -116,10 +125,23 @@ def create(kind: str, use: str, params: Mapping[str, Any]) -> Any:
     """Check parameters and make the plug-in.
 
     Raises:
-        UserError: See `check_params`; also where the constructor itself refuses a value.
+        UserError: See `check_params`; also where the constructor itself refuses a value, or breaks on its type.
     """
     factory = check_params(kind, use, params)
     try:
-        return factory(**params)
-    except (TypeError, ValueError) as error:
+        bound = _signature(kind, use, factory).bind(**params)
+    except TypeError as error:
         raise UserError(f"{kind} {use!r}: {error}") from error
+    try:
+        return factory(*bound.args, **bound.kwargs)
+    except ValueError as error:
+        raise UserError(f"{kind} {use!r}: {error}") from error
+    except TypeError as error:
+        raise UserError(f"{kind} {use!r} broke down in its constructor: TypeError: {error}") from error
+
+
+def _signature(kind: str, use: str, factory: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(factory)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{kind} {use!r} is no class or function that can be called: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
@@ -26,9 +26,14 @@ __all__ = ["Terminal"]
 
 
 class Terminal:
-    """An observer on standard error, so that standard output holds the tables alone."""
+    """An observer on standard error, so that standard output holds the tables alone.
 
-    def __init__(self) -> None:
+    Args:
+        every_s: Without a terminal long work says so often, in a plain line, how far it is.
+    """
+
+    def __init__(self, *, every_s: float = 30.0) -> None:
+        self._every_s = every_s
         self._console = Console(stderr=True, highlight=False)
         self._live = sys.stderr.isatty()
         self._progress = Progress(
@@ -53,21 +58,23 @@ class Terminal:
 
     def say(self, text: str) -> None:
         """Print one line above the bars."""
-        self._console.print(text, markup=False)
+        self._console.print(text, markup=False, soft_wrap=True)
 
     @contextmanager
     def work(self, title: str, total: int) -> Iterator[Step]:
-        """Show a bar while the work goes on; without a terminal a line when it ends."""
+        """Show a bar while the work goes on; without a terminal a line now and then, and one when it ends."""
         started_s = time.monotonic()
         task = self._progress.add_task(title, total=total, note="")
         step = _Bar(self._progress, task)
+        plain = _Lines(self.say, title, total, self._every_s)
         try:
-            yield step
+            yield step if self._live else plain
         finally:
             self._progress.remove_task(task)
         took_s = time.monotonic() - started_s
         if took_s > 2:
-            self.say(f"{title}: {took_s:.0f} s{f', {step.note}' if step.note else ''}")
+            note = step.note or plain.note
+            self.say(f"{title}: {took_s:.0f} s{f', {note}' if note else ''}")
 
 
 class _Bar:
@@ -80,3 +87,27 @@ class _Bar:
         """Move the bar by one."""
         self.note = note or self.note
         self._progress.update(self._task, advance=1, note=self.note)
+
+
+class _Lines:
+    def __init__(self, say: Callable[[str], None], title: str, total: int, every_s: float) -> None:
+        self._say = say
+        self._title = title
+        self._total = total
+        self._every_s = every_s
+        self._done = 0
+        self._started_s = self._said_s = time.monotonic()
+        self.note = ""
+
+    def advance(self, note: str = "") -> None:
+        """Count one more, and say so where the last line is long ago; the work's own end says the rest."""
+        self.note = note or self.note
+        self._done += 1
+        now_s = time.monotonic()
+        if now_s - self._said_s < self._every_s or self._done >= self._total:
+            return
+        self._said_s = now_s
+        left_s = (now_s - self._started_s) / self._done * (self._total - self._done)
+        minutes, seconds = divmod(round(left_s), 60)
+        said = f"{self._title}: {self._done}/{self._total}, about {minutes}:{seconds:02d} min left"
+        self._say(f"{said}, {self.note}" if self.note else said)

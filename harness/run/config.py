@@ -5,16 +5,16 @@ Every default of an experiment stands here and nowhere else.
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from harness.errors import UserError, nearest
+from harness.run.document import read_document
 
 __all__ = [
     "Budget", "Calibration", "Confirmation", "Experiment", "Limits", "ModelSpec", "Objective", "Sampling", "Use",
@@ -22,6 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+"""Names become files and folders."""
 
 
 class _Frozen(BaseModel):
@@ -101,6 +102,17 @@ class Objective(_Frozen):
     max_drop: Annotated[float, Field(ge=0)] | None = None
 
 
+def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    for value in _twice(values):
+        raise ValueError(f"{value!r} appears twice")
+    return values
+
+
+def _twice(values: Iterable[Any]) -> list[Any]:
+    listed = list(values)
+    return [value for value in dict.fromkeys(listed) if listed.count(value) > 1]
+
+
 class Budget(_Frozen):
     """What one search may spend; the seeds count.
 
@@ -109,7 +121,9 @@ class Budget(_Frozen):
         minutes: Wall-clock limit of one search; None: no limit.
     """
 
-    evaluations: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, strict=False)] = (25, 50)
+    evaluations: Annotated[
+        tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, strict=False), AfterValidator(_distinct)
+    ] = (25, 50)
     minutes: Annotated[float, Field(gt=0)] | None = None
 
 
@@ -165,6 +179,10 @@ def _some(kind: Any) -> Any:
     return Annotated[tuple[kind, ...], BeforeValidator(_not_empty), Field(strict=False)]
 
 
+def _various(kind: Any) -> Any:
+    return Annotated[_some(kind), AfterValidator(_distinct)]
+
+
 class Experiment(_Frozen):
     """One experiment file; docs/experiment.md shows every key."""
 
@@ -172,17 +190,19 @@ class Experiment(_Frozen):
     description: str = ""
     models: _some(ModelSpec)  # type: ignore[valid-type]
     backends: _some(Use) = (Use(use="openvino"),)  # type: ignore[valid-type]
-    precision: _some(Literal["int8", "fp8"]) = ("int8",)  # type: ignore[valid-type]
+    precision: _various(Literal["int8", "fp8"]) = ("int8",)  # type: ignore[valid-type]
     sharing: Literal["pattern", "region"] = "pattern"
     objective: Objective = Objective()
     searchers: _some(Use) = (Use(use="random"),)  # type: ignore[valid-type]
-    seeds: _some(Annotated[int, Field(ge=0)]) = (0,)  # type: ignore[valid-type]
-    initial: _some(Literal["float", "all", "linear", "modelopt_ptq", "ort_static"]) = (  # type: ignore[valid-type]
+    seeds: _various(Annotated[int, Field(ge=0)]) = (0,)  # type: ignore[valid-type]
+    initial: _various(Literal["float", "all", "linear", "modelopt_ptq", "ort_static"]) = (  # type: ignore[valid-type]
         "float", "all", "linear", "modelopt_ptq", "ort_static",
     )  # fmt: skip
-    baselines: tuple[Literal["all", "linear", "modelopt_ptq", "ort_static"], ...] = Field(
-        default=("all", "linear", "modelopt_ptq", "ort_static"), strict=False
-    )
+    baselines: Annotated[
+        tuple[Literal["all", "linear", "modelopt_ptq", "ort_static"], ...],
+        Field(strict=False),
+        AfterValidator(_distinct),
+    ] = ("all", "linear", "modelopt_ptq", "ort_static")
     budget: Budget = Budget()
     sampling: Sampling = Sampling()
     confirmation: Confirmation = Confirmation()
@@ -190,19 +210,36 @@ class Experiment(_Frozen):
 
     @model_validator(mode="after")
     def _names(self) -> Experiment:
-        for what, names in (("experiment", [self.experiment]), ("models", [m.name for m in self.models])):
-            for name in names:
-                if not NAME.fullmatch(name):
-                    raise ValueError(f"{what}: {name!r} is no folder name; use letters, digits, '.', '_', '-'")
-        for what, labels in (
-            ("models", [m.name for m in self.models]),
-            ("searchers", [s.name for s in self.searchers]),
-            ("backends", [b.name for b in self.backends]),
-        ):
-            twice = {label for label in labels if labels.count(label) > 1}
-            if twice:
-                raise ValueError(f"{what}: {', '.join(sorted(twice))} appears twice; tell them apart by 'label'")
+        lists: tuple[tuple[str, tuple[ModelSpec | Use, ...]], ...] = (
+            ("models", self.models),
+            ("searchers", self.searchers),
+            ("backends", self.backends),
+        )
+        _check_name("experiment", self.experiment)
+        for what, entries in lists:
+            for entry in entries:
+                _check_name(what, entry.name)
+            if twice := _twice(entry.name for entry in entries):
+                raise ValueError(f"{what}: {', '.join(twice)} appears twice; tell them apart by 'label'")
         return self
+
+    @model_validator(mode="after")
+    def _budget(self) -> Experiment:
+        seeds, most = len(self.initial), max(self.budget.evaluations)
+        if most <= seeds:
+            raise ValueError(
+                f"budget.evaluations: initial has {seeds} seeds, which count: ask for more, but got {most}; "
+                "no searcher would have a turn"
+            )
+        return self
+
+
+def _check_name(what: str, name: str) -> None:
+    if not NAME.fullmatch(name):
+        raise ValueError(
+            f"{what}: {name!r} is no folder name; use at most 100 letters, digits, '.', '_', '-', "
+            f"a letter or digit first{'' if what == 'experiment' else ' (set by label)'}"
+        )
 
 
 def load_experiment(path: Path) -> Experiment:
@@ -221,13 +258,7 @@ def load_experiment(path: Path) -> Experiment:
 def parse_experiment(text: str, source: str) -> Experiment:
     """Check an experiment given as YAML text; `source` names it in messages."""
     try:
-        raw = yaml.load(text, Loader=_StrictLoader)
-    except yaml.YAMLError as error:
-        raise UserError(f"{source}: not valid YAML: {error}") from error
-    if not isinstance(raw, dict):
-        raise UserError(f"{source}: an experiment is a mapping of keys, but got {type(raw).__name__}")
-    try:
-        return Experiment.model_validate(_expand(raw, source))
+        return Experiment.model_validate(read_document(text, source))
     except ValidationError as error:
         raise UserError("\n".join(_explain(source, dict(e)) for e in error.errors())) from error
 
@@ -237,78 +268,17 @@ def to_yaml(experiment: Experiment) -> str:
     return yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses duplicate keys and aliases (an alias bomb needs no other ingredient)."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.constructor.ConstructorError(None, None, "aliases (*name) are not allowed here", mark)
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-def _expand(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Apply `matrix`: for each list entry of `models`, `backends` or `searchers`, one copy per combination.
-
-    A matrix names paths below one of those lists, for instance `backends.params.threads: [1, 2]`.
-    """
-    body = {key: value for key, value in raw.items() if key != "matrix"}
-    matrix = raw.get("matrix", {})
-    if not isinstance(matrix, dict):
-        raise UserError(f"{source}: matrix: a mapping from a path to a list, but got {type(matrix).__name__}")
-    axes: dict[str, dict[str, list[Any]]] = {}
-    for path, values in matrix.items():
-        head, _, tail = str(path).partition(".")
-        if head not in ("models", "backends", "searchers") or not tail:
-            raise UserError(
-                f"{source}: matrix.{path}: a path below models, backends or searchers, such as backends.params.threads"
-            )
-        if not isinstance(values, list) or not values:
-            raise UserError(f"{source}: matrix.{path}: a list with at least one entry, but got {values!r}")
-        axes.setdefault(head, {})[tail] = values
-    for head, changes in axes.items():
-        entries = body.get(head)
-        if not isinstance(entries, list):
-            raise UserError(f"{source}: matrix.{head}.*: there is no list {head!r} to vary")
-        body[head] = [copy for entry in entries for copy in _copies(entry, changes)]
-    return body
-
-
-def _copies(entry: Any, changes: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
-    for combination in itertools.product(*changes.values()):
-        copy: dict[str, Any] = {"use": entry} if isinstance(entry, str) else yaml.safe_load(yaml.safe_dump(entry))
-        base = copy.get("label") or Path(str(copy.get("use", "")).rpartition(":")[2]).stem
-        for path, value in zip(changes, combination, strict=True):
-            *parents, last = path.split(".")
-            target = copy
-            for parent in parents:
-                target = target.setdefault(parent, {})
-            target[last] = value
-        parts = [f"{path.rpartition('.')[2]}-{value}" for path, value in zip(changes, combination, strict=True)]
-        copy["label"] = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join([base, *parts]))
-        yield copy
-
-
 def _explain(source: str, error: Mapping[str, Any]) -> str:
-    where = ".".join(str(part) for part in error["loc"]) or "experiment"
+    where = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         owner = _fields_at(error["loc"][:-1])
         return f"{source}: {where}: unknown key; {nearest(str(error['loc'][-1]), owner)}"
     if error["type"] == "missing":
         return f"{source}: {where}: this key is required"
-    message = str(error["msg"]).removeprefix("Value error, ")
+    message = str(error["msg"]).removeprefix("Value error, ").replace("valid tuple", "valid list")
     got = error.get("input")
     shown = "" if isinstance(got, dict) else f", but got {got!r}"
-    return f"{source}: {where}: {message}{shown}"
+    return ": ".join(part for part in (source, where, f"{message}{shown}") if part)
 
 
 def _fields_at(location: tuple[Any, ...]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from harness.errors import UserError
 from harness.run.config import Experiment, ModelSpec, Use
 
 __all__ = ["CellSpec", "RunSpec", "plan"]
@@ -41,11 +42,20 @@ def plan(experiment: Experiment) -> tuple[CellSpec, ...]:
     """The cells of an experiment, in the order of its lists; seeds outermost within a cell.
 
     A run that is cut short then has every searcher at the first seeds, not one searcher at all.
+
+    Raises:
+        UserError: Two cells would share a folder.
     """
     runs = tuple(RunSpec(searcher=s, seed=seed) for seed in experiment.seeds for s in experiment.searchers)
-    return tuple(
+    cells = tuple(
         CellSpec(model=model, backend=backend, precision=precision, runs=runs)
         for model in experiment.models
         for backend in experiment.backends
         for precision in experiment.precision
     )
+    names: set[str] = set()
+    for cell in cells:
+        if cell.name in names:
+            raise UserError(f"models and backends: two cells would be called {cell.name!r}; choose other labels")
+        names.add(cell.name)
+    return cells

@@ -1,0 +1,132 @@
+"""What can be known to be wrong before anything runs: every model, data set, plug-in and parameter.
+
+A run takes hours, so its last cell is looked at before its first begins. Nothing is built or measured,
+no model is parsed and no image is read.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from harness import registry, zoo
+from harness.errors import CandidateError, UserError, nearest
+from harness.evaluators.datasets import open_data
+from harness.evaluators.inputs import evaluator_params
+from harness.evaluators.preprocess import open_plugin, open_preprocess
+from harness.graph.dialects import Dialect
+from harness.paths import locate
+from harness.run.config import Experiment, ModelSpec, Use
+from harness.run.plan import plan
+from search.planted import planted_space
+
+__all__ = ["check_experiment"]
+
+SUPPLIED = ("input_name", "input_shape", "inputs", "reference", "base")
+"""What the harness gives an evaluator that names it; see `harness.evaluators.inputs.evaluator_params`."""
+
+
+def check_experiment(experiment: Experiment, base: Path) -> None:
+    """Check all that is cheap to check, of every cell.
+
+    Args:
+        base: Folder that relative paths of the experiment start from.
+
+    Raises:
+        UserError: The first thing that does not fit, with what would.
+    """
+    plan(experiment)
+    for searcher in experiment.searchers:
+        _check_searcher(searcher, experiment.precision)
+    for backend in experiment.backends:
+        _check_backend(backend, experiment.precision)
+    data = _Data(base)
+    for model in experiment.models:
+        if model.evaluator is None and experiment.objective.max_drop is not None:
+            raise UserError(f"objective.max_drop: model {model.name!r} has no evaluator whose metric could drop")
+        with _at(f"model {model.name!r}"):
+            _check_model(model, base, data)
+
+
+def _check_searcher(searcher: Use, precisions: tuple[str, ...]) -> None:
+    space = planted_space(6, groups=2, precisions=precisions[:1])
+    registry.check_params("searcher", searcher.use, searcher.params, given=("space", "seed"))
+    for name in ("space", "seed"):
+        if name in searcher.params:
+            raise UserError(f"searcher {searcher.use!r}: {name!r} is set by the harness, not by the experiment")
+    params = {"space": space, "seed": 0, **searcher.params}
+    registry.guarded(f"searcher {searcher.use!r}", lambda: registry.create("searcher", searcher.use, params))
+
+
+def _check_backend(backend: Use, precisions: tuple[str, ...]) -> None:
+    what = f"backend {backend.use!r}"
+    try:
+        made = registry.guarded(what, lambda: registry.create("benchmarker", backend.use, backend.params))
+    except CandidateError as error:
+        raise UserError(f"{what}: {error}") from error
+    dialect: Any = registry.load("dialect", getattr(made, "dialect", backend.use))
+    if not isinstance(dialect, Dialect):
+        raise UserError(f"dialect of {what}: a harness.graph.dialects.Dialect, but got {dialect!r}")
+    for precision in precisions:
+        if precision not in dialect.precisions:
+            raise UserError(f"precision {precision!r}: {what} runs {', '.join(sorted(dialect.precisions))}")
+
+
+def _check_model(model: ModelSpec, base: Path, data: _Data) -> None:
+    if model.use.startswith("zoo:"):
+        name = model.use.removeprefix("zoo:")
+        if name not in zoo.names():
+            raise UserError(f"{model.use}: no such model; {nearest(name, zoo.names())}")
+    else:
+        locate(model.use, base)
+    if model.preprocess is not None:
+        used = model.preprocess
+        registry.guarded("preprocess", lambda: registry.create("preprocessing", used.use, used.params))
+    if model.calibration.data is not None:
+        with _at("calibration"):
+            data.check(model.calibration.data)
+    if model.evaluator is not None:
+        with _at("evaluator"):
+            _check_evaluator(model.evaluator, model.preprocess, data)
+
+
+def _check_evaluator(evaluator: Use, preprocess: Use | None, data: _Data) -> None:
+    use, params = evaluator.use, dict(evaluator.params)
+    factory = registry.check_params("evaluator", use, params, given=(*SUPPLIED, "preprocess"))
+    if preprocess is not None and "preprocess" in inspect.signature(factory).parameters:
+        params.setdefault("preprocess", {"use": preprocess.use, "params": preprocess.params})
+    evaluator_params(use, params, dict.fromkeys(SUPPLIED))
+    # By the names that the built-in evaluators use: another one's may be of other kinds.
+    if isinstance(params.get("data"), Mapping):
+        data.check(params["data"])
+    if isinstance(params.get("preprocess"), str | Mapping):
+        open_preprocess(params["preprocess"])
+    if isinstance(params.get("decode"), str | Mapping):
+        name, settings = open_plugin(params["decode"])
+        registry.check_params("decoder", name, settings, given=("outputs", "prepared", "size"))
+
+
+class _Data:
+    """Opens each data set once, however many models name it."""
+
+    def __init__(self, base: Path) -> None:
+        self._base = base
+        self._seen: list[Mapping[str, Any]] = []
+
+    def check(self, spec: Mapping[str, Any]) -> None:
+        """See `harness.evaluators.datasets.open_data`."""
+        if spec not in self._seen:
+            open_data(spec, self._base)
+            self._seen.append(spec)
+
+
+@contextmanager
+def _at(where: str) -> Iterator[None]:
+    """Say where a mistake was found."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error

@@ -1,0 +1,147 @@
+"""YAML text as a plain mapping: a strict reader, and `matrix` written out. What the keys mean is `config`'s."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Hashable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from harness.errors import UserError
+
+__all__ = ["read_document"]
+
+VARIED = ("models", "backends", "searchers")
+MAX_DEPTH = 50
+EXPONENT = re.compile(r"([-+]?\d+)\.?(\d*)[eE]([-+]?)(\d+)")
+"""Numbers as everybody writes them; YAML 1.1 wants a dot before the exponent and a sign in it."""
+
+
+def read_document(text: str, source: str) -> dict[str, Any]:
+    """Read an experiment's YAML text, `matrix` written out.
+
+    Args:
+        text: The text.
+        source: What messages call it.
+
+    Raises:
+        UserError: Not YAML, an alias, a duplicate key, nesting without end, no mapping, or a `matrix`
+            that does not fit.
+    """
+    try:
+        raw = yaml.load(text, Loader=_StrictLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        said = " ".join(part for part in (error.context and f"{error.context},", error.problem) if part)
+        raise UserError(f"{source}: not valid YAML: {place}{said}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a tagged number that is none
+        raise UserError(f"{source}: not valid YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise UserError(f"{source}: an experiment is a mapping of keys, but got {type(raw).__name__}")
+    return _expand(raw, source)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses what hides a mistake or an attack.
+
+    Duplicate keys, aliases (an alias bomb needs no other ingredient), deep nesting, keys that are
+    no scalars, and numbers that YAML 1.1 would silently read as text.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.constructor.ConstructorError(None, None, "aliases (*name) are not allowed here", mark)
+        if self._depth >= MAX_DEPTH:
+            raise yaml.constructor.ConstructorError(None, None, f"nested more than {MAX_DEPTH} levels deep", mark)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                problem = f"a key is a plain name, but got {key!r}"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+    def construct_text(self, node: Any) -> Any:
+        """A text, unless it is a number that YAML 1.1 does not know for one."""
+        match = EXPONENT.fullmatch(node.value)
+        if node.style is None and match is not None:
+            whole, fraction, sign, exponent = match.groups()
+            problem = f"{node.value} is text to YAML, no number; quote it, or write {whole}.{fraction or 0}e"
+            raise yaml.constructor.ConstructorError(None, None, f"{problem}{sign or '+'}{exponent}", node.start_mark)
+        return self.construct_yaml_str(node)
+
+
+_StrictLoader.add_constructor("tag:yaml.org,2002:str", _StrictLoader.construct_text)
+
+
+def _expand(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Apply `matrix`: of each entry of `models`, `backends` or `searchers`, one copy per combination."""
+    body = {key: value for key, value in raw.items() if key != "matrix"}
+    matrix = raw.get("matrix", {})
+    if not isinstance(matrix, dict):
+        raise UserError(f"{source}: matrix: a mapping from a path to a list, but got {type(matrix).__name__}")
+    axes: dict[str, dict[str, list[Any]]] = {}
+    for path, values in matrix.items():
+        head, _, tail = str(path).partition(".")
+        if head not in VARIED or not tail or "" in tail.split("."):
+            raise UserError(
+                f"{source}: matrix.{path}: a path below models, backends or searchers, such as "
+                "backends.params.threads ('seeds', 'precision' and 'budget.evaluations' are lists already)"
+            )
+        if not isinstance(values, list) or not values:
+            raise UserError(f"{source}: matrix.{path}: a list with at least one entry, but got {values!r}")
+        axes.setdefault(head, {})[tail] = values
+    for head, changes in axes.items():
+        entries = body.get(head)
+        if not isinstance(entries, list):
+            raise UserError(f"{source}: matrix.{head}.*: there is no list {head!r} to vary")
+        body[head] = [each for entry in entries for each in _copies(entry, changes, f"{source}: matrix.{head}")]
+    return body
+
+
+def _copies(entry: Any, changes: Mapping[str, list[Any]], where: str) -> Iterator[dict[str, Any]]:
+    if not isinstance(entry, str | dict):
+        raise UserError(f"{where}: the entries to vary are names or mappings, but one is {entry!r}")
+    whole = {"use": entry} if isinstance(entry, str) else entry
+    base = str(whole.get("label") or Path(str(whole.get("use", "")).rpartition(":")[2]).stem)
+    for combination in itertools.product(*(enumerate(values) for values in changes.values())):
+        varied = copy.deepcopy(whole)
+        parts = [base]
+        for path, (index, value) in zip(changes, combination, strict=True):
+            _put(varied, path, value, where)
+            shown = index if isinstance(value, list | dict) else value
+            parts.append(f"{path.rpartition('.')[2]}-{shown}")
+        varied["label"] = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts))
+        yield varied
+
+
+def _put(entry: dict[str, Any], path: str, value: Any, where: str) -> None:
+    """Set what a dotted path leads to, making mappings on the way."""
+    *parents, last = path.split(".")
+    target = entry
+    for depth, parent in enumerate(parents):
+        below = target.setdefault(parent, {})
+        if not isinstance(below, dict):
+            through = ".".join(parents[: depth + 1])
+            raise UserError(f"{where}.{path}: {through!r} is {below!r} in {entry.get('use')!r}, not a mapping")
+        target = below
+    target[last] = value
