@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-__all__ = ["checked_threads", "cores", "cpu_model", "environment"]
+__all__ = ["checked_threads", "cores", "cpu_model", "decisive", "environment", "git_commit"]
 
 PACKAGES = (
     "qdq-bench", "numpy", "onnx", "onnxruntime-gpu", "onnxruntime", "openvino", "nvidia-modelopt", "tensorrt", "torch",
@@ -30,8 +30,12 @@ GPU_FIELDS = (
 )  # fmt: skip
 
 
-def environment() -> dict[str, Any]:
-    """Facts about this machine and this installation, ready for JSON; what cannot be read is absent."""
+def environment(commit: str | None = None) -> dict[str, Any]:
+    """Facts about this machine and this installation, ready for JSON; what cannot be read is absent.
+
+    Args:
+        commit: What `git_commit` gave when this code was loaded; None: looked up now.
+    """
     probes: Mapping[str, Callable[[], Any]] = {
         "python": platform.python_version,
         "system": lambda: f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -41,10 +45,26 @@ def environment() -> dict[str, Any]:
         "load_average": lambda: [round(load, 2) for load in os.getloadavg()],
         "memory_gib": lambda: round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": _gpus,
-        "git_commit": _git_commit,
+        "git_commit": lambda: commit or git_commit(),
     }
     found = {name: _soft(probe) for name, probe in probes.items()}
     return {name: value for name, value in found.items() if value not in (None, {}, [], "")}
+
+
+def decisive(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts of an `environment` that must be the same where figures are put side by side."""
+    return {
+        "python": facts.get("python"),
+        "packages": facts.get("packages"),
+        "cpu": facts.get("cpu", {}).get("model"),
+        "gpus": [{name: gpu.get(name) for name in ("name", "driver_version")} for gpu in facts.get("gpus", [])],
+    }
+
+
+def git_commit() -> str | None:
+    """The commit that this code runs from; None where it was installed from a wheel or git cannot tell."""
+    found: str | None = _soft(_git_commit)
+    return found
 
 
 def cores() -> int:
@@ -155,7 +175,7 @@ def _gpus() -> list[dict[str, str]]:
 
 
 def _git_commit() -> str | None:
-    """The commit that this code runs from; None where it was installed from a wheel.
+    """See `git_commit`.
 
     A virtual environment may lie inside of somebody else's repository, so git must know this very file.
     """

@@ -2,50 +2,63 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from harness.errors import UserError
-from harness.measure.confirm import TWIN, Dropped, Event, confirm, decode_event, encode_event
+from harness.measure.confirm import GROUP, TWIN, Dropped, Event, confirm, decode_event, encode_event
 from harness.measure.confirm import Row as Turn
 from harness.measure.engines import WorkerSpec
 from harness.measure.sandbox import open_engines
-from harness.run.config import Experiment
+from harness.run.config import Confirmation, Experiment
 from harness.run.journal import append_line, cut_torn_line
 from harness.run.observe import Observer
-from harness.run.rows import FLOAT_ROW, Row, candidate_of
+from harness.run.rows import FLOAT_ROW, Row, Table
 
 __all__ = ["confirm_rows", "read_events"]
 
+_Key = tuple[int, int, str, int]
+"""A turn: build, group, row, round."""
 SEED = 0
 """Of the order of turns; it has nothing to do with the seeds of searches."""
 
 
 def confirm_rows(
-    experiment: Experiment, worker: WorkerSpec, rows: Sequence[Row], folder: Path, observer: Observer
+    experiment: Experiment, worker: WorkerSpec, table: Table, backend: Mapping[str, Any], observer: Observer
 ) -> None:
-    """Confirm what is not yet confirmed; rows that changed (their files' hashes tell) start anew.
+    """Confirm what is not yet confirmed.
+
+    Where the rows (their files' hashes tell), the plan or the runtime changed, it starts anew, and the old
+    record is kept as `confirm.<n>.jsonl`.
+
+    Args:
+        backend: The benchmarker's own facts.
 
     Raises:
         UserError: The baseline fails, or the record cannot be written.
     """
-    path = folder / "confirm.jsonl"
-    header = json.dumps({"kind": "header", "rows": {row.id: row.sha256 for row in rows}}, sort_keys=True)
-    if path.exists():
-        cut_torn_line(path)
-        if path.read_text(encoding="utf-8").partition("\n")[0] != header:
-            path.unlink()
-    turns = {row.id: _turn(row, folder) for row in rows}
-    baseline = turns.pop(FLOAT_ROW)
+    path = table.folder / "confirm.jsonl"
     plan = experiment.confirmation
-    total = plan.builds * (len(turns) + 1) * plan.rounds
-    done = read_events(folder)
-    with path.open("ab") as file, observer.work(f"confirm {len(turns)} rows", total) as step:
+    header = {
+        "kind": "header",
+        "rows": {row.id: row.sha256 for row in table.rows},
+        "plan": plan.model_dump(mode="json"),
+        "backend": dict(backend),
+    }
+    text = json.dumps(header, sort_keys=True)
+    _put_aside(path, text)
+    turns = {row.id: _turn(row, table) for row in table.rows}
+    baseline = turns.pop(FLOAT_ROW)
+    done = read_events(table.folder)
+    left = _left(list(turns), plan, done)
+    with path.open("ab", buffering=0) as file, observer.work(f"confirm {len(turns)} rows", len(left)) as step:
         if file.tell() == 0:
-            append_line(file, header, path)
+            append_line(file, text, path)
         events = confirm(
             list(turns.values()),
             baseline,
@@ -58,8 +71,41 @@ def confirm_rows(
             append_line(file, encode_event(event), path, sync=False)
             if isinstance(event, Dropped):
                 observer.say(f"confirmation: {event.row} failed: {event.failed.stage}: {event.failed.reason}")
-            elif event.row != TWIN:
+            for key in _keys(event, plan.rounds) & left:
+                left.discard(key)
                 step.advance(f"build {event.build + 1} of {plan.builds}")
+
+
+def _put_aside(path: Path, header: str) -> None:
+    """Cut a torn last line off an earlier record; keep it under another name where it has another header."""
+    if not path.exists():
+        return
+    cut_torn_line(path)
+    there = path.read_text(encoding="utf-8").partition("\n")[0]
+    if there and there != header:
+        names = (path.with_suffix(f".{number}.jsonl") for number in itertools.count(1))
+        path.rename(next(name for name in names if not name.exists()))
+
+
+def _left(rows: Sequence[str], plan: Confirmation, done: Iterable[Event]) -> set[_Key]:
+    """The turns still to come; a worker that did not come to its end starts again."""
+    groups = [rows[start : start + GROUP] for start in range(0, len(rows), GROUP)] or [()]
+    whole = {
+        (build, group, row, number)
+        for build in range(plan.builds)
+        for group, members in enumerate(groups)
+        for row in (FLOAT_ROW, TWIN, *members)
+        for number in range(plan.rounds)
+    }
+    missing = whole.difference(*(_keys(event, plan.rounds) for event in done))
+    again = {key[:2] for key in missing}
+    return {key for key in whole if key[:2] in again}
+
+
+def _keys(event: Event, rounds: int) -> set[_Key]:
+    """The turns that an event stands for: one, or all that a row loses with its failure."""
+    numbers = range(rounds) if isinstance(event, Dropped) else (event.round,)
+    return {(event.build, event.group, event.row, number) for number in numbers}
 
 
 def read_events(folder: Path) -> tuple[Event, ...]:
@@ -78,9 +124,5 @@ def read_events(folder: Path) -> tuple[Event, ...]:
         raise UserError(f"{path}: {error}; move the file away to confirm anew") from error
 
 
-def _turn(row: Row, folder: Path) -> Turn:
-    return Turn(
-        name=row.id,
-        candidate=candidate_of(row, folder),
-        benchmarker=row.benchmarker,
-    )
+def _turn(row: Row, table: Table) -> Turn:
+    return Turn(name=row.id, candidate=table.candidate(row), benchmarker=row.benchmarker)

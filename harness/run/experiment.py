@@ -1,132 +1,148 @@
 """Runs an experiment: for each cell compose, search, choose finalists, score, confirm. Can be run again at any time.
 
 A results folder holds, for each cell:
+    env.json        the machine on which it was begun
+    float.json      at which float precision, by measurement
     cell.json       what was compared: model, device, space, seeds, baselines, goal
-    env.json        the machine
     runs/*.jsonl    one journal per search
     rows.json       the finalists: exported files with their hashes, and which method chose which
-    accuracy.json   the evaluator's figures of each row
+    accuracy.json   the evaluator's figures of each file
     confirm.jsonl   raw samples of the confirmation
     models/*.onnx   the exported files themselves: what was timed and scored, byte for byte
+
+`env.json` and `cell.json` are written once; what they hold must still be so when the experiment goes on.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from harness import registry
 from harness.errors import UserError
 from harness.measure.engines import MAIN, Engines, WorkerSpec
-from harness.measure.provenance import environment
+from harness.measure.provenance import decisive, environment, git_commit
 from harness.measure.sandbox import open_engines
 from harness.records import SCHEMA, Failed
+from harness.run.claim import claimed
+from harness.run.compare import refuse_changes
 from harness.run.compose import Cell, compose, evaluator_use
-from harness.run.config import Experiment, Use, to_yaml
+from harness.run.config import Experiment, Use
 from harness.run.confirming import confirm_rows
 from harness.run.engine import Goal, SearchTask, Trial, run_search
 from harness.run.finalists import choose
 from harness.run.journal import Journal
 from harness.run.observe import Observer, Step
 from harness.run.plan import CellSpec, RunSpec, plan
-from harness.run.rows import write_json
+from harness.run.rows import read_json, write_json
 from harness.run.scores import ScoreBook
 from harness.run.strongest import float_benchmarkers
 from harness.run.trial import attempt_with
 
-__all__ = ["check_experiment", "run_experiment"]
-
-
-def check_experiment(experiment: Experiment) -> None:
-    """Check every plug-in's name and parameters without running anything.
-
-    Raises:
-        UserError: The first that does not fit, with what would.
-    """
-    for searcher in experiment.searchers:
-        registry.check_params("searcher", searcher.use, searcher.params, given=("space", "seed"))
-    for backend in experiment.backends:
-        registry.check_params("benchmarker", backend.use, backend.params)
-    for model in experiment.models:
-        if model.preprocess is not None:
-            registry.check_params("preprocessing", model.preprocess.use, model.preprocess.params)
-        if model.evaluator is not None:
-            given = ("input_name", "input_shape", "inputs", "reference", "base", "preprocess")
-            registry.check_params("evaluator", model.evaluator.use, model.evaluator.params, given=given)
-        elif experiment.objective.max_drop is not None:
-            raise UserError(f"objective.max_drop: model {model.name!r} has no evaluator whose metric could drop")
+__all__ = ["run_experiment"]
 
 
 def run_experiment(experiment: Experiment, *, base: Path, out: Path, observer: Observer) -> None:
-    """Run what is not yet there of an experiment.
+    """Run what is not yet there of an experiment; a cell that cannot be run does not stop the others.
 
     Args:
         base: Folder that relative paths of the experiment start from.
         out: Results folder; created where missing.
 
     Raises:
-        UserError: Something that the user can mend; whatever was measured before is kept.
+        UserError: Something that the user can mend, in one cell or more; whatever was measured is kept.
     """
-    _claim(out, experiment)
-    for spec in plan(experiment):
-        _run_cell(experiment, spec, base, out / spec.name, observer)
+    commit = git_commit()
+    stopped: dict[str, list[str]] = {}
+    with claimed(out, experiment):
+        cells = plan(experiment)
+        for spec in cells:
+            observer.say(spec.name)
+            try:
+                _run_cell(_Place(spec=spec, base=base, folder=out / spec.name, commit=commit), experiment, observer)
+            except UserError as error:
+                stopped.setdefault(str(error), []).append(spec.name)
+                observer.say(f"{spec.name} stops: {error}")
+    if stopped:
+        alone = len(cells) == 1
+        raise UserError("\n".join(text if alone else f"{', '.join(names)}: {text}" for text, names in stopped.items()))
 
 
-def _claim(out: Path, experiment: Experiment) -> None:
-    """Make the results folder this experiment's own.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """A cell and where it lies.
 
-    Raises:
-        UserError: Another experiment's results are there.
+    Attributes:
+        commit: The commit of the code that runs.
     """
-    file = out / "experiment.yaml"
-    if file.exists():
-        there = yaml.safe_load(file.read_text(encoding="utf-8"))
-        here = experiment.model_dump(mode="json")
-        changed = [key for key in here if not isinstance(there, dict) or there.get(key) != here[key]]
-        if changed:
-            raise UserError(
-                f"{out}: holds results of another experiment (different: {', '.join(changed)}); use another --out"
-            )
-        return
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"{out}: is not empty and holds no experiment; use another --out")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        file.write_text(to_yaml(experiment), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written ({error.strerror}); use another --out") from error
+
+    spec: CellSpec
+    base: Path
+    folder: Path
+    commit: str | None
 
 
-def _run_cell(experiment: Experiment, spec: CellSpec, base: Path, folder: Path, observer: Observer) -> None:
-    observer.say(spec.name)
-    cell = compose(experiment, spec, base, folder / "work", observer)
-    evaluator = evaluator_use(spec.model, cell.model, base, cell.work)
-    write_json(folder / "env.json", environment())
+def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None:
+    spec, folder = place.spec, place.folder
+    _begun(folder / "env.json", environment(place.commit), decisive)
+    cell = compose(experiment, spec, place.base, folder / "work", observer)
+    evaluator = evaluator_use(spec.model, cell.model, place.base, cell.work)
     benchmarkers = float_benchmarkers(spec.backend, cell.model_file, folder, experiment.limits, observer)
     evaluators = {} if evaluator is None else {MAIN: evaluator}
     worker = WorkerSpec(benchmarkers=benchmarkers, workdir=cell.work, evaluators=evaluators)
     with open_engines(worker, experiment.limits) as engines:
-        book = ScoreBook(folder, engines, observer)
+        book = ScoreBook(folder, engines, observer, _digest(_scoring(spec)))
         metric = _metric(evaluator)
         goal = _goal(experiment, metric, book, cell)
         running = _Running(
             experiment=experiment, cell=cell, engines=engines, goal=goal, folder=folder, observer=observer
         )
-        write_json(folder / "cell.json", {**running.facts(), "metric": None if metric is None else metric.name})
+        facts = {**running.facts(), "metric": None if metric is None else metric.name}
+        _begun(folder / "cell.json", facts, lambda facts: {key: facts.get(key) for key in running.fingerprint()})
         for run in spec.runs:
             running.search(run)
-        rows, _ = choose(experiment, cell, goal, folder, [name for name in benchmarkers if name != MAIN])
+        table = choose(experiment, cell, goal, folder, [name for name in benchmarkers if name != MAIN])
         if evaluator is not None:
-            book.score(rows)
-    confirm_rows(experiment, worker, rows, folder, observer)
+            book.score(table)
+        backend = engines.describe()
+    confirm_rows(experiment, worker, table, backend, observer)
     shutil.rmtree(cell.work, ignore_errors=True)
+
+
+def _begun(path: Path, facts: dict[str, Any], decisive: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
+    """Write down with what a cell was begun; where that was done before, go on with nothing else.
+
+    Raises:
+        UserError: A decisive fact is not what it was.
+    """
+    if path.exists():
+        refuse_changes(path, decisive(read_json(path)), decisive(facts))
+    else:
+        write_json(path, facts)
+
+
+def _scoring(spec: CellSpec) -> dict[str, Any]:
+    """How a cell's models are scored."""
+    model = spec.model
+    return {
+        "evaluator": None if model.evaluator is None else model.evaluator.model_dump(mode="json"),
+        "preprocess": None if model.preprocess is None else model.preprocess.model_dump(mode="json"),
+    }
+
+
+def _digest(facts: Any) -> str:
+    """Of anything that JSON can hold, and of sets: the same in every process."""
+
+    def plain(value: Any) -> Any:
+        return sorted(value) if isinstance(value, Set) else repr(value)
+
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=plain).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,9 +217,12 @@ class _Running:
             "precision": self.cell.spec.precision,
             "space": hashlib.sha256(repr(self.cell.space.dimensions).encode()).hexdigest()[:16],
             "seeds": {seed.name: self.cell.space.digest(seed.placement) for seed in self.cell.seeds},
+            "dialect": _digest(asdict(self.cell.dialect)),
             "calibration": self.cell.spec.model.calibration.model_dump(mode="json"),
+            "ranges": _digest(self.cell.ranges),
             "sampling": self.experiment.sampling.model_dump(mode="json"),
             "goal": asdict(self.goal),
+            **_scoring(self.cell.spec),
             "qdq_bench": version("qdq-bench"),
         }
 

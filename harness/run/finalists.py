@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-import hashlib
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from harness.graph.files import copy_model, file_digest
 from harness.run.compose import Cell
 from harness.run.config import Experiment
 from harness.run.engine import Goal
-from harness.run.journal import read_journal
+from harness.run.journal import read_journal, writing
 from harness.run.readback import leaders
-from harness.run.rows import FLOAT_ROW, Pick, Row, write_json
+from harness.run.rows import FLOAT_ROW, Pick, Row, Table, write_json
 from search.space import Placement, digest_of
 
 __all__ = ["choose"]
 
 
-def choose(
-    experiment: Experiment, cell: Cell, goal: Goal, folder: Path, others: Sequence[str]
-) -> tuple[tuple[Row, ...], tuple[Pick, ...]]:
+def choose(experiment: Experiment, cell: Cell, goal: Goal, folder: Path, others: Sequence[str]) -> Table:
     """Pick and export the finalists of a cell; the same journals give the same files.
 
     Args:
         folder: The cell's folder with its journals.
         others: Float precisions beside the baseline's; each gets a row.
+
+    Raises:
+        UserError: A file cannot be written.
     """
     exporter = _Exporter(cell, folder / "models")
     picks = [*_fixed(experiment, cell, exporter, others), *_found(experiment, cell, goal, folder, exporter)]
     rows = tuple(exporter.rows.values())
     write_json(folder / "rows.json", {"rows": [asdict(r) for r in rows], "picks": [asdict(p) for p in picks]})
-    return rows, tuple(picks)
+    return Table(folder=folder, space=cell.space, rows=rows)
 
 
 class _Exporter:
@@ -52,15 +52,17 @@ class _Exporter:
         if not resolved:
             return self.file(FLOAT_ROW, self._cell.model_file, 0)
         if digest not in self.rows:
-            path = self._cell.inserter.export(resolved, self._models / f"{digest}.onnx")
-            self._add(digest, path, self._cell.inserter.pairs(resolved))
+            path = self._models / f"{digest}.onnx"
+            with writing(path):
+                self._cell.inserter.export(resolved, path)
+            self._add(digest, path, self._cell.inserter.pairs(resolved), placement.choices)
         return digest
 
     def file(self, row: str, path: Path, pairs: int) -> str:
         """Row of a model that is there already."""
         if row not in self.rows:
-            target = self._models / f"{row}.onnx"
-            shutil.copyfile(path, target)
+            with writing(self._models / f"{row}.onnx"):
+                target = copy_model(path, self._models, f"{row}.onnx")
             self._add(row, target, pairs)
         return row
 
@@ -70,11 +72,8 @@ class _Exporter:
         self.rows[row.id] = row
         return row.id
 
-    def _add(self, row: str, path: Path, pairs: int) -> None:
-        digest = hashlib.sha256()
-        for part in sorted({path, *path.parent.glob(f"{path.name}.data")}):
-            digest.update(part.read_bytes())
-        self.rows[row] = Row(id=row, file=path.name, sha256=digest.hexdigest(), pairs=pairs)
+    def _add(self, row: str, path: Path, pairs: int, choices: tuple[int, ...] | None = None) -> None:
+        self.rows[row] = Row(id=row, file=path.name, sha256=file_digest(path), pairs=pairs, choices=choices)
 
 
 def _fixed(experiment: Experiment, cell: Cell, exporter: _Exporter, others: Sequence[str]) -> Iterator[Pick]:

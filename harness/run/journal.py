@@ -1,7 +1,8 @@
 """The append-only journal of one search: JSON lines, a header first, fsynced at every outcome.
 
-A process may be killed at any byte. On opening, a torn last line is cut off and everything before
-it stands; so whatever `append` returned for is never lost.
+A process may be killed at any byte, and the disk may be full at any. On opening, a torn last line is cut
+off and everything before it stands; so whatever `append` returned for is never lost. Files are written
+unbuffered: nothing is left over that closing would try to write again.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from harness.errors import UserError
 from harness.records import SCHEMA, Asked, Line, Told, decode, encode
+from harness.run.compare import refuse_changes
 
-__all__ = ["Entry", "Journal", "append_line", "cut_torn_line", "read_journal"]
+__all__ = ["Entry", "Journal", "append_line", "cut_torn_line", "read_journal", "writing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +51,7 @@ class Journal:
         else:
             _check_header(path, fingerprint)
             self.entries = tuple(read_journal(path))
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)
         if fresh:
             header = {"kind": "header", "schema": SCHEMA, "fingerprint": dict(fingerprint)}
             append_line(self._file, json.dumps(header, separators=(",", ":"), sort_keys=True), path)
@@ -69,22 +73,43 @@ class Journal:
         self._file.close()
 
 
-def append_line(file: Any, text: str, path: Path, *, sync: bool = True) -> None:
-    """Append one line to a file opened unbuffered or buffered in binary mode.
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What is done here writes to the results; a disk that is full stops the run and costs nothing that was measured.
+
+    Raises:
+        UserError: It could not be written; the text says what is safe.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror or error}); everything measured before is safe: "
+            "make room, then run the same command again to go on"
+        ) from error
+
+
+def append_line(file: FileIO, text: str, path: Path, *, sync: bool = True) -> None:
+    """Append one whole line, or nothing.
+
+    Args:
+        file: Opened with "ab" and without a buffer.
 
     Raises:
         UserError: The line could not be written; everything before it is safe.
     """
-    try:
-        file.write(text.encode() + b"\n")
-        file.flush()
-        if sync:
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror}); everything measured before is safe: "
-            "make room, then run the same command again to go on"
-        ) from error
+    with writing(path):
+        end = file.seek(0, os.SEEK_END)
+        rest = memoryview(text.encode() + b"\n")
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+            if sync:
+                os.fsync(file.fileno())
+        except OSError:
+            with suppress(OSError):
+                file.truncate(end)
+            raise
 
 
 def cut_torn_line(path: Path) -> None:
@@ -150,15 +175,4 @@ def _read_header(raw: bytes, path: Path) -> Mapping[str, Any]:
 def _check_header(path: Path, fingerprint: Mapping[str, Any]) -> None:
     with path.open("rb") as file:
         there = _read_header(file.readline(), path).get("fingerprint", {})
-    here = json.loads(json.dumps(dict(fingerprint)))
-    changed = [
-        f"  {key}: {there.get(key)!r} -> {here.get(key)!r}"
-        for key in sorted({*there, *here})
-        if there.get(key) != here.get(key)
-    ]
-    if changed:
-        raise UserError(
-            f"{path}: this run was started with something else; results would not be comparable:\n"
-            + "\n".join(changed)
-            + "\nuse another --out, or move that folder away"
-        )
+    refuse_changes(path, there, fingerprint)

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.api import Candidate
+from harness.errors import UserError
 from harness.measure.engines import MAIN
+from harness.run.journal import writing
+from search.space import Placement, Space, digest_of
 
-__all__ = ["FLOAT_ROW", "Pick", "Row", "candidate_of", "read_rows", "write_json"]
+__all__ = ["FLOAT_ROW", "Pick", "Row", "Table", "read_json", "read_rows", "write_json", "write_text"]
 
 FLOAT_ROW = "float"
 
@@ -24,9 +27,10 @@ class Row:
         id: "float", "float-PRECISION" (the same file at another float precision), the name of a PTQ tool, or a
             placement's digest.
         file: Name in the cell's folder `models`.
-        sha256: Of that file.
+        sha256: Of that file, external data included.
         pairs: Q/DQ pairs in it.
         benchmarker: Which of the cell's benchmarkers builds it.
+        choices: Of the placement; None for the float model and for models of other tools.
     """
 
     id: str
@@ -34,6 +38,7 @@ class Row:
     sha256: str
     pairs: int
     benchmarker: str = MAIN
+    choices: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,23 +64,76 @@ class Pick:
     reason: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """The rows of a cell, as something that can be built.
+
+    Attributes:
+        folder: The cell's.
+        space: Of the placements that the rows' choices are in.
+    """
+
+    folder: Path
+    space: Space
+    rows: tuple[Row, ...]
+
+    def candidate(self, row: Row) -> Candidate:
+        """The row's exported file, with the edges that are quantized in it: simulation and replay go by these."""
+        resolved = () if row.choices is None else self.space.resolve(Placement(row.choices))
+        foreign = row.pairs > 0 and row.choices is None
+        return Candidate(
+            digest=row.sha256[:16] if foreign else digest_of(resolved),
+            edges=resolved,
+            source=lambda: self.folder / "models" / row.file,
+        )
+
+
 def read_rows(folder: Path) -> tuple[tuple[Row, ...], tuple[Pick, ...]]:
     """What `choose` wrote; nothing where the searches are still going on."""
     path = folder / "rows.json"
     if not path.exists():
         return (), ()
-    body = json.loads(path.read_text(encoding="utf-8"))
-    return tuple(Row(**r) for r in body["rows"]), tuple(Pick(**p) for p in body["picks"])
+    body = read_json(path)
+    return tuple(_row(r) for r in body["rows"]), tuple(Pick(**p) for p in body["picks"])
 
 
-def candidate_of(row: Row, folder: Path) -> Candidate:
-    """The row's exported file as a candidate."""
-    return Candidate(digest=row.id, edges=(), source=lambda: folder / "models" / row.file)
+def _row(body: dict[str, Any]) -> Row:
+    choices = body.pop("choices", None)
+    return Row(**body, choices=None if choices is None else tuple(choices))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object that `write_json` wrote.
+
+    Raises:
+        UserError: It is damaged.
+    """
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); move the file away to have it made again") from error
+    if not isinstance(body, dict):
+        raise UserError(f"{path}: not a file of qdq-bench; move it away to have it made again")
+    return body
 
 
 def write_json(path: Path, body: Any) -> None:
-    """Replace a JSON file in one step, so that a crash leaves the old or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Replace a JSON file in one step, see `write_text`."""
+    write_text(path, json.dumps(body, indent=1, allow_nan=False))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file in one step, so that a crash leaves the old or the new one.
+
+    Raises:
+        UserError: It cannot be written; the old one stands.
+    """
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(body, indent=1, allow_nan=False), encoding="utf-8")
-    os.replace(temporary, path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise

@@ -2,60 +2,81 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from harness.api import Accuracy, Candidate
+from harness.graph.files import file_digest
 from harness.measure.engines import MAIN, Engines
 from harness.records import Failed
 from harness.run.observe import Observer
-from harness.run.rows import FLOAT_ROW, Row, candidate_of, write_json
+from harness.run.rows import Table, read_json, read_rows, write_json
+from search.space import digest_of
 
 __all__ = ["ScoreBook", "read_scores"]
 
 
 class ScoreBook:
-    """What the evaluator found, kept in `accuracy.json`; a row that is there already is not scored again."""
+    """What the evaluator found, kept in `accuracy.json`: a file that was scored already is not scored again.
 
-    def __init__(self, folder: Path, engines: Engines, observer: Observer) -> None:
+    Args:
+        folder: The cell's.
+        evaluator: What tells one way to score from another.
+    """
+
+    def __init__(self, folder: Path, engines: Engines, observer: Observer, evaluator: str = "") -> None:
         self._path = folder / "accuracy.json"
-        self._folder = folder
         self._engines = engines
         self._observer = observer
-        self._scores = dict(read_scores(folder))
+        self._evaluator = evaluator
+        self._scores = _stored(folder)
 
     def float_score(self, model_file: Path) -> Accuracy | Failed:
         """Accuracy of the float model, the reference of every drop."""
-        self._observer.say("scoring the float model")
-        return self._score(FLOAT_ROW, Candidate(digest=FLOAT_ROW, edges=(), source=lambda: model_file))
+        candidate = Candidate(digest=digest_of(()), edges=(), source=lambda: model_file)
+        with self._observer.work("score the float model", 1) as step:
+            found = self._score(candidate, file_digest(model_file), MAIN)
+            step.advance()
+        return found
 
-    def score(self, rows: Iterable[Row]) -> None:
-        """Score these rows where that is still to do."""
-        rows = tuple(rows)
-        with self._observer.work("score finalists", len(rows)) as step:
-            for row in rows:
-                found = self._score(row.id, candidate_of(row, self._folder), row.benchmarker)
+    def score(self, table: Table) -> None:
+        """Score the rows where that is still to do."""
+        with self._observer.work("score finalists", len(table.rows)) as step:
+            for row in table.rows:
+                found = self._score(table.candidate(row), row.sha256, row.benchmarker)
                 step.advance(f"{row.id}: {found.reason}" if isinstance(found, Failed) else row.id)
 
-    def _score(self, row: str, candidate: Candidate, benchmarker: str = MAIN) -> Accuracy | Failed:
-        known = self._scores.get(row)
-        if known is not None and "metrics" in known:
+    def _score(self, candidate: Candidate, sha256: str, benchmarker: str) -> Accuracy | Failed:
+        key = _key(sha256, benchmarker)
+        known = self._scores.get(key, {})
+        if "metrics" in known and known.get("evaluator") == self._evaluator:
             return Accuracy(metrics=known["metrics"], per_item=tuple(known["per_item"]))
         found = _evaluate(self._engines, candidate, benchmarker)
         if isinstance(found, Failed):
-            self._scores[row] = {"failed": found.stage, "reason": found.reason}
+            score: dict[str, Any] = {"failed": found.stage, "reason": found.reason}
         else:
-            self._scores[row] = {"metrics": dict(found.metrics), "per_item": list(found.per_item)}
+            score = {"metrics": dict(found.metrics), "per_item": list(found.per_item)}
+        self._scores[key] = {"evaluator": self._evaluator, **score}
         write_json(self._path, self._scores)
         return found
 
 
 def read_scores(folder: Path) -> Mapping[str, Mapping[str, Any]]:
-    """Scores by row id; none where nothing was scored yet."""
+    """Scores by row id, of the files that are the rows now; none where nothing was scored yet."""
+    scores = _stored(folder)
+    rows, _ = read_rows(folder)
+    found = {row.id: scores.get(_key(row.sha256, row.benchmarker)) for row in rows}
+    return {row: score for row, score in found.items() if score is not None}
+
+
+def _stored(folder: Path) -> dict[str, dict[str, Any]]:
     path = folder / "accuracy.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return read_json(path) if path.exists() else {}
+
+
+def _key(sha256: str, benchmarker: str) -> str:
+    return f"{sha256} {benchmarker}"
 
 
 def _evaluate(engines: Engines, candidate: Candidate, benchmarker: str) -> Accuracy | Failed:

@@ -16,12 +16,15 @@ import numpy as np
 
 from harness import registry
 from harness.api import Candidate
+from harness.graph.files import file_digest
 from harness.measure.confirm import Row, confirm, encode_event, summarise
 from harness.measure.engines import MAIN, WorkerSpec
 from harness.measure.sandbox import open_engines
+from harness.run.compare import refuse_changes
 from harness.run.config import Confirmation, Limits, Use
 from harness.run.observe import Observer
-from harness.run.rows import write_json
+from harness.run.rows import read_json, write_json
+from search.space import digest_of
 
 __all__ = ["float_benchmarkers"]
 
@@ -33,12 +36,16 @@ def float_benchmarkers(
 ) -> Mapping[str, Use]:
     """The backend at its strongest float precision as `MAIN`, and by precision at each other one.
 
-    The choice and its readings are kept in `float.json`, so that a resumed run keeps to it.
+    The choice and its readings are kept in `float.json`, so that a resumed run of the same model on the same
+    runtime keeps to it.
 
     Args:
         backend: As the experiment gives it; what it pins stays pinned.
         model_file: The float model.
         folder: The cell's folder.
+
+    Raises:
+        UserError: The choice was made for another model, runtime or device, or none can be made.
     """
     facts = registry.create("benchmarker", backend.use, backend.params).describe()
     offered = {
@@ -48,21 +55,32 @@ def float_benchmarkers(
     if not offered:
         return {MAIN: backend}
     if facts.get("float_open", False) and len(offered) > 1:
-        strongest = _recorded(folder) or _measure(offered, model_file, folder, limits, observer)
+        basis = {"model_sha256": file_digest(model_file), "backend": dict(facts)}
+        strongest = _recorded(folder, basis)
+        if strongest is None:
+            record = _measure(offered, model_file, folder, limits, observer)
+            write_json(folder / "float.json", {**record, **basis})
+            strongest = str(record["strongest"])
     else:
         strongest = str(facts["float_precision"])
     others = {precision: use for precision, use in offered.items() if precision != strongest}
     return {MAIN: offered[strongest], **others}
 
 
-def _recorded(folder: Path) -> str | None:
+def _recorded(folder: Path, basis: Mapping[str, Any]) -> str | None:
     path = folder / "float.json"
-    return str(json.loads(path.read_text(encoding="utf-8"))["strongest"]) if path.exists() else None
+    if not path.exists():
+        return None
+    record = read_json(path)
+    refuse_changes(path, {key: record.get(key) for key in basis}, basis)
+    return str(record["strongest"])
 
 
-def _measure(offered: Mapping[str, Use], model_file: Path, folder: Path, limits: Limits, observer: Observer) -> str:
+def _measure(
+    offered: Mapping[str, Use], model_file: Path, folder: Path, limits: Limits, observer: Observer
+) -> dict[str, Any]:
     first, *others = offered
-    candidate = Candidate(digest="float", edges=(), source=lambda: model_file)
+    candidate = Candidate(digest=digest_of(()), edges=(), source=lambda: model_file)
     rows = {precision: Row(name=precision, candidate=candidate, benchmarker=precision) for precision in offered}
     worker = WorkerSpec(benchmarkers={**offered, MAIN: offered[first]}, workdir=folder / "work")
     with observer.work(f"float at {', '.join(offered)}", PLAN.builds * PLAN.rounds * (len(offered) + 1)) as step:
@@ -78,12 +96,10 @@ def _measure(offered: Mapping[str, Use], model_file: Path, folder: Path, limits:
             step.advance()
     latency_ms = {name: row.latency_ms.value for name, row in summarise(events, baseline=first).rows.items()}
     strongest = min(latency_ms, key=lambda name: latency_ms[name])
-    record: dict[str, Any] = {
+    shown = ", ".join(f"{name} {value:.3f} ms" for name, value in latency_ms.items())
+    observer.say(f"float model: {shown}; the baseline is {strongest}")
+    return {
         "strongest": strongest,
         "latency_ms": latency_ms,
         "events": [json.loads(encode_event(event)) for event in events],
     }
-    write_json(folder / "float.json", record)
-    shown = ", ".join(f"{name} {value:.3f} ms" for name, value in latency_ms.items())
-    observer.say(f"float model: {shown}; the baseline is {strongest}")
-    return strongest

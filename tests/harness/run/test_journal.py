@@ -1,6 +1,8 @@
 """The journal survives being cut at any byte, and refuses what is not its own."""
 
-import errno
+import os
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -90,6 +92,26 @@ def test_another_run_is_refused_with_the_difference(tmp_path):
         Journal(path, {"model": "abc", "seed": 2})
 
 
+def test_of_nested_facts_only_the_leaves_that_differ_are_shown(tmp_path):
+    path = tmp_path / "j.jsonl"
+    backend = {"name": "openvino", "version": "2026.3", "options": {"threads": 1}}
+    with Journal(path, {"backend": backend}):
+        pass
+    with pytest.raises(UserError) as caught:
+        Journal(path, {"backend": {**backend, "version": "2026.4"}, "ranges": "ab"})
+    assert str(caught.value).splitlines()[1:-1] == [
+        "  backend.version: '2026.3' -> '2026.4'",
+        "  ranges: None -> 'ab'",
+    ]
+
+
+def test_a_tuple_in_the_fingerprint_is_no_difference(tmp_path):
+    path = tmp_path / "j.jsonl"
+    for _ in range(2):
+        with Journal(path, {"sizes": (1, 2)}) as journal:
+            assert journal.entries == ()
+
+
 def test_another_schema_is_refused(tmp_path):
     path = tmp_path / "j.jsonl"
     path.write_text('{"kind":"header","schema":99}\n')
@@ -114,13 +136,43 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path):
         list(read_journal(path))
 
 
-def test_a_full_disk_says_that_nothing_is_lost(tmp_path):
-    class Full:
-        def write(self, data):
-            raise OSError(errno.ENOSPC, "No space left on device")
+FULL = """
+import resource, sys
+from pathlib import Path
+from harness.errors import UserError
+from harness.records import Failed, Told, Asked
+from harness.run.journal import Journal
 
-    with pytest.raises(UserError, match=r"No space left on device.*everything measured before is safe"):
-        append_line(Full(), "{}", tmp_path / "j.jsonl")
+resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
+path = Path(sys.argv[1])
+try:
+    with Journal(path, {"model": "abc", "seed": 1}) as journal:
+        for number in range(100):
+            journal.append(Asked(number=number, choices=(0, 1), digest=f"d{number}", origin="searcher"))
+            journal.append(Told(number=number, outcome=Failed(stage="build", reason="x" * 300), elapsed_s=1.0))
+except UserError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_in_the_middle_of_a_line_costs_that_line_alone(tmp_path):
+    path = tmp_path / "j.jsonl"
+    done = subprocess.run([sys.executable, "-c", FULL, str(path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "everything measured before is safe: make room, then run the same command again" in done.stdout
+    assert path.read_bytes().endswith(b"\n")
+    with Journal(path, FINGERPRINT) as journal:
+        assert [entry.asked.number for entry in journal.entries if entry.told is not None] == list(range(7))
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_full_disk_is_said_once_and_closing_says_nothing_more(tmp_path):
+    path = tmp_path / "j.jsonl"
+    with (
+        pytest.raises(UserError, match=r"j.jsonl: cannot be written \(No space left on device\)"),
+        open("/dev/full", "ab", buffering=0) as file,
+    ):
+        append_line(file, "{}", path)
 
 
 def test_what_was_measured_before_a_full_disk_is_read_back(tmp_path):

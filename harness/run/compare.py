@@ -1,0 +1,53 @@
+"""Whether what a run depends on is still what it was: shown leaf by leaf where it is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UserError
+
+__all__ = ["changes", "refuse_changes"]
+
+SHOWN = 100
+"""Characters of a value; lists of placements are long."""
+
+
+def changes(there: Any, here: Any, where: str = "") -> Iterator[str]:
+    """Each leaf that differs, for instance "backend.version: '2026.3' -> '2026.4'"; absent is None.
+
+    Args:
+        there: As it was read back from JSON.
+        here: As it is now, through JSON as well, so that a tuple equals the list that it became.
+        where: Path of both within the whole.
+    """
+    if isinstance(there, Mapping) and isinstance(here, Mapping):
+        for key in sorted({*there, *here}):
+            yield from changes(there.get(key), here.get(key), f"{where}.{key}" if where else str(key))
+    elif there != here:
+        yield f"{where}: {_short(there)} -> {_short(here)}"
+
+
+def refuse_changes(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Refuse to go on with something else than what was begun.
+
+    Args:
+        path: The file that tells what was begun.
+
+    Raises:
+        UserError: With each leaf that differs.
+    """
+    changed = [f"  {line}" for line in changes(there, json.loads(json.dumps(here)))]
+    if changed:
+        raise UserError(
+            f"{path}: this run was started with something else; results would not be comparable:\n"
+            + "\n".join(changed)
+            + "\nuse another --out, or move that folder away"
+        )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
