@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["BuildFailed", "CandidateError", "EvaluationFailed", "MeasureFailed", "TimedOut", "UserError", "nearest"]
+__all__ = ["BuildFailed", "CandidateError", "EvaluationFailed", "MeasureFailed", "UserError", "nearest"]
 
 
 class UserError(Exception):
@@ -38,12 +38,6 @@ class EvaluationFailed(CandidateError):
     """The evaluator raised, or its figure is not finite."""
 
     stage = "evaluate"
-
-
-class TimedOut(CandidateError):
-    """A stage ran longer than its limit."""
-
-    stage = "timeout"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from search.space import Placement, PointKind, Space
 
 __all__ = [
-    "assign", "blocks", "crossover_by_group", "drawn", "edge_distance", "flip", "hamming", "mutate_per_kind",
+    "assign", "blocks", "crossover_by_group", "drawn", "flip", "mutate_per_kind",
     "mutate_rate", "nearby", "unseen",
 ]  # fmt: skip
 
@@ -104,16 +104,6 @@ def blocks(space: Space) -> tuple[tuple[int, ...], ...]:
             found.setdefault(key, []).append(index)
     unique = dict.fromkeys(tuple(indices) for indices in found.values() if len(indices) > 1)
     return tuple(sorted(unique, key=lambda indices: -sum(space.dimensions[i].cost for i in indices)))
-
-
-def hamming(first: Placement, second: Placement) -> int:
-    """Number of dimensions with different choices."""
-    return sum(a != b for a, b in zip(first.choices, second.choices, strict=True))
-
-
-def edge_distance(first: Placement, second: Placement, space: Space) -> int:
-    """Number of quantized edges, precision included, that only one of the two has; 0: the same graph."""
-    return len(set(space.resolve(first)).symmetric_difference(space.resolve(second)))
 
 
 def unseen(propose: Callable[[], Placement], space: Space, seen: Container[str], attempts: int) -> Placement | None:

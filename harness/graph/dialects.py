@@ -6,24 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["ONNXRUNTIME", "OPENVINO", "TENSORRT", "Dialect"]
+from harness.graph.operators import CONVOLUTIONS, LINEAR, POINTS
 
-_LINEAR = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
-_ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Max", "Min", "Pow", "Sqrt", "Sum", "Mean", "Where"})
-_POOLING = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool"})
-_ACTIVATIONS = frozenset({
-    "Relu", "LeakyRelu", "PRelu", "Clip", "Sigmoid", "HardSigmoid", "HardSwish", "Tanh", "Softmax", "LogSoftmax", "Erf",
-    "Gelu", "Elu", "Selu", "Softplus", "Mish", "Exp", "Swish",
-})  # fmt: skip
-_MOVEMENT = frozenset({
-    "Concat", "Resize", "Reshape", "Transpose", "Slice", "Split", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Pad",
-    "Gather", "DepthToSpace", "SpaceToDepth", "Tile", "Upsample",
-})  # fmt: skip
-_NORMALIZATION = frozenset({
-    "BatchNormalization", "InstanceNormalization", "LayerNormalization", "GroupNormalization", "RMSNormalization",
-    "ReduceMean", "ReduceSum", "ReduceMax", "LpNormalization", "LRN",
-})  # fmt: skip
-_POINTS = _ARITHMETIC | _POOLING | _ACTIVATIONS | _MOVEMENT | _NORMALIZATION
+__all__ = ["ONNXRUNTIME", "OPENVINO", "TENSORRT", "Dialect"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +44,8 @@ class Dialect:
     transposed_axis: int | None = 1
     bias: Literal["float", "int32"] = "float"
     min_opset: int = 13
-    linear_ops: frozenset[str] = _LINEAR
-    points: frozenset[str] = _POINTS
+    linear_ops: frozenset[str] = LINEAR
+    points: frozenset[str] = POINTS
     between_conv_and_activation: bool = True
     quantize_outputs: bool = False
     grouped_fp8: bool = True
@@ -96,7 +81,7 @@ TENSORRT = Dialect(
 OPENVINO = Dialect(
     name="openvino",
     unsigned_positive=True,
-    affine_ops=frozenset({"Conv", "ConvTranspose"}),
+    affine_ops=CONVOLUTIONS,
     precisions=frozenset({"int8", "fp8"}),
 )
 

@@ -11,17 +11,9 @@ from dataclasses import dataclass
 
 from harness.graph.dialects import Dialect
 from harness.graph.model import Model, Node
+from harness.graph.operators import ACTIVATIONS, CONVOLUTIONS, FLOATS
 
-__all__ = ["ACTIVATIONS", "RULES", "Rule", "Site", "broken_rule", "is_activation"]
-
-ACTIVATIONS = frozenset({
-    "Celu", "Clip", "Elu", "Erf", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mish", "PRelu", "Relu", "Selu",
-    "Sigmoid", "Softplus", "Softsign", "Swish", "Tanh", "ThresholdedRelu",
-})  # fmt: skip
-"""Operators that runtimes fuse into the convolution before them."""
-
-_CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
-_FLOATS = frozenset({"float", "float16"})
+__all__ = ["RULES", "Rule", "Site", "broken_rule", "is_activation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +65,7 @@ def is_activation(model: Model, tensor: str) -> bool:
 
 def _lacks_float(site: Site, tensor: str) -> bool:
     known = site.model.types.get(tensor)
-    return known is None or known.dtype not in _FLOATS
+    return known is None or known.dtype not in FLOATS
 
 
 def _is_scalar(site: Site) -> bool:
@@ -98,7 +90,7 @@ def _has_bad_operand(site: Site) -> bool:
 
 
 def _pairs_up(site: Site, first: str, second: str) -> bool:
-    if site.node.op in _CONVOLUTIONS:
+    if site.node.op in CONVOLUTIONS:
         return is_activation(site.model, first) and second in site.model.constants
     return is_activation(site.model, first) or is_activation(site.model, second)
 
@@ -112,7 +104,7 @@ def _follows_convolution(site: Site) -> bool:
     source = site.source
     if site.dialect.between_conv_and_activation or source is None:
         return False
-    if source.op in _CONVOLUTIONS or source.op == "BatchNormalization" or _adds_to_convolution(site, source):
+    if source.op in CONVOLUTIONS or source.op == "BatchNormalization" or _adds_to_convolution(site, source):
         return site.node.op in ACTIVATIONS or site.node.op == "BatchNormalization" or _is_gate(site.model, site.node)
     return source.op in ACTIVATIONS and _is_gate(site.model, site.node) and _gated_convolution(site)
 
@@ -120,7 +112,7 @@ def _follows_convolution(site: Site) -> bool:
 def _adds_to_convolution(site: Site, node: Node) -> bool:
     """A residual Add that runs inside the convolution before it."""
     makers = (_maker(site, name) for name in node.inputs) if node.op == "Add" else ()
-    return any(maker is not None and maker.op in _CONVOLUTIONS for maker in makers)
+    return any(maker is not None and maker.op in CONVOLUTIONS for maker in makers)
 
 
 def _is_gate(model: Model, node: Node) -> bool:
@@ -136,7 +128,7 @@ def _is_gate(model: Model, node: Node) -> bool:
 
 def _gated_convolution(site: Site) -> bool:
     others = (site.model.producer.get(name) for name in site.node.inputs if name != site.tensor)
-    return any(index is not None and site.model.nodes[index].op in _CONVOLUTIONS for index in others)
+    return any(index is not None and site.model.nodes[index].op in CONVOLUTIONS for index in others)
 
 
 def _is_fusible_operand(site: Site) -> bool:
@@ -169,7 +161,7 @@ def _is_later_concat_input(site: Site) -> bool:
 
 
 def _is_grouped_fp8(site: Site) -> bool:
-    grouped = site.node.op in _CONVOLUTIONS and int(site.node.attributes.get("group", 1)) > 1
+    grouped = site.node.op in CONVOLUTIONS and int(site.node.attributes.get("group", 1)) > 1
     return grouped and site.precision == "fp8" and not site.dialect.grouped_fp8
 
 

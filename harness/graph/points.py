@@ -7,28 +7,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.graph.dialects import Dialect
-from harness.graph.legality import ACTIVATIONS, broken_rule, is_activation
+from harness.graph.legality import broken_rule, is_activation
 from harness.graph.model import Model, Node
+from harness.graph.operators import ACTIVATIONS, MOVEMENT, NORMALIZATION, POOLING, SOFTMAX
 from search.space import Edge
 
 __all__ = ["Point", "macs_of", "points_of", "role_of"]
 
 _ROLES: Mapping[str, frozenset[str]] = {
     "mul": frozenset({"Mul", "Div"}),
-    "pool": frozenset({
-        "AveragePool", "GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool", "LpPool", "MaxPool",
-    }),
+    "pool": POOLING,
     "concat": frozenset({"Concat"}),
-    "activation": ACTIVATIONS | {"LogSoftmax", "Softmax"},
-    "normalization": frozenset({
-        "BatchNormalization", "GroupNormalization", "InstanceNormalization", "LRN", "LayerNormalization",
-        "LpNormalization", "MeanVarianceNormalization", "RMSNormalization",
-    }),
-    "movement": frozenset({
-        "DepthToSpace", "Expand", "Flatten", "Gather", "Identity", "Pad", "Reshape", "Resize", "Slice", "SpaceToDepth",
-        "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze", "Upsample",
-    }),
-}  # fmt: skip
+    "activation": ACTIVATIONS | SOFTMAX,
+    "normalization": NORMALIZATION,
+    "movement": MOVEMENT,
+}
 _ROLE_OF = {op: role for role, ops in _ROLES.items() for op in ops}
 
 

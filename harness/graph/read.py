@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from pathlib import Path, PureWindowsPath
 
@@ -16,6 +17,17 @@ from harness.graph.model import graphs
 __all__ = ["read_model"]
 
 _LFS = b"version https://git-lfs"
+_WIDTHS = {
+    2: "INT2 UINT2",
+    4: "INT4 UINT4 FLOAT4E2M1",
+    8: "INT8 UINT8 BOOL FLOAT8E4M3FN FLOAT8E4M3FNUZ FLOAT8E5M2 FLOAT8E5M2FNUZ FLOAT8E8M0",
+    16: "INT16 UINT16 FLOAT16 BFLOAT16",
+    32: "INT32 UINT32 FLOAT",
+    64: "INT64 UINT64 DOUBLE COMPLEX64",
+    128: "COMPLEX128",
+}
+_TYPES = dict(onnx.TensorProto.DataType.items())  # an older onnx does not know all of them
+_BITS = {_TYPES[name]: bits for bits, names in _WIDTHS.items() for name in names.split() if name in _TYPES}
 
 
 def read_model(path: Path, source: str) -> tuple[onnx.ModelProto, str]:
@@ -29,8 +41,8 @@ def read_model(path: Path, source: str) -> tuple[onnx.ModelProto, str]:
         The model as it is in the file, and the SHA-256 of that file and its external data.
 
     Raises:
-        UserError: No such file, no ONNX, cut short, or external data that is missing, too short or
-            outside of the model's folder.
+        UserError: No such file, no ONNX, cut short, weights of another size than they say, or external data that
+            is missing, too short or outside of the model's folder.
     """
     raw = _read_bytes(path, source)
     proto = _parse(raw, source)
@@ -50,6 +62,8 @@ def read_model(path: Path, source: str) -> tuple[onnx.ModelProto, str]:
         # Read in full: from here on the tensor is one like any other.
         tensor.data_location = onnx.TensorProto.DEFAULT
         del tensor.external_data[:]
+    for tensor in _tensors(proto):
+        _check_size(tensor, source)
     return proto, digest.hexdigest()
 
 
@@ -110,6 +124,19 @@ def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
             if attribute.HasField("t"):
                 yield attribute.t
             yield from attribute.tensors
+
+
+def _check_size(tensor: onnx.TensorProto, source: str) -> None:
+    """Raw values fill the shape: no more, no less (onnx.proto, TensorProto.raw_data)."""
+    bits = _BITS.get(tensor.data_type)
+    if not tensor.HasField("raw_data") or bits is None:
+        return
+    needed, found = -(-math.prod(tensor.dims) * bits // 8), len(tensor.raw_data)
+    if needed != found:
+        raise UserError(
+            f"{source}: the tensor {tensor.name!r} of shape {list(tensor.dims)} has {found} bytes, "
+            f"but needs {needed}; the file is damaged, fetch or export the model again"
+        )
 
 
 def _data_file(tensor: onnx.TensorProto, folder: Path, source: str) -> Path:

@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 from harness.graph.flow import flow_of
-from harness.graph.legality import ACTIVATIONS
 from harness.graph.model import Model, Node
+from harness.graph.operators import ACTIVATIONS, LINEAR
 from harness.graph.outline import Draft, VertexKind, outline
 
-__all__ = ["LINEAR", "Region", "RegionType", "discover"]
-
-LINEAR = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
-"""Operators at which discovery begins a new group of a sequence."""
+__all__ = ["Region", "RegionType", "discover"]
 
 _ELEMENTWISE = ACTIVATIONS | {"Add", "BatchNormalization", "Div", "Max", "Min", "Mul", "Sub"}
 
@@ -155,7 +152,7 @@ def _outlined(
 
 
 def _kind(node: Node) -> VertexKind:
-    if node.op in LINEAR:
+    if node.op in LINEAR:  # a new group of a sequence begins here
         return VertexKind.LINEAR
     return VertexKind.ELEMENTWISE if node.op in _ELEMENTWISE else VertexKind.OTHER
 

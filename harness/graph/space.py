@@ -14,6 +14,7 @@ from typing import Literal
 
 from harness.graph.dialects import Dialect
 from harness.graph.model import Model
+from harness.graph.operators import FLOATS
 from harness.graph.patterns import Pattern, find_patterns
 from harness.graph.points import Point, points_of
 from harness.graph.regions import Region, RegionType, discover
@@ -23,7 +24,6 @@ __all__ = ["Sharing", "build_space"]
 
 Sharing = Literal["pattern", "region"]
 _KINDS: tuple[PointKind, ...] = ("node_input", "child_input", "output")
-_FLOATS = frozenset({"float", "float16"})
 
 
 @dataclass(slots=True)
@@ -91,7 +91,9 @@ class _Drafter:
         self.points = points
         self._model = model
         self._sharing = sharing
-        self._ends = frozenset(model.outputs) if dialect.quantize_outputs else frozenset()
+        # A subgraph would read the quantized value, where the model asks for the output alone.
+        ends = frozenset(model.outputs) - model.captured
+        self._ends = ends if dialect.quantize_outputs else frozenset()
         self._by_edge = {(p.node, e.slot): p for found in points for p in found for e in p.edges}
 
     def draft(self, kind: PointKind, patterns: Sequence[Pattern]) -> Iterator[_Draft]:
@@ -144,7 +146,7 @@ class _Drafter:
 
     def _end(self, tensor: str) -> list[Edge]:
         known = self._model.types.get(tensor)
-        legal = tensor in self._ends and known is not None and known.dtype in _FLOATS and known.shape
+        legal = tensor in self._ends and known is not None and known.dtype in FLOATS and known.shape
         return [Edge(tensor, "", 0)] if legal else []
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.graph.model import Model
+from harness.graph.operators import LINEAR
 from harness.graph.patterns import Pattern
-from harness.graph.regions import LINEAR, Region, RegionType
+from harness.graph.regions import Region, RegionType
 
 __all__ = ["Summary", "describe_summary", "describe_tree", "summary", "to_json"]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import ml_dtypes
@@ -43,15 +42,6 @@ class QuantizedTensor:
     scale: Array
     zero_point: Array
     axis: int | None
-
-    @cached_property
-    def dequantized(self) -> Array:
-        """What a runtime computes with, in the type of the scale."""
-        shape = [1] * self.values.ndim
-        if self.axis is not None:
-            shape[self.axis] = -1
-        centred = self.values.astype(np.float32) - self.zero_point.astype(np.float32).reshape(shape or ())
-        return (centred * self.scale.astype(np.float32).reshape(shape or ())).astype(self.scale.dtype)
 
 
 def weight_axis(node: Node, slot: int, rank: int, transposed: int | None = 1) -> int | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.graph.model import Model, Node
-from harness.graph.regions import LINEAR
+from harness.graph.operators import CONVOLUTIONS, FLOATS, LINEAR
 
 __all__ = ["Wiring", "wiring_of"]
 
@@ -18,7 +18,6 @@ _IRRELEVANT = frozenset({
     "epsilon", "exclude_outside", "extrapolation_value", "gamma", "max", "min", "momentum", "nearest_mode",
     "output_padding", "output_shape", "pads", "ratio", "seed", "spatial", "storage_order", "training_mode", "value",
 })  # fmt: skip
-_FLOATS = frozenset({"float", "float16"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +98,13 @@ def _kind(model: Model, node: Node, slot: int, name: str) -> str:
         return f"constant{len(shape)}" if node.op in LINEAR and slot < 2 else "constant"
     if known is None:
         return "untyped"
-    kind = "float" if known.dtype in _FLOATS else known.dtype
+    kind = "float" if known.dtype in FLOATS else known.dtype
     return kind if known.shape else f"{kind} scalar"
 
 
 def _attributes(model: Model, node: Node) -> list[str]:
     values = {name: _plain(value) for name, value in node.attributes.items() if name not in _IRRELEVANT}
-    if node.op in ("Conv", "ConvTranspose"):
+    if node.op in CONVOLUTIONS:
         for name in ("strides", "dilations"):
             if all(value == 1 for value in values.get(name, ())):
                 values.pop(name, None)

@@ -11,9 +11,7 @@ from search.moves import (
     blocks,
     crossover_by_group,
     drawn,
-    edge_distance,
     flip,
-    hamming,
     mutate_per_kind,
     mutate_rate,
     nearby,
@@ -24,6 +22,11 @@ from search.testing import planted_space
 SPACE = planted_space(30, groups=5, precisions=("int8", "fp8"))
 seeds = st.integers(0, 2**32 - 1)
 placements = st.builds(lambda seed: SPACE.random(np.random.default_rng(seed)), seeds)
+
+
+def hamming(first: Placement, second: Placement) -> int:
+    """Number of dimensions with different choices."""
+    return sum(a != b for a, b in zip(first.choices, second.choices, strict=True))
 
 
 def rng_of(seed):
@@ -115,18 +118,6 @@ def test_blocks_are_roles_patterns_and_roles_within_patterns_by_cost():
     assert tuple(i for i, d in enumerate(SPACE.dimensions) if d.role == "linear") == found[0]
     assert len(set(found)) == len(found)
     assert all(len(indices) > 1 for indices in found)
-
-
-def test_distance_counts_edges_not_choices():
-    edges = (Edge("t", "n", 0), Edge("t", "m", 0))
-    space = Space(tuple(
-        Dimension(name=name, group="g", kind="node_input", choices=("float", "int8", "fp8"), edges=edges)
-        for name in "ab"
-    ))  # fmt: skip
-    assert hamming(Placement((1, 0)), Placement((0, 1))) == 2
-    assert edge_distance(Placement((1, 0)), Placement((0, 1)), space) == 0, "the same graph"
-    assert edge_distance(Placement((0, 0)), Placement((0, 1)), space) == 2
-    assert edge_distance(Placement((1, 0)), Placement((2, 0)), space) == 4, "another precision is another edge"
 
 
 def test_unseen_gives_up_after_its_attempts():

@@ -148,6 +148,16 @@ class TestReading:
         with pytest.raises(UserError, match=r"external data 'weights.bin' with the weights 'Conv_\w+' is missing; put"):
             load(path)
 
+    def test_weights_of_another_size_than_their_shape(self, tmp_path: Path) -> None:
+        builder = GraphBuilder("tiny")
+        builder.output(builder.gemm(builder.input("x", (1, 4)), 3), name="y")
+        proto = builder.build()
+        weight = next(tensor for tensor in proto.graph.initializer if len(tensor.dims) == 2)
+        weight.raw_data = weight.raw_data[:-8]
+        (tmp_path / "short.onnx").write_bytes(proto.SerializeToString())
+        with pytest.raises(UserError, match=r"tensor 'Gemm_weight' of shape \[3, 4\] has 40 bytes, but needs 48"):
+            load(tmp_path / "short.onnx")
+
     def test_external_data_cut_short(self, tmp_path: Path) -> None:
         path = with_external_data(tmp_path)
         (tmp_path / "weights.bin").write_bytes(b"\x00" * 10)

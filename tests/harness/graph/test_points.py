@@ -227,6 +227,9 @@ def test_a_mean_over_an_image_is_pooling_and_over_features_is_not() -> None:
     [
         ("MaxPool", "pool"),
         ("Relu", "activation"),
+        ("Celu", "activation"),
+        ("Softsign", "activation"),
+        ("ThresholdedRelu", "activation"),
         ("Softmax", "activation"),
         ("Reshape", "movement"),
         ("Sqrt", "other"),

@@ -132,6 +132,21 @@ def test_ends_of_the_model_stay_float_where_the_dialect_says_so() -> None:
     assert all(edge.consumer for edge in edges_of(space))
 
 
+def test_an_output_that_a_subgraph_reads_stays_float_at_the_end_of_the_model() -> None:
+    g = GraphBuilder("captured")
+    x = g.output(g.gemm(g.input("x", (1, 4)), 4), name="shared")
+    branches = []
+    for op in ("Tanh", "Sigmoid"):
+        inner = GraphBuilder(op)
+        inner.output(inner.op(op, x, outputs=[f"{op}_result"])[0], (1, 4))
+        branches.append(inner.graph())
+    flag = g.input("flag", (), "bool")
+    g.output(g.op("If", flag, then_branch=branches[0], else_branch=branches[1], outputs=["y"])[0], (1, 4))
+    model = from_proto(g.build(), source="captured", sha256="0")
+    assert "shared" in model.captured
+    assert Edge("shared", "", 0) not in edges_of(build_space(model, ONNXRUNTIME))
+
+
 def test_child_inputs_say_something_new() -> None:
     model = encoder(2)
     space = build_space(model, OPENVINO, kinds=("node_input", "child_input"))

@@ -12,10 +12,14 @@ from search.algorithms.random import RandomSearcher
 from search.algorithms.random_mutation import RandomMutationSearcher
 from search.algorithms.tpe import TPESearcher
 from search.api import Dimension, Edge, Failure, Observation, Placement, Score, Space
-from search.moves import hamming
 from search.testing import PlantedObjective, common_seeds, drive, planted_space
 
 ALL = (RandomSearcher, RandomMutationSearcher, TPESearcher, EvolutionarySearcher, LocalSearcher)
+
+
+def hamming(first: Placement, second: Placement) -> int:
+    """Number of dimensions with different choices."""
+    return sum(a != b for a, b in zip(first.choices, second.choices, strict=True))
 
 
 def scored(space, placement, objective, **facts):

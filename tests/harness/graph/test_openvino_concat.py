@@ -1,0 +1,64 @@
+"""Why the OpenVINO dialect gives convolutions UINT8 data: behind a Concat, OpenVINO miscomputes symmetric INT8 data.
+
+Relative error of OpenVINO 2026.4 against ONNX Runtime without graph optimizations, on the same Q/DQ file and on
+AVX512-VNNI: 0.22 for INT8 data behind a Concat, below 1e-5 for UINT8 data and for INT8 data without the Concat.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import openvino
+import pytest
+
+from harness.calibrate.ranges import calibrate
+from harness.feeds import random_feeds
+from harness.graph.build import GraphBuilder
+from harness.graph.dialects import OPENVINO, Dialect
+from harness.graph.insert import Inserter
+from harness.graph.load import from_proto, save
+from harness.graph.model import Model
+from harness.graph.space import build_space
+
+SYMMETRIC = dataclasses.replace(OPENVINO, affine_ops=frozenset(), unsigned_positive=False)
+FEEDS = list(random_feeds({"x": ("float", (1, 8, 16, 16))}, 4))
+CPU_FLAGS = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+
+
+def model(*, concat: bool) -> Model:
+    g = GraphBuilder("convolutions")
+    x = g.input("x", (1, 8, 16, 16))
+    first, second = g.conv(x, 16, 3), g.conv(x, 16, 3)
+    g.output(g.conv(g.op("Concat" if concat else "Add", first, second, **({"axis": 1} if concat else {})), 16, 3))
+    return from_proto(g.build(), source="convolutions", sha256="0")
+
+
+def error(made: Model, dialect: Dialect, folder: Path) -> float:
+    """Relative error of OpenVINO on the data and weights of all convolutions quantized."""
+    space = build_space(made, dialect)
+    edges = space.resolve(space.only({"linear"}))
+    tensors = {e.tensor for d in space.dimensions for e in d.edges} - made.constants.keys()
+    path = Inserter(made, dialect, calibrate(save(made, folder), tensors, FEEDS)).write(edges, folder, name="quantized")
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    exact = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"]).run(None, FEEDS[0])[0]
+    hints = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1}
+    found = openvino.Core().compile_model(str(path), "CPU", hints)(FEEDS[0])[0]
+    return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
+
+
+def test_unsigned_data_behind_a_concat_are_exact(tmp_path: Path) -> None:
+    assert error(model(concat=True), OPENVINO, tmp_path) < 1e-4
+
+
+def test_symmetric_data_without_a_concat_are_exact(tmp_path: Path) -> None:
+    assert error(model(concat=False), SYMMETRIC, tmp_path) < 1e-4
+
+
+@pytest.mark.skipif("avx512_vnni" not in CPU_FLAGS, reason="seen on a CPU with AVX512-VNNI")
+@pytest.mark.xfail(strict=True, reason="OpenVINO 2026.4 is a fifth off; once it is not, the dialect may be simplified")
+def test_symmetric_data_behind_a_concat_are_exact(tmp_path: Path) -> None:
+    assert error(model(concat=True), SYMMETRIC, tmp_path) < 1e-4
