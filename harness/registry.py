@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from harness.errors import CandidateError, UserError, nearest
 
-__all__ = ["GROUPS", "Plugin", "check_params", "create", "find", "guarded", "load", "plugins"]
+__all__ = ["GROUPS", "Plugin", "check_params", "create", "find", "guarded", "load", "plugins", "signature"]
 
 T = TypeVar("T")
 
@@ -80,6 +80,19 @@ def load(kind: str, use: str) -> Callable[..., Any]:
     return loaded
 
 
+def signature(kind: str, use: str) -> inspect.Signature:
+    """What a plug-in's class or factory takes.
+
+    Raises:
+        UserError: See `load`; also where it is nothing that can be called.
+    """
+    factory = load(kind, use)
+    try:
+        return inspect.signature(factory)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{kind} {use!r} is no class or function that can be called: {error}") from error
+
+
 def guarded(what: str, work: Callable[[], T]) -> T:
     """Do something in a plug-in of somebody else; `what` begins the message where it breaks.
 
@@ -106,15 +119,14 @@ def check_params(kind: str, use: str, params: Mapping[str, Any], given: Iterable
     Raises:
         UserError: An unknown parameter, or a required one is missing.
     """
-    factory = load(kind, use)
-    signature = _signature(kind, use, factory).parameters
+    factory, parameters = load(kind, use), signature(kind, use).parameters
     supplied = set(given)
-    if not any(p.kind is p.VAR_KEYWORD for p in signature.values()):
-        allowed = [name for name in signature if name not in supplied and name != "self"]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        allowed = [name for name in parameters if name not in supplied and name != "self"]
         for name in params:
             if name not in allowed:
                 raise UserError(f"{kind} {use!r} has no parameter {name!r}; {nearest(name, allowed)}")
-    for name, parameter in signature.items():
+    for name, parameter in parameters.items():
         missing = parameter.default is parameter.empty and name not in params and name not in supplied
         if missing and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             raise UserError(f"{kind} {use!r} needs the parameter {name!r}")
@@ -129,7 +141,7 @@ def create(kind: str, use: str, params: Mapping[str, Any]) -> Any:
     """
     factory = check_params(kind, use, params)
     try:
-        bound = _signature(kind, use, factory).bind(**params)
+        bound = signature(kind, use).bind(**params)
     except TypeError as error:
         raise UserError(f"{kind} {use!r}: {error}") from error
     try:
@@ -138,10 +150,3 @@ def create(kind: str, use: str, params: Mapping[str, Any]) -> Any:
         raise UserError(f"{kind} {use!r}: {error}") from error
     except TypeError as error:
         raise UserError(f"{kind} {use!r} broke down in its constructor: TypeError: {error}") from error
-
-
-def _signature(kind: str, use: str, factory: Callable[..., Any]) -> inspect.Signature:
-    try:
-        return inspect.signature(factory)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{kind} {use!r} is no class or function that can be called: {error}") from error

@@ -6,7 +6,6 @@ no model is parsed and no image is read.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,10 +52,10 @@ def check_experiment(experiment: Experiment, base: Path) -> None:
 
 def _check_searcher(searcher: Use, precisions: tuple[str, ...]) -> None:
     space = planted_space(6, groups=2, precisions=precisions[:1])
-    registry.check_params("searcher", searcher.use, searcher.params, given=("space", "seed"))
     for name in ("space", "seed"):
         if name in searcher.params:
             raise UserError(f"searcher {searcher.use!r}: {name!r} is set by the harness, not by the experiment")
+    registry.check_params("searcher", searcher.use, searcher.params, given=("space", "seed"))
     params = {"space": space, "seed": 0, **searcher.params}
     registry.guarded(f"searcher {searcher.use!r}", lambda: registry.create("searcher", searcher.use, params))
 
@@ -95,8 +94,8 @@ def _check_model(model: ModelSpec, base: Path, data: _Data) -> None:
 
 def _check_evaluator(evaluator: Use, preprocess: Use | None, data: _Data) -> None:
     use, params = evaluator.use, dict(evaluator.params)
-    factory = registry.check_params("evaluator", use, params, given=(*SUPPLIED, "preprocess"))
-    if preprocess is not None and "preprocess" in inspect.signature(factory).parameters:
+    wanted = registry.signature("evaluator", use).parameters
+    if preprocess is not None and "preprocess" in wanted:
         params.setdefault("preprocess", {"use": preprocess.use, "params": preprocess.params})
     evaluator_params(use, params, dict.fromkeys(SUPPLIED))
     # By the names that the built-in evaluators use: another one's may be of other kinds.

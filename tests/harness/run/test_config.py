@@ -2,6 +2,8 @@
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from harness.errors import UserError
 from harness.run.config import load_experiment, parse_experiment, to_yaml
@@ -68,6 +70,23 @@ def test_plan_runs_every_searcher_at_the_first_seed_before_the_second():
         ("!!python/object/apply:os.system ['true']", "not valid YAML"),
         (MINIMAL + "matrix: {seeds: [1]}", "matrix.seeds: a path below models, backends or searchers"),
         (MINIMAL + "matrix: {backends.params.threads: []}", "a list with at least one entry, but got []"),
+        (MINIMAL + "seeds: [3, 4, 3]", "e.yaml: seeds: 3 appears twice"),
+        (MINIMAL + "initial: [all, all]", "initial: 'all' appears twice"),
+        (MINIMAL + "baselines: [all, all]", "baselines: 'all' appears twice"),
+        (MINIMAL + "precision: [int8, int8]", "precision: 'int8' appears twice"),
+        (MINIMAL + "budget: {evaluations: [9, 9]}", "budget.evaluations: 9 appears twice"),
+        (MINIMAL + "budget: {evaluations: [5]}", "initial has 5 seeds, which count: ask for more, but got 5"),
+        (MINIMAL + "searchers: [{use: random, label: a/b}]", "searchers: 'a/b' is no folder name; use at most 100"),
+        (MINIMAL + "backends: [{use: openvino, label: ../x}]", "backends: '../x' is no folder name"),
+        (f"experiment: {'e' * 101}\nmodels: [a]", "is no folder name; use at most 100 letters, digits"),
+        (MINIMAL + "searchers: random", "searchers: Input should be a valid list, but got 'random'"),
+        (MINIMAL + "matrix: {backends.a.b: [1]}\nbackends: [{use: x, a: q}]", "'a' is 'q' in 'x', not a mapping"),
+        (MINIMAL + "matrix: {backends.a.b: [1]}\nbackends: [{use: x, a: }]", "'a' is None in 'x', not a mapping"),
+        (MINIMAL + "matrix: {backends.a: [1]}\nbackends: [null]", "are names or mappings, but one is None"),
+        (MINIMAL + "matrix: {backends.a: [1]}", "there is no list 'backends' to vary"),
+        (MINIMAL + "? [1]\n: 2", "e.yaml: not valid YAML: line 3, column 3: a key is a plain name, but got [1]"),
+        (MINIMAL + "x: " + "[" * 9999, "e.yaml: not valid YAML: line 3, column 53: nested more than 50 levels deep"),
+        (MINIMAL + "x: 2020-13-45", "e.yaml: not valid YAML: month must be in 1..12"),
         (
             "experiment: e\nmodels: [{use: a, calibration: {data: {use: images}}}]",
             "calibration.data needs 'preprocess'",
@@ -76,6 +95,40 @@ def test_plan_runs_every_searcher_at_the_first_seed_before_the_second():
 )
 def test_mistakes_are_named(text, expected):
     assert expected in refused(text)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"), [("1e-3", "1.0e-3"), ("-2.5E6", "-2.5e+6"), ("1.e5", "1.0e+5"), ("2e+0", "2.0e+0")]
+)
+def test_numbers_that_yaml_takes_for_text_are_refused_with_what_to_write(written, meant):
+    text = MINIMAL + "searchers: [{use: random, params: {rate: NUMBER}}]"
+    assert refused(text.replace("NUMBER", written)).endswith(f"{written} is text to YAML, no number; quote it, "
+                                                             f"or write {meant}")  # fmt: skip
+    value = parse_experiment(text.replace("NUMBER", meant), "e.yaml").searchers[0].params["rate"]
+    assert value == float(written)
+    assert parse_experiment(text.replace("NUMBER", f"'{written}'"), "e.yaml").searchers[0].params["rate"] == written
+
+
+def test_cells_that_would_share_a_folder_are_refused():
+    models = "[{use: m, label: a-b}, {use: m, label: a}]"
+    backends = "[{use: x, label: c}, {use: x, label: b-c}]"
+    experiment = parse_experiment(f"experiment: e\nmodels: {models}\nbackends: {backends}", "e.yaml")
+    with pytest.raises(UserError, match="two cells would be called 'a-b-c-int8'; choose other labels"):
+        plan(experiment)
+
+
+def test_matrix_labels_of_long_values_are_their_place_in_the_list():
+    experiment = parse_experiment(MINIMAL + "matrix: {models.calibration: [{samples: 3}, {samples: 4}]}", "e.yaml")
+    assert [(m.name, m.calibration.samples) for m in experiment.models] == [
+        ("resnet18-calibration-0", 3),
+        ("resnet18-calibration-1", 4),
+    ]
+
+
+@given(st.text(alphabet="ab:-[]{},?!&*|>'\" \n#%@`0.1e~", max_size=60))
+def test_whatever_the_text_there_is_an_experiment_or_a_message(text):
+    with pytest.raises(UserError, match=r"^e\.yaml: "):
+        parse_experiment(text, "e.yaml")
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):

@@ -1,0 +1,186 @@
+"""What a user of `qdq` sees before anything runs, and while it does."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from harness import registry
+from harness.cli import main
+from harness.graph.build import GraphBuilder
+from harness.show import Terminal
+
+EXPERIMENT = """
+experiment: small
+models: [{use: net.onnx, calibration: {samples: 2}}]
+backends: [{use: simulated, params: {seed: 5, noise: 0.0}}]
+searchers: [random]
+initial: [float, all]
+baselines: [all]
+budget: {evaluations: [4]}
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+MODEL = "{use: net.onnx, calibration: {samples: 2}}"
+SEARCHER = """
+from harness.errors import UserError
+from search.space import Placement
+
+class Mine:
+    def __init__(self, space, *, seed):
+        self.space, self.left = space, 3
+
+    def ask(self, n):
+        self.left -= 1
+        return [Placement((1,) + (0,) * (len(self.space) - 1))] if self.left > 0 else []
+
+    def tell(self, observation):
+        pass
+
+class Broken(Mine):
+    def __init__(self, space, *, seed):
+        raise RuntimeError("no licence")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    builder = GraphBuilder("net", seed=1)
+    x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3, pad=1))
+    builder.output(builder.op("GlobalAveragePool", builder.conv(x, 4, 1)))
+    builder.save(tmp_path / "net.onnx")
+    (tmp_path / "my_searcher_of_cli.py").write_text(SEARCHER)
+    np.savez(tmp_path / "feeds.npz", x=np.zeros((2, 3, 8, 8), np.float32))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_searcher_of_cli", raising=False)
+    return tmp_path
+
+
+def qdq(*arguments: str) -> int:
+    """Run the command in this process and give its exit code."""
+    try:
+        main(list(arguments))
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def model(text: str) -> tuple[str, str]:
+    return MODEL, "{use: net.onnx, " + text + "}"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (("[random]", "[{use: evolutionary, params: {population: 0}}]"), "population is at least 1, but got 0"),
+        (("[random]", "[{use: random, params: {seed: 1}}]"), "'seed' is set by the harness"),
+        (("[random]", "['my_searcher_of_cli:Broken']"), "searcher 'my_searcher_of_cli:Broken': RuntimeError: no lic"),
+        (("noise: 0.0", "noise: -1.0"), "benchmarker 'simulated': noise: 0 or more, but got -1.0"),
+        (
+            ("use: simulated, params: {seed: 5, noise: 0.0}", "use: onnxruntime}]\nprecision: [fp8] # "),
+            "precision 'fp8': backend 'onnxruntime' runs int8",
+        ),
+        ((MODEL, MODEL + ", 'zoo:resnet19'"), "model 'resnet19': zoo:resnet19: no such model; did you mean"),
+        ((MODEL, MODEL + ", gone.onnx"), "model 'gone': gone.onnx: no such file or folder"),
+        (model("calibration: {data: {use: npz, path: no.npz}}"), "model 'net': calibration: no.npz: no such file"),
+        (model("preprocess: shape"), "no preprocessing is called 'shape'; did you mean 'shapes'"),
+        (
+            model("preprocess: shapes, calibration: {data: {use: images, images: none}}"),
+            "model 'net': calibration: none: no such file or folder",
+        ),
+        (
+            model("preprocess: shapes, evaluator: {use: coco_map, params: {data: {use: shapes}, decode: shapes}}"),
+            "model 'net': evaluator: data.split: this key is required",
+        ),
+        (
+            model("evaluator: {use: top1, params: {data: {use: npz, path: feeds.npz}}}"),
+            "evaluator 'top1' needs the parameter 'preprocess'",
+        ),
+        (model("evaluator: {use: fidelity, params: {sample: 3}}"), "no parameter 'sample'; did you mean 'samples'"),
+        (
+            model("evaluator: {use: fidelity, params: {base: 3}}"),
+            "evaluator 'fidelity': 'base' is set by the harness, not by the experiment",
+        ),
+        (
+            model(
+                "preprocess: shapes, evaluator: {use: coco_map, "
+                "params: {data: {use: shapes, split: evaluation, count: 1}, decode: shape}}"
+            ),
+            "no decoder is called 'shape'; did you mean 'shapes'",
+        ),
+        (("baselines:", "objective: {max_drop: 0.1}\nbaselines:"), "model 'net' has no evaluator whose metric"),
+    ],
+)
+def test_check_finds_what_the_run_would_find_late(folder, capsys, change, expected):
+    file = folder / "wrong.yaml"
+    assert change[0] in EXPERIMENT
+    file.write_text(EXPERIMENT.replace(*change))
+    for more in (["--check"], ["--out", str(folder / "out")]):
+        assert qdq("run", str(file), *more) == 2
+        error = capsys.readouterr().err
+        assert expected in error
+        assert "Traceback" not in error
+    assert not (folder / "out").exists()
+
+
+def test_a_searcher_beside_the_experiment_runs_from_anywhere(folder, tmp_path_factory):
+    (folder / "mine.yaml").write_text(EXPERIMENT.replace("[random]", "['my_searcher_of_cli:Mine']"))
+    out = folder / "out"
+    command = [sys.executable, "-m", "harness.cli", "run", str(folder / "mine.yaml"), "--out", str(out)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path_factory.mktemp("elsewhere")
+    )
+    assert done.returncode == 0, done.stderr
+    assert "| Mine" in done.stdout
+    assert len((out / "net-simulated-int8" / "runs" / "Mine-0.jsonl").read_text().splitlines()) > 2
+
+
+def test_warnings_of_our_own_parts_reach_the_user_and_nobody_elses(folder, capsys, monkeypatch):
+    def noisy():
+        logging.getLogger("harness.graph.load").warning("operators stay float: Foo")
+        logging.getLogger("harness.graph.load").info("detail")
+        logging.getLogger("matplotlib").warning("chatter")
+        return {}
+
+    monkeypatch.setattr("harness.zoo.names", noisy)
+    assert qdq("list") == 0
+    assert capsys.readouterr().err == "operators stay float: Foo\n"
+    assert qdq("--verbose", "list") == 0
+    assert "harness.graph.load: detail" in capsys.readouterr().err
+
+
+def test_list_shows_broken_plug_ins_too(capsys, monkeypatch):
+    broken = registry.EntryPoint(name="broken", value="not_installed_anywhere:X", group="qdq.searchers")
+    real = registry.entry_points
+    monkeypatch.setattr(registry, "entry_points", lambda group: [broken, *real(group=group)])
+    assert qdq("list") == 0
+    shown = capsys.readouterr().out
+    assert "searcher\tbroken" in shown
+    assert "searcher\trandom" in shown
+
+
+def test_regions_are_json_on_request(folder, capsys):
+    assert qdq("regions", str(folder / "net.onnx"), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["dialect"] == "openvino"
+    assert qdq("regions", str(folder / "net.onnx"), "--shape", "1x3") == 2
+    assert "--shape 1x3: NAME:SHAPE, for instance" in capsys.readouterr().err
+
+
+def test_without_a_terminal_long_work_says_how_far_it_is(capsys):
+    with Terminal(every_s=0.0) as terminal:
+        terminal.say("a line that is far longer than eighty columns " * 4)
+        with terminal.work("search", 3) as step:
+            step.advance("best 2 ms")
+            step.advance()
+            step.advance()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert lines[1:] == [f"search: {k}/3, about 0:00 min left, best 2 ms" for k in (1, 2)]
+
+
+def test_without_a_terminal_short_work_says_nothing(capsys):
+    with Terminal() as terminal, terminal.work("search", 2) as step:
+        step.advance()
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,78 @@
+"""A plug-in that breaks is named when it is used, and takes nothing else along."""
+
+import sys
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from harness import registry
+from harness.errors import UserError
+
+MODULE = """
+class Broken:
+    def __init__(self, size=1):
+        self.size = size + len(None)
+
+class Choosy:
+    def __init__(self, size=1):
+        if size < 1:
+            raise ValueError(f"size is at least 1, but got {size}")
+        self.size = size
+
+def keyword_free(first, /):
+    return first
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Write a module of plug-ins and give its name."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(name: str, text: str) -> str:
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return name
+
+    return write
+
+
+def refused(*arguments: object) -> str:
+    with pytest.raises(UserError) as caught:
+        registry.create(*arguments)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("raise RuntimeError('no licence')", "cannot be loaded: RuntimeError: no licence"),
+        ("def broken(:", "cannot be loaded: SyntaxError: "),
+        ("import not_installed_anywhere", "cannot be loaded: ModuleNotFoundError: No module named"),
+        ("", "cannot be loaded: AttributeError: module 'plug_bad' has no attribute 'Thing'"),
+    ],
+)
+def test_a_plug_in_that_cannot_be_imported_is_named(module, text, expected):
+    name = module("plug_bad", text)
+    assert expected in refused("searcher", f"{name}:Thing", {})
+
+
+def test_wrong_parameters_and_broken_constructors_are_told_apart(module):
+    name = module("plug_some", MODULE)
+    assert "has no parameter 'sizes'; did you mean 'size'" in refused("searcher", f"{name}:Choosy", {"sizes": 1})
+    assert refused("searcher", f"{name}:Choosy", {"size": 0}).endswith("size is at least 1, but got 0")
+    assert "broke down in its constructor: TypeError: object of type 'NoneType'" in refused(
+        "searcher", f"{name}:Broken", {}
+    )
+    assert "no class or function that can be called" in refused("searcher", f"{name}:NUMBER", {})
+    assert "needs the parameter 'space'" in refused("searcher", "random", {"seed": 1})
+    assert "positional only" in refused("searcher", f"{name}:keyword_free", {"first": 1})
+
+
+def test_a_name_that_two_distributions_offer_is_refused_on_use_alone(monkeypatch):
+    mine, theirs = (EntryPoint(name="twin", value=f"{module}:X", group="qdq.searchers") for module in ("a", "b"))
+    monkeypatch.setattr(registry, "entry_points", lambda group: [mine, theirs])
+    assert [plugin.name for plugin in registry.plugins("searcher")] == ["twin", "twin"]
+    assert "searcher 'twin' is offered by" in refused("searcher", "twin", {})
