@@ -9,10 +9,12 @@ import hashlib
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Required, TypedDict, Unpack
 
@@ -20,12 +22,17 @@ import numpy as np
 
 from harness import registry
 from harness.api import Array
-from harness.calibrate._files import copy_model, move_model
 from harness.errors import BuildFailed
+from harness.graph.files import copy_model, move_model
 
 __all__ = ["PtqOptions", "modelopt_ptq", "ort_static", "ptq_fingerprint"]
 
 logger = logging.getLogger(__name__)
+
+_BOOT = (
+    "import runpy, sys; from harness.measure.worker import end_with_driver; end_with_driver(); "
+    "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
 
 
 class PtqOptions(TypedDict, total=False):
@@ -36,12 +43,14 @@ class PtqOptions(TypedDict, total=False):
         method: How ranges are taken from the data; "minmax" if not given. ModelOpt knows no "percentile".
         percentile: For method "percentile", in per cent; 99.99 if not given.
         precision: "int8" if not given. ONNX Runtime knows no "fp8" that other runtimes read.
+        limit_s: Wall-clock after which the tool is ended; no limit if not given. No part of the fingerprint.
     """
 
     dialect_name: Required[str]
     method: Literal["minmax", "entropy", "percentile"]
     percentile: float
     precision: str
+    limit_s: float
 
 
 def modelopt_ptq(
@@ -101,7 +110,7 @@ def _run(
             "reason": str(folder / "reason.txt"),
         }
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
-        done = _start(folder)
+        done = _start(tool, folder, options.get("limit_s"))
         if done.returncode or not made.exists():
             raise BuildFailed(f"{tool}: {_reason(folder, done)}")
         move_model(made, output_path)
@@ -127,17 +136,31 @@ def _write_data(batches: Sequence[Mapping[str, Array]], path: Path) -> dict[str,
     return {"data": str(path), "names": names, "count": len(batches)}
 
 
-def _start(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the child with the scratch folder as its working and temporary folder; -P keeps ours off its path."""
+def _start(tool: str, folder: Path, limit_s: float | None) -> subprocess.CompletedProcess[str]:
+    """Run the child with the scratch folder as its working and temporary folder; -P keeps ours off its path.
+
+    Raises:
+        BuildFailed: It took too long.
+    """
     child = Path(__file__).with_name("_ptq_child.py")
     environment = os.environ | {"PYTHONHASHSEED": "0", "TMPDIR": str(folder)}
-    done = subprocess.run(
-        [sys.executable, "-P", str(child), str(folder / "request.json")],
-        cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, errors="replace", check=False,
-    )  # fmt: skip
-    logger.debug("%s", done.stdout)
-    return done
+    theirs, ours = os.pipe()  # never written to: see end_with_driver
+    with open(ours, "wb"), open(theirs, "rb") as stdin:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _BOOT, str(child), str(folder / "request.json")],
+            cwd=folder, env=environment, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace", start_new_session=True,
+        )  # fmt: skip
+        with process:
+            try:
+                printed, _ = process.communicate(timeout=limit_s)
+            except subprocess.TimeoutExpired as error:
+                raise BuildFailed(f"{tool}: took longer than {limit_s:g} s") from error
+            finally:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+    logger.debug("%s", printed)
+    return subprocess.CompletedProcess(process.args, process.returncode, printed)
 
 
 def _reason(folder: Path, done: subprocess.CompletedProcess[str]) -> str:

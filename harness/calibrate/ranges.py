@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from harness.api import Array
-from harness.calibrate._files import copy_model
 from harness.errors import UserError, nearest
+from harness.graph.files import copy_model
 from harness.paths import cache_folder
 
 if TYPE_CHECKING:

@@ -2,58 +2,42 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 from harness import registry, zoo
 from harness.api import Array, Candidate
-from harness.calibrate.ptq import PtqOptions, modelopt_ptq, ort_static
+from harness.calibrate.ptq import PtqOptions
 from harness.calibrate.ranges import CalibrationKey, cached_ranges
-from harness.errors import BuildFailed, UserError
+from harness.errors import UserError
 from harness.evaluators.datasets import open_data
 from harness.evaluators.feeding import batches, image_input
 from harness.evaluators.inputs import evaluator_params
 from harness.evaluators.preprocess import preprocess_fingerprint
 from harness.feeds import check_types, random_feeds
 from harness.graph.dialects import Dialect
-from harness.graph.diff import pairs_in
 from harness.graph.importer import import_qdq
 from harness.graph.insert import Inserter
 from harness.graph.load import load, save
 from harness.graph.model import Model
 from harness.graph.space import build_space
-from harness.paths import cache_folder, locate
+from harness.paths import locate
 from harness.run.config import Experiment, ModelSpec, Use
 from harness.run.engine import Seed
+from harness.run.foreign import PTQ, Foreign, Order, quantize_with
 from harness.run.journal import writing
 from harness.run.observe import Observer
 from harness.run.plan import CellSpec
 from search.space import Placement, Space
 
-__all__ = ["Cell", "Foreign", "compose", "evaluator_use", "open_model"]
+__all__ = ["Cell", "compose", "evaluator_use", "open_model"]
 
 OPSET = 17
 """Per-channel Q/DQ needs 13; runtimes read 17 best today, and a dialect may ask for more."""
-PTQ_PACKAGES = ("nvidia-modelopt", "onnxruntime")
-Say = Callable[[str], None]
-PTQ = {"modelopt_ptq": modelopt_ptq, "ort_static": ort_static}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Foreign:
-    """A Q/DQ model that another tool made, or the reason why it could not."""
-
-    name: str
-    path: Path | None
-    pairs: int = 0
-    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +148,14 @@ def compose(experiment: Experiment, spec: CellSpec, base: Path, work: Path, obse
     feeds = _Feeds(spec.model, model, base)
     ranges = _ranges(space, model, model_file, feeds, observer)
     names = dict.fromkeys([*experiment.initial, *experiment.baselines])
-    options = feeds.ptq_options(dialect, spec.precision)
-    foreign = {name: _foreign(name, model, model_file, feeds, options, observer.say) for name in names if name in PTQ}
+    order = Order(
+        model_file=model_file,
+        source=model.source,
+        data=feeds,
+        data_key=repr(feeds.key),
+        options={**feeds.ptq_options(dialect, spec.precision), "limit_s": experiment.limits.evaluate_s},
+    )
+    foreign = {name: quantize_with(name, order, observer) for name in names if name in PTQ}
     placements = dict(_placements(list(names), space, model, foreign, observer))
     return Cell(
         spec=spec,
@@ -267,22 +257,6 @@ def _ranges(
         observer.say(f"{model.source}: no calibration data given, random data is used: do not trust any accuracy")
     with observer.work(f"calibrate {model.source}", feeds.count) as step:
         return cached_ranges(feeds.key, model_file, sorted(tensors), feeds, progress=lambda _: step.advance())
-
-
-def _foreign(name: str, model: Model, model_file: Path, feeds: _Feeds, options: PtqOptions, say: Say) -> Foreign:
-    """Quantize with another tool, or take what it gave for the same model, data and options before."""
-    tools = sorted(f"{d.name} {d.version}" for d in distributions() if d.name.startswith(PTQ_PACKAGES))
-    key = hashlib.sha256(json.dumps([name, dict(options), repr(feeds.key), tools]).encode()).hexdigest()[:24]
-    path = cache_folder() / "ptq" / key / f"{name}.onnx"
-    if not path.exists():
-        say(f"{model.source}: quantizing with {name}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            PTQ[name](model_file, path, list(feeds), **options)
-        except BuildFailed as error:
-            say(f"{model.source}: {name} failed: {error}")
-            return Foreign(name=name, path=None, reason=str(error))
-    return Foreign(name=name, path=path, pairs=pairs_in(path))
 
 
 def _placements(

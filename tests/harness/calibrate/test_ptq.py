@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import subprocess
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,17 +16,18 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
+import psutil
 import pytest
 from onnxruntime.quantization.calibrate import CalibraterBase, HistogramCollector, MinMaxCalibrater
 from onnxruntime.quantization.registry import QDQRegistry
 
 from harness.calibrate import _ptq_child
-from harness.calibrate._files import copy_model, move_model
 from harness.calibrate.ptq import modelopt_ptq, ort_static, ptq_fingerprint
 from harness.errors import BuildFailed
 from harness.feeds import random_feeds
 from harness.graph.build import GraphBuilder
 from harness.graph.dialects import OPENVINO
+from harness.graph.files import copy_model, move_model
 
 CHANNELS = 32  # ModelOpt leaves thinner convolutions alone at FP8
 TOOLS = [modelopt_ptq, ort_static]
@@ -187,6 +191,38 @@ def test_the_tools_own_words_come_on_one_line(model: Path, tmp_path: Path) -> No
         ort_static(model, tmp_path / "q.onnx", wrong, dialect_name="onnxruntime")
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tool_that_takes_too_long_is_ended(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(BuildFailed, match=r"ort_static: took longer than 0.05 s"):
+        ort_static(model, tmp_path / "q.onnx", BATCHES, dialect_name="onnxruntime", limit_s=0.05)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tool_ends_with_the_process_that_started_it(model: Path, tmp_path: Path) -> None:
+    """The driver is killed while the tool, whose interpreter is replaced by one that sleeps, is at work."""
+    slow = tmp_path / "slow.py"
+    note = f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))"
+    slow.write_text(f"import os, pathlib, time\n{note}\ntime.sleep(60)")
+    driver = (
+        "import numpy, pathlib, harness.calibrate.ptq as ptq\n"
+        f"ptq._BOOT = ptq._BOOT.replace('sys.argv[0]', repr({str(slow)!r}))\n"
+        f"ptq.ort_static(pathlib.Path({str(model)!r}), pathlib.Path({str(tmp_path / 'q.onnx')!r}), "
+        "[{'x': numpy.zeros(1)}], dialect_name='onnxruntime')"
+    )
+    process = subprocess.Popen([sys.executable, "-c", driver])
+    deadline = time.monotonic() + 30
+    while not (pid := _text(tmp_path / "pid")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    while psutil.pid_exists(int(pid)) and psutil.Process(int(pid)).status() != "zombie" and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert time.monotonic() < deadline
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 def test_a_tool_that_dies_is_said(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

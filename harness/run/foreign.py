@@ -1,0 +1,75 @@
+"""Q/DQ models that the PTQ tools make: fixed baselines, and seeds of the searches. Each is made once and then kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+
+from harness.api import Array
+from harness.calibrate.ptq import PtqOptions, modelopt_ptq, ort_static, ptq_fingerprint
+from harness.errors import BuildFailed
+from harness.graph.diff import pairs_in
+from harness.paths import cache_folder
+from harness.run.journal import writing
+from harness.run.observe import Observer
+
+__all__ = ["PTQ", "Foreign", "Order", "quantize_with"]
+
+PTQ = {"modelopt_ptq": modelopt_ptq, "ort_static": ort_static}
+PACKAGES = ("nvidia-modelopt", "onnxruntime")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """A Q/DQ model that another tool made, or the reason why it could not."""
+
+    name: str
+    path: Path | None
+    pairs: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What every tool is given.
+
+    Attributes:
+        source: The model, for people.
+        data: Calibration batches; gone through only where a model is made.
+        data_key: Changes with the model, the data, and what is done to them.
+    """
+
+    model_file: Path
+    source: str
+    data: Iterable[Mapping[str, Array]]
+    data_key: str
+    options: PtqOptions
+
+
+def quantize_with(name: str, order: Order, observer: Observer) -> Foreign:
+    """Quantize with another tool, or take what it gave for the same model, data and options before.
+
+    Raises:
+        UserError: The disk is full.
+    """
+    path = cache_folder() / "ptq" / _key(name, order) / f"{name}.onnx"
+    if not path.exists():
+        with observer.work(f"{order.source}: quantize with {name}", 1) as step, writing(path):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                PTQ[name](order.model_file, path, list(order.data), **order.options)
+            except BuildFailed as error:
+                observer.say(f"{order.source}: {name} failed: {error}")
+                return Foreign(name=name, path=None, reason=str(error))
+            step.advance()
+    return Foreign(name=name, path=path, pairs=pairs_in(path))
+
+
+def _key(name: str, order: Order) -> str:
+    tools = sorted(f"{d.name} {d.version}" for d in distributions() if d.name and d.name.startswith(PACKAGES))
+    text = json.dumps([name, ptq_fingerprint(order.options), order.data_key, tools])
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
