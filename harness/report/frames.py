@@ -1,143 +1,87 @@
-"""A results folder as pandas frames: raw figures, one row a method. Live and replayed runs read the same way."""
+"""Results as pandas frames of raw figures; nothing is rounded here."""
 
 from __future__ import annotations
 
-import json
+import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from harness.errors import UserError
-from harness.measure.confirm import RowSummary, summarise
 from harness.measure.stats import median_ci
-from harness.records import SCHEMA, Measured
-from harness.run.confirming import read_events
-from harness.run.engine import Goal
-from harness.run.journal import Entry, read_journal
+from harness.records import Measured, Told
+from harness.report.results import CellResults, Results, Search
 from harness.run.readback import incumbents
-from harness.run.rows import FLOAT_ROW, Pick, Row, read_rows
-from harness.run.scores import read_scores
+from harness.run.rows import FLOAT_ROW, Pick
 
-__all__ = ["CellResults", "Results", "budget_frame", "curve_frame", "load", "main_frame"]
+__all__ = ["budget_frame", "cost_frame", "curve_frame", "finalist_frame", "main_frame"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CellResults:
-    """What one cell's folder holds.
-
-    Attributes:
-        complete: All searches ended and the confirmation has all its builds.
-        floor: Relative A/A noise floor of the confirmation.
-        summaries: Confirmed figures by row id.
-    """
-
-    name: str
-    folder: Path
-    facts: Mapping[str, Any]
-    rows: Mapping[str, Row]
-    picks: tuple[Pick, ...]
-    scores: Mapping[str, Mapping[str, Any]]
-    summaries: Mapping[str, RowSummary]
-    floor: float | None
-    complete: bool
-
-    @property
-    def goal(self) -> Goal:
-        """What the searches minimised."""
-        return Goal(**self.facts["goal"])
-
-    @property
-    def metric(self) -> str | None:
-        """Name of the evaluator's figure; None where nothing was scored."""
-        name = self.facts.get("metric")
-        return None if name is None else str(name)
-
-    def journal(self, searcher: str, seed: int) -> tuple[Entry, ...]:
-        """The evaluations of one search; none where it has not begun."""
-        path = self.folder / "runs" / f"{searcher}-{seed}.jsonl"
-        return tuple(read_journal(path)) if path.exists() else ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Results:
-    """A results folder."""
-
-    experiment: Mapping[str, Any]
-    folder: Path
-    cells: tuple[CellResults, ...]
-
-
-def load(folder: Path) -> Results:
-    """Read a results folder, complete or not.
-
-    Raises:
-        UserError: Not a results folder, or written with another schema.
-    """
-    import yaml
-
-    file = folder / "experiment.yaml"
-    if not file.exists():
-        raise UserError(f"{folder}: no results here (no experiment.yaml); qdq run EXPERIMENT.yaml --out {folder}")
-    experiment = yaml.safe_load(file.read_text(encoding="utf-8"))
-    cells = tuple(_cell(path.parent, experiment) for path in sorted(folder.glob("*/cell.json")))
-    return Results(experiment=experiment, folder=folder, cells=cells)
-
-
-def _cell(folder: Path, experiment: Mapping[str, Any]) -> CellResults:
-    facts = json.loads((folder / "cell.json").read_text(encoding="utf-8"))
-    if facts.get("schema") != SCHEMA:
-        raise UserError(f"{folder}: written with schema {facts.get('schema')}, this version reads schema {SCHEMA}")
-    rows, picks = read_rows(folder)
-    events = read_events(folder)
-    summary = summarise(events, baseline=FLOAT_ROW) if events else None
-    return CellResults(
-        name=folder.name,
-        folder=folder,
-        facts=facts,
-        rows={row.id: row for row in rows},
-        picks=picks,
-        scores=read_scores(folder),
-        summaries={} if summary is None else summary.rows,
-        floor=None if summary is None else summary.floor,
-        complete=summary is not None and summary.builds >= experiment["confirmation"]["builds"],
-    )
+REASON_WIDTH = 60
 
 
 def main_frame(results: Results) -> pd.DataFrame:
     """One row a method: confirmed latency and speedup with 95 % intervals, accuracy, drop, cost, verdict.
 
     A searcher stands with the best of its seeds at the largest budget, best by its own search samples;
-    the figures shown are fresh ones.
+    the figures shown are fresh ones. `best` marks the fastest confirmed method of a finished cell among
+    those that obey the bound on accuracy.
     """
     return pd.DataFrame([line for cell in results.cells for line in _main_lines(cell)])
 
 
-def _main_lines(cell: CellResults) -> Iterator[dict[str, Any]]:
+def _main_lines(cell: CellResults) -> list[dict[str, Any]]:
     searches: dict[str, list[Pick]] = {}
-    for pick in cell.picks:
-        if pick.kind != "search":
-            yield _line(cell, pick)
-        elif pick.rank == 0 and pick.budget == max(p.budget or 0 for p in cell.picks):
+    for pick in _final(cell):
+        if pick.rank == 0:
             searches.setdefault(pick.method, []).append(pick)
-    for picks in searches.values():
-        yield _line(cell, min(picks, key=lambda p: (p.search_ms is None, p.search_ms or 0.0)))
+    chosen = [min(picks, key=lambda p: (p.search_ms is None, p.search_ms or 0.0)) for picks in searches.values()]
+    lines = [_line(cell, pick) for pick in (*(p for p in cell.picks if p.kind != "search"), *chosen)]
+    best = _best(cell, lines) if cell.complete else None
+    return [{**line, "best": best is not None and line["speedup"] == best} for line in lines]
+
+
+def finalist_frame(results: Results) -> pd.DataFrame:
+    """One row for each placement that a search sent to the confirmation: every seed, every rank.
+
+    The second best of a search is called "METHOD #2". It stands here only: to put the better one of several
+    by their confirmed figures into the main table would be to choose and report by the same samples.
+    """
+    lines = []
+    for cell in results.cells:
+        for pick in _final(cell):
+            line = _line(cell, pick)
+            lines.append({**line, "method": pick.method if pick.rank == 0 else f"{pick.method} #{pick.rank + 1}"})
+    return pd.DataFrame(lines)
+
+
+def _final(cell: CellResults) -> Iterator[Pick]:
+    """What the searches chose at the largest budget."""
+    largest = max((pick.budget or 0 for pick in cell.picks), default=0)
+    return (pick for pick in cell.picks if pick.kind == "search" and pick.budget == largest)
+
+
+def _best(cell: CellResults, lines: list[dict[str, Any]]) -> float | None:
+    goal = cell.goal
+    speedups = [
+        line["speedup"]
+        for line in lines
+        if line["speedup"] is not None
+        and (goal.metric is None or (line["score"] is not None and goal.violation({goal.metric: line["score"]}) == 0.0))
+    ]
+    return max(speedups, default=None)
 
 
 def _line(cell: CellResults, pick: Pick) -> dict[str, Any]:
     summary = cell.summaries.get(pick.row)
     row = cell.rows.get(pick.row)
-    score = cell.scores.get(pick.row, {}).get("metrics", {}).get(cell.metric)
-    reference = cell.scores.get(FLOAT_ROW, {}).get("metrics", {}).get(cell.metric)
     good, tried = _builds(cell, pick)
+    verdict, reason = _verdict(cell, pick)
     return {
         "cell": cell.name,
         "model": cell.facts["model"],
         "device": _device(cell.facts),
         "precision": _precision(cell.facts, pick),
-        "method": _method(cell.facts, pick),
+        "method": pick.method,
         "latency_ms": None if summary is None else summary.latency_ms.value,
         "latency_low_ms": None if summary is None else summary.latency_ms.low,
         "latency_high_ms": None if summary is None else summary.latency_ms.high,
@@ -145,13 +89,14 @@ def _line(cell: CellResults, pick: Pick) -> dict[str, Any]:
         "speedup_low": None if summary is None else summary.speedup.low,
         "speedup_high": None if summary is None else summary.speedup.high,
         "metric": cell.metric,
-        "score": score,
-        "drop": None if score is None or reference is None else reference - score,
+        "score": cell.score(pick.row),
+        "drop": cell.drop(pick.row),
         "pairs": None if row is None else row.pairs,
         "builds_ok": good,
         "builds": tried,
         "minutes": pick.minutes,
-        "verdict": pick.reason or _verdict(pick, summary),
+        "verdict": verdict,
+        "reason": reason,
         "seed": pick.seed,
         "budget": pick.budget,
         "search_ms": pick.search_ms,
@@ -162,23 +107,29 @@ def _line(cell: CellResults, pick: Pick) -> dict[str, Any]:
 
 def _builds(cell: CellResults, pick: Pick) -> tuple[int, int]:
     """Builds that worked, of those tried: in the search for a searcher, in the confirmation for the others."""
-    if pick.kind == "search" and pick.seed is not None:
-        told = [e.told.outcome for e in cell.journal(pick.method, pick.seed) if e.told is not None]
+    if pick.kind == "search":
+        entries = next((s.entries for s in cell.searches if (s.searcher, s.seed) == (pick.method, pick.seed)), ())
+        told = [entry.told.outcome for entry in entries if entry.told is not None]
         return sum(isinstance(outcome, Measured) for outcome in told), len(told)
     summary = cell.summaries.get(pick.row)
-    return (0, 0) if summary is None else (summary.builds_ok, summary.builds)
+    return (0, cell.lost.get(pick.row, 0)) if summary is None else (summary.builds_ok, summary.builds)
 
 
-def _verdict(pick: Pick, summary: RowSummary | None) -> str:
-    if summary is None:
-        return "not confirmed"
-    return "baseline" if pick.row == FLOAT_ROW and pick.kind == "float" else summary.verdict
+def _verdict(cell: CellResults, pick: Pick) -> tuple[str, str]:
+    """Verdict for the table, and the whole reason where there is none."""
+    summary, failed = cell.summaries.get(pick.row), cell.failed.get(pick.row)
+    if pick.reason:
+        return textwrap.shorten(pick.reason, REASON_WIDTH, placeholder=" ..."), pick.reason
+    if summary is not None:
+        return ("baseline" if pick.row == FLOAT_ROW and pick.kind == "float" else summary.verdict), ""
+    return ("not confirmed", "") if failed is None else (f"failed: {failed.stage}", failed.reason)
 
 
 def _device(facts: Mapping[str, Any]) -> str:
     backend = facts["backend"]
+    device = str(backend.get("device", backend.get("name")))
     threads = backend.get("options", {}).get("threads")
-    return f"{backend.get('device', backend.get('name'))}{'' if threads is None else f', {threads} thread'}"
+    return device if threads is None else f"{device}, {threads} thread{'' if threads == 1 else 's'}"
 
 
 def _precision(facts: Mapping[str, Any], pick: Pick) -> str:
@@ -186,10 +137,6 @@ def _precision(facts: Mapping[str, Any], pick: Pick) -> str:
     if pick.kind == "float":
         return pick.row.removeprefix(f"{FLOAT_ROW}-") if pick.row != FLOAT_ROW else strongest
     return f"{facts['precision']}+{strongest}"
-
-
-def _method(facts: Mapping[str, Any], pick: Pick) -> str:
-    return "float" if pick.kind == "float" else pick.method
 
 
 def budget_frame(results: Results) -> pd.DataFrame:
@@ -213,30 +160,55 @@ def budget_frame(results: Results) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=columns)
 
 
-def curve_frame(cell: CellResults, experiment: Mapping[str, Any]) -> pd.DataFrame:
+def cost_frame(results: Results) -> pd.DataFrame:
+    """What each search took, in seconds: build, sampling, evaluation, failures, and the harness's own rest."""
+    return pd.DataFrame([_cost(cell, search) for cell in results.cells for search in cell.searches if _told(search)])
+
+
+def _cost(cell: CellResults, search: Search) -> dict[str, Any]:
+    told = _told(search)
+    good = [t.outcome for t in told if isinstance(t.outcome, Measured)]
+    spent = {
+        "build_s": sum(outcome.build_s for outcome in good),
+        "sampling_s": sum(outcome.measure_s for outcome in good),
+        "evaluation_s": sum(outcome.evaluate_s for outcome in good),
+        "failures_s": sum(t.outcome.wall_s for t in told if not isinstance(t.outcome, Measured)),
+    }
+    total_s = told[-1].elapsed_s
+    return {
+        "cell": cell.name, "searcher": search.searcher, "seed": search.seed, "evaluations": len(told),
+        "total_s": total_s, **spent, "harness_s": max(0.0, total_s - sum(spent.values())),
+    }  # fmt: skip
+
+
+def _told(search: Search) -> list[Told]:
+    """Outcomes in order; duplicates cost nothing and have none."""
+    return [entry.told for entry in search.entries if entry.told is not None]
+
+
+def curve_frame(cell: CellResults) -> pd.DataFrame:
     """Incumbent after each evaluation of every search of a cell, as speedup over the float seed's own samples."""
     lines = []
-    last = max(experiment["budget"]["evaluations"])
-    for searcher in dict.fromkeys(p.method for p in cell.picks if p.kind == "search"):
-        for seed in experiment["seeds"]:
-            entries = cell.journal(searcher, seed)
-            float_ms = _float_ms(entries)
-            if float_ms is None:
-                continue
-            steps = list(incumbents(entries, cell.goal))
-            for step, until in zip(steps, [*(s.evaluations for s in steps[1:]), last + 1], strict=True):
-                lines += [
+    for search in cell.searches:
+        float_ms = _float_ms(cell, search)
+        objectives = {step.evaluations: step.score.objective for step in incumbents(search.entries, cell.goal)}
+        best = None
+        for number, told in enumerate(_told(search), 1):
+            best = objectives.get(number, best)
+            if best is not None and float_ms is not None:
+                lines.append(
                     {
-                        "searcher": searcher, "seed": seed, "evaluations": n, "elapsed_s": step.elapsed_s,
-                        "speedup": float_ms / step.score.objective,
+                        "searcher": search.searcher, "seed": search.seed, "evaluations": number,
+                        "minutes": told.elapsed_s / 60, "speedup": float_ms / best,
                     }
-                    for n in range(step.evaluations, until)
-                ]  # fmt: skip
-    return pd.DataFrame(lines, columns=["searcher", "seed", "evaluations", "elapsed_s", "speedup"])
+                )  # fmt: skip
+    return pd.DataFrame(lines, columns=["searcher", "seed", "evaluations", "minutes", "speedup"])
 
 
-def _float_ms(entries: tuple[Entry, ...]) -> float | None:
-    for entry in entries:
+def _float_ms(cell: CellResults, search: Search) -> float | None:
+    """The float model's latency in this search; where it was no seed of it, the confirmed one."""
+    for entry in search.entries:
         if not any(entry.asked.choices) and entry.told is not None and isinstance(entry.told.outcome, Measured):
             return median_ci(entry.told.outcome.samples_ms).value
-    return None
+    summary = cell.summaries.get(FLOAT_ROW)
+    return None if summary is None else summary.latency_ms.value

@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
-__all__ = ["interval", "markdown", "write_table"]
+__all__ = ["MISSING", "Table", "interval", "markdown", "note_markdown", "write_table"]
 
 MISSING = "-"
+LATEX = str.maketrans(
+    {
+        "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+        "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
+        "|": r"\textbar{}",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table ready to show.
+
+    Attributes:
+        name: Of its files.
+        cells: Formatted text without any markup.
+        raw: The figures behind it, for CSV.
+        note: What a reader must know; shown below.
+        bold: Row number and column of the cells that stand out.
+    """
+
+    name: str
+    cells: pd.DataFrame
+    raw: pd.DataFrame
+    note: str
+    bold: frozenset[tuple[int, str]] = frozenset()
 
 
 def interval(value: float | None, low: float | None, high: float | None, digits: int = 2) -> str:
@@ -20,21 +49,45 @@ def interval(value: float | None, low: float | None, high: float | None, digits:
     return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
-def markdown(table: pd.DataFrame) -> str:
-    """A pipe table; bars inside of cells are escaped, so that a name cannot add a column."""
-    safe = table.astype(str).map(_escape_bar)
-    return safe.rename(columns=_escape_bar).to_markdown(index=False, disable_numparse=True)
+def markdown(table: Table) -> str:
+    """A pipe table; names in it can neither add a column nor be read as markup."""
+    return _marked(table, _markdown, "**{}**").to_markdown(index=False, disable_numparse=True)
 
 
-def write_table(table: pd.DataFrame, raw: pd.DataFrame, folder: Path, name: str, note: str) -> None:
-    """Write `name`.md and .tex from the formatted table and `name`.csv from the raw figures."""
+def note_markdown(table: Table) -> str:
+    """The note, line by line, names in it as harmless as in the table."""
+    return "\n".join(_markdown(line) for line in table.note.splitlines())
+
+
+def write_table(table: Table, folder: Path) -> None:
+    """Write the table as .md and .tex with its note, and its raw figures as .csv."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.md").write_text(f"{markdown(table)}\n\n{note}\n", encoding="utf-8")
-    raw.to_csv(folder / f"{name}.csv", index=False)
-    columns = "l" * len(table.columns)
-    body = table.astype(str).to_latex(index=False, escape=True, column_format=columns)
-    (folder / f"{name}.tex").write_text(f"% \\usepackage{{booktabs}}\n{body}", encoding="utf-8")
+    (folder / f"{table.name}.md").write_text(f"{markdown(table)}\n\n{note_markdown(table)}\n", encoding="utf-8")
+    table.raw.to_csv(folder / f"{table.name}.csv", index=False)
+    body = _marked(table, _latex, "\\textbf{{{}}}").to_latex(
+        index=False, escape=False, column_format="l" * len(table.cells.columns)
+    )
+    head = "".join(f"% {line}\n" for line in (r"\usepackage{booktabs}", *table.note.splitlines()))
+    (folder / f"{table.name}.tex").write_text(f"{head}{body}", encoding="utf-8")
 
 
-def _escape_bar(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+def _marked(table: Table, escape: Callable[[str], str], bold: str) -> pd.DataFrame:
+    lines = [
+        [bold.format(escape(text)) if (number, column) in table.bold else escape(text) for column, text in line.items()]
+        for number, line in enumerate(table.cells.astype(str).to_dict("records"))
+    ]
+    return pd.DataFrame(lines, columns=[escape(column) for column in table.cells.columns])
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def _markdown(text: str) -> str:
+    return re.sub(r"[\\|<*`]|\](?=[(\[:])", lambda found: f"\\{found[0]}", _printable(text))
+
+
+def _latex(text: str) -> str:
+    safe = _printable(text).translate(LATEX)
+    # At the start of a row LaTeX would read these as arguments of the line break before.
+    return f"{{}}{safe}" if safe.startswith(("[", "*")) else safe
