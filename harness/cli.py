@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -191,10 +191,13 @@ def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     Console().print(table)
 
 
-def main(arguments: list[str] | None = None) -> Any:
-    """Entry point: mistakes of the user end with one message and exit code 2."""
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point: returns after success; mistakes of the user end with one message and exit code 2."""
     try:
-        return app(args=arguments)
+        app(args=arguments)
+    except SystemExit as end:  # typer ends so after success too
+        if end.code:
+            raise
     except UserError as error:
         typer.echo(f"qdq: {error}", err=True)
         sys.exit(2)
