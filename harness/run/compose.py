@@ -134,14 +134,16 @@ def compose(experiment: Experiment, spec: CellSpec, base: Path, work: Path, obse
     Raises:
         UserError: Anything in the specification that cannot be used.
     """
-    work.mkdir(parents=True, exist_ok=True)
+    with writing(work):
+        work.mkdir(parents=True, exist_ok=True)
     dialect = _dialect(spec.backend)
     if spec.precision not in dialect.precisions:
         raise UserError(
             f"precision {spec.precision!r}: backend {spec.backend.use!r} runs {', '.join(sorted(dialect.precisions))}"
         )
     model = open_model(spec.model, base, work, max(OPSET, dialect.opset([spec.precision])))
-    model_file = save(model, work)
+    with writing(work):
+        model_file = save(model, work)
     space = build_space(model, dialect, precisions=(spec.precision,), sharing=experiment.sharing)
     if not len(space):
         raise UserError(f"{spec.model.use}: no insertion point that dialect {dialect.name!r} allows")

@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +15,14 @@ import pytest
 
 from harness.cli import main
 from harness.graph.build import GraphBuilder
+from harness.measure.confirm import summarise
+from harness.run.claim import claimed
+from harness.run.config import load_experiment
+from harness.run.confirming import read_events
+from harness.run.experiment import run_experiment
 from harness.run.journal import read_journal
+from harness.run.observe import Silent
+from harness.run.rows import read_rows
 
 EXPERIMENT = """
 experiment: small
@@ -90,6 +99,83 @@ def test_the_delivered_file_is_the_confirmed_one(done):
         assert confirmed[row["id"]] == row["sha256"]
 
 
+def test_confirmed_latencies_are_the_truth_of_their_placements(done):
+    """The simulated runtime has no noise here, so each search's own record tells what the confirmation must find."""
+    cell = done / "net-simulated-int8"
+    truth_ms = {
+        entry.asked.digest: entry.told.outcome.info["truth_ms"]
+        for path in cell.glob("runs/*")
+        for entry in read_journal(path)
+        if entry.told is not None
+    }
+    rows = [row for row in read_rows(cell)[0] if row.id != "float"]
+    confirmed = summarise(read_events(cell), baseline="float").rows
+    assert len(rows) >= 3
+    for row in rows:
+        assert confirmed[row.id].latency_ms.value == pytest.approx(truth_ms[row.id])
+        assert confirmed[row.id].speedup.value == pytest.approx(10.0 / truth_ms[row.id])
+    assert max(confirmed[row.id].speedup.value for row in rows) > 1.05
+
+
+@pytest.fixture
+def copy(done, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(done, out)
+    return out
+
+
+def test_it_does_not_go_on_with_another_machine_or_another_version(copy, folder, capsys):
+    path = copy / "net-simulated-int8" / "env.json"
+    facts = json.loads(path.read_text())
+    facts["cpu"]["model"], facts["packages"]["numpy"], facts["load_average"] = "i486", "1.0", [99, 99, 99]
+    path.write_text(json.dumps(facts))
+    assert qdq("run", str(folder / "small.yaml"), "--out", str(copy)) == 2
+    error = capsys.readouterr().err
+    assert "cpu: 'i486' -> " in error
+    assert "packages.numpy: '1.0' -> " in error
+    assert "load_average" not in error
+    assert json.loads(path.read_text()) == facts
+
+
+def test_it_does_not_go_on_with_another_cell(copy, folder, capsys):
+    path = copy / "net-simulated-int8" / "cell.json"
+    facts = json.loads(path.read_text())
+    facts["backend"]["version"] = "0"
+    path.write_text(json.dumps(facts))
+    assert qdq("run", str(folder / "small.yaml"), "--out", str(copy)) == 2
+    assert "backend.version: '0' -> '1'" in capsys.readouterr().err
+
+
+def test_a_changed_confirmation_starts_anew_and_keeps_the_old_one(copy, folder):
+    cell = copy / "net-simulated-int8"
+    lines = (cell / "confirm.jsonl").read_text().splitlines(keepends=True)
+    old = "".join([lines[0].replace('"rounds": 2', '"rounds": 9'), *lines[1:]])
+    (cell / "confirm.jsonl").write_text(old)
+    assert qdq("run", str(folder / "small.yaml"), "--out", str(copy)) == 0
+    assert (cell / "confirm.1.jsonl").read_text() == old
+    assert (cell / "confirm.jsonl").read_text().splitlines(keepends=True)[0] == lines[0]
+    assert len((cell / "confirm.jsonl").read_text().splitlines()) == len(lines)
+
+
+def test_an_interrupted_confirmation_counts_what_is_left(copy, folder):
+    path = copy / "net-simulated-int8" / "confirm.jsonl"
+    whole = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(whole[: 1 + (len(whole) - 1) // 3]))  # one build of three
+    bars = {}
+
+    class Bars(Silent):
+        def work(self, title, total):
+            bars[title.partition(" ")[0]] = self.bar = [total, 0]
+            return super().work(title, total)
+
+        def advance(self, note=""):
+            self.bar[1] += 1
+
+    config = load_experiment(folder / "small.yaml")
+    run_experiment(config, base=folder, out=copy, observer=Bars())
+    assert bars["confirm"] == [2 * (len(whole) - 1) // 3] * 2
+
+
 def test_another_experiment_does_not_write_into_these_results(done, folder, capsys):
     other = folder / "other.yaml"
     other.write_text(EXPERIMENT.replace("seeds: [0, 1]", "seeds: [0, 2]"))
@@ -101,6 +187,76 @@ def test_a_folder_with_other_things_is_left_alone(folder, tmp_path, capsys):
     (tmp_path / "letter.txt").write_text("dear")
     assert qdq("run", str(folder / "small.yaml"), "--out", str(tmp_path)) == 2
     assert "is not empty and holds no experiment" in capsys.readouterr().err
+
+
+def test_two_processes_do_not_write_into_one_folder(folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    with claimed(out, load_experiment(folder / "small.yaml")):
+        assert qdq("run", str(folder / "small.yaml"), "--out", str(out)) == 2
+    assert f"out: process {os.getpid()} is running this experiment; wait for it" in capsys.readouterr().err
+
+
+def test_a_folder_that_was_only_locked_is_still_empty(folder, tmp_path):
+    (tmp_path / ".lock").write_text("1")
+    with claimed(tmp_path, load_experiment(folder / "small.yaml")):
+        assert (tmp_path / "experiment.yaml").exists()
+        assert (tmp_path / ".lock").read_text() == str(os.getpid())
+
+
+@pytest.mark.parametrize("text", ["a: [", "just words", "\0"])
+def test_a_damaged_claim_is_explained(folder, tmp_path, capsys, text):
+    (tmp_path / "experiment.yaml").write_text(text)
+    assert qdq("run", str(folder / "small.yaml"), "--out", str(tmp_path)) == 2
+    error = capsys.readouterr().err
+    assert "experiment.yaml: " in error
+    assert "use another --out" in error
+    assert "Traceback" not in error
+
+
+def test_another_description_is_the_same_experiment(folder, tmp_path):
+    config = load_experiment(folder / "small.yaml")
+    with claimed(tmp_path / "out", config):
+        pass
+    with claimed(tmp_path / "out", config.model_copy(update={"description": "with more words"})):
+        pass
+
+
+def test_a_cell_that_cannot_be_run_does_not_stop_the_others(folder, tmp_path, capsys):
+    for name in ("bad", "worse"):
+        (folder / f"{name}.onnx").write_bytes(b"no model")
+    file = folder / "two.yaml"
+    file.write_text(EXPERIMENT.replace("models: [", "models: [bad.onnx, worse.onnx, "))
+    assert qdq("run", str(file), "--out", str(tmp_path / "out")) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"bad-simulated-int8: .*bad\.onnx", error)
+    assert re.search(r"worse-simulated-int8: .*worse\.onnx", error)
+    assert len(summarise(read_events(tmp_path / "out" / "net-simulated-int8"), baseline="float").rows) > 1
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from harness.errors import UserError
+from harness.run.compose import compose
+from harness.run.config import load_experiment
+from harness.run.observe import Silent
+from harness.run.plan import plan
+
+config, work = load_experiment(Path(sys.argv[1])), Path(sys.argv[2])
+cell = compose(config, plan(config)[0], Path(sys.argv[1]).parent, work, Silent())
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+try:
+    cell.candidate(cell.space.everywhere()).source()
+except UserError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_is_no_failure_of_the_candidate(folder, tmp_path):
+    command = [sys.executable, "-c", FULL, str(folder / "small.yaml"), str(tmp_path / "work")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "candidates: cannot be written (File too large)" in done.stdout
+    assert "make room, then run the same command again" in done.stdout
 
 
 def test_check_shows_the_plan_and_runs_nothing(folder, tmp_path, capsys):
