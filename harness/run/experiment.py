@@ -103,7 +103,11 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
         running = _Running(
             experiment=experiment, cell=cell, engines=engines, goal=goal, folder=folder, observer=observer
         )
-        facts = {**running.facts(), "metric": None if metric is None else metric.name}
+        facts = {
+            **running.facts(),
+            "metric": None if metric is None else metric.name,
+            "higher_is_better": metric is None or metric.higher_is_better,
+        }
         _begun(folder / "cell.json", facts, lambda facts: {key: facts.get(key) for key in running.fingerprint()})
         for run in spec.runs:
             running.search(run)
@@ -164,11 +168,13 @@ def _goal(experiment: Experiment, metric: _Metric | None, book: ScoreBook, cell:
     Raises:
         UserError: The float model itself cannot be scored.
     """
-    if metric is None or experiment.objective.max_drop is None:
+    if metric is None:
         return Goal()
     accuracy = book.float_score(cell.model_file)
     if isinstance(accuracy, Failed):
         raise UserError(f"{cell.model.source}: the float model cannot be scored; {accuracy.stage}: {accuracy.reason}")
+    if experiment.objective.max_drop is None:
+        return Goal()
     return Goal(
         metric=metric.name,
         reference=accuracy.metrics[metric.name],

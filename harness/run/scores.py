@@ -33,10 +33,11 @@ class ScoreBook:
         self._scores = _stored(folder)
 
     def float_score(self, model_file: Path) -> Accuracy | Failed:
-        """Accuracy of the float model, the reference of every drop."""
+        """Accuracy of the float model, the reference of every drop; an evaluator may see its engine first."""
         candidate = Candidate(digest=digest_of(()), edges=(), source=lambda: model_file)
         with self._observer.work("score the float model", 1) as step:
-            found = self._score(candidate, file_digest(model_file), MAIN)
+            unprepared = _prepare(self._engines, candidate)
+            found = unprepared or self._score(candidate, file_digest(model_file), MAIN)
             step.advance()
         return found
 
@@ -77,6 +78,16 @@ def _stored(folder: Path) -> dict[str, dict[str, Any]]:
 
 def _key(sha256: str, benchmarker: str) -> str:
     return f"{sha256} {benchmarker}"
+
+
+def _prepare(engines: Engines, candidate: Candidate) -> Failed | None:
+    built = engines.build(candidate)
+    if isinstance(built, Failed):
+        return built
+    try:
+        return engines.prepare(built.handle)
+    finally:
+        engines.release(built.handle)
 
 
 def _evaluate(engines: Engines, candidate: Candidate, benchmarker: str) -> Accuracy | Failed:

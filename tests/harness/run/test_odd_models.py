@@ -35,9 +35,11 @@ def branch(name, scale):
 def with_if():
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["h"], name="first"),
-        helper.make_node("If", ["flag"], ["b"], name="choose", then_branch=branch("then", 2.0), else_branch=branch("else", 3.0)),
+        helper.make_node(
+            "If", ["flag"], ["b"], name="choose", then_branch=branch("then", 2.0), else_branch=branch("else", 3.0)
+        ),
         helper.make_node("MatMul", ["b", "w"], ["y"], name="second"),
-    ]  # fmt: skip
+    ]
     inputs = [
         helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 16]),
         helper.make_tensor_value_info("flag", TensorProto.BOOL, []),
