@@ -47,6 +47,36 @@ def with_if():
     return nodes, inputs
 
 
+def with_loop():
+    body = helper.make_graph(
+        [
+            helper.make_node("MatMul", ["carried", "w"], ["product"], name="step"),
+            helper.make_node("Tanh", ["product"], ["next"], name="squash"),
+            helper.make_node("Identity", ["go"], ["go_on"], name="keep_going"),
+        ],
+        "body",
+        [
+            helper.make_tensor_value_info("turn", TensorProto.INT64, []),
+            helper.make_tensor_value_info("go", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("carried", TensorProto.FLOAT, [1, 16]),
+        ],
+        [
+            helper.make_tensor_value_info("go_on", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("next", TensorProto.FLOAT, [1, 16]),
+        ],
+    )
+    turns = numpy_helper.from_array(np.array(3, np.int64))
+    always = numpy_helper.from_array(np.array(True))
+    nodes = [
+        helper.make_node("Constant", [], ["turns"], name="turns", value=turns),
+        helper.make_node("Constant", [], ["always"], name="always", value=always),
+        helper.make_node("MatMul", ["x", "w"], ["h"], name="first"),
+        helper.make_node("Loop", ["turns", "always", "h"], ["b"], name="repeat", body=body),
+        helper.make_node("MatMul", ["b", "w"], ["y"], name="second"),
+    ]
+    return nodes, [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 16])]
+
+
 def with_token_ids():
     nodes = [
         helper.make_node("Gather", ["table", "ids"], ["h"], name="embed"),
@@ -70,7 +100,7 @@ def with_constant_nodes():
     return nodes, [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 16])]
 
 
-@pytest.mark.parametrize("make", [with_if, with_token_ids, with_constant_nodes])
+@pytest.mark.parametrize("make", [with_if, with_loop, with_token_ids, with_constant_nodes])
 def test_it_runs_to_the_table(make, tmp_path: Path, capsys):
     nodes, inputs = make()
     output = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 16])
