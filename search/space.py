@@ -163,7 +163,7 @@ class Space:
         for dimension in self.dimensions:
             votes = [edges.get(edge, FLOAT) for edge in dimension.edges]
             allowed = [vote if vote in dimension.choices else FLOAT for vote in votes]
-            best = max(dimension.choices, key=lambda c: (allowed.count(c), c == FLOAT))
+            best = max(dimension.choices[1:], key=allowed.count)
             quantized = len(allowed) - allowed.count(FLOAT)
             choices.append(dimension.choices.index(best) if 2 * quantized > len(allowed) else 0)
         return Placement(tuple(choices))
