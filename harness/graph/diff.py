@@ -8,7 +8,7 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto
 
-from harness.graph.wire import TAG
+from harness.graph.encoding.wire import TAG
 from search.space import Edge, Resolved
 
 __all__ = ["delivered", "diff", "pairs_in"]

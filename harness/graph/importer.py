@@ -8,9 +8,9 @@ from pathlib import Path
 import onnx
 
 from harness.errors import UserError
+from harness.graph.cleaning.read import read_model
 from harness.graph.diff import delivered, label
 from harness.graph.model import Model, Node
-from harness.graph.read import read_model
 from search.space import Edge
 
 __all__ = ["import_qdq"]

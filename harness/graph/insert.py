@@ -2,7 +2,7 @@
 
 Activations get one pair per tensor and precision, right behind the tensor's producer and shared by every selected
 consumer; constants get their quantized form behind a DequantizeLinear; float consumers keep the float tensor. The
-graph is never sorted or imported again: see `harness.graph.wire`.
+graph is never sorted or imported again: see `harness.graph.encoding.wire`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 import onnx
 
 from harness.errors import UserError
-from harness.graph import wire
-from harness.graph.constants import Constants, Stored
 from harness.graph.dialects import Dialect
 from harness.graph.diff import diff
+from harness.graph.encoding import wire
+from harness.graph.encoding.constants import Constants, Stored
+from harness.graph.encoding.scales import Scales
+from harness.graph.encoding.wire import TAG, UNROUNDED
 from harness.graph.load import write as write_model
 from harness.graph.model import Model, Node
-from harness.graph.scales import Scales
-from harness.graph.wire import TAG, UNROUNDED
 from search.space import Edge, Resolved, digest_of
 
 __all__ = ["Inserter"]

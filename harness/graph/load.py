@@ -13,7 +13,7 @@ from onnx import checker, helper, inliner, numpy_helper, version_converter
 
 from harness.errors import UserError
 from harness.graph.build import MAX_IR_VERSION
-from harness.graph.clean import (
+from harness.graph.cleaning.clean import (
     Weights,
     attach,
     detach,
@@ -24,10 +24,10 @@ from harness.graph.clean import (
     tidy,
     unmask,
 )
-from harness.graph.fold import fold_batch_norms
+from harness.graph.cleaning.fold import fold_batch_norms
+from harness.graph.cleaning.read import read_model
+from harness.graph.cleaning.shapes import fix_inputs, infer, shapes_to_constants, types_of
 from harness.graph.model import Model, Node, captures, graphs, subgraphs
-from harness.graph.read import read_model
-from harness.graph.shapes import fix_inputs, infer, shapes_to_constants, types_of
 
 __all__ = ["from_proto", "load", "save", "write"]
 

@@ -12,10 +12,10 @@ import hashlib
 from collections import defaultdict
 from dataclasses import dataclass
 
-from harness.graph.canonical import Form, Subject, canonical_form, describe_code
+from harness.graph.cutting.canonical import Form, Subject, canonical_form, describe_code
+from harness.graph.cutting.wiring import Wiring, wiring_of
 from harness.graph.model import Model
 from harness.graph.regions import Region, RegionType
-from harness.graph.wiring import Wiring, wiring_of
 
 __all__ = ["Pattern", "find_patterns"]
 

@@ -1,7 +1,7 @@
 """Regions: connected subgraphs with inputs and outputs, as a tree that covers every node exactly once.
 
 Discovery is hierarchical and deterministic, and what it cuts depends on the neighbourhood only, so repeated blocks
-give equal regions. See `harness.graph.flow` for the structure it follows and `harness.graph.outline` for the cuts.
+give equal regions. See `harness.graph.cutting`: `flow` for the structure it follows, `outline` for the cuts.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from harness.graph.flow import flow_of
+from harness.graph.cutting.flow import flow_of
+from harness.graph.cutting.outline import Draft, VertexKind, outline
 from harness.graph.model import Model, Node
 from harness.graph.operators import ACTIVATIONS, LINEAR
-from harness.graph.outline import Draft, VertexKind, outline
 
 __all__ = ["Region", "RegionType", "discover"]
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 from onnx import TensorProto, numpy_helper
 
-from harness.graph import wire
 from harness.graph.dialects import Dialect
+from harness.graph.encoding import wire
+from harness.graph.encoding.weights import LEVELS, Array, QuantizedTensor, quantize_affine, quantize_weight, weight_axis
+from harness.graph.encoding.wire import TAG
 from harness.graph.model import Model, Node
-from harness.graph.weights import LEVELS, Array, QuantizedTensor, quantize_affine, quantize_weight, weight_axis
-from harness.graph.wire import TAG
 
 __all__ = ["INLINE_BYTES", "Constants", "Stored"]
 

@@ -17,11 +17,11 @@ import numpy.typing as npt
 from onnx import numpy_helper
 
 from harness.errors import UserError
-from harness.graph import wire
 from harness.graph.dialects import Dialect
+from harness.graph.encoding import wire
+from harness.graph.encoding.weights import FP8_MAX, STORAGE, Array, smallest_scale
+from harness.graph.encoding.wire import TAG, UNROUNDED
 from harness.graph.model import Model, Node
-from harness.graph.weights import FP8_MAX, STORAGE, Array, smallest_scale
-from harness.graph.wire import TAG, UNROUNDED
 
 __all__ = ["Pair", "Scales", "moves_values"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.graph.flow import flow_of
+from harness.graph.cutting.flow import flow_of
 
 graphs = st.integers(1, 12).flatmap(
     lambda size: st.tuples(*[st.frozensets(st.integers(vertex + 1, size), max_size=4) for vertex in range(size)])

@@ -1,7 +1,7 @@
 """Cutting a data-flow graph into leaves and composites; private to `harness.graph.regions`.
 
 Every cut stands at a place that the neighbourhood alone decides (a convergence, a linear operator), so that
-equal blocks are cut equally wherever they stand. The rules, along each chain of `harness.graph.flow`:
+equal blocks are cut equally wherever they stand. The rules, along each chain of `harness.graph.cutting.flow`:
 
 - A vertex and the branches that converge on it are one *item*. Without a linear operator among its branches and up to
   `smallest` vertices it is *plain* (x * sigmoid(x), a normalization); else it is a *block* (a residual block,
@@ -20,7 +20,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from harness.graph.flow import Flow
+from harness.graph.cutting.flow import Flow
 
 __all__ = ["Draft", "VertexKind", "outline"]
 

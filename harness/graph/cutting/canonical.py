@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from harness.graph.wiring import Wiring
+from harness.graph.cutting.wiring import Wiring
 
 __all__ = ["Form", "Subject", "canonical_form", "describe_code"]
 

@@ -1,0 +1,14 @@
+"""`qdq doctor`."""
+
+from __future__ import annotations
+
+from harness.commands.terminal import table
+
+__all__ = ["doctor"]
+
+
+def doctor() -> None:
+    """Say what this machine can run, and what to install for the rest."""
+    from harness.doctor import examine
+
+    table(("what", "state", "detail"), examine())

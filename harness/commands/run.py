@@ -1,0 +1,42 @@
+"""`qdq run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.commands.report import show_report
+from harness.commands.terminal import importable
+
+__all__ = ["run"]
+
+
+def run(
+    experiment: Annotated[Path, typer.Argument(help="Experiment file (YAML).", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="Results folder [default: results/NAME of the experiment].")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Check the file and show the plan; run nothing.")] = False,
+) -> None:
+    """Run an experiment and print its tables. Run the same command again to go on after an interruption.
+
+    Example: `qdq run experiments/quickstart.yaml --out out/quickstart`
+    """
+    from harness.run.check import check_experiment
+    from harness.run.config import load_experiment
+    from harness.run.experiment import run_experiment
+    from harness.run.plan import plan
+    from harness.show import Terminal
+
+    config = load_experiment(experiment)
+    base = experiment.resolve().parent
+    importable(base)
+    check_experiment(config, base)
+    if check:
+        for cell in plan(config):
+            typer.echo(f"{cell.name}: {', '.join(search.name for search in cell.runs)}")
+        return
+    folder = out or Path("results") / config.experiment
+    with Terminal() as terminal:
+        run_experiment(config, base=base, out=folder, observer=terminal)
+    show_report(folder)

@@ -1,0 +1,45 @@
+"""What several commands share: options in text form, tables on the terminal, modules beside the experiment."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from harness.errors import UserError
+
+__all__ = ["importable", "shape_option", "table"]
+
+
+def importable(folder: Path) -> None:
+    """Let `use: module:Class` find modules in a folder; last, so that they never hide an installed one."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def shape_option(text: str) -> tuple[str, str]:
+    """NAME:SHAPE as a pair.
+
+    Raises:
+        UserError: No colon.
+    """
+    name, colon, shape = text.rpartition(":")
+    if not colon:
+        raise UserError(f"--shape {text}: NAME:SHAPE, for instance --shape images:1x3x224x224")
+    return name, shape
+
+
+def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """A table for people, or tab-separated lines where the output is no terminal."""
+    if not sys.stdout.isatty():
+        for row in rows:
+            typer.echo("\t".join(row))
+        return
+    drawn = Table(*header)
+    for row in rows:
+        drawn.add_row(*row)
+    Console().print(drawn)

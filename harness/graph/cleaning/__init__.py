@@ -1,0 +1,1 @@
+"""What loading does to a file until it is a `Model`: reading, cleaning, folding, static shapes."""
