@@ -2,13 +2,16 @@
 
 Promises of a searcher (each one is a test in `search.testing`):
 
-1. `ask(n)` returns at most n placements, all valid for the space; none means: nothing left to propose.
+1. `ask(n)` returns at most n placements, all valid for the space and all of different digests, and none
+   that was asked before and still waits for its outcome: parallel workers never build one graph twice.
+   None means: nothing left to propose or, while outcomes are awaited, nothing until one of them is told.
 2. `ask` after the same tells gives the same placements, bit for bit, for the same seed, in any process.
 3. `tell` takes placements that were never asked (the common seeds, replayed runs), failures, and the
    same placement more than once (a re-measured incumbent).
 4. `tell` changes nothing that it is given, and neither method touches files, clocks or global state.
 5. Smaller `Score.objective` is better; among scores with a violation the smaller violation is better,
-   and any score without one beats any score with one.
+   and any score without one beats any score with one. A difference within the standard errors is a tie,
+   and a tie displaces nothing; a placement told again has the pooled score (`search.archive.Archive`).
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ class Score:
         assumed: Nobody looked whether the constraint holds, because the placement is no faster than the
             incumbent and so cannot win; `violation` is 0 then, and it ranks behind all that are known to hold it.
         metrics: Further figures by name (accuracy, fidelity), for searchers that use them.
+        objectives: All that a search for a Pareto front minimises at once, `objective` first; as many and in
+            the same order in every score of a run. Empty: `objective` alone counts.
     """
 
     objective: float
@@ -44,6 +49,12 @@ class Score:
     violation: float = 0.0
     assumed: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    objectives: tuple[float, ...] = ()
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """What is minimised: `objectives`, or `objective` alone where there are none."""
+        return self.objectives or (self.objective,)
 
     @property
     def rank(self) -> tuple[float, bool, float]:

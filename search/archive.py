@@ -114,6 +114,20 @@ class Archive:
         """The k best scored placements, or as many as there are."""
         return self.ranked[:k]
 
+    def incumbents(self, k: int, significance: float = 1.0) -> tuple[Entry, ...]:
+        """Up to k scored placements, best first, where ties are ties.
+
+        In the order of their first tells, each goes before the first that it beats by more than the noise
+        (`improves`), else to the end: so no lucky reading displaces an equal that was there before.
+        """
+        standing: list[Entry] = []
+        for entry in self:
+            beaten = (n for n, other in enumerate(standing) if improves(entry.score, other.score, significance))
+            place = next(beaten, len(standing))
+            if place < k:
+                standing[place:] = [entry, *standing[place : k - 1]]
+        return tuple(standing)
+
     def top_fraction(self, share: float, *, at_least: int = 1) -> tuple[Entry, ...]:
         """The best `share` (0 to 1) of the scored placements, rounded down, but `at_least` so many."""
         return self.ranked[: max(int(len(self) * share), at_least)]
@@ -154,4 +168,14 @@ def _pooled(told: list[Score]) -> Score:
         violation=sum(w * score.violation for w, score in zip(weights, told, strict=True)) / total,
         assumed=not looked_at,
         metrics=told[-1].metrics,
+        objectives=_pooled_objectives(told, weights),
     )
+
+
+def _pooled_objectives(told: list[Score], weights: list[float]) -> tuple[float, ...]:
+    """Their weighted mean, one by one; the latest where not all scores have as many."""
+    if len({len(score.objectives) for score in told}) > 1:
+        return told[-1].objectives
+    total = sum(weights)
+    columns = zip(*(score.objectives for score in told), strict=True)
+    return tuple(sum(w * v for w, v in zip(weights, values, strict=True)) / total for values in columns)

@@ -79,6 +79,19 @@ class SearcherContract:
             for placement in asked:
                 searcher.tell(objective.observe(placement))
 
+    def test_asks_nothing_again_that_waits_for_its_outcome(self) -> None:
+        space = planted_space(24, groups=6)
+        objective = PlantedObjective(space, seed=0)
+        searcher = self.make(space, 0)
+        for placement in common_seeds(space):
+            searcher.tell(objective.observe(placement))
+        for _ in range(4):
+            waiting = [placement for _ in range(3) for placement in searcher.ask(2)]
+            assert waiting, "nothing is awaited, and yet nothing was asked"
+            assert len({space.digest(p) for p in waiting}) == len(waiting), "what waits for its outcome is asked again"
+            for placement in waiting:
+                searcher.tell(objective.observe(placement))
+
     def test_same_seed_and_tells_give_the_same_asks(self) -> None:
         assert self.transcript() == self.transcript(), "two runs in one process differ"
 
@@ -150,6 +163,33 @@ class SearcherContract:
                 searcher.tell(Observation(placement=placement, digest=space.digest(placement), outcome=score))
         assert min(feasible_ms) < feasible_ms[0], "40 evaluations found no placement within the bound faster than float"
 
+    def test_takes_an_incumbent_that_was_measured_again(self) -> None:
+        space = planted_space(12, groups=3)
+        objective = PlantedObjective(space, seed=0)
+        searcher = self.make(space, 0)
+        told = [objective.observe(placement) for placement in common_seeds(space)]
+        for _ in range(4):
+            for observation in told:
+                searcher.tell(observation)
+            lucky = min(told, key=_objective)
+            again = Score(objective=2 * _objective(lucky), stderr=0.1)
+            searcher.tell(Observation(placement=lucky.placement, digest=lucky.digest, outcome=again))
+            told = [objective.observe(space.validate(placement)) for placement in searcher.ask(3)]
+            assert told, "the searcher stopped after its incumbent was measured again"
+
+    def test_takes_several_objectives(self) -> None:
+        space = planted_space(12, groups=3)
+        objective = PlantedObjective(space, seed=0)
+        searcher = self.make(space, 0)
+        asked: list[Placement] = [space.float_placement(), space.everywhere()]
+        for _ in range(8):
+            for placement in asked:
+                latency_ms, share = objective.latency_ms(placement), sum(map(bool, placement.choices)) / len(space)
+                score = Score(objective=latency_ms, objectives=(latency_ms, share))
+                searcher.tell(Observation(placement=placement, digest=space.digest(placement), outcome=score))
+            asked = [space.validate(placement) for placement in searcher.ask(2)]
+            assert asked, "the searcher stopped after scores with several objectives"
+
     def test_a_small_space_ends(self) -> None:
         space = planted_space(3, groups=1)
         objective = PlantedObjective(space, seed=0)
@@ -173,6 +213,11 @@ class SearcherContract:
 def _failure(space: Space, placement: Placement) -> Observation:
     outcome = Failure(stage="build", reason="planted")
     return Observation(placement=placement, digest=space.digest(placement), outcome=outcome)
+
+
+def _objective(observation: Observation) -> float:
+    assert isinstance(observation.outcome, Score)
+    return observation.outcome.objective
 
 
 def _global_random_state() -> tuple[object, ...]:

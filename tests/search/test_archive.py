@@ -109,3 +109,32 @@ def test_asked_told_and_failed_are_seen():
 )
 def test_only_a_gain_above_the_noise_improves(new, old, better):
     assert improves(new, old) is better
+
+
+def test_among_incumbents_a_tie_displaces_nothing():
+    archive = filled(
+        told("first", 10.0, stderr=0.1), told("lucky", 9.9, stderr=0.1), told("better", 9.5, stderr=0.1),
+        told("worse", 11.0, stderr=0.1),
+    )  # fmt: skip
+    assert names(archive.incumbents(4)) == ["better", "first", "lucky", "worse"]
+    assert names(archive.incumbents(2)) == ["better", "first"]
+    assert names(archive.incumbents(4, significance=0)) == names(archive.ranked)
+
+
+def test_an_incumbent_measured_again_falls_behind_what_beats_it():
+    archive = filled(told("lucky", 1.0, stderr=0.1), told("sound", 2.0, stderr=0.1), told("lucky", 9.0, stderr=0.1))
+    assert names(archive.incumbents(2)) == ["lucky", "sound"], "the readings disagree so much that nothing is known"
+    archive.tell(told("lucky", 9.1, stderr=0.1))
+    assert names(archive.incumbents(2)) == ["sound", "lucky"]
+
+
+def test_objectives_of_a_placement_told_again_are_pooled_one_by_one():
+    (entry,) = filled(told("a", 1.0, objectives=(1.0, 0.2)), told("a", 3.0, objectives=(3.0, 0.4))).ranked
+    assert entry.score.objectives == pytest.approx((2.0, 0.3))
+    (entry,) = filled(told("a", 1.0), told("a", 3.0, objectives=(3.0, 0.4))).ranked
+    assert entry.score.objectives == (3.0, 0.4), "the latest where they do not match"
+
+
+def test_values_are_the_objectives_or_the_objective_alone():
+    assert Score(objective=1.0).values == (1.0,)
+    assert Score(objective=1.0, objectives=(1.0, 0.5)).values == (1.0, 0.5)

@@ -16,15 +16,18 @@ class HillClimber:
     def __init__(self, space: Space, *, seed: int, rate: float = 0.1) -> None:
         self.space, self.rate, self.rng = space, rate, np.random.default_rng(seed)
         self.best, self.rank = space.float_placement(), (np.inf, np.inf)
+        self.asked: dict[str, Placement] = {}
 
     def ask(self, n: int) -> list[Placement]:
-        asked = {}
-        for _ in range(n):
+        before = len(self.asked)
+        for _ in range(20 * n):  # no graph is asked twice, so that all workers have something of their own
             redrawn = self.rng.random(len(self.space)) < self.rate
             choices = np.where(redrawn, self.space.random(self.rng).choices, self.best.choices)
             placement = Placement(tuple(int(choice) for choice in choices))
-            asked[self.space.digest(placement)] = placement  # a batch holds no graph twice
-        return list(asked.values())
+            self.asked.setdefault(self.space.digest(placement), placement)
+            if len(self.asked) == before + n:
+                break
+        return list(self.asked.values())[before:]
 
     def tell(self, observation: Observation) -> None:
         score = observation.outcome  # a Score or a Failure
