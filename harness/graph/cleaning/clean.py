@@ -139,7 +139,7 @@ def tidy(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weights, sourc
     foldable = _foldable(shown.graph, weights)
     needed = {name: weights[name] for node in foldable for name in node.input if name in weights}
     shown.graph.initializer.extend(needed.values())
-    shown.graph.input.extend(value for value in graph.input if value.name not in needed)
+    # Inputs need not be shown, and must not be: it compares each of them with every tensor (onnx-graphsurgeon 0.6).
     names = {node.name for node in foldable}
     try:
         with G_LOGGER.suppress(G_LOGGER.CRITICAL + 1):
