@@ -9,67 +9,87 @@ from pathlib import Path
 from typing import Any
 
 from harness import registry
-from harness.graph.patterns import find_patterns
-from harness.graph.regions import RegionType, discover
+from harness.graph.model import Model
+from harness.graph.patterns import Pattern, find_patterns
+from harness.graph.regions import Region, RegionType, discover
 from harness.graph.space import build_space
-from harness.graph.summary import describe_summary, describe_tree, summary, to_json
+from harness.graph.summary import TreeView, describe_phases, describe_summary, describe_tree, summary, to_json
 from harness.run.compose import open_model
 from harness.run.config import ModelSpec
+from search.space import Space
 
 __all__ = ["Inspection", "inspect_regions"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """How regions are shown.
+    """A model with its regions, ready to be shown.
 
     Attributes:
-        dialect: Whose rules of legality apply.
-        max_sequence_size: Longest sequence that stays one region.
-        include_all: Also regions without a linear operator.
-        verbose: Also the distribution of sizes.
+        dialect: Whose rules say where an insertion point is legal.
     """
 
-    dialect: str = "openvino"
-    max_sequence_size: int = 10
-    include_all: bool = False
-    verbose: bool = False
+    model: Model
+    root: Region
+    patterns: tuple[Pattern, ...]
+    space: Space
+    dialect: str
+
+    def lines(self, view: TreeView) -> list[str]:
+        """As text: phases, hierarchy, coverage, sizes, patterns, insertion points."""
+        model, figures = self.model, summary(self.model, self.root, self.patterns)
+        return [
+            f"Loaded graph: {len(model.nodes)} nodes, {len(model.inputs)} inputs, {len(model.outputs)} outputs",
+            *describe_phases(figures),
+            "",
+            *describe_tree(self.root, model, self.patterns, view),
+            "",
+            *describe_summary(figures),
+            "",
+            "Patterns (signature, regions, operators):",
+            *(
+                f"  {p.signature[:8]}  {len(p.regions):4d}  {', '.join(p.operators)}"
+                for p in self.patterns
+                if p.type is not RegionType.ROOT
+            ),
+            "",
+            f"Insertion points: {len(self.space)} dimensions in dialect {self.dialect} (name, role, edges):",
+            *(f"  {d.name}  {d.role}  {len(d.edges)}" for d in self.space.dimensions),
+        ]
+
+    def data(self) -> dict[str, Any]:
+        """As values that JSON can hold."""
+        points = [
+            {"name": d.name, "role": d.role, "kind": d.kind, "choices": list(d.choices), "edges": len(d.edges)}
+            for d in self.space.dimensions
+        ]
+        return {**to_json(self.model, self.root, self.patterns), "dialect": self.dialect, "dimensions": points}
+
+    def html(self) -> str:
+        """As a picture: one HTML file that opens offline."""
+        from harness.report.picture import picture_page, scene_of
+
+        return picture_page(scene_of(self.model, self.root, self.patterns, self.space.dimensions), self.model.source)
 
 
-def inspect_regions(use: str, shapes: Mapping[str, str], options: Inspection) -> tuple[list[str], dict[str, Any]]:
-    """Text lines and JSON-able data about the regions of a model.
+def inspect_regions(
+    use: str, shapes: Mapping[str, str], *, dialect: str = "openvino", max_sequence_size: int = 10
+) -> Inspection:
+    """Load a model and partition it.
 
     Args:
         use: ONNX file, `zoo:NAME` or `assets:PATH`.
         shapes: Static shapes of dynamic inputs, such as {"images": "1x3x224x224"}.
-        options: What to look at and how.
+        dialect: Whose rules of legality apply.
+        max_sequence_size: Longest sequence that stays one region.
 
     Raises:
         UserError: The model cannot be loaded, or there is no such dialect.
     """
-    dialect: Any = registry.load("dialect", options.dialect)
+    rules: Any = registry.load("dialect", dialect)
     with tempfile.TemporaryDirectory() as work:
         model = open_model(ModelSpec(use=use, label="model", shapes=dict(shapes)), Path.cwd(), Path(work))
-    root = discover(model, maximum_sequence_region_size=options.max_sequence_size)
+    root = discover(model, maximum_sequence_region_size=max_sequence_size)
     patterns = find_patterns(model, root)
-    space = build_space(model, dialect, root=root)
-    lines = [
-        *describe_summary(summary(model, root, patterns), verbose=options.verbose),
-        "",
-        *describe_tree(root, model, include_all=options.include_all),
-        "",
-        "Patterns (signature, regions, operators):",
-        *(
-            f"  {p.signature[:8]}  {len(p.regions):4d}  {', '.join(p.operators)}"
-            for p in patterns
-            if p.type is not RegionType.ROOT
-        ),
-        "",
-        f"Insertion points: {len(space)} dimensions in dialect {dialect.name} (name, role, edges):",
-        *(f"  {d.name}  {d.role}  {len(d.edges)}" for d in space.dimensions),
-    ]
-    points = [
-        {"name": d.name, "role": d.role, "kind": d.kind, "choices": list(d.choices), "edges": len(d.edges)}
-        for d in space.dimensions
-    ]
-    return lines, {**to_json(model, root, patterns), "dialect": dialect.name, "dimensions": points}
+    space = build_space(model, rules, root=root)
+    return Inspection(model=model, root=root, patterns=patterns, space=space, dialect=rules.name)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from harness.commands.terminal import shape_option
+from harness.errors import UserError
 
 __all__ = ["regions"]
 
@@ -17,18 +19,33 @@ def regions(
     shape: Annotated[list[str] | None, typer.Option(help="Input shape as NAME:1x3x224x224; repeat per input.")] = None,
     dialect: Annotated[str, typer.Option(help="Whose rules say where Q/DQ is legal.")] = "openvino",
     max_sequence_size: Annotated[int, typer.Option(min=1, help="Longest sequence that stays one region.")] = 10,
-    include_all_regions: Annotated[bool, typer.Option(help="Also regions without a linear operator.")] = False,
-    sizes: Annotated[bool, typer.Option(help="Also the distribution of sizes.")] = False,
+    include_all_regions: Annotated[
+        bool, typer.Option("--include-all-regions", help="Also regions without quantizable operators.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also the names of nodes and boundary tensors.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Write the graph as a picture, regions coloured by pattern.", show_default=False)
+    ] = None,
 ) -> None:
     """Show regions, patterns and insertion points of a model.
 
-    Example: `qdq regions zoo:resnet18`
+    Example: `qdq regions zoo:resnet18 --html resnet18.html`
     """
-    from harness.inspect import Inspection, inspect_regions
+    from harness.graph.summary import TreeView
+    from harness.inspect import inspect_regions
 
-    options = Inspection(
-        dialect=dialect, max_sequence_size=max_sequence_size, include_all=include_all_regions, verbose=sizes
-    )
-    lines, data = inspect_regions(model, dict(shape_option(text) for text in shape or []), options)
-    typer.echo(json.dumps(data, indent=1) if as_json else "\n".join(lines))
+    shapes = dict(shape_option(text) for text in shape or [])
+    found = inspect_regions(model, shapes, dialect=dialect, max_sequence_size=max_sequence_size)
+    if html is not None:
+        try:
+            html.write_text(found.html(), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--html {html}: cannot be written ({error.strerror or error})") from error
+        typer.echo(f"{html}: open it in a browser; it needs no network", err=True)
+    if as_json:
+        typer.echo(json.dumps(found.data(), indent=1))
+    elif html is None:
+        typer.echo("\n".join(found.lines(TreeView(include_all=include_all_regions, verbose=verbose))))

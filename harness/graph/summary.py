@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,34 @@ from harness.graph.operators import LINEAR
 from harness.graph.patterns import Pattern
 from harness.graph.regions import Region, RegionType
 
-__all__ = ["Summary", "describe_summary", "describe_tree", "summary", "to_json"]
+__all__ = [
+    "Summary",
+    "TreeView",
+    "describe_phases",
+    "describe_summary",
+    "describe_tree",
+    "quantizable",
+    "summary",
+    "to_json",
+]
+
+QUANTIZABLE = LINEAR | {
+    "Add", "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool", "Mul", "Relu", "Resize", "Sum",
+}  # fmt: skip
+"""What ModelOpt's region inspection looks for (`get_autotuner_quantizable_ops`, same file as `quantizable`'s rule)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeView:
+    """How much of a tree is shown.
+
+    Attributes:
+        include_all: Also LEAF regions without quantizable operators.
+        verbose: Also the names of nodes and boundary tensors.
+    """
+
+    include_all: bool = False
+    verbose: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,51 +92,84 @@ def summary(model: Model, root: Region, patterns: Sequence[Pattern]) -> Summary:
     )
 
 
-def describe_summary(figures: Summary, *, verbose: bool = False) -> list[str]:
-    """Phases, totals and sizes as lines; `verbose` adds the histogram."""
+def describe_phases(figures: Summary) -> list[str]:
+    """What the two phases of the discovery gave, as lines."""
     f = figures
-    covered = f"{f.covered}/{f.nodes} nodes ({f.coverage:.1%})"
-    count = sum(n for _, n in f.histogram)
-    lines = [
-        f"Phase 1 complete: {f.top} regions, {covered}",
+    return [
+        f"Phase 1 complete: {f.top} regions, {_covered(f)}",
         f"Phase 2 complete: refined {f.refined} regions, skipped {f.top - f.refined}",
-        f"Summary: {f.leaves + f.composites} regions ({f.leaves} LEAF, {f.composites} COMPOSITE), {covered}",
     ]
+
+
+def describe_summary(figures: Summary) -> list[str]:
+    """Totals, patterns, and the sizes of LEAF regions with their histogram, as lines."""
+    f = figures
+    lines = [
+        f"Summary: {f.leaves + f.composites} regions ({f.leaves} LEAF, {f.composites} COMPOSITE), {_covered(f)}",
+        f"Patterns: {f.patterns} ({f.leaf_patterns} of LEAF regions)",
+    ]
+    count = sum(n for _, n in f.histogram)
     if count:
         mean = sum(size * n for size, n in f.histogram) / count
         least, most = f.histogram[0][0], f.histogram[-1][0]
-        lines.append(f"LEAF region sizes: min={least}, max={most}, avg={mean:.1f}")
-    lines.append(f"Patterns: {f.patterns} ({f.leaf_patterns} of LEAF regions)")
-    if verbose:
-        lines.append("Size distribution:")
+        lines += [f"LEAF region sizes: min={least}, max={most}, avg={mean:.1f}", "Size distribution:"]
         lines += [f"  {size:4d} nodes: {'█' * min(n, 50)} ({n} regions)" for size, n in f.histogram]
     return lines
 
 
-def describe_tree(root: Region, model: Model, *, include_all: bool = True) -> list[str]:
-    """The regions below the ROOT as lines of a tree.
+def _covered(figures: Summary) -> str:
+    return f"{figures.covered}/{figures.nodes} nodes ({figures.coverage:.1%})"
 
-    Args:
-        root: The ROOT.
-        model: Its model.
-        include_all: Also regions without a linear operator.
+
+def quantizable(region: Region, model: Model) -> bool:
+    """Whether a region is worth a look: a LEAF without any of the operators that gain from Q/DQ is not.
+
+    The same rule as ModelOpt's `has_quantizable_operations` (nvidia-modelopt 0.47, autotune/insertion_points.py).
     """
+    return region.type is not RegionType.LEAF or any(model.nodes[index].op in QUANTIZABLE for index in region.nodes)
+
+
+def describe_tree(root: Region, model: Model, patterns: Sequence[Pattern], view: TreeView) -> list[str]:
+    """The regions below the ROOT as lines of a tree."""
+    shared = {region.id: pattern for pattern in patterns for region in pattern.regions}
     lines: list[str] = []
+    skipped = 0
     for region in root.walk():
-        members = region.members()
-        if region is root or not (include_all or any(model.nodes[index].op in LINEAR for index in members)):
+        if region is root:
+            continue
+        if not (view.include_all or quantizable(region, model)):
+            skipped += 1
             continue
         indent = "│    " * region.level
         lines.append(f"{indent}├─ Region {region.id} (Level {region.level}, Type: {region.type.value})")
-        lines.append(f"{indent}│  ├─ Direct nodes: {len(region.nodes)}")
-        if region.children:
-            lines.append(f"{indent}│  ├─ Total nodes (recursive): {len(members)}")
-            lines.append(f"{indent}│  ├─ Children: {len(region.children)}")
-        else:
-            lines.append(f"{indent}│  ├─ Nodes: {', '.join(model.nodes[index].op for index in region.nodes)}")
-        lines.append(f"{indent}│  ├─ Inputs: {len(region.inputs)} tensors")
-        lines.append(f"{indent}│  └─ Outputs: {len(region.outputs)} tensors")
+        lines += (f"{indent}│  {line}" for line in _facts(region, model, shared[region.id], view))
+    if skipped:
+        lines.append(f"{skipped} LEAF regions without quantizable operators are left out: --include-all-regions")
     return lines
+
+
+def _facts(region: Region, model: Model, pattern: Pattern, view: TreeView) -> Iterator[str]:
+    members = region.members()
+    yield f"├─ Pattern: {pattern.signature[:8]} (in {len(pattern.regions)} regions)"
+    yield f"├─ Direct nodes: {len(region.nodes)}"
+    if region.children:
+        yield f"├─ Total nodes (recursive): {len(members)}"
+        yield f"├─ Children: {len(region.children)}"
+    else:
+        yield f"├─ Nodes, a {_shape(region, model)}: {', '.join(model.nodes[index].op for index in region.nodes)}"
+        if view.verbose:
+            yield from (f"│    - Node {i}: {model.nodes[i].op} ({model.nodes[i].name})" for i in region.nodes)
+    for mark, what, names in (("├─", "Inputs", region.inputs), ("└─", "Outputs", region.outputs)):
+        yield f"{mark} {what}: {len(names)} tensors"
+        if view.verbose:
+            yield from (f"│    - {name}" for name in names)
+
+
+def _shape(region: Region, model: Model) -> str:
+    """What a LEAF is: a sequence, or a convergence of branches."""
+    inside = {name for index in region.nodes for name in model.nodes[index].outputs if name}
+    fed = [len(inside.intersection(model.nodes[index].inputs)) for index in region.nodes]
+    return "convergence of branches" if max(fed, default=0) > 1 else "sequence"
 
 
 def to_json(model: Model, root: Region, patterns: Sequence[Pattern]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from harness.graph.load import from_proto
 from harness.graph.model import Model
 from harness.graph.patterns import find_patterns
 from harness.graph.regions import Region, discover
-from harness.graph.summary import describe_summary, describe_tree, summary, to_json
+from harness.graph.summary import TreeView, describe_phases, describe_summary, describe_tree, summary, to_json
 
 
 def inception() -> tuple[Model, Region]:
@@ -36,27 +36,28 @@ def test_figures() -> None:
 def test_lines() -> None:
     model, root = inception()
     figures = summary(model, root, find_patterns(model, root))
-    lines = describe_summary(figures, verbose=True)
-    assert lines == [
+    assert describe_phases(figures) == [
         "Phase 1 complete: 2 regions, 14/14 nodes (100.0%)",
         "Phase 2 complete: refined 1 regions, skipped 1",
+    ]
+    assert describe_summary(figures) == [
         "Summary: 6 regions (5 LEAF, 1 COMPOSITE), 14/14 nodes (100.0%)",
-        "LEAF region sizes: min=1, max=4, avg=2.8",
         "Patterns: 4 (3 of LEAF regions)",
+        "LEAF region sizes: min=1, max=4, avg=2.8",
         "Size distribution:",
         "     1 nodes: ██ (2 regions)",
         "     4 nodes: ███ (3 regions)",
     ]
-    assert describe_summary(figures) == lines[:5]
 
 
 def test_tree() -> None:
     model, root = inception()
-    lines = describe_tree(root, model)
+    patterns = find_patterns(model, root)
+    lines = [line for line in describe_tree(root, model, patterns, TreeView(include_all=True)) if "Pattern" not in line]
     assert lines[:5] == [
         "├─ Region 0 (Level 0, Type: LEAF)",
         "│  ├─ Direct nodes: 1",
-        "│  ├─ Nodes: Tanh",
+        "│  ├─ Nodes, a sequence: Tanh",
         "│  ├─ Inputs: 1 tensors",
         "│  └─ Outputs: 1 tensors",
     ]
@@ -69,8 +70,26 @@ def test_tree() -> None:
         "│  └─ Outputs: 1 tensors",
         "│    ├─ Region 2 (Level 1, Type: LEAF)",
     ]
-    assert "│    │  ├─ Nodes: Conv, Relu, Conv, Relu" in lines
-    assert "├─ Region 0 (Level 0, Type: LEAF)" not in describe_tree(root, model, include_all=False)
+    assert "│    │  ├─ Nodes, a sequence: Conv, Relu, Conv, Relu" in lines
+
+
+def test_regions_without_quantizable_operators_are_left_out_and_counted() -> None:
+    model, root = inception()
+    lines = describe_tree(root, model, find_patterns(model, root), TreeView())
+    assert "├─ Region 0 (Level 0, Type: LEAF)" not in lines
+    assert lines[-1] == "2 LEAF regions without quantizable operators are left out: --include-all-regions"
+
+
+def test_verbose_names_nodes_tensors_and_how_a_leaf_is_made() -> None:
+    g = GraphBuilder("silu")
+    x = g.conv(g.input("x", (1, 3, 8, 8)), 4, 3)
+    g.output(g.op("Mul", x, g.op("Sigmoid", x)), name="y")
+    model = from_proto(g.build(), source="silu", sha256="0")
+    root = discover(model)
+    lines = describe_tree(root, model, find_patterns(model, root), TreeView(verbose=True))
+    assert any("a convergence of branches: Conv, Sigmoid, Mul" in line for line in lines)
+    assert any(line.endswith("- Node 0: Conv (Conv)") for line in lines)
+    assert any(line.endswith("- y") for line in lines)
 
 
 def test_json() -> None:
@@ -92,5 +111,5 @@ def test_a_model_without_nodes() -> None:
     empty = Model(proto=inception()[0].proto, source="empty", sha256="0", nodes=(), types={})
     figures = summary(empty, discover(empty), find_patterns(empty, discover(empty)))
     assert figures.coverage == 1.0
-    assert describe_summary(figures)[0] == "Phase 1 complete: 0 regions, 0/0 nodes (100.0%)"
-    assert describe_tree(discover(empty), empty) == []
+    assert describe_phases(figures)[0] == "Phase 1 complete: 0 regions, 0/0 nodes (100.0%)"
+    assert describe_tree(discover(empty), empty, find_patterns(empty, discover(empty)), TreeView()) == []

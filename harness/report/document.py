@@ -1,0 +1,60 @@
+"""HTML files that need nothing else: template, style, script and data in one, and names that cannot become markup."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+__all__ = ["document"]
+
+
+def document(template: str, scripts: Sequence[str], data: Any, values: Mapping[str, Any]) -> str:
+    """Fill a template of `harness/report/assets`.
+
+    Every value is escaped; the data lie in the page as JSON without any "<". A content security policy lets the
+    page run its own scripts alone and load nothing, so that a name that slipped through could still do no harm.
+
+    Args:
+        template: Name of the template.
+        scripts: Names of the scripts, in order; they read the element "data".
+        data: Anything that JSON can hold, without NaN.
+        values: What the template shows.
+    """
+    script = "\n".join(_asset(name) for name in scripts)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    filled: str = (
+        _environment()
+        .get_template(template)
+        .render(
+            **values,
+            style=Markup(_asset("style.css")),  # noqa: S704 (ours)
+            script=Markup(script),  # noqa: S704 (ours)
+            script_hash=f"sha256-{digest}",
+            data=Markup(_harmless(json.dumps(data, separators=(",", ":"), allow_nan=False))),  # noqa: S704 (escaped)
+        )
+    )
+    return filled
+
+
+def _harmless(text: str) -> str:
+    """JSON that says the same without the letters that could end the element around it."""
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Environment:
+    loader = PackageLoader("harness.report", "assets")
+    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+
+
+@lru_cache(maxsize=8)
+def _asset(name: str) -> str:
+    return files("harness.report").joinpath("assets", name).read_text(encoding="utf-8")
