@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from search.space import Resolved
 
-__all__ = ["Accuracy", "Array", "Artifact", "Benchmarker", "Candidate", "Evaluator", "Infer", "Probe"]
+__all__ = ["Accuracy", "Array", "Artifact", "Benchmarker", "Candidate", "Evaluator", "Infer", "Layer", "Probe"]
 
 Array = npt.NDArray[Any]
 Infer = Callable[[Mapping[str, Array]], Mapping[str, Array]]
@@ -49,6 +49,27 @@ class Artifact:
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One layer of a built engine, as its runtime tells it.
+
+    Attributes:
+        name: The runtime's own.
+        kind: What it computes, in the runtime's words, for instance "Convolution", "Reorder".
+        precision: What it computes in, in the runtime's words, for instance "u8", "bf16".
+        time_ms: Mean time of one inference; None where the engine was not built to count it, or nothing ran.
+        origin: The model's nodes that became this layer; none for what the runtime adds.
+        kernel: The implementation that was chosen; "" where the runtime does not say.
+    """
+
+    name: str
+    kind: str
+    precision: str
+    time_ms: float | None = None
+    origin: tuple[str, ...] = ()
+    kernel: str = ""
+
+
 class Probe(Protocol):
     """An opened engine, ready to run."""
 
@@ -71,8 +92,9 @@ class Benchmarker(Protocol):
        `float_precision` (what float operations run in). A runtime that can run them in several gives
        `float_params` (precision to constructor parameters), and `float_open` where the parameters leave
        the choice to the harness, which then takes the fastest.
-    4. The class attribute `dialect` names the Q/DQ dialect that it reads; by default the one called
-       like the benchmarker. `in_process = True` says that there is nothing to isolate.
+    4. The attribute `dialect` names the Q/DQ dialect that it reads; by default the one called like the
+       benchmarker. The class attribute `in_process = True` says that there is nothing to isolate.
+    5. One that can tell what became of the model has `layers(artifact: Artifact) -> Sequence[Layer]`.
     """
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:

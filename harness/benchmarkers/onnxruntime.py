@@ -1,10 +1,10 @@
-"""Latency on ONNX Runtime's CPU provider."""
+"""Latency on ONNX Runtime: its CPU provider, and where they are present its CUDA and TensorRT providers."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,43 +12,75 @@ import numpy as np
 
 from harness.api import Array, Artifact, Candidate
 from harness.errors import BuildFailed, MeasureFailed, UserError
-from harness.measure.provenance import checked_threads, cpu_model
+from harness.measure.host import plain, refuse_dynamic, said, timed, words
+from harness.measure.provenance import checked_threads, cpu_model, environment
 from harness.measure.sampling import fixed_inputs
 
 __all__ = ["ONNXRuntimeBenchmarker"]
 
+Provider = Literal["cpu", "cuda", "tensorrt"]
 Optimization = Literal["disabled", "basic", "extended", "all"]
+Activation = Literal["uint8", "int8"]
+Precision = Literal["auto", "f32", "f16"]
+PROVIDERS: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("CPUExecutionProvider",),
+    "cuda": ("CUDAExecutionProvider", "CPUExecutionProvider"),
+    "tensorrt": ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"),
+}
+"""By preference: what the first one cannot run goes to the next."""
 LEVELS: Mapping[str, str] = {
     "disabled": "ORT_DISABLE_ALL",
     "basic": "ORT_ENABLE_BASIC",
     "extended": "ORT_ENABLE_EXTENDED",
     "all": "ORT_ENABLE_ALL",
 }
-PROVIDER = "CPUExecutionProvider"
+DIALECTS: Mapping[str, str] = {"uint8": "onnxruntime", "int8": "onnxruntime_s8"}
+FATAL, WARNING = 4, 2
+"""Severities of what its logger prints."""
 
 
 class ONNXRuntimeBenchmarker:
-    """Makes a session and times it with inputs and outputs bound beforehand.
+    """Makes a session and times it with inputs and outputs bound beforehand, on the device that runs it.
 
     Args:
-        threads: Threads within an operator, at most the cores that this process may use.
+        threads: Threads within an operator on the CPU, at most the cores that this process may use.
         optimization: Level of graph optimization; below "extended" no Q/DQ pair becomes an integer kernel.
+        provider: Where the model runs. What CUDA or TensorRT cannot run falls to the next, CPU last.
+        activation: Storage of quantized activations: "uint8" (U8S8, dialect `onnxruntime`) or "int8" (S8S8, dialect
+            `onnxruntime_s8`); weights are INT8 in both. TensorRT takes INT8 alone, in its own dialect.
+        precision: What float operations run in. "f16" for TensorRT alone; "auto" leaves it to the harness there.
 
     Raises:
-        UserError: ONNX Runtime is not installed.
-        ValueError: More threads than cores, or an unknown level.
+        UserError: ONNX Runtime is not installed, or the provider does not work here.
+        ValueError: More threads than cores, or a choice that there is not.
     """
 
-    def __init__(self, threads: int = 1, optimization: Optimization = "all") -> None:
-        if optimization not in LEVELS:
-            raise ValueError(f"optimization: one of {', '.join(LEVELS)}, but got {optimization!r}")
+    def __init__(
+        self,
+        threads: int = 1,
+        optimization: Optimization = "all",
+        provider: Provider = "cpu",
+        activation: Activation | None = None,
+        precision: Precision = "auto",
+    ) -> None:
+        if activation is None:
+            activation = "int8" if provider == "tensorrt" else "uint8"
+        _check("optimization", optimization, LEVELS)
+        _check("provider", provider, PROVIDERS)
+        _check("activation", activation, ("int8",) if provider == "tensorrt" else DIALECTS)
+        _check("precision", precision, ("auto", "f32", "f16") if provider == "tensorrt" else ("auto", "f32"))
+        self.dialect = "tensorrt" if provider == "tensorrt" else DIALECTS[activation]
         self._threads = checked_threads(threads)
-        self._optimization = optimization
+        self._optimization, self._provider, self._activation = optimization, provider, activation
+        self._open = precision == "auto" and provider == "tensorrt"
+        self._float = "f32" if precision == "auto" else precision
         self._ort = _import_onnxruntime()
         # Its exceptions derive from Exception one by one, without a class of their own above them.
         state = vars(self._ort.capi.onnxruntime_pybind11_state).values()
         own = (kind for kind in state if isinstance(kind, type) and issubclass(kind, Exception))
         self._errors: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError, *own)
+        if provider != "cpu":
+            self._check_device()
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
         """Make the session from the candidate's file.
@@ -57,21 +89,9 @@ class ONNXRuntimeBenchmarker:
             BuildFailed: ONNX Runtime refuses the model, or a shape is not static.
         """
         path = candidate.source()
-        options = self._ort.SessionOptions()
-        options.intra_op_num_threads = self._threads
-        options.inter_op_num_threads = 1
-        options.execution_mode = self._ort.ExecutionMode.ORT_SEQUENTIAL
-        options.graph_optimization_level = getattr(self._ort.GraphOptimizationLevel, LEVELS[self._optimization])
-        options.log_severity_level = 3
-        try:
-            session = self._ort.InferenceSession(str(path), options, providers=[PROVIDER])
-        except self._errors as error:
-            raise BuildFailed(f"ONNX Runtime refuses {path.name}: {_words(error)}") from error
-        for value in session.get_inputs():
-            if not all(isinstance(size, int) for size in value.shape):
-                raise BuildFailed(
-                    f"{path.name}: input {value.name!r} has the dynamic shape {value.shape}; make it static"
-                )
+        with said(BuildFailed, f"ONNX Runtime refuses {path.name}", self._errors):
+            session = self._session(str(path), quantized=self._provider == "tensorrt" and _has_qdq(path))
+        refuse_dynamic(path.name, {value.name: value.shape for value in session.get_inputs()})
         return Artifact(engine=session)
 
     @contextmanager
@@ -81,54 +101,103 @@ class ONNXRuntimeBenchmarker:
         Raises:
             MeasureFailed: No fixed input can be made for an input's type.
         """
-        yield _Probe(artifact.engine, self._errors)
+        yield _Probe(artifact.engine, self._ort, self._errors, "cpu" if self._provider == "cpu" else "cuda")
 
     def describe(self) -> Mapping[str, Any]:
-        """Name, version, device, options; floats always run in FP32 here."""
+        """See `harness.api.Benchmarker`."""
+        precisions = {name: {"precision": name} for name in ("f32", "f16")}
         return {
             "name": "onnxruntime",
             "version": self._ort.__version__,
-            "device": cpu_model(),
-            "options": {"threads": self._threads, "optimization": self._optimization, "provider": PROVIDER},
-            "float_precision": "f32",
+            "device": cpu_model() if self._provider == "cpu" else _gpu_name(),
+            "options": {
+                "threads": self._threads,
+                "optimization": self._optimization,
+                "provider": PROVIDERS[self._provider][0],
+                "activation": self._activation,
+            },
+            "float_precision": self._float,
+            **({"float_open": self._open, "float_params": precisions} if self._provider == "tensorrt" else {}),
         }
+
+    def _session(self, model: str | bytes, *, quantized: bool = False) -> Any:
+        options = self._ort.SessionOptions()
+        options.intra_op_num_threads = self._threads
+        options.inter_op_num_threads = 1
+        options.execution_mode = self._ort.ExecutionMode.ORT_SEQUENTIAL
+        options.graph_optimization_level = getattr(self._ort.GraphOptimizationLevel, LEVELS[self._optimization])
+        options.log_severity_level = 3
+        own: dict[str, dict[str, Any]] = {
+            # TensorRT reads Q/DQ only where INT8 is allowed; a float model would then ask for a calibration.
+            "TensorrtExecutionProvider": {"trt_fp16_enable": self._float == "f16", "trt_int8_enable": quantized},
+        }
+        providers = [(name, own.get(name, {})) for name in PROVIDERS[self._provider]]
+        return self._ort.InferenceSession(model, options, providers=providers, enable_fallback=False)
+
+    def _check_device(self) -> None:
+        """A provider that is compiled in may lack its libraries or its GPU, and then gives way to the CPU silently."""
+        from harness.graph.build import GraphBuilder
+
+        wanted, why = PROVIDERS[self._provider][0], "it gave way to the CPU"
+        if hasattr(self._ort, "preload_dlls"):
+            self._ort.preload_dlls()
+        builder = GraphBuilder("probe")
+        builder.output(builder.op("Relu", builder.input("x", (1, 4))))
+        self._ort.set_default_logger_severity(FATAL)
+        try:
+            found = self._session(builder.build().SerializeToString()).get_providers()
+        except self._errors as error:
+            found, why = [], words(error)
+        finally:
+            self._ort.set_default_logger_severity(WARNING)
+        if wanted not in found:
+            offered = ", ".join(self._ort.get_available_providers())
+            raise UserError(
+                f"benchmarker 'onnxruntime': {wanted} does not work here ({why}); it needs an NVIDIA GPU, its driver, "
+                f"and the CUDA libraries{' and TensorRT' if self._provider == 'tensorrt' else ''} that ONNX Runtime "
+                f"{self._ort.__version__} was built for. Compiled in: {offered}. Use provider: cpu"
+            )
 
 
 class _Probe:
-    """One session with a binding for the timed runs."""
+    """One session with a binding for the timed runs; inputs and outputs stay on the device that runs it."""
 
-    def __init__(self, session: Any, errors: tuple[type[Exception], ...]) -> None:
+    def __init__(self, session: Any, ort: Any, errors: tuple[type[Exception], ...], device: str) -> None:
         self._session = session
         self._errors = errors
-        self._inputs = fixed_inputs({v.name: (_dtype(v), tuple(v.shape)) for v in session.get_inputs()})
+        arrays = fixed_inputs({v.name: (_dtype(v), tuple(v.shape)) for v in session.get_inputs()})
+        self._inputs = {name: ort.OrtValue.ortvalue_from_numpy(array, device, 0) for name, array in arrays.items()}
         self._binding = session.io_binding()
-        for name, array in self._inputs.items():
-            self._binding.bind_cpu_input(name, array)
+        for name, value in self._inputs.items():
+            self._binding.bind_ortvalue_input(name, value)
         for value in session.get_outputs():
-            self._binding.bind_output(value.name, "cpu")
+            self._binding.bind_output(value.name, device)
 
     def sample(self, n: int) -> Sequence[float]:
-        """Time n synchronous runs on memory bound beforehand."""
-        run, binding, clock = self._session.run_with_iobinding, self._binding, time.perf_counter_ns
-        readings = np.empty(n)
-        try:
-            for index in range(n):
-                start_ns = clock()
-                run(binding)
-                readings[index] = clock() - start_ns
-        except self._errors as error:
-            raise MeasureFailed(f"ONNX Runtime: {_words(error)}") from error
-        values: list[float] = (readings / 1e6).tolist()
-        return values
+        """Time n synchronous runs on memory bound beforehand; on a GPU a run ends when the GPU is done."""
+        with said(MeasureFailed, "ONNX Runtime", self._errors):
+            return timed(partial(self._session.run_with_iobinding, self._binding), n)
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """Outputs by name; floating-point ones as float32."""
         names = [value.name for value in self._session.get_outputs()]
-        try:
+        with said(MeasureFailed, "ONNX Runtime", self._errors):
             results = self._session.run(names, dict(feeds))
-        except self._errors as error:
-            raise MeasureFailed(f"ONNX Runtime: {_words(error)}") from error
-        return {name: _plain(array) for name, array in zip(names, results, strict=True)}
+        return {name: plain(array) for name, array in zip(names, results, strict=True)}
+
+
+def _check(name: str, value: object, allowed: Mapping[str, object] | tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}: one of {', '.join(allowed)}, but got {value!r}")
+
+
+def _gpu_name() -> str:
+    gpus = environment().get("gpus", ())
+    return str(gpus[0]["name"]) if gpus else "NVIDIA GPU"
+
+
+def _has_qdq(path: Path) -> bool:
+    return b"DequantizeLinear" in path.read_bytes()
 
 
 def _import_onnxruntime() -> Any:
@@ -156,11 +225,3 @@ def _dtype(value: Any) -> np.dtype[Any]:
     except TypeError:
         raise MeasureFailed(f"input {value.name!r}: no fixed input can be made for type {value.type}") from None
     return dtype
-
-
-def _plain(array: Array) -> Array:
-    return array.astype(np.float32, copy=False) if np.issubdtype(array.dtype, np.floating) else array
-
-
-def _words(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from harness.api import Array, Artifact, Candidate
+from harness.api import Array, Artifact, Candidate, Layer
 from harness.errors import BuildFailed, MeasureFailed, UserError
+from harness.measure.host import plain, refuse_dynamic, said, timed
 from harness.measure.provenance import checked_threads
 from harness.measure.sampling import fixed_inputs
 
@@ -21,6 +22,9 @@ __all__ = ["OpenVINOBenchmarker"]
 
 PRECISIONS = ("auto", "f32", "bf16")
 Precision = Literal["auto", "f32", "bf16"]
+NOT_LAYERS = ("Const", "Input", "Output")
+REFUSALS = (RuntimeError,)
+WRONG_FEEDS = (RuntimeError, TypeError, ValueError, KeyError)
 
 
 class OpenVINOBenchmarker:
@@ -30,13 +34,14 @@ class OpenVINOBenchmarker:
         threads: Inference threads, at most the cores that this process may use.
         precision: What float operations run in (OpenVINO's `INFERENCE_PRECISION_HINT`). "auto" leaves it to
             the harness, which times both where the CPU reports BF16; until it has, that is FP32.
+        profile: Count the time of every layer, for `layers`; it costs time itself, so not for comparisons.
 
     Raises:
         UserError: OpenVINO is not installed.
         ValueError: More threads than cores, an unknown precision, or BF16 on a CPU without it.
     """
 
-    def __init__(self, threads: int = 1, precision: Precision = "auto") -> None:
+    def __init__(self, threads: int = 1, precision: Precision = "auto", profile: bool = False) -> None:
         if precision not in PRECISIONS:
             raise ValueError(f"precision: one of {', '.join(PRECISIONS)}, but got {precision!r}")
         self._threads = checked_threads(threads)
@@ -48,6 +53,7 @@ class OpenVINOBenchmarker:
         self._open = precision == "auto"
         self._float = "f32" if self._open else precision
         self._offered = ("f32", "bf16") if "BF16" in offered else ("f32",)
+        self._profile = profile
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -57,6 +63,7 @@ class OpenVINOBenchmarker:
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_PRECISION_HINT": self._float,
             "ENABLE_CPU_PINNING": True,
+            "PERF_COUNT": self._profile,
         }
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
@@ -66,17 +73,13 @@ class OpenVINOBenchmarker:
             BuildFailed: OpenVINO refuses the model, or an input's shape is not static.
         """
         path = candidate.source()
-        try:
+        with said(BuildFailed, f"OpenVINO refuses {path.name}", REFUSALS):
             # External weights would stay mapped in the engine, and rewriting their file would end it (SIGBUS).
             model = self._core.read_model(path, config={"ENABLE_MMAP": False})
             compiled = self._core.compile_model(model, "CPU", self._options)
-        except RuntimeError as error:
-            raise BuildFailed(f"OpenVINO refuses {path.name}: {_words(error)}") from error
-        for port in compiled.inputs:
-            if port.partial_shape.is_dynamic:
-                shape = port.partial_shape
-                raise BuildFailed(f"{path.name}: input {port.any_name!r} has the dynamic shape {shape}; make it static")
-        return Artifact(engine=compiled, info={"layers": _layers(compiled)})
+        refuse_dynamic(path.name, {port.any_name: _sizes(port.partial_shape) for port in compiled.inputs})
+        counts = Counter(layer.precision for layer in _executed(compiled))
+        return Artifact(engine=compiled, info={"layers": dict(sorted(counts.items()))})
 
     @contextmanager
     def open(self, artifact: Artifact) -> Iterator[_Probe]:
@@ -87,13 +90,21 @@ class OpenVINOBenchmarker:
         """
         yield _Probe(artifact.engine, self._ov)
 
+    def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
+        """What runs in an engine, in order of execution, by the plug-in's execution graph.
+
+        With `profile` each layer has its mean time over the inferences so far; sample the engine first.
+        """
+        return _executed(artifact.engine)
+
     def describe(self) -> Mapping[str, Any]:
         """See `harness.api.Benchmarker`."""
+        profiled = {"profile": True} if self._profile else {}
         return {
             "name": "openvino",
             "version": self._ov.__version__,
             "device": self._core.get_property("CPU", "FULL_DEVICE_NAME"),
-            "options": {"threads": self._threads, "precision": self._float},
+            "options": {"threads": self._threads, "precision": self._float, **profiled},
             "float_precision": self._float,
             "float_open": self._open,
             "float_params": {precision: {"precision": precision} for precision in self._offered},
@@ -114,27 +125,16 @@ class _Probe:
 
     def sample(self, n: int) -> Sequence[float]:
         """Time n synchronous inferences on inputs bound beforehand; outputs are not copied."""
-        infer, clock = self._timed.infer, time.perf_counter_ns
-        readings = np.empty(n)
-        try:
-            for index in range(n):
-                start_ns = clock()
-                infer(share_outputs=True)
-                readings[index] = clock() - start_ns
-        except RuntimeError as error:
-            raise MeasureFailed(f"OpenVINO: {_words(error)}") from error
-        values: list[float] = (readings / 1e6).tolist()
-        return values
+        with said(MeasureFailed, "OpenVINO", REFUSALS):
+            return timed(partial(self._timed.infer, share_outputs=True), n)
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """Outputs by every name that the model gives them; floating-point ones as float32."""
         if self._scored is None:
             self._scored = self._compiled.create_infer_request()
-        try:
+        with said(MeasureFailed, "OpenVINO", WRONG_FEEDS):
             results = self._scored.infer(dict(feeds))
-        except (RuntimeError, TypeError, ValueError, KeyError) as error:
-            raise MeasureFailed(f"OpenVINO: {_words(error)}") from error
-        return {name: _plain(results[port]) for port in self._compiled.outputs for name in sorted(port.names)}
+        return {name: plain(results[port]) for port in self._compiled.outputs for name in sorted(port.names)}
 
 
 def _import_openvino() -> Any:
@@ -154,6 +154,13 @@ def _import_openvino() -> Any:
     return openvino
 
 
+def _sizes(shape: Any) -> list[object]:
+    """Whole numbers, and text where a size is open; an open rank is one open size."""
+    if shape.rank.is_dynamic:
+        return ["..."]
+    return [str(size) if size.is_dynamic else size.get_length() for size in shape]
+
+
 def _dtype(port: Any) -> np.dtype[Any]:
     element = port.get_element_type()
     if element.get_type_name() in ("string", "dynamic"):
@@ -162,24 +169,23 @@ def _dtype(port: Any) -> np.dtype[Any]:
     return dtype
 
 
-def _plain(array: Array) -> Array:
-    return array.astype(np.float32, copy=False) if np.issubdtype(array.dtype, np.floating) else array
-
-
-def _layers(compiled: Any) -> dict[str, int]:
-    """How many layers of the compiled graph run in each precision, by the plug-in's execution graph."""
-    infos = [op.get_rt_info() for op in compiled.get_runtime_model().get_ops()]
-    kinds = [(_text(info["layerType"]), _text(info["runtimePrecision"])) for info in infos]
-    counts = Counter(precision for layer, precision in kinds if layer not in ("Const", "Input", "Output"))
-    return dict(sorted(counts.items()))
+def _executed(compiled: Any) -> tuple[Layer, ...]:
+    """The layers of the execution graph (OpenVINO documentation, "Query device properties": runtime information)."""
+    nodes = [(op.get_friendly_name(), op.get_rt_info()) for op in compiled.get_runtime_model().get_ordered_ops()]
+    facts = [(name, {key: _text(info[key]) for key in info}) for name, info in nodes]
+    return tuple(
+        Layer(
+            name=name,
+            kind=info["layerType"],
+            precision=info["runtimePrecision"],
+            time_ms=int(info["execTimeMcs"]) / 1000 if info.get("execTimeMcs", "").isdigit() else None,
+            origin=tuple(filter(None, info.get("originalLayersNames", "").split(","))),
+            kernel=info.get("primitiveType", ""),
+        )
+        for name, info in facts
+        if info["layerType"] not in NOT_LAYERS
+    )
 
 
 def _text(value: Any) -> str:
     return str(value.astype(str) if hasattr(value, "astype") else value)
-
-
-def _words(error: BaseException) -> str:
-    """The runtime's own words on one line, without the places in its source that raised them."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    said = [line for line in lines if line and not line.startswith(("Exception from ", "Check '"))]
-    return " ".join(said or lines) or type(error).__name__

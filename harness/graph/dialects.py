@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from harness.graph.operators import CONVOLUTIONS, LINEAR, POINTS
 
-__all__ = ["ONNXRUNTIME", "OPENVINO", "TENSORRT", "Dialect"]
+__all__ = ["ONNXRUNTIME", "ONNXRUNTIME_S8", "OPENVINO", "TENSORRT", "Dialect"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,3 +94,7 @@ ONNXRUNTIME = Dialect(
     bias="int32",
     quantize_outputs=True,
 )
+
+# The same with INT8 activations (S8S8), which ONNX Runtime's documentation advises to try first ("Quantize ONNX models",
+# on data types): U8S8 may saturate where AVX2 or AVX512 without VNNI adds pairs of products in 16 bits.
+ONNXRUNTIME_S8 = replace(ONNXRUNTIME, name="onnxruntime_s8", activation="int8")

@@ -243,9 +243,9 @@ def _input_types(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def _dialect(backend: Use) -> Dialect:
-    """The dialect that a benchmarker's class names, else the one that is called like it."""
-    factory = registry.load("benchmarker", backend.use)
-    dialect: Any = registry.load("dialect", getattr(factory, "dialect", backend.use))
+    """The dialect that a benchmarker with these parameters names, else the one that is called like it."""
+    benchmarker = registry.create("benchmarker", backend.use, backend.params)
+    dialect: Any = registry.load("dialect", getattr(benchmarker, "dialect", backend.use))
     if not isinstance(dialect, Dialect):
         raise UserError(f"dialect of backend {backend.use!r}: a harness.graph.dialects.Dialect, but got {dialect!r}")
     return dialect
