@@ -12,6 +12,8 @@ Built on `onnxruntime.quantization.calibrate` (ONNX Runtime 1.24). What differs 
   symmetric yet; the default for "symmetric" would be a histogram of absolute values.
 - Histograms are counted in float64: 2048 edges of float16 collapse onto one another, and the width of a histogram from
   -3.4e38, the masked scores of many transformers, overflows float32.
+- MSE is not among ONNX Runtime's methods; see `Histograms`.
+- A tensor with NaN or infinite values gets bounds that are not finite, where `numpy.nanmin` would pass over them.
 - A histogram never outgrows 4 times its first number of bins: `merge_histogram` keeps the width of the first batch's
   bins, so one quiet image in front would ask for gigabytes.
 """
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,11 +34,13 @@ from onnxruntime.quantization.calibrate import HistogramCalibrater, HistogramCol
 from harness.api import Array
 from harness.errors import UserError
 
-__all__ = ["Collector", "Extremes", "Histograms", "Observer"]
+__all__ = ["Collector", "Extremes", "Histograms", "Magnitudes", "Observer"]
 
 _GROWTH = 4
-_BINS = {"entropy": 511, "percentile": 2048}
+_BINS = {"entropy": 511, "percentile": 2048, "mse": 2048}
 _LEVELS = 128
+_STEPS = 255
+Bounds = tuple[float, float]
 
 
 class Collector(Protocol):
@@ -45,8 +50,8 @@ class Collector(Protocol):
         """Take activations by tensor name."""
         ...
 
-    def ranges(self) -> dict[str, tuple[float, float]]:
-        """Range of each tensor seen so far."""
+    def ranges(self) -> dict[str, Bounds]:
+        """Range of each tensor seen so far; a bound is not finite where a value was NaN or infinite."""
         ...
 
 
@@ -100,35 +105,39 @@ class Extremes:
     """Smallest and largest value of each tensor."""
 
     def __init__(self) -> None:
-        self._ranges: dict[str, tuple[float, float]] = {}
+        self._ranges: dict[str, Bounds] = {}
 
     def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
-        """See `Collector.collect`.
-
-        Raises:
-            UserError: A value is NaN or infinite.
-        """
+        """See `Collector.collect`."""
         for name, parts in arrays.items():
             for values in parts:
                 if values.size:
-                    low, high = _extremes(name, values)
-                    known = self._ranges.get(name, (low, high))
-                    self._ranges[name] = (min(low, known[0]), max(high, known[1]))
+                    found = _extremes(values)
+                    self._ranges[name] = _joined(self._ranges.get(name, found), found)
 
-    def ranges(self) -> dict[str, tuple[float, float]]:
+    def ranges(self) -> dict[str, Bounds]:
         """See `Collector.ranges`."""
         return dict(self._ranges)
 
 
+class Magnitudes(Extremes):
+    """The largest magnitude to both sides, as TensorRT and ModelOpt take it ("max"); one side where all values are."""
+
+    def ranges(self) -> dict[str, Bounds]:
+        """See `Collector.ranges`."""
+        return {name: _both_sides(low, high) for name, (low, high) in super().ranges().items()}
+
+
 class Histograms(HistogramCollector):  # type: ignore[misc]
-    """ONNX Runtime's histograms of the values, and the range that its entropy or percentile method takes from them.
+    """ONNX Runtime's histograms of the values, and the range that a method takes from them.
 
     Entropy: the symmetric threshold with the smallest Kullback-Leibler divergence between the clipped and the
     quantized histogram, then clipped to the values seen (S. Migacz, "8-bit Inference with TensorRT", GTC 2017,
-    s7310). Percentile: the quantiles (100 - p) / 2 and 100 - (100 - p) / 2, clipped likewise.
+    s7310). Percentile: the quantiles (100 - p) / 2 and 100 - (100 - p) / 2, clipped likewise. MSE: the symmetric
+    threshold with the smallest mean squared error of 8-bit integers, clipped likewise; see `_least_error`.
 
     Args:
-        method: "entropy" or "percentile".
+        method: "entropy", "percentile" or "mse".
         percentile: Share of the values inside, in per cent; for method "percentile".
     """
 
@@ -137,18 +146,21 @@ class Histograms(HistogramCollector):  # type: ignore[misc]
             method=method, symmetric=False, num_bins=_BINS[method], num_quantized_bins=_LEVELS, percentile=percentile,
             scenario="same",
         )  # fmt: skip
+        self._zeros: dict[str, int] = {}
+        self._broken: dict[str, Bounds] = {}
 
     def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
-        """See `Collector.collect`.
-
-        Raises:
-            UserError: A value is NaN or infinite.
-        """
+        """See `Collector.collect`."""
         for name, parts in arrays.items():
             for values in parts:
-                if values.size:
-                    _extremes(name, values)
+                if not values.size:
+                    continue
+                found = _extremes(values)
+                if all(map(math.isfinite, found)):
+                    self._zeros[name] = self._zeros.get(name, 0) + values.size - int(np.count_nonzero(values))
                     self.collect_value({name: values.astype(np.float64)})
+                else:
+                    self._broken[name] = _joined(self._broken.get(name, found), found)
 
     def merge_histogram(self, old: Any, values: Array, low: Any, high: Any, threshold: Any) -> Any:
         """As ONNX Runtime does, after widening the old bins where it would make too many new ones."""
@@ -159,16 +171,47 @@ class Histograms(HistogramCollector):  # type: ignore[misc]
             old = (counts, edges, old_low, old_high, threshold)
         return super().merge_histogram(old, values, low, high, threshold)
 
-    def ranges(self) -> dict[str, tuple[float, float]]:
+    def ranges(self) -> dict[str, Bounds]:
         """See `Collector.ranges`."""
-        with contextlib.redirect_stdout(io.StringIO()):
-            thresholds = self.compute_entropy() if self.method == "entropy" else self.compute_percentile()
         found = {}
-        for name, (low, high, *_) in thresholds.items():
+        for name, (low, high) in self._thresholds().items():
             if low > high:  # compute_percentile takes the lower edge of a bin: a constant ends below itself
                 low, high = self.histogram_dict[name][2:4]
             found[name] = (float(low), float(high))
-        return found
+        return found | self._broken
+
+    def _thresholds(self) -> dict[str, Bounds]:
+        if self.method == "mse":
+            return {name: _least_error(histogram, self._zeros[name]) for name, histogram in self.histogram_dict.items()}
+        with contextlib.redirect_stdout(io.StringIO()):
+            found = self.compute_entropy() if self.method == "entropy" else self.compute_percentile()
+        return {name: bounds[:2] for name, bounds in found.items()}
+
+
+def _least_error(histogram: Sequence[Any], zeros: int) -> Bounds:
+    """The range, clipped at +-T, that 8-bit integers hold with the smallest mean squared error.
+
+    Error of a threshold T: step^2 / 12 for each value within that is not 0 (which has no error), and (|x| - T)^2
+    for each beyond (Sakr et al. 2022, "Optimal clipping and magnitude-aware differentiation", arXiv:2206.06501,
+    equation 3); the step is the width of the clipped range, 0 included, over 255. All thresholds at bin edges are
+    tried at once.
+
+    Args:
+        histogram: Counts of bins that lie symmetrically around 0, an even number of them; their edges; the smallest
+            and the largest value.
+        zeros: Number of values that are 0.
+    """
+    counts, edges, low, high = histogram[:4]
+    half = len(counts) // 2
+    folded = (counts[half:] + counts[:half][::-1]).astype(np.float64)
+    middles = (edges[half:-1] + edges[half + 1 :]) / 2
+    thresholds = edges[half + 1 :]
+    inside = np.cumsum(folded) - zeros
+    beyond = [np.append(np.cumsum((folded * middles**power)[::-1])[::-1][1:], 0.0) for power in (0, 1, 2)]
+    clipped = beyond[2] - 2 * thresholds * beyond[1] + thresholds**2 * beyond[0]
+    steps = (np.minimum(thresholds, max(high, 0)) + np.minimum(thresholds, max(-low, 0))) / _STEPS
+    best = float(thresholds[np.argmin(clipped + inside * steps**2 / 12)])
+    return max(float(low), -best), min(float(high), best)
 
 
 class _Once:
@@ -182,11 +225,15 @@ class _Once:
         return batch
 
 
-def _extremes(name: str, values: Array) -> tuple[float, float]:
-    low, high = float(np.min(values)), float(np.max(values))
-    if not (np.isfinite(low) and np.isfinite(high)):
-        raise UserError(
-            f"calibration: activation {name!r} of the float model has values that are NaN or infinite "
-            f"(range {low} to {high}); check the model and the preprocessing of the calibration data"
-        )
-    return low, high
+def _extremes(values: Array) -> Bounds:
+    return float(np.min(values)), float(np.max(values))
+
+
+def _joined(first: Bounds, second: Bounds) -> Bounds:
+    """The range around two ranges; NaN where one of them has it."""
+    return float(np.minimum(first[0], second[0])), float(np.maximum(first[1], second[1]))
+
+
+def _both_sides(low: float, high: float) -> Bounds:
+    amax = max(-low, high)
+    return (0.0 if low >= 0 else -amax), (0.0 if high <= 0 else amax)

@@ -26,7 +26,7 @@ class _Reader(CalibrationDataReader):  # type: ignore[misc]
     """The batches of a .npz file, loaded one at a time, again and again if asked."""
 
     def __init__(self, path: str, names: list[str], count: int) -> None:
-        self._arrays = np.load(path)
+        self._arrays = np.load(path, allow_pickle=False)
         self._names = names
         self._count = count
         self._next, self._end = 0, count
@@ -56,9 +56,10 @@ class _Reader(CalibrationDataReader):  # type: ignore[misc]
 def modelopt_ptq(request: dict[str, Any], reader: _Reader) -> None:
     """ModelOpt's post-training quantization as its guide runs it, but FP32 where it would put FP16.
 
-    Source: `modelopt.onnx.quantization.quantize` 0.47; "max" is its word for minmax.
+    Source: `modelopt.onnx.quantization.quantize` 0.47; "max" is its word for minmax, and its Q/DQ are symmetric, so
+    both are the same.
     """
-    methods = {"minmax": "max", "entropy": "entropy"}
+    methods = {"minmax": "max", "max": "max", "entropy": "entropy"}
     if request["method"] not in methods:
         raise ValueError(f"calibrates by {' or '.join(methods)}, not by {request['method']}")
     from modelopt.onnx.quantization import quantize
@@ -90,9 +91,12 @@ def ort_static(request: dict[str, Any], reader: _Reader) -> None:
 
     methods = {
         "minmax": CalibrationMethod.MinMax,
+        "max": CalibrationMethod.MinMax,
         "entropy": CalibrationMethod.Entropy,
         "percentile": CalibrationMethod.Percentile,
     }
+    if request["method"] not in methods:
+        raise ValueError(f"calibrates by {', '.join(methods)}, not by {request['method']}")
     quantize_static(
         request["model"],
         request["output"],
@@ -110,7 +114,7 @@ def ort_static(request: dict[str, Any], reader: _Reader) -> None:
             "QDQKeepRemovableActivations": True,
             "CalibStridedMinMax": 1,
             "CalibPercentile": request["percentile"],
-            "CalibTensorRangeSymmetric": request["symmetric"],
+            "CalibTensorRangeSymmetric": request["symmetric"] or request["method"] == "max",
         },
     )
 

@@ -13,15 +13,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import zipfile
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Required, TypedDict, Unpack
+from typing import Any, Required, TypedDict, Unpack
 
 import numpy as np
 
 from harness import registry
 from harness.api import Array
+from harness.calibrate.ranges import Method
 from harness.errors import BuildFailed
 from harness.graph.files import copy_model, move_model
 
@@ -40,28 +42,29 @@ class PtqOptions(TypedDict, total=False):
 
     Attributes:
         dialect_name: Name of the dialect of the runtime that the model is for.
-        method: How ranges are taken from the data; "minmax" if not given. ModelOpt knows no "percentile".
+        method: How ranges are taken from the data; "minmax" if not given. ModelOpt knows no "percentile", neither
+            tool knows "mse".
         percentile: For method "percentile", in per cent; 99.99 if not given.
         precision: "int8" if not given. ONNX Runtime knows no "fp8" that other runtimes read.
         limit_s: Wall-clock after which the tool is ended; no limit if not given. No part of the fingerprint.
     """
 
     dialect_name: Required[str]
-    method: Literal["minmax", "entropy", "percentile"]
+    method: Method
     percentile: float
     precision: str
     limit_s: float
 
 
 def modelopt_ptq(
-    model_path: Path, output_path: Path, batches: Sequence[Mapping[str, Array]], **options: Unpack[PtqOptions]
+    model_path: Path, output_path: Path, batches: Iterable[Mapping[str, Array]], **options: Unpack[PtqOptions]
 ) -> Path:
     """Quantize with NVIDIA ModelOpt. Its Q/DQ are TensorRT's, whatever the dialect: symmetric, biases left float.
 
     Args:
         model_path: Float model with unique node names and static shapes; its folder is left as it is.
         output_path: Where the Q/DQ model goes; appears whole or not at all.
-        batches: Calibration data, input arrays by name.
+        batches: Calibration data, input arrays by name; read once, one at a time.
         **options: See `PtqOptions`.
 
     Returns:
@@ -74,7 +77,7 @@ def modelopt_ptq(
 
 
 def ort_static(
-    model_path: Path, output_path: Path, batches: Sequence[Mapping[str, Array]], **options: Unpack[PtqOptions]
+    model_path: Path, output_path: Path, batches: Iterable[Mapping[str, Array]], **options: Unpack[PtqOptions]
 ) -> Path:
     """Quantize with ONNX Runtime's `quantize_static`, in the form of the dialect. See `modelopt_ptq`."""
     return _run("ort_static", model_path, output_path, batches, options)
@@ -92,18 +95,19 @@ def ptq_fingerprint(options: PtqOptions) -> str:
 
 
 def _run(
-    tool: str, model_path: Path, output_path: Path, batches: Sequence[Mapping[str, Array]], options: PtqOptions
+    tool: str, model_path: Path, output_path: Path, batches: Iterable[Mapping[str, Array]], options: PtqOptions
 ) -> Path:
-    if not batches:
-        raise BuildFailed(f"{tool}: there is no calibration data; give at least one batch")
     with tempfile.TemporaryDirectory(prefix="qdq-ptq-") as scratch:
         folder = Path(scratch)
         made = folder / "out" / output_path.name
         made.parent.mkdir()
         (folder / "in").mkdir()
+        data = _write_data(batches, folder / "data.npz")
+        if not data["count"]:
+            raise BuildFailed(f"{tool}: there is no calibration data; give at least one batch")
         request = {
             **_settings(options),
-            **_write_data(batches, folder / "data.npz"),
+            **data,
             "tool": tool,
             "model": str(copy_model(model_path, folder / "in")),
             "output": str(made),
@@ -129,11 +133,17 @@ def _settings(options: PtqOptions) -> dict[str, Any]:
     }
 
 
-def _write_data(batches: Sequence[Mapping[str, Array]], path: Path) -> dict[str, Any]:
-    names = list(batches[0])
-    arrays = {f"{i}_{slot}": batch[name] for i, batch in enumerate(batches) for slot, name in enumerate(names)}
-    np.savez(path, **arrays)  # type: ignore[arg-type]
-    return {"data": str(path), "names": names, "count": len(batches)}
+def _write_data(batches: Iterable[Mapping[str, Array]], path: Path) -> dict[str, Any]:
+    """One array at a time, where `numpy.savez` would want all of them in memory."""
+    names: list[str] = []
+    count = 0
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        for count, batch in enumerate(batches, start=1):
+            names = names or list(batch)
+            for slot, name in enumerate(names):
+                with archive.open(f"{count - 1}_{slot}.npy", "w", force_zip64=True) as file:
+                    np.lib.format.write_array(file, np.asanyarray(batch[name]), allow_pickle=False)
+    return {"data": str(path), "names": names, "count": count}
 
 
 def _start(tool: str, folder: Path, limit_s: float | None) -> subprocess.CompletedProcess[str]:

@@ -1,7 +1,8 @@
 """Ranges of the activations of a float model, from data, once for all placements.
 
-The methods are those of `onnxruntime.quantization.calibrate`; `harness.calibrate._observer` says what is used of it
-and which of its quirks are kept out.
+The methods are mostly those of `onnxruntime.quantization.calibrate`; `harness.calibrate._observer` says what is used
+of it and which of its quirks are kept out. A range serves every precision: its reader makes scales of it (INT8
+symmetric amax / 127, UINT8 over the range, FP8 E4M3 amax / 448; see `harness.graph.encoding.scales`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
 
 from harness.api import Array
 from harness.errors import UserError, nearest
@@ -26,15 +29,17 @@ from harness.paths import cache_folder
 if TYPE_CHECKING:
     from harness.calibrate._observer import Collector
 
-__all__ = ["CalibrationKey", "Method", "Ranges", "cached_ranges", "calibrate"]
+__all__ = ["METHODS", "CalibrationKey", "Method", "Ranges", "cached_ranges", "calibrate", "finite_ranges", "remarks"]
 
 logger = logging.getLogger(__name__)
 
-Method = Literal["minmax", "entropy", "percentile"]
+Method = Literal["minmax", "max", "entropy", "percentile", "mse"]
+METHODS: tuple[Method, ...] = get_args(Method)
 Ranges = Mapping[str, tuple[float, float]]
 """Lowest and highest value by tensor name. Symmetric or not is for the dialect to decide."""
 
-_SCHEMA = 1
+_SCHEMA = 2
+_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,16 +79,19 @@ def calibrate(
     Args:
         model_path: ONNX file of the float model; its folder is left as it is.
         tensors: Activations to observe, inputs and outputs of the model among them if wanted.
-        batches: Input arrays by name, read once, one at a time.
-        method: "minmax": all values seen. "entropy", "percentile": a part of them, see `_observer.Histograms`.
+        batches: Input arrays by name, any iterable of them; read once, one at a time.
+        method: "minmax": all values seen. "max": the largest magnitude to both sides, see `_observer.Magnitudes`.
+            "entropy", "percentile", "mse": a part of the values, see `_observer.Histograms`.
         percentile: Share of the values inside the range, in per cent; for method "percentile".
         progress: Called with the number of batches done after each one.
 
     Returns:
-        Lowest and highest value of each tensor, finite; (0.0, 0.0) for a tensor that is always zero or empty.
+        Lowest and highest value of each tensor; (0.0, 0.0) for a tensor that is always zero or empty, bounds that are
+        not finite for one with NaN or infinite values, which is to stay float (`finite_ranges`, `remarks`).
 
     Raises:
-        UserError: An activation is NaN or infinite, cannot be observed, or the model does not run on the data.
+        UserError: The data have NaN or infinite values, or so has every activation; an activation cannot be
+            observed; the model does not run on the data.
     """
     from harness.calibrate._observer import Observer
 
@@ -96,14 +104,53 @@ def calibrate(
         with _runtime_errors(model_path):
             observer = Observer(copy_model(model_path, folder), folder, tensors, collector)
         for done, batch in enumerate(batches, start=1):
+            _check_inputs(batch, done)
             with _runtime_errors(model_path):
                 observer.observe(batch)
             if progress is not None:
                 progress(done)
     if not done:
         raise UserError(f"calibration of {model_path.name}: there is no data; give at least one batch")
-    found = collector.ranges()
-    return {name: found.get(name, (0.0, 0.0)) for name in sorted(tensors)}
+    seen = collector.ranges()
+    found = {name: seen.get(name, (0.0, 0.0)) for name in sorted(tensors)}
+    if not finite_ranges(found):
+        raise UserError(
+            f"calibration of {model_path.name}: every activation has NaN or infinite values; "
+            "check the model and the preprocessing of the calibration data"
+        )
+    return found
+
+
+def finite_ranges(ranges: Ranges) -> Ranges:
+    """Those that a scale can be made of; the other tensors are to stay float."""
+    return {name: pair for name, pair in ranges.items() if all(map(math.isfinite, pair))}
+
+
+def remarks(ranges: Ranges) -> tuple[str, ...]:
+    """What a reader of results should know about the ranges, a line for each kind; none where all is well."""
+    finite = finite_ranges(ranges)
+    broken = [name for name in ranges if name not in finite]
+    dead = [name for name, pair in finite.items() if pair == (0.0, 0.0)]
+    said = []
+    if broken:
+        said.append(f"NaN or infinite on calibration data, so they stay float: {_listed(broken)}")
+    if dead:
+        said.append(f"always 0 on calibration data (dead): {_listed(dead)}")
+    return tuple(said)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(repr, names[:_SHOWN])) + more
+
+
+def _check_inputs(batch: Mapping[str, Array], number: int) -> None:
+    for name, array in batch.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise UserError(
+                f"calibration batch {number}: input {name!r} has NaN or infinite values; "
+                "check the data and their preprocessing"
+            )
 
 
 def cached_ranges(
@@ -137,12 +184,12 @@ def cached_ranges(
 
 
 def _collector(method: Method, percentile: float) -> Collector:
-    from harness.calibrate._observer import Extremes, Histograms
+    from harness.calibrate._observer import Extremes, Histograms, Magnitudes
 
-    if method == "minmax":
-        return Extremes()
-    if method not in ("entropy", "percentile"):
-        raise UserError(f"calibration: no method {method!r}; {nearest(method, ('minmax', 'entropy', 'percentile'))}")
+    if method not in METHODS:
+        raise UserError(f"calibration: no method {method!r}; {nearest(method, METHODS)}")
+    if method in ("minmax", "max"):
+        return Extremes() if method == "minmax" else Magnitudes()
     return Histograms(method, percentile)
 
 
@@ -183,10 +230,9 @@ def _cache_path(key: CalibrationKey, tensors: Collection[str]) -> Path | None:
 
 def _read(path: Path, tensors: Collection[str]) -> Ranges | None:
     try:
-        found = {
-            name: (float(low), float(high)) for name, (low, high) in json.loads(path.read_bytes())["ranges"].items()
-        }
-        if found.keys() != set(tensors) or not all(math.isfinite(v) for pair in found.values() for v in pair):
+        kept = json.loads(path.read_bytes(), parse_constant=_refuse)["ranges"]
+        found = {name: (float(low), float(high)) for name, (low, high) in kept.items()}
+        if found.keys() != set(tensors):
             raise ValueError("its ranges are not those of the key")
     except FileNotFoundError:
         return None
@@ -196,8 +242,13 @@ def _read(path: Path, tensors: Collection[str]) -> Ranges | None:
     return found
 
 
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is no JSON")
+
+
 def _write(path: Path, key: CalibrationKey, ranges: Ranges) -> None:
-    text = json.dumps({"schema": _SCHEMA, "key": asdict(key), "ranges": ranges}, allow_nan=False)
+    plain = {name: [v if math.isfinite(v) else str(v) for v in pair] for name, pair in ranges.items()}
+    text = json.dumps({"schema": _SCHEMA, "key": asdict(key), "ranges": plain}, allow_nan=False)
     try:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
             file.write(text)

@@ -52,13 +52,13 @@ class Calibration(_Frozen):
 
     Attributes:
         data: Data set (see `harness.evaluators.datasets`); None: random data, accuracy not to be trusted.
-        method: How a range is taken from the observed values.
-        percentile: For method "percentile" alone.
+        method: How a range is taken from the observed values (see `harness.calibrate.ranges`).
+        percentile: For method "percentile" alone; 99.9 to 99.999 as a rule.
         samples: Number of images at most.
     """
 
     data: dict[str, Any] | None = None
-    method: Literal["minmax", "entropy", "percentile"] = "minmax"
+    method: Literal["minmax", "max", "entropy", "percentile", "mse"] = "minmax"
     percentile: Annotated[float, Field(gt=50, le=100)] = 99.99
     samples: Annotated[int, Field(ge=1)] = 48
 
@@ -85,7 +85,8 @@ class ModelSpec(_Frozen):
 
     @model_validator(mode="after")
     def _complete(self) -> ModelSpec:
-        if self.calibration.data is not None and self.preprocess is None and self.calibration.data.get("use") != "npz":
+        data = self.calibration.data
+        if data is not None and self.preprocess is None and data.get("use") not in ("npz", "npy"):
             raise ValueError("calibration.data needs 'preprocess', the name of what turns an image into an input")
         return self
 
@@ -128,7 +129,7 @@ class Budget(_Frozen):
 
 
 class Sampling(_Frozen):
-    """How long one engine is timed during a search.
+    """How long one engine is timed during a search; what has lost its race with the incumbent gets less, its rivals more.
 
     Attributes:
         warmup_ms: Run at least so long before the first sample counts.
@@ -162,11 +163,16 @@ class Confirmation(_Frozen):
 
 
 class Limits(_Frozen):
-    """What one candidate may take before it counts as failed."""
+    """What one candidate may take before it counts as failed.
+
+    Attributes:
+        memory_gb: Memory in use by the worker that builds and runs it; 1 GB is 10^9 bytes.
+    """
 
     build_s: Annotated[float, Field(gt=0)] = 300.0
     measure_s: Annotated[float, Field(gt=0)] = 120.0
     evaluate_s: Annotated[float, Field(gt=0)] = 1800.0
+    memory_gb: Annotated[float, Field(gt=0)] = 16.0
 
 
 def _not_empty(value: Any) -> Any:

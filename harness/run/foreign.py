@@ -61,7 +61,7 @@ def quantize_with(name: str, order: Order, observer: Observer) -> Foreign:
         with observer.work(f"{order.source}: quantize with {name}", 1) as step, writing(path):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                PTQ[name](order.model_file, path, list(order.data), **order.options)
+                PTQ[name](order.model_file, path, order.data, **order.options)
             except BuildFailed as error:
                 observer.say(f"{order.source}: {name} failed: {error}")
                 return Foreign(name=name, path=None, reason=str(error))

@@ -176,8 +176,10 @@ def test_no_data_is_said(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tool", "asked", "words"),
     [
-        ("modelopt_ptq", {"method": "percentile"}, "calibrates by minmax or entropy, not by percentile"),
+        ("modelopt_ptq", {"method": "percentile"}, "calibrates by minmax or max or entropy, not by percentile"),
+        ("modelopt_ptq", {"method": "mse"}, "calibrates by minmax or max or entropy, not by mse"),
         ("ort_static", {"precision": "fp8"}, "quantizes to int8, not to fp8"),
+        ("ort_static", {"precision": "int8", "method": "mse"}, "minmax, max, entropy, percentile, not by mse"),
     ],
 )
 def test_what_a_tool_does_not_offer(tool: str, asked: dict[str, Any], words: str) -> None:

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from onnxruntime.quantization.calibrate import MinMaxCalibrater
 
-from harness.calibrate._observer import Histograms, Observer
-from harness.calibrate.ranges import CalibrationKey, cached_ranges, calibrate
+from harness.calibrate._observer import Histograms, Magnitudes, Observer
+from harness.calibrate.ranges import METHODS, CalibrationKey, cached_ranges, calibrate, finite_ranges, remarks
 from harness.errors import UserError
 from harness.feeds import random_feeds
 from harness.graph.build import GraphBuilder
@@ -82,7 +82,7 @@ def test_minmax_is_what_onnx_runtime_finds(tmp_path: Path) -> None:
         np.testing.assert_allclose([low, high], np.ravel(expected[name]), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["minmax", "entropy", "percentile"])
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "max"])
 def test_every_method_gives_a_range_inside_of_minmax(arithmetic: Path, method: str) -> None:
     full = calibrate(arithmetic, ["x", "r", "d"], _batches(8))
     ranges = calibrate(arithmetic, ["x", "r", "d"], _batches(8), method=method, percentile=90.0)  # type: ignore[arg-type]
@@ -140,19 +140,75 @@ def test_float16_activations_have_ranges_too(tmp_path: Path) -> None:
         assert ranges["r"][1] == pytest.approx(1.0, abs=error)
 
 
-@pytest.mark.parametrize("method", ["minmax", "percentile"])
-@pytest.mark.parametrize(("value", "words"), [(-1.0, "'log'"), (0.0, "'log'")])
-def test_a_lone_nan_or_infinity_is_named(tmp_path: Path, method: str, value: float, words: str) -> None:
+def test_max_takes_the_largest_magnitude_to_both_sides_and_keeps_one_sided_tensors_so() -> None:
+    magnitudes = Magnitudes()
+    for values in ([-3.0, 1.0], [2.0]):
+        magnitudes.collect({"both": [np.array(values)], "up": [np.abs(values)], "down": [-np.abs(values)]})
+    assert magnitudes.ranges() == {"both": (-3.0, 3.0), "up": (0.0, 3.0), "down": (-3.0, 0.0)}
+
+
+def _error(values: np.ndarray, low: float, high: float) -> float:
+    """Mean squared error of 8-bit integers over a range, 0 included, that values beyond are clipped to."""
+    low, high = min(low, 0.0), max(high, 0.0)
+    step = (high - low) / 255
+    return float(np.mean((values - np.clip(np.rint(values / step) * step, low, high)) ** 2))
+
+
+@pytest.mark.parametrize("shape", ["normal", "laplace", "relu", "outlier", "uniform"])
+def test_mse_finds_the_clipping_with_the_least_error(shape: str) -> None:
+    rng = np.random.default_rng(1)
+    values = {
+        "normal": rng.normal(0, 1, 100_000),
+        "laplace": rng.laplace(0, 1, 100_000),
+        "relu": np.maximum(rng.laplace(0, 1, 100_000), 0),
+        "outlier": np.append(rng.normal(0, 1, 100_000), 90.0),
+        "uniform": rng.uniform(-1, 2, 100_000),
+    }[shape].astype(np.float32)
+    histograms = Histograms("mse", 99.99)
+    for part in np.array_split(values, 3):
+        histograms.collect({"t": [part]})
+    low, high = histograms.ranges()["t"]
+    amax = float(np.abs(values).max())
+    tried = [amax * share for share in np.linspace(0.02, 1, 200)]
+    least = min(_error(values, max(float(values.min()), -t), min(float(values.max()), t)) for t in tried)
+    assert _error(values, low, high) <= 1.05 * least
+
+
+def test_a_dead_tensor_has_no_range_whatever_the_method(arithmetic: Path) -> None:
+    for method in METHODS:
+        assert calibrate(arithmetic, ["d"], _batches(2), method=method) == {"d": (0.0, 0.0)}
+
+
+@pytest.mark.parametrize("method", ["minmax", "max", "percentile"])
+@pytest.mark.parametrize("value", [-1.0, 0.0])
+def test_an_activation_with_a_lone_nan_or_infinity_is_named_and_stays_float(
+    tmp_path: Path, method: str, value: float
+) -> None:
     builder = GraphBuilder("log")
     log = builder.op("Log", builder.input("x", (1, 100)), outputs=["log"])[0]
     builder.output(builder.op("Relu", log), name="out")
     path = builder.save(tmp_path / "log.onnx")
     x = np.ones((1, 100), np.float32)
     x[0, 57] = value
-    with pytest.raises(UserError, match="NaN or infinite") as caught:
-        calibrate(path, ["x", "log"], [{"x": x}], method=method)  # type: ignore[arg-type]
-    assert words in str(caught.value)
-    assert "preprocessing" in str(caught.value)
+    quiet = np.ones((1, 100), np.float32)
+    for batches in ([{"x": x}, {"x": quiet}], [{"x": quiet}, {"x": x}]):
+        ranges = calibrate(path, ["x", "log"], batches, method=method)  # type: ignore[arg-type]
+        assert set(finite_ranges(ranges)) == {"x"}
+        assert remarks(ranges) == ("NaN or infinite on calibration data, so they stay float: 'log'",)
+    with pytest.raises(UserError, match="every activation has NaN or infinite values; check the model and the prepro"):
+        calibrate(path, ["log"], [{"x": x}], method=method)  # type: ignore[arg-type]
+
+
+def test_data_with_nan_are_refused_with_batch_and_input(arithmetic: Path) -> None:
+    broken = [*_batches(2), {"x": np.full((2, 4), np.nan, np.float32)}]
+    with pytest.raises(UserError, match="calibration batch 3: input 'x' has NaN or infinite values"):
+        calibrate(arithmetic, ["r"], broken)
+
+
+def test_remarks_name_what_is_dead_and_count_the_rest() -> None:
+    assert remarks({"a": (0.0, 1.0)}) == ()
+    (line,) = remarks({f"t{i}": (0.0, 0.0) for i in range(7)} | {"a": (-1.0, 0.0)})
+    assert line == "always 0 on calibration data (dead): 't0', 't1', 't2', 't3', 't4' and 2 more"
 
 
 def test_batches_stream(arithmetic: Path) -> None:
@@ -260,6 +316,17 @@ def key() -> CalibrationKey:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "qdq-bench" / "ranges"
+
+
+def test_ranges_that_are_not_finite_are_kept_too(tmp_path: Path, cache: Path, key: CalibrationKey) -> None:
+    builder = GraphBuilder("log")
+    builder.output(builder.op("Log", builder.input("x", (3,)), outputs=["log"])[0])
+    path = builder.save(tmp_path / "log.onnx")
+    x = np.array([0.0, 1.0, 1.0], np.float32)
+    for _ in range(2):
+        ranges = cached_ranges(key, path, ["x", "log"], [{"x": x}])
+        assert ranges == {"log": (-np.inf, 0.0), "x": (0.0, 1.0)}
+    assert len(list(cache.iterdir())) == 1
 
 
 def _forbidden() -> Iterator[dict[str, np.ndarray]]:
