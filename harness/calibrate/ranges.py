@@ -15,7 +15,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -25,11 +25,22 @@ from harness.api import Array
 from harness.errors import UserError, nearest
 from harness.graph.files import copy_model
 from harness.paths import cache_folder
+from search.space import Space
 
 if TYPE_CHECKING:
     from harness.calibrate._observer import Collector
 
-__all__ = ["METHODS", "CalibrationKey", "Method", "Ranges", "cached_ranges", "calibrate", "finite_ranges", "remarks"]
+__all__ = [
+    "METHODS",
+    "CalibrationKey",
+    "Method",
+    "Ranges",
+    "cached_ranges",
+    "calibrate",
+    "finite_ranges",
+    "narrowed",
+    "remarks",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +135,13 @@ def calibrate(
 def finite_ranges(ranges: Ranges) -> Ranges:
     """Those that a scale can be made of; the other tensors are to stay float."""
     return {name: pair for name, pair in ranges.items() if all(map(math.isfinite, pair))}
+
+
+def narrowed(space: Space, ranges: Ranges) -> Space:
+    """The space without the edges of tensors that are to stay float, and without the dimensions of no other edge."""
+    broken = ranges.keys() - finite_ranges(ranges).keys()
+    kept = ((d, tuple(edge for edge in d.edges if edge.tensor not in broken)) for d in space.dimensions)
+    return Space(tuple(replace(dimension, edges=edges) for dimension, edges in kept if edges))
 
 
 def remarks(ranges: Ranges) -> tuple[str, ...]:

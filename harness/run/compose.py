@@ -12,7 +12,7 @@ from typing import Any
 from harness import registry, zoo
 from harness.api import Array, Candidate
 from harness.calibrate.ptq import PtqOptions
-from harness.calibrate.ranges import CalibrationKey, cached_ranges
+from harness.calibrate.ranges import CalibrationKey, Ranges, cached_ranges, finite_ranges, narrowed, remarks
 from harness.errors import UserError
 from harness.evaluators.datasets import open_data
 from harness.evaluators.feeding import batches, image_input
@@ -50,6 +50,7 @@ class Cell:
         ranges: Lowest and highest value of each activation, from the calibration.
         placements: By name, those of the seeds and of the fixed baselines.
         calibrated_on: What the ranges were taken from, for the tables.
+        remarks: What is odd about the activations on calibration data, for the tables.
         foreign: Models of the PTQ tools.
         work: Scratch folder for candidates.
     """
@@ -65,6 +66,7 @@ class Cell:
     placements: Mapping[str, Placement]
     foreign: Mapping[str, Foreign]
     calibrated_on: str
+    remarks: tuple[str, ...]
     work: Path
 
     def candidate(self, placement: Placement) -> Candidate:
@@ -148,7 +150,8 @@ def compose(experiment: Experiment, spec: CellSpec, base: Path, work: Path, obse
     if not len(space):
         raise UserError(f"{spec.model.use}: no insertion point that dialect {dialect.name!r} allows")
     feeds = _Feeds(spec.model, model, base)
-    ranges = _ranges(space, model, model_file, feeds, observer)
+    observed = _ranges(space, model, model_file, feeds, observer)
+    space, ranges = narrowed(space, observed), finite_ranges(observed)
     names = dict.fromkeys([*experiment.initial, *experiment.baselines])
     order = Order(
         model_file=model_file,
@@ -171,6 +174,7 @@ def compose(experiment: Experiment, spec: CellSpec, base: Path, work: Path, obse
         placements=placements,
         foreign=foreign,
         calibrated_on=feeds.description,
+        remarks=remarks(observed),
         work=work,
     )
 
@@ -251,14 +255,15 @@ def _dialect(backend: Use) -> Dialect:
     return dialect
 
 
-def _ranges(
-    space: Space, model: Model, model_file: Path, feeds: _Feeds, observer: Observer
-) -> Mapping[str, tuple[float, float]]:
+def _ranges(space: Space, model: Model, model_file: Path, feeds: _Feeds, observer: Observer) -> Ranges:
     tensors = {e.tensor for d in space.dimensions for e in d.edges if e.tensor not in model.constants}
     if feeds.description == "random data":
         observer.say(f"{model.source}: no calibration data given, random data is used: do not trust any accuracy")
     with observer.work(f"calibrate {model.source}", feeds.count) as step:
-        return cached_ranges(feeds.key, model_file, sorted(tensors), feeds, progress=lambda _: step.advance())
+        ranges = cached_ranges(feeds.key, model_file, sorted(tensors), feeds, progress=lambda _: step.advance())
+    for remark in remarks(ranges):
+        observer.say(f"{model.source}: {remark}")
+    return ranges
 
 
 def _placements(

@@ -207,7 +207,7 @@ class _Running:
             evaluations=max(budget.evaluations),
             seconds=None if budget.minutes is None else budget.minutes * 60,
         )
-        attempt = attempt_with(self.engines, self.experiment.sampling, scored=self.goal.metric is not None)
+        attempt = attempt_with(self.engines, self.experiment.sampling, self.goal)
         fingerprint = {**self.fingerprint(), "searcher": run.searcher.model_dump(), "seed": run.seed}
         with (
             Journal(self.folder / "runs" / f"{run.name}.jsonl", fingerprint) as journal,
@@ -243,6 +243,7 @@ class _Running:
             "dimensions": len(self.cell.space),
             "patterns": len(self.cell.space.groups),
             "calibrated_on": self.cell.calibrated_on,
+            "calibration_remarks": list(self.cell.remarks),
             "placements": {name: list(placement.choices) for name, placement in self.cell.placements.items()},
             **self.fingerprint(),
         }
