@@ -1,0 +1,249 @@
+"""The pattern cache: the best schemes of each pattern, across runs and models. `cache_file` reads and writes it.
+
+A scheme is a set of points in pattern coordinates, named as dimensions of a space are, so it fits every region with
+that pattern in any model. Schemes are ranked by their share of the baseline's latency: milliseconds of different models
+do not compare. The figures 4 and 32 are those of ModelOpt's autotune (user guide "Autotune (ONNX)").
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from search.api import Observation, Score
+from search.space import FLOAT, Placement, PointKind, Space
+
+__all__ = [
+    "MAXIMUM_SCHEMES", "MINIMUM_DISTANCE", "CachedPattern", "CachedPoint", "CachedScheme", "Origin", "PatternCache",
+    "cache_of", "distance", "merged", "parse_point", "placements", "strangers",
+]  # fmt: skip
+
+MINIMUM_DISTANCE = 4
+MAXIMUM_SCHEMES = 32
+_POINT = re.compile(r"(node_input|child_input|output)/([0-9]{1,6})\.([0-9]{1,6})/([a-z][a-z0-9]{0,15})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Origin:
+    """Where a scheme was measured.
+
+    Attributes:
+        backend: Name of the benchmarker.
+        precision: What its points are quantized to: "int8", "fp8".
+        device: As the benchmarker describes it; "" where it is not known.
+    """
+
+    backend: str
+    precision: str
+    device: str = ""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CachedPoint:
+    """A quantized insertion point of a pattern; `place` is its node, child region or output, and the input's number."""
+
+    kind: PointKind
+    place: tuple[int, int]
+    precision: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}/{self.place[0]}.{self.place[1]}/{self.precision}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedScheme:
+    """The quantized points of a pattern, and what the fastest model that has them took.
+
+    Attributes:
+        latency_ms: Latency of that whole model; None where it was taken from a Q/DQ model and never measured.
+        baseline_ms: Latency of its float model, from the same run.
+    """
+
+    points: frozenset[CachedPoint]
+    origin: Origin
+    latency_ms: float | None = None
+    baseline_ms: float | None = None
+
+    @property
+    def share(self) -> float:
+        """Latency as a share of the baseline's; infinite where one of them is not known."""
+        if self.latency_ms is None or self.baseline_ms is None:
+            return float("inf")
+        return self.latency_ms / self.baseline_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedPattern:
+    """The schemes of one pattern, best first; `size` is its number of nodes."""
+
+    signature: str
+    size: int
+    schemes: tuple[CachedScheme, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatternCache:
+    """The best schemes by the signature of their pattern.
+
+    Attributes:
+        minimum_distance: Two schemes of one pattern and origin differ in at least so many points.
+        maximum_schemes: At most so many schemes of one pattern; 0: no limit.
+    """
+
+    minimum_distance: int = MINIMUM_DISTANCE
+    maximum_schemes: int = MAXIMUM_SCHEMES
+    patterns: Mapping[str, CachedPattern] = field(default_factory=dict)
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """Where its schemes were measured, sorted."""
+        return tuple(sorted({scheme.origin for pattern in self.patterns.values() for scheme in pattern.schemes}))
+
+
+def parse_point(text: str) -> CachedPoint:
+    """The point that `str` of it gave.
+
+    Raises:
+        ValueError: It is none.
+    """
+    match = _POINT.fullmatch(text)
+    if match is None:
+        raise ValueError(f"a point is KIND/PLACE.INPUT/PRECISION, such as node_input/4.0/int8, but got {text[:80]!r}")
+    kind, place, slot, precision = match.groups()
+    return CachedPoint(cast(PointKind, kind), (int(place), int(slot)), precision)
+
+
+def distance(first: CachedScheme, second: CachedScheme) -> int:
+    """Points to add or remove, to turn one scheme into the other."""
+    return len(first.points ^ second.points)
+
+
+def merged(cache: PatternCache, *others: PatternCache) -> PatternCache:
+    """One cache with the best schemes of all; the limits are those of the first. Merging again changes nothing."""
+    found: dict[str, list[CachedScheme]] = {}
+    sizes: dict[str, int] = {}
+    for each in (cache, *others):
+        for signature, pattern in each.patterns.items():
+            found.setdefault(signature, []).extend(pattern.schemes)
+            sizes.setdefault(signature, pattern.size)
+    limits = cache.minimum_distance, cache.maximum_schemes
+    return PatternCache(
+        minimum_distance=cache.minimum_distance,
+        maximum_schemes=cache.maximum_schemes,
+        patterns={
+            signature: CachedPattern(signature=signature, size=sizes[signature], schemes=_best(schemes, *limits))
+            for signature, schemes in found.items()
+        },
+    )
+
+
+def cache_of(
+    observations: Iterable[Observation], space: Space, sizes: Mapping[str, int], baseline_ms: float, origin: Origin
+) -> PatternCache:
+    """What a search has learned, as a cache: of each pattern the schemes, each as good as the best model that has it.
+
+    So the schemes of the fastest placement come first everywhere. Failures and what breaks a constraint are left out.
+
+    Args:
+        observations: Of placements of `space`.
+        sizes: Number of nodes of each pattern of the model, by its whole signature.
+        baseline_ms: Latency of the float model in the same search.
+    """
+    best: dict[tuple[str, frozenset[CachedPoint]], float] = {}
+    for observation in observations:
+        score = observation.outcome
+        if isinstance(score, Score) and score.rank[:2] == (0.0, False):
+            for group, points in _restricted(space, observation.placement).items():
+                key = group, points
+                best[key] = min(score.objective, best.get(key, score.objective))
+    found: dict[str, list[CachedScheme]] = {}
+    for (group, points), latency_ms in best.items():
+        signature = next(s for s in sizes if s.startswith(group))
+        scheme = CachedScheme(points=points, origin=origin, latency_ms=latency_ms, baseline_ms=baseline_ms)
+        found.setdefault(signature, []).append(scheme)
+    raw = {s: CachedPattern(signature=s, size=sizes[s], schemes=tuple(schemes)) for s, schemes in found.items()}
+    return merged(PatternCache(patterns=raw))
+
+
+def placements(cache: PatternCache, space: Space, origin: Origin | None = None, limit: int = 4) -> list[Placement]:
+    """Placements to begin a search with: the best scheme of every known pattern, the second best, and so on.
+
+    Patterns that the cache does not know stay float. A point is left out where the space has none at its place; where
+    the space lacks its precision, it takes the first one that is offered there.
+
+    Args:
+        origin: Schemes from here come before all others.
+        limit: At most so many placements.
+
+    Returns:
+        Distinct placements that quantize something; none where the models share no pattern.
+    """
+    schemes = {group: _matching(cache, group, origin) for group in space.groups}
+    found: dict[str, Placement] = {}
+    for rank in range(max(map(len, schemes.values()), default=0)):
+        chosen = {group: each[min(rank, len(each) - 1)].points for group, each in schemes.items() if each}
+        placement = _placed(space, chosen)
+        if any(placement.choices):
+            found.setdefault(space.digest(placement), placement)
+        if len(found) == limit:
+            break
+    return list(found.values())
+
+
+def strangers(cache: PatternCache, origin: Origin) -> tuple[str, ...]:
+    """Sentences about schemes that were measured elsewhere, for a warning and for the table; none where all is home."""
+    said = []
+    for other in cache.origins:
+        pairs = (("backend", other.backend, origin.backend), ("precision", other.precision, origin.precision))
+        unlike = [f"{what} {there!r} instead of {here!r}" for what, there, here in pairs if there != here]
+        if other.device and origin.device and other.device != origin.device:
+            unlike.append(f"device {other.device!r} instead of {origin.device!r}")
+        if unlike:
+            said.append(f"the pattern cache has schemes measured with {', '.join(unlike)}: good starts at best")
+    return tuple(said)
+
+
+def _best(schemes: Iterable[CachedScheme], minimum_distance: int, maximum: int) -> tuple[CachedScheme, ...]:
+    """The best schemes that are far enough apart; origins take turns, so that a faster device crowds none out."""
+    kept: dict[Origin, list[CachedScheme]] = {}
+    for scheme in sorted(schemes, key=lambda s: (s.share, len(s.points), sorted(s.points), s.origin)):
+        known = kept.setdefault(scheme.origin, [])
+        if all(distance(scheme, other) >= max(1, minimum_distance) for other in known):
+            known.append(scheme)
+    ranked = [(rank, scheme.share, origin, scheme) for origin, own in kept.items() for rank, scheme in enumerate(own)]
+    ranked.sort(key=lambda entry: entry[:3])
+    return tuple(scheme for *_, scheme in (ranked[:maximum] if maximum else ranked))
+
+
+def _matching(cache: PatternCache, group: str, origin: Origin | None) -> Sequence[CachedScheme]:
+    """Schemes of the pattern behind a group of a space, whose name begins the signature."""
+    found = [pattern for signature, pattern in cache.patterns.items() if signature.startswith(group.partition(".")[0])]
+    return sorted(found[0].schemes, key=lambda scheme: scheme.origin != origin) if len(found) == 1 else ()
+
+
+def _point(name: str, group: str, precision: str) -> CachedPoint:
+    """The point of a dimension, by the dimension's name."""
+    return parse_point(f"{name.removeprefix(f'{group}/')}/{precision}")
+
+
+def _restricted(space: Space, placement: Placement) -> dict[str, frozenset[CachedPoint]]:
+    """What a placement says of each pattern, by the beginning of its signature."""
+    found: dict[str, frozenset[CachedPoint]] = {}
+    for group, indices in space.groups.items():
+        dimensions = [(space.dimensions[i], placement.choices[i]) for i in indices]
+        points = frozenset(_point(d.name, group, d.choices[choice]) for d, choice in dimensions if choice)
+        found.setdefault(group.partition(".")[0], points)
+    return found
+
+
+def _placed(space: Space, chosen: Mapping[str, frozenset[CachedPoint]]) -> Placement:
+    wanted = {group: {(p.kind, p.place): p.precision for p in points} for group, points in chosen.items()}
+    choices = []
+    for dimension in space.dimensions:
+        point = _point(dimension.name, dimension.group, FLOAT)
+        precision = wanted.get(dimension.group, {}).get((point.kind, point.place))
+        known = dimension.choices.index(precision) if precision in dimension.choices else 1
+        choices.append(0 if precision is None else known)
+    return Placement(tuple(choices))
