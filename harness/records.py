@@ -21,11 +21,15 @@ class Measured:
 
     Attributes:
         samples_ms: Latency of each inference in the order of measurement, warm-up excluded.
-        discarded_ms: Readings of a first attempt that drifted, so that it was repeated; empty as a rule.
+        discarded_ms: Readings of a first attempt that was repeated; empty as a rule.
+        trouble: Why it was repeated; "" where it was not.
+        retaken_ms: Readings of other builds, where the first beat the incumbent and so was not believed at once.
+        saved: Inferences that racing saved, an estimate; below 0 what a rival of the incumbent got on top.
+        conditions: Of the machine at the end: clock in MHz, temperature in °C, load average; those it tells.
         warmup: Inferences before the first reading that counts.
-        stable: Warm-up ended in a steady state and the readings do not drift.
-        build_s: Wall-clock of the build.
-        measure_s: Wall-clock of warm-up and sampling.
+        stable: Warm-up ended in a steady state, and nothing speaks against the readings.
+        build_s: Wall-clock of the build; of all builds where there were several.
+        measure_s: Wall-clock of warm-up and sampling, of all builds too.
         evaluate_s: Wall-clock of the evaluator; 0 where it was not asked.
         metrics: What the evaluator found; empty where it was not asked.
         per_item: See `harness.api.Accuracy`.
@@ -40,8 +44,12 @@ class Measured:
     per_item: tuple[float, ...] = ()
     info: Mapping[str, Any] = field(default_factory=dict)
     discarded_ms: tuple[float, ...] = ()
+    trouble: str = ""
+    retaken_ms: tuple[tuple[float, ...], ...] = ()
     warmup: int = 0
     stable: bool = True
+    saved: int = 0
+    conditions: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,4 +137,8 @@ def decode(text: str) -> Line:
 
 
 def _tuples(body: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in body.items()}
+    return {key: _tuple(value) for key, value in body.items()}
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(_tuple(entry) for entry in value) if isinstance(value, list) else value

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from harness.api import Accuracy, Candidate
 from harness.measure.sampling import Samples
+from harness.measure.stats import Interval
 from harness.records import Failed
 from harness.run.config import Sampling, Use
 
@@ -58,8 +59,8 @@ class Engines(Protocol):
         """Make the candidate's file and build its engine."""
         ...
 
-    def sample(self, handle: int, sampling: Sampling) -> Samples | Failed:
-        """Time an engine."""
+    def sample(self, handle: int, sampling: Sampling, rival: Interval | None = None) -> Samples | Failed:
+        """Time an engine; against a rival's latency in milliseconds, no longer than it takes to lose."""
         ...
 
     def evaluate(self, handle: int, evaluator: str = MAIN) -> Accuracy | Failed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
@@ -18,15 +19,19 @@ from typing import Any, TypeVar
 from harness import registry
 from harness.api import Accuracy, Artifact, Benchmarker, Candidate, Evaluator, Probe
 from harness.errors import CandidateError, EvaluationFailed, UserError
+from harness.measure.conditions import Machine
 from harness.measure.engines import MAIN, Built, WorkerSpec
 from harness.measure.sampling import Samples, take
+from harness.measure.stats import Interval
 from harness.records import Failed
 from harness.run.config import Sampling
+from harness.run.journal import writing
 
 __all__ = ["InProcess", "attempt", "tail"]
 
 T = TypeVar("T")
 LOG_LINES = 40
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,7 +44,11 @@ class _Engine:
 
 
 class InProcess:
-    """Builds, times and scores in this process; see `harness.measure.engines.Engines`."""
+    """Builds, times and scores in this process; see `harness.measure.engines.Engines`.
+
+    Raises:
+        UserError: A benchmarker cannot be made, or the scratch folder cannot be written.
+    """
 
     def __init__(self, spec: WorkerSpec, first_handle: int = 0) -> None:
         self._benchmarkers: Mapping[str, Benchmarker] = {
@@ -49,8 +58,10 @@ class InProcess:
         self._evaluators: dict[str, Evaluator] = {}
         self._engines: dict[int, _Engine] = {}
         self._handles = itertools.count(first_handle)
-        spec.workdir.mkdir(parents=True, exist_ok=True)
-        self._scratch = Path(tempfile.mkdtemp(prefix="engines-", dir=spec.workdir))
+        self._machine = Machine()
+        with writing(spec.workdir):
+            spec.workdir.mkdir(parents=True, exist_ok=True)
+            self._scratch = Path(tempfile.mkdtemp(prefix="engines-", dir=spec.workdir))
 
     def __enter__(self) -> InProcess:
         return self
@@ -67,16 +78,23 @@ class InProcess:
     def _build(self, candidate: Candidate, benchmarker: Benchmarker) -> Built:
         handle = next(self._handles)
         workdir = self._scratch / str(handle)
-        workdir.mkdir()
+        with writing(workdir):
+            workdir.mkdir()
         started_s = time.perf_counter()
         artifact = benchmarker.build(candidate, workdir)
         build_s = time.perf_counter() - started_s
         self._engines[handle] = _Engine(benchmarker=benchmarker, artifact=artifact, workdir=workdir, opened=ExitStack())
         return Built(handle=handle, build_s=build_s, info=_plain(artifact.info))
 
-    def sample(self, handle: int, sampling: Sampling) -> Samples | Failed:
+    def sample(self, handle: int, sampling: Sampling, rival: Interval | None = None) -> Samples | Failed:
         """See `Engines`."""
-        return attempt("measure", lambda: take(self._probe(handle), sampling))
+
+        def work() -> Samples:
+            probe = self._probe(handle)
+            made_up = getattr(self._engines[handle].benchmarker, "in_process", False)
+            return take(probe, sampling, rival, machine=None if made_up else self._machine)
+
+        return attempt("measure", work)
 
     def evaluate(self, handle: int, evaluator: str = MAIN) -> Accuracy | Failed:
         """See `Engines`."""
@@ -127,13 +145,19 @@ class InProcess:
 
 
 def attempt(stage: str, work: Callable[[], T]) -> T | Failed:
-    """The value of some plug-in's work, or its failure as data."""
+    """The value of some plug-in's work, or its failure as data.
+
+    Raises:
+        UserError: As the plug-in raised it, or the disk is full: that says nothing about the candidate.
+    """
     started_s = time.perf_counter()
     try:
         return work()
     except UserError:
         raise
     except Exception as error:  # plug-ins and runtimes raise what they like
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise UserError(f"{stage}: {error}; make room, then run the same command again to go on") from error
         said, trace = f"{type(error).__name__}: {error}", tail(traceback.format_exc())
         if isinstance(error, CandidateError):
             stage, said, trace = error.stage, str(error), ""

@@ -1,7 +1,7 @@
 """How an engine is timed: warm up until it is steady, then sample until the median is known well enough.
 
 Time is counted by the readings themselves, never by a clock beside them: a simulated engine is then
-sampled like a real one, and a clock that jumps shows up as an outlier, which the median ignores.
+sampled like a real one. Readings that no engine can have (a clock that jumps) are a failure, not an outlier.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,8 @@ import numpy as np
 from harness.api import Array, Probe
 from harness.errors import MeasureFailed, UserError
 from harness.feeds import random_feeds
-from harness.measure.stats import median_ci
+from harness.measure.conditions import Machine, disturbance
+from harness.measure.stats import Interval, median_ci
 from harness.run.config import Sampling
 
 __all__ = ["Samples", "fixed_inputs", "take"]
@@ -27,7 +28,17 @@ WINDOW = 5
 LONGEST_WARMUP = 5
 """An engine that is not steady after so many times the warm-up is taken as it is."""
 STEADY = 0.02
-"""Medians that differ by no more than this share are equal for the purpose of warm-up and drift."""
+"""Medians that differ by no more than this share are equal for the purpose of warm-up, drift and races."""
+FIRST_LOOK = 6
+"""Readings after which a race can be lost: the fewest whose range covers the median with 95 %."""
+RIVAL = 2
+"""A rival of the incumbent is timed until its interval is so many times narrower than asked for."""
+JUMP = 1000.0
+"""No inference is so many times faster or slower than the median of its engine."""
+JUMP_MS = 10_000.0
+"""A slower one that took no longer than this was not the clock's fault: machines do pause."""
+LONGEST_MS = 3.6e6
+"""An inference of more than an hour is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,41 +47,69 @@ class Samples:
 
     Attributes:
         latency_ms: In order of measurement, outliers included, warm-up excluded.
-        discarded_ms: Readings of a first attempt that drifted, so that it was repeated.
+        discarded_ms: Readings of a first attempt that was repeated.
+        trouble: Why it was repeated; "" where it was not.
         warmup: Inferences before the first reading.
         measure_s: Wall-clock of it all.
-        stable: Warm-up ended in a steady state and the readings do not drift.
+        stable: Warm-up ended in a steady state, and nothing speaks against the readings that count.
+        saved: Inferences that racing saved, an estimate; below 0 what a rival of the incumbent got on top.
+        conditions: Clock in MHz, temperature in °C, load average; those that can be read.
     """
 
     latency_ms: tuple[float, ...]
     discarded_ms: tuple[float, ...] = ()
+    trouble: str = ""
     warmup: int
     measure_s: float
     stable: bool
+    saved: int = 0
+    conditions: Mapping[str, float] = field(default_factory=dict)
 
 
-def take(probe: Probe, sampling: Sampling, clock: Callable[[], float] = time.perf_counter) -> Samples:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Series:
+    readings: list[float]
+    saved: int
+    trouble: str
+    conditions: Mapping[str, float]
+
+
+def take(
+    probe: Probe,
+    sampling: Sampling,
+    rival: Interval | None = None,
+    *,
+    machine: Machine | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Samples:
     """Time an engine.
 
-    Warms up for `warmup_ms` and then until two windows in a row agree, samples until the 95 % interval
-    of the median is narrower than `target` or a cap is reached, and starts over once where the
-    readings drift (throttling, a neighbour that woke up).
+    Warms up for `warmup_ms` and then until two windows in a row agree, samples until the 95 % interval of the
+    median is narrower than `target` or a cap is reached, and starts over once where the readings drift or the
+    machine was disturbed (throttling, a neighbour that woke up).
+
+    Args:
+        rival: The incumbent's latency in milliseconds. An engine that is clearly slower is let go early, one
+            that is not told apart from it is timed for longer.
+        machine: Asked for disturbances; None: readings are not of this machine's time.
 
     Raises:
-        MeasureFailed: A reading is not a positive finite number, or the probe gives too few of them.
+        MeasureFailed: A reading is not a positive finite number, the clock jumped, or there are too few of them.
     """
     started_s = clock()
     warmup, steady = _warm_up(probe, sampling)
-    readings = _collect(probe, sampling)
-    discarded: list[float] = []
-    if _drifts(readings):
-        discarded, readings = readings, _collect(probe, sampling)
+    first = counts = _series(probe, sampling, rival, machine)
+    if first.trouble:
+        counts = _series(probe, sampling, rival, machine)
     return Samples(
-        latency_ms=tuple(readings),
-        discarded_ms=tuple(discarded),
+        latency_ms=tuple(counts.readings),
+        discarded_ms=() if counts is first else tuple(first.readings),
+        trouble=first.trouble,
         warmup=warmup,
         measure_s=max(0.0, clock() - started_s),
-        stable=steady and not _drifts(readings),
+        stable=steady and not counts.trouble,
+        saved=counts.saved,
+        conditions=counts.conditions,
     )
 
 
@@ -109,23 +148,91 @@ def _warm_up(probe: Probe, sampling: Sampling) -> tuple[int, bool]:
     return len(readings), True
 
 
-def _collect(probe: Probe, sampling: Sampling) -> list[float]:
-    """Sample until the median is known well enough, or a cap is reached."""
-    readings = _read(probe, sampling.min_samples)
-    while len(readings) < sampling.max_samples and sum(readings) < sampling.max_ms:
-        if median_ci(readings).relative_width <= sampling.target:
+def _series(probe: Probe, sampling: Sampling, rival: Interval | None, machine: Machine | None) -> _Series:
+    """One attempt to time an engine, and whatever speaks against it."""
+    if machine is None:
+        readings, saved = _collect(probe, sampling, rival)
+        return _Series(readings=readings, saved=saved, trouble=_drift(readings), conditions={})
+    before = machine.read()
+    readings, saved = _collect(probe, sampling, rival)
+    after = machine.read()
+    trouble = disturbance(before, after) or _drift(readings)
+    return _Series(readings=readings, saved=saved, trouble=trouble, conditions=after.facts())
+
+
+def _collect(probe: Probe, sampling: Sampling, rival: Interval | None) -> tuple[list[float], int]:
+    """Sample until the race is lost, the median is known well enough, or a cap is reached.
+
+    Returns:
+        The readings, and how many fewer they are than they would have been without a rival.
+    """
+    least = sampling.min_samples if rival is None else min(FIRST_LOOK, sampling.min_samples)
+    finer = sampling if rival is None else _finer(sampling)
+    readings, enough = _read(probe, least), 0
+    while True:
+        median = median_ci(readings)
+        if rival is not None and len(readings) >= FIRST_LOOK and median.low > rival.high * (1 + STEADY):
             break
-        fits = math.ceil((sampling.max_ms - sum(readings)) / (sum(readings) / len(readings)))
-        readings += _read(probe, min(max(1, len(readings) // 4), fits, sampling.max_samples - len(readings)))
-    return readings
+        missing = _missing(readings, median, sampling)
+        if not missing:
+            enough = enough or len(readings)
+            told_apart = rival is None or median.high < rival.low
+            missing = 0 if told_apart else _missing(readings, median, finer)
+        if not missing:
+            break
+        readings += _read(probe, missing)
+    _refuse_jumps(readings)
+    return readings, (enough or _expected(readings, median, sampling)) - len(readings)
 
 
-def _drifts(readings: list[float]) -> bool:
-    """Whether the second half differs from the first by more than noise: 99 % intervals apart, medians too."""
+def _finer(sampling: Sampling) -> Sampling:
+    """For rivals of the incumbent."""
+    return sampling.model_copy(
+        update={
+            "target": sampling.target / RIVAL,
+            "max_samples": sampling.max_samples * RIVAL,
+            "max_ms": sampling.max_ms * RIVAL,
+        }
+    )
+
+
+def _missing(readings: list[float], median: Interval, sampling: Sampling) -> int:
+    """How many readings to add before the next look; 0 where these are enough."""
+    count, spent_ms = len(readings), sum(readings)
+    if count < sampling.min_samples:
+        return sampling.min_samples - count
+    if count >= sampling.max_samples or spent_ms >= sampling.max_ms or median.relative_width <= sampling.target:
+        return 0
+    fits = math.ceil((sampling.max_ms - spent_ms) * count / spent_ms)
+    return min(max(1, count // 4), fits, sampling.max_samples - count)
+
+
+def _expected(readings: list[float], median: Interval, sampling: Sampling) -> int:
+    """How many readings would have been enough: widths go by the root of the count."""
+    count = len(readings)
+    wanted = math.ceil(count * min(1e6, (median.relative_width / sampling.target) ** 2))
+    fits = math.ceil(sampling.max_ms * count / sum(readings))
+    return max(count, sampling.min_samples, min(wanted, fits, sampling.max_samples))
+
+
+def _drift(readings: list[float]) -> str:
+    """How the second half differs from the first by more than noise: 99 % intervals apart, medians too."""
     half = len(readings) // 2
+    if half < WINDOW:
+        return ""
     first, second = (median_ci(part, 0.99) for part in (readings[:half], readings[half:]))
     apart = first.high < second.low or second.high < first.low
-    return half >= WINDOW and apart and abs(second.value / first.value - 1) > STEADY
+    if not apart or abs(second.value / first.value - 1) <= STEADY:
+        return ""
+    return f"drift: the first half took {first.value:.4g} ms, the second {second.value:.4g} ms"
+
+
+def _refuse_jumps(readings: list[float]) -> None:
+    middle = float(np.median(readings))
+    low, high = min(readings), max(readings)
+    jumped = low if low < middle / JUMP else high if high > max(JUMP * middle, JUMP_MS) else None
+    if jumped is not None:
+        raise MeasureFailed(f"the clock jumped: a reading of {jumped:g} ms where {middle:g} ms is the median")
 
 
 def _read(probe: Probe, count: int) -> list[float]:
@@ -133,7 +240,15 @@ def _read(probe: Probe, count: int) -> list[float]:
     readings = [float(value) for value in probe.sample(count)]
     if len(readings) != count:
         raise MeasureFailed(f"the benchmarker gave {len(readings)} readings where {count} were asked for")
-    wrong = next((value for value in readings if not (math.isfinite(value) and value > 0)), None)
+    wrong = next((value for value in readings if not 0 < value <= LONGEST_MS), None)
     if wrong is not None:
-        raise MeasureFailed(f"impossible latency of {wrong} ms: readings are positive, finite numbers")
+        raise MeasureFailed(f"impossible latency of {wrong:g} ms: {_why(wrong)}")
     return readings
+
+
+def _why(wrong: float) -> str:
+    if wrong == 0:
+        return "nothing ran, or the clock is too coarse for this engine"
+    if wrong < 0:
+        return "the clock jumped back"
+    return "more than an hour for one inference" if math.isfinite(wrong) else "readings are finite numbers"

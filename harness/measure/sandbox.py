@@ -26,9 +26,11 @@ from harness.errors import UserError
 from harness.measure.engines import MAIN, Built, Engines, WorkerSpec
 from harness.measure.local import InProcess, attempt, tail
 from harness.measure.sampling import Samples
+from harness.measure.stats import Interval
 from harness.measure.worker import Worker, end_with_driver
 from harness.records import Failed
 from harness.run.config import Limits, Sampling
+from harness.run.journal import writing
 from search.space import Resolved
 
 __all__ = ["InProcess", "Sandbox", "open_engines", "serve"]
@@ -51,11 +53,11 @@ def open_engines(spec: WorkerSpec, limits: Limits) -> AbstractContextManager[Eng
 class Sandbox:
     """Engines in a worker process; see `harness.measure.engines.Engines`.
 
-    A call that outlasts its limit, or a worker that dies, gives `Failed` with the end of the worker's
-    log, and the next call finds a fresh worker. Engines that died with theirs give `Failed` too.
+    A call that outlasts its limit or takes too much memory, or a worker that dies, gives `Failed` with the end
+    of the worker's log, and the next call finds a fresh worker. Engines that died with theirs give `Failed` too.
 
     Raises:
-        UserError: On entering the context: the worker cannot make its plug-ins.
+        UserError: The worker cannot make its plug-ins, or the scratch folder cannot be written.
     """
 
     def __init__(self, spec: WorkerSpec, limits: Limits) -> None:
@@ -66,8 +68,9 @@ class Sandbox:
         self._next_handle = 0
 
     def __enter__(self) -> Sandbox:
-        self._spec.workdir.mkdir(parents=True, exist_ok=True)
-        self._scratch = Path(tempfile.mkdtemp(prefix="worker-", dir=self._spec.workdir))
+        with writing(self._spec.workdir):
+            self._spec.workdir.mkdir(parents=True, exist_ok=True)
+            self._scratch = Path(tempfile.mkdtemp(prefix="worker-", dir=self._spec.workdir))
         self._log = self._scratch / "worker.log"
         try:
             self._start()
@@ -85,16 +88,16 @@ class Sandbox:
         path = attempt("build", candidate.source)
         if isinstance(path, Failed):
             return path
-        with suppress(FileNotFoundError):
+        with writing(self._log), suppress(FileNotFoundError):
             os.truncate(self._log, 0)
         built = self._call("build", self._limits.build_s, candidate.digest, candidate.edges, path, benchmarker)
         if isinstance(built, Built):
             self._next_handle = built.handle + 1
         return built  # type: ignore[no-any-return]
 
-    def sample(self, handle: int, sampling: Sampling) -> Samples | Failed:
+    def sample(self, handle: int, sampling: Sampling, rival: Interval | None = None) -> Samples | Failed:
         """See `Engines`."""
-        return self._lost(handle, "measure") or self._call("sample", self._limits.measure_s, handle, sampling)
+        return self._lost(handle, "measure") or self._call("sample", self._limits.measure_s, handle, sampling, rival)
 
     def evaluate(self, handle: int, evaluator: str = MAIN) -> Accuracy | Failed:
         """See `Engines`."""
@@ -136,10 +139,16 @@ class Sandbox:
     def _receive(self, worker: Worker, limit_s: float, method: str) -> Any:
         """The worker's answer, or a `Failed` that says how it died; then there is no worker any more."""
         try:
-            kind, answer = worker.receive(limit_s)
+            kind, answer = worker.receive(limit_s, self._limits.memory_gb)
         except TimeoutError:
             self._stop()
             return Failed(stage="timeout", reason=f"{method} took longer than {limit_s:g} s")
+        except MemoryError:
+            self._stop()
+            memory_gb = self._limits.memory_gb
+            return Failed(
+                stage="crash", reason=f"{method} used more than {memory_gb:g} GB of memory (limits.memory_gb)"
+            )
         except (EOFError, OSError):
             reason = f"the worker {worker.ending()} during {method}"
             _logger.warning("%s; a fresh one takes over", reason)
@@ -150,7 +159,13 @@ class Sandbox:
         return answer
 
     def _start(self) -> Worker:
-        worker = self._worker = Worker(self._log, self._next_handle)
+        with writing(self._log):
+            output = self._log.open("ab")
+        try:
+            with output:
+                worker = self._worker = Worker(output, self._next_handle)
+        except OSError as error:
+            raise UserError(f"no worker could be started: {error}") from error
         worker.send((replace(self._spec, workdir=self._scratch), self._next_handle))
         facts = self._receive(worker, START_S, "start")
         if isinstance(facts, Failed):
@@ -164,7 +179,9 @@ class Sandbox:
             worker.kill()
 
     def _read_log(self) -> str:
-        return self._log.read_bytes()[-65536:].decode(errors="replace") if self._log.exists() else ""
+        with suppress(OSError):
+            return self._log.read_bytes()[-65536:].decode(errors="replace")
+        return ""
 
 
 def serve(fd: int) -> None:

@@ -13,10 +13,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import psutil
 
 __all__ = ["Worker", "end_with_driver"]
 
@@ -26,18 +29,25 @@ _BOOT = (
 )
 
 
+GLANCE_S = 0.25
+"""Between two looks at a worker's memory, while it works."""
+
+
 class Worker:
     """The driver's end of a worker.
 
     Args:
-        log: File that takes what the worker and its runtimes print.
+        output: File that takes what the worker and its runtimes print.
         first_handle: Handles of this worker start here, so older ones are known to be lost.
+
+    Raises:
+        OSError: No process can be started.
     """
 
-    def __init__(self, log: Path, first_handle: int) -> None:
+    def __init__(self, output: IO[bytes], first_handle: int) -> None:
         self.first_handle = first_handle
         here, there = socket.socketpair()
-        with here, there, log.open("ab") as output:
+        with here, there:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-X", "faulthandler", "-c", _BOOT, str(there.fileno()), json.dumps(sys.path)],
                 stdin=subprocess.PIPE,  # never written to: see end_with_driver
@@ -53,16 +63,33 @@ class Worker:
         with suppress(BrokenPipeError, ConnectionResetError):
             self._connection.send(message)
 
-    def receive(self, limit_s: float) -> Any:
+    def receive(self, limit_s: float, memory_gb: float) -> Any:
         """The next message.
+
+        Memory is what the worker and its children have in use, looked at while they work. The kernel's own
+        limit (RLIMIT_AS) counts address space, of which CUDA and memory maps reserve far more than they use.
 
         Raises:
             TimeoutError: None within the limit.
+            MemoryError: The worker has more in use than allowed.
             EOFError, OSError: The worker died.
         """
-        if not self._connection.poll(limit_s):
-            raise TimeoutError
+        deadline_s = time.monotonic() + limit_s
+        while not self._connection.poll(max(0.0, min(GLANCE_S, deadline_s - time.monotonic()))):
+            if time.monotonic() >= deadline_s:
+                raise TimeoutError
+            if self._used_gb() > memory_gb:
+                raise MemoryError
         return self._connection.recv()
+
+    def _used_gb(self) -> float:
+        used = 0
+        with suppress(psutil.Error):
+            worker = psutil.Process(self._process.pid)
+            for process in (worker, *worker.children(recursive=True)):
+                with suppress(psutil.Error):
+                    used += process.memory_info().rss
+        return used / 1e9
 
     def ending(self) -> str:
         """How a worker that hung up ended, as the predicate of a sentence."""
@@ -72,6 +99,8 @@ class Worker:
             return "hung up"
         if status >= 0:
             return f"exited with status {status}"
+        if status == -signal.SIGKILL:
+            return "was ended by SIGKILL (the kernel does so when memory runs out)"
         with suppress(ValueError):
             return f"was ended by {signal.Signals(-status).name}"
         return f"was ended by signal {-status}"

@@ -129,7 +129,7 @@ class Budget(_Frozen):
 
 
 class Sampling(_Frozen):
-    """How long one engine is timed during a search; what has lost its race with the incumbent gets less, its rivals more.
+    """How long one engine is timed during a search; one that is clearly slower than the incumbent gets less.
 
     Attributes:
         warmup_ms: Run at least so long before the first sample counts.
@@ -163,11 +163,7 @@ class Confirmation(_Frozen):
 
 
 class Limits(_Frozen):
-    """What one candidate may take before it counts as failed.
-
-    Attributes:
-        memory_gb: Memory in use by the worker that builds and runs it; 1 GB is 10^9 bytes.
-    """
+    """What one candidate, or the worker that has it, may take before it counts as failed; 1 GB is 10^9 bytes."""
 
     build_s: Annotated[float, Field(gt=0)] = 300.0
     measure_s: Annotated[float, Field(gt=0)] = 120.0

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from harness.api import Candidate
 from harness.errors import UserError
-from harness.measure.stats import median_ci, stderr_of_median
-from harness.records import Asked, Failed, Outcome, Told
+from harness.measure.stats import Interval, median_ci, stderr_of_median
+from harness.records import Asked, Failed, Measured, Outcome, Told
 from harness.run.journal import Entry, Journal
 from search.api import Failure, Observation, Score, Searcher
 from search.space import Placement, Space
@@ -57,8 +57,8 @@ class Goal:
         return max(0.0, (drop if self.higher_is_better else -drop) - self.max_drop)
 
 
-Attempt = Callable[[Candidate, float | None], Outcome]
-"""Builds and samples a candidate; scores it too where its latency is below the second argument (ms; None: always)."""
+Attempt = Callable[[Candidate, Interval | None], Outcome]
+"""Builds, samples and scores a candidate, as far as it can beat the incumbent's latency in ms (None: nobody's)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,7 @@ class _Search:
         self._journal = journal
         self._watch = watch
         self._seen: dict[str, Told] = {}
-        self._best: Score | None = None
+        self._best: Interval | None = None
         before = [entry.told.elapsed_s for entry in journal.entries if entry.told is not None]
         self._spent_s = max(before, default=0.0)
         self._started_s = time.monotonic()
@@ -196,15 +196,16 @@ class _Search:
         told = self._seen.get(asked.digest) or (recorded.told if recorded else None)
         resumed = told is not None
         if told is None:
-            outcome = self._attempt(self._task.candidate(placement), self._best.objective if self._best else None)
+            outcome = self._attempt(self._task.candidate(placement), self._best)
             told = Told(number=asked.number, outcome=outcome, elapsed_s=self._elapsed_s())
             self._journal.append(told)
         self._seen[asked.digest] = told
         score = score_of(told.outcome, self._task.goal)
-        if isinstance(score, Score) and eligible(score):
-            self._best = min(self._best or score, score, key=lambda s: s.objective)
+        if isinstance(told.outcome, Measured) and isinstance(score, Score) and eligible(score):
+            own = median_ci(told.outcome.samples_ms)
+            self._best = min(self._best or own, own, key=lambda latency: latency.value)
         self._task.searcher.tell(Observation(placement=placement, digest=asked.digest, outcome=score))
-        best_ms = self._best.objective if self._best else None
+        best_ms = self._best.value if self._best else None
         self._watch(
             Trial(asked=asked, outcome=told.outcome, evaluations=len(self._seen), best_ms=best_ms, resumed=resumed)
         )

@@ -207,7 +207,12 @@ class _Running:
             evaluations=max(budget.evaluations),
             seconds=None if budget.minutes is None else budget.minutes * 60,
         )
-        attempt = attempt_with(self.engines, self.experiment.sampling, self.goal)
+        attempt = attempt_with(
+            self.engines,
+            self.experiment.sampling,
+            scored=self.goal.metric is not None,
+            holds=lambda metrics: self.goal.violation(metrics) == 0.0,
+        )
         fingerprint = {**self.fingerprint(), "searcher": run.searcher.model_dump(), "seed": run.seed}
         with (
             Journal(self.folder / "runs" / f"{run.name}.jsonl", fingerprint) as journal,

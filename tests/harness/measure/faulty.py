@@ -1,12 +1,15 @@
-"""A benchmarker whose candidates misbehave on request: what to do stands in the candidate's file.
+"""Benchmarkers whose candidates misbehave on request.
 
-A line "STAGE ACTION" acts in that stage ("build", "sample" or "infer"); other stages work.
+`Faulty` reads from the candidate's file what to do: a line "STAGE ACTION" acts in that stage ("build", "sample" or
+"infer"); other stages work. `Lottery` draws it from the candidate's digest, so that a whole search meets everything.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -49,6 +52,21 @@ def _print() -> None:
     raise RuntimeError("after much talk")
 
 
+def _eat() -> None:
+    hoard = []
+    while True:
+        hoard.append(b"x" * 10_000_000)
+        time.sleep(0.01)
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fill_disk() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", "engine.bin")
+
+
 def _child() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     Path(os.environ["FAULTY_PIDS"]).write_text(f"{os.getpid()} {child.pid}")
@@ -62,6 +80,10 @@ ACTIONS: Mapping[str, Callable[[], None]] = {
     "spin": _spin,
     "exit": lambda: os._exit(3),
     "segfault": _segfault,
+    "abort": os.abort,
+    "kill": _kill,
+    "eat": _eat,
+    "full": _fill_disk,
     "print": _print,
     "child": _child,
 }
@@ -100,6 +122,50 @@ class FaultyProbe:
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         act(self._text, "infer")
+        return {}
+
+
+class Lottery:
+    """Latency by number of quantized edges; every second candidate has one of the faults. The float model is well."""
+
+    dialect = "openvino"
+    FAULTS = (
+        "build segfault", "build abort", "build refuse", "build exit", "build kill", "build eat", "sample raise",
+        "sample hang", "sample zero", "sample nan", "sample jump",
+    )  # fmt: skip
+
+    def build(self, candidate: Candidate, workdir: Path) -> Artifact:
+        lot = int(candidate.digest, 16) if candidate.edges else 0
+        text = self.FAULTS[lot // 2 % len(self.FAULTS)] if lot % 2 else ""
+        act(text, "build")
+        return Artifact(engine=(text, 10.0 / (1 + len(candidate.edges))))
+
+    @contextmanager
+    def open(self, artifact: Artifact) -> Iterator[LotteryProbe]:
+        yield LotteryProbe(*artifact.engine)
+
+    def describe(self) -> Mapping[str, Any]:
+        return {"name": "lottery", "version": "1", "device": "none", "options": {}, "float_precision": "f32"}
+
+
+class LotteryProbe:
+    READINGS: Mapping[str, Callable[[float], float]] = {
+        "sample zero": lambda _: 0.0,
+        "sample nan": lambda _: float("nan"),
+        "sample jump": lambda latency_ms: -latency_ms,
+    }
+
+    def __init__(self, text: str, latency_ms: float) -> None:
+        self._text = text
+        self._latency_ms = latency_ms
+
+    def sample(self, n: int) -> Sequence[float]:
+        if self._text in self.READINGS:
+            return [self.READINGS[self._text](self._latency_ms)] * n
+        act(self._text, "sample")
+        return [self._latency_ms] * n
+
+    def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         return {}
 
 

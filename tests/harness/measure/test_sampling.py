@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from harness.api import Array
 from harness.errors import MeasureFailed
+from harness.measure.conditions import Conditions, Machine
 from harness.measure.sampling import fixed_inputs, take
-from harness.measure.stats import median_ci
+from harness.measure.stats import Interval, median_ci
 from harness.run.config import Sampling
 
 QUIET = Sampling(warmup_ms=0, min_samples=11, max_samples=200, max_ms=1e6, target=0.01)
@@ -89,6 +91,7 @@ def test_one_slow_inference_is_no_reason_to_warm_up_for_long() -> None:
 def test_readings_that_drift_are_taken_again() -> None:
     found = take(Script(lambda n: 1.0 if n < 5 else 1.5), QUIET.model_copy(update={"target": 0.9}))
     assert found.discarded_ms == (1.0,) * 5 + (1.5,) * 6
+    assert found.trouble == "drift: the first half took 1 ms, the second 1.5 ms"
     assert found.latency_ms == (1.5,) * 11
     assert found.stable
 
@@ -110,10 +113,95 @@ def test_time_is_the_clocks_but_a_clock_that_jumps_back_gives_zero() -> None:
     assert take(Script(lambda _: 1.0), QUIET, clock=iter([5.0, 1.0]).__next__).measure_s == 0.0
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 0.0, -1.0])
-def test_impossible_readings_fail(wrong: float) -> None:
-    with pytest.raises(MeasureFailed, match=f"impossible latency of {wrong} ms: readings are positive, finite numbers"):
-        take(Script(lambda n: wrong if n == 3 else 1.0), QUIET)
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (float("nan"), "nan ms: readings are finite numbers"),
+        (float("inf"), "inf ms: readings are finite numbers"),
+        (0.0, "0 ms: nothing ran, or the clock is too coarse"),
+        (-1.0, "-1 ms: the clock jumped back"),
+        (4e6, r"4e\+06 ms: more than an hour for one inference"),
+    ],
+)
+@pytest.mark.parametrize("warmup_ms", [0.0, 50.0])
+def test_impossible_readings_fail(wrong: float, why: str, warmup_ms: float) -> None:
+    with pytest.raises(MeasureFailed, match=f"impossible latency of {why}"):
+        take(Script(lambda n: wrong if n == 3 else 1.0), QUIET.model_copy(update={"warmup_ms": warmup_ms}))
+
+
+def test_a_constant_zero_fails() -> None:
+    with pytest.raises(MeasureFailed, match="impossible latency of 0 ms: nothing ran, or the clock is too coarse"):
+        take(Script(lambda _: 0.0), QUIET)
+
+
+@pytest.mark.parametrize("jump_ms", [50_000.0, 0.0009])
+def test_a_clock_that_jumps_fails(jump_ms: float) -> None:
+    with pytest.raises(MeasureFailed, match=f"the clock jumped: a reading of {jump_ms:g} ms where 1 ms is the median"):
+        take(Script(lambda n: jump_ms if n == 3 else 1.0), QUIET)
+
+
+def test_a_machine_that_pauses_is_slow_and_nothing_worse() -> None:
+    assert 9000.0 in take(Script(lambda n: 9000.0 if n == 3 else 1.0), QUIET).latency_ms
+
+
+def rival(value: float, width: float = 0.01) -> Interval:
+    return Interval(value=value, low=value * (1 - width / 2), high=value * (1 + width / 2))
+
+
+def test_a_clear_loser_is_let_go_early_and_what_that_saved_is_said() -> None:
+    alone = [len(take(Script(noise(0.02, seed)), QUIET).latency_ms) for seed in range(30)]
+    losers = [take(Script(noise(0.02, seed)), QUIET, rival(0.5)) for seed in range(30)]
+    assert {len(loser.latency_ms) for loser in losers} == {6}
+    assert np.mean([loser.saved for loser in losers]) == pytest.approx(np.mean(alone) - 6, rel=0.5)
+    assert take(Script(lambda _: 2.0), QUIET, rival(0.5)).saved == 5
+
+
+def test_a_loser_by_a_hair_is_told_apart_first() -> None:
+    found = take(Script(noise(0.02)), QUIET, rival(0.99))
+    assert len(found.latency_ms) > 11
+
+
+def test_a_rival_of_the_incumbent_is_timed_for_longer() -> None:
+    alone = take(Script(noise(0.01)), QUIET)
+    found = take(Script(noise(0.01)), QUIET, rival(1.0))
+    assert found.latency_ms[: len(alone.latency_ms)] == alone.latency_ms
+    assert median_ci(found.latency_ms).relative_width <= 0.005
+    assert found.saved == len(alone.latency_ms) - len(found.latency_ms) < 0
+
+
+def test_what_beats_the_incumbent_clearly_is_no_rival() -> None:
+    found = take(Script(noise(0.02)), QUIET, rival(2.0))
+    assert found == replace(take(Script(noise(0.02)), QUIET), measure_s=found.measure_s)
+
+
+def test_races_seldom_end_against_the_truth() -> None:
+    lost = [take(Script(noise(0.05, seed)), QUIET, rival(1.0)).latency_ms for seed in range(200)]
+    assert sum(len(readings) == 6 for readings in lost) <= 10
+
+
+class Throttled(Machine):
+    """Throttles while the first `times` series run."""
+
+    def __init__(self, times: int) -> None:
+        self._left = 2 * times
+        self._count = 0
+
+    def read(self) -> Conditions:
+        self._count += self._left > 0 and self._left % 2 == 1
+        self._left -= 1
+        return Conditions(at_s=0.0, mhz=3000.0, load=0.5, throttled=self._count)
+
+
+def test_readings_of_a_throttled_machine_are_taken_again() -> None:
+    found = take(Script(lambda _: 2.0), QUIET, machine=Throttled(1))
+    assert found.discarded_ms == found.latency_ms == (2.0,) * 11
+    assert found.trouble == "throttled 1 times, by heat or by the container's CPU quota"
+    assert found.stable
+    assert found.conditions == {"mhz": 3000.0, "load": 0.5}
+
+
+def test_readings_of_a_machine_that_stays_throttled_are_called_unstable() -> None:
+    assert not take(Script(lambda _: 2.0), QUIET, machine=Throttled(2)).stable
 
 
 def test_a_probe_that_gives_too_few_readings_fails() -> None:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -16,12 +18,13 @@ from harness.errors import UserError
 from harness.measure.engines import Built, WorkerSpec
 from harness.measure.sampling import Samples
 from harness.measure.sandbox import InProcess, Sandbox, open_engines
+from harness.measure.stats import Interval
 from harness.records import Failed
 from harness.run.config import Limits, Sampling, Use
 from search.space import Edge
 
 HERE = Path(__file__).parent
-LIMITS = Limits(build_s=1.0, measure_s=1.0, evaluate_s=1.0)
+LIMITS = Limits(build_s=1.0, measure_s=1.0, evaluate_s=1.0, memory_gb=0.3)
 SAMPLING = Sampling(warmup_ms=0, min_samples=3, max_samples=3)
 MakeCandidate = Callable[[str], Candidate]
 
@@ -99,6 +102,13 @@ def test_builds_times_scores_and_releases(sandbox: Sandbox, candidate: MakeCandi
         ("build hang", "timeout", "build took longer than 1 s"),
         ("build exit", "crash", "the worker exited with status 3 during build"),
         ("build segfault", "crash", "the worker was ended by SIGSEGV during build"),
+        ("build abort", "crash", "the worker was ended by SIGABRT during build"),
+        ("build eat", "crash", "build used more than 0.3 GB of memory (limits.memory_gb)"),
+        (
+            "build kill",
+            "crash",
+            "the worker was ended by SIGKILL (the kernel does so when memory runs out) during build",
+        ),
         ("build print", "build", "RuntimeError: after much talk"),
     ],
 )
@@ -117,6 +127,7 @@ def test_a_build_that_fails_is_a_value_and_the_next_one_works(
         ("sample raise", "measure", "KeyError: 'no such kernel'"),
         ("sample spin", "timeout", "sample took longer than 1 s"),
         ("sample segfault", "crash", "the worker was ended by SIGSEGV during sample"),
+        ("sample eat", "crash", "sample used more than 0.3 GB of memory (limits.memory_gb)"),
     ],
 )
 def test_a_sample_that_fails_is_a_value(
@@ -177,6 +188,56 @@ def test_mistakes_of_the_user_are_raised(tmp_path: Path, sandbox: Sandbox, candi
     handle = built(sandbox.build(candidate("ok"))).handle
     with pytest.raises(UserError, match=r"data\.json: cannot be read"):
         sandbox.evaluate(handle, "broken")
+
+
+def test_a_disk_that_is_full_is_not_the_candidates_fault(sandbox: Sandbox, candidate: MakeCandidate) -> None:
+    with pytest.raises(UserError, match=r"build: .*No space left on device.*make room, then run the same command"):
+        sandbox.build(candidate("build full"))
+
+
+@pytest.mark.parametrize("engines", [Sandbox, InProcess])
+def test_a_scratch_folder_that_cannot_be_made_is_a_mistake_of_the_user(tmp_path: Path, engines: type[Any]) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/work: cannot be written \(Not a directory\)"):
+        engines(spec(tmp_path / "file" / "work"), *([LIMITS] if engines is Sandbox else [])).__enter__()
+
+
+def test_a_scratch_folder_that_vanishes_stops_the_search_with_the_reason(
+    tmp_path: Path, candidate: MakeCandidate
+) -> None:
+    with Sandbox(spec(tmp_path / "work"), LIMITS) as engines:
+        shutil.rmtree(tmp_path / "work")
+        with pytest.raises(UserError, match=r"cannot be written \(No such file or directory\)"):
+            engines.build(candidate("ok"))
+        with pytest.raises(UserError, match=r"worker\.log: cannot be written \(No such file or directory\)"):
+            engines.build(candidate("ok"))
+
+
+def test_no_process_for_a_worker_is_no_riddle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(UserError, match=r"no worker could be started: .*Resource temporarily unavailable"):
+        Sandbox(spec(tmp_path), LIMITS).__enter__()
+
+
+def test_a_worker_is_kept_while_it_is_healthy(sandbox: Sandbox, candidate: MakeCandidate) -> None:
+    built(sandbox.build(candidate("ok")))
+    pid = sandbox.describe()["pid"]
+    failed(sandbox.build(candidate("build refuse")))
+    assert sandbox.describe()["pid"] == pid
+    failed(sandbox.build(candidate("build exit")))
+    built(sandbox.build(candidate("ok")))
+    assert sandbox.describe()["pid"] != pid
+
+
+def test_a_race_is_run_in_the_worker(sandbox: Sandbox, candidate: MakeCandidate) -> None:
+    handle = built(sandbox.build(candidate("ok"))).handle
+    rival = Interval(value=0.5, low=0.49, high=0.51)
+    found = sandbox.sample(handle, Sampling(warmup_ms=0, min_samples=11), rival)
+    assert isinstance(found, Samples)
+    assert (len(found.latency_ms), found.saved) == (6, 5)
 
 
 def test_nothing_is_left_behind(tmp_path: Path, candidate: MakeCandidate) -> None:

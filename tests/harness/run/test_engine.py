@@ -47,7 +47,7 @@ class Uniform:
             self.rng.random(int(observation.outcome.objective * 1000) % 7)
 
 
-def latency(candidate: Candidate, beat_ms=None):
+def latency(candidate: Candidate, incumbent=None):
     value = 10.0 - len(candidate.edges) * 0.5
     return Measured(samples_ms=(value, value + 0.01, value + 0.02), build_s=0.1, measure_s=0.1)
 
@@ -66,11 +66,11 @@ class Run:
     def go(self, *, seed=3, stop_after=None):
         self.searcher = Uniform(self.space, seed)
 
-        def attempt(candidate, beat_ms):
+        def attempt(candidate, incumbent):
             if stop_after is not None and self.attempts >= stop_after:
                 raise KeyboardInterrupt
             self.attempts += 1
-            return self.attempt(candidate, beat_ms)
+            return self.attempt(candidate, incumbent)
 
         def candidate(placement):
             edges = self.space.resolve(placement)
@@ -134,7 +134,7 @@ def test_a_changed_searcher_is_refused_on_resume(tmp_path):
 
 
 def test_failures_are_data_and_the_search_goes_on(tmp_path):
-    def fails_on_odd(candidate, beat_ms):
+    def fails_on_odd(candidate, incumbent):
         if len(candidate.edges) % 2:
             return Failed(stage="build", reason="odd", log_tail="tail")
         return latency(candidate)
@@ -161,10 +161,10 @@ def test_a_search_that_cannot_start_stops_after_the_seeds_with_the_first_reason(
 def test_only_candidates_that_can_win_are_scored_and_the_bound_decides_the_incumbent(tmp_path):
     scored = []
 
-    def attempt(candidate, beat_ms):
+    def attempt(candidate, incumbent):
         outcome = latency(candidate)
         value = outcome.samples_ms[1]
-        if beat_ms is not None and value >= beat_ms:
+        if incumbent is not None and value >= incumbent.value:
             return outcome
         scored.append(candidate.digest)
         return Measured(
@@ -225,12 +225,12 @@ def test_what_was_not_looked_at_is_no_incumbent_and_a_violator_is_nothing_to_bea
     """First a fast seed that breaks the bound, then the float model: the second is scored and becomes the incumbent."""
     asked = []
 
-    def attempt(candidate, beat_ms):
-        asked.append(beat_ms)
+    def attempt(candidate, incumbent):
+        asked.append(incumbent)
         outcome = latency(candidate)
         metrics = (
             {}
-            if beat_ms is not None and outcome.samples_ms[1] >= beat_ms
+            if incumbent is not None and outcome.samples_ms[1] >= incumbent.value
             else {"map": 0.5 - 0.1 * len(candidate.edges)}
         )
         return Measured(samples_ms=outcome.samples_ms, build_s=0.1, measure_s=0.1, metrics=metrics)

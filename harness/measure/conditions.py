@@ -1,0 +1,126 @@
+"""What the machine did while an engine was timed: clock, heat, load, throttling. What cannot be read is absent."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+__all__ = ["Conditions", "Machine", "disturbance"]
+
+T = TypeVar("T")
+CLOCK_FALLS = 0.9
+"""A clock below this share of what it was has been throttled; less is the governor's ordinary play."""
+WAITING = 0.1
+"""Waiting for a core for more than this share of the time is a disturbance; the median bears less."""
+CORES = 4
+"""Cores that are read: enough to see the one that works, few enough for machines that have hundreds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """One look at the machine; None where it does not tell.
+
+    Attributes:
+        at_s: When, on a monotonic clock.
+        mhz: Clock of the fastest core that this process may use.
+        temperature_c: Of the hottest sensor.
+        load: Processes that ran or wanted to, average of a minute.
+        throttled: Times that heat, or the container's CPU quota, slowed this machine since it started.
+        waited_s: Time that threads of this process were ready to run and had no core.
+    """
+
+    at_s: float
+    mhz: float | None = None
+    temperature_c: float | None = None
+    load: float | None = None
+    throttled: int | None = None
+    waited_s: float | None = None
+
+    def facts(self) -> dict[str, float]:
+        """What is worth recording beside the readings."""
+        shown = {"mhz": self.mhz, "temperature_c": self.temperature_c, "load": self.load}
+        return {name: round(value, 2) for name, value in shown.items() if value is not None}
+
+
+class Machine:
+    """Where this machine tells its conditions; found once, because looking takes longer than reading.
+
+    Args:
+        root: Of the file system.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        cores = [root / f"sys/devices/system/cpu/cpu{core}" for core in _own_cores()]
+        self._clocks = _readable(core / "cpufreq/scaling_cur_freq" for core in cores)
+        self._sensors = _readable(sorted((root / "sys/class/thermal").glob("thermal_zone*/temp")))
+        names = ("core_throttle_count", "package_throttle_count")
+        self._throttles = _readable(core / "thermal_throttle" / name for core in cores for name in names)
+        # Of this container where it has a view of its own, as Docker and Kubernetes give it: version 2, version 1.
+        self._quotas = _readable(root / "sys/fs/cgroup" / name for name in ("cpu.stat", "cpu/cpu.stat"))
+        self._tasks = root / "proc/self/task"
+
+    def read(self) -> Conditions:
+        """The conditions now; a tenth of a millisecond."""
+        return Conditions(
+            at_s=time.monotonic(),
+            mhz=max((_number(path) / 1000 for path in self._clocks), default=None),
+            temperature_c=max((_number(path) / 1000 for path in self._sensors), default=None),
+            load=_soft(lambda: os.getloadavg()[0]),
+            throttled=self._throttled(),
+            waited_s=_soft(self._waited_s),
+        )
+
+    def _throttled(self) -> int | None:
+        counts = [int(_number(path)) for path in self._throttles]
+        counts += [count for path in self._quotas if (count := _soft(lambda path=path: _periods(path))) is not None]  # type: ignore[misc]
+        return sum(counts) if counts else None
+
+    def _waited_s(self) -> float:
+        """Second field of Linux' schedstat: nanoseconds on a run queue."""
+        texts = [(task / "schedstat").read_text() for task in self._tasks.iterdir()]
+        return sum(int(text.split()[1]) for text in texts) / 1e9
+
+
+def disturbance(before: Conditions, after: Conditions) -> str:
+    """Why readings that were taken between two looks are not to be trusted; "" where nothing speaks against them."""
+    spent_s = after.at_s - before.at_s
+    if before.throttled is not None and after.throttled is not None and after.throttled > before.throttled:
+        return f"throttled {after.throttled - before.throttled} times, by heat or by the container's CPU quota"
+    if before.mhz and after.mhz and after.mhz < CLOCK_FALLS * before.mhz:
+        return f"the clock fell from {before.mhz:.0f} to {after.mhz:.0f} MHz"
+    if before.waited_s is not None and after.waited_s is not None and spent_s > 0:
+        share = (after.waited_s - before.waited_s) / spent_s
+        if share > WAITING:
+            return f"waited for a core {share:.0%} of the time: something else runs on this machine"
+    return ""
+
+
+def _own_cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))[:CORES]
+    return list(range(min(CORES, os.cpu_count() or 1)))
+
+
+def _readable(paths: Iterable[Path]) -> tuple[Path, ...]:
+    return tuple(path for path in paths if _soft(path.read_bytes) is not None)
+
+
+def _number(path: Path) -> float:
+    return _soft(lambda: float(path.read_text())) or 0.0
+
+
+def _periods(path: Path) -> int:
+    """How often a control group had used up its quota; 0 where it has none."""
+    fields: Mapping[str, str] = dict(line.split()[:2] for line in path.read_text().splitlines())
+    return int(fields.get("nr_throttled", 0))
+
+
+def _soft(probe: Callable[[], T]) -> T | None:
+    try:
+        return probe()
+    except (OSError, ValueError, IndexError):
+        return None

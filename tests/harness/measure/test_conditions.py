@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.measure.conditions import Conditions, Machine, disturbance
+
+
+def write(root: Path, name: str, text: str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("harness.measure.conditions._own_cores", lambda: [0, 1])
+    for core, khz in enumerate((800_000, 3_400_000)):
+        write(tmp_path, f"sys/devices/system/cpu/cpu{core}/cpufreq/scaling_cur_freq", f"{khz}\n")
+        write(tmp_path, f"sys/devices/system/cpu/cpu{core}/thermal_throttle/core_throttle_count", f"{core}\n")
+    write(tmp_path, "sys/class/thermal/thermal_zone0/temp", "41000\n")
+    write(tmp_path, "sys/class/thermal/thermal_zone1/temp", "63500\n")
+    write(tmp_path, "sys/fs/cgroup/cpu.stat", "usage_usec 12\nnr_periods 9\nnr_throttled 4\n")
+    write(tmp_path, "proc/self/task/1/schedstat", "100 2000000000 3\n")
+    write(tmp_path, "proc/self/task/2/schedstat", "100 500000000 3\n")
+    return tmp_path
+
+
+def test_what_a_machine_tells_is_read(root: Path) -> None:
+    found = Machine(root).read()
+    assert (found.mhz, found.temperature_c, found.throttled, found.waited_s) == (3400.0, 63.5, 5, 2.5)
+    assert found.facts() == {"mhz": 3400.0, "temperature_c": 63.5, "load": pytest.approx(found.load, abs=0.01)}
+
+
+def test_what_it_does_not_tell_is_absent(tmp_path: Path) -> None:
+    found = Machine(tmp_path).read()
+    assert (found.mhz, found.temperature_c, found.throttled, found.waited_s) == (None,) * 4
+    assert disturbance(found, Machine(tmp_path).read()) == ""
+
+
+def test_a_file_that_vanishes_is_no_error(root: Path) -> None:
+    machine = Machine(root)
+    for path in root.rglob("schedstat"):
+        path.write_text("what\n")
+    (root / "sys/fs/cgroup/cpu.stat").unlink()
+    assert machine.read().waited_s is None
+    assert machine.read().throttled == 1
+
+
+def test_this_machine_can_be_read() -> None:
+    assert Machine().read().at_s > 0
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        ({}, ""),
+        ({"throttled": 3}, ""),
+        ({"throttled": 5}, "throttled 2 times, by heat or by the container's CPU quota"),
+        ({"mhz": 2900.0}, ""),
+        ({"mhz": 2000.0}, "the clock fell from 3000 to 2000 MHz"),
+        ({"mhz": 4000.0}, ""),
+        ({"waited_s": 1.05}, ""),
+        ({"waited_s": 1.5}, "waited for a core 25% of the time: something else runs on this machine"),
+        ({"mhz": None, "throttled": None, "waited_s": None}, ""),
+    ],
+)
+def test_disturbances_have_a_reason(after: dict[str, float], expected: str) -> None:
+    quiet = {"mhz": 3000.0, "throttled": 3, "waited_s": 1.0}
+    assert disturbance(Conditions(at_s=10.0, **quiet), Conditions(at_s=12.0, **{**quiet, **after})) == expected
