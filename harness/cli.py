@@ -13,7 +13,10 @@ import typer
 
 from harness.commands.doctor import doctor
 from harness.commands.listing import listing
+from harness.commands.noise import noise
+from harness.commands.record import record
 from harness.commands.regions import regions
+from harness.commands.replay import replay
 from harness.commands.report import report
 from harness.commands.run import run
 from harness.commands.terminal import importable
@@ -26,6 +29,9 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "run": run,
     "report": report,
     "regions": regions,
+    "record": record,
+    "replay": replay,
+    "noise": noise,
     "zoo": zoo,
     "list": listing,
     "doctor": doctor,

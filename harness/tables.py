@@ -238,26 +238,30 @@ def _check(table: Table) -> None:
     Raises:
         ValueError: What does not hold.
     """
-    whole, names = table.subspace.whole, [dimension.name for dimension in table.facts.dimensions]
-    for choices in (table.facts.base, *table.facts.anchors.values()):
+    facts, whole = table.facts, table.subspace.whole
+    if len(set(facts.varied)) != len(facts.varied):
+        raise ValueError("a dimension is varied twice")
+    for choices in (facts.base, *facts.anchors.values()):
         whole.validate(Placement(choices))
-    if len(set(names)) != len(names) or len(set(table.facts.varied)) != len(table.facts.varied):
-        raise ValueError("a dimension appears twice")
+    for key in ("name", "version", "device", "float_precision"):
+        if key not in facts.backend:
+            raise ValueError(f"its backend has no {key!r}")
     for digest, row in table.rows.items():
-        if whole.digest(whole.validate(Placement(row.choices))) != digest:
-            raise ValueError(f"row {row.number} is not the placement {digest} that it says")
-        if isinstance(row.outcome, Measured):
-            samples = row.outcome.samples_ms
-            if not samples or not all(math.isfinite(value) and value > 0 for value in samples):
-                raise ValueError(f"row {row.number} has a latency that is no positive number")
+        _check_row(whole, digest, row)
     if len(table.subspace) > MAX_PLACEMENTS:
         raise ValueError(f"{len(table.subspace)} placements, more than the {MAX_PLACEMENTS} of the largest table")
-    for key in ("name", "version", "device", "float_precision"):
-        if key not in table.facts.backend:
-            raise ValueError(f"its backend has no {key!r}")
     missing = sum(whole.digest(table.subspace.full(p)) not in table.rows for p in table.subspace.placements())
     if missing:
         raise ValueError(f"incomplete: {missing} of {len(table.subspace)} placements have no row")
+
+
+def _check_row(whole: Space, digest: str, row: Row) -> None:
+    if whole.digest(whole.validate(Placement(row.choices))) != digest:
+        raise ValueError(f"row {row.number} is not the placement {digest} that it says")
+    if isinstance(row.outcome, Measured):
+        samples = row.outcome.samples_ms
+        if not samples or not all(math.isfinite(value) and value > 0 for value in samples):
+            raise ValueError(f"row {row.number} has a latency that is no positive number")
 
 
 def _encoded(digest: str, row: Row) -> dict[str, Any]:

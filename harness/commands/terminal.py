@@ -5,20 +5,37 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
+import yaml
 from rich.console import Console
 from rich.table import Table
 
 from harness.errors import UserError
 
-__all__ = ["importable", "shape_option", "table"]
+__all__ = ["importable", "param_option", "shape_option", "table"]
 
 
 def importable(folder: Path) -> None:
     """Let `use: module:Class` find modules in a folder; last, so that they never hide an installed one."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+
+
+def param_option(text: str) -> tuple[str, Any]:
+    """NAME=VALUE as a pair; the value is read as in an experiment file.
+
+    Raises:
+        UserError: No equals sign, or a value that is no YAML.
+    """
+    name, equals, value = text.partition("=")
+    try:
+        if not equals:
+            raise ValueError("no '='")
+        return name, yaml.safe_load(value)
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"--param {text}: NAME=VALUE, for instance --param threads=1 ({error})") from error
 
 
 def shape_option(text: str) -> tuple[str, str]:

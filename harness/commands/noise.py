@@ -1,0 +1,51 @@
+"""`qdq noise`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.commands.terminal import param_option, shape_option, table
+
+__all__ = ["noise"]
+
+
+def noise(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="ONNX file, zoo:NAME, assets:PATH, or an experiment file (.yaml) with one cell.", show_default=False
+        ),
+    ],
+    backend: Annotated[str | None, typer.Option(help="Benchmarker [default: openvino].", show_default=False)] = None,
+    param: Annotated[list[str] | None, typer.Option(help="Parameter of the backend, NAME=VALUE; repeat.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="Input shape as NAME:1x3x224x224; repeat per input.")] = None,
+    placement: Annotated[str, typer.Option(help="What is measured: float, all or linear.")] = "float",
+    processes: Annotated[int, typer.Option(help="Fresh processes.")] = 6,
+    builds: Annotated[int, typer.Option(help="Fresh builds in each process.")] = 4,
+    readings: Annotated[int, typer.Option(help="Inferences of each build.")] = 30,
+    out: Annotated[Path | None, typer.Option(help="Folder [default: noise-MODEL-BACKEND-PRECISION].")] = None,
+) -> None:
+    """Show where the noise of a latency comes from: within a run, between builds, between processes.
+
+    Example: `qdq noise zoo:resnet18 --param precision=f32`
+    """
+    from harness.show import Terminal
+    from harness.studies.cell import study_of
+    from harness.studies.noise import Design
+    from harness.studies.noise_report import noise_report
+
+    study = study_of(
+        model,
+        backend=backend,
+        params=dict(param_option(text) for text in param or []),
+        shapes=dict(shape_option(text) for text in shape or []),
+    )
+    design = Design(processes=processes, builds=builds, readings=readings)
+    folder = out or Path(f"noise-{study.spec.name}")
+    with Terminal() as terminal:
+        header, rows, notes = noise_report(study, placement, design, folder, terminal)
+    table(header, rows)
+    typer.echo("\n".join(notes))

@@ -1,0 +1,1 @@
+"""Studies of searchers and of measuring itself: replay tables, their landscapes, components of noise."""

@@ -1,0 +1,82 @@
+"""Plots of studies as PNG: components of noise, searchers beside random search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+
+from harness.studies.landscape import Landscape, RandomCurve
+from harness.studies.noise import Components, Floats
+from harness.studies.replay import Replayed
+
+__all__ = ["draw_curves", "draw_noise"]
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+"""Told apart by colour-blind readers too (Okabe and Ito 2008)."""
+LINES = ("-", "--", "-.", ":")
+
+
+def draw_noise(latency_ms: Floats, found: Components, title: str, path: Path) -> None:
+    """All readings in order of measurement, one colour a process, and the components beside them.
+
+    Args:
+        latency_ms: [process, build, reading].
+        found: What `components` says of them.
+        title: Shown as it stands.
+        path: PNG to write.
+    """
+    processes, builds, readings = latency_ms.shape
+    with _saved(path, columns=(2, 1)) as (left, right):
+        for process in range(processes):
+            colour = COLOURS[process % len(COLOURS)]
+            for build in range(builds):
+                place = (process * builds + build) * (readings + readings // 5) + np.arange(readings)
+                left.plot(place, latency_ms[process, build], ".", ms=2, color=colour)
+                median = np.median(latency_ms[process, build])
+                left.plot(place[[0, -1]], [median, median], color="black", linewidth=1)
+        left.set_xticks([])
+        left.set_xlabel("readings in order; a colour is a process, a line the median of a build")
+        left.set_ylabel("latency, ms")
+        left.set_title(title)
+        sd = [100 * component.sd.value for component in found.components]
+        errors = [[100 * abs(getattr(c.sd, end) - c.sd.value) for c in found.components] for end in ("low", "high")]
+        right.bar(range(len(sd)), sd, yerr=errors, capsize=4, color="#56B4E9")
+        right.set_xticks(range(len(sd)), [component.name.replace(" ", "\n", 1) for component in found.components])
+        right.set_ylabel("standard deviation, % of latency")
+        right.grid(alpha=0.25, axis="y")
+
+
+def draw_curves(landscape: Landscape, curve: RandomCurve, replayed: Sequence[Replayed], title: str, path: Path) -> None:
+    """Mean regret over evaluations: random search as calculated with its 90 % band, and searchers over their seeds."""
+    optimum_ms = landscape.latency_ms[landscape.optimum]
+    evaluations = np.arange(1, len(curve.mean_ms) + 1)
+    with _saved(path, columns=(1,)) as (axes,):
+        mean, low, high = (100 * (c / optimum_ms - 1) for c in (curve.mean_ms, curve.low_ms, curve.high_ms))
+        axes.fill_between(evaluations, low, high, step="post", color="0.9")
+        axes.step(evaluations, mean, where="post", color="0.4", label="random, calculated")
+        for index, found in enumerate(replayed):
+            regret = 100 * (found.latency_ms.mean(axis=0) / optimum_ms - 1)
+            style = {"color": COLOURS[index % len(COLOURS)], "linestyle": LINES[index % len(LINES)]}
+            axes.step(evaluations, regret, where="post", label=found.searcher, **style)
+        axes.set_xlabel("evaluations")
+        axes.set_ylabel("latency above the optimum, %")
+        axes.set_title(title)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False)
+
+
+@contextmanager
+def _saved(path: Path, columns: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:
+    """Axes side by side, written to a PNG afterwards; text is shown as it stands."""
+    with mpl.rc_context({"text.usetex": False, "text.parse_math": False, "font.size": 9}):
+        figure = Figure(figsize=(3.2 * sum(columns) if len(columns) > 1 else 6.4, 4.0), layout="constrained")
+        yield tuple(figure.subplots(1, len(columns), squeeze=False, width_ratios=columns)[0])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=200)

@@ -1,0 +1,263 @@
+"""Measures a replay table: which dimensions of a space tell most, and then every placement of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.errors import UserError
+from harness.measure.engines import Engines
+from harness.measure.provenance import decisive, environment
+from harness.measure.sandbox import open_engines
+from harness.measure.stats import median_ci
+from harness.records import Failed
+from harness.run.claim import claimed
+from harness.run.compare import refuse_changes
+from harness.run.compose import Cell
+from harness.run.engine import Attempt, SearchTask, Trial, run_search
+from harness.run.journal import Journal, writing
+from harness.run.observe import Observer
+from harness.run.rows import read_json, write_json
+from harness.run.scores import ScoreBook
+from harness.run.trial import attempt_with
+from harness.studies.cell import Study, open_study
+from harness.tables import MAX_PLACEMENTS, Facts, Row, Subspace, read_table, space_digest, write_table
+from search.api import Observation
+from search.space import Placement, Space
+
+__all__ = ["most_telling", "neighbours", "record", "sensitivity"]
+
+LIMIT_MB = 5
+"""A committed table is no larger."""
+Rows = dict[str, Row]
+
+
+def record(study: Study, out: Path, dimensions: int, observer: Observer) -> Path:
+    """Measure a table, or go on where it was interrupted; a finished one is left as it is.
+
+    The sensitivity of every dimension is measured first, one change at a time around three placements; the most telling
+    ones are then enumerated in random order, so that a drift of the machine does not look like an effect.
+
+    Args:
+        out: Parquet file; a folder beside it holds the journals until the table is complete.
+        dimensions: The table has at most 2 ** dimensions placements.
+
+    Raises:
+        UserError: A table of something else is there, or anything in the study cannot be used.
+    """
+    if not 1 <= dimensions <= math.log2(MAX_PLACEMENTS):
+        raise UserError(f"--dimensions: 1 to {int(math.log2(MAX_PLACEMENTS))}, but got {dimensions}")
+    folder = out.with_name(f"{out.name}.recording")
+    with claimed(folder, study.experiment):
+        machine = environment()
+        _begun(folder / "env.json", decisive(machine))
+        cell, worker = open_study(study, folder, observer)
+        with open_engines(worker, study.experiment.limits) as engines:
+            recording = _Recording(study=study, cell=cell, engines=engines, folder=folder, observer=observer)
+            if out.exists():
+                _refuse_another(out, recording.facts())
+                shutil.rmtree(folder, ignore_errors=True)
+                return out
+            if worker.evaluators:
+                recording.prepare()
+            rows, facts = recording.run(dimensions)
+    with writing(out):
+        write_table(out, Facts(**facts, environment=machine), rows)
+        read_table(out)
+    size_mb = out.stat().st_size / 1e6
+    if size_mb > LIMIT_MB:
+        observer.say(f"{out} has {size_mb:.1f} MB, more than the {LIMIT_MB} MB of a committed table: sample less")
+    shutil.rmtree(folder)
+    return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recording:
+    """One table while it is measured."""
+
+    study: Study
+    cell: Cell
+    engines: Engines
+    folder: Path
+    observer: Observer
+
+    def prepare(self) -> None:
+        """Let the evaluator see the float model's engine.
+
+        Raises:
+            UserError: The float model cannot be scored.
+        """
+        found = ScoreBook(self.folder, self.engines, self.observer).float_score(self.cell.model_file)
+        if isinstance(found, Failed):
+            raise UserError(f"the float model cannot be scored; {found.stage}: {found.reason}")
+
+    def run(self, dimensions: int) -> tuple[Rows, dict[str, Any]]:
+        """All rows, and what the table says about itself."""
+        space, facts = self.cell.space, self.facts()
+        anchors = self.cell.placements
+        rows: Rows = {}
+        around = [*anchors.values(), *(p for anchor in anchors.values() for p in neighbours(space, anchor))]
+        self._measure("sensitivity", around, rows, facts)
+        latency_ms = _latencies(rows)
+        if not latency_ms:
+            first = next(row.outcome for row in rows.values() if isinstance(row.outcome, Failed))
+            raise UserError(f"no placement could be measured; {first.stage}: {first.reason}\n{first.log_tail}")
+        found = sensitivity(space, list(anchors.values()), latency_ms)
+        varied = most_telling(space, found, dimensions)
+        best = Placement(rows[min(latency_ms, key=lambda digest: latency_ms[digest])].choices)
+        subspace = Subspace(space, varied, best)
+        order = np.random.default_rng(0).permutation(len(subspace))
+        listed = [subspace.full(placement) for placement in subspace.placements()]
+        facts |= {"varied": tuple(space.dimensions[i].name for i in varied), "base": best.choices}
+        self.observer.say(f"{len(varied)} of {len(space)} dimensions, {len(listed)} placements")
+        self._measure("table", [listed[index] for index in order], rows, facts)
+        facts["sensitivity"] = {d.name: float(value) for d, value in zip(space.dimensions, found, strict=True)}
+        return rows, facts
+
+    def facts(self) -> dict[str, Any]:
+        """What is known before anything is measured; a table that exists must agree with it."""
+        cell, experiment = self.cell, self.study.experiment
+        ranges = json.dumps(dict(cell.ranges), sort_keys=True)
+        return {
+            "model": cell.spec.model.name,
+            "source": cell.spec.model.use,
+            "model_sha256": cell.model.sha256,
+            "dimensions": cell.space.dimensions,
+            "anchors": {name: placement.choices for name, placement in cell.placements.items()},
+            "precision": cell.spec.precision,
+            "dialect": cell.dialect.name,
+            "backend": dict(self.engines.describe()),
+            "calibrated_on": cell.calibrated_on,
+            "ranges": hashlib.sha256(ranges.encode()).hexdigest()[:16],
+            "sampling": experiment.sampling.model_dump(mode="json"),
+        }
+
+    def _measure(self, name: str, listed: Sequence[Placement], rows: Rows, facts: Mapping[str, Any]) -> None:
+        """Measure those of the placements that have no row yet, and add their rows."""
+        space = self.cell.space
+        missing = {space.digest(p): p for p in listed if space.digest(p) not in rows}
+        plain = {**facts, "dimensions": space_digest(space), "dialect": asdict(self.cell.dialect)}
+        fingerprint = {**plain, "qdq_bench": version("qdq-bench"), "evaluator": self._evaluator()}
+        task = SearchTask(
+            space=space,
+            searcher=_Listed(missing.values()),
+            seeds=(),
+            candidate=self.cell.candidate,
+            evaluations=len(missing) + 1,
+        )
+        first = len(rows)
+        with (
+            Journal(self.folder / f"{name}.jsonl", json.loads(json.dumps(fingerprint, default=sorted))) as journal,
+            self.observer.work(f"{self.cell.spec.name} {name}", len(missing)) as step,
+        ):
+
+            def watch(trial: Trial) -> None:
+                asked = trial.asked
+                rows[asked.digest] = Row(number=first + asked.number, choices=asked.choices, outcome=trial.outcome)
+                step.advance("" if trial.best_ms is None else f"best {trial.best_ms:.3f} ms")
+
+            run_search(task, self._attempt(), journal, watch)
+
+    def _attempt(self) -> Attempt:
+        """An attempt that scores everything, for a table knows no incumbent that could not be beaten."""
+        scored = self.study.spec.model.evaluator is not None
+        attempt = attempt_with(self.engines, self.study.experiment.sampling, scored=scored)
+        return lambda candidate, _: attempt(candidate, None)
+
+    def _evaluator(self) -> Any:
+        model = self.study.spec.model
+        return None if model.evaluator is None else [model.evaluator.model_dump(), str(model.preprocess)]
+
+
+class _Listed:
+    """A searcher that asks for given placements in order."""
+
+    def __init__(self, placements: Iterable[Placement]) -> None:
+        self._left = list(placements)[::-1]
+
+    def ask(self, n: int) -> Sequence[Placement]:
+        """The next ones."""
+        return [self._left.pop() for _ in range(min(n, len(self._left)))]
+
+    def tell(self, observation: Observation) -> None:
+        """Nothing to learn."""
+
+
+def neighbours(space: Space, placement: Placement) -> Iterator[Placement]:
+    """All placements that differ in one dimension: leave one in around float, leave one out around the others."""
+    for index, size in enumerate(space.sizes):
+        for choice in range(size):
+            if choice != placement.choices[index]:
+                choices = list(placement.choices)
+                choices[index] = choice
+                yield Placement(tuple(choices))
+
+
+def sensitivity(
+    space: Space, anchors: Sequence[Placement], latency_ms: Mapping[str, float]
+) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Typical change of log latency when one dimension alone changes: root mean square over anchors and choices.
+
+    Args:
+        space: The dimensions.
+        anchors: What they were changed around.
+        latency_ms: By digest; what failed is absent and does not count.
+
+    Returns:
+        One value for each dimension; 0 where nothing could be compared.
+    """
+    squares: list[list[float]] = [[] for _ in range(len(space))]
+    for anchor in anchors:
+        here = latency_ms.get(space.digest(anchor))
+        for other in neighbours(space, anchor):
+            there = latency_ms.get(space.digest(other))
+            if here is not None and there is not None:
+                changed = next(i for i, (a, b) in enumerate(zip(anchor.choices, other.choices, strict=True)) if a != b)
+                squares[changed].append(math.log(there / here) ** 2)
+    return np.array([math.sqrt(sum(found) / len(found)) if found else 0.0 for found in squares])
+
+
+def most_telling(space: Space, found: np.ndarray[Any, np.dtype[np.float64]], dimensions: int) -> tuple[int, ...]:
+    """The dimensions that change most, in the space's order, with at most 2 ** dimensions placements."""
+    chosen: list[int] = []
+    for index in np.argsort(-found, kind="stable").tolist():
+        if math.prod(space.sizes[i] for i in (*chosen, index)) <= 2**dimensions:
+            chosen.append(index)
+    return tuple(sorted(chosen))
+
+
+def _latencies(rows: Rows) -> dict[str, float]:
+    return {
+        digest: median_ci(row.outcome.samples_ms).value
+        for digest, row in rows.items()
+        if not isinstance(row.outcome, Failed)
+    }
+
+
+def _begun(path: Path, facts: dict[str, Any]) -> None:
+    if path.exists():
+        refuse_changes(path, read_json(path), facts)
+    else:
+        write_json(path, facts)
+
+
+def _refuse_another(out: Path, facts: Mapping[str, Any]) -> None:
+    """Refuse to take a table of something else for the one that is asked for.
+
+    Raises:
+        UserError: With each leaf that differs.
+    """
+    there = read_table(out).facts
+    known = {key: getattr(there, key) for key in facts if key != "dimensions"}
+    here = {**facts, "space": space_digest(Space(facts["dimensions"]))}
+    here.pop("dimensions")
+    refuse_changes(out, json.loads(json.dumps({**known, "space": space_digest(Space(there.dimensions))})), here)

@@ -1,0 +1,160 @@
+"""Searchers replayed on a recorded table: in memory, thousands of evaluations a second, real latencies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from harness import registry
+from harness.errors import UserError, nearest
+from harness.run.compose import open_model
+from harness.run.config import ModelSpec, Use
+from harness.run.engine import DUPLICATES_IN_A_ROW
+from harness.studies.landscape import Landscape
+from harness.tables import Table
+from search.api import Failure, Observation, Placement, Score, Searcher
+
+__all__ = ["Replayed", "check_table", "replay", "replay_once"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """Many searches of one searcher on one table.
+
+    Attributes:
+        searcher: Its name.
+        seeds: One search each.
+        latency_ms: [seed, evaluation]: recorded latency of the incumbent, which the search chose by noisy readings.
+        evaluations: Spent in all searches together; a searcher that has nothing left spends less than its budget.
+        wall_s: Wall-clock of them all.
+        build_s: Recorded wall-clock of all builds and measurements that this stands for.
+    """
+
+    searcher: str
+    seeds: tuple[int, ...]
+    latency_ms: npt.NDArray[np.float64]
+    evaluations: int
+    wall_s: float
+    build_s: float
+
+    def frame(self, optimum_ms: float) -> pd.DataFrame:
+        """One line for each seed and evaluation: searcher, seed, evaluations, latency_ms, regret."""
+        seeds, budget = self.latency_ms.shape
+        return pd.DataFrame(
+            {
+                "searcher": self.searcher,
+                "seed": np.repeat(self.seeds, budget),
+                "evaluations": np.tile(np.arange(1, budget + 1), seeds),
+                "latency_ms": self.latency_ms.ravel(),
+                "regret": self.latency_ms.ravel() / optimum_ms - 1,
+            }
+        )
+
+
+def replay(
+    landscape: Landscape, use: Use, *, seeds: Sequence[int], budget: int, initial: Sequence[str] = ()
+) -> Replayed:
+    """Run a searcher once for each seed.
+
+    Args:
+        use: The searcher with its parameters.
+        budget: Evaluations of one search; the same model again costs nothing.
+        initial: Placements that every search is told first, by name: float, all, linear. They cost evaluations.
+
+    Raises:
+        UserError: No such searcher, a parameter that it does not have, or an unknown name.
+    """
+    if budget < 1 or not seeds:
+        raise UserError(f"a replay needs a budget and seeds of at least 1, but got {budget} and {len(seeds)}")
+    space = landscape.table.subspace.space
+    simple: dict[str, Callable[[], Placement]] = {
+        "float": space.float_placement,
+        "all": space.everywhere,
+        "linear": lambda: space.only({"linear"}),
+    }
+    for name in initial:
+        if name not in simple:
+            raise UserError(f"--initial: {name!r} is no placement of a replay; {nearest(name, simple)}")
+    first = [simple[name]() for name in initial]
+    registry.check_params("searcher", use.use, use.params, given=("space", "seed"))
+    started_s = time.perf_counter()
+    runs = []
+    for seed in seeds:
+        searcher = registry.create("searcher", use.use, {"space": space, "seed": seed, **use.params})
+        runs.append(replay_once(landscape, searcher, budget=budget, seed=seed, first=first))
+    wall_s = time.perf_counter() - started_s
+    spent = [index for run in runs for index in run]
+    return Replayed(
+        searcher=use.name,
+        seeds=tuple(seeds),
+        latency_ms=np.array([_curve(landscape, run, budget) for run in runs]),
+        evaluations=len(spent),
+        wall_s=wall_s,
+        build_s=sum(_recorded_s(landscape, index) for index in spent),
+    )
+
+
+def replay_once(
+    landscape: Landscape, searcher: Searcher, *, budget: int, seed: int, first: Sequence[Placement] = ()
+) -> dict[int, int]:
+    """One search, as `harness.run.engine` runs it: the same model again is told again and costs nothing.
+
+    Returns:
+        For each evaluated index in order the index of the incumbent after it; -1 while there is none.
+    """
+    space, rng = landscape.table.subspace.space, np.random.default_rng([seed, 0x5EED])
+    known: dict[int, Score | Failure] = {}
+    incumbents: dict[int, int] = {}
+    best: tuple[float, int] = (float("inf"), -1)
+    waiting, duplicates = list(first)[::-1], 0
+    while len(known) < budget and duplicates < DUPLICATES_IN_A_ROW:
+        asked = [waiting.pop()] if waiting else searcher.ask(1)
+        if not asked:
+            break
+        index = landscape.index(space.validate(asked[0]))
+        key = int(landscape.identity[index])
+        outcome = known.get(key)
+        duplicates = 0 if outcome is None else duplicates + 1
+        if outcome is None:
+            outcome = known[key] = landscape.observe(index, rng)
+            if isinstance(outcome, Score) and outcome.violation == 0 and outcome.objective < best[0]:
+                best = (outcome.objective, index)
+            incumbents[index] = best[1]
+        searcher.tell(Observation(placement=asked[0], digest=space.digest(asked[0]), outcome=outcome))
+    return incumbents
+
+
+def check_table(table: Table, spec: ModelSpec, work: Path) -> None:
+    """Refuse a table of another model.
+
+    Raises:
+        UserError: The table's model is another one than this, or this cannot be loaded.
+    """
+    model = open_model(spec, Path.cwd(), work)
+    if model.sha256 != table.facts.model_sha256:
+        raise UserError(
+            f"{table.path} is of another model: it was recorded of {table.facts.source} "
+            f"({table.facts.model_sha256[:12]}), but {spec.use} is {model.sha256[:12]}"
+        )
+
+
+def _curve(landscape: Landscape, incumbents: Mapping[int, int], budget: int) -> npt.NDArray[np.float64]:
+    """Recorded latency of the incumbent after each evaluation; once the search ended, its last."""
+    worst_ms = float(landscape.latency_ms.max())
+    found = [worst_ms if index < 0 else float(landscape.latency_ms[index]) for index in incumbents.values()]
+    found += [found[-1] if found else worst_ms] * (budget - len(found))
+    return np.array(found)
+
+
+def _recorded_s(landscape: Landscape, index: int) -> float:
+    outcome: Any = landscape.outcomes[index]
+    if hasattr(outcome, "wall_s"):
+        return float(outcome.wall_s)
+    return float(outcome.build_s + outcome.measure_s + outcome.evaluate_s)

@@ -1,0 +1,141 @@
+"""What `qdq replay` says of a table, and of searchers on it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from scipy.stats import t as student
+
+from harness.errors import UserError
+from harness.run.config import ModelSpec, Use
+from harness.run.journal import writing
+from harness.studies.landscape import Bound, Landscape, RandomCurve, random_curve
+from harness.studies.replay import Replayed, check_table, replay
+from harness.tables import Table
+
+__all__ = ["ReplayOrder", "replay_all", "table_lines"]
+
+Lines = tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]
+"""Header, rows, and what is said below them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOrder:
+    """What is to be replayed.
+
+    Attributes:
+        seeds: Searches of each searcher, with seeds from 0.
+        budget: Evaluations of one search.
+        initial: Names of placements that each search is told first.
+        at_least: "METRIC=VALUE" that a placement must reach.
+        model: Refuse the table unless it is of this model.
+    """
+
+    seeds: int = 100
+    budget: int = 100
+    initial: tuple[str, ...] = ()
+    at_least: str | None = None
+    model: str | None = None
+
+
+def table_lines(table: Table, bound: Bound | None = None) -> list[str]:
+    """What a table is, its optimum, and how hard it is to search."""
+    facts, landscape = table.facts, Landscape(table, bound)
+    backend, hard, (drift, drift_se) = facts.backend, landscape.difficulty(), landscape.drift()
+    space, best = table.subspace.space, list(table.subspace.placements())[landscape.optimum]
+    quantized = [f"{d.name}={d.choices[c]}" for d, c in zip(space.dimensions, best.choices, strict=True) if c]
+    failed = int((~landscape.allowed).sum())
+    anchors = ", ".join(f"{name} {value:.3f} ms" for name, value in landscape.anchors_ms.items())
+    return [
+        f"{facts.model} ({facts.source}, {facts.model_sha256[:12]}) on {backend['name']} {backend['version']}, "
+        f"{backend['device']}, floats in {backend['float_precision']}",
+        f"{len(table.subspace)} placements of {len(space)} of {len(facts.dimensions)} dimensions, "
+        f"{len(landscape.distinct_ms)} different models, {failed} failed or out of bounds; "
+        f"drift over the recording {100 * drift:+.2f} % +- {200 * drift_se:.2f} %",
+        f"optimum {landscape.latency_ms[landscape.optimum]:.3f} ms ({anchors}): {', '.join(quantized) or 'all float'}",
+        f"difficulty: {100 * hard.near_optimum:.2f} % within 1 % of the optimum (random search needs "
+        f"{hard.random_evaluations:.0f} evaluations on average), fitness-distance correlation "
+        f"{hard.fitness_distance:+.2f}, neighbour correlation {hard.neighbour_correlation:+.2f}, local optima "
+        f"{100 * hard.local_optima:.2f} %, variance explained by single dimensions {100 * hard.additive:.0f} %, "
+        f"by pairs {100 * hard.pairwise:.0f} %",
+    ]
+
+
+def replay_all(table: Table, searchers: Sequence[str], order: ReplayOrder, out: Path | None) -> Lines:
+    """Replay searchers beside random search as it can be calculated.
+
+    Args:
+        out: Takes curves.csv (one line for each searcher, seed and evaluation) and curves.png; None: neither.
+
+    Raises:
+        UserError: A table of another model, no such searcher or metric, or the folder cannot be written.
+    """
+    if order.model is not None:
+        with tempfile.TemporaryDirectory() as work:
+            check_table(table, ModelSpec(use=order.model, label="model"), Path(work))
+    landscape = Landscape(table, None if order.at_least is None else _bound(order.at_least))
+    curve = random_curve(landscape.distinct_ms, order.budget)
+    replayed = [
+        replay(landscape, Use(use=name), seeds=range(order.seeds), budget=order.budget, initial=order.initial)
+        for name in searchers
+    ]
+    if out is not None:
+        with writing(out):
+            _write(landscape, curve, replayed, out)
+    marks = [n for n in (5, 10, 20, 50, 100, 200, 500, 1000) if n < order.budget] + [order.budget]
+    header = ("searcher", *(str(mark) for mark in marks))
+    optimum_ms = landscape.latency_ms[landscape.optimum]
+    means = [100 * (float(curve.mean_ms[mark - 1]) / optimum_ms - 1) for mark in marks]
+    rows = [("random, calculated", *(f"{mean:.2f}" for mean in means))]
+    rows += [(found.searcher, *_cells(found, marks, optimum_ms)) for found in replayed]
+    columns = f"columns: mean latency above the optimum in % after {', '.join(header[1:])} evaluations"
+    return header, rows, [columns, *_notes(replayed)]
+
+
+def _bound(text: str) -> Bound:
+    name, equals, value = text.partition("=")
+    try:
+        if not equals:
+            raise ValueError
+        return Bound(metric=name, at_least=float(value))
+    except ValueError:
+        raise UserError(f"--at-least {text}: METRIC=VALUE, for instance sqnr_db=20") from None
+
+
+def _cells(found: Replayed, marks: Sequence[int], optimum_ms: float) -> Iterator[str]:
+    """Mean over seeds with the half-width of Student's 95 % interval; one seed has none."""
+    for mark in marks:
+        regrets = 100 * (found.latency_ms[:, mark - 1] / optimum_ms - 1)
+        if len(regrets) < 2:
+            yield f"{regrets.mean():.2f}"
+            continue
+        half = student.ppf(0.975, len(regrets) - 1) * regrets.std(ddof=1) / np.sqrt(len(regrets))
+        yield f"{regrets.mean():.2f} +- {half:.2f}"
+
+
+def _notes(replayed: Sequence[Replayed]) -> Iterator[str]:
+    for found in replayed:
+        yield (
+            f"{found.searcher}: {found.evaluations} evaluations in {found.wall_s:.2f} s "
+            f"({found.evaluations / found.wall_s:.0f} a second), which stand for {found.build_s / 3600:.2f} h of "
+            "builds and measurements"
+        )
+
+
+def _write(landscape: Landscape, curve: RandomCurve, replayed: Sequence[Replayed], out: Path) -> None:
+    from harness.studies.pictures import draw_curves  # matplotlib takes a second, and a replay without plot less
+
+    optimum_ms = float(landscape.latency_ms[landscape.optimum])
+    calculated = Replayed(
+        searcher="random, calculated", seeds=(-1,), latency_ms=curve.mean_ms[None, :], evaluations=0, wall_s=0.0,
+        build_s=0.0,
+    )  # fmt: skip
+    out.mkdir(parents=True, exist_ok=True)
+    frames = [found.frame(optimum_ms) for found in (calculated, *replayed)]
+    pd.concat(frames).to_csv(out / "curves.csv", index=False)
+    draw_curves(landscape, curve, replayed, landscape.table.facts.model, out / "curves.png")
