@@ -2,20 +2,27 @@
 
     {use: images, images: assets:coco/val2017, labels: assets:coco/instances_val2017_128.json, start: 0, count: 128}
     {use: shapes, split: evaluation, count: 64}
+    {use: images, images: street, masks: street_masks}
     {use: npz, path: feeds.npz}
+    {use: npy, path: images.npy}
 
 Labels of images: a `.json` file in COCO's form (the images are those it lists, in its order), a
 `.txt` file with lines "FILENAME CLASS" (likewise), or none (every image of the folder, by name).
-An `.npz` file has one array per input of the model, the samples along the first axis. Each of
-them can be cut by `start` and `count`.
+`masks` is a folder of PNG files (`harness.evaluators.masks`). `classes` lists the names of the model's
+classes in the order of its outputs; without it they are the categories of the labels by ascending id.
+An `.npz` file has one array per input of the model, the samples along the first axis; a `.npy` file is
+for a model with one input.
+
+Each of them can be cut by `start` and `count`, and then by `half`: `search` and `report` are two halves that
+share no sample, by a hash of its name (or row number), so a sample is of the same half in every cut. Choose on
+one, report on the other.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,21 +31,25 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from harness.api import Array
 from harness.errors import UserError, nearest
-from harness.evaluators.labels import Labels, cut_coco, read_labels
+from harness.evaluators.arrays import Arrays, read_arrays
+from harness.evaluators.labels import Labels, cut_coco, ordered_coco, read_labels
+from harness.evaluators.masks import IndexMasks, Mask, Masks, PanopticMasks, check_masks
 from harness.evaluators.preprocess import RgbImage
 from harness.paths import locate
 from harness.zoo import shapes
 
-__all__ = ["Arrays", "Dataset", "open_data", "open_images"]
+__all__ = ["HALVES", "Arrays", "Dataset", "half_of", "open_data", "open_images"]
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
+CUTS = ("start", "count", "half")
 KEYS: Mapping[str, tuple[str, ...]] = {
-    "images": ("images", "labels", "start", "count"),
-    "shapes": ("split", "start", "count"),
-    "npz": ("path", "start", "count"),
+    "images": ("images", "labels", "masks", "classes", *CUTS),
+    "shapes": ("split", *CUTS),
+    "npz": ("path", *CUTS),
+    "npy": ("path", *CUTS),
 }
+HALVES = ("search", "report")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +62,9 @@ class Dataset:
             be read or has another size than its labels say.
         labels: Class index of each image; None: not labelled so.
         coco: Boxes of exactly these images, as `pycocotools.coco.COCO.dataset` wants them, image i
-            being `coco["images"][i]`; None: not labelled so.
+            being `coco["images"][i]`, the model's class k the k-th category by ascending id; None: not labelled so.
+        mask: Gives the class of each pixel of image i, `VOID` where there is none; raises UserError where it cannot
+            be read or has another size than the image. None: not labelled so.
         fingerprint: Changes with the specification, the names and contents of the images, and the labels.
     """
 
@@ -59,6 +72,7 @@ class Dataset:
     image: Callable[[int], RgbImage]
     labels: npt.NDArray[np.int64] | None = None
     coco: Mapping[str, Any] | None = None
+    mask: Callable[[int], Mask] | None = None
     fingerprint: str
 
     def __len__(self) -> int:
@@ -67,17 +81,6 @@ class Dataset:
     def id(self, i: int) -> str:
         """What messages call image i."""
         return self.names[i]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrays:
-    """Ready-made inputs by name, the samples along the first axis."""
-
-    arrays: Mapping[str, Array]
-    fingerprint: str
-
-    def __len__(self) -> int:
-        return len(next(iter(self.arrays.values())))
 
 
 def open_data(spec: Mapping[str, Any], base: Path | None = None, limit: int | None = None) -> Dataset | Arrays:
@@ -98,8 +101,8 @@ def open_data(spec: Mapping[str, Any], base: Path | None = None, limit: int | No
     for key in spec:
         if key not in ("use", *KEYS[kind]):
             raise UserError(f"data.{key}: unknown key for {kind!r}; {nearest(str(key), KEYS[kind])}")
-    if kind == "npz":
-        return _open_npz(spec, base, limit)
+    if kind in ("npz", "npy"):
+        return _open_arrays(spec, base, limit)
     return _open_shapes(spec, limit) if kind == "shapes" else _open_folder(spec, base, limit)
 
 
@@ -111,35 +114,64 @@ def open_images(spec: Mapping[str, Any], base: Path | None = None) -> Dataset:
     """
     data = open_data(spec, base)
     if isinstance(data, Arrays):
-        raise UserError("data.use: images are needed here ('images' or 'shapes'), but got 'npz'")
+        raise UserError(f"data.use: images are needed here ('images' or 'shapes'), but got {spec['use']!r}")
     return data
 
 
+def half_of(name: str) -> str:
+    """The half that a sample of this name is of."""
+    return HALVES[hashlib.sha256(name.encode()).digest()[0] % 2]
+
+
 def _open_folder(spec: Mapping[str, Any], base: Path | None, limit: int | None) -> Dataset:
-    folder = locate(_text(spec, "images"), base)
-    if not folder.is_dir():
-        raise UserError(f"data.images: {spec['images']} is no folder")
+    folder = _folder(spec, "images", base)
     labels_path = locate(_text(spec, "labels"), base) if spec.get("labels") is not None else None
     labels = read_labels(labels_path) if labels_path else _unlabelled(folder)
-    start, stop = _cut(spec, len(labels.files), str(spec["images"]), limit)
-    names = labels.files[start:stop]
+    chosen = _chosen(spec, labels.files, str(spec["images"]), limit)
+    names = tuple(labels.files[i] for i in chosen)
+    for name in names:
+        if not (folder / name).is_file():
+            raise UserError(f"data.labels: {spec.get('labels')} names the image {name!r}, which is not in {folder}")
+    coco = None if labels.coco is None else _coco(spec, cut_coco(labels.coco, chosen))
+    sizes = [(i.get("height"), i.get("width")) for i in coco["images"]] if coco else [(None, None)] * len(names)
+    masks = None if spec.get("masks") is None else _masks(spec, base, names, labels, chosen)
+
+    def image(i: int) -> RgbImage:
+        return _read_image(folder / names[i], sizes[i])
+
     digest = hashlib.sha256(_canonical(spec))
     digest.update(labels_path.read_bytes() if labels_path else b"")
-    for name in names:
-        path = folder / name
-        if not path.is_file():
-            raise UserError(f"data.labels: {spec.get('labels')} names the image {name!r}, which is not in {folder}")
+    for path in (*(folder / name for name in names), *([] if masks is None else map(masks.path, range(len(names))))):
         with path.open("rb") as file:
-            digest.update(name.encode() + b"\0" + hashlib.file_digest(file, "sha256").digest())
-    coco = cut_coco(labels.coco, start, stop) if labels.coco is not None else None
-    sizes = [(i.get("height"), i.get("width")) for i in coco["images"]] if coco else [(None, None)] * len(names)
+            digest.update(path.name.encode() + b"\0" + hashlib.file_digest(file, "sha256").digest())
     return Dataset(
         names=names,
-        image=lambda i: _read_image(folder / names[i], sizes[i]),
-        labels=labels.classes[start:stop] if labels.classes is not None else None,
+        image=image,
+        labels=None if labels.classes is None else labels.classes[list(chosen)],
         coco=coco,
+        mask=None if masks is None else lambda i: masks.read(i, image(i).shape[:2]),
         fingerprint=digest.hexdigest(),
     )
+
+
+def _coco(spec: Mapping[str, Any], coco: dict[str, Any]) -> dict[str, Any]:
+    return coco if spec.get("classes") is None else ordered_coco(coco, _classes(spec))
+
+
+def _masks(
+    spec: Mapping[str, Any], base: Path | None, names: tuple[str, ...], labels: Labels, chosen: Sequence[int]
+) -> Masks:
+    folder = _folder(spec, "masks", base)
+    masks: Masks = IndexMasks(folder=folder, names=names)
+    if labels.panoptic is not None:
+        masks = PanopticMasks(
+            folder=folder,
+            annotations=tuple(labels.panoptic["annotations"][i] for i in chosen),
+            categories={category["id"]: category["name"] for category in labels.panoptic["categories"]},
+            classes=_classes(spec),
+        )
+    check_masks(masks, len(names))
+    return masks
 
 
 def _unlabelled(folder: Path) -> Labels:
@@ -165,8 +197,9 @@ def _read_image(path: Path, expected: tuple[int | None, int | None]) -> RgbImage
 def _open_shapes(spec: Mapping[str, Any], limit: int | None) -> Dataset:
     first, count = _whole(spec, "start", 0), spec.get("count")
     drawn = shapes.split(_text(spec, "split"), None if count is None else first + _whole(spec, "count", 1))
-    start, stop = _cut(spec, len(drawn.images), f"split {spec['split']!r}", limit)
-    images, coco = drawn.images[start:stop], cut_coco(drawn.coco, start, stop)
+    files = [image["file_name"] for image in drawn.coco["images"]]
+    chosen = _chosen(spec, files, f"split {spec['split']!r}", limit)
+    images, coco = [drawn.images[i] for i in chosen], cut_coco(drawn.coco, chosen)
     digest = hashlib.sha256(_canonical(spec) + _canonical(coco))
     for image in images:
         digest.update(image.tobytes())
@@ -174,33 +207,50 @@ def _open_shapes(spec: Mapping[str, Any], limit: int | None) -> Dataset:
     return Dataset(names=names, image=lambda i: images[i], coco=coco, fingerprint=digest.hexdigest())
 
 
-def _open_npz(spec: Mapping[str, Any], base: Path | None, limit: int | None) -> Arrays:
+def _open_arrays(spec: Mapping[str, Any], base: Path | None, limit: int | None) -> Arrays:
     path = locate(_text(spec, "path"), base)
-    try:
-        with np.load(path, allow_pickle=False) as file, zipfile.ZipFile(path) as archive:
-            arrays = {name: file[name] for name in file.files}
-            sums = "".join(f"{m.filename}\0{m.CRC}\n" for m in archive.infolist())
-    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path}: not an .npz file of plain arrays: {error}") from error
-    lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
-    if len(set(lengths.values())) != 1 or not all(lengths.values()):
-        raise UserError(f"{path}: the first axis of every array counts the samples, but their lengths are {lengths}")
-    for name, array in arrays.items():
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise UserError(f"{path}: array {name!r} has NaN or infinite values")
-    start, stop = _cut(spec, next(iter(lengths.values())), str(spec["path"]), limit)
-    doubles = {name: a.astype(np.float32) if a.dtype == np.float64 else a for name, a in arrays.items()}
-    fingerprint = hashlib.sha256(_canonical(spec) + sums.encode()).hexdigest()
-    return Arrays(arrays={name: a[start:stop] for name, a in doubles.items()}, fingerprint=fingerprint)
+    if path.suffix != f".{spec['use']}":
+        raise UserError(f"data.path: use: {spec['use']} takes a .{spec['use']} file, but got {path.name}")
+    found = read_arrays(path, lambda total: _chosen(spec, [f"row {i}" for i in range(total)], path.name, limit))
+    fingerprint = hashlib.sha256(_canonical(spec) + found.fingerprint.encode()).hexdigest()
+    return Arrays(arrays=found.arrays, fingerprint=fingerprint)
 
 
-def _cut(spec: Mapping[str, Any], total: int, what: str, limit: int | None) -> tuple[int, int]:
-    start = _whole(spec, "start", 0)
+def _chosen(spec: Mapping[str, Any], names: Sequence[str], what: str, limit: int | None) -> Sequence[int]:
+    """Ascending indices of the samples that are wanted."""
+    total, start = len(names), _whole(spec, "start", 0)
     count = total - start if spec.get("count") is None else _whole(spec, "count", 1)
     if start >= total or start + count > total:
         asked = f"start {start}" + (f" and count {count}" if spec.get("count") is not None else "")
         raise UserError(f"data: {asked} reach beyond the end: {what} has {total}")
-    return start, start + min(count, count if limit is None else limit)
+    chosen: Sequence[int] = range(start, start + count)
+    half = spec.get("half")
+    if half is not None:
+        if half not in HALVES:
+            raise UserError(f"data.half: one of {', '.join(HALVES)}, but got {half!r}")
+        chosen = [i for i in chosen if half_of(names[i]) == half]
+        if not chosen:
+            raise UserError(f"data.half: none of the {count} samples is of the half {half!r}; use more of them")
+    return chosen[:limit]
+
+
+def _folder(spec: Mapping[str, Any], key: str, base: Path | None) -> Path:
+    folder = locate(_text(spec, key), base)
+    if not folder.is_dir():
+        raise UserError(f"data.{key}: {spec[key]} is no folder")
+    return folder
+
+
+def _classes(spec: Mapping[str, Any]) -> tuple[str, ...]:
+    names = spec.get("classes")
+    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
+        raise UserError(
+            f"data.classes: the names of the model's classes in the order of its outputs, but got {names!r}"
+        )
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"data.classes: {name!r} appears twice")
+    return tuple(names)
 
 
 def _whole(spec: Mapping[str, Any], key: str, least: int) -> int:

@@ -10,7 +10,8 @@ import numpy as np
 
 from harness.api import Array
 from harness.errors import UserError, nearest
-from harness.evaluators.datasets import Arrays, Dataset
+from harness.evaluators.arrays import UNNAMED, Arrays
+from harness.evaluators.datasets import Dataset
 from harness.evaluators.preprocess import FloatArray, Preprocess, Size
 from harness.feeds import Types, check_types
 
@@ -94,30 +95,35 @@ def batches(data: Dataset | Arrays, preprocess: Preprocess | None, inputs: Types
 
 
 def _of_arrays(arrays: Mapping[str, Array], inputs: Types, total: int) -> Batches:
+    if UNNAMED in arrays:
+        if len(inputs) > 1:
+            raise UserError(
+                f"data: a .npy file feeds one input, but the model has {', '.join(map(repr, inputs))}; use a .npz file"
+            )
+        arrays = dict.fromkeys(inputs, arrays[UNNAMED])
     for name in arrays:
         if name not in inputs:
             raise UserError(f"data: the model has no input {name!r}; {nearest(name, inputs)}")
-    found = {}
-    for name, dtype in check_types(inputs).items():
+    dtypes = check_types(inputs)
+    for name, dtype in dtypes.items():
         if name not in arrays:
             raise UserError(f"data: the .npz file has no array for the input {name!r}")
-        found[name] = _typed(name, arrays[name], dtype)
-    sizes = {name: _batch_size(name, array, inputs[name][1]) for name, array in found.items()}
+        _check_type(name, arrays[name], dtype)
+    sizes = {name: _batch_size(name, arrays[name], inputs[name][1]) for name in dtypes}
     if len(set(sizes.values())) > 1:
         raise UserError(f"data: one sample for each input is needed, but a batch of them is, by input, {sizes}")
     batch = next(iter(sizes.values()))
 
     def make(index: int) -> dict[str, Array]:
         chosen = np.minimum(np.arange(index * batch, (index + 1) * batch), total - 1)
-        return {name: array[chosen].reshape(inputs[name][1]) for name, array in found.items()}
+        return {name: arrays[name][chosen].astype(t, copy=False).reshape(inputs[name][1]) for name, t in dtypes.items()}
 
     return Batches(count=-(-total // batch), make=make)
 
 
-def _typed(name: str, array: Array, dtype: np.dtype[Any]) -> Array:
+def _check_type(name: str, array: Array, dtype: np.dtype[Any]) -> None:
     if not np.can_cast(array.dtype, dtype, "same_kind"):
         raise UserError(f"data: array {name!r} holds {array.dtype}, but the input takes {dtype}")
-    return array.astype(dtype, copy=False)
 
 
 def _batch_size(name: str, array: Array, shape: tuple[int, ...]) -> int:

@@ -1,9 +1,9 @@
-"""Label files: COCO's JSON for boxes, and lines "FILENAME CLASS" for classes."""
+"""Label files: COCO's JSON for boxes and for panoptic masks, and lines "FILENAME CLASS" for classes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.errors import UserError
+from harness.errors import UserError, nearest
 
-__all__ = ["Labels", "cut_coco", "read_labels"]
+__all__ = ["Labels", "cut_coco", "ordered_coco", "read_labels"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +24,13 @@ class Labels:
         files: File name of each image, in the order of the label file.
         classes: Class index of each image, or None.
         coco: COCO's mapping of images, annotations and categories, or None.
+        panoptic: The same in COCO's panoptic form, annotation i being that of image i, or None.
     """
 
     files: tuple[str, ...]
     classes: npt.NDArray[np.int64] | None = None
     coco: Mapping[str, Any] | None = None
+    panoptic: Mapping[str, Any] | None = None
 
 
 def read_labels(path: Path) -> Labels:
@@ -52,17 +54,41 @@ def read_labels(path: Path) -> Labels:
         if file in seen:
             raise UserError(f"{path}: lists the image {file!r} twice")
         seen.add(file)
-        inside = PureWindowsPath(file)  # it knows both separators
-        if inside.drive or inside.root or ".." in inside.parts:
-            raise UserError(f"{path}: names the image {file!r}, outside of the folder of images, which is refused")
+        _check_inside(file, f"{path}: names the image")
     return labels
 
 
-def cut_coco(coco: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
-    """The images from `start` to before `stop`, with their annotations and all categories."""
-    images = list(coco["images"][start:stop])
+def cut_coco(coco: Mapping[str, Any], chosen: Sequence[int]) -> dict[str, Any]:
+    """The chosen images, with their annotations and all categories."""
+    images = [coco["images"][i] for i in chosen]
     kept = {image["id"] for image in images}
     return {**coco, "images": images, "annotations": [a for a in coco["annotations"] if a["image_id"] in kept]}
+
+
+def ordered_coco(coco: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
+    """The categories numbered by their place in `classes`, so that ascending ids are the model's classes.
+
+    Raises:
+        UserError: A category that has boxes is not among the classes.
+    """
+    names = {category["id"]: category.get("name") for category in coco["categories"]}
+    numbers = {name: number for number, name in enumerate(classes, 1)}
+    for annotation in coco["annotations"]:
+        name = names[annotation["category_id"]]
+        if name not in numbers:
+            raise UserError(
+                f"data.classes: the labels have boxes of category {name!r}, which is none of them; "
+                f"{nearest(str(name), classes)}"
+            )
+    annotations = [{**a, "category_id": numbers[names[a["category_id"]]]} for a in coco["annotations"]]
+    categories = [{"id": number, "name": name} for name, number in numbers.items()]
+    return {**coco, "annotations": annotations, "categories": categories}
+
+
+def _check_inside(file: str, what: str) -> None:
+    inside = PureWindowsPath(file)  # it knows both separators
+    if inside.drive or inside.root or ".." in inside.parts:
+        raise UserError(f"{what} {file!r}, outside of the folder of images, which is refused")
 
 
 def _classes(text: str, path: Path) -> Labels:
@@ -92,14 +118,35 @@ def _coco(text: str, path: Path) -> Labels:
         _check(category, {"id": int}, f"{path}: categories")
     images = {image["id"] for image in coco["images"]}
     categories = {category["id"] for category in coco["categories"]}
+    files = tuple(image["file_name"] for image in coco["images"])
+    if any(isinstance(a, dict) and "segments_info" in a for a in coco["annotations"]):
+        return Labels(files=files, panoptic=_panoptic(coco, categories, path))
     boxes = [_box(a, number, path) for number, a in enumerate(coco["annotations"], 1)]
     for box in boxes:
         if box["image_id"] not in images:
             raise UserError(f"{path}: annotation {box['id']}: there is no image with id {box['image_id']}")
         if box["category_id"] not in categories:
             raise UserError(f"{path}: annotation {box['id']}: there is no category with id {box['category_id']}")
-    files = tuple(image["file_name"] for image in coco["images"])
     return Labels(files=files, coco={**coco, "annotations": boxes})
+
+
+def _panoptic(coco: Mapping[str, Any], categories: set[int], path: Path) -> dict[str, Any]:
+    """The annotations in the order of the images, checked."""
+    found = {}
+    for annotation in coco["annotations"]:
+        _check(annotation, {"image_id": int, "file_name": str, "segments_info": list}, f"{path}: annotations")
+        _check_inside(annotation["file_name"], f"{path}: names the mask")
+        for segment in annotation["segments_info"]:
+            _check(segment, {"id": int, "category_id": int}, f"{path}: segments_info")
+            if segment["category_id"] not in categories:
+                raise UserError(f"{path}: segment {segment['id']}: no category with id {segment['category_id']}")
+        found[annotation["image_id"]] = annotation
+    for category in coco["categories"]:
+        _check(category, {"name": str}, f"{path}: categories")
+    for image in coco["images"]:
+        if image["id"] not in found:
+            raise UserError(f"{path}: the image {image['file_name']!r} has no mask")
+    return {**coco, "annotations": [found[image["id"]] for image in coco["images"]]}
 
 
 def _box(annotation: Any, number: int, path: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 from PIL import Image
 
 from harness.errors import UserError
-from harness.evaluators.datasets import Dataset, open_data, open_images
+from harness.evaluators import arrays
+from harness.evaluators.datasets import HALVES, Arrays, Dataset, half_of, open_data, open_images
 
 
 @pytest.fixture
@@ -103,6 +105,38 @@ def test_what_lies_beyond_the_limit_is_neither_read_nor_told_apart(folder: Path)
     assert len(open_data({"use": "npz", "path": "a.npz", "start": 1}, folder, limit=2)) == 2
 
 
+def test_halves_share_no_image_and_an_image_is_of_one_half_in_every_cut(folder: Path) -> None:
+    def names(half: str, **spec: Any) -> set[str]:
+        data = open_images({"use": "shapes", "split": "evaluation", "half": half, **spec})
+        assert data.coco is not None
+        assert [image["file_name"] for image in data.coco["images"]] == list(data.names)
+        return set(data.names)
+
+    search, report = names("search", count=60), names("report", count=60)
+    assert not search & report
+    assert len(search | report) == 60
+    assert 15 < len(search) < 45
+    assert names("search", start=20, count=20) <= search
+    whole = open_images({"use": "shapes", "split": "evaluation", "count": 60})
+    half = open_images({"use": "shapes", "split": "evaluation", "count": 60, "half": "report"})
+    assert half.fingerprint != whole.fingerprint
+    assert (half.image(1) == whole.image(whole.names.index(half.names[1]))).all()
+
+
+def test_rows_of_arrays_have_halves_too(folder: Path) -> None:
+    x = np.arange(40, dtype=np.float32).reshape(20, 2)
+    np.savez(folder / "a.npz", x=x)
+    np.save(folder / "a.npy", x)
+    for kind, name in (("npz", "x"), ("npy", "")):
+        parts = []
+        for half in HALVES:
+            data = open_data({"use": kind, "path": f"a.{kind}", "half": half}, folder)
+            assert isinstance(data, Arrays)
+            parts.append(data.arrays[name])
+        assert sorted(np.concatenate(parts)[:, 0]) == x[:, 0].tolist()
+        assert min(map(len, parts)) > 3
+
+
 def test_shapes_are_drawn_with_their_labels() -> None:
     data = open_images({"use": "shapes", "split": "evaluation", "count": 3})
     assert len(data) == 3
@@ -133,11 +167,20 @@ def test_shapes_are_drawn_with_their_labels() -> None:
         ({"use": "images", "images": "images", "count": 0}, "data.count: a whole number from 1, but got 0"),
         ({"use": "images", "images": "images", "count": True}, "data.count: a whole number from 1, but got True"),
         ({"use": "shapes", "split": "test"}, "shapes: no split 'test'"),
-        ({"use": "npz", "path": "images/0.png"}, r"0.png: not an .npz file of plain arrays"),
+        ({"use": "npz", "path": "images/0.png"}, r"use: npz takes a .npz file, but got 0.png"),
+        ({"use": "npy", "path": "broken.npy"}, r"broken.npy: not an .npy file of plain arrays"),
+        ({"use": "npz", "path": "broken.npz"}, r"broken.npz: not an .npz file of plain arrays"),
+        ({"use": "images", "images": "images", "half": "left"}, "data.half: one of search, report, but got 'left'"),
+        ({"use": "images", "images": "images", "count": 1, "half": "OTHER"}, "none of the 1 samples is of the half"),
+        ({"use": "images", "images": "images", "masks": "empty"}, "data.masks: 0.png is not in .*empty"),
     ],
 )
 def test_a_wrong_specification_is_explained(folder: Path, spec: dict[str, Any], message: str) -> None:
     (folder / "empty").mkdir()
+    for suffix in ("npy", "npz"):
+        (folder / f"broken.{suffix}").write_bytes(b"hello")
+    if spec.get("half") == "OTHER":
+        spec = {**spec, "half": next(half for half in HALVES if half != half_of("0.png"))}
     with pytest.raises(UserError, match=message):
         open_data(spec, folder)
 
@@ -210,7 +253,7 @@ def test_an_image_of_another_size_than_its_labels_say_is_named(folder: Path) -> 
 
 def test_arrays_that_do_not_fit_are_explained(tmp_path: Path) -> None:
     spec = {"use": "npz", "path": "a.npz"}
-    for arrays, message in (
+    for content, message in (
         (
             {"x": np.zeros((2, 3)), "y": np.zeros(3)},
             r"the first axis of every array counts the samples.*'x': 2, 'y': 3",
@@ -218,11 +261,68 @@ def test_arrays_that_do_not_fit_are_explained(tmp_path: Path) -> None:
         ({"x": np.float32(1)}, "the first axis of every array"),
         ({}, "the first axis of every array"),
         ({"x": np.array([1.0, np.nan])}, "array 'x' has NaN or infinite values"),
-        ({"x": np.array([{}])}, "not an .npz file of plain arrays"),
+        ({"x": np.array([{}])}, "not an .npz file of plain arrays: object arrays are pickles, which are never read"),
     ):
-        np.savez(tmp_path / "a.npz", **arrays)
+        np.savez(tmp_path / "a.npz", **content)
         with pytest.raises(UserError, match=message):
             open_data(spec, tmp_path)
     np.savez(tmp_path / "a.npz", x=np.zeros((2, 3)))
     with pytest.raises(UserError, match="images are needed here"):
         open_images(spec, tmp_path)
+
+
+def test_a_npy_file_is_mapped_and_no_pickle_is_read(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(12, dtype=np.float32).reshape(6, 2))
+    data = open_data({"use": "npy", "path": "a.npy", "start": 1, "count": 4}, tmp_path, limit=3)
+    assert isinstance(data, Arrays)
+    (array,) = data.arrays.values()
+    assert isinstance(array, np.memmap)
+    assert array.tolist() == [[2, 3], [4, 5], [6, 7]]
+    np.save(tmp_path / "a.npy", np.array([{}]), allow_pickle=True)
+    with pytest.raises(UserError, match=r"a\.npy: not an \.npy file of plain arrays"):
+        open_data({"use": "npy", "path": "a.npy"}, tmp_path)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_only_the_chosen_rows_of_an_npz_file_are_kept(tmp_path: Path, save: Any) -> None:
+    x, y = np.arange(300.0).reshape(10, 5, 6), np.arange(20, dtype=np.int64).reshape(10, 2)
+    save(tmp_path / "a.npz", x=x, y=y, by_column=np.asfortranarray(x), single=x[:, 0, 0])
+    data = open_data({"use": "npz", "path": "a.npz", "start": 3, "count": 5}, tmp_path, limit=2)
+    assert isinstance(data, Arrays)
+    assert data.arrays["x"].tolist() == data.arrays["by_column"].tolist() == x[3:5].tolist()
+    assert data.arrays["y"].tolist() == y[3:5].tolist()
+    assert data.arrays["single"].tolist() == x[3:5, 0, 0].tolist()
+    assert len(data) == 2
+
+
+def test_a_file_that_asks_for_too_much_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez(tmp_path / "a.npz", x=np.zeros((10, 100)))
+    monkeypatch.setattr(arrays, "MAX_BYTES", 5 * 800)
+    with pytest.raises(
+        UserError, match=r"10 samples take .* GiB, more than .*; use fewer \('count'\), or a \.npy file"
+    ):
+        open_data({"use": "npz", "path": "a.npz"}, tmp_path)
+    assert len(open_data({"use": "npz", "path": "a.npz"}, tmp_path, limit=5)) == 5
+
+
+def test_an_npz_header_that_lies_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "good.npz", x=np.zeros((3, 4), np.float32))
+    with zipfile.ZipFile(tmp_path / "good.npz") as good, zipfile.ZipFile(tmp_path / "bad.npz", "w") as bad:
+        bad.writestr("x.npy", good.read("x.npy").replace(b"(3, 4)", b"(9, 4)"))
+    with pytest.raises(UserError, match=r"bad\.npz: not an \.npz file of plain arrays"):
+        open_data({"use": "npz", "path": "bad.npz"}, tmp_path)
+
+
+def test_classes_in_another_order_are_put_in_order(folder: Path) -> None:
+    boxes = [{"image_id": 7, "category_id": c, "bbox": [1, 1, 2, 3]} for c in (5, 9)]
+    named = coco(categories=[{"id": 9, "name": "cat"}, {"id": 5, "name": "dog"}], annotations=boxes)
+    data = open_with(folder, named, classes=["cat", "bird", "dog"])
+    assert data.coco is not None
+    assert [a["category_id"] for a in data.coco["annotations"]] == [3, 1]
+    assert [c["name"] for c in sorted(data.coco["categories"], key=lambda c: c["id"])] == ["cat", "bird", "dog"]
+    with pytest.raises(UserError, match="boxes of category 'dog', which is none of them; did you mean 'dogs'"):
+        open_with(folder, named, classes=["cat", "dogs"])
+    with pytest.raises(UserError, match=r"data.classes: the names of the model's classes in the order of its outputs"):
+        open_with(folder, named, classes=[1, 2])
+    with pytest.raises(UserError, match=r"data.classes: 'cat' appears twice"):
+        open_with(folder, named, classes=["cat", "dog", "cat"])

@@ -51,6 +51,15 @@ def test_arrays_give_one_sample_at_a_time_in_the_type_of_the_input(tmp_path: Pat
     assert [(feed["mask"].dtype, feed["mask"].tolist()) for feed in feeds] == [("int64", 0), ("int64", 1), ("int64", 2)]
 
 
+def test_an_unnamed_array_feeds_the_only_input(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(6, dtype=np.uint8).reshape(3, 2))
+    data = open_data({"use": "npy", "path": "a.npy"}, tmp_path)
+    feeds = list(batches(data, None, {"x": ("float", (1, 2))}))
+    assert [(feed["x"].dtype, feed["x"].tolist()) for feed in feeds[:1]] == [("float32", [[0.0, 1.0]])]
+    with pytest.raises(UserError, match=r"a \.npy file feeds one input, but the model has 'x', 'y'; use a \.npz file"):
+        batches(data, None, {"x": ("float", (1, 2)), "y": ("float", (1,))})
+
+
 def test_arrays_are_batched_and_filled_up(tmp_path: Path) -> None:
     data = arrays(tmp_path, x=np.arange(10).reshape(5, 2))
     feeds = list(batches(data, None, {"x": ("int64", (2, 2))}))
@@ -63,7 +72,7 @@ def test_arrays_are_batched_and_filled_up(tmp_path: Path) -> None:
         ({"x": ("float", (1, 2))}, "data: the model has no input 'y'; known: x"),
         ({"x": ("float", (1, 2)), "y": ("float", (1,)), "z": ("bool", ())}, "no array for the input 'z'"),
         ({"x": ("float", (1, 3)), "y": ("float", (1,))}, "a sample of array 'x' is 2, but the input takes 1 x 3"),
-        ({"x": ("int64", (1, 2)), "y": ("float", (1,))}, "array 'x' holds float32, but the input takes int64"),
+        ({"x": ("int64", (1, 2)), "y": ("float", (1,))}, "array 'x' holds float64, but the input takes int64"),
         ({"x": ("float", (3, 2)), "y": ("float", ())}, "a batch of them is, by input, {'x': 3, 'y': 1}"),
     ],
 )
