@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+from onnx import numpy_helper
+
 from harness.graph.dialects import Dialect
 from harness.graph.model import Model, Node
 from harness.graph.operators import ACTIVATIONS, CONVOLUTIONS, FLOATS
 
-__all__ = ["RULES", "Rule", "Site", "broken_rule", "is_activation"]
+__all__ = ["RULES", "Rule", "Site", "broken_rule", "is_activation", "joint_slots"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +66,26 @@ def is_activation(model: Model, tensor: str) -> bool:
     return bool(tensor) and tensor not in model.constants
 
 
-def _lacks_float(site: Site, tensor: str) -> bool:
-    known = site.model.types.get(tensor)
-    return known is None or known.dtype not in FLOATS
+def joint_slots(model: Model, dialect: Dialect, node: Node, slot: int) -> tuple[int, ...]:
+    """The inputs of a node that are quantized together with this one, itself included, in order.
+
+    Data and weight of a linear operator; all activations of a Concat, which share a scale; where the dialect asks for
+    it, constants with the first activation, or with the first of them where there is none (a table of embeddings).
+    """
+    if node.op in dialect.linear_ops:
+        return (0, 1)
+    floats = [other for other, name in enumerate(node.inputs) if _is_float(model, name)]
+    constants = [other for other in floats if not is_activation(model, node.inputs[other])]
+    activations = [other for other in floats if other not in constants]
+    joint = set(activations if node.op == "Concat" else activations[:1])
+    if node.op in dialect.constant_operands:
+        joint.update(constants)
+    return tuple(sorted(joint)) if slot in joint else (slot,)
+
+
+def _is_float(model: Model, tensor: str) -> bool:
+    known = model.types.get(tensor)
+    return known is not None and known.dtype in FLOATS
 
 
 def _is_scalar(site: Site) -> bool:
@@ -74,8 +94,24 @@ def _is_scalar(site: Site) -> bool:
 
 
 def _is_no_own_point(site: Site) -> bool:
-    """A linear operator has one point, at its first input; the second goes with it."""
-    return site.linear and site.slot != 0
+    """A linear operator has one point, at its first input; a constant operand goes with the data."""
+    if site.linear:
+        return site.slot != 0
+    joint = _joint_constants(site) if site.tensor in site.model.constants else ()
+    return bool(joint) and site.slot != _leading(site.model, site.node, joint)
+
+
+def _joint_constants(site: Site) -> tuple[int, ...]:
+    """What goes together with a site where constants do; nothing where they stay float."""
+    if site.linear or site.node.op not in site.dialect.constant_operands:
+        return ()
+    joint = joint_slots(site.model, site.dialect, site.node, site.slot)
+    return joint if any(site.node.inputs[slot] in site.model.constants for slot in joint) else ()
+
+
+def _leading(model: Model, node: Node, slots: tuple[int, ...]) -> int:
+    """Where the point of inputs that go together stands: at the first activation, else at the first of them."""
+    return next((slot for slot in slots if is_activation(model, node.inputs[slot])), slots[0])
 
 
 def _is_bias(site: Site) -> bool:
@@ -86,7 +122,7 @@ def _has_bad_operand(site: Site) -> bool:
     if not site.linear:
         return False
     first, second = site.node.inputs[:2]
-    return not _pairs_up(site, first, second) or _lacks_float(site, first) or _lacks_float(site, second)
+    return not (_pairs_up(site, first, second) and _is_float(site.model, first) and _is_float(site.model, second))
 
 
 def _pairs_up(site: Site, first: str, second: str) -> bool:
@@ -96,7 +132,12 @@ def _pairs_up(site: Site, first: str, second: str) -> bool:
 
 
 def _is_lone_constant(site: Site) -> bool:
-    return not site.linear and not is_activation(site.model, site.tensor)
+    return not site.linear and not is_activation(site.model, site.tensor) and not _joint_constants(site)
+
+
+def _has_infinite_constant(site: Site) -> bool:
+    constants = (site.model.constants.get(site.node.inputs[slot]) for slot in _joint_constants(site))
+    return not all(np.isfinite(numpy_helper.to_array(tensor)).all() for tensor in constants if tensor is not None)
 
 
 def _follows_convolution(site: Site) -> bool:
@@ -132,10 +173,14 @@ def _gated_convolution(site: Site) -> bool:
 
 
 def _is_fusible_operand(site: Site) -> bool:
-    """The operand that a linear operator computes for this Add alone; of two, the first."""
+    """The operand that a convolution computes for this Add alone; of two, the first.
+
+    Behind a MatMul both are legal: an Add of two tensors is no part of its kernel, and ModelOpt quantizes both.
+    """
     if site.dialect.between_conv_and_activation or site.node.op != "Add":
         return False
-    fusible = [_maker(site, name) is not None for name in site.node.inputs]
+    makers = [_maker(site, name) for name in site.node.inputs]
+    fusible = [maker is not None and maker.op in CONVOLUTIONS for maker in makers]
     return site.slot < len(fusible) and fusible[site.slot] and not any(fusible[: site.slot])
 
 
@@ -174,26 +219,33 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("precision", "The runtime does not run this precision.", lambda s: s.precision not in s.dialect.precisions),
     Rule("bias", "The bias of a linear operator is never quantized on its own.", _is_bias),
-    Rule("together", "A linear operator takes both inputs together, at its first one.", _is_no_own_point),
+    Rule(
+        "together",
+        "A linear operator takes both inputs together, at its first one; constant operands go with the data.",
+        _is_no_own_point,
+    ),
     Rule(
         "operands",
         "A linear operator needs floating-point inputs, one of them an activation; a convolution, a constant weight.",
         _has_bad_operand,
     ),
-    Rule("constant", "Constants other than the weights of linear operators stay float.", _is_lone_constant),
+    Rule(
+        "constant",
+        "Constants stay float, but for weights of linear operators and operands that the dialect quantizes.",
+        _is_lone_constant,
+    ),
+    Rule("finite", "A constant with infinities (an attention mask) stays float.", _has_infinite_constant),
     Rule(
         "type",
         "Only float32 and float16 tensors: integers, booleans and tensors of unknown type stay as they are.",
-        lambda s: not s.linear and _lacks_float(s, s.tensor),
+        lambda s: not s.linear and not _is_float(s.model, s.tensor),
     ),
     Rule("scalar", "A tensor without dimensions is not quantized.", _is_scalar),
     Rule(
         "one scale", "All inputs of a Concat share a scale: one point, at its first activation.", _is_later_concat_input
     ),
     Rule("fusion", "Nothing stands between Conv, BatchNormalization and activation.", _follows_convolution),
-    Rule(
-        "residual", "Of an Add behind a linear operator, only the residual operand is quantized.", _is_fusible_operand
-    ),
+    Rule("residual", "Of an Add behind a convolution, only the residual operand is quantized.", _is_fusible_operand),
     Rule("grouped fp8", "Grouped convolutions have no FP8 kernels.", _is_grouped_fp8),
 )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.graph.dialects import Dialect
-from harness.graph.legality import broken_rule, is_activation
+from harness.graph.legality import broken_rule, is_activation, joint_slots
 from harness.graph.model import Model, Node
 from harness.graph.operators import ACTIVATIONS, MOVEMENT, NORMALIZATION, POOLING, SOFTMAX
 from search.space import Edge
@@ -100,9 +100,5 @@ def _points(model: Model, dialect: Dialect, node: Node, precisions: Sequence[str
 
 
 def _edges(model: Model, dialect: Dialect, node: Node, slot: int) -> tuple[Edge, ...]:
-    slots: Sequence[int] = (slot,)
-    if node.op in dialect.linear_ops:
-        slots = (0, 1)
-    elif node.op == "Concat":
-        slots = [other for other, name in enumerate(node.inputs) if is_activation(model, name)]
+    slots = joint_slots(model, dialect, node, slot)
     return tuple(Edge(node.inputs[other], node.name, other) for other in slots)

@@ -68,7 +68,7 @@ class Constants:
 
     def operand(self, tensor: str, precision: str, scale: Array, zero_point: Array) -> Stored:
         """A constant beside an activation, quantized as activations are."""
-        name = f"{tensor}{TAG}{precision}.{float(scale):.9g}"
+        name = f"{tensor}{TAG}{precision}.{float(scale):.9g}.{float(zero_point):g}"
         if name not in self._made:
             self._store(name, quantize_affine(self._array(tensor), scale, zero_point))
         return self._made[name]

@@ -123,6 +123,39 @@ def test_constants_other_than_weights_stay_float() -> None:
     assert (point.slot, point.role) == (0, "other")
 
 
+def test_onnx_runtime_takes_constant_operands_with_the_data() -> None:
+    g, x = start((4, 4))
+    model = finish(g, g.op("Mul", g.const(np.float32(0.5)), g.op("Add", x, g.const(np.ones((4, 4), np.float32)))))
+    (add,), (mul,) = found(model, ONNXRUNTIME, "Add"), found(model, ONNXRUNTIME, "Mul")
+    assert (add.slot, [edge.slot for edge in add.edges]) == (0, [0, 1])
+    assert (mul.slot, [edge.slot for edge in mul.edges]) == (1, [0, 1])  # the point stands at the activation
+    assert rule(model, ONNXRUNTIME, "Add", 1) == rule(model, ONNXRUNTIME, "Mul", 0) == "together"
+    for dialect in (OPENVINO, TENSORRT):
+        assert [edge.slot for edge in found(model, dialect, "Add")[0].edges] == [0]
+
+
+def test_onnx_runtime_takes_all_inputs_of_concat_and_where_and_tables_of_embeddings() -> None:
+    g, x = start((4, 4))
+    table, ones = g.const(np.ones((9, 4), np.float32)), g.const(np.ones((4, 4), np.float32))
+    rows = g.op("Gather", table, g.input("ids", (4,), "int64"))
+    chosen = g.op("Where", g.input("mask", (4, 4), "bool"), ones, g.op("Add", x, rows))
+    model = finish(g, g.op("Concat", ones, x, chosen, axis=0))
+    slots = {
+        op: [[e.slot for e in p.edges] for p in found(model, ONNXRUNTIME, op)] for op in ("Gather", "Where", "Concat")
+    }
+    assert slots == {"Gather": [[0]], "Where": [[1, 2]], "Concat": [[0, 1, 2]]}
+    assert found(model, OPENVINO, "Gather") == ()
+    assert [edge.slot for edge in found(model, OPENVINO, "Concat")[0].edges] == [1, 2]
+
+
+def test_an_attention_mask_with_infinities_stays_float() -> None:
+    g, x = start((4, 4))
+    mask = g.const(np.triu(np.full((4, 4), -np.inf, np.float32), 1))
+    model = finish(g, g.op("Add", x, mask))
+    assert rule(model, ONNXRUNTIME, "Add") == "finite"
+    assert rule(model, OPENVINO, "Add") == "legal"
+
+
 def test_each_operand_of_an_elementwise_operator_is_a_point() -> None:
     g, x = start((4, 4))
     model = finish(g, g.op("Mul", g.op("Tanh", x), x))
@@ -190,10 +223,17 @@ def test_of_two_convolutions_one_stays_fusible() -> None:
     assert [rule(model, TENSORRT, "Add", slot) for slot in (0, 1)] == ["residual", "legal"]
 
 
-def test_a_bias_add_belongs_to_its_linear_operator() -> None:
+def test_a_bias_add_belongs_to_its_convolution() -> None:
+    g, x = start()
+    biased = g.op("Add", g.conv(x, 8, 3, bias=False), g.const(np.ones((1, 8, 1, 1), np.float32)))
+    model = finish(g, g.op("Add", x, biased))
+    assert [rule(model, TENSORRT, "Add", slot, number=1) for slot in (0, 1)] == ["legal", "residual"]
+
+
+def test_behind_a_matmul_both_operands_of_a_residual_add_are_legal() -> None:
     g, x = start((1, 4, 8))
     model = finish(g, g.op("Add", x, g.linear(x, 8)))
-    assert [rule(model, TENSORRT, "Add", slot, number=1) for slot in (0, 1)] == ["legal", "residual"]
+    assert [rule(model, TENSORRT, "Add", slot, number=1) for slot in (0, 1)] == ["legal", "legal"]
 
 
 def test_a_convolution_that_others_read_too_does_not_fuse_with_the_add() -> None:
