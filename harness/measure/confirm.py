@@ -7,30 +7,28 @@ same builds, the same minutes and the same arithmetic as the speedups that it li
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from harness.api import Candidate
 from harness.errors import UserError
 from harness.measure.engines import MAIN, Engines
+from harness.measure.events import TWIN, Block, Dropped, Event, Key, Readings, decode_event, encode_event
 from harness.measure.stats import Interval, Verdict, block_ci, floor_from, paired_ratio_ci, verdict
 from harness.records import Failed
 from harness.run.config import Confirmation, Sampling
 
 __all__ = [
     "TWIN", "Block", "Dropped", "Event", "Row", "RowSummary", "Summary", "confirm", "decode_event", "encode_event",
-    "summarise",
+    "rivals", "summarise",
 ]  # fmt: skip
 
 GROUP = 6
 """Rows that are open at once beside the baseline and its twin; more would cost memory, not precision."""
-TWIN = "A/A twin"
 WARMUP_MS = 10.0
 """Before each turn: enough to bring an engine that others pushed out back into the caches."""
 _LOST = ("crash", "timeout")
@@ -45,37 +43,6 @@ class Row:
     benchmarker: str = MAIN
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """One turn of one row.
-
-    Attributes:
-        build: Number of the fresh build.
-        group: Number of the worker within the build; rows are compared with the baseline of their own worker.
-        round: Number of the turn.
-        row: `Row.name`, or `TWIN`.
-        samples_ms: Latency of each inference, in order.
-    """
-
-    build: int
-    group: int
-    round: int
-    row: str
-    samples_ms: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dropped:
-    """A row that failed; what it gave in this build does not count."""
-
-    build: int
-    group: int
-    row: str
-    failed: Failed
-
-
-Event = Block | Dropped
-Key = tuple[int, int]
 OpenEngines = Callable[[], AbstractContextManager[Engines]]
 
 
@@ -88,6 +55,7 @@ class RowSummary:
         speedup: Latency of the baseline over that of the row, paired by turns.
         builds: Fresh builds that were tried.
         builds_ok: Those that gave readings.
+        by_build: The speedup in each build that gave readings.
     """
 
     latency_ms: Interval
@@ -95,6 +63,16 @@ class RowSummary:
     verdict: Verdict
     builds: int
     builds_ok: int
+    by_build: Mapping[int, float]
+
+    @property
+    def recommended(self) -> bool:
+        """Whether to deliver this row; where not, the baseline: a tie is no reason to lose any accuracy."""
+        return self.verdict == "faster"
+
+    def shrinkage(self, search_speedup: float) -> float:
+        """How much less it is than the speedup that the search saw; choosing the lowest reading makes it positive."""
+        return search_speedup - self.speedup.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +120,7 @@ def confirm(
     if len(set(names)) != len(names):
         raise ValueError(f"rows of a confirmation need names of their own, but got {', '.join(names)}")
     groups = [rows[start : start + GROUP] for start in range(0, len(rows), GROUP)] or [()]
-    finished = _finished(_Readings(done), plan.rounds)
+    finished = _finished(Readings(done), plan.rounds)
     for build, streams in enumerate(rng.spawn(plan.builds)):
         for group, (members, stream) in enumerate(zip(groups, streams.spawn(len(groups)), strict=True)):
             wanted = {baseline.name, TWIN, *(row.name for row in members)}
@@ -204,32 +182,6 @@ class _Turns:
         return [names[index] for index in self._rng.permutation(len(names))]
 
 
-class _Readings:
-    """Events put in order: for each row and each of its workers (build, group) the turns that count."""
-
-    def __init__(self, events: Iterable[Event]) -> None:
-        self.turns: dict[str, dict[Key, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-        self.failed: dict[str, dict[Key, Failed]] = defaultdict(dict)
-        for event in events:
-            key = (event.build, event.group)
-            if isinstance(event, Block):
-                self.turns[event.row][key][event.round] = float(np.median(event.samples_ms))
-                self.failed[event.row].pop(key, None)
-            else:
-                self.turns[event.row].pop(key, None)
-                self.failed[event.row][key] = event.failed
-
-    def paired(self, row: str, base: str) -> tuple[list[list[float]], list[list[float]]]:
-        """For each worker that has both, the base's and the row's readings in the turns that both have."""
-        bases, owns = [], []
-        for key, turns in self.turns[row].items():
-            other = self.turns.get(base, {}).get(key, {})
-            if shared := sorted(set(turns) & set(other)):
-                bases.append([other[turn] for turn in shared])
-                owns.append([turns[turn] for turn in shared])
-        return bases, owns
-
-
 def summarise(events: Iterable[Event], baseline: str, floor: float = 0.0) -> Summary:
     """Latency, speedup and verdict of each row.
 
@@ -237,27 +189,49 @@ def summarise(events: Iterable[Event], baseline: str, floor: float = 0.0) -> Sum
         baseline: Name of the baseline's row.
         floor: Known noise floor; the one of these events is used where it is larger.
     """
-    readings = _Readings(events)
-    bases, twins = readings.paired(TWIN, baseline)
-    ratios = [float(np.median(np.divide(base, twin))) for base, twin in zip(bases, twins, strict=True)]
-    floor = max(floor, floor_from(ratios))
+    readings = Readings(events)
+    floor = max(floor, floor_from(list(_ratios(*readings.paired(TWIN, baseline)).values())))
     rows = {}
     for name in readings.turns:
         base, own = readings.paired(name, baseline)
         if own and name != TWIN:
-            speedup = paired_ratio_ci(base, own)
+            speedup = paired_ratio_ci(list(base.values()), list(own.values()))
             rows[name] = RowSummary(
-                latency_ms=block_ci(own),
+                latency_ms=block_ci(list(own.values())),
                 speedup=speedup,
                 verdict=verdict(speedup, floor),
                 builds=len(own) + len(readings.failed[name]),
                 builds_ok=len(own),
+                by_build={build: ratio for (build, _), ratio in _ratios(base, own).items()},
             )
     failed = {name: list(found.values())[-1] for name, found in readings.failed.items() if found}
     return Summary(floor=floor, builds=_complete_builds(readings), rows=rows, failed=failed)
 
 
-def _finished(readings: _Readings, rounds: int) -> Mapping[Key, set[str]]:
+def rivals(summary: Summary, name: str) -> frozenset[str]:
+    """The rows that this confirmation cannot tell from the named one, itself included: no ranking holds among them.
+
+    Two rows are compared build by build by their speedups, so rows of different workers can be compared too.
+
+    Raises:
+        KeyError: There is no such row.
+    """
+    own = summary.rows[name].by_build
+    found = {name}
+    for other, row in summary.rows.items():
+        if shared := sorted(own.keys() & row.by_build.keys()):
+            ratio = block_ci([[own[build] / row.by_build[build]] for build in shared])
+            if verdict(ratio, summary.floor) == "tie":
+                found.add(other)
+    return frozenset(found)
+
+
+def _ratios(bases: Mapping[Key, Sequence[float]], owns: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
+    """For each worker, how many times slower the base is."""
+    return {key: float(np.median(np.divide(base, owns[key]))) for key, base in bases.items()}
+
+
+def _finished(readings: Readings, rounds: int) -> Mapping[Key, set[str]]:
     """The rows that went through to the end, or failed, in each worker."""
     found: dict[Key, set[str]] = defaultdict(set)
     for row in {*readings.turns, *readings.failed}:
@@ -267,34 +241,10 @@ def _finished(readings: _Readings, rounds: int) -> Mapping[Key, set[str]]:
     return found
 
 
-def _complete_builds(readings: _Readings) -> int:
+def _complete_builds(readings: Readings) -> int:
     rounds = max((len(turns) for found in readings.turns.values() for turns in found.values()), default=0)
     finished = _finished(readings, rounds)
     rows: dict[int, set[str]] = defaultdict(set)
     for (build, _), names in finished.items():
         rows[build] |= names
     return sum(names == set().union(*rows.values()) for names in rows.values())
-
-
-def encode_event(event: Event) -> str:
-    """One line of JSON, without the newline."""
-    kind = "block" if isinstance(event, Block) else "dropped"
-    return json.dumps({"kind": kind, **asdict(event)}, separators=(",", ":"), allow_nan=False)
-
-
-def decode_event(text: str) -> Event:
-    """Read one line back.
-
-    Raises:
-        ValueError: Not one of ours; the text says what is wrong with it.
-    """
-    body: dict[str, Any] = json.loads(text)
-    kind = body.pop("kind", None) if isinstance(body, dict) else None
-    try:
-        if kind == "block":
-            return Block(**{**body, "samples_ms": tuple(body["samples_ms"])})
-        if kind == "dropped":
-            return Dropped(**{**body, "failed": Failed(**body["failed"])})
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"line of a confirmation lacks or adds a field ({error}): {text[:80]}") from error
-    raise ValueError(f"not a line of a confirmation: {text[:80]}")

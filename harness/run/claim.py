@@ -10,10 +10,9 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
-import yaml
-
 from harness.errors import UserError
-from harness.run.config import Experiment, to_yaml
+from harness.run.compare import same
+from harness.run.config import Experiment, load_experiment, to_yaml
 from harness.run.rows import write_text
 
 __all__ = ["claimed"]
@@ -69,13 +68,11 @@ def _claim(file: Path, experiment: Experiment) -> None:
         write_text(file, to_yaml(experiment))
         return
     try:
-        there = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{file}: cannot be read ({error}); use another --out") from error
-    if not isinstance(there, dict):
-        raise UserError(f"{file}: is damaged, so nobody knows whose results these are; use another --out")
-    here = experiment.model_dump(mode="json", exclude={"description"})
-    changed = [key for key in here if there.get(key) != here[key]]
+        there = load_experiment(file)  # so that a key which is newer than these results has its default there
+    except UserError as error:
+        raise UserError(f"{error}; nobody knows whose results these are: use another --out") from error
+    before, now = (each.model_dump(mode="json", exclude={"description"}) for each in (there, experiment))
+    changed = [key for key in now if not same(before[key], now[key])]
     if changed:
         raise UserError(
             f"{file.parent}: holds results of another experiment (different: {', '.join(changed)}); use another --out"

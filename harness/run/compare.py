@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.errors import UserError
 
-__all__ = ["changes", "refuse_changes"]
+__all__ = ["changes", "refuse_changes", "same"]
 
 SHOWN = 100
 """Characters of a value; lists of placements are long."""
@@ -26,8 +26,13 @@ def changes(there: Any, here: Any, where: str = "") -> Iterator[str]:
     if isinstance(there, Mapping) and isinstance(here, Mapping):
         for key in sorted({*there, *here}):
             yield from changes(there.get(key), here.get(key), f"{where}.{key}" if where else str(key))
-    elif there != here:
+    elif not same(there, here):
         yield f"{where}: {_short(there)} -> {_short(here)}"
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values that JSON can hold are equal; a NaN, wherever it stands, equals itself."""
+    return bool(one == other) or json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def refuse_changes(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:

@@ -1,4 +1,7 @@
-"""Confirmation of a cell's rows; every turn is kept raw in `confirm.jsonl`, so it goes on where it stopped."""
+"""Confirmation of a cell's rows, and the A/A floor before its searches; every turn is kept raw.
+
+`confirm.jsonl` grows turn by turn, so the confirmation goes on where it stopped; `floor.json` is written once.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,76 @@ from typing import Any
 
 import numpy as np
 
+from harness.api import Candidate
 from harness.errors import UserError
-from harness.measure.confirm import GROUP, TWIN, Dropped, Event, confirm, decode_event, encode_event
+from harness.graph.files import file_digest
+from harness.measure.confirm import GROUP, TWIN, Dropped, Event, confirm, decode_event, encode_event, summarise
 from harness.measure.confirm import Row as Turn
 from harness.measure.engines import WorkerSpec
 from harness.measure.sandbox import open_engines
+from harness.run.compare import refuse_changes
 from harness.run.config import Confirmation, Experiment
 from harness.run.journal import append_line, cut_torn_line
 from harness.run.observe import Observer
-from harness.run.rows import FLOAT_ROW, Row, Table
+from harness.run.rows import FLOAT_ROW, Row, Table, read_json, write_json
+from search.space import digest_of
 
-__all__ = ["confirm_rows", "read_events"]
+__all__ = ["confirm_rows", "noise_floor", "read_events", "read_floor"]
 
 _Key = tuple[int, int, str, int]
 """A turn: build, group, row, round."""
 SEED = 0
 """Of the order of turns; it has nothing to do with the seeds of searches."""
+FLOOR_PLAN = Confirmation(builds=3, rounds=4, samples=5)
+"""Of the floor before the searches; the confirmation's own twin adds to it."""
+
+
+def noise_floor(
+    experiment: Experiment,
+    worker: WorkerSpec,
+    model_file: Path,
+    backend: Mapping[str, Any],
+    folder: Path,
+    observer: Observer,
+) -> float:
+    """The gain that the baseline has over itself, rebuilt, before any search; see `harness.measure.stats.floor_from`.
+
+    Args:
+        model_file: The float model.
+        backend: The benchmarker's own facts.
+        folder: The cell's.
+
+    Raises:
+        UserError: The baseline fails, or the floor was measured with another model, runtime or device.
+    """
+    path = folder / "floor.json"
+    basis = {"model_sha256": file_digest(model_file), "backend": dict(backend)}
+    if path.exists():
+        record = read_json(path)
+        refuse_changes(path, {key: record.get(key) for key in basis}, basis)
+        return float(record["floor"])
+    baseline = Turn(name=FLOAT_ROW, candidate=Candidate(digest=digest_of(()), edges=(), source=lambda: model_file))
+    with observer.work("noise floor", FLOOR_PLAN.builds * FLOOR_PLAN.rounds * 2) as step:
+        events = []
+        for event in confirm(
+            [],
+            baseline,
+            open_engines=lambda: open_engines(worker, experiment.limits),
+            plan=FLOOR_PLAN,
+            rng=np.random.default_rng(SEED),
+        ):
+            events.append(event)
+            step.advance()
+    floor = summarise(events, baseline=FLOAT_ROW).floor
+    observer.say(f"noise floor: the baseline against itself, rebuilt, differs by up to {floor:.1%}")
+    write_json(path, {"floor": floor, **basis, "events": [json.loads(encode_event(event)) for event in events]})
+    return floor
+
+
+def read_floor(folder: Path) -> float:
+    """The floor that was measured before a cell's searches; 0 where none was."""
+    path = folder / "floor.json"
+    return float(read_json(path).get("floor", 0.0)) if path.exists() else 0.0
 
 
 def confirm_rows(

@@ -3,6 +3,7 @@
 A results folder holds, for each cell:
     env.json        the machine on which it was begun
     float.json      at which float precision, by measurement
+    floor.json      what the baseline gains over itself: the noise floor
     cell.json       what was compared: model, device, space, seeds, baselines, goal
     runs/*.jsonl    one journal per search
     rows.json       the finalists: exported files with their hashes, and which method chose which
@@ -34,7 +35,7 @@ from harness.run.claim import claimed
 from harness.run.compare import refuse_changes
 from harness.run.compose import Cell, compose, evaluator_use
 from harness.run.config import Experiment, Use
-from harness.run.confirming import confirm_rows
+from harness.run.confirming import confirm_rows, noise_floor
 from harness.run.engine import Goal, SearchTask, Trial, run_search
 from harness.run.finalists import choose
 from harness.run.journal import Journal
@@ -100,8 +101,9 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
         book = ScoreBook(folder, engines, observer, _digest(_scoring(spec)))
         metric = _metric(evaluator)
         goal = _goal(experiment, metric, book, cell)
+        floor = noise_floor(experiment, worker, cell.model_file, engines.describe(), folder, observer)
         running = _Running(
-            experiment=experiment, cell=cell, engines=engines, goal=goal, folder=folder, observer=observer
+            experiment=experiment, cell=cell, engines=engines, goal=goal, floor=floor, folder=folder, observer=observer
         )
         facts = {
             **running.facts(),
@@ -191,6 +193,7 @@ class _Running:
     cell: Cell
     engines: Engines
     goal: Goal
+    floor: float
     folder: Path
     observer: Observer
 
@@ -212,6 +215,7 @@ class _Running:
             self.experiment.sampling,
             scored=self.goal.metric is not None,
             holds=lambda metrics: self.goal.violation(metrics) == 0.0,
+            floor=self.floor,
         )
         fingerprint = {**self.fingerprint(), "searcher": run.searcher.model_dump(), "seed": run.seed}
         with (
@@ -241,6 +245,7 @@ class _Running:
         """What readers of the results need to know about the cell."""
         return {
             "schema": SCHEMA,
+            "config": _digest(self.experiment.model_dump(mode="json", exclude={"description"})),
             "cell": self.cell.spec.name,
             "model": self.cell.spec.model.name,
             "source": self.cell.spec.model.use,

@@ -1,0 +1,102 @@
+"""What a confirmation writes down: one turn of one row after the other, and rows that failed."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from harness.records import Failed
+
+__all__ = ["TWIN", "Block", "Dropped", "Event", "Key", "Readings", "decode_event", "encode_event"]
+
+TWIN = "A/A twin"
+"""Name of the row that is the baseline once more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One turn of one row.
+
+    Attributes:
+        build: Number of the fresh build.
+        group: Number of the worker within the build; rows are compared with the baseline of their own worker.
+        round: Number of the turn.
+        row: `Row.name`, or `TWIN`.
+        samples_ms: Latency of each inference, in order.
+    """
+
+    build: int
+    group: int
+    round: int
+    row: str
+    samples_ms: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """A row that failed; what it gave in this build does not count."""
+
+    build: int
+    group: int
+    row: str
+    failed: Failed
+
+
+Event = Block | Dropped
+Key = tuple[int, int]
+"""Build and group: one fresh worker, whose rows can be compared turn by turn."""
+
+
+class Readings:
+    """Events put in order: for each row and each of its workers (build, group) the turns that count."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self.turns: dict[str, dict[Key, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+        self.failed: dict[str, dict[Key, Failed]] = defaultdict(dict)
+        for event in events:
+            key = (event.build, event.group)
+            if isinstance(event, Block):
+                self.turns[event.row][key][event.round] = float(np.median(event.samples_ms))
+                self.failed[event.row].pop(key, None)
+            else:
+                self.turns[event.row].pop(key, None)
+                self.failed[event.row][key] = event.failed
+
+    def paired(self, row: str, base: str) -> tuple[dict[Key, list[float]], dict[Key, list[float]]]:
+        """For each worker that has both, the base's and the row's readings in the turns that both have."""
+        bases, owns = {}, {}
+        for key, turns in self.turns[row].items():
+            other = self.turns.get(base, {}).get(key, {})
+            if shared := sorted(set(turns) & set(other)):
+                bases[key] = [other[turn] for turn in shared]
+                owns[key] = [turns[turn] for turn in shared]
+        return bases, owns
+
+
+def encode_event(event: Event) -> str:
+    """One line of JSON, without the newline."""
+    kind = "block" if isinstance(event, Block) else "dropped"
+    return json.dumps({"kind": kind, **asdict(event)}, separators=(",", ":"), allow_nan=False)
+
+
+def decode_event(text: str) -> Event:
+    """Read one line back.
+
+    Raises:
+        ValueError: Not one of ours; the text says what is wrong with it.
+    """
+    body: dict[str, Any] = json.loads(text)
+    kind = body.pop("kind", None) if isinstance(body, dict) else None
+    try:
+        if kind == "block":
+            return Block(**{**body, "samples_ms": tuple(body["samples_ms"])})
+        if kind == "dropped":
+            return Dropped(**{**body, "failed": Failed(**body["failed"])})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"line of a confirmation lacks or adds a field ({error}): {text[:80]}") from error
+    raise ValueError(f"not a line of a confirmation: {text[:80]}")
