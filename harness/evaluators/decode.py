@@ -18,7 +18,10 @@ from harness.api import Array
 from harness.errors import EvaluationFailed
 from harness.evaluators.preprocess import Prepared, Size
 
-__all__ = ["Decode", "Detections", "decode_nanodet", "decode_shapes", "decode_yolox", "overlaps", "suppress"]
+__all__ = [
+    "Decode", "Detections", "Floats", "best", "decode_nanodet", "decode_shapes", "decode_yolox", "overlaps",
+    "shapes_of", "suppress",
+]  # fmt: skip
 
 STRIDES = (8, 16, 32)
 TOP = 100  # boxes of an image that COCO's metric counts
@@ -75,7 +78,7 @@ def decode_yolox(
     centre = (values[:, :2] + cells) * strides
     half = np.exp(np.minimum(values[:, 2:4], MAX_LOG_SIZE)) * strides / 2
     boxes = np.concatenate([centre - half, centre + half], axis=1)
-    return _best(prepared.to_image(boxes), values[:, 4:5] * values[:, 5:], score, nms)
+    return best(prepared.to_image(boxes), values[:, 4:5] * values[:, 5:], score, nms)
 
 
 def decode_nanodet(
@@ -103,14 +106,14 @@ def decode_nanodet(
     if not len(scores) == len(sides) == len(STRIDES) or counts != {len(cells)}:
         raise EvaluationFailed(
             f"decoder 'nanodet' wants for each stride of {STRIDES} an output 1 x cells x classes and one "
-            f"1 x cells x {4 * bins}, {len(cells)} cells in all, but got {_shapes(outputs)}"
+            f"1 x cells x {4 * bins}, {len(cells)} cells in all, but got {shapes_of(outputs)}"
         )
     terms = np.concatenate(sides).astype(np.float64).reshape(len(cells), 4, bins)
     chance = np.exp(terms - terms.max(axis=2, keepdims=True))
     distance = (chance @ np.arange(bins)) / chance.sum(axis=2) * strides
     centre = (cells + 0.5) * strides
     boxes = np.concatenate([centre - distance[:, :2], centre + distance[:, 2:]], axis=1)
-    return _best(prepared.to_image(boxes), np.concatenate(scores).astype(np.float64), score, nms)
+    return best(prepared.to_image(boxes), np.concatenate(scores).astype(np.float64), score, nms)
 
 
 def decode_shapes(
@@ -131,7 +134,7 @@ def decode_shapes(
     values = _only(outputs, "shapes")
     half = values[:, 2:4] / 2
     boxes = np.concatenate([values[:, :2] - half, values[:, :2] + half], axis=1)
-    return _best(prepared.to_image(boxes), values[:, 4:], score, nms)
+    return best(prepared.to_image(boxes), values[:, 4:], score, nms)
 
 
 def overlaps(a: Floats, b: Floats) -> Floats:
@@ -182,11 +185,18 @@ def _rivals(boxes: Floats, classes: Integers, a: Integers, b: Integers, threshol
     return same & (overlaps(boxes[a], boxes[b]) > threshold)
 
 
-def _best(boxes: Floats, scores: Floats, score: float, nms: float) -> Detections:
-    """The boxes worth keeping; every class of a cell whose score counts is a candidate of its own."""
+def best(boxes: Floats, scores: Floats, score: float, nms: float, top: int = TOP) -> Detections:
+    """The boxes worth keeping; every class of a cell whose score counts is a candidate of its own.
+
+    Args:
+        boxes: n x 4, in pixels of the image.
+        scores: n x classes.
+        score: Score above which a box counts.
+        nms: See `suppress`, as for `top`.
+    """
     cells, classes = np.nonzero(scores > score)
     found = scores[cells, classes]
-    kept = suppress(boxes[cells], found, classes, nms)
+    kept = suppress(boxes[cells], found, classes, nms, top)
     return Detections(boxes=boxes[cells[kept]], scores=found[kept], classes=classes[kept])
 
 
@@ -206,11 +216,12 @@ def _only(outputs: Mapping[str, Array], decoder: str, cells: int | None = None) 
     if array.ndim != 3 or len(array) != 1 or array.shape[2] < 5 or array.shape[1] != (cells or array.shape[1]):
         raise EvaluationFailed(
             f"decoder {decoder!r} wants one output of 1 x {cells or 'cells'} x (box and class terms), "
-            f"but got {_shapes(outputs)}"
+            f"but got {shapes_of(outputs)}"
         )
     values: Floats = array[0].astype(np.float64)
     return values
 
 
-def _shapes(outputs: Mapping[str, Array]) -> str:
+def shapes_of(outputs: Mapping[str, Array]) -> str:
+    """Name and shape of each output, for messages."""
     return ", ".join(f"{name!r} of {' x '.join(map(str, array.shape))}" for name, array in outputs.items())

@@ -14,7 +14,7 @@ from harness.evaluators.datasets import open_images
 from harness.evaluators.decode import Detections
 from harness.evaluators.detection import CocoMAP, coco_metrics
 from harness.evaluators.inputs import evaluator_params
-from harness.evaluators.preprocess import Shapes
+from harness.evaluators.preprocessings import Shapes
 
 DATA = {"use": "shapes", "split": "evaluation", "count": 6}
 PARAMS = {"data": DATA, "preprocess": "shapes", "decode": "shapes"}

@@ -11,7 +11,7 @@ import pytest
 from harness.errors import UserError
 from harness.evaluators.datasets import open_data, open_images
 from harness.evaluators.feeding import batches, image_input
-from harness.evaluators.preprocess import Shapes
+from harness.evaluators.preprocessings import Shapes
 
 SPLIT = {"use": "shapes", "split": "evaluation", "count": 5}
 IMAGE = ("float", (1, 3, 128, 128))

@@ -8,16 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import UserError
-from harness.evaluators.preprocess import (
+from harness.evaluators.preprocess import Prepared, Preprocess, open_preprocess, preprocess_fingerprint
+from harness.evaluators.preprocessings import (
+    RTDETR,
     YOLOX,
     NanoDet,
-    Prepared,
-    Preprocess,
     Shapes,
     TFImageNet,
     TorchImageNet,
-    open_preprocess,
-    preprocess_fingerprint,
+    Ultralytics,
 )
 
 
@@ -31,7 +30,7 @@ def ramp(height: int, width: int) -> np.ndarray:
     return np.stack([columns % 256, rows % 256, np.zeros_like(rows)], axis=-1).astype(np.uint8)
 
 
-@pytest.mark.parametrize("name", ["torch_imagenet", "tf_imagenet", "yolox", "nanodet"])
+@pytest.mark.parametrize("name", ["torch_imagenet", "tf_imagenet", "yolox", "nanodet", "ultralytics", "rtdetr"])
 def test_every_preprocessing_gives_float32_channels_first(name: str) -> None:
     tensor = open_preprocess(name).prepare(ramp(37, 61), (32, 64)).tensor
     assert tensor.shape == (3, 32, 64)
@@ -102,6 +101,36 @@ def test_nanodet_puts_the_image_in_the_middle_of_black() -> None:
     assert prepared.offset == (0, 10)
 
 
+def test_ultralytics_puts_the_image_in_the_middle_of_grey_in_red_green_blue() -> None:
+    prepared = Ultralytics().prepare(plain(10, 20, (255, 51, 0)), (40, 40))
+    assert prepared.tensor[:, 10, 0] == pytest.approx([1.0, 0.2, 0.0])
+    assert prepared.tensor[:, 9, 0] == pytest.approx([114 / 255] * 3)
+    assert prepared.tensor[:, 30, 39] == pytest.approx([114 / 255] * 3)
+    assert (prepared.scale, prepared.offset) == (2.0, (0, 10))
+
+
+def test_ultralytics_rounds_where_yolox_cuts_off() -> None:
+    image = plain(427, 640)  # 427 * 0.65 = 277.55
+    ground = {p: (p.prepare(image, (416, 416)).tensor == v).all(axis=(0, 2)).sum() for p, v in
+              ((Ultralytics(), np.float32(114) / np.float32(255)), (YOLOX(), 114))}  # fmt: skip
+    assert ground == {Ultralytics(): 416 - 278, YOLOX(): 416 - 277}
+
+
+def test_rtdetr_fills_the_input_and_boxes_come_back_along_each_axis() -> None:
+    prepared = RTDETR().prepare(plain(10, 20, (255, 51, 0)), (40, 40))
+    assert (prepared.tensor == prepared.tensor[:, :1, :1]).all()
+    assert prepared.tensor[:, 0, 0] == pytest.approx([1.0, 0.2, 0.0])
+    assert prepared.to_image(np.array([[10.0, 20, 30, 40]])).tolist() == [[5.0, 5.0, 15.0, 10.0]]
+    assert TFImageNet(resize="stretch").prepare(plain(10, 20), (40, 40)).scale == (2.0, 4.0)
+
+
+def test_array_leaves_pixels_as_they_are() -> None:
+    prepared = open_preprocess("array").prepare(plain(8, 8), (8, 8))
+    assert prepared.tensor[:, 3, 3].tolist() == [200.0, 100.0, 50.0]
+    with pytest.raises(UserError, match="preprocess 'array' does not resize: the image is 9x8, the input 8x8"):
+        open_preprocess("array").prepare(plain(9, 8), (8, 8))
+
+
 def test_shapes_never_resizes() -> None:
     assert Shapes().prepare(plain(8, 8, (255, 0, 51)), (8, 8)).tensor[:, 0, 0] == pytest.approx([1.0, 0.0, 0.2])
     with pytest.raises(UserError, match="does not resize: the image is 8x9, the input 8x8"):
@@ -113,7 +142,7 @@ def test_shapes_never_resizes() -> None:
     height=st.integers(1, 120),
     width=st.integers(1, 120),
     size=st.tuples(st.integers(8, 96), st.integers(8, 96)),
-    preprocess=st.sampled_from([YOLOX(), NanoDet()]),
+    preprocess=st.sampled_from([YOLOX(), NanoDet(), Ultralytics(), RTDETR()]),
     corners=st.lists(st.floats(0, 1), min_size=4, max_size=4),
 )
 def test_boxes_come_back_from_the_letterbox(
@@ -121,7 +150,7 @@ def test_boxes_come_back_from_the_letterbox(
 ) -> None:
     prepared = preprocess.prepare(plain(height, width), size)
     box = np.array([[*sorted(corners[:2]), *sorted(corners[2:])]])[:, [0, 2, 1, 3]] * [width, height, width, height]
-    in_input = box * prepared.scale + np.tile(prepared.offset, 2)
+    in_input = box * np.tile(prepared.scales, 2) + np.tile(prepared.offset, 2)
     assert prepared.to_image(in_input) == pytest.approx(box, abs=1e-9)
     assert in_input.max() <= max(size) + 1
     assert prepared.tensor.shape == (3, *size)
@@ -138,7 +167,7 @@ def test_unknown_names_and_parameters_are_explained() -> None:
         open_preprocess("yolo")
     with pytest.raises(UserError, match="unknown key 'parms' beside 'use'; did you mean 'params'"):
         open_preprocess({"use": "yolox", "parms": {}})
-    with pytest.raises(UserError, match="resize is one of shrink, shorter_side, center_crop, but got 'big'"):
+    with pytest.raises(UserError, match="resize is one of shrink, shorter_side, center_crop, stretch, but got 'big'"):
         open_preprocess({"use": "tf_imagenet", "params": {"resize": "big"}})
     with pytest.raises(UserError, match="resample is one of bilinear, bicubic, but got 'nearest'"):
         open_preprocess({"use": "torch_imagenet", "params": {"resample": "nearest"}})
