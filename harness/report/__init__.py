@@ -1,5 +1,5 @@
-"""From journals to tables and plots."""
+"""From journals to tables, plots and the page. `load` gives a results folder as pandas frames."""
 
-from harness.report.page import render
+from harness.report.render import Frames, load, render
 
-__all__ = ["render"]
+__all__ = ["Frames", "load", "render"]

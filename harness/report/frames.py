@@ -1,4 +1,4 @@
-"""Results as pandas frames of raw figures; nothing is rounded here."""
+"""Results as pandas frames of raw figures; nothing is rounded here. What the searches did is in `searching`."""
 
 from __future__ import annotations
 
@@ -6,38 +6,72 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from harness.measure.stats import median_ci
-from harness.records import Measured, Told
-from harness.report.results import CellResults, Results, Search
-from harness.run.readback import incumbents
+from harness.measure.stats import Interval
+from harness.records import Measured
+from harness.report.results import CellResults, Results
+from harness.report.samples import indistinct
+from harness.run.plan import CellSpec
 from harness.run.rows import FLOAT_ROW, Pick
 
-__all__ = ["budget_frame", "cost_frame", "curve_frame", "finalist_frame", "main_frame"]
+__all__ = ["finalist_frame", "main_frame", "precision_frame"]
 
 REASON_WIDTH = 60
+MISSING = "missing"
+COLUMNS = (
+    "cell", "model", "device", "precision", "quantized", "method", "latency_ms", "latency_low_ms", "latency_high_ms",
+    "speedup", "speedup_low", "speedup_high", "metric", "score", "drop", "drop_low", "drop_high", "pairs", "builds_ok",
+    "builds", "minutes", "verdict", "reason", "decision", "seed", "budget", "search_ms", "row", "sha256", "best",
+    "tied",
+)  # fmt: skip
 
 
 def main_frame(results: Results) -> pd.DataFrame:
-    """One row a method: confirmed latency and speedup with 95 % intervals, accuracy, drop, cost, verdict.
+    """One row a method: confirmed latency and speedup with 95 % intervals, accuracy, drop, cost, verdict, decision.
 
     A searcher stands with the best of its seeds at the largest budget, best by its own search samples;
     the figures shown are fresh ones. `best` marks the fastest confirmed method of a finished cell among
-    those that obey the bound on accuracy.
+    those that obey the bound on accuracy, `tied` those of them that cannot be told from it. What was asked
+    for and is not there yet has a row with the verdict "missing".
     """
-    return pd.DataFrame([line for cell in results.cells for line in _main_lines(cell)])
+    lines = [line for cell in results.cells for line in _main_lines(cell, results)]
+    waiting = {spec.name: spec for spec in results.stored.cells if spec.name in results.waiting}
+    for spec in waiting.values():
+        lines += [_missing(_of_spec(spec), method) for method in _expected(results)]
+    return pd.DataFrame(lines, columns=list(COLUMNS))
 
 
-def _main_lines(cell: CellResults) -> list[dict[str, Any]]:
+def precision_frame(results: Results) -> pd.DataFrame:
+    """The main rows that have an accuracy, and those of models that were quantized to several precisions."""
+    main = main_frame(results)
+    several = main.groupby(["model", "device"])["quantized"].transform("nunique") > 1
+    return main[main["score"].notna() | several].reset_index(drop=True)
+
+
+def _main_lines(cell: CellResults, results: Results) -> list[dict[str, Any]]:
     searches: dict[str, list[Pick]] = {}
     for pick in _final(cell):
         if pick.rank == 0:
             searches.setdefault(pick.method, []).append(pick)
     chosen = [min(picks, key=lambda p: (p.search_ms is None, p.search_ms or 0.0)) for picks in searches.values()]
     lines = [_line(cell, pick) for pick in (*(p for p in cell.picks if p.kind != "search"), *chosen)]
-    best = _best(cell, lines) if cell.complete else None
-    return [{**line, "best": best is not None and line["speedup"] == best} for line in lines]
+    there = {line["method"] for line in lines}
+    lines += [_missing(_of_cell(cell), method) for method in _expected(results) if method not in there]
+    return _ranked(cell, lines)
+
+
+def _ranked(cell: CellResults, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mark the best, and what cannot be told from it, where the cell is finished."""
+    within = [line for line in lines if line["speedup"] is not None and _obeys(cell, line)] if cell.complete else []
+    top = max(within, key=lambda line: line["speedup"], default=None)
+    tied = indistinct(cell, top["row"]) if top is not None else frozenset()
+    for line in lines:
+        line["best"] = top is not None and line in within and line["row"] == top["row"]
+        line["tied"] = line in within and line["row"] in tied
+        line["decision"] = _decision(cell, line)
+    return lines
 
 
 def finalist_frame(results: Results) -> pd.DataFrame:
@@ -51,7 +85,7 @@ def finalist_frame(results: Results) -> pd.DataFrame:
         for pick in _final(cell):
             line = _line(cell, pick)
             lines.append({**line, "method": pick.method if pick.rank == 0 else f"{pick.method} #{pick.rank + 1}"})
-    return pd.DataFrame(lines)
+    return pd.DataFrame(lines, columns=[c for c in COLUMNS if c not in ("best", "tied", "decision")])
 
 
 def _final(cell: CellResults) -> Iterator[Pick]:
@@ -60,15 +94,52 @@ def _final(cell: CellResults) -> Iterator[Pick]:
     return (pick for pick in cell.picks if pick.kind == "search" and pick.budget == largest)
 
 
-def _best(cell: CellResults, lines: list[dict[str, Any]]) -> float | None:
+def _expected(results: Results) -> tuple[str, ...]:
+    return (FLOAT_ROW, *results.stored.baselines, *results.stored.searchers)
+
+
+def _of_cell(cell: CellResults) -> dict[str, Any]:
+    return {
+        "cell": cell.name,
+        "model": cell.facts["model"],
+        "device": _device(cell.facts),
+        "precision": cell.facts["precision"],
+        "quantized": cell.facts["precision"],
+        "metric": cell.metric,
+    }
+
+
+def _of_spec(spec: CellSpec) -> dict[str, Any]:
+    facts = {"cell": spec.name, "model": spec.model.name, "device": spec.backend.name, "metric": None}
+    return {**facts, "precision": spec.precision, "quantized": spec.precision}
+
+
+def _missing(facts: dict[str, Any], method: str) -> dict[str, Any]:
+    """A row that was asked for and is not there."""
+    nothing = dict.fromkeys(COLUMNS)
+    counts = {"builds_ok": 0, "builds": 0, "best": False, "tied": False}
+    words = {"method": method, "verdict": MISSING, "decision": MISSING, "reason": "", "row": ""}
+    return {**nothing, **facts, **counts, **words}
+
+
+def _obeys(cell: CellResults, line: Mapping[str, Any]) -> bool:
+    """The bound on accuracy, where there is one, was looked at and holds."""
     goal = cell.goal
-    speedups = [
-        line["speedup"]
-        for line in lines
-        if line["speedup"] is not None
-        and (goal.metric is None or (line["score"] is not None and goal.violation({goal.metric: line["score"]}) == 0.0))
-    ]
-    return max(speedups, default=None)
+    return goal.metric is None or (line["score"] is not None and goal.violation({goal.metric: line["score"]}) == 0.0)
+
+
+def _decision(cell: CellResults, line: Mapping[str, Any]) -> str:
+    """What to do with a row, by its verdict and the bound: ship it or not, and why not."""
+    verdict = line["verdict"]
+    if verdict == "baseline" or line["precision"] is None:
+        return str(verdict)
+    if verdict not in ("faster", "tie", "slower"):
+        return f"not shipped: {verdict}" if verdict != MISSING else MISSING
+    if not _obeys(cell, line):
+        return "not shipped: accuracy" if line["score"] is not None else "not shipped: no accuracy"
+    if verdict != "faster":
+        return f"not shipped: {verdict}"
+    return "ship: fastest" if line["best"] else "ship"
 
 
 def _line(cell: CellResults, pick: Pick) -> dict[str, Any]:
@@ -77,20 +148,13 @@ def _line(cell: CellResults, pick: Pick) -> dict[str, Any]:
     good, tried = _builds(cell, pick)
     verdict, reason = _verdict(cell, pick)
     return {
-        "cell": cell.name,
-        "model": cell.facts["model"],
-        "device": _device(cell.facts),
+        **_of_cell(cell),
         "precision": _precision(cell.facts, pick),
         "method": pick.method,
-        "latency_ms": None if summary is None else summary.latency_ms.value,
-        "latency_low_ms": None if summary is None else summary.latency_ms.low,
-        "latency_high_ms": None if summary is None else summary.latency_ms.high,
-        "speedup": None if summary is None else summary.speedup.value,
-        "speedup_low": None if summary is None else summary.speedup.low,
-        "speedup_high": None if summary is None else summary.speedup.high,
-        "metric": cell.metric,
+        **_figures("latency{}_ms", None if summary is None else summary.latency_ms),
+        **_figures("speedup{}", None if summary is None else summary.speedup),
         "score": cell.score(pick.row),
-        "drop": cell.drop(pick.row),
+        **_figures("drop{}", _drop(cell, pick.row)),
         "pairs": None if row is None else row.pairs,
         "builds_ok": good,
         "builds": tried,
@@ -103,6 +167,29 @@ def _line(cell: CellResults, pick: Pick) -> dict[str, Any]:
         "row": pick.row,
         "sha256": None if row is None else row.sha256,
     }
+
+
+def _figures(name: str, interval: Interval | None) -> dict[str, float | None]:
+    values = (None,) * 3 if interval is None else (interval.value, interval.low, interval.high)
+    shown = (None if value is None or np.isnan(value) else value for value in values)
+    return {name.format(part): value for part, value in zip(("", "_low", "_high"), shown, strict=True)}
+
+
+def _drop(cell: CellResults, row: str) -> Interval | None:
+    """Loss of accuracy; with a 95 % interval, paired by items, where the metric is the mean over items.
+
+    The interval is the normal one of a mean of paired differences, which the bootstrap over items approaches
+    (Efron and Tibshirani, "An introduction to the bootstrap", 1993, chapter 13).
+    """
+    value = cell.drop(row)
+    if value is None:
+        return None
+    items = (cell.scores[name].get("per_item") or () for name in (FLOAT_ROW, row))
+    base, own = (np.asarray(found, dtype=float) for found in items)
+    if row == FLOAT_ROW or len(base) < 2 or len(base) != len(own):
+        return Interval(value=value, low=float("nan"), high=float("nan"))
+    half = 1.96 * float(np.std(base - own, ddof=1)) / np.sqrt(len(base))
+    return Interval(value=value, low=value - half, high=value + half)
 
 
 def _builds(cell: CellResults, pick: Pick) -> tuple[int, int]:
@@ -137,78 +224,3 @@ def _precision(facts: Mapping[str, Any], pick: Pick) -> str:
     if pick.kind == "float":
         return pick.row.removeprefix(f"{FLOAT_ROW}-") if pick.row != FLOAT_ROW else strongest
     return f"{facts['precision']}+{strongest}"
-
-
-def budget_frame(results: Results) -> pd.DataFrame:
-    """Searcher by budget: confirmed speedup of the incumbent at that budget, median over seeds and its interval."""
-    lines = []
-    for cell in results.cells:
-        found: dict[tuple[str, int], list[float]] = {}
-        for pick in cell.picks:
-            if pick.kind == "search" and pick.rank == 0 and pick.budget is not None and pick.row in cell.summaries:
-                value = cell.summaries[pick.row].speedup.value
-                found.setdefault((pick.method, pick.budget), []).append(value)
-        for (searcher, budget), speedups in found.items():
-            middle = median_ci(speedups)
-            lines.append(
-                {
-                    "cell": cell.name, "model": cell.facts["model"], "searcher": searcher, "budget": budget,
-                    "speedup": middle.value, "low": middle.low, "high": middle.high, "seeds": len(speedups),
-                }
-            )  # fmt: skip
-    columns = ["cell", "model", "searcher", "budget", "speedup", "low", "high", "seeds"]
-    return pd.DataFrame(lines, columns=columns)
-
-
-def cost_frame(results: Results) -> pd.DataFrame:
-    """What each search took, in seconds: build, sampling, evaluation, failures, and the harness's own rest."""
-    return pd.DataFrame([_cost(cell, search) for cell in results.cells for search in cell.searches if _told(search)])
-
-
-def _cost(cell: CellResults, search: Search) -> dict[str, Any]:
-    told = _told(search)
-    good = [t.outcome for t in told if isinstance(t.outcome, Measured)]
-    spent = {
-        "build_s": sum(outcome.build_s for outcome in good),
-        "sampling_s": sum(outcome.measure_s for outcome in good),
-        "evaluation_s": sum(outcome.evaluate_s for outcome in good),
-        "failures_s": sum(t.outcome.wall_s for t in told if not isinstance(t.outcome, Measured)),
-    }
-    total_s = told[-1].elapsed_s
-    return {
-        "cell": cell.name, "searcher": search.searcher, "seed": search.seed, "evaluations": len(told),
-        "total_s": total_s, **spent, "harness_s": max(0.0, total_s - sum(spent.values())),
-    }  # fmt: skip
-
-
-def _told(search: Search) -> list[Told]:
-    """Outcomes in order; duplicates cost nothing and have none."""
-    return [entry.told for entry in search.entries if entry.told is not None]
-
-
-def curve_frame(cell: CellResults) -> pd.DataFrame:
-    """Incumbent after each evaluation of every search of a cell, as speedup over the float seed's own samples."""
-    lines = []
-    for search in cell.searches:
-        float_ms = _float_ms(cell, search)
-        objectives = {step.evaluations: step.score.objective for step in incumbents(search.entries, cell.goal)}
-        best = None
-        for number, told in enumerate(_told(search), 1):
-            best = objectives.get(number, best)
-            if best is not None and float_ms is not None:
-                lines.append(
-                    {
-                        "searcher": search.searcher, "seed": search.seed, "evaluations": number,
-                        "minutes": told.elapsed_s / 60, "speedup": float_ms / best,
-                    }
-                )  # fmt: skip
-    return pd.DataFrame(lines, columns=["searcher", "seed", "evaluations", "minutes", "speedup"])
-
-
-def _float_ms(cell: CellResults, search: Search) -> float | None:
-    """The float model's latency in this search; where it was no seed of it, the confirmed one."""
-    for entry in search.entries:
-        if not any(entry.asked.choices) and entry.told is not None and isinstance(entry.told.outcome, Measured):
-            return median_ci(entry.told.outcome.samples_ms).value
-    summary = cell.summaries.get(FLOAT_ROW)
-    return None if summary is None else summary.latency_ms.value

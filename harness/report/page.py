@@ -1,182 +1,219 @@
-"""Writes the report of a results folder and gives its tables as text."""
+"""`index.html`: a results folder as one file that opens offline: verdicts, then tables, curves, graphs, sources."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
+import json
+import shlex
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from harness.report.frames import budget_frame, cost_frame, curve_frame, finalist_frame, main_frame
-from harness.report.plots import anytime
-from harness.report.results import CellResults, Results, load
-from harness.report.tables import MISSING, Table, interval, markdown, note_markdown, write_table
+from harness.report.document import document
+from harness.report.frames import main_frame
+from harness.report.plots import COLOURS, envelope, front
+from harness.report.results import CellResults, Results
+from harness.report.samples import sample_frame
+from harness.report.scenes import graph_of
+from harness.report.searching import budget_frame, curve_frame
+from harness.report.shown import METRICS, partial
+from harness.report.tables import Table, interval
+from harness.run.readback import evaluated
+from harness.run.rows import FLOAT_ROW
 
-__all__ = ["render"]
+__all__ = ["bounded", "index", "labels_of", "tried_frame"]
 
-BUDGET_NOTE = (
-    "Confirmed speedup over the float baseline of the incumbent after so many evaluations: median over seeds "
-    "[95 % interval of the median; the range where there are fewer than six seeds]."
-)
-FINALIST_NOTE = (
-    "Every placement that a search sent to the confirmation at its largest budget; METHOD #2 is the second best of a "
-    "search by its own samples. The main table shows the best of each searcher by these samples, never by the "
-    "confirmed ones."
-)
-COST_NOTE = (
-    "Searches of a cell together, wall-clock from the first proposal; composing, calibration and confirmation are "
-    "not in it. Harness: the share outside build, sampling, evaluation and failed candidates."
-)
-METRICS = {"map": ("mAP", 4, ""), "top1": ("top-1", 4, ""), "sqnr_db": ("SQNR", 1, " dB")}
-"""How a metric is shown: name, digits, unit. Others are shown under their own name with four digits."""
+WORDS = frozenset({
+    "model", "device", "precision", "method", "verdict", "decision", "cell", "searcher", "placement",
+})  # fmt: skip
+"""Columns that are sorted as text; all others by their first number."""
 
 
-def render(folder: Path) -> str:
-    """Write tables and curves into `folder/report`; gives the main, the budget and the cost table as Markdown.
-
-    Of a run that is still going on, what is there is shown, and the text says UNFINISHED.
-
-    Raises:
-        UserError: Not a results folder, or a damaged one.
-    """
-    results = load(folder)
-    out = folder / "report"
-    budgets = budget_frame(results)
-    tables = [table for table in _tables(results, budgets) if len(table.raw)]
-    for table in tables:
-        write_table(table, out)
+def index(results: Results, tables: Sequence[Table]) -> str:
+    """The page."""
+    main, budgets, samples = main_frame(results), budget_frame(results), sample_frame(results)
+    cells = []
     for cell in results.cells:
-        curves = curve_frame(cell)
-        if len(curves):
-            marks = budgets[budgets["cell"] == cell.name]
-            anytime(curves, cell.name, out / f"anytime-{cell.name}.png", confirmed=marks)
-            anytime(curves, cell.name, out / f"anytime-minutes-{cell.name}.png", over="minutes")
-    shown = [f"{markdown(table)}\n\n{note_markdown(table)}" for table in tables if table.name != "finalists"]
-    if not any(table.name == "main" for table in tables):
-        shown += ["No search has ended yet." if results.cells else "No cell has begun yet.", *_unfinished(results)]
-    return "\n\n".join(shown)
+        labels = labels_of(cell, main)
+        cells.append(
+            {
+                "name": cell.name,
+                "labels": labels,
+                "charts": _charts(cell, main, budgets, samples[samples["cell"] == cell.name], labels),
+                "graph": graph_of(cell),
+            }
+        )
+    values = {
+        "title": results.stored.name,
+        "description": results.stored.description,
+        "partial": partial(results),
+        "verdicts": [_verdict(cell, main[main["cell"] == cell.name]) for cell in results.cells],
+        "tables": [_table(table) for table in tables],
+        "cells": [{"name": cell["name"], "drawn": cell["graph"] is not None} for cell in cells],
+        "environments": _environments(results.cells),
+        "yaml": results.stored.text,
+        "commands": _commands(results),
+    }
+    scripts = ("graph.js", "charts.js", "page.js")
+    return document("page.html.j2", scripts, {"cells": cells, "colours": COLOURS}, values)
 
 
-def _tables(results: Results, budgets: pd.DataFrame) -> Iterable[Table]:
-    main, finalists, cost = main_frame(results), finalist_frame(results), cost_frame(results)
-    best = [number for number, row in enumerate(main.to_dict("records")) if row["best"]]
-    standing_out = ("latency ms [CI]", "speedup [CI]")
-    yield Table(
-        name="main",
-        cells=_formatted(main, _main_row),
-        raw=main,
-        note=_note(results),
-        bold=frozenset((number, column) for number in best for column in standing_out),
-    )
-    yield Table(name="finalists", cells=_formatted(finalists, _finalist_row), raw=finalists, note=FINALIST_NOTE)
-    yield Table(name="budget", cells=_budget_cells(budgets), raw=budgets, note=BUDGET_NOTE)
-    yield Table(name="cost", cells=_cost_cells(cost), raw=cost, note=COST_NOTE)
+def labels_of(cell: CellResults, main: pd.DataFrame) -> dict[str, str]:
+    """What the rows of a cell are called beside pictures: the methods of the main table that chose them.
+
+    Rows that other seeds or smaller budgets chose are called so; the baseline stands first.
+    """
+    names: dict[str, dict[str, None]] = {}
+    for line in main[(main["cell"] == cell.name) & (main["row"] != "")].to_dict("records"):
+        name = line["method"] if line["method"] != FLOAT_ROW else f"{FLOAT_ROW} {line['precision']}"
+        names.setdefault(line["row"], {})[name] = None
+    others: dict[str, dict[str, None]] = {}
+    for pick in cell.picks:
+        if pick.row and pick.row not in names:
+            others.setdefault(pick.row, {})[f"{pick.method} {pick.seed} at {pick.budget}"] = None
+    return {row: ", ".join(found) for row, found in {**names, **others}.items()}
 
 
-def _note(results: Results) -> str:
-    floors = [f"{cell.name} {cell.floor:.1%}" for cell in results.cells if cell.floor is not None]
-    random = sorted({cell.facts["model"] for cell in results.cells if cell.facts["calibrated_on"] == "random data"})
-    bounds = sorted({cell.goal.max_drop for cell in results.cells if cell.goal.metric is not None})
-    builds = results.experiment.confirmation.builds
-    within = f" among those whose drop is at most {', '.join(f'{b:g}' for b in bounds)}" if bounds else ""
+def bounded(main: pd.DataFrame) -> pd.DataFrame:
+    """Rows with latency and score, their latency's interval closed where a single build leaves it open."""
+    points = main[main["score"].notna() & main["latency_ms"].notna()].copy()
+    for column in ("latency_low_ms", "latency_high_ms"):
+        points[column] = points[column].where(
+            np.isfinite(points["latency_high_ms"].astype(float)), points["latency_ms"]
+        )
+    return points
+
+
+def tried_frame(cell: CellResults) -> pd.DataFrame:
+    """Latency and metric of every candidate that a search scored, by the search's own samples."""
+    goal = cell.goal
     lines = [
-        f"Latency: geometric mean over {builds} fresh builds (the baseline: more) of their median turns. Speedup: "
-        f"{_denominator(results.cells)}, paired by turns. Intervals: 95 %, Student's over builds.",
-        "Tie: the interval contains 1, or the gain is below 1 % or below the A/A floor. Drop: loss against the float "
-        f"baseline, positive is worse. Bold: the fastest of a finished cell{within}. Builds ok: in the search for a "
-        "searcher, in the confirmation for the others.",
-        f"A/A floor: {', '.join(floors) if floors else 'not measured yet'}.",
+        (trial.score.objective, trial.score.metrics[cell.metric])
+        for search in cell.searches
+        for trial in evaluated(search.entries, goal)
+        if cell.metric is not None and cell.metric in trial.score.metrics
     ]
-    if random:
-        lines.append(f"Calibrated on random data (no accuracy): {', '.join(random)}.")
-    return "\n".join([*lines, *_unfinished(results)])
+    return pd.DataFrame(lines, columns=["latency_ms", "score"]).drop_duplicates()
 
 
-def _unfinished(results: Results) -> list[str]:
-    names = [cell.name for cell in results.cells if not cell.complete] + list(results.waiting)
-    return [f"UNFINISHED: {', '.join(names)}; run the same command again to go on."] if names else []
+def _verdict(cell: CellResults, lines: pd.DataFrame) -> dict[str, Any]:
+    """What came out of a cell, in words."""
+    counts = lines[lines["verdict"] != "baseline"]["verdict"].map(lambda v: v if v in _KINDS else "without a figure")
+    tally = ", ".join(f"{number} {kind}" for kind, number in counts.value_counts().items())
+    facts = [f"{len(counts)} methods: {tally}." if len(counts) else ""]
+    if cell.floor is not None:
+        facts.append(f"A/A floor {cell.floor:.1%}.")
+    best = lines[lines["best"].astype(bool)].to_dict("records")
+    tied = lines[lines["tied"].astype(bool) & ~lines["best"].astype(bool)]["method"]
+    if len(tied):
+        facts.append(f"Not distinguishable from the fastest: {', '.join(tied)}.")
+    if not best:
+        state = "no verdict yet" if not cell.complete else "no method obeys the bound"
+        return {"cell": cell.name, "state": "partial" if not cell.complete else "none", "head": state, "facts": facts}
+    top = best[0]
+    methods = ", ".join(line["method"] for line in best)
+    speedup = interval(top["speedup"], top["speedup_low"], top["speedup_high"])
+    latency = interval(top["latency_ms"], top["latency_low_ms"], top["latency_high_ms"], 3)
+    head = f"{methods}: {speedup} times the speed of the float model, {latency} ms"
+    return {"cell": cell.name, "state": top["verdict"], "head": head, "facts": [_accuracy(cell, top), *facts]}
 
 
-def _denominator(cells: Iterable[CellResults]) -> str:
-    """What the speedups are over, by cell where cells differ."""
-    groups: dict[str, list[str]] = {}
-    for cell in cells:
-        groups.setdefault(_float_baseline(cell), []).append(cell.name)
-    if len(groups) == 1:
-        return f"over the float model {next(iter(groups))}"
-    parts = [f"{how} ({', '.join(names)})" for how, names in groups.items()]
-    return f"over the float model {', '.join(parts)}"
+_KINDS = frozenset({"faster", "tie", "slower", "missing"})
 
 
-def _float_baseline(cell: CellResults) -> str:
-    backend = cell.facts["backend"]
-    precision = backend.get("float_precision")
-    if cell.float_measured:
-        return f"at {precision}, the fastest float precision by measurement"
-    if precision is None:
-        return "as it is"
-    return f"at {precision} (pinned)" if len(backend.get("float_params", {})) > 1 else f"at {precision}"
+def _accuracy(cell: CellResults, line: Mapping[Any, Any]) -> str:
+    if pd.isna(line["score"]):
+        return ""
+    name, digits, unit = METRICS.get(line["metric"], (line["metric"], 4, ""))
+    bound = f", allowed {cell.goal.max_drop:g}" if cell.goal.metric is not None else ""
+    drop = f" (drop {line['drop']:+.{digits}f}{bound})" if not pd.isna(line["drop"]) else ""
+    return f"{name} {line['score']:.{digits}f}{unit}{drop}, {line['pairs']:.0f} Q/DQ pairs."
 
 
-def _formatted(raw: pd.DataFrame, show: Callable[[dict[Any, Any]], dict[str, str]]) -> pd.DataFrame:
-    return pd.DataFrame([show(row) for row in raw.to_dict("records")])
+def _table(table: Table) -> dict[str, Any]:
+    columns = list(table.cells.columns)
+    rows = [
+        [{"text": text, "mark": table.mark(number, column)} for column, text in zip(columns, line, strict=True)]
+        for number, line in enumerate(table.cells.astype(str).itertuples(index=False))
+    ]
+    heads = [{"text": column, "kind": "text" if column.rpartition(" ")[2] in WORDS else "number"} for column in columns]
+    return {"name": table.name, "title": table.title, "heads": heads, "rows": rows, "notes": table.note.splitlines()}
 
 
-def _main_row(row: dict[Any, Any]) -> dict[str, str]:
+def _charts(
+    cell: CellResults, main: pd.DataFrame, budgets: pd.DataFrame, samples: pd.DataFrame, labels: Mapping[str, str]
+) -> dict[str, Any]:
+    curves = curve_frame([cell])
+    marks = budgets[budgets["cell"] == cell.name]
+    anytime = {
+        over: [
+            {"name": str(name), "x": _numbers(steps.index), **{key: _numbers(steps[key]) for key in steps}}
+            for name, part in curves.groupby("searcher", sort=False)
+            if len(steps := envelope(part, over))
+        ]
+        for over in ("evaluations", "minutes")
+    }
+    confirmed = [
+        {"name": row["searcher"], "x": row["budget"], **{key: row[key] for key in ("speedup", "low", "high")}}
+        for row in marks.to_dict("records")
+    ]
     return {
-        "model": row["model"],
-        "device": row["device"],
-        "precision": row["precision"],
-        "method": row["method"],
-        "latency ms [CI]": interval(row["latency_ms"], row["latency_low_ms"], row["latency_high_ms"], 3),
-        "speedup [CI]": interval(row["speedup"], row["speedup_low"], row["speedup_high"]),
-        "mAP or top-1": _score(row),
-        "drop": _drop(row),
-        "Q/DQ pairs": MISSING if pd.isna(row["pairs"]) else f"{row['pairs']:.0f}",
-        "builds ok": f"{row['builds_ok']}/{row['builds']}",
-        "minutes": MISSING if pd.isna(row["minutes"]) else f"{row['minutes']:.1f}",
-        "verdict": row["verdict"],
+        "anytime": anytime,
+        "confirmed": confirmed,
+        "latency": [
+            {
+                "name": labels[row],
+                "quantiles": _numbers(np.quantile(part["latency_ms"], [0.05, 0.25, 0.5, 0.75, 0.95])),
+                "builds": _numbers(part.groupby("build")["latency_ms"].median()),
+            }
+            for row in labels
+            if len(part := samples[samples["row"] == row])
+        ],
+        "floor": cell.floor,
+        "pareto": _pareto(cell, main[main["cell"] == cell.name], labels),
     }
 
 
-def _finalist_row(row: dict[Any, Any]) -> dict[str, str]:
-    shown = _main_row(row)
-    kept = ("method", "latency ms [CI]", "speedup [CI]", "mAP or top-1", "drop", "Q/DQ pairs", "verdict")
-    line = {"cell": row["cell"], **{column: shown[column] for column in kept}}
-    return {**line, "seed": f"{row['seed']:.0f}", "placement": row["row"] or MISSING}
+def _pareto(cell: CellResults, lines: pd.DataFrame, labels: Mapping[str, str]) -> dict[str, Any] | None:
+    points = bounded(lines)
+    if points.empty or cell.metric is None:
+        return None
+    best = front(points, cell.higher_is_better)
+    return {
+        "metric": METRICS.get(cell.metric, (cell.metric, 4, ""))[0],
+        "rows": [
+            {
+                "name": labels[row["row"]],
+                "x": row["latency_ms"],
+                "y": row["score"],
+                "low": row["latency_low_ms"],
+                "high": row["latency_high_ms"],
+            }
+            for row in points.drop_duplicates("row").to_dict("records")
+        ],
+        "front": [_numbers(best["latency_ms"]), _numbers(best["score"])],
+        "tried": [_numbers(pair) for pair in tried_frame(cell).to_numpy()],
+    }
 
 
-def _score(row: dict[Any, Any]) -> str:
-    if pd.isna(row["score"]):
-        return MISSING
-    name, digits, unit = METRICS.get(row["metric"], (row["metric"], 4, ""))
-    return f"{name} {row['score']:.{digits}f}{unit}"
+def _numbers(values: Any) -> list[float]:
+    return [float(f"{value:.6g}") for value in np.asarray(values, dtype=float)]
 
 
-def _drop(row: dict[Any, Any]) -> str:
-    _, digits, unit = METRICS.get(row["metric"], ("", 4, ""))
-    return MISSING if pd.isna(row["drop"]) else f"{row['drop']:+.{digits}f}{unit}"
+def _environments(cells: Sequence[CellResults]) -> list[dict[str, str]]:
+    """Each machine once, with the cells that ran on it."""
+    found: dict[str, list[str]] = {}
+    for cell in cells:
+        text = json.dumps({**cell.environment, "backend": cell.facts["backend"]}, indent=1, sort_keys=True)
+        found.setdefault(text, []).append(cell.name)
+    return [{"cells": ", ".join(names), "text": text} for text, names in found.items()]
 
 
-def _budget_cells(budgets: pd.DataFrame) -> pd.DataFrame:
-    lines = []
-    for (cell, searcher), part in budgets.groupby(["cell", "searcher"], sort=False):
-        line = {"cell": cell, "searcher": searcher}
-        for row in part.to_dict("records"):
-            line[f"{row['budget']} evaluations"] = interval(row["speedup"], row["low"], row["high"])
-        lines.append({**line, "seeds": str(part["seeds"].max())})
-    return pd.DataFrame(lines).fillna(MISSING)
-
-
-def _cost_cells(cost: pd.DataFrame) -> pd.DataFrame:
-    lines = []
-    for cell, part in cost.groupby("cell", sort=False) if len(cost) else ():
-        total_s = part["total_s"].sum()
-        shares = {
-            what: f"{part[f'{what}_s'].sum() / total_s:.1%}" if total_s else MISSING
-            for what in ("build", "sampling", "evaluation", "failures", "harness")
-        }
-        line = {"cell": cell, "searches": str(len(part)), "evaluations": str(part["evaluations"].sum())}
-        lines.append({**line, "minutes": f"{total_s / 60:.1f}", **shares})
-    return pd.DataFrame(lines)
+def _commands(results: Results) -> list[str]:
+    folder = shlex.quote(str(results.folder))
+    commits = {str(cell.environment.get("git_commit", "")) for cell in results.cells} - {""}
+    lines = [f"git checkout {commit}" for commit in sorted(c.removesuffix("+changes") for c in commits)]
+    lines += ["pip install -c constraints.txt -e ."]
+    lines += [f"qdq run {folder}/experiment.yaml --out {folder}-again", f"qdq compare {folder} {folder}-again"]
+    return [*lines, f"qdq report {folder}"]

@@ -1,21 +1,63 @@
-"""Curves as PNG, legible in print, colour-blind safe (palette: Okabe and Ito 2008)."""
+"""Pictures for papers, PNG and SVG: legible in print and in grey, colour-blind safe (palette: Okabe and Ito 2008)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-__all__ = ["anytime"]
+from harness.measure.stats import median_ci
+
+__all__ = ["COLOURS", "FORMATS", "anytime", "budget_bars", "envelope", "front", "latencies", "pareto"]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 LINES = ("-", "--", "-.", ":")
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
+HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
+FORMATS = ("png", "svg")
+
+
+@contextmanager
+def _drawn(path: Path, height: float = 4.0) -> Iterator[Axes]:
+    """Axes of a figure that is written as PNG and SVG; names are shown as they stand, no markup is read.
+
+    The SVG holds no date and no random identifiers: same results, same bytes.
+    """
+    settings = {"text.usetex": False, "text.parse_math": False, "font.size": 9, "svg.hashsalt": "qdq-bench"}
+    with mpl.rc_context(settings):
+        figure = Figure(figsize=(6.4, height), layout="constrained")
+        axes = figure.subplots()
+        yield axes
+        axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for kind in FORMATS:
+            metadata = {"Date": None} if kind == "svg" else None
+            figure.savefig(path.with_name(f"{path.name}.{kind}"), dpi=200, metadata=metadata)
+
+
+def envelope(curves: pd.DataFrame, over: Literal["evaluations", "minutes"]) -> pd.DataFrame:
+    """Median of the incumbent's speedup over seeds, with its interval, wherever any seed has a new figure.
+
+    Args:
+        curves: Of one searcher: seed, evaluations, minutes, speedup.
+        over: What the steps go over; the index of the answer.
+
+    Returns:
+        Columns value, low, high: the 95 % interval of the median; the range where there are fewer than six seeds.
+    """
+    table = curves.pivot_table(index=over, columns="seed", values="speedup").ffill().dropna()
+    found = [median_ci(row) for row in table.to_numpy()]
+    lines = [(interval.value, interval.low, interval.high) for interval in found]
+    return pd.DataFrame(lines, index=table.index, columns=["value", "low", "high"])
 
 
 def anytime(
@@ -26,25 +68,22 @@ def anytime(
     over: Literal["evaluations", "minutes"] = "evaluations",
     confirmed: pd.DataFrame | None = None,
 ) -> None:
-    """Speedup of the incumbent over evaluations or minutes: median over seeds as steps, range over seeds as band.
+    """Speedup of the incumbent over evaluations or minutes: median over seeds as steps, its interval as band.
 
     Args:
         curves: Columns searcher, seed, evaluations, minutes, speedup: the incumbent after every evaluation, by
             the search's own samples.
-        title: Shown above the axes as it stands (no markup is read).
-        path: PNG to write.
+        title: Shown above the axes.
+        path: Where to write, without suffix.
         over: The x axis.
         confirmed: Columns searcher, budget, speedup, low, high: fresh measurements, drawn as marks over evaluations.
     """
-    with mpl.rc_context({"text.usetex": False, "text.parse_math": False, "font.size": 9}):
-        figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-        axes = figure.subplots()
+    with _drawn(path) as axes:
         for index, (searcher, part) in enumerate(curves.groupby("searcher", sort=False)):
             colour, line = COLOURS[index % len(COLOURS)], LINES[index % len(LINES)]
-            table = part.pivot_table(index=over, columns="seed", values="speedup").ffill().dropna()
-            middle = table.median(axis=1)
-            axes.step(table.index, middle, where="post", label=str(searcher), color=colour, linestyle=line)
-            axes.fill_between(table.index, table.min(axis=1), table.max(axis=1), step="post", alpha=0.12, color=colour)
+            steps = envelope(part, over)
+            axes.step(steps.index, steps["value"], where="post", label=str(searcher), color=colour, linestyle=line)
+            axes.fill_between(steps.index, steps["low"], steps["high"], step="post", alpha=0.12, color=colour)
             if confirmed is not None and len(marks := confirmed[confirmed["searcher"] == searcher]):
                 shift = 0.012 * curves[over].max() * (index - (curves["searcher"].nunique() - 1) / 2)
                 errors = np.abs(marks[["low", "high"]].to_numpy().T - marks["speedup"].to_numpy())
@@ -56,16 +95,115 @@ def anytime(
         axes.set_ylabel("speedup over the float baseline")
         axes.set_title(title)
         axes.xaxis.set_major_locator(MaxNLocator(integer=over == "evaluations"))
-        axes.grid(alpha=0.25)
         axes.legend(frameon=False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=200)
 
 
 def _legend_of(confirmed: pd.DataFrame | None) -> str:
-    lines = "lines and bands: search samples, median and range over seeds"
+    lines = "lines and bands: search samples, median over seeds and its interval"
     return (
         lines
         if confirmed is None or not len(confirmed)
         else f"{lines}\nmarks: confirmed speedup, median and interval over seeds"
     )
+
+
+def budget_bars(budgets: pd.DataFrame, title: str, path: Path) -> None:
+    """Confirmed speedup by searcher and budget, with the interval over seeds.
+
+    Args:
+        budgets: Of one cell: searcher, budget, speedup, low, high.
+        title: Shown above the axes.
+        path: Where to write, without suffix.
+    """
+    searchers, sizes = list(dict.fromkeys(budgets["searcher"])), sorted(set(budgets["budget"]))
+    width = 0.8 / len(sizes)
+    with _drawn(path, height=3.4) as axes:
+        for index, size in enumerate(sizes):
+            part = budgets[budgets["budget"] == size]
+            place = [searchers.index(name) + (index - (len(sizes) - 1) / 2) * width for name in part["searcher"]]
+            errors = np.abs(part[["low", "high"]].to_numpy().T - part["speedup"].to_numpy())
+            axes.bar(
+                place, part["speedup"], width * 0.92, yerr=errors, capsize=2, label=f"{size} evaluations",
+                color=COLOURS[index % len(COLOURS)], hatch=HATCHES[index % len(HATCHES)], edgecolor="white",
+                error_kw={"elinewidth": 0.9},
+            )  # fmt: skip
+        axes.axhline(1.0, color="0.3", linewidth=0.8)
+        axes.set_xticks(range(len(searchers)), searchers)
+        axes.set_ylabel("confirmed speedup")
+        axes.set_title(title)
+        axes.legend(frameon=False, ncols=len(sizes), loc="upper center", bbox_to_anchor=(0.5, -0.1))
+
+
+def latencies(samples: Mapping[str, pd.DataFrame], floor: float | None, title: str, path: Path) -> None:
+    """Distributions of the confirmation's samples, row by row, with the A/A floor around the first row's median.
+
+    Args:
+        samples: Name of a row to its samples (columns build, latency_ms), the baseline first.
+        floor: Relative A/A noise floor; None: not drawn.
+        title: Shown above the axes.
+        path: Where to write, without suffix.
+    """
+    with _drawn(path, height=1.3 + 0.34 * len(samples)) as axes:
+        middle = float(next(iter(samples.values()))["latency_ms"].median())
+        if floor is not None:
+            label = f"A/A floor: {floor:.1%} around the baseline"
+            axes.axvspan(middle / (1 + floor), middle * (1 + floor), color="0.85", label=label)
+        axes.axvline(middle, color="0.5", linewidth=0.8)
+        for place, part in enumerate(samples.values()):
+            low, first, median, third, high = np.quantile(part["latency_ms"], [0.05, 0.25, 0.5, 0.75, 0.95])
+            axes.plot([low, high], [place, place], color=COLOURS[0], linewidth=1.0)
+            axes.plot([first, third], [place, place], color=COLOURS[0], linewidth=5.0, solid_capstyle="butt")
+            axes.plot([median], [place], marker="|", markersize=9, color="white")
+            builds = part.groupby("build")["latency_ms"].median()
+            axes.plot(builds, np.full(len(builds), place - 0.27), "o", ms=2.6, color=COLOURS[1], linestyle="none")
+        axes.set_yticks(range(len(samples)), list(samples))
+        axes.set_ylim(len(samples) - 0.4, -0.8)
+        axes.set_xlabel("latency, ms\nbar: middle half, line: 5 to 95 %, dots: medians of the fresh builds")
+        axes.set_title(title)
+        if floor is not None:
+            axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, -0.02), fontsize=8)
+
+
+def front(points: pd.DataFrame, higher_is_better: bool) -> pd.DataFrame:
+    """The rows that no other row beats in latency and metric at once, by latency.
+
+    Args:
+        points: Columns latency_ms, score; equal rows are kept once.
+        higher_is_better: Direction of the score.
+    """
+    kept, best = [], None
+    ordered = points.sort_values(["latency_ms", "score"], ascending=[True, not higher_is_better])
+    for index, score in zip(ordered.index, ordered["score"], strict=True):
+        if best is None or (score > best if higher_is_better else score < best):
+            kept.append(index)
+            best = score
+    return points.loc[kept]
+
+
+def pareto(points: pd.DataFrame, tried: pd.DataFrame, words: Mapping[str, str], path: Path, *, higher: bool) -> None:
+    """Latency against the metric: confirmed rows with their intervals and front, search candidates behind them.
+
+    Args:
+        points: Columns method, latency_ms, latency_low_ms, latency_high_ms, score: confirmed rows.
+        tried: Columns latency_ms, score: what the searches scored, by their own samples.
+        words: "title" and "metric", the name of the y axis.
+        path: Where to write, without suffix.
+        higher: A higher score is better.
+    """
+    with _drawn(path) as axes:
+        axes.plot(
+            tried["latency_ms"], tried["score"], ".", color="0.72", ms=4, label="scored in the searches", zorder=1
+        )
+        best = front(points, higher)
+        axes.step(best["latency_ms"], best["score"], where="post", color="0.35", linewidth=1.0, label="front", zorder=2)
+        for index, (place, part) in enumerate(points.groupby(["latency_ms", "score"], sort=False)):
+            latency, score = place  # type: ignore[misc]
+            errors = [[latency - part["latency_low_ms"].iloc[0]], [part["latency_high_ms"].iloc[0] - latency]]
+            axes.errorbar(
+                [latency], [score], xerr=errors, fmt=MARKS[index % len(MARKS)], color=COLOURS[index % len(COLOURS)],
+                ms=6, capsize=2, elinewidth=0.9, label=", ".join(part["method"]), zorder=3,
+            )  # fmt: skip
+        axes.set_xlabel("latency, ms (confirmed rows: 95 % interval)")
+        axes.set_ylabel(words["metric"])
+        axes.set_title(words["title"])
+        axes.legend(frameon=False, fontsize=7.5, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from harness.errors import UserError
-from harness.measure.confirm import Dropped, RowSummary, summarise
+from harness.measure.confirm import Dropped, Event, RowSummary, summarise
 from harness.records import SCHEMA, Failed
-from harness.run.config import Experiment, load_experiment
+from harness.report.stored import Stored, read_stored
 from harness.run.confirming import read_events
 from harness.run.engine import Goal
 from harness.run.journal import Entry, read_journal
-from harness.run.plan import plan
 from harness.run.rows import FLOAT_ROW, Pick, Row, read_rows
 from harness.run.scores import read_scores
 
 __all__ = ["CellResults", "Results", "Search", "load"]
 
 T = TypeVar("T")
+JOURNAL = re.compile(r"(?P<searcher>.+)-(?P<seed>\d+)\.jsonl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """One search as far as it came."""
+    """One search as far as it came.
+
+    Attributes:
+        path: Its journal.
+    """
 
     searcher: str
     seed: int
     entries: tuple[Entry, ...]
+    path: Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,33 +44,45 @@ class CellResults:
     """What one cell's folder holds.
 
     Attributes:
+        environment: The machine on which it was begun; empty where that was not written down.
         searches: Those that have begun.
         scores: The evaluator's figures by row id.
+        events: Of the confirmation, in order.
         summaries: Confirmed figures by row id.
         failed: The last failure by row id, of the rows that failed in the confirmation.
         lost: Number of builds by row id in which the confirmation lost it.
         floor: Relative A/A noise floor of the confirmation; None where it has not begun.
+        builds: Fresh builds that the confirmation was to make; None where it has not begun.
         float_measured: The baseline's float precision was chosen by measurement.
         complete: All searches ended and the confirmation has all its builds.
     """
 
-    name: str
+    folder: Path
     facts: Mapping[str, Any]
+    environment: Mapping[str, Any]
     rows: Mapping[str, Row]
     picks: tuple[Pick, ...]
     searches: tuple[Search, ...]
     scores: Mapping[str, Mapping[str, Any]]
+    events: tuple[Event, ...]
     summaries: Mapping[str, RowSummary]
     failed: Mapping[str, Failed]
     lost: Mapping[str, int]
     floor: float | None
+    builds: int | None
     float_measured: bool
     complete: bool
 
     @property
+    def name(self) -> str:
+        """Name of the cell and of its folder."""
+        return self.folder.name
+
+    @property
     def goal(self) -> Goal:
         """What the searches minimised."""
-        return Goal(**self.facts["goal"])
+        known = {field.name for field in fields(Goal)}
+        return Goal(**{key: value for key, value in self.facts["goal"].items() if key in known})
 
     @property
     def metric(self) -> str | None:
@@ -75,7 +93,7 @@ class CellResults:
     @property
     def higher_is_better(self) -> bool:
         """Direction of the metric."""
-        return bool(self.facts.get("higher_is_better", self.facts["goal"]["higher_is_better"]))
+        return bool(self.facts.get("higher_is_better", self.facts["goal"].get("higher_is_better", True)))
 
     def score(self, row: str) -> float | None:
         """The evaluator's figure of a row; None where it has none."""
@@ -99,9 +117,26 @@ class Results:
         waiting: Names of those that have not.
     """
 
-    experiment: Experiment
+    folder: Path
+    stored: Stored
     cells: tuple[CellResults, ...]
     waiting: tuple[str, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Everything that the experiment asks for is there."""
+        return not self.waiting and all(cell.complete for cell in self.cells)
+
+    def cell(self, name: str) -> CellResults:
+        """The cell of this name.
+
+        Raises:
+            UserError: There is none; the text lists those that are.
+        """
+        for cell in self.cells:
+            if cell.name == name:
+                return cell
+        raise UserError(f"{self.folder}: no cell {name!r}; there are {', '.join(c.name for c in self.cells) or 'none'}")
 
 
 def load(folder: Path) -> Results:
@@ -113,49 +148,84 @@ def load(folder: Path) -> Results:
     file = folder / "experiment.yaml"
     if not file.exists():
         raise UserError(f"{folder}: no results here (no experiment.yaml); qdq run EXPERIMENT.yaml --out {folder}")
-    experiment = load_experiment(file)
-    names = [spec.name for spec in plan(experiment)]
-    begun = [name for name in names if (folder / name / "cell.json").exists()]
+    stored = read_stored(file)
+    begun = {path.parent.name for path in folder.glob("*/cell.json")}
+    names = list(dict.fromkeys(spec.name for spec in stored.cells))
+    order = [name for name in names if name in begun] + sorted(begun - set(names))
     return Results(
-        experiment=experiment,
-        cells=tuple(_cell(folder / name, experiment) for name in begun),
+        folder=folder,
+        stored=stored,
+        cells=tuple(_cell(folder / name, stored.searchers) for name in order),
         waiting=tuple(name for name in names if name not in begun),
     )
 
 
-def _cell(folder: Path, experiment: Experiment) -> CellResults:
-    facts = _read(folder / "cell.json", lambda: json.loads((folder / "cell.json").read_text(encoding="utf-8")))
-    if not isinstance(facts, dict) or facts.get("schema") != SCHEMA:
-        there = facts.get("schema") if isinstance(facts, dict) else None
-        raise UserError(f"{folder}: written with schema {there}, this version reads schema {SCHEMA}")
+def _cell(folder: Path, searchers: tuple[str, ...]) -> CellResults:
+    facts = _facts(folder)
     rows, picks = _read(folder / "rows.json", lambda: read_rows(folder))
     events = read_events(folder)
     lost = {(event.row, event.build) for event in events if isinstance(event, Dropped)}
     summary = summarise(events, baseline=FLOAT_ROW) if events else None
+    builds = _builds(folder / "confirm.jsonl")
     return CellResults(
-        name=folder.name,
+        folder=folder,
         facts=facts,
+        environment=_environment(folder / "env.json"),
         rows={row.id: row for row in rows},
         picks=picks,
-        searches=_searches(folder / "runs", experiment),
+        searches=_searches(folder / "runs", searchers),
         scores=_read(folder / "accuracy.json", lambda: read_scores(folder)),
+        events=events,
         summaries={} if summary is None else summary.rows,
         failed={} if summary is None else summary.failed,
         lost={name: sum(row == name for row, _ in lost) for name, _ in lost},
         floor=None if summary is None else summary.floor,
+        builds=builds,
         float_measured=(folder / "float.json").exists(),
-        complete=bool(picks) and summary is not None and summary.builds >= experiment.confirmation.builds,
+        complete=bool(picks) and summary is not None and builds is not None and summary.builds >= builds,
     )
 
 
-def _searches(runs: Path, experiment: Experiment) -> tuple[Search, ...]:
-    found = []
-    for searcher in experiment.searchers:
-        for seed in experiment.seeds:
-            path = runs / f"{searcher.name}-{seed}.jsonl"
-            if _has_a_line(path):
-                found.append(Search(searcher=searcher.name, seed=seed, entries=tuple(read_journal(path))))
-    return tuple(found)
+def _facts(folder: Path) -> Mapping[str, Any]:
+    path = folder / "cell.json"
+    facts = _read(path, lambda: json.loads(path.read_text(encoding="utf-8")))
+    if not isinstance(facts, dict) or facts.get("schema") != SCHEMA:
+        there = facts.get("schema") if isinstance(facts, dict) else None
+        raise UserError(
+            f"{folder}: written with schema {there}, this version reads schema {SCHEMA}; "
+            "render it with the version that wrote it, or run the experiment again into another folder"
+        )
+    missing = [key for key in ("model", "backend", "precision", "goal", "calibrated_on") if key not in facts]
+    if missing:
+        raise UserError(f"{path}: damaged (no {', '.join(missing)}); move it away and run the same command again")
+    return facts
+
+
+def _environment(path: Path) -> Mapping[str, Any]:
+    found = _read(path, lambda: json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _builds(path: Path) -> int | None:
+    """How many builds the confirmation was to make; None where its header was never written whole."""
+    if not _has_a_line(path):
+        return None
+    with path.open("rb") as file:
+        header = _read(path, lambda: json.loads(file.readline()))
+    plan = header.get("plan") if isinstance(header, dict) else None
+    builds = plan.get("builds") if isinstance(plan, dict) else None
+    return builds if isinstance(builds, int) else None
+
+
+def _searches(runs: Path, searchers: tuple[str, ...]) -> tuple[Search, ...]:
+    order = {name: place for place, name in enumerate(searchers)}
+    named = [(path, match) for path in runs.glob("*.jsonl") if (match := JOURNAL.fullmatch(path.name))]
+    found = [
+        Search(searcher=match["searcher"], seed=int(match["seed"]), entries=tuple(read_journal(path)), path=path)
+        for path, match in named
+        if _has_a_line(path)
+    ]
+    return tuple(sorted(found, key=lambda s: (order.get(s.searcher, len(order)), s.searcher, s.seed)))
 
 
 def _has_a_line(path: Path) -> bool:

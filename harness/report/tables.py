@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,9 @@ class Table:
         cells: Formatted text without any markup.
         raw: The figures behind it, for CSV.
         note: What a reader must know; shown below.
-        bold: Row number and column of the cells that stand out.
+        bold: Row number and column of the best.
+        underlined: Row number and column of what cannot be told from the best.
+        title: Shown above it on the page.
     """
 
     name: str
@@ -38,6 +40,14 @@ class Table:
     raw: pd.DataFrame
     note: str
     bold: frozenset[tuple[int, str]] = frozenset()
+    underlined: frozenset[tuple[int, str]] = frozenset()
+    title: str = ""
+
+    def mark(self, row: int, column: str) -> str:
+        """How a cell stands out: "best", "tied" or ""."""
+        if (row, column) in self.bold:
+            return "best"
+        return "tied" if (row, column) in self.underlined else ""
 
 
 def interval(value: float | None, low: float | None, high: float | None, digits: int = 2) -> str:
@@ -51,7 +61,9 @@ def interval(value: float | None, low: float | None, high: float | None, digits:
 
 def markdown(table: Table) -> str:
     """A pipe table; names in it can neither add a column nor be read as markup."""
-    return _marked(table, _markdown, "**{}**").to_markdown(index=False, disable_numparse=True)
+    return _marked(table, _markdown, {"best": "**{}**", "tied": "<u>{}</u>"}).to_markdown(
+        index=False, disable_numparse=True
+    )
 
 
 def note_markdown(table: Table) -> str:
@@ -64,16 +76,17 @@ def write_table(table: Table, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{table.name}.md").write_text(f"{markdown(table)}\n\n{note_markdown(table)}\n", encoding="utf-8")
     table.raw.to_csv(folder / f"{table.name}.csv", index=False)
-    body = _marked(table, _latex, "\\textbf{{{}}}").to_latex(
+    body = _marked(table, _latex, {"best": r"\textbf{{{}}}", "tied": r"\underline{{{}}}"}).to_latex(
         index=False, escape=False, column_format="l" * len(table.cells.columns)
     )
     head = "".join(f"% {line}\n" for line in (r"\usepackage{booktabs}", *table.note.splitlines()))
     (folder / f"{table.name}.tex").write_text(f"{head}{body}", encoding="utf-8")
 
 
-def _marked(table: Table, escape: Callable[[str], str], bold: str) -> pd.DataFrame:
+def _marked(table: Table, escape: Callable[[str], str], marks: Mapping[str, str]) -> pd.DataFrame:
+    forms = {"": "{}", **marks}
     lines = [
-        [bold.format(escape(text)) if (number, column) in table.bold else escape(text) for column, text in line.items()]
+        [forms[table.mark(number, column)].format(escape(text)) for column, text in line.items()]
         for number, line in enumerate(table.cells.astype(str).to_dict("records"))
     ]
     return pd.DataFrame(lines, columns=[escape(column) for column in table.cells.columns])

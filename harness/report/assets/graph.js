@@ -27,7 +27,7 @@ function graphView(host, scene, onSelect) {
   const pen = canvas.getContext("2d");
   const [width, height] = scene.size, high = scene.node_height;
   const view = { scale: 1, x: 0, y: 0 };
-  let marks = new Map(), selected = -1, pending = false;
+  let marks = new Map(), selected = -1, pending = false, touched = false;
 
   const headOf = (node, slot) => [node[0] + node[2] * (slot + 1) / (Math.max(1, node[5]) + 1), node[1]];
   const tailOf = (node) => [node[0] + node[2] / 2, node[1] + high];
@@ -138,6 +138,7 @@ function graphView(host, scene, onSelect) {
   const redraw = () => { if (!pending) { pending = true; requestAnimationFrame(draw); } };
 
   function zoom(x, y, factor) {
+    touched = true;
     const scale = Math.min(4, Math.max(0.01, view.scale * factor));
     view.x = x - (x - view.x) * scale / view.scale;
     view.y = y - (y - view.y) * scale / view.scale;
@@ -151,7 +152,7 @@ function graphView(host, scene, onSelect) {
     view.y = (canvas.clientHeight - h * view.scale) / 2 - y * view.scale;
     redraw();
   }
-  const fit = () => frame(0, 0, width, height, 1.5);
+  const fit = () => { touched = false; frame(0, 0, width, height, 1.5); };
 
   const place = (event) => {
     const box = canvas.getBoundingClientRect();
@@ -189,6 +190,7 @@ function graphView(host, scene, onSelect) {
       const span = (at) => Math.hypot(at[0] - others[0][0], at[1] - others[0][1]) || 1;
       zoom(others[0][0], others[0][1], span(now) / span(before));
     } else {
+      touched = true;
       view.x += now[0] - before[0];
       view.y += now[1] - before[1];
       redraw();
@@ -207,7 +209,7 @@ function graphView(host, scene, onSelect) {
   }, { passive: false });
   canvas.addEventListener("keydown", (event) => {
     const step = { ArrowLeft: [60, 0], ArrowRight: [-60, 0], ArrowUp: [0, 60], ArrowDown: [0, -60] }[event.key];
-    if (step) { view.x += step[0]; view.y += step[1]; redraw(); }
+    if (step) { touched = true; view.x += step[0]; view.y += step[1]; redraw(); }
     else if (event.key === "+") zoomBy(1.3)();
     else if (event.key === "-") zoomBy(1 / 1.3)();
     else if (event.key === "0") fit();
@@ -227,7 +229,7 @@ function graphView(host, scene, onSelect) {
     tip.style.top = (y + 14) + "px";
   }
 
-  new ResizeObserver(redraw).observe(canvas);
+  new ResizeObserver(() => (touched ? redraw() : fit())).observe(canvas);
   fit();
   return {
     fit, select,
@@ -244,10 +246,6 @@ function graphView(host, scene, onSelect) {
         for (const at of others.keys()) if (!own.has(at)) marks.set(at, ONLY_SECOND);
       }
       redraw();
-    },
-    zoomTo(index) {
-      const [x, y, w, h] = scene.regions[index];
-      frame(x - 60, y - 60, w + 120, h + 120, 1.2);
     },
   };
 }

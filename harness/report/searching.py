@@ -1,0 +1,150 @@
+"""What the searches of a results folder did, as pandas frames: budgets, cost, curves, evaluations to a target."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from harness.measure.stats import Interval, median_ci
+from harness.records import Measured, Told
+from harness.report.results import CellResults, Results, Search
+from harness.run.readback import incumbents
+from harness.run.rows import FLOAT_ROW
+
+__all__ = ["TARGETS", "budget_frame", "cost_frame", "curve_frame", "target_frame"]
+
+TARGETS = (0.95, 0.99)
+"""Shares of the best gain that any search of the cell found."""
+
+
+def budget_frame(results: Results) -> pd.DataFrame:
+    """Searcher by budget: confirmed speedup of the incumbent at that budget, median over seeds and its interval.
+
+    `best` marks the highest median of a cell and a budget, `tied` those whose interval meets that of the best.
+    """
+    lines = []
+    for cell in results.cells:
+        found: dict[tuple[str, int], list[float]] = {}
+        for pick in cell.picks:
+            if pick.kind == "search" and pick.rank == 0 and pick.budget is not None and pick.row in cell.summaries:
+                value = cell.summaries[pick.row].speedup.value
+                found.setdefault((pick.method, pick.budget), []).append(value)
+        for (searcher, budget), speedups in found.items():
+            middle = median_ci(speedups)
+            lines.append(
+                {
+                    "cell": cell.name, "model": cell.facts["model"], "searcher": searcher, "budget": budget,
+                    "speedup": middle.value, "low": middle.low, "high": middle.high, "seeds": len(speedups),
+                }
+            )  # fmt: skip
+    columns = ["cell", "model", "searcher", "budget", "speedup", "low", "high", "seeds"]
+    frame = pd.DataFrame(lines, columns=columns)
+    top = frame.groupby(["cell", "budget"])["speedup"].transform("max")
+    lowest = frame["low"].where(frame["speedup"] == top).groupby([frame["cell"], frame["budget"]]).transform("max")
+    return frame.assign(best=frame["speedup"] == top, tied=frame["high"] >= lowest)
+
+
+def cost_frame(results: Results) -> pd.DataFrame:
+    """What each search took, in seconds: build, sampling, evaluation, failures, and the harness's own rest."""
+    return pd.DataFrame([_cost(cell, search) for cell in results.cells for search in cell.searches if _told(search)])
+
+
+def _cost(cell: CellResults, search: Search) -> dict[str, Any]:
+    told = _told(search)
+    good = [t.outcome for t in told if isinstance(t.outcome, Measured)]
+    spent = {
+        "build_s": sum(outcome.build_s for outcome in good),
+        "sampling_s": sum(outcome.measure_s for outcome in good),
+        "evaluation_s": sum(outcome.evaluate_s for outcome in good),
+        "failures_s": sum(t.outcome.wall_s for t in told if not isinstance(t.outcome, Measured)),
+    }
+    total_s = told[-1].elapsed_s
+    return {
+        "cell": cell.name, "searcher": search.searcher, "seed": search.seed, "evaluations": len(told),
+        "total_s": total_s, **spent, "harness_s": max(0.0, total_s - sum(spent.values())),
+    }  # fmt: skip
+
+
+def _told(search: Search) -> list[Told]:
+    """Outcomes in order; duplicates cost nothing and have none."""
+    return [entry.told for entry in search.entries if entry.told is not None]
+
+
+def curve_frame(cells: Iterable[CellResults]) -> pd.DataFrame:
+    """Incumbent after each evaluation of every search, as speedup over the float seed's own samples."""
+    lines = [line for cell in cells for line in _curves(cell)]
+    return pd.DataFrame(lines, columns=["cell", "searcher", "seed", "evaluations", "minutes", "speedup"])
+
+
+def _curves(cell: CellResults) -> list[dict[str, Any]]:
+    lines = []
+    for search in cell.searches:
+        float_ms = _float_ms(cell, search)
+        objectives = {step.evaluations: step.score.objective for step in incumbents(search.entries, cell.goal)}
+        best = None
+        for number, told in enumerate(_told(search), 1):
+            best = objectives.get(number, best)
+            if best is not None and float_ms is not None:
+                lines.append(
+                    {
+                        "cell": cell.name, "searcher": search.searcher, "seed": search.seed, "evaluations": number,
+                        "minutes": told.elapsed_s / 60, "speedup": float_ms / best,
+                    }
+                )  # fmt: skip
+    return lines
+
+
+def target_frame(results: Results) -> pd.DataFrame:
+    """Evaluations and minutes until the incumbent has a share of the best gain, by search samples.
+
+    The gain is that of the fastest incumbent of any search of the cell, in milliseconds. Median over the seeds with
+    their range; seeds that never came so far count as infinitely late, and `reached` of `seeds` did.
+    """
+    lines = []
+    for cell in results.cells:
+        searches: dict[str, list[Search]] = {}
+        for search in cell.searches:
+            searches.setdefault(search.searcher, []).append(search)
+        steps = [step for search in cell.searches for step in incumbents(search.entries, cell.goal)]
+        best_ms = min((step.score.objective for step in steps), default=None)
+        for searcher, found in searches.items() if best_ms is not None else ():
+            for share in TARGETS:
+                spent = [_spent_until(cell, search, best_ms, share) for search in found]
+                figures = {"share": share, "seeds": len(spent), "reached": sum(math.isfinite(n) for n, _ in spent)}
+                evaluations, minutes = (_middle(values) for values in zip(*spent, strict=True))
+                lines.append(
+                    {
+                        "cell": cell.name, "searcher": searcher, **figures,
+                        "evaluations": evaluations.value, "evaluations_low": evaluations.low,
+                        "evaluations_high": evaluations.high, "minutes": minutes.value,
+                    }
+                )  # fmt: skip
+    return pd.DataFrame(lines)
+
+
+def _spent_until(cell: CellResults, search: Search, best_ms: float, share: float) -> tuple[float, float]:
+    """Evaluations and minutes until the gain over the float model reached a share of the best; infinite if never."""
+    float_ms = _float_ms(cell, search)
+    for step in incumbents(search.entries, cell.goal):
+        if float_ms is not None and float_ms - step.score.objective >= share * (float_ms - best_ms):
+            return step.evaluations, step.elapsed_s / 60
+    return math.inf, math.inf
+
+
+def _middle(values: Iterable[float]) -> Interval:
+    ordered = sorted(values)
+    middle = float(np.median(ordered)) if math.isfinite(ordered[len(ordered) // 2]) else math.inf
+    return Interval(value=middle, low=ordered[0], high=ordered[-1])
+
+
+def _float_ms(cell: CellResults, search: Search) -> float | None:
+    """The float model's latency in this search; where it was no seed of it, the confirmed one."""
+    for entry in search.entries:
+        if not any(entry.asked.choices) and entry.told is not None and isinstance(entry.told.outcome, Measured):
+            return median_ci(entry.told.outcome.samples_ms).value
+    summary = cell.summaries.get(FLOAT_ROW)
+    return None if summary is None else summary.latency_ms.value

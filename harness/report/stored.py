@@ -1,0 +1,88 @@
+"""The experiment that a results folder holds, as far as readers need it.
+
+Nothing is checked against today's keys: a key that was renamed or dropped since must not make old results unreadable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UserError
+from harness.run.config import ModelSpec, Use
+from harness.run.document import read_document
+from harness.run.plan import CellSpec
+
+__all__ = ["Stored", "read_stored"]
+
+MAX_BYTES = 4_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """What was to be run.
+
+    Attributes:
+        text: The YAML as it stands.
+        cells: What was to be compared, in the order of the experiment; empty where the file does not tell.
+        baselines: Fixed placements and PTQ tools that each cell compares with.
+        searchers: By the names that journals and tables use.
+    """
+
+    name: str
+    description: str
+    text: str
+    cells: tuple[CellSpec, ...]
+    baselines: tuple[str, ...]
+    searchers: tuple[str, ...]
+
+
+def read_stored(path: Path) -> Stored:
+    """Read a stored `experiment.yaml`.
+
+    Raises:
+        UserError: It cannot be read, or is no YAML mapping.
+    """
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise UserError(f"{path}: larger than {MAX_BYTES} bytes, so it is no experiment")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    body = read_document(text, str(path))
+    precisions = [str(precision) for precision in _list(body, "precision")] or ["int8"]
+    return Stored(
+        name=str(body.get("experiment", path.parent.name)),
+        description=str(body.get("description") or ""),
+        text=text,
+        cells=tuple(
+            CellSpec(
+                model=ModelSpec.model_construct(use=model["use"], label=model["label"]),
+                backend=Use.model_construct(use=backend["use"], label=backend["label"]),
+                precision=precision,
+                runs=(),
+            )
+            for model in _named(body, "models")
+            for backend in _named(body, "backends")
+            for precision in precisions
+        ),
+        baselines=tuple(str(name) for name in _list(body, "baselines")),
+        searchers=tuple(
+            Use.model_construct(use=searcher["use"], label=searcher["label"]).name
+            for searcher in _named(body, "searchers")
+        ),
+    )
+
+
+def _list(body: Mapping[str, Any], key: str) -> list[Any]:
+    found = body.get(key)
+    return found if isinstance(found, list) else []
+
+
+def _named(body: Mapping[str, Any], key: str) -> Iterator[dict[str, str | None]]:
+    for entry in _list(body, key):
+        whole = entry if isinstance(entry, dict) else {"use": entry}
+        label = whole.get("label")
+        yield {"use": str(whole.get("use", "")), "label": None if label is None else str(label)}
