@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from harness.commands.compare import compare
 from harness.commands.doctor import doctor
 from harness.commands.listing import listing
 from harness.commands.noise import noise
@@ -20,6 +21,7 @@ from harness.commands.replay import replay
 from harness.commands.report import report
 from harness.commands.run import run
 from harness.commands.terminal import importable
+from harness.commands.trace import trace
 from harness.commands.zoo import zoo
 from harness.errors import UserError
 
@@ -28,6 +30,8 @@ __all__ = ["app", "main"]
 COMMANDS: dict[str, Callable[..., Any]] = {
     "run": run,
     "report": report,
+    "compare": compare,
+    "trace": trace,
     "regions": regions,
     "record": record,
     "replay": replay,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -143,11 +144,10 @@ def latencies(samples: Mapping[str, pd.DataFrame], floor: float | None, title: s
         title: Shown above the axes.
         path: Where to write, without suffix.
     """
-    with _drawn(path, height=1.3 + 0.34 * len(samples)) as axes:
+    with _drawn(path, height=1.5 + 0.36 * len(samples)) as axes:
         middle = float(next(iter(samples.values()))["latency_ms"].median())
         if floor is not None:
-            label = f"A/A floor: {floor:.1%} around the baseline"
-            axes.axvspan(middle / (1 + floor), middle * (1 + floor), color="0.85", label=label)
+            axes.axvspan(middle / (1 + floor), middle * (1 + floor), color="0.85")
         axes.axvline(middle, color="0.5", linewidth=0.8)
         for place, part in enumerate(samples.values()):
             low, first, median, third, high = np.quantile(part["latency_ms"], [0.05, 0.25, 0.5, 0.75, 0.95])
@@ -156,12 +156,11 @@ def latencies(samples: Mapping[str, pd.DataFrame], floor: float | None, title: s
             axes.plot([median], [place], marker="|", markersize=9, color="white")
             builds = part.groupby("build")["latency_ms"].median()
             axes.plot(builds, np.full(len(builds), place - 0.27), "o", ms=2.6, color=COLOURS[1], linestyle="none")
-        axes.set_yticks(range(len(samples)), list(samples))
-        axes.set_ylim(len(samples) - 0.4, -0.8)
-        axes.set_xlabel("latency, ms\nbar: middle half, line: 5 to 95 %, dots: medians of the fresh builds")
+        axes.set_yticks(range(len(samples)), [textwrap.fill(name, 26) for name in samples])
+        axes.set_ylim(len(samples) - 0.6, -0.8)
+        grey = "" if floor is None else f"\ngrey: A/A floor, {floor:.1%} around the baseline's median"
+        axes.set_xlabel(f"latency, ms\nbar: middle half; line: 5 to 95 %; dots: medians of builds{grey}")
         axes.set_title(title)
-        if floor is not None:
-            axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, -0.02), fontsize=8)
 
 
 def front(points: pd.DataFrame, higher_is_better: bool) -> pd.DataFrame:
@@ -184,7 +183,7 @@ def pareto(points: pd.DataFrame, tried: pd.DataFrame, words: Mapping[str, str], 
     """Latency against the metric: confirmed rows with their intervals and front, search candidates behind them.
 
     Args:
-        points: Columns method, latency_ms, latency_low_ms, latency_high_ms, score: confirmed rows.
+        points: Columns label, latency_ms, latency_low_ms, latency_high_ms, score: confirmed rows.
         tried: Columns latency_ms, score: what the searches scored, by their own samples.
         words: "title" and "metric", the name of the y axis.
         path: Where to write, without suffix.
@@ -196,14 +195,14 @@ def pareto(points: pd.DataFrame, tried: pd.DataFrame, words: Mapping[str, str], 
         )
         best = front(points, higher)
         axes.step(best["latency_ms"], best["score"], where="post", color="0.35", linewidth=1.0, label="front", zorder=2)
-        for index, (place, part) in enumerate(points.groupby(["latency_ms", "score"], sort=False)):
-            latency, score = place  # type: ignore[misc]
-            errors = [[latency - part["latency_low_ms"].iloc[0]], [part["latency_high_ms"].iloc[0] - latency]]
+        for index, row in enumerate(points.drop_duplicates("label").to_dict("records")):
+            errors = [[row["latency_ms"] - row["latency_low_ms"]], [row["latency_high_ms"] - row["latency_ms"]]]
             axes.errorbar(
-                [latency], [score], xerr=errors, fmt=MARKS[index % len(MARKS)], color=COLOURS[index % len(COLOURS)],
-                ms=6, capsize=2, elinewidth=0.9, label=", ".join(part["method"]), zorder=3,
+                [row["latency_ms"]], [row["score"]], xerr=errors, fmt=MARKS[index % len(MARKS)],
+                color=COLOURS[index % len(COLOURS)], ms=6, capsize=2, elinewidth=0.9, zorder=3,
+                label=textwrap.fill(row["label"], 30),
             )  # fmt: skip
         axes.set_xlabel("latency, ms (confirmed rows: 95 % interval)")
         axes.set_ylabel(words["metric"])
         axes.set_title(words["title"])
-        axes.legend(frameon=False, fontsize=7.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        axes.legend(frameon=False, fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from harness.report.results import load as load_results
 from harness.report.samples import sample_frame, variance_frame
 from harness.report.searching import budget_frame, cost_frame, curve_frame, target_frame
 from harness.report.shown import METRICS, partial, tables_of
-from harness.report.tables import markdown, note_markdown, write_table
+from harness.report.tables import Table, markdown, note_markdown, write_table
+from harness.run.journal import writing
 from harness.run.rows import write_text
 
-__all__ = ["Frames", "load", "render"]
+__all__ = ["Frames", "draw", "load", "render", "text_of", "write_tables"]
 
 SHOWN = ("main", "budget", "cost")
 """Tables that go to the terminal; the files have all."""
@@ -84,18 +86,31 @@ def render(folder: Path) -> str:
     """
     results = load_results(folder)
     out = folder / "report"
+    with writing(out):
+        tables = write_tables(results, out)
+        draw(results, out)
+        write_text(out / "index.html", index(results, tables))
+    return text_of(results, tables)
+
+
+def write_tables(results: Results, out: Path) -> list[Table]:
+    """Write every table that has a row, as Markdown, CSV and LaTeX."""
     tables = list(tables_of(results))
     for table in tables:
         write_table(table, out)
-    _draw(results, out)
-    write_text(out / "index.html", index(results, tables))
+    return tables
+
+
+def text_of(results: Results, tables: Sequence[Table]) -> str:
+    """What the terminal shows."""
     shown = [f"{markdown(table)}\n\n{note_markdown(table)}" for table in tables if table.name in SHOWN]
     if not any(cell.picks for cell in results.cells):
         shown.insert(0, "No search has ended yet." if results.cells else "No cell has begun yet.")
-    return "\n\n".join(shown) if tables else "\n\n".join([*shown, partial(results)])
+    return "\n\n".join(shown if tables else [*shown, partial(results)])
 
 
-def _draw(results: Results, out: Path) -> None:
+def draw(results: Results, out: Path) -> None:
+    """Write the plots of every cell, as PNG and SVG."""
     main, budgets, samples = main_frame(results), budget_frame(results), sample_frame(results)
     for cell in results.cells:
         marks = budgets[budgets["cell"] == cell.name]
@@ -117,4 +132,5 @@ def _draw_confirmed(cell: CellResults, main: pd.DataFrame, samples: pd.DataFrame
     if len(points) and cell.metric is not None:
         words = {"title": cell.name, "metric": METRICS.get(cell.metric, (cell.metric, 4, ""))[0]}
         path = out / f"pareto-{cell.name}"
+        points = points.assign(label=points["row"].map(labels))
         plots.pareto(points, tried_frame(cell), words, path, higher=cell.higher_is_better)

@@ -1,0 +1,31 @@
+"""`qdq compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["compare"]
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(help="Results folder.", show_default=False)],
+    second: Annotated[Path, typer.Argument(help="Another one: machine, version, or after a change.")],
+) -> None:
+    """Put two results folders side by side: rows matched, ratio with interval, what differs in the environment.
+
+    Example: `qdq compare results/quickstart out/quickstart`
+    """
+    from harness.report.compare import compared, differences
+    from harness.report.results import load
+    from harness.report.tables import markdown, note_markdown
+
+    one, two = load(first), load(second)
+    table = compared(one, two)
+    typer.echo(f"{markdown(table)}\n\n{note_markdown(table)}\n")
+    lines = list(differences(one, two))
+    typer.echo(f"What differs, {first} -> {second}:" if lines else "Environment, model and settings are the same.")
+    for line in lines:
+        typer.echo(f"  {line}")

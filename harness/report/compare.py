@@ -1,0 +1,163 @@
+"""Two results folders side by side: two machines, two versions, before and after a change."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from harness.errors import UserError
+from harness.measure.confirm import TWIN
+from harness.measure.stats import Interval, verdict
+from harness.report.frames import main_frame
+from harness.report.results import CellResults, Results
+from harness.report.samples import sample_frame
+from harness.report.tables import MISSING, Table, interval
+from harness.run.compare import changes
+
+__all__ = ["compare_frame", "compared", "differences"]
+
+KEY = ["cell", "method", "float_precision"]
+FINGERPRINT = (
+    "model_sha256", "backend", "precision", "space", "dialect", "calibration", "ranges", "sampling", "goal",
+    "evaluator", "preprocess", "qdq_bench",
+)  # fmt: skip
+PASSING = ("load_average",)
+"""Of an environment: differs from minute to minute."""
+NOTE = (
+    "Ratio: latency in the first folder over that in the second, so above 1 the second is faster; 95 % interval, "
+    "Welch's over the medians of fresh builds on a logarithmic scale. Verdict: on the second, a tie where the interval "
+    "contains 1 or the difference is below 1 % or below the larger A/A floor. Placement: whether both chose one file."
+)
+
+
+def compare_frame(first: Results, second: Results) -> pd.DataFrame:
+    """Rows of both folders matched by cell and method: latencies, their ratio with its interval, verdict, scores.
+
+    Raises:
+        UserError: The folders have no cell in common.
+    """
+    names = {cell.name for cell in first.cells} & {cell.name for cell in second.cells}
+    if not names:
+        one, two = (", ".join(cell.name for cell in results.cells) or "none" for results in (first, second))
+        raise UserError(
+            f"{first.folder} and {second.folder} have no cell in common (cells: {one}; {two}); cells are called "
+            "MODEL-BACKEND-PRECISION by the labels of the experiment"
+        )
+    both = _keyed(first).merge(_keyed(second), on=KEY, how="outer", suffixes=("_1", "_2"), sort=False)
+    both = both[both["cell"].isin(names)]
+    medians = [_build_medians(results) for results in (first, second)]
+    return pd.DataFrame([_line(row, first, second, medians) for row in both.to_dict("records")])
+
+
+def _keyed(results: Results) -> pd.DataFrame:
+    """The main rows; float rows are told apart by their precision, all others have one a method."""
+    main = main_frame(results)
+    return main.assign(float_precision=main["precision"].where(main["method"] == "float", ""))
+
+
+def _build_medians(results: Results) -> dict[tuple[str, str], list[float]]:
+    """Median latency of each fresh build, by cell and row."""
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    samples = sample_frame(results)
+    turns = samples[samples["row"] != TWIN].groupby(["cell", "row", "build", "group", "round"])["latency_ms"].median()
+    for (cell, row, *_), middle in turns.groupby(["cell", "row", "build", "group"]).median().items():  # type: ignore[misc]
+        found[cell, row].append(float(middle))
+    return found
+
+
+def _line(
+    row: Mapping[Any, Any],
+    first: Results,
+    second: Results,
+    medians: Sequence[Mapping[tuple[str, str], list[float]]],
+) -> dict[str, Any]:
+    builds = [medians[side].get((row["cell"], row[f"row_{side + 1}"]), []) for side in (0, 1)]
+    ratio = _ratio(*builds) if all(builds) else None
+    floor = max((results.cell(row["cell"]).floor or 0.0) for results in (first, second))
+    return {
+        "cell": row["cell"],
+        "method": f"{row['method']} {row['float_precision']}".strip(),
+        "latency_1_ms": row["latency_ms_1"],
+        "latency_2_ms": row["latency_ms_2"],
+        "ratio": None if ratio is None else ratio.value,
+        "ratio_low": None if ratio is None else ratio.low,
+        "ratio_high": None if ratio is None else ratio.high,
+        "verdict": _missing(row) if ratio is None else verdict(ratio, floor),
+        "speedup_1": row["speedup_1"],
+        "speedup_2": row["speedup_2"],
+        "score_1": row["score_1"],
+        "score_2": row["score_2"],
+        "same_file": _same(row["sha256_1"], row["sha256_2"]),
+    }
+
+
+def _missing(row: Mapping[Any, Any]) -> str:
+    sides = [str(side) for side in (1, 2) if pd.isna(row[f"latency_ms_{side}"])]
+    return f"missing in {' and '.join(sides)}"
+
+
+def _same(one: Any, two: Any) -> bool | None:
+    return None if pd.isna(one) or pd.isna(two) else one == two
+
+
+def _ratio(first: Sequence[float], second: Sequence[float]) -> Interval:
+    """Latency of the first over the second, unpaired (Welch 1947, "The generalization of Student's problem")."""
+    from scipy.stats import ttest_ind
+
+    one, two = np.log(first), np.log(second)
+    value = float(np.exp(one.mean() - two.mean()))
+    if min(len(one), len(two)) < 2:
+        return Interval(value=value, low=0.0, high=float("inf"))
+    if one.std() == two.std() == 0.0:
+        return Interval(value=value, low=value, high=value)
+    limits = ttest_ind(one, two, equal_var=False).confidence_interval(0.95)
+    return Interval(value=value, low=float(np.exp(limits.low)), high=float(np.exp(limits.high)))
+
+
+def compared(first: Results, second: Results) -> Table:
+    """The matched rows, ready to show."""
+    raw = compare_frame(first, second)
+    cells = pd.DataFrame([_shown(row) for row in raw.to_dict("records")])
+    return Table(name="compare", title="Comparison", cells=cells, raw=raw, note=NOTE)
+
+
+def _shown(row: Mapping[Any, Any]) -> dict[str, str]:
+    same = {True: "same", False: "another"}
+    return {
+        "cell": row["cell"],
+        "method": row["method"],
+        "latency 1 ms": interval(row["latency_1_ms"], None, None, 3),
+        "latency 2 ms": interval(row["latency_2_ms"], None, None, 3),
+        "ratio [CI]": interval(row["ratio"], row["ratio_low"], row["ratio_high"]),
+        "verdict": row["verdict"],
+        "speedup 1": interval(row["speedup_1"], None, None),
+        "speedup 2": interval(row["speedup_2"], None, None),
+        "metric 1": interval(row["score_1"], None, None, 4),
+        "metric 2": interval(row["score_2"], None, None, 4),
+        "placement": same.get(row["same_file"], MISSING),
+    }
+
+
+def differences(first: Results, second: Results) -> Iterator[str]:
+    """What is not the same: machine, libraries, code, model, settings; each line with the cells that it holds for."""
+    found: dict[str, list[str]] = defaultdict(list)
+    others = {cell.name: cell for cell in second.cells}
+    for cell in first.cells:
+        if (other := others.get(cell.name)) is not None:
+            for line in changes(_facts(cell), _facts(other)):
+                found[line].append(cell.name)
+    both = sum(cell.name in others for cell in first.cells)
+    for line, names in found.items():
+        yield line if len(names) == both else f"{line} ({', '.join(names)})"
+    for results, rest in ((first, {c.name for c in second.cells}), (second, {c.name for c in first.cells})):
+        if alone := [cell.name for cell in results.cells if cell.name not in rest]:
+            yield f"only in {results.folder}: {', '.join(alone)}"
+
+
+def _facts(cell: CellResults) -> dict[str, Any]:
+    lasting = {key: value for key, value in cell.environment.items() if key not in PASSING}
+    return {"environment": lasting, **{key: cell.facts.get(key) for key in FINGERPRINT}}
