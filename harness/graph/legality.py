@@ -205,6 +205,13 @@ def _is_later_concat_input(site: Site) -> bool:
     return site.node.op == "Concat" and any(is_activation(site.model, n) for n in site.node.inputs[: site.slot])
 
 
+def _is_absorbed(site: Site) -> bool:
+    model, tensor = site.model, site.tensor
+    if site.slot or site.node.op not in site.dialect.absorbed or tensor in model.outputs or tensor in model.captured:
+        return False
+    return len(model.consumers[tensor]) == 1
+
+
 def _is_grouped_fp8(site: Site) -> bool:
     grouped = site.node.op in CONVOLUTIONS and int(site.node.attributes.get("group", 1)) > 1
     return grouped and site.precision == "fp8" and not site.dialect.grouped_fp8
@@ -246,6 +253,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("fusion", "Nothing stands between Conv, BatchNormalization and activation.", _follows_convolution),
     Rule("residual", "Of an Add behind a convolution, only the residual operand is quantized.", _is_fusible_operand),
+    Rule("absorbed", "The pair behind this activation computes it: none stands in front.", _is_absorbed),
     Rule("grouped fp8", "Grouped convolutions have no FP8 kernels.", _is_grouped_fp8),
 )
 

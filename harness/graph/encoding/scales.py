@@ -2,7 +2,6 @@
 
 Tensors on both sides of an operator that only moves values keep one scale, so that their Q/DQ pairs cancel out and the
 operator runs on stored integers. The tensors around a Concat share one where all inputs of the Concat are quantized.
-So do those around an activation that the dialect takes for the clipping of the pair behind it.
 """
 
 from __future__ import annotations
@@ -74,8 +73,6 @@ class Scales:
         links: dict[str, str] = {}
         for node in model.nodes:
             joined = node.op == "Concat"
-            if node.op in dialect.absorbed and not node.opaque and self._is_read_once(node.inputs[0]):
-                self._source.setdefault(node.inputs[0], node.outputs[0])
             if node.opaque or not (joined or moves_values(node)):
                 continue
             for name in (*node.outputs, *(node.inputs if joined else ())):
@@ -88,11 +85,6 @@ class Scales:
         self._group = {name: root for root, names in self._members.items() for name in names}
         data = [node.inputs[0] for node in model.nodes if node.op in dialect.affine_ops]
         self._affine = {self._source.get(name, name) for name in data} | {self.group(name) for name in data}
-
-    def _is_read_once(self, tensor: str) -> bool:
-        model = self._model
-        ends = tensor in model.outputs or tensor in model.captured
-        return tensor in model.producer and not ends and len(model.consumers.get(tensor, ())) == 1
 
     def group(self, tensor: str) -> str:
         """A name for the tensors that share a scale with this one where a Concat among them is quantized."""
