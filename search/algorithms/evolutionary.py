@@ -33,9 +33,10 @@ class EvolutionarySearcher:
         tournament: Candidates drawn for one parent; the best of them is taken.
         crossover: Probability that a child has two parents; it takes each pattern whole from either.
         block: Probability that a mutation sets a whole role or pattern at once, besides single points.
+        significance: How many combined standard errors a child must gain to displace a parent.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the settings of a searcher are the keywords of its constructor
         self,
         space: Space,
         *,
@@ -44,17 +45,20 @@ class EvolutionarySearcher:
         tournament: int = 3,
         crossover: float = 0.8,
         block: float = 0.1,
-    ) -> None:  # fmt: skip
+        significance: float = 1.0,
+    ) -> None:
         check_range("population", population, 1)
         check_range("tournament", tournament, 1)
         check_range("crossover", crossover, 0, 1)
         check_range("block", block, 0, 1)
+        check_range("significance", significance, 0)
         self._space = space
         self._rng = np.random.default_rng(seed)
         self._population = population
         self._tournament = tournament
         self._crossover = crossover
         self._block = block
+        self._significance = significance
         self._archive = Archive()
         self._blocks = blocks(space)
         self._floor = 1 / max(len(space), 2)
@@ -76,7 +80,7 @@ class EvolutionarySearcher:
         self._archive.tell(observation)
 
     def _child(self) -> Placement:
-        parents = self._archive.best(self._population)
+        parents = self._archive.incumbents(self._population, self._significance)
         first = self._winner(parents)
         rate = self._varied(self._rates.get(first.digest, self._floor))
         child = first.placement

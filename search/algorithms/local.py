@@ -62,17 +62,22 @@ class LocalSearcher:
         return asked
 
     def tell(self, observation: Observation) -> None:
-        known = self._archive.get(observation.digest) is not None
+        base = self._space.digest(self._base)
+        new, led = self._archive.get(observation.digest) is None, self._leader() == base
         self._archive.tell(observation)
-        told = self._archive.get(observation.digest)
-        base_digest = self._space.digest(self._base)
-        base = self._archive.get(base_digest)
-        if base_digest in self._archive.failures and len(self._archive):
-            self._move_to(self._archive.best(1)[0].placement)
-        elif told is None or known:
-            return
-        elif base_digest not in self._archive or (base and improves(told.score, base.score, self._significance)):
+        if new and self._gains(observation.digest, base):
             self._move_to(observation.placement)
+        elif base in self._archive.failures or (led and self._leader() != base):  # measured again, it fell behind
+            self._move_to(self._archive.best(1)[0].placement if len(self._archive) else self._base)
+
+    def _gains(self, digest: str, base: str) -> bool:
+        told, old = self._archive.get(digest), self._archive.get(base)
+        if told is None or old is None:
+            return told is not None and base not in self._archive.pending
+        return improves(told.score, old.score, self._significance)
+
+    def _leader(self) -> str | None:
+        return next((entry.digest for entry in self._archive.incumbents(1, self._significance)), None)
 
     def _move_to(self, placement: Placement) -> None:
         self._base = placement

@@ -5,6 +5,7 @@ Facts from its user guide ("Autotune (ONNX)") and its source at version 0.47; th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -22,18 +23,19 @@ Scope = Literal["joint", "per_pattern"]
 class RandomMutationSearcher:
     """Mutates one of the best placements: one to three additions and removals per kind of point.
 
-    "joint" mutates the whole model. "per_pattern" is ModelOpt's walk: patterns in graph order, each
-    starts from what earlier ones committed, gets `schemes_per_pattern` proposals, and commits its best
-    scheme for good; later patterns are float until their turn. Placements told without having been
-    asked (the common seeds) serve each pattern as ModelOpt's pattern cache does: their scheme for it is
-    tried first. Two things differ from ModelOpt: a placement known already is not measured again, and
-    the patterns come in the order of the space (there: LEAF regions first).
+    "joint" mutates the whole model. "per_pattern" is ModelOpt's walk: patterns in graph order, those of
+    COMPOSITE regions last; each starts from what earlier ones committed, has `schemes_per_pattern` turns,
+    the first of them without any Q/DQ pair of its own, and commits its best scheme for good; later patterns
+    are float until their turn. Placements told without having been asked (the common seeds) serve each
+    pattern as ModelOpt's pattern cache does: their scheme for it is tried first. One thing differs from
+    ModelOpt: what is known already takes a turn where it does there, and is not measured again.
 
     Args:
         space: What to search.
         seed: Fixes all draws.
         scope: See above.
-        schemes_per_pattern: Proposals for one pattern; without effect in scope "joint".
+        schemes_per_pattern: Turns of one pattern (ModelOpt: 30, or 200 in its mode "extensive"); without
+            effect in scope "joint".
         top_share: Share of the measured placements, best first, that parents are drawn from.
         minimum_parents: Draw from at least so many, as far as there are so many.
         maximum_mutations: Largest number of additions, and of removals, for one kind of point.
@@ -70,8 +72,9 @@ class RandomMutationSearcher:
         self._foreign: set[str] = set()
         self._committed = space.float_placement()
         joint = scope == "joint"
-        self._turns = [tuple(range(len(space)))] if joint else list(space.groups.values())
-        self._left = [float("inf") if joint else schemes_per_pattern] * len(self._turns)
+        self._turns = [tuple(range(len(space)))] if joint else _leaves_first(space)
+        self._schemes = math.inf if joint else schemes_per_pattern
+        self._had = {space.digest(self._committed)}
 
     def ask(self, n: int) -> Sequence[Placement]:
         asked: list[Placement] = []
@@ -79,9 +82,9 @@ class RandomMutationSearcher:
             placement = self._propose()
             if placement is not None:
                 self._archive.ask(self._space.digest(placement))
-                self._left[0] -= 1
+                self._had.add(self._space.digest(placement))
                 asked.append(placement)
-            elif asked:
+            elif self._archive.pending:
                 break  # the pattern's last outcomes decide what it commits
             else:
                 self._commit()
@@ -93,10 +96,12 @@ class RandomMutationSearcher:
         self._archive.tell(observation)
 
     def _propose(self) -> Placement | None:
-        if self._left[0] < 1:
-            return None
         pool = self._pool()
-        for placement in self._warm() if pool else (self._committed, *self._warm()):
+        if not pool and self._space.digest(self._committed) not in self._archive:
+            return self._committed
+        if len(self._had) >= self._schemes:
+            return None
+        for placement in self._warm():
             if self._space.digest(placement) not in self._archive:
                 return placement
         pool = pool or [self._committed]
@@ -126,4 +131,12 @@ class RandomMutationSearcher:
     def _commit(self) -> None:
         pool = self._pool()
         self._committed = pool[0] if pool else self._committed
-        del self._turns[0], self._left[0]
+        self._had = {self._space.digest(self._committed)}
+        del self._turns[0]
+
+
+def _leaves_first(space: Space) -> list[tuple[int, ...]]:
+    """The patterns in graph order, but those with inputs of child regions last: these are COMPOSITE."""
+    return sorted(
+        space.groups.values(), key=lambda group: any(space.dimensions[i].kind == "child_input" for i in group)
+    )

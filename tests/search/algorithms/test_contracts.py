@@ -5,8 +5,13 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import search.algorithms
+from search.algorithms.annealing import AnnealingSearcher
 from search.algorithms.evolutionary import EvolutionarySearcher
+from search.algorithms.exhaustive import ExhaustiveSearcher
 from search.algorithms.local import LocalSearcher
+from search.algorithms.nsga2 import NSGA2Searcher
+from search.algorithms.optuna_sampler import OptunaSearcher
+from search.algorithms.per_pattern import PerPatternSearcher
 from search.algorithms.random import RandomSearcher
 from search.algorithms.random_mutation import RandomMutationSearcher
 from search.algorithms.tpe import TPESearcher
@@ -46,6 +51,31 @@ class TestEvolutionary(SearcherContract):
 class TestLocal(SearcherContract):
     def make(self, space, seed):
         return LocalSearcher(space, seed=seed)
+
+
+class TestExhaustive(SearcherContract):
+    def make(self, space, seed):
+        return ExhaustiveSearcher(space, seed=seed)
+
+
+class TestAnnealing(SearcherContract):
+    def make(self, space, seed):
+        return AnnealingSearcher(space, seed=seed)
+
+
+class TestNSGA2(SearcherContract):
+    def make(self, space, seed):
+        return NSGA2Searcher(space, seed=seed)
+
+
+class TestOptunaNSGAII(SearcherContract):
+    def make(self, space, seed):
+        return OptunaSearcher(space, seed=seed, sampler="NSGAIISampler", params={"population_size": 6})
+
+
+class TestPerPattern(SearcherContract):
+    def make(self, space, seed):
+        return PerPatternSearcher(space, seed=seed, evaluations=4)
 
 
 def test_every_algorithm_is_declared_as_an_entry_point_and_runs_through_the_contract():

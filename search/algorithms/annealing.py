@@ -1,0 +1,99 @@
+"""Simulated annealing over placements (Kirkpatrick et al. 1983, Science 220, 671), aware of noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from search.api import Observation, Placement, Score, Space, check_range
+from search.archive import Archive, improves
+from search.moves import assign, blocks, flip, nearby, unseen
+
+__all__ = ["AnnealingSearcher"]
+
+ATTEMPTS = 50
+
+
+class AnnealingSearcher:
+    """A walk that goes to every faster neighbour, and to a slower one the more readily the hotter it is.
+
+    The temperature is a relative loss: one of that size is accepted with probability 1/e. It falls geometrically
+    over a cycle of evaluations; the next cycle starts hot again from the best. A change is charged the noise of the
+    comparison on top, so that a tie is a small loss and not a gain (the penalty for uncertain energies, in the
+    spirit of Ceperley and Dewing 1999, J. Chem. Phys. 110, 9812). Never accepted: a larger violation.
+
+    Args:
+        space: What to search.
+        seed: Fixes all draws.
+        hottest: Temperature at the start of a cycle, as a relative loss.
+        coldest: Temperature at its end.
+        cycle: Evaluations of one cycle.
+        block: Probability that a move sets a whole role or pattern at once instead of flipping points.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        *,
+        seed: int,
+        hottest: float = 0.03,
+        coldest: float = 0.001,
+        cycle: int = 50,
+        block: float = 0.2,
+    ) -> None:
+        check_range("coldest", coldest, 1e-9)
+        check_range("hottest", hottest, coldest)
+        check_range("cycle", cycle, 1)
+        check_range("block", block, 0, 1)
+        self._space = space
+        self._rng = np.random.default_rng(seed)
+        self._hottest, self._coldest, self._cycle, self._block = hottest, coldest, cycle, block
+        self._blocks = blocks(space)
+        self._archive = Archive()
+        self._told = 0
+        self._base = space.float_placement()
+
+    def ask(self, n: int) -> Sequence[Placement]:
+        asked: list[Placement] = []
+        while len(asked) < n and (placement := self._propose()) is not None:
+            self._archive.ask(self._space.digest(placement))
+            asked.append(placement)
+        return asked
+
+    def tell(self, observation: Observation) -> None:
+        base = self._archive.get(self._space.digest(self._base))
+        own = observation.digest in self._archive.pending
+        self._archive.tell(observation)
+        told = self._archive.get(observation.digest)
+        self._told += own
+        if own and self._told % self._cycle == 0 and len(self._archive):
+            self._base = self._archive.best(1)[0].placement
+        elif told is not None and self._accepts(told.score, base.score if base else None, own):
+            self._base = observation.placement
+
+    def _accepts(self, new: Score, old: Score | None, own: bool) -> bool:
+        """Whether to go there; to what somebody else proposed only where it is better."""
+        if old is None or improves(new, old):
+            return True
+        if not own or new.violation > old.violation:
+            return False
+        loss = (new.objective - old.objective + math.hypot(new.stderr, old.stderr)) / abs(old.objective or 1.0)
+        return bool(self._rng.random() < math.exp(-max(loss, 0.0) / self._temperature()))
+
+    def _temperature(self) -> float:
+        progress = (self._told % self._cycle) / self._cycle
+        return float(self._hottest * (self._coldest / self._hottest) ** progress)
+
+    def _propose(self) -> Placement | None:
+        if self._space.digest(self._base) not in self._archive:
+            return self._base
+        placement = unseen(self._moved, self._space, self._archive, ATTEMPTS)
+        return placement or nearby(self._base, self._space, self._rng, self._archive)
+
+    def _moved(self) -> Placement:
+        if self._blocks and self._rng.random() < self._block:
+            block = self._blocks[self._rng.integers(len(self._blocks))]
+            return assign(self._base, block, int(self._rng.integers(max(self._space.sizes))), self._space)
+        return flip(self._base, self._space, self._rng, int(self._rng.geometric(0.7)))

@@ -1,0 +1,49 @@
+"""Every placement once: the truth about a small space, and a screening of single points in a large one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from search.api import Observation, Placement, Space
+from search.archive import Archive
+
+__all__ = ["ExhaustiveSearcher"]
+
+
+class ExhaustiveSearcher:
+    """Walks all placements by their number of quantized points: none, each single one, all pairs and so on.
+
+    Among equally many, points behind which there is more work come first. It ends when the space does, and asks
+    nothing that was told already. Use it to record complete tables: n points of two choices have 2**n placements.
+
+    Args:
+        space: What to walk.
+        seed: Without effect; the order is fixed.
+    """
+
+    def __init__(self, space: Space, *, seed: int) -> None:
+        self._space = space
+        self._archive = Archive()
+        self._walk = _by_weight(space)
+
+    def ask(self, n: int) -> Sequence[Placement]:
+        asked: list[Placement] = []
+        while len(asked) < n and (placement := next(self._walk, None)) is not None:
+            digest = self._space.digest(placement)
+            if digest not in self._archive:
+                self._archive.ask(digest)
+                asked.append(placement)
+        return asked
+
+    def tell(self, observation: Observation) -> None:
+        self._archive.tell(observation)
+
+
+def _by_weight(space: Space) -> Iterator[Placement]:
+    costly = sorted(range(len(space)), key=lambda index: -space.dimensions[index].cost)
+    for weight in range(len(space) + 1):
+        for points in itertools.combinations(costly, weight):
+            for precisions in itertools.product(*(range(1, space.sizes[index]) for index in points)):
+                chosen = dict(zip(points, precisions, strict=True))
+                yield Placement(tuple(chosen.get(index, 0) for index in range(len(space))))

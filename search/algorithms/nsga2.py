@@ -1,0 +1,102 @@
+"""NSGA-II over placements: a whole front of latency against whatever else is minimised (Deb et al. 2002)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import numpy as np
+
+from search.api import Observation, Placement, Space, check_range
+from search.archive import Archive, Entry
+from search.moves import crossover_by_group, drawn, mutate_rate, nearby, unseen
+from search.pareto import crowding, fronts
+
+__all__ = ["NSGA2Searcher"]
+
+ATTEMPTS = 100
+
+
+class NSGA2Searcher:
+    """Non-dominated sorting, crowding and constraint-domination, one child at a time.
+
+    The steady-state form (Durillo et al. 2009, "On the effect of the steady-state selection scheme in
+    multi-objective genetic algorithms"): the parents of each child are the best of all that was told, so that asking
+    needs no end of a generation. What is minimised is `Score.objectives`; where these are empty, latency alone.
+    Whatever holds the constraint comes before what does not, and among the latter the smaller violation wins
+    (Deb et al. 2002, definition 1). A difference in latency within the noise dominates nothing.
+
+    Args:
+        space: What to search.
+        seed: Fixes all draws.
+        population: Number of parents.
+        crossover: Probability that a child has two parents; it takes each pattern whole from either.
+        mutation: Expected number of points that a mutation changes.
+    """
+
+    def __init__(
+        self, space: Space, *, seed: int, population: int = 12, crossover: float = 0.9, mutation: float = 1.0
+    ) -> None:
+        check_range("population", population, 2)
+        check_range("crossover", crossover, 0, 1)
+        check_range("mutation", mutation, 0)
+        self._space = space
+        self._rng = np.random.default_rng(seed)
+        self._population = population
+        self._crossover = crossover
+        self._rate = min(mutation / max(len(space), 1), 1.0)
+        self._archive = Archive()
+
+    def ask(self, n: int) -> Sequence[Placement]:
+        parents = self._parents()
+        asked: list[Placement] = []
+        while len(asked) < n:
+            placement = unseen(lambda: self._child(parents), self._space, self._archive, ATTEMPTS)
+            placement = placement or nearby(self._drawn(), self._space, self._rng, self._archive)
+            if placement is None:
+                break
+            self._archive.ask(self._space.digest(placement))
+            asked.append(placement)
+        return asked
+
+    def tell(self, observation: Observation) -> None:
+        self._archive.tell(observation)
+
+    def _parents(self) -> list[Placement]:
+        """The best placements by class, front and crowding, best first."""
+        most = max((len(entry.score.values) for entry in self._archive), default=1)
+
+        def standing(entry: Entry) -> tuple[float, bool, bool]:
+            return entry.score.violation, entry.score.assumed, len(entry.score.values) < most
+
+        parents: list[Entry] = []
+        for _, alike in groupby(sorted(self._archive, key=standing), key=standing):
+            parents += _sorted(list(alike))
+            if len(parents) >= self._population:
+                break
+        return [entry.placement for entry in parents[: self._population]]
+
+    def _child(self, parents: Sequence[Placement]) -> Placement:
+        if not parents:
+            return self._drawn()
+        child = self._winner(parents)
+        if self._rng.random() < self._crossover:
+            child = crossover_by_group(child, self._winner(parents), self._space, self._rng)
+        return mutate_rate(child, self._space, self._rng, self._rate)
+
+    def _winner(self, parents: Sequence[Placement]) -> Placement:
+        """The better of two draws; parents are sorted, so it is the smaller index."""
+        return parents[int(self._rng.integers(len(parents), size=2).min())]
+
+    def _drawn(self) -> Placement:
+        return drawn(self._space, self._rng, self._rng.random())
+
+
+def _sorted(entries: list[Entry]) -> list[Entry]:
+    """By front, and within a front the lonelier first; equals stay in the order of their tells."""
+    values = np.array([entry.score.values for entry in entries])
+    front = fronts(values, np.array([entry.score.stderr for entry in entries]))
+    room = np.empty(len(entries))
+    for number in range(front.max() + 1):
+        room[front == number] = crowding(values[front == number])
+    return [entries[index] for index in np.lexsort((-room, front))]

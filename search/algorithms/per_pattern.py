@@ -1,0 +1,110 @@
+"""Any searcher, one pattern at a time: the scope "per pattern" with revision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from search.api import Observation, Placement, Space, check_range
+from search.archive import Archive
+from search.scope import Part, searcher_named
+
+__all__ = ["PerPatternSearcher"]
+
+Order = Literal["graph", "cost"]
+GRAFTS = 3
+ATTEMPTS = 50
+
+
+class PerPatternSearcher:
+    """Descent by blocks: each turn searches one pattern, all others stay as in the best placement so far.
+
+    First the schemes that the best other placements have for the pattern are tried, then those that its searcher
+    proposes. After the last pattern a new round begins, so that later patterns revise earlier ones; a round that
+    finds nothing new to propose ends the search. (`random_mutation` with scope "per_pattern" is ModelOpt's walk:
+    one round, and each pattern is committed for good.)
+
+    Args:
+        space: What to search.
+        seed: Fixes all draws.
+        searcher: Name of the searcher of each pattern.
+        params: Its parameters.
+        evaluations: Proposals of one turn.
+        order: "graph": patterns as they come in the model; "cost": those behind which there is more work first.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        *,
+        seed: int,
+        searcher: str = "evolutionary",
+        params: Mapping[str, Any] | None = None,
+        evaluations: int = 10,
+        order: Order = "graph",
+    ) -> None:
+        check_range("evaluations", evaluations, 1)
+        if order not in get_args(Order):
+            raise ValueError(f"order is one of {get_args(Order)}, but got {order!r}")
+        self._space = space
+        self._rng = np.random.default_rng(seed)
+        self._make = searcher_named(searcher)
+        self._params = dict(params or {})
+        self._evaluations = evaluations
+        self._archive = Archive()
+        self._turns = list(space.groups.values())
+        if order == "cost":
+            self._turns.sort(key=lambda indices: -sum(space.dimensions[index].cost for index in indices))
+        self._in_vain = 0
+        self._begin()
+
+    def ask(self, n: int) -> Sequence[Placement]:
+        asked: list[Placement] = []
+        while len(asked) < n and self._in_vain < len(self._turns):
+            placement = self._propose() if self._left else None
+            if placement is not None:
+                self._archive.ask(self._space.digest(placement))
+                self._left -= 1
+                asked.append(placement)
+            elif self._archive.pending:
+                break  # the turn's last outcomes decide what the next one starts from
+            else:
+                self._in_vain = self._in_vain + 1 if self._left == self._evaluations else 0
+                self._turns.append(self._turns.pop(0))
+                self._begin()
+        return asked
+
+    def tell(self, observation: Observation) -> None:
+        self._archive.tell(observation)
+        self._part.tell(observation)
+
+    def _begin(self) -> None:
+        """The turn of the pattern that is first now; its searcher learns what is known on this base."""
+        self._left = self._evaluations
+        best = self._archive.best(1)
+        base = best[0].placement if best else self._space.float_placement()
+        indices = self._turns[0] if self._turns else ()
+        seed = int(self._rng.integers(2**31))
+        self._part = Part(self._space, indices, base, make=lambda inside: self._make(inside, seed=seed, **self._params))
+        for entry in self._archive:
+            self._remind(entry.placement)
+
+    def _propose(self) -> Placement | None:
+        for entry in self._archive.best(GRAFTS):
+            graft = self._part.graft(entry.placement)
+            if self._space.digest(graft) not in self._archive:
+                return graft
+        for _ in range(ATTEMPTS):
+            asked = self._part.ask(1)
+            if not asked or self._space.digest(asked[0]) not in self._archive:
+                return asked[0] if asked else None
+            self._remind(asked[0])
+        return None
+
+    def _remind(self, placement: Placement) -> None:
+        """What is new to a pattern's searcher may be known as a graph."""
+        known = self._archive.get(self._space.digest(placement))
+        if known is not None:
+            self._part.tell(Observation(placement=placement, digest=known.digest, outcome=known.score))

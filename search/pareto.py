@@ -1,0 +1,75 @@
+"""Pareto fronts of points whose every coordinate is to be minimised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["crowding", "fronts", "hypervolume"]
+
+Values = npt.NDArray[np.float64]
+
+
+def fronts(values: Values, noise: Values | None = None) -> npt.NDArray[np.int64]:
+    """The front of each point: 0 where no other dominates it, 1 where only those of front 0 do, and so on.
+
+    One point dominates another where it is nowhere larger and somewhere smaller (Deb et al. 2002, "A fast and elitist
+    multiobjective genetic algorithm: NSGA-II", section III A); in the first coordinate by more than the noise.
+
+    Args:
+        values: Shape (points, coordinates).
+        noise: Standard error of each point's first coordinate, shape (points,); None: exact.
+    """
+    first, second = values[:, None, :], values[None, :, :]
+    error = np.zeros(len(values)) if noise is None else noise
+    smaller = first < second
+    if values.shape[1]:
+        smaller[..., 0] = second[..., 0] - first[..., 0] > np.hypot(error[:, None], error[None, :])
+    dominates = (first <= second).all(axis=2) & smaller.any(axis=2)
+    front = np.full(len(values), -1)
+    for number in range(len(values)):
+        rest = front < 0
+        front[rest & ~(dominates & rest[:, None]).any(axis=0)] = number
+        if (front >= 0).all():
+            break
+    return front
+
+
+def crowding(values: Values) -> Values:
+    """How much room each point has on its front, larger is lonelier; the ends of the front have all of it (inf).
+
+    The sum over the coordinates of the gap between both neighbours, as a share of the whole range (Deb et al. 2002,
+    section III B).
+
+    Args:
+        values: The points of one front, shape (points, coordinates).
+    """
+    room = np.zeros(len(values))
+    for column in values.T:
+        order = np.argsort(column, kind="stable")
+        ordered = column[order]
+        room[order[[0, -1]]] = np.inf
+        if len(order) > 2 and ordered[-1] > ordered[0]:
+            room[order[1:-1]] += (ordered[2:] - ordered[:-2]) / (ordered[-1] - ordered[0])
+    return room
+
+
+def hypervolume(points: Sequence[Sequence[float]], reference: Sequence[float]) -> float:
+    """Volume that the points dominate below a reference point; exact, meant for small fronts.
+
+    By slices along the last coordinate (Zitzler 1999, dissertation, section 3.1); points that do not lie below the
+    reference in every coordinate count for nothing.
+    """
+    inside = [tuple(point) for point in points if all(p < r for p, r in zip(point, reference, strict=True))]
+    if not inside:
+        return 0.0
+    if len(reference) == 1:
+        return reference[0] - min(point[0] for point in inside)
+    levels = sorted({point[-1] for point in inside})
+    volume = 0.0
+    for level, following in zip(levels, [*levels[1:], reference[-1]], strict=True):
+        below = [point[:-1] for point in inside if point[-1] <= level]
+        volume += (following - level) * hypervolume(below, reference[:-1])
+    return volume
