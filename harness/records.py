@@ -24,7 +24,7 @@ class Measured:
         discarded_ms: Readings of a first attempt that was repeated; empty as a rule.
         trouble: Why it was repeated; "" where it was not.
         retaken_ms: Readings of other builds, where the first beat the incumbent and so was not believed at once.
-        saved: Inferences that racing saved, an estimate; below 0 what a rival of the incumbent got on top.
+        saved: Inferences that racing saved, an estimate.
         conditions: Of the machine at the end: clock in MHz, temperature in °C, load average; those it tells.
         warmup: Inferences before the first reading that counts.
         stable: Warm-up ended in a steady state, and nothing speaks against the readings.

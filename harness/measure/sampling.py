@@ -31,8 +31,6 @@ STEADY = 0.02
 """Medians that differ by no more than this share are equal for the purpose of warm-up, drift and races."""
 FIRST_LOOK = 6
 """Readings after which a race can be lost: the fewest whose range covers the median with 95 %."""
-RIVAL = 2
-"""A rival of the incumbent is timed until its interval is so many times narrower than asked for."""
 JUMP = 1000.0
 """No inference is so many times faster or slower than the median of its engine."""
 JUMP_MS = 10_000.0
@@ -52,7 +50,7 @@ class Samples:
         warmup: Inferences before the first reading.
         measure_s: Wall-clock of it all.
         stable: Warm-up ended in a steady state, and nothing speaks against the readings that count.
-        saved: Inferences that racing saved, an estimate; below 0 what a rival of the incumbent got on top.
+        saved: Inferences that racing saved, an estimate.
         conditions: Clock in MHz, temperature in °C, load average; those that can be read.
     """
 
@@ -89,8 +87,7 @@ def take(
     machine was disturbed (throttling, a neighbour that woke up).
 
     Args:
-        rival: The incumbent's latency in milliseconds. An engine that is clearly slower is let go early, one
-            that is not told apart from it is timed for longer.
+        rival: The incumbent's latency in milliseconds. An engine that is clearly slower is let go early.
         machine: Asked for disturbances; None: readings are not of this machine's time.
 
     Raises:
@@ -164,36 +161,17 @@ def _collect(probe: Probe, sampling: Sampling, rival: Interval | None) -> tuple[
     """Sample until the race is lost, the median is known well enough, or a cap is reached.
 
     Returns:
-        The readings, and how many fewer they are than they would have been without a rival.
+        The readings, and how many more they would have been without a rival, by estimate.
     """
     least = sampling.min_samples if rival is None else min(FIRST_LOOK, sampling.min_samples)
-    finer = sampling if rival is None else _finer(sampling)
-    readings, enough = _read(probe, least), 0
-    while True:
-        median = median_ci(readings)
+    readings, saved = _read(probe, least), 0
+    while missing := _missing(readings, median := median_ci(readings), sampling):
         if rival is not None and len(readings) >= FIRST_LOOK and median.low > rival.high * (1 + STEADY):
-            break
-        missing = _missing(readings, median, sampling)
-        if not missing:
-            enough = enough or len(readings)
-            told_apart = rival is None or median.high < rival.low
-            missing = 0 if told_apart else _missing(readings, median, finer)
-        if not missing:
+            saved = _expected(readings, median, sampling) - len(readings)
             break
         readings += _read(probe, missing)
     _refuse_jumps(readings)
-    return readings, (enough or _expected(readings, median, sampling)) - len(readings)
-
-
-def _finer(sampling: Sampling) -> Sampling:
-    """For rivals of the incumbent."""
-    return sampling.model_copy(
-        update={
-            "target": sampling.target / RIVAL,
-            "max_samples": sampling.max_samples * RIVAL,
-            "max_ms": sampling.max_ms * RIVAL,
-        }
-    )
+    return readings, saved
 
 
 def _missing(readings: list[float], median: Interval, sampling: Sampling) -> int:
