@@ -6,6 +6,7 @@ from pathlib import Path
 
 import search.algorithms
 from search.algorithms.annealing import AnnealingSearcher
+from search.algorithms.auto import AutoSearcher
 from search.algorithms.evolutionary import EvolutionarySearcher
 from search.algorithms.exhaustive import ExhaustiveSearcher
 from search.algorithms.local import LocalSearcher
@@ -14,6 +15,7 @@ from search.algorithms.optuna_sampler import OptunaSearcher
 from search.algorithms.per_pattern import PerPatternSearcher
 from search.algorithms.random import RandomSearcher
 from search.algorithms.random_mutation import RandomMutationSearcher
+from search.algorithms.surrogate import SurrogateSearcher
 from search.algorithms.tpe import TPESearcher
 from search.testing import SearcherContract
 
@@ -76,6 +78,16 @@ class TestOptunaNSGAII(SearcherContract):
 class TestPerPattern(SearcherContract):
     def make(self, space, seed):
         return PerPatternSearcher(space, seed=seed, evaluations=4)
+
+
+class TestSurrogate(SearcherContract):
+    def make(self, space, seed):
+        return SurrogateSearcher(space, seed=seed)
+
+
+class TestAuto(SearcherContract):
+    def make(self, space, seed):
+        return AutoSearcher(space, seed=seed)
 
 
 def test_every_algorithm_is_declared_as_an_entry_point_and_runs_through_the_contract():

@@ -1,0 +1,153 @@
+"""Which of many candidates is worth an evaluation: expected improvement under constraints and failures.
+
+Jones, Schonlau, Welch 1998 (J. Global Optim. 13, eq. 15) for the improvement; Gardner et al. 2014 ("Bayesian
+optimization with inequality constraints", eq. 6) for its product with the probability of being feasible. Proposals
+without an outcome count as measured at their expected value ("kriging believer", Ginsbourger et al. 2010), so that a
+batch spreads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from search.api import Placement, Score, Space
+from search.archive import Archive
+from search.features import Features
+from search.models import GaussianProcess, Regressor
+
+__all__ = ["Advice", "Advisor", "signed_violations"]
+
+Vector = npt.NDArray[np.float64]
+Keys = tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What the models say of some candidates.
+
+    Attributes:
+        keys: Identity of the resolved edges of each.
+        worth: Expected improvement times the probabilities that it builds and that it keeps the constraint.
+        objective: Expected logarithm of the objective (the objective itself where one was not positive).
+        violation: Expected signed violation, negative where the constraint holds; zeros where none was ever broken.
+    """
+
+    keys: list[bytes]
+    worth: Vector
+    objective: Vector
+    violation: Vector
+
+    @property
+    def order(self) -> list[int]:
+        """Numbers of the candidates, the worthiest first, equals in their order; last bits do not count."""
+        largest = max(float(self.worth.max(initial=0.0)), 1e-300)
+        return [int(index) for index in np.argsort(-np.round(self.worth / largest, 9), kind="stable")]
+
+
+class Advisor:
+    """Models of objective, violation and failure, learned from an archive; one for each search.
+
+    Args:
+        space: What is searched.
+        model: Makes a regressor.
+    """
+
+    def __init__(self, space: Space, model: Callable[[], Regressor] = GaussianProcess) -> None:
+        self._features = Features(space)
+        self._objective, self._violation, self._failure = model(), model(), model()
+        self._constrained = self._failing = False
+        self._best: float | None = None
+        self.known: set[bytes] = set()
+
+    def learn(self, archive: Archive, pending: Sequence[Placement]) -> None:
+        """Fit all models; `archive` holds at least one score."""
+        entries = list(archive)
+        failed = [observation.placement for observation in archive.failures.values()]
+        rows = self._features([entry.placement for entry in entries])
+        scores = [entry.score for entry in entries]
+        values, errors = _objectives(scores)
+        self._objective.fit(rows, values, errors)
+        self.known = {*rows.keys(), *self._features([*failed, *pending]).keys()}
+        if pending:
+            believed, _ = self._objective.predict(self._features(pending))
+            everything = self._features([*(entry.placement for entry in entries), *pending])
+            self._objective.fit(everything, np.append(values, believed), np.append(errors, np.zeros(len(pending))))
+        eligible = np.array([score.violation == 0 and not score.assumed for score in scores])
+        smooth, _ = self._objective.predict(rows)
+        # A lucky reading is no incumbent: what the model makes of it is.
+        self._best = float(smooth[eligible].min()) if eligible.any() else None
+        self._learn_violations([entry.placement for entry in entries], scores)
+        self._failing = bool(failed)
+        if failed:
+            outcomes = np.array([0.0] * len(entries) + [1.0] * len(failed))
+            tried = self._features([*(entry.placement for entry in entries), *failed])
+            self._failure.fit(tried, outcomes, np.zeros(len(outcomes)))
+
+    def _learn_violations(self, placements: Sequence[Placement], scores: Sequence[Score]) -> None:
+        signed = signed_violations(scores)
+        known = [index for index, value in enumerate(signed) if not math.isnan(value)]
+        self._constrained = bool((signed[known] > 0).any())
+        if self._constrained:
+            rows = self._features([placements[index] for index in known])
+            self._violation.fit(rows, signed[known], np.zeros(len(known)))
+
+    def advise(self, candidates: Sequence[Placement]) -> Advice:
+        """What the models say; after `learn`."""
+        rows = self._features(candidates)
+        mean, deviation = self._objective.predict(rows)
+        worth = np.ones(len(mean)) if self._best is None else _improvement(self._best - mean, deviation)
+        violation = np.zeros(len(mean))
+        if self._constrained:
+            violation, doubt = self._violation.predict(rows)
+            worth = worth * _normal(-violation / doubt)
+        if self._failing:
+            chance, _ = self._failure.predict(rows)
+            worth = worth * np.clip(1.0 - chance, 0.0, 1.0)
+        return Advice(keys=rows.keys(), worth=worth, objective=mean, violation=violation)
+
+
+def signed_violations(scores: Sequence[Score]) -> Vector:
+    """By how much each score breaks the constraint; negative: by how much it stays within; NaN: nobody looked.
+
+    A score tells how much is too much only where it is. But the metric behind the constraint is among its metrics,
+    and is the one whose distance from the violation is the same for all that break it; that distance is the bound.
+    Where there is no such metric the violations are taken as told.
+    """
+    plain = np.array([math.nan if score.assumed else score.violation for score in scores])
+    broken = [score for score in scores if not score.assumed and score.violation > 0]
+    looked_at = [index for index, score in enumerate(scores) if not score.assumed]
+    for name in broken[0].metrics if broken else ():
+        if not all(name in scores[index].metrics for index in looked_at):
+            continue
+        for sign in (-1.0, 1.0):
+            bounds = [score.violation - sign * score.metrics[name] for score in broken]
+            signed = plain.copy()
+            signed[looked_at] = [sign * scores[index].metrics[name] + bounds[0] for index in looked_at]
+            tolerance = 1e-9 * max(1.0, abs(bounds[0]))
+            fits = max(bounds) - min(bounds) <= tolerance
+            if fits and all(signed[i] <= tolerance for i in looked_at if scores[i].violation == 0):
+                return signed
+    return plain
+
+
+def _objectives(scores: Sequence[Score]) -> tuple[Vector, Vector]:
+    values = np.array([score.objective for score in scores])
+    errors = np.array([score.stderr for score in scores])
+    return (np.log(values), errors / values) if (values > 0).all() else (values, errors)
+
+
+def _improvement(gain: Vector, deviation: Vector) -> Vector:
+    """Expected improvement over the incumbent for minimisation."""
+    z = gain / deviation
+    density = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
+    return np.maximum(gain * _normal(z) + deviation * density, 0.0)
+
+
+def _normal(z: Vector) -> Vector:
+    """Distribution function of the standard normal."""
+    return 0.5 * (1.0 + np.array([math.erf(value / math.sqrt(2)) for value in z]))

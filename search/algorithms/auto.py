@@ -1,0 +1,190 @@
+"""The default searcher: expert rules, then block moves, combinations and retreats, chosen by a model of latency."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, islice
+
+import numpy as np
+
+from search.acquisition import Advice, Advisor
+from search.api import Observation, Placement, Space, check_range
+from search.archive import Archive, Entry
+from search.moves import assign, crossover_by_group, nearby
+from search.relations import followers, stages
+
+__all__ = ["AutoSearcher"]
+
+Move = tuple[tuple[int, ...], int]
+"""Dimensions and the choice that all of them get."""
+
+BASES = 4
+"""Placements that candidates are made from."""
+PARTNERS = 9
+"""Best moves that are combined in pairs."""
+RUNGS = 12
+"""Placements of a ladder at most."""
+
+
+class AutoSearcher:
+    """What the studies of the zoo show to win within 25 to 100 evaluations, the seeds counted.
+
+    It begins with rules that experts go by, as far as they are new: linear operators with residual additions, with
+    operators that only move or select values, and with whatever reads their results. Every later proposal is the
+    candidate with the largest expected improvement (`search.acquisition`), from two rounds of candidates:
+
+    1. Moves from each of the best placements that differ from each other: blocks across patterns (a role, what follows
+       it), blocks within a pattern, single points, coarse ones first; crossovers of patterns; random sets of roles.
+    2. The most promising moves combined: in pairs, and one upon the other in the order of their expected gain. Under a
+       constraint also retreats from the fastest placements that break it, block by block in the order of violation
+       taken back per latency given away, and advances from the best feasible one in the order of gain per violation.
+
+    Args:
+        space: What to search.
+        seed: Fixes all draws.
+        rules: How many of the expert rules are tried before the model decides.
+        surrogate: False: moves from the best in their order, coarse to fine, without a model.
+        blocks: False leaves all moves but those of single points out.
+        candidates: How many are compared in the first round.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        *,
+        seed: int,
+        rules: int = 3,
+        surrogate: bool = True,
+        blocks: bool = True,
+        candidates: int = 240,
+    ) -> None:
+        check_range("rules", rules, 0)
+        check_range("candidates", candidates, 20)
+        self._space = space
+        self._rng = np.random.default_rng(seed)
+        self._candidates = candidates
+        self._archive = Archive()
+        self._asked: dict[str, Placement] = {}
+        self._advisor = Advisor(space) if surrogate else None
+        sets = stages(space)
+        self._wide, self._narrow, self._points = (_moves(s, space) for s in (sets if blocks else ((), (), sets[2])))
+        self._rules = list(expert_rules(space))[:rules]
+
+    def ask(self, n: int) -> Sequence[Placement]:
+        asked: list[Placement] = []
+        while len(asked) < n and (placement := self._propose()) is not None:
+            digest = self._space.digest(placement)
+            self._archive.ask(digest)
+            self._asked[digest] = placement
+            asked.append(placement)
+        return asked
+
+    def tell(self, observation: Observation) -> None:
+        self._asked.pop(observation.digest, None)
+        self._archive.tell(observation)
+
+    def _propose(self) -> Placement | None:
+        while self._rules:
+            rule = self._rules.pop(0)
+            if self._space.digest(rule) not in self._archive:
+                return rule
+        if not len(self._archive):
+            return nearby(self._space.only({"linear"}), self._space, self._rng, self._archive)
+        found = self._first_new() if self._advisor is None else self._worthiest(self._advisor)
+        best = self._archive.best(1)[0].placement
+        return found or nearby(best, self._space, self._rng, self._archive)
+
+    def _first_new(self) -> Placement | None:
+        for entry in self._archive.best(BASES):
+            for indices, choice in (*self._wide, *self._narrow, *self._points):
+                placement = assign(entry.placement, indices, choice, self._space)
+                if self._space.digest(placement) not in self._archive:
+                    return placement
+        return None
+
+    def _worthiest(self, advisor: Advisor) -> Placement | None:
+        advisor.learn(self._archive, list(self._asked.values()))
+        base = self._archive.best(1)[0].placement
+        moves = self._drawn_moves(self._candidates // 2)
+        near = [self._after(base, move) for move in moves]
+        first = list(dict.fromkeys([*near, *self._further()]))
+        advice = advisor.advise(first)
+        gains = dict(zip(first, advice.worth, strict=True))
+        best_moves = sorted(moves, key=lambda move: -gains[self._after(base, move)])
+        second = list(dict.fromkeys(self._combined(base, best_moves[:PARTNERS], advisor)))
+        pool = [(first, advice), (second, advisor.advise(second))] if second else [(first, advice)]
+        fresh = [found for found in (_best_new(candidates, a, advisor) for candidates, a in pool) if found]
+        return max(fresh, key=lambda pair: round(pair[0], 12))[1] if fresh else None
+
+    def _drawn_moves(self, count: int) -> list[Move]:
+        """All wide moves, and as many of the others as there is room for, drawn."""
+        others = (*self._narrow, *self._points)
+        drawn = self._rng.permutation(len(others))[: max(count - len(self._wide), count // 2)]
+        return [*self._wide[:count], *(others[index] for index in sorted(drawn))]
+
+    def _further(self) -> Iterator[Placement]:
+        """Candidates that do not start from the best: its rivals' neighbours, crossovers, random sets of roles."""
+        bases = [entry.placement for entry in self._elite()]
+        room = self._candidates // 2
+        for base in bases[1:]:
+            for move in self._drawn_moves(room // (2 * BASES)):
+                yield self._after(base, move)
+            for _ in range(room // (8 * BASES)):
+                yield crossover_by_group(bases[0], base, self._space, self._rng)
+        for _ in range(room // 4 if self._wide else 0):
+            placement = self._space.float_placement()
+            for index in self._rng.permutation(len(self._wide))[: int(self._rng.integers(1, 6))]:
+                placement = self._after(placement, self._wide[index])
+            yield placement
+
+    def _elite(self) -> list[Entry]:
+        """The best and those behind it that differ from it and from each other by more than a tenth of the points."""
+        kept: list[Entry] = []
+        for entry in self._archive.ranked[: 6 * BASES]:
+            apart = [_distance(entry.placement, other.placement) for other in kept]
+            if not apart or min(apart) > 0.1 * len(self._space):
+                kept.append(entry)
+        return kept[:BASES]
+
+    def _after(self, base: Placement, move: Move) -> Placement:
+        return assign(base, *move, space=self._space)
+
+    def _combined(self, base: Placement, moves: Sequence[Move], advisor: Advisor) -> Iterator[Placement]:
+        for first, second in combinations(moves, 2):
+            yield self._after(self._after(base, first), second)
+        yield from islice(self._ladder(base, moves), RUNGS)
+
+    def _ladder(self, base: Placement, moves: Sequence[Move]) -> Iterator[Placement]:
+        """The moves one upon the other, in their order, each where it leaves earlier ones alone."""
+        touched: set[int] = set()
+        for indices, choice in moves:
+            if touched.isdisjoint(indices):
+                touched.update(indices)
+                base = assign(base, indices, choice, self._space)
+                yield base
+
+
+def expert_rules(space: Space) -> Iterator[Placement]:
+    after = followers(space)
+    linear = [index for index, dimension in enumerate(space.dimensions) if dimension.role == "linear"]
+    read = [after[index] for index in linear if index in after]
+    yield space.only({"linear", "add"})
+    yield space.only({"linear", "add", "pool", "concat", "movement"})
+    yield assign(space.only({"linear"}), read, 1, space)
+    yield assign(space.only({"linear", "add"}), read, 1, space)
+    yield space.only({d.role for d in space.dimensions} - {"activation", "normalization"})
+
+
+def _moves(sets: Sequence[tuple[int, ...]], space: Space) -> tuple[Move, ...]:
+    return tuple((indices, choice) for indices in sets for choice in range(max(space.sizes[i] for i in indices)))
+
+
+def _distance(a: Placement, b: Placement) -> int:
+    return sum(x != y for x, y in zip(a.choices, b.choices, strict=True))
+
+
+def _best_new(candidates: Sequence[Placement], advice: Advice, advisor: Advisor) -> tuple[float, Placement] | None:
+    for index in advice.order:
+        if advice.keys[index] not in advisor.known:
+            return float(advice.worth[index]), candidates[index]
+    return None

@@ -1,0 +1,138 @@
+"""Model-guided search: the most promising of many neighbours of the best, by expected improvement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Literal, get_args
+
+import numpy as np
+
+from search.acquisition import Advisor
+from search.api import Observation, Placement, Space, check_range
+from search.archive import Archive
+from search.features import Described
+from search.models import GaussianProcess, Vector
+from search.moves import assign, crossover_by_group, drawn, flip, nearby
+from search.relations import stages
+
+__all__ = ["Forest", "SurrogateSearcher"]
+
+Model = Literal["ridge", "forest"]
+SHARES = (0.6, 0.2, 0.1)
+"""Of the candidates: block moves and single points, children of two parents, two to four flips; the rest are random."""
+
+
+class SurrogateSearcher:
+    """Bayesian optimisation over placements, see `search.acquisition` and `search.models`.
+
+    The model of log latency is additive in points, roles, patterns and their shares of the multiply-accumulates, and
+    pairwise in neighbours of which one is quantized and the other is not. Candidates are made by moves around the best
+    few placements: blocks (roles, patterns, roles within patterns, what follows them), points, crossovers, draws.
+
+    Args:
+        space: What to search.
+        seed: Fixes all draws.
+        model: "ridge": Bayesian ridge regression with a remainder (a Gaussian process). "forest": extremely randomised
+            trees of scikit-learn, whose spread is the uncertainty; about five times as slow.
+        startup: Draw at random until so many placements are scored, seeds included.
+        candidates: How many are compared for one proposal.
+        parents: How many of the best they are made from.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        *,
+        seed: int,
+        model: Model = "ridge",
+        startup: int = 4,
+        candidates: int = 300,
+        parents: int = 4,
+    ) -> None:
+        if model not in get_args(Model):
+            raise ValueError(f"model is one of {get_args(Model)}, but got {model!r}")
+        check_range("startup", startup, 1)
+        check_range("candidates", candidates, 10)
+        check_range("parents", parents, 1)
+        self._space = space
+        self._rng = np.random.default_rng(seed)
+        self._startup = startup
+        self._candidates = candidates
+        self._parents = parents
+        self._archive = Archive()
+        self._asked: dict[str, Placement] = {}
+        self._advisor = Advisor(space, GaussianProcess if model == "ridge" else lambda: Forest(seed))
+        self._blocks = tuple(block for stage in stages(space) for block in stage)
+
+    def ask(self, n: int) -> Sequence[Placement]:
+        asked: list[Placement] = []
+        while len(asked) < n and (placement := self._propose()) is not None:
+            digest = self._space.digest(placement)
+            self._archive.ask(digest)
+            self._asked[digest] = placement
+            asked.append(placement)
+        return asked
+
+    def tell(self, observation: Observation) -> None:
+        self._asked.pop(observation.digest, None)
+        self._archive.tell(observation)
+
+    def _propose(self) -> Placement | None:
+        if len(self._archive) < self._startup:
+            return nearby(drawn(self._space, self._rng, self._rng.random()), self._space, self._rng, self._archive)
+        self._advisor.learn(self._archive, list(self._asked.values()))
+        candidates = list(dict.fromkeys(self._neighbours()))
+        advice = self._advisor.advise(candidates)
+        for index in advice.order:
+            if advice.keys[index] not in self._advisor.known:
+                return candidates[index]
+        return nearby(self._archive.best(1)[0].placement, self._space, self._rng, self._archive)
+
+    def _neighbours(self) -> Iterator[Placement]:
+        parents = [entry.placement for entry in self._archive.best(self._parents)]
+        moves, children, flips = (int(share * self._candidates) for share in SHARES)
+        for parent in parents:
+            yield from islice(self._moved(parent), moves // len(parents))
+        for _ in range(children):
+            first, second = self._rng.integers(len(parents), size=2)
+            yield crossover_by_group(parents[first], parents[second], self._space, self._rng)
+        for _ in range(flips):
+            parent = parents[int(self._rng.integers(len(parents)))]
+            yield flip(parent, self._space, self._rng, int(self._rng.integers(2, 5)))
+        for _ in range(self._candidates - moves - children - flips):
+            yield drawn(self._space, self._rng, self._rng.random())
+
+    def _moved(self, parent: Placement) -> Iterator[Placement]:
+        most = max(self._space.sizes, default=1)
+        for number in self._rng.permutation(len(self._blocks) * most):
+            placement = assign(parent, self._blocks[number // most], int(number % most), self._space)
+            if placement != parent:
+                yield placement
+
+
+class Forest:
+    """Extremely randomised trees (Geurts et al. 2006) whose disagreement is the uncertainty.
+
+    As in Hutter, Hoos, Leyton-Brown 2011 (SMAC, section 4.1): mean and spread over the trees.
+    """
+
+    def __init__(self, seed: int, trees: int = 40) -> None:
+        from sklearn.ensemble import ExtraTreesRegressor  # imported late: loading it takes a second
+
+        self._trees = ExtraTreesRegressor(trees, min_samples_leaf=2, max_features=0.5, random_state=seed, n_jobs=1)
+
+    def fit(self, rows: Described, values: Vector, errors: Vector) -> None:
+        """See `search.models.Regressor`; standard errors become weights."""
+        typical = max(float(np.median(errors)), 1e-9)
+        self._trees.fit(_columns(rows), values, sample_weight=1.0 / (1.0 + (errors / typical) ** 2))
+
+    def predict(self, rows: Described) -> tuple[Vector, Vector]:
+        """See `search.models.Regressor`."""
+        columns = _columns(rows)
+        votes = np.array([tree.predict(columns) for tree in self._trees.estimators_])
+        return votes.mean(axis=0), votes.std(axis=0) + 1e-3
+
+
+def _columns(rows: Described) -> Vector:
+    return np.concatenate([rows.states, rows.roles, rows.scopes, rows.pairs, rows.borders], axis=1)
