@@ -118,10 +118,13 @@ class Accuracy:
         metrics: Figures by name, the evaluator's own `metric` among them.
         per_item: One value per image, in data order, where the metric is their mean (top-1 hits);
             empty where it is not a mean (mAP).
+        evidence: What the metrics can be computed from again on any choice of the images, as text that
+            `harness.evaluators.intervals` makes and reads; "" where there is nothing beside `per_item`.
     """
 
     metrics: Mapping[str, float]
     per_item: tuple[float, ...] = ()
+    evidence: str = ""
 
 
 @runtime_checkable

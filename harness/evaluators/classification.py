@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,28 +11,28 @@ import numpy as np
 
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
-from harness.evaluators.inputs import PreparedImages
+from harness.evaluators.inputs import LabelledImages, only_output
+from harness.evaluators.intervals import evidence_of
 
-__all__ = ["Top1"]
+__all__ = ["Top1", "Top5"]
+
+SHIFTED = 0.5  # share of images whose answer is their label plus one and the same number
 
 
-class Top1:
+class Top1(LabelledImages):
     """Share of images whose class is the highest output (top1) or among the five highest (top5).
 
     Args:
         data: Images with class labels (`harness.evaluators.datasets`).
         preprocess: Name, or `{use: NAME, params: {...}}`.
-        input_name: Set by the harness: name of the model's image input.
-        input_shape: Set by the harness: its static shape, batch x 3 x height x width.
+        input_name: Set by the harness, as `input_shape` and `base`; see `LabelledImages`.
         output: Which output holds the logits; not needed where there is one.
-        base: Set by the harness: folder that relative paths start from.
 
     Raises:
         UserError: Anything wrong with these.
     """
 
     metric = "top1"
-    higher_is_better = True
 
     def __init__(
         self,
@@ -42,47 +43,60 @@ class Top1:
         output: str | None = None,
         base: Path | None = None,
     ) -> None:
-        self._images = PreparedImages(data, preprocess, input_name, input_shape, base)
-        labels = self._images.data.labels
+        super().__init__(data, preprocess, input_name, input_shape, base)
+        labels = self.images.data.labels
         if labels is None:
-            raise UserError("top1: data.labels: classes are needed, from a .txt file with lines 'FILENAME CLASS'")
-        self._labels = labels
+            raise UserError(
+                f"{self.metric}: data.labels: classes are needed, from a .txt file with lines 'FILENAME CLASS'"
+            )
+        self._labels: list[int] = labels.tolist()
         self._output = output
-        self.fingerprint = self._images.fingerprint
-
-    def __len__(self) -> int:
-        """Number of images."""
-        return len(self._images.data)
 
     def score(self, infer: Infer) -> Accuracy:
-        """See `harness.api.Evaluator`; `per_item` holds the top-1 hits. Of equal outputs the lower class wins.
+        """See `harness.api.Evaluator`; `per_item` holds the hits. Of equal outputs the lower class wins.
 
         Raises:
             EvaluationFailed: Outputs that are not finite, or are no row of logits.
+            UserError: A class that the model does not have, or most answers are shifted against the labels.
         """
-        ranks = np.array(
-            [
-                self._rank(self._logits(outputs), label)
-                for (_, outputs), label in zip(self._images.run(infer), self._labels.tolist(), strict=True)
-            ]
+        ranks, answers = [], []
+        for (_, outputs), label in zip(self.images.run(infer), self._labels, strict=True):
+            logits = self._logits(outputs)
+            ranks.append(self._rank(logits, label))
+            answers.append(int(logits.argmax()))
+        self._check_shift(answers)
+        hits = {f"top{k}": [float(rank < k) for rank in ranks] for k in (1, 5)}
+        return Accuracy(
+            metrics={name: float(np.mean(values)) for name, values in hits.items()},
+            per_item=tuple(hits[self.metric]),
+            evidence=evidence_of("mean", hits),
         )
-        metrics = {f"top{k}": float((ranks < k).mean()) for k in (1, 5)}
-        return Accuracy(metrics=metrics, per_item=tuple((ranks < 1).astype(float).tolist()))
 
     def _logits(self, outputs: Mapping[str, Array]) -> Array:
-        if self._output is None and len(outputs) > 1:
-            raise UserError(f"top1: output: say which of {', '.join(sorted(outputs))} holds the logits")
-        name = self._output or next(iter(outputs))
-        if name not in outputs:
-            raise UserError(f"top1: output: the model has no output {name!r}, only {', '.join(sorted(outputs))}")
-        logits = outputs[name]
+        logits = only_output(outputs, self._output, f"{self.metric}: output")
         if logits.size != max(logits.shape, default=0):
+            name = self._output or next(iter(outputs))
             raise EvaluationFailed(f"output {name!r} is no row of logits: its shape is {logits.shape}")
         return logits.reshape(-1)
 
-    @staticmethod
-    def _rank(logits: Array, label: int) -> int:
+    def _rank(self, logits: Array, label: int) -> int:
         """How many classes come before the right one."""
         if label >= len(logits):
-            raise UserError(f"top1: data.labels: class {label}, but the model has {len(logits)} outputs")
+            raise UserError(f"{self.metric}: data.labels: class {label}, but the model has {len(logits)} outputs")
         return int((logits > logits[label]).sum() + (logits[:label] == logits[label]).sum())
+
+    def _check_shift(self, answers: list[int]) -> None:
+        """Quantization may spoil answers, but it does not shift them: so this is about the labels."""
+        shifts = Counter(answer - label for answer, label in zip(answers, self._labels, strict=True))
+        (shift, count), distinct = shifts.most_common(1)[0], len(set(answers))
+        if shift and count > SHIFTED * len(answers) and distinct > 1:
+            raise UserError(
+                f"{self.metric}: data.labels: {count} of {len(answers)} answers are the label {shift:+d}, so these "
+                "count classes in another way than the model (from 1, or without its background class): correct them"
+            )
+
+
+class Top5(Top1):
+    """As `Top1`, but the share among the five highest is the metric that counts."""
+
+    metric = "top5"

@@ -6,7 +6,8 @@ import contextlib
 import copy
 import functools
 import io
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +18,34 @@ from harness import registry
 from harness.api import Accuracy, Infer
 from harness.errors import UserError
 from harness.evaluators.decode import Decode, Detections
-from harness.evaluators.inputs import PreparedImages
+from harness.evaluators.inputs import LabelledImages
+from harness.evaluators.intervals import evidence_of
+from harness.evaluators.precision import METRICS, map_facts
 from harness.evaluators.preprocess import open_plugin
 
 __all__ = ["CocoMAP", "coco_metrics"]
 
-METRICS = ("map", "map50", "map75", "maps", "mapm", "mapl")  # the order of COCOeval.stats
+AP50 = 1  # in COCOeval.stats
+FOUND, LOST = 0.2, 0.1  # AP50 without classes that says that boxes are found; share of it that says classes are not
 
 
-class CocoMAP:
+class CocoMAP(LabelledImages):
     """mAP over IoU 0.50 to 0.95 on images with boxes; also at 0.50 and 0.75, and for small, medium and large boxes.
 
     Lin et al. 2014, arXiv:1405.0312, through pycocotools. The model's class k is the k-th of the
-    labels' category ids in ascending order, whatever order the file lists them in.
+    labels' category ids in ascending order, whatever order the file lists them in, or of `data.classes`.
 
     Args:
         data: Images with COCO labels (`harness.evaluators.datasets`).
         preprocess: Name, or `{use: NAME, params: {...}}`.
         decode: Decoder, by name or `{use: NAME, params: {...}}`.
-        input_name: Set by the harness: name of the model's image input.
-        input_shape: Set by the harness: its static shape, batch x 3 x height x width.
-        base: Set by the harness: folder that relative paths start from.
+        input_name: Set by the harness, as `input_shape` and `base`; see `LabelledImages`.
 
     Raises:
         UserError: Anything wrong with these, or labels without a single box.
     """
 
     metric = "map"
-    higher_is_better = True
 
     def __init__(
         self,
@@ -58,18 +59,30 @@ class CocoMAP:
         use, params = open_plugin(decode)
         decoder = registry.check_params("decoder", use, params, given=("outputs", "prepared", "size"))
         self._decode: Decode = functools.partial(decoder, **params)
-        self._images = PreparedImages(data, preprocess, input_name, input_shape, base)
-        labels = self._images.data.coco
+        super().__init__(data, preprocess, input_name, input_shape, base)
+        labels = self.images.data.coco
         if labels is None:
             raise UserError("coco_map: data.labels: boxes are needed, from a .json file in COCO's form")
         if not labels["annotations"]:
             raise UserError("coco_map: data.labels: there is no box on any of the images")
         self._labels = labels
-        self.fingerprint = self._images.fingerprint
 
-    def __len__(self) -> int:
-        """Number of images."""
-        return len(self._images.data)
+    def prepare(self, infer: Infer) -> None:
+        """See whether the float model's classes are those of the labels.
+
+        Raises:
+            EvaluationFailed: See `score`.
+            UserError: Its boxes are where the labels have some, but hardly one is of the labelled class.
+        """
+        found = self._found(infer)
+        boxes = float(_evaluated(self._labels, found, by_class=False).stats[AP50])
+        classes = coco_metrics(self._labels, found).get("map50", 0.0)
+        if boxes > FOUND and classes < LOST * boxes:
+            raise UserError(
+                f"coco_map: the float model finds the boxes (AP50 {boxes:.3f} with classes left aside) but not their "
+                f"classes (AP50 {classes:.3f}): the labels' categories are in another order than the model's classes; "
+                "list these by name in data.classes"
+            )
 
     def score(self, infer: Infer) -> Accuracy:
         """See `harness.api.Evaluator`; a size class without boxes has no figure.
@@ -77,8 +90,11 @@ class CocoMAP:
         Raises:
             EvaluationFailed: Outputs that are not finite, or of a shape that the decoder does not know.
         """
-        found = [self._decode(outputs, item, self._images.size) for item, outputs in self._images.run(infer)]
-        return Accuracy(metrics=coco_metrics(self._labels, found))
+        evaluation = _evaluated(self._labels, self._found(infer))
+        return Accuracy(metrics=_figures(evaluation), evidence=evidence_of("map", map_facts(evaluation)))
+
+    def _found(self, infer: Infer) -> list[Detections]:
+        return [self._decode(outputs, item, self.images.size) for item, outputs in self.images.run(infer)]
 
 
 def coco_metrics(labels: Mapping[str, Any], found: Sequence[Detections]) -> dict[str, float]:
@@ -91,33 +107,44 @@ def coco_metrics(labels: Mapping[str, Any], found: Sequence[Detections]) -> dict
     Raises:
         UserError: A class index beyond the categories of the labels.
     """
+    return _figures(_evaluated(labels, found))
+
+
+def _figures(evaluation: Any) -> dict[str, float]:
+    """By name; pycocotools says -1 where there is nothing to find."""
+    return {name: float(value) for name, value in zip(METRICS, evaluation.stats[:6], strict=True) if value >= 0}
+
+
+def _evaluated(labels: Mapping[str, Any], found: Sequence[Detections], *, by_class: bool = True) -> Any:
+    """A finished COCOeval."""
+    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
+        answers = {**labels, "annotations": list(_results(labels, found))}
+        evaluation = COCOeval(_indexed(labels), _indexed(answers), "bbox")
+        evaluation.params.useCats = int(by_class)
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    return evaluation
+
+
+def _results(labels: Mapping[str, Any], found: Sequence[Detections]) -> Iterator[dict[str, Any]]:
     categories = sorted(category["id"] for category in labels["categories"])
-    results: list[dict[str, Any]] = []
+    numbers = itertools.count(1)
     for image, detections in zip(labels["images"], found, strict=True):
         highest = int(detections.classes.max(initial=-1))
         if highest >= len(categories):
             raise UserError(f"the model finds class {highest}, but the labels have {len(categories)} categories")
         for box, score, index in zip(detections.boxes, detections.scores, detections.classes, strict=True):
             left, top, right, bottom = box.tolist()
-            results.append(
-                {
-                    "id": len(results) + 1,
-                    "image_id": image["id"],
-                    "category_id": categories[index],
-                    "bbox": [left, top, right - left, bottom - top],
-                    "area": (right - left) * (bottom - top),
-                    "iscrowd": 0,
-                    "score": float(score),
-                }
-            )
-    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
-        truth, answers = (_indexed({**labels, "annotations": a}) for a in (labels["annotations"], results))
-        evaluation = COCOeval(truth, answers, "bbox")
-        evaluation.evaluate()
-        evaluation.accumulate()
-        evaluation.summarize()
-    # pycocotools says -1 where there is nothing to find
-    return {name: float(value) for name, value in zip(METRICS, evaluation.stats[:6], strict=True) if value >= 0}
+            yield {
+                "id": next(numbers),
+                "image_id": image["id"],
+                "category_id": categories[index],
+                "bbox": [left, top, right - left, bottom - top],
+                "area": (right - left) * (bottom - top),
+                "iscrowd": 0,
+                "score": float(score),
+            }
 
 
 def _indexed(dataset: Mapping[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from harness.errors import EvaluationFailed, UserError
 from harness.evaluators.datasets import open_data
 from harness.evaluators.feeding import Batches, batches
 from harness.evaluators.inputs import finite
+from harness.evaluators.intervals import evidence_of
 from harness.evaluators.preprocess import open_preprocess, preprocess_fingerprint
 from harness.feeds import random_feeds
 
@@ -120,7 +121,7 @@ class Fidelity:
                 for name, value in compare(expected, outputs).items():
                     figures[name].append(value)
         metrics = {name: float(np.mean(values)) for name, values in figures.items()}
-        return Accuracy(metrics=metrics, per_item=tuple(figures["sqnr_db"]))
+        return Accuracy(metrics=metrics, per_item=tuple(figures["sqnr_db"]), evidence=evidence_of("mean", figures))
 
 
 def compare(reference: Mapping[str, Array], outputs: Mapping[str, Array]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from harness.evaluators.datasets import Dataset, open_images
 from harness.evaluators.feeding import image_size, stacked
 from harness.evaluators.preprocess import Prepared, Size, open_preprocess, preprocess_fingerprint
 
-__all__ = ["PreparedImages", "evaluator_params", "finite"]
+__all__ = ["LabelledImages", "PreparedImages", "evaluator_params", "finite", "only_output"]
 
 CACHE_BYTES = 600 * 2**20  # an evaluator lives as long as its worker and scores hundreds of engines
 
@@ -116,3 +116,54 @@ class PreparedImages:
             self._room -= item.tensor.nbytes
             self._cache[i] = item
         return item
+
+
+class LabelledImages:
+    """What evaluators on labelled images have in common: a metric of which more is better, and the images.
+
+    Args:
+        data: A mapping for `harness.evaluators.datasets.open_images`.
+        preprocess: Name, or `{use: NAME, params: {...}}`.
+        input_name: Set by the harness: name of the model's image input.
+        input_shape: Set by the harness: its static shape, batch x 3 x height x width.
+        base: Set by the harness: folder that relative paths start from.
+
+    Raises:
+        UserError: Anything wrong with these.
+    """
+
+    higher_is_better = True
+
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        preprocess: str | Mapping[str, Any],
+        input_name: str,
+        input_shape: Sequence[int],
+        base: Path | None = None,
+    ) -> None:
+        self.images = PreparedImages(data, preprocess, input_name, input_shape, base)
+        self.fingerprint = self.images.fingerprint
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.images.data)
+
+
+def only_output(outputs: Mapping[str, Array], name: str | None, where: str) -> Array:
+    """The output that holds the logits.
+
+    Args:
+        outputs: Of one image.
+        name: Which it is; None where there is one.
+        where: Begins messages, for instance "top1: output".
+
+    Raises:
+        UserError: None is named and there are several, or there is none of this name.
+    """
+    if name is None and len(outputs) > 1:
+        raise UserError(f"{where}: say which of {', '.join(sorted(outputs))} holds the logits")
+    found = name or next(iter(outputs), "")
+    if found not in outputs:
+        raise UserError(f"{where}: the model has no output {found!r}, only {', '.join(sorted(outputs))}")
+    return outputs[found]

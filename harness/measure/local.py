@@ -124,7 +124,8 @@ class InProcess:
                 raise EvaluationFailed(f"{metric} is {value}: the engine's outputs are not finite")
         if evaluator.metric not in metrics:
             raise EvaluationFailed(f"the evaluator gave {', '.join(metrics) or 'nothing'}, but not {evaluator.metric}")
-        return Accuracy(metrics=metrics, per_item=tuple(float(value) for value in accuracy.per_item))
+        per_item = tuple(float(value) for value in accuracy.per_item)
+        return Accuracy(metrics=metrics, per_item=per_item, evidence=accuracy.evidence)
 
     def release(self, handle: int) -> None:
         """See `Engines`."""

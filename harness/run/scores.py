@@ -52,12 +52,14 @@ class ScoreBook:
         key = _key(sha256, benchmarker)
         known = self._scores.get(key, {})
         if "metrics" in known and known.get("evaluator") == self._evaluator:
-            return Accuracy(metrics=known["metrics"], per_item=tuple(known["per_item"]))
+            evidence = known.get("evidence", "")
+            return Accuracy(metrics=known["metrics"], per_item=tuple(known["per_item"]), evidence=evidence)
         found = _evaluate(self._engines, candidate, benchmarker)
         if isinstance(found, Failed):
             score: dict[str, Any] = {"failed": found.stage, "reason": found.reason}
         else:
-            score = {"metrics": dict(found.metrics), "per_item": list(found.per_item)}
+            kept = {"per_item": list(found.per_item), "evidence": found.evidence}
+            score = {"metrics": dict(found.metrics), **kept}
         self._scores[key] = {"evaluator": self._evaluator, **score}
         write_json(self._path, self._scores)
         return found

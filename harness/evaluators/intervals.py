@@ -1,0 +1,182 @@
+"""How far figures of accuracy would go with other images: paired bootstrap over images, for every metric and for drops.
+
+Images are drawn with replacement, the same ones for both engines of a drop (Efron and Tibshirani 1993, "An
+introduction to the bootstrap", chapters 8 and 13; the paired form for detectors and classifiers is that of Koehn 2004,
+"Statistical significance tests for machine translation evaluation", section 4). What is needed for it is in each
+record of accuracy: one value an image where the metric is a mean, else `evidence`, from which the metric is computed
+again for every draw.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.api import Accuracy
+from harness.evaluators.precision import METRICS, resampled_map
+from harness.measure.stats import Interval
+
+__all__ = ["FEW", "Estimate", "accuracy_of", "drop_estimate", "evidence_of", "metric_estimate"]
+
+FEW = 20
+"""Below so many images an interval says little: its limits are guesses from a handful of values."""
+RESAMPLES = 1000
+CONFIDENCE = 0.95
+MAX_BYTES = 256 * 2**20
+Values = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A figure with its 95 % interval over images.
+
+    Attributes:
+        interval: In the metric's unit.
+        images: How many images, or batches where the metric is one over batches.
+    """
+
+    interval: Interval
+    images: int
+
+    @property
+    def note(self) -> str:
+        """What has to be said beside the interval; nothing as a rule."""
+        return f"only {self.images} images: the interval is too wide to say much" if self.images < FEW else ""
+
+
+def evidence_of(kind: str, facts: Mapping[str, Any]) -> str:
+    """The evidence of an `Accuracy`: facts about each image as text.
+
+    Args:
+        kind: "mean": one list of values for each metric. "map": see `harness.evaluators.precision`. "miou": for each
+            image a list of class, pixels that are of it rightly, pixels labelled so, pixels found so, and so on.
+        facts: JSON-able.
+    """
+    packed = zlib.compress(json.dumps({"kind": kind, **facts}, separators=(",", ":")).encode(), 9)
+    return base64.b85encode(packed).decode("ascii")
+
+
+def accuracy_of(score: Mapping[str, Any]) -> Accuracy:
+    """A record of `accuracy.json` as a value; older ones have no evidence."""
+    return Accuracy(
+        metrics=dict(score["metrics"]), per_item=tuple(score.get("per_item", ())), evidence=score.get("evidence", "")
+    )
+
+
+def metric_estimate(accuracy: Accuracy, metric: str, *, primary: str | None = None) -> Estimate | None:
+    """A metric with its interval; None where the record does not allow one.
+
+    Args:
+        accuracy: What an evaluator found.
+        metric: One of its metrics.
+        primary: The evaluator's `metric`, which `per_item` is of; by default `metric` itself.
+
+    Raises:
+        ValueError: The evidence is damaged.
+    """
+    resampled = _resampler(accuracy, metric, primary)
+    if resampled is None or metric not in accuracy.metrics:
+        return None
+    draws, images = resampled
+    return _estimate(accuracy.metrics[metric], draws(_weights(images)), images)
+
+
+def drop_estimate(
+    reference: Accuracy, found: Accuracy, metric: str, *, higher_is_better: bool = True, primary: str | None = None
+) -> Estimate | None:
+    """Loss of a metric against a reference, positive where `found` is worse, with its paired interval.
+
+    Args:
+        reference: Of the float model.
+        found: Of another engine, by the same evaluator on the same images.
+        metric: A metric of both.
+        higher_is_better: Direction of the metric.
+        primary: See `metric_estimate`.
+
+    Returns:
+        None where one of the records does not allow an interval.
+
+    Raises:
+        ValueError: They are of different numbers of images, or the evidence is damaged.
+    """
+    both = [_resampler(accuracy, metric, primary) for accuracy in (reference, found)]
+    if None in both or not all(metric in accuracy.metrics for accuracy in (reference, found)):
+        return None
+    (first, images), (second, others) = (pair for pair in both if pair is not None)
+    if images != others:
+        raise ValueError(f"a paired interval needs the same images, but there are {images} and {others}")
+    weights, sign = _weights(images), 1.0 if higher_is_better else -1.0
+    value = sign * (reference.metrics[metric] - found.metrics[metric])
+    return _estimate(value, sign * (first(weights) - second(weights)), images)
+
+
+Draws = Callable[[Counts], Values]
+
+
+def _estimate(value: float, draws: Values, images: int) -> Estimate:
+    """Percentile limits; draws without a figure (no box of any class) are left out."""
+    tail = (1 - CONFIDENCE) / 2
+    known = draws[np.isfinite(draws)]
+    low, high = np.quantile(known, [tail, 1 - tail]).tolist() if len(known) else (float("-inf"), float("inf"))
+    return Estimate(interval=Interval(value=value, low=low, high=high), images=images)
+
+
+def _weights(images: int) -> Counts:
+    """How often each image is in each draw: draws x images; the same at every call."""
+    rng = np.random.default_rng([images, RESAMPLES])
+    return rng.multinomial(images, np.full(images, 1 / images), size=RESAMPLES)
+
+
+def _resampler(accuracy: Accuracy, metric: str, primary: str | None) -> tuple[Draws, int] | None:
+    """What gives a metric for each draw, and the number of images."""
+    facts = _facts(accuracy.evidence)
+    kind = facts.get("kind")
+    if kind == "map" and metric in METRICS:
+        return (lambda weights: resampled_map(facts, metric, weights)), facts["images"]
+    if kind == "miou" and metric == "miou":
+        return (lambda weights: _miou(facts["areas"], weights)), len(facts["areas"])
+    values = facts.get(metric) if kind == "mean" else None
+    if values is None and metric == (primary or metric):
+        values = accuracy.per_item
+    if not values:
+        return None
+    array = np.asarray(values, np.float64)
+    return (lambda weights: weights @ array / len(array)), len(array)
+
+
+def _facts(evidence: str) -> dict[str, Any]:
+    if not evidence:
+        return {}
+    try:
+        unpacker = zlib.decompressobj()
+        text = unpacker.decompress(base64.b85decode(evidence), MAX_BYTES)
+        if not unpacker.eof:
+            raise ValueError(f"it is cut off, or longer than {MAX_BYTES} bytes")
+        facts: dict[str, Any] = json.loads(text)
+    except (ValueError, zlib.error) as error:
+        raise ValueError(f"the evidence of a score is damaged: {error}") from error
+    return facts
+
+
+def _miou(areas: list[list[int]], weights: Counts) -> Values:
+    """Mean IoU over the classes that a draw's labels have, in each draw."""
+    classes = 1 + max((max(row[::4]) for row in areas if row), default=0)
+    pixels = np.zeros((len(areas), 3, classes))
+    for image, row in enumerate(areas):
+        for place in range(3):
+            pixels[image, place, row[::4]] = row[place + 1 :: 4]
+    right, labelled, found = np.moveaxis(np.tensordot(weights, pixels, 1), 1, 0)
+    union = labelled + found - right
+    shares = np.divide(right, union, out=np.zeros_like(right), where=union > 0)
+    present = labelled > 0
+    count = present.sum(axis=1)
+    mean: Values = np.divide((shares * present).sum(axis=1), count, out=np.full(len(count), np.nan), where=count > 0)
+    return mean
