@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -138,9 +139,10 @@ class ONNXRuntimeBenchmarker:
         """A provider that is compiled in may lack its libraries or its GPU, and then gives way to the CPU silently."""
         from harness.graph.build import GraphBuilder
 
-        wanted, why = PROVIDERS[self._provider][0], "it gave way to the CPU"
-        if hasattr(self._ort, "preload_dlls"):
+        wanted, missing = PROVIDERS[self._provider][0], io.StringIO()
+        with redirect_stdout(missing):  # it prints what it cannot load
             self._ort.preload_dlls()
+        why = missing.getvalue().partition("\n")[0] or "it gave way to the CPU"
         builder = GraphBuilder("probe")
         builder.output(builder.op("Relu", builder.input("x", (1, 4))))
         self._ort.set_default_logger_severity(FATAL)

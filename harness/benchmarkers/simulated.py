@@ -35,7 +35,15 @@ class SimulatedBenchmarker:
         wanted_share: Share of edges that are wanted.
         max_speedup: No placement reaches more than this, or less than its inverse.
         noise: Standard deviation of the logarithm of one reading around its build's latency.
-        build_noise: The same of a build's latency around the truth.
+        build_noise: The same of a build's latency around that of its process.
+        process_noise: The same of all latencies of a process (an instance of this class) around the truth.
+        wander: The same of the machine's own speed, which changes slowly, for all engines of a process alike: what
+            readings taken side by side share.
+        wander_readings: Readings after which the machine's speed has forgotten about two thirds of what it was.
+        outliers: Share of readings that something else delays, by an exponential time with a mean of `outlier_size`
+            times the latency; below one half they leave the median alone, as good as.
+        outlier_size: See `outliers`.
+        warmup: Share by which the first reading of an engine is slower; each reading has nine tenths of the last's.
         drift: Share by which latency grows from one reading to the next.
         failure_rate: Share of placements that cannot be built; the float model always can.
         noise_seed: Repeats the noise of a run; None draws new noise each time, as a real machine does.
@@ -51,24 +59,35 @@ class SimulatedBenchmarker:
     max_speedup: float = 4.0
     noise: float = 0.01
     build_noise: float = 0.0
+    process_noise: float = 0.0
+    wander: float = 0.0
+    wander_readings: float = 100.0
+    outliers: float = 0.0
+    outlier_size: float = 1.0
+    warmup: float = 0.0
     drift: float = 0.0
     failure_rate: float = 0.0
     noise_seed: int | None = None
     _builds: Iterator[int] = field(default_factory=itertools.count, init=False, repr=False, compare=False)
+    _machine: _Machine = field(init=False, repr=False, compare=False)
 
     in_process = True
     """There is nothing to isolate, and a thousand evaluations a second leave no time for it."""
     dialect = "openvino"
 
     def __post_init__(self) -> None:
-        for name in ("effect", "noise", "build_noise", "drift"):
+        noises = ("noise", "build_noise", "process_noise", "wander", "outlier_size", "warmup")
+        for name in ("effect", *noises, "drift"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: 0 or more, but got {getattr(self, name)}")
-        for name in ("wanted_share", "failure_rate"):
+        for name in ("wanted_share", "failure_rate", "outliers"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}: 0 to 1, but got {getattr(self, name)}")
         if self.base_ms <= 0 or self.max_speedup <= 1:
             raise ValueError(f"base_ms above 0 and max_speedup above 1, but got {self.base_ms} and {self.max_speedup}")
+        if self.wander_readings <= 0:
+            raise ValueError(f"wander_readings: above 0, but got {self.wander_readings}")
+        object.__setattr__(self, "_machine", _Machine(self))
 
     def truth_ms(self, edges: Resolved) -> float:
         """Latency of a placement without noise."""
@@ -101,8 +120,8 @@ class SimulatedBenchmarker:
         own = None if self.noise_seed is None else [self.noise_seed, self._hash(candidate.digest), next(self._builds)]
         rng = np.random.default_rng(own)
         truth_ms = self.truth_ms(candidate.edges)
-        built_ms = truth_ms * float(np.exp(self.build_noise * rng.standard_normal()))
-        return Artifact(engine=_Probe(built_ms, self.noise, self.drift, rng), info={"truth_ms": truth_ms})
+        built_ms = truth_ms * self._machine.process * float(np.exp(self.build_noise * rng.standard_normal()))
+        return Artifact(engine=_Probe(self, built_ms, self._machine, rng), info={"truth_ms": truth_ms})
 
     @contextmanager
     def open(self, artifact: Artifact) -> Iterator[_Probe]:
@@ -119,23 +138,50 @@ class SimulatedBenchmarker:
         return int.from_bytes(hashlib.blake2b(f"{self.seed} {text}".encode(), digest_size=8).digest(), "little")
 
 
+class _Machine:
+    """What all engines of one process share: its own constant factor, and a speed that wanders.
+
+    Args:
+        told: How noisy it is.
+    """
+
+    def __init__(self, told: SimulatedBenchmarker) -> None:
+        self._told = told
+        self._rng = np.random.default_rng(None if told.noise_seed is None else [told.noise_seed])
+        self.process = float(np.exp(told.process_noise * self._rng.standard_normal()))
+        self._state = float(self._rng.standard_normal())
+
+    def factor(self, n: int) -> float:
+        """Its factor for the next n readings: an autoregressive process of first order, constant within a call."""
+        if not self._told.wander:
+            return 1.0
+        kept = float(np.exp(-n / self._told.wander_readings))
+        self._state = kept * self._state + np.sqrt(1 - kept**2) * float(self._rng.standard_normal())
+        return float(np.exp(self._told.wander * self._state))
+
+
 class _Probe:
     """Readings around one build's latency."""
 
-    def __init__(self, latency_ms: float, noise: float, drift: float, rng: np.random.Generator) -> None:
+    def __init__(
+        self, told: SimulatedBenchmarker, latency_ms: float, machine: _Machine, rng: np.random.Generator
+    ) -> None:
+        self._told = told
         self._latency_ms = latency_ms
-        self._noise = noise
-        self._drift = drift
+        self._machine = machine
         self._rng = rng
         self._taken = 0
 
     def sample(self, n: int) -> Sequence[float]:
         """Draw n readings."""
-        growth = 1 + self._drift * np.arange(self._taken, self._taken + n)
+        told, place = self._told, np.arange(self._taken, self._taken + n)
         self._taken += n
-        readings: list[float] = (
-            self._latency_ms * growth * np.exp(self._noise * self._rng.standard_normal(n))
-        ).tolist()
+        growth = (1 + told.drift * place) * (1 + told.warmup * 0.9**place) * self._machine.factor(n)
+        values = self._latency_ms * growth * np.exp(told.noise * self._rng.standard_normal(n))
+        if told.outliers:
+            late = self._rng.random(n) < told.outliers
+            values += late * self._latency_ms * told.outlier_size * self._rng.standard_exponential(n)
+        readings: list[float] = values.tolist()
         return readings
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
