@@ -167,7 +167,13 @@ class _Turns:
                     if samples.stage in _LOST:
                         return False
                 else:
-                    yield Block(**self._key, round=number, row=row, samples_ms=samples.latency_ms)
+                    yield Block(
+                        **self._key,
+                        round=number,
+                        row=row,
+                        samples_ms=samples.latency_ms,
+                        discarded_ms=samples.discarded_ms,
+                    )
         return True
 
     def _drop(self, row: str, failed: Failed, alive: dict[str, Row]) -> Dropped:

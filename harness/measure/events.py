@@ -28,6 +28,7 @@ class Block:
         round: Number of the turn.
         row: `Row.name`, or `TWIN`.
         samples_ms: Latency of each inference, in order.
+        discarded_ms: Readings of a first attempt that the machine disturbed, so that it was repeated.
     """
 
     build: int
@@ -35,6 +36,7 @@ class Block:
     round: int
     row: str
     samples_ms: tuple[float, ...]
+    discarded_ms: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +96,8 @@ def decode_event(text: str) -> Event:
     kind = body.pop("kind", None) if isinstance(body, dict) else None
     try:
         if kind == "block":
-            return Block(**{**body, "samples_ms": tuple(body["samples_ms"])})
+            samples = {name: tuple(body.get(name, ())) for name in ("samples_ms", "discarded_ms")}
+            return Block(**{**body, **samples})
         if kind == "dropped":
             return Dropped(**{**body, "failed": Failed(**body["failed"])})
     except (KeyError, TypeError) as error:

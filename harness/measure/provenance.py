@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
@@ -18,7 +17,7 @@ __all__ = ["checked_threads", "cores", "cpu_model", "decisive", "environment", "
 
 PACKAGES = (
     "qdq-bench", "numpy", "onnx", "onnxruntime-gpu", "onnxruntime", "openvino", "nvidia-modelopt", "tensorrt", "torch",
-    "optuna",
+    "optuna", "scikit-learn", "scipy",
 )  # fmt: skip
 FLAGS = (
     "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16",
@@ -95,7 +94,7 @@ def _soft(probe: Callable[[], Any]) -> Any:
     """The probe's value, or None where this machine does not offer it."""
     try:
         return probe()
-    except (OSError, ValueError, KeyError, AttributeError, subprocess.SubprocessError):
+    except (OSError, ValueError, KeyError, AttributeError, StopIteration, ImportError, subprocess.SubprocessError):
         return None
 
 
@@ -124,6 +123,7 @@ def _cpu() -> dict[str, Any]:
         "cores": psutil.cpu_count(logical=False),
         "threads": psutil.cpu_count(),
         "flags": [flag for flag in FLAGS if flag in present],
+        "virtual": "hypervisor" in present or None,
         "governor": _soft(lambda: _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")),
         "turbo": _soft(_turbo),
         "mhz": _soft(lambda: round(psutil.cpu_freq().current)),
@@ -144,27 +144,62 @@ def _temperature() -> float | None:
 
 
 def _limits() -> dict[str, Any]:
-    """What a container or the user allows: affinity, CPU quota (cores), memory (GiB), thread variables."""
+    """What a container or the user allows: affinity, CPU quota (cores), memory (GiB), address space, variables."""
     variables = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
     facts = {
         "affinity": _soft(lambda: sorted(os.sched_getaffinity(0))),
+        "container": _soft(_container),
         "cgroup_cores": _soft(_cgroup_cores),
-        "cgroup_memory_gib": _soft(lambda: round(int(_cgroup("memory.max")) / 2**30, 1)),
+        "cgroup_memory_gib": _soft(_cgroup_memory_gib),
+        "address_space_gib": _soft(_address_space_gib),
         "variables": {name: os.environ[name] for name in variables if name in os.environ},
     }
     return {key: value for key, value in facts.items() if value not in (None, {})}
 
 
-def _cgroup_cores() -> float:
-    quota, period = _cgroup("cpu.max").split()
-    return int(quota) / int(period)
+def _container() -> str | None:
+    """What runs this container, by the marks that it leaves."""
+    marks = {"docker": "/.dockerenv", "podman": "/run/.containerenv", "kubernetes": "/var/run/secrets/kubernetes.io"}
+    return next((name for name, mark in marks.items() if Path(mark).exists()), None)
 
 
-def _cgroup(name: str) -> str:
-    """A file of this process's control group (version 2); "max" makes the callers' int() fail softly."""
-    own = re.search(r"^0::(.*)$", _read("/proc/self/cgroup"), re.MULTILINE)
-    folder = Path("/sys/fs/cgroup") / (own.group(1).lstrip("/") if own else "")
-    return _read(folder / name) if (folder / name).exists() else _read(Path("/sys/fs/cgroup") / name)
+def _cgroup_cores() -> float | None:
+    quota, period = (
+        _cgroup("", "cpu.max").split()
+        if _unified()
+        else (_cgroup("cpu", "cpu.cfs_quota_us"), _cgroup("cpu", "cpu.cfs_period_us"))
+    )
+    return None if int(quota) < 0 else int(quota) / int(period)
+
+
+def _cgroup_memory_gib() -> float | None:
+    limit = int(_cgroup("", "memory.max") if _unified() else _cgroup("memory", "memory.limit_in_bytes"))
+    return None if limit >= psutil.virtual_memory().total else round(limit / 2**30, 1)
+
+
+def _unified() -> bool:
+    """Whether control groups are those of version 2, which are one tree; version 1 has one for each controller."""
+    return Path("/sys/fs/cgroup/cgroup.controllers").exists()
+
+
+def _cgroup(controller: str, name: str) -> str:
+    """A file of this process's control group; "max" makes the callers' int() fail softly.
+
+    Args:
+        controller: Whose tree; "" for the one of version 2.
+    """
+    listed = (line.split(":", 2) for line in _read("/proc/self/cgroup").splitlines())
+    own = next(path for _, controllers, path in listed if controller in controllers.split(","))
+    tree = Path("/sys/fs/cgroup") / controller
+    there = tree / own.lstrip("/") / name
+    return _read(there if there.exists() else tree / name)  # a container sees its own group as the root
+
+
+def _address_space_gib() -> float | None:
+    import resource  # not on Windows
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if soft == resource.RLIM_INFINITY else round(soft / 2**30, 1)
 
 
 def _gpus() -> list[dict[str, str]]:

@@ -20,6 +20,7 @@ from harness.measure.confirm import (
     confirm,
     decode_event,
     encode_event,
+    rivals,
     summarise,
 )  # fmt: skip
 from harness.measure.engines import MAIN, Built, Engines
@@ -180,6 +181,31 @@ def test_no_claim_is_made_on_a_flat_landscape() -> None:
     assert claims / (40 * 6) <= 0.05
 
 
+def test_a_tie_recommends_the_baseline_and_only_what_is_faster_is_delivered() -> None:
+    rows = summarise(
+        run(Bench({"float": 10.0, "fast": 5.0, "slow": 20.0, "same": 10.0}), "fast", "slow", "same"), "float"
+    ).rows
+    assert [name for name, found in rows.items() if found.recommended] == ["fast"]
+
+
+def test_shrinkage_is_what_the_confirmation_takes_away() -> None:
+    fast = summarise(run(Bench({"float": 10.0, "fast": 5.0}), "fast"), "float").rows["fast"]
+    assert fast.shrinkage(2.3) == pytest.approx(0.3, abs=0.03)
+    assert fast.shrinkage(1.9) < 0
+
+
+def test_no_ranking_is_claimed_among_rows_that_cannot_be_told_apart() -> None:
+    truth = {"float": 10.0, "a": 5.0, "b": 5.01, "c": 6.0, "d": 5.02, "e": 10.0, "f": 7.0, "g": 4.99}
+    summary = summarise(run(Bench(truth), *[name for name in truth if name != "float"]), "float")
+    assert rivals(summary, "a") == {"a", "b", "d", "g"}  # g has another worker than a
+    assert rivals(summary, "c") == {"c"}
+    assert rivals(summary, "float") == {"float", "e"}
+    noisy = summarise(run(Bench(truth), *[name for name in truth if name != "float"]), "float", floor=0.3)
+    assert "c" in rivals(noisy, "a")
+    with pytest.raises(KeyError):
+        rivals(summary, "z")
+
+
 def test_the_same_model_on_another_benchmarker_is_a_row() -> None:
     bench = Bench({"float": 10.0, "float@fp32": 20.0})
     rows = [Row(name="fp32", candidate=row("float").candidate, benchmarker="fp32")]
@@ -260,7 +286,7 @@ def test_an_unfinished_confirmation_says_so() -> None:
 
 
 def make_block() -> Block:
-    return Block(build=1, group=0, round=2, row="a", samples_ms=(1.25, 1.5))
+    return Block(build=1, group=0, round=2, row="a", samples_ms=(1.25, 1.5), discarded_ms=(9.0,))
 
 
 def make_dropped() -> Dropped:
@@ -274,12 +300,17 @@ def test_events_survive_the_journal(make: Callable[[], Event]) -> None:
     assert decode_event(line) == make()
 
 
+def test_turns_from_before_disturbances_were_noticed_are_read() -> None:
+    found = decode_event('{"kind":"block","build":1,"group":0,"round":2,"row":"a","samples_ms":[1.5]}')
+    assert found == Block(build=1, group=0, round=2, row="a", samples_ms=(1.5,))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[]", "not a line of a confirmation"),
         ('{"kind":"other"}', "not a line of a confirmation"),
-        ('{"kind":"block","build":1}', r"lacks or adds a field \('samples_ms'\)"),
+        ('{"kind":"block","build":1}', "lacks or adds a field"),
         ('{"kind":"dropped","failed":{"stag":1}}', "lacks or adds a field"),
         ("{", "Expecting"),
     ],

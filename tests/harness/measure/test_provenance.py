@@ -61,3 +61,54 @@ def test_threads_that_cannot_be_are_refused(threads: object) -> None:
 
 def test_threads_up_to_the_cores_are_taken() -> None:
     assert provenance.checked_threads(provenance.cores()) == provenance.cores()
+
+
+@pytest.mark.parametrize(
+    ("files", "cores", "memory_gib"),
+    [
+        ({"cgroup.controllers": "cpu memory", "cpu.max": "150000 100000", "memory.max": str(2**30)}, 1.5, 1.0),
+        ({"cgroup.controllers": "cpu memory", "cpu.max": "max 100000", "memory.max": "max"}, None, None),
+        (
+            {
+                "cpu/own/cpu.cfs_quota_us": "200000",
+                "cpu/own/cpu.cfs_period_us": "100000",
+                "memory/memory.limit_in_bytes": str(2**29),
+            },
+            2.0,
+            0.5,
+        ),
+        (
+            {
+                "cpu/cpu.cfs_quota_us": "-1",
+                "cpu/cpu.cfs_period_us": "100000",
+                "memory/memory.limit_in_bytes": "9223372036854771712",
+            },
+            None,
+            None,
+        ),
+        ({}, None, None),
+    ],
+)
+def test_limits_of_a_container_are_read(
+    files: dict[str, str],
+    cores: float | None,
+    memory_gib: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    own = tmp_path / "own"
+    own.write_text("0::/\n" if "cgroup.controllers" in files else "2:cpuacct,cpu:/own\n1:memory:/elsewhere\n0::/\n")
+    there = provenance.Path
+
+    def moved(path: str | Path) -> Path:
+        text = str(path)
+        return there(text.replace("/sys/fs/cgroup", str(tmp_path), 1).replace("/proc/self/cgroup", str(own)))
+
+    monkeypatch.setattr(provenance, "Path", moved)
+    limits = provenance.environment()["limits"]
+    assert limits.get("cgroup_cores") == cores
+    assert limits.get("cgroup_memory_gib") == memory_gib

@@ -1,0 +1,65 @@
+"""What it costs that candidates are built and timed in a process of their own, as a share of a trial.
+
+Run with `pytest tests/benchmarks/test_isolation.py --benchmark-enable`; figure to reach: below 5 % of a trial of
+ResNet-18 on OpenVINO. Work is what the worker reports itself; the rest of the wall-clock is the boundary's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.api import Candidate
+from harness.measure.engines import Built, WorkerSpec
+from harness.measure.sampling import Samples
+from harness.measure.sandbox import Sandbox
+from harness.run.config import Limits, Sampling, Use
+from harness.zoo import write
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
+    pytest.importorskip("openvino")
+    spec = WorkerSpec(benchmarkers={"main": Use(use="openvino")}, workdir=tmp_path_factory.mktemp("work"))
+    with Sandbox(spec, Limits()) as engines:
+        yield engines
+
+
+def test_isolation_costs_less_than_a_twentieth_of_a_trial(benchmark: Any, sandbox: Sandbox, tmp_path: Path) -> None:
+    path = write("resnet18", tmp_path / "resnet18.onnx")
+    candidate = Candidate(digest="float", edges=(), source=lambda: path)
+    spent_s, worked_s = [], []
+
+    def trial() -> None:
+        started_s = time.perf_counter()
+        built = sandbox.build(candidate)
+        assert isinstance(built, Built)
+        samples = sandbox.sample(built.handle, Sampling())
+        assert isinstance(samples, Samples)
+        sandbox.release(built.handle)
+        spent_s.append(time.perf_counter() - started_s)
+        worked_s.append(built.build_s + samples.measure_s)
+
+    benchmark.pedantic(trial, rounds=5, warmup_rounds=1)
+    share = 1 - sum(worked_s) / sum(spent_s)
+    benchmark.extra_info["share"] = round(share, 4)
+    print(f"{share:.1%} of {sum(spent_s):.1f} s")
+    assert share < 0.05
+
+
+def test_a_fresh_worker(benchmark: Any, tmp_path: Path) -> None:
+    """What a crash, or a build of the confirmation, costs beside its work."""
+    pytest.importorskip("openvino")
+    spec = WorkerSpec(benchmarkers={"main": Use(use="openvino")}, workdir=tmp_path)
+
+    def start() -> None:
+        with Sandbox(spec, Limits()):
+            pass
+
+    benchmark.pedantic(start, rounds=3)

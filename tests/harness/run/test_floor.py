@@ -1,0 +1,74 @@
+"""The A/A floor before the searches: measured once, kept, shown by what stands in the folder, refused elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.errors import UserError
+from harness.measure.engines import WorkerSpec
+from harness.run.config import Experiment, Use, parse_experiment
+from harness.run.confirming import noise_floor, read_floor
+from harness.run.observe import Silent
+
+EXPERIMENT = parse_experiment("{experiment: e, models: [net.onnx]}", "e.yaml")
+FACTS = {"name": "simulated", "version": "1"}
+
+
+class Loud(Silent):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "net.onnx"
+    path.write_bytes(b"net")
+    return path
+
+
+def floor(
+    model: Path, experiment: Experiment = EXPERIMENT, version: str = "1", **params: float
+) -> tuple[float, list[str]]:
+    observer = Loud()
+    use = Use(use="simulated", params={"build_noise": 0.1, **params})
+    worker = WorkerSpec(benchmarkers={"main": use}, workdir=model.parent / "work")
+    facts = {**FACTS, "version": version}
+    return noise_floor(experiment, worker, model, facts, model.parent, observer), observer.said
+
+
+def test_the_floor_is_what_rebuilding_changes_and_it_is_kept(model: Path) -> None:
+    assert read_floor(model.parent) == 0.0
+    found, said = floor(model)
+    assert 0.01 < found < 0.6
+    assert said == [f"noise floor: the baseline against itself, rebuilt, differs by up to {found:.1%}"]
+    assert floor(model) == (found, [])
+    assert read_floor(model.parent) == found
+    events = json.loads((model.parent / "floor.json").read_text())["events"]
+    assert {(event["row"], event["build"]) for event in events} == {
+        (row, build) for row in ("float", "A/A twin") for build in range(3)
+    }
+
+
+def test_a_quiet_machine_has_a_small_floor(model: Path) -> None:
+    assert floor(model, build_noise=0.0, noise=0.001)[0] < 0.005
+
+
+def test_the_floor_of_another_model_or_runtime_is_refused(model: Path) -> None:
+    floor(model)
+    with pytest.raises(UserError, match=r"(?s)floor\.json: .*backend\.version: '1' -> '2'"):
+        floor(model, version="2")
+    model.write_bytes(b"another net")
+    with pytest.raises(UserError, match=r"(?s)floor\.json: .*model_sha256"):
+        floor(model)
+
+
+def test_a_damaged_floor_is_explained(model: Path) -> None:
+    (model.parent / "floor.json").write_text("{")
+    with pytest.raises(UserError, match=r"floor\.json: cannot be read"):
+        floor(model)
