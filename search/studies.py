@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import optuna
@@ -136,7 +137,7 @@ class StudySearcher:
         """A finished trial with the score that its placement has now, and what the sampler noted about it."""
         entry = self._archive.get(digest)
         notes = {key: value for key, value in trial.system_attrs.items() if not key.startswith("constraints")}
-        same = {"params": trial.params, "distributions": self._distributions, "system_attrs": notes}
+        same: dict[str, Any] = {"params": trial.params, "distributions": self._distributions, "system_attrs": notes}
         if entry is None:
             return create_trial(state=TrialState.PRUNED, **same)
         if len(entry.score.values) != self._form[0]:

@@ -20,6 +20,7 @@ from harness.graph.dialects import Dialect
 from harness.paths import locate
 from harness.run.config import Experiment, ModelSpec, Use
 from harness.run.plan import plan
+from harness.run.seeding import check_files
 from search.planted import planted_space
 
 __all__ = ["check_experiment"]
@@ -42,6 +43,8 @@ def check_experiment(experiment: Experiment, base: Path) -> None:
         _check_searcher(searcher, experiment.precision)
     for backend in experiment.backends:
         _check_backend(backend, experiment.precision)
+    with _at("initial"):
+        check_files(experiment.initial, base)
     data = _Data(base)
     for model in experiment.models:
         if model.evaluator is None and experiment.objective.max_drop is not None:

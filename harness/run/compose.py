@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from harness.evaluators.inputs import evaluator_params
 from harness.evaluators.preprocess import preprocess_fingerprint
 from harness.feeds import check_types, random_feeds
 from harness.graph.dialects import Dialect
-from harness.graph.importer import import_qdq
 from harness.graph.insert import Inserter
 from harness.graph.load import load, save
 from harness.graph.model import Model
@@ -32,6 +31,7 @@ from harness.run.foreign import PTQ, Foreign, Order, quantize_with
 from harness.run.journal import writing
 from harness.run.observe import Observer
 from harness.run.plan import CellSpec
+from harness.run.seeding import Seeding, imported
 from search.space import Placement, Space
 
 __all__ = ["Cell", "compose", "evaluator_use", "open_model"]
@@ -51,7 +51,7 @@ class Cell:
         placements: By name, those of the seeds and of the fixed baselines.
         calibrated_on: What the ranges were taken from, for the tables.
         remarks: What is odd about the activations on calibration data, for the tables.
-        foreign: Models of the PTQ tools.
+        foreign: Models of the PTQ tools, and imported ones.
         work: Scratch folder for candidates.
     """
 
@@ -152,7 +152,7 @@ def compose(experiment: Experiment, spec: CellSpec, base: Path, work: Path, obse
     feeds = _Feeds(spec.model, model, base)
     observed = _ranges(space, model, model_file, feeds, observer)
     space, ranges = narrowed(space, observed), finite_ranges(observed)
-    names = dict.fromkeys([*experiment.initial, *experiment.baselines])
+    starts = _starts(experiment)
     order = Order(
         model_file=model_file,
         source=model.source,
@@ -160,8 +160,10 @@ def compose(experiment: Experiment, spec: CellSpec, base: Path, work: Path, obse
         data_key=repr(feeds.key),
         options={**feeds.ptq_options(dialect, spec.precision), "limit_s": experiment.limits.evaluate_s},
     )
-    foreign = {name: quantize_with(name, order, observer) for name in names if name in PTQ}
-    placements = dict(_placements(list(names), space, model, foreign, observer))
+    foreign = {start.name: quantize_with(start.name, order, observer) for start in starts if start.use in PTQ}
+    foreign |= imported(starts, base)
+    seeding = Seeding(spec=spec, space=space, model=model, base=base, foreign=foreign, observer=observer)
+    found = seeding.placements(starts)
     return Cell(
         spec=spec,
         model=model,
@@ -170,8 +172,8 @@ def compose(experiment: Experiment, spec: CellSpec, base: Path, work: Path, obse
         dialect=dialect,
         ranges=ranges,
         inserter=Inserter(model, dialect, ranges),
-        seeds=tuple(Seed(name=n, placement=placements[n]) for n in experiment.initial if n in placements),
-        placements=placements,
+        seeds=tuple(Seed(name=n, placement=p) for start in experiment.initial for n, p in found[start.name].items()),
+        placements={name: placement for each in found.values() for name, placement in each.items()},
         foreign=foreign,
         calibrated_on=feeds.description,
         remarks=remarks(observed),
@@ -266,22 +268,10 @@ def _ranges(space: Space, model: Model, model_file: Path, feeds: _Feeds, observe
     return ranges
 
 
-def _placements(
-    names: list[str], space: Space, model: Model, foreign: Mapping[str, Foreign], observer: Observer
-) -> Iterator[tuple[str, Placement]]:
-    simple: dict[str, Callable[[], Placement]] = {
-        "float": space.float_placement,
-        "all": space.everywhere,
-        "linear": lambda: space.only({"linear"}),
-    }
-    for name in names:
-        if name in simple:
-            yield name, simple[name]()
-        elif (path := foreign[name].path) is not None:
-            try:
-                yield name, space.nearest(import_qdq(path, model))
-            except UserError as error:
-                observer.say(f"{model.source}: the placement of {name} cannot be read back: {error}")
+def _starts(experiment: Experiment) -> list[Use]:
+    """Whatever searches start from or are compared with, once."""
+    named = {start.name: start for start in experiment.initial}
+    return list({**named, **{name: named.get(name, Use(use=name)) for name in experiment.baselines}}.values())
 
 
 def _file_name(text: str) -> str:

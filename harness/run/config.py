@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from harness.errors import UserError, nearest
 from harness.run.document import read_document
+from harness.run.starts import BASELINES, INITIAL, check_baselines, check_starts, listed, seeds_of
 
 __all__ = [
     "Budget", "Calibration", "Confirmation", "Experiment", "Limits", "ModelSpec", "Objective", "Sampling", "Use",
@@ -197,14 +198,10 @@ class Experiment(_Frozen):
     objective: Objective = Objective()
     searchers: _some(Use) = (Use(use="random"),)  # type: ignore[valid-type]
     seeds: _various(Annotated[int, Field(ge=0)]) = (0,)  # type: ignore[valid-type]
-    initial: _various(Literal["float", "all", "linear", "modelopt_ptq", "ort_static"]) = (  # type: ignore[valid-type]
-        "float", "all", "linear", "modelopt_ptq", "ort_static",
-    )  # fmt: skip
-    baselines: Annotated[
-        tuple[Literal["all", "linear", "modelopt_ptq", "ort_static"], ...],
-        Field(strict=False),
-        AfterValidator(_distinct),
-    ] = ("all", "linear", "modelopt_ptq", "ort_static")
+    initial: Annotated[tuple[Use, ...], BeforeValidator(listed), Field(strict=False)] = tuple(
+        Use(use=name) for name in INITIAL
+    )
+    baselines: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_distinct)] = BASELINES
     budget: Budget = Budget()
     sampling: Sampling = Sampling()
     confirmation: Confirmation = Confirmation()
@@ -216,6 +213,7 @@ class Experiment(_Frozen):
             ("models", self.models),
             ("searchers", self.searchers),
             ("backends", self.backends),
+            ("initial", self.initial),
         )
         _check_name("experiment", self.experiment)
         for what, entries in lists:
@@ -226,8 +224,10 @@ class Experiment(_Frozen):
         return self
 
     @model_validator(mode="after")
-    def _budget(self) -> Experiment:
-        seeds, most = len(self.initial), max(self.budget.evaluations)
+    def _starts(self) -> Experiment:
+        check_starts(self.initial)
+        check_baselines(self.baselines, self.initial)
+        seeds, most = sum(map(seeds_of, self.initial)), max(self.budget.evaluations)
         if most <= seeds:
             raise ValueError(
                 f"budget.evaluations: initial has {seeds} seeds, which count: ask for more, but got {most}; "

@@ -71,11 +71,31 @@ def test_plan_runs_every_searcher_at_the_first_seed_before_the_second():
         (MINIMAL + "matrix: {seeds: [1]}", "matrix.seeds: a path below models, backends or searchers"),
         (MINIMAL + "matrix: {backends.params.threads: []}", "a list with at least one entry, but got []"),
         (MINIMAL + "seeds: [3, 4, 3]", "e.yaml: seeds: 3 appears twice"),
-        (MINIMAL + "initial: [all, all]", "initial: 'all' appears twice"),
+        (MINIMAL + "initial: [all, all]", "initial: all appears twice; tell them apart by 'label'"),
+        (MINIMAL + "initial: [linaer]", "initial: no start is called 'linaer'; did you mean 'linear'"),
+        (MINIMAL + "initial: [import]", "'import' needs a file: {use: import, params: {path: ...}}"),
+        (MINIMAL + "initial: [{use: linear, params: {path: a}}]", "initial: 'linear' has no parameter 'path'"),
+        (MINIMAL + "initial: [{use: import, params: {path: 3}}]", "'import': path is the name of a file, but got 3"),
+        (
+            MINIMAL + "initial: [{use: pattern_cache, params: {path: a, limit: 99}}]",
+            "'pattern_cache': limit is 1 to 32, but got 99",
+        ),
+        (MINIMAL + "initial: [{use: linear, label: mine}]", "'linear' keeps its own name, but got the label 'mine'"),
+        (
+            MINIMAL + "initial: [{use: import, params: {path: a}, label: linear}]",
+            "'import' keeps its own name, but got the label 'linear'",
+        ),
+        (MINIMAL + "initial: [{use: import, params: {path: a}, label: ../b}]", "initial: '../b' is no folder name"),
+        (MINIMAL + "baselines: [float]", "baselines: no baseline is called 'float'"),
+        (MINIMAL + "baselines: [mine]", "baselines: no baseline is called 'mine'"),
+        (
+            MINIMAL + "initial: [{use: pattern_cache, params: {path: a, limit: 9}}]\nbudget: {evaluations: [9]}",
+            "initial has 9 seeds, which count",
+        ),
         (MINIMAL + "baselines: [all, all]", "baselines: 'all' appears twice"),
         (MINIMAL + "precision: [int8, int8]", "precision: 'int8' appears twice"),
         (MINIMAL + "budget: {evaluations: [9, 9]}", "budget.evaluations: 9 appears twice"),
-        (MINIMAL + "budget: {evaluations: [5]}", "initial has 5 seeds, which count: ask for more, but got 5"),
+        (MINIMAL + "budget: {evaluations: [5]}", "initial has 7 seeds, which count: ask for more, but got 5"),
         (MINIMAL + "searchers: [{use: random, label: a/b}]", "searchers: 'a/b' is no folder name; use at most 100"),
         (MINIMAL + "backends: [{use: openvino, label: ../x}]", "backends: '../x' is no folder name"),
         (f"experiment: {'e' * 101}\nmodels: [a]", "is no folder name; use at most 100 letters, digits"),
@@ -140,3 +160,18 @@ def test_resolved_experiment_writes_every_default():
     resolved = yaml.safe_load(to_yaml(parse_experiment(MINIMAL, "e.yaml")))
     assert resolved["confirmation"]["builds"] == 5
     assert resolved["sampling"]["target"] == 0.01
+
+
+@pytest.mark.parametrize("cold", ["[]", "none"])
+def test_a_cold_start_has_no_seeds_and_one_evaluation_is_enough(cold):
+    experiment = parse_experiment(MINIMAL + f"initial: {cold}\nbudget: {{evaluations: [1]}}", "e.yaml")
+    assert experiment.initial == ()
+    assert parse_experiment(to_yaml(experiment), "again") == experiment
+
+
+def test_an_imported_model_can_be_start_and_baseline():
+    text = MINIMAL + "initial: [float, {use: import, params: {path: q.onnx}, label: mine}]\nbaselines: [mine, movers]"
+    experiment = parse_experiment(text, "e.yaml")
+    assert [start.name for start in experiment.initial] == ["float", "mine"]
+    assert experiment.baselines == ("mine", "movers")
+    assert parse_experiment(to_yaml(experiment), "again") == experiment

@@ -1,0 +1,122 @@
+"""The placements that searches start from and are compared with, by name."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness import registry
+from harness.errors import UserError
+from harness.graph.cache import Origin, placements, strangers
+from harness.graph.cache_file import read_cache
+from harness.graph.diff import pairs_in
+from harness.graph.importer import import_qdq
+from harness.graph.model import Model
+from harness.paths import locate
+from harness.run.foreign import Foreign
+from harness.run.observe import Observer
+from harness.run.plan import CellSpec
+from harness.run.starts import ROLES, Start
+from search.space import Edge, Placement, Space
+
+__all__ = ["Seeding", "check_files", "imported", "trt_guide"]
+
+
+def imported(starts: Sequence[Start], base: Path) -> dict[str, Foreign]:
+    """The Q/DQ models that `initial` names.
+
+    Raises:
+        UserError: A file is not there or cannot be read.
+    """
+    paths = {start.name: locate(start.params["path"], base) for start in starts if start.use == "import"}
+    return {name: Foreign(name=name, path=path, pairs=pairs_in(path)) for name, path in paths.items()}
+
+
+def check_files(starts: Sequence[Start], base: Path) -> None:
+    """Look at every file that `initial` names.
+
+    Raises:
+        UserError: It is not there, or is not what it is taken for.
+    """
+    imported(starts, base)
+    for start in starts:
+        if start.use == "pattern_cache":
+            read_cache(locate(start.params["path"], base))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seeding:
+    """What placements are made from.
+
+    Attributes:
+        base: Folder that relative paths start from.
+        foreign: Models of PTQ tools, and imported ones, by name.
+    """
+
+    spec: CellSpec
+    space: Space
+    model: Model
+    base: Path
+    foreign: Mapping[str, Foreign]
+    observer: Observer
+
+    def placements(self, starts: Sequence[Start]) -> dict[str, dict[str, Placement]]:
+        """For each entry its placements by name; none where a tool failed or its model has nothing in common with ours.
+
+        Raises:
+            UserError: A pattern cache cannot be read.
+        """
+        return {start.name: dict(self._of(start)) for start in starts}
+
+    def _of(self, start: Start) -> Iterator[tuple[str, Placement]]:
+        if start.use in ROLES:
+            yield start.name, self.space.only(ROLES[start.use])
+        elif start.use == "trt_guide":
+            yield start.name, trt_guide(self.space, self.model)
+        elif start.use == "pattern_cache":
+            yield from self._cached(start)
+        elif start.name in self.foreign:
+            yield from self._read_back(start.name, self.foreign[start.name].path)
+        else:
+            yield start.name, self.space.everywhere() if start.use == "all" else self.space.float_placement()
+
+    def _read_back(self, name: str, path: Path | None) -> Iterator[tuple[str, Placement]]:
+        if path is None:
+            return
+        try:
+            yield name, self.space.nearest(import_qdq(path, self.model))
+        except UserError as error:
+            self.observer.say(f"{self.model.source}: the placement of {name} cannot be read back: {error}")
+
+    def _cached(self, start: Start) -> Iterator[tuple[str, Placement]]:
+        backend = self.spec.backend
+        facts = registry.create("benchmarker", backend.use, backend.params).describe()
+        origin = Origin(backend=facts["name"], precision=self.spec.precision, device=str(facts.get("device", "")))
+        cache = read_cache(locate(start.params["path"], self.base))
+        for sentence in strangers(cache, origin):
+            self.observer.say(f"{self.model.source}: {start.name}: {sentence}")
+        found = placements(cache, self.space, origin, int(start.params.get("limit", 1)))
+        if not found:
+            self.observer.say(f"{self.model.source}: {start.name}: the pattern cache knows none of its patterns")
+        for rank, placement in enumerate(found, start=1):
+            yield (start.name if rank == 1 else f"{start.name}-{rank}"), placement
+
+
+def trt_guide(space: Space, model: Model) -> Placement:
+    """The placement that TensorRT's guide recommends ("Working with Quantized Types", Q/DQ placement).
+
+    All inputs of linear operators; of a residual Add the operand that skips, not the one whose convolution it is fused
+    with; inputs of pooling. Where the dialect offers both operands, the one that is computed first skips.
+    """
+    operands: dict[str, list[Edge]] = defaultdict(list)
+    for dimension in space.dimensions:
+        for edge in dimension.edges if dimension.role == "add" else ():
+            operands[edge.consumer].append(edge)
+    skips = {min(edges, key=lambda edge: model.producer.get(edge.tensor, -1)) for edges in operands.values()}
+    choices = []
+    for dimension in space.dimensions:
+        residual = dimension.role == "add" and 2 * len(skips.intersection(dimension.edges)) > len(dimension.edges)
+        choices.append(int(residual or dimension.role in ("linear", "pool")))
+    return Placement(tuple(choices))

@@ -1,0 +1,110 @@
+"""Where searches start from: the names that `initial` and `baselines` know, and what goes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from harness.errors import nearest
+
+__all__ = [
+    "BASELINES", "FILES", "INITIAL", "ROLES", "TOOLS", "Start", "check_baselines", "check_starts", "listed", "seeds_of",
+]  # fmt: skip
+
+ROLES: Mapping[str, frozenset[str]] = {
+    "linear": frozenset({"linear"}),
+    "linear_add": frozenset({"linear", "add"}),
+    "linear_pool": frozenset({"linear", "pool"}),
+    "movers": frozenset({"linear", "add", "pool", "concat"}),
+}
+"""Placements that quantize the inputs of operators by what they are, see `search.space.Dimension.role`."""
+
+TOOLS = ("modelopt_ptq", "ort_static")
+"""Placements of PTQ tools, made for each model."""
+
+FILES = ("import", "pattern_cache")
+"""Placements from a file, `params: {path: ...}`: a Q/DQ model of one's own, and what earlier searches learned."""
+
+MOST = 32
+"""Placements that one pattern cache may give."""
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_limit(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= MOST
+
+
+INITIAL = ("float", "all", "linear", "linear_add", "movers", *TOOLS)
+BASELINES = ("all", "linear", *TOOLS)
+_PLACED = ("float", "all", *ROLES, "trt_guide")
+_MEANT = {"path": "the name of a file", "limit": f"1 to {MOST}"}
+_PARAMS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
+    "import": {"path": _is_path},
+    "pattern_cache": {"path": _is_path, "limit": _is_limit},
+}
+
+
+class Start(Protocol):
+    """An entry of `initial`."""
+
+    @property
+    def use(self) -> str: ...
+
+    @property
+    def params(self) -> Mapping[str, Any]: ...
+
+    @property
+    def name(self) -> str: ...
+
+
+def listed(value: Any) -> Any:
+    """What stands in the file as a list: "none" is an empty one, the cold start."""
+    return [] if value == "none" else value
+
+
+def check_starts(starts: Sequence[Start]) -> None:
+    """Refuse what nobody can start from.
+
+    Raises:
+        ValueError: An unknown name, a label that means something else, or parameters that do not belong to it.
+    """
+    known = (*_PLACED, *TOOLS, *FILES)
+    for start in starts:
+        if start.use not in known:
+            raise ValueError(
+                f"initial: no start is called {start.use!r}; {nearest(start.use, known)}; none of all: 'none'"
+            )
+        if start.name != start.use and (start.use not in FILES or start.name in known):
+            raise ValueError(f"initial: {start.use!r} keeps its own name, but got the label {start.name!r}")
+        _check_params(start)
+
+
+def _check_params(start: Start) -> None:
+    allowed = _PARAMS.get(start.use, {})
+    for name, value in start.params.items():
+        if name not in allowed:
+            raise ValueError(f"initial: {start.use!r} has no parameter {name!r}; {nearest(name, allowed)}")
+        if not allowed[name](value):
+            raise ValueError(f"initial: {start.use!r}: {name} is {_MEANT[name]}, but got {value!r}")
+    if "path" in allowed and "path" not in start.params:
+        raise ValueError(f"initial: {start.use!r} needs a file: {{use: {start.use}, params: {{path: ...}}}}")
+
+
+def check_baselines(names: Sequence[str], starts: Sequence[Start]) -> None:
+    """Refuse baselines that are no placement: those known by name, and those that `initial` takes from a file.
+
+    Raises:
+        ValueError: An unknown name; the float model always has its row.
+    """
+    known = (*_PLACED[1:], *TOOLS, *(start.name for start in starts if start.use in FILES))
+    for name in names:
+        if name not in known:
+            raise ValueError(f"baselines: no baseline is called {name!r}; {nearest(name, known)}")
+
+
+def seeds_of(start: Start) -> int:
+    """How many placements an entry may give."""
+    return int(start.params.get("limit", 1))
