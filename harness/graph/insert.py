@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 import onnx
@@ -20,15 +19,15 @@ from harness.graph.dialects import Dialect
 from harness.graph.diff import diff
 from harness.graph.encoding import wire
 from harness.graph.encoding.constants import Constants, Stored
+from harness.graph.encoding.requests import Requests, Site
 from harness.graph.encoding.scales import Scales
 from harness.graph.encoding.wire import TAG, UNROUNDED
 from harness.graph.load import write as write_model
 from harness.graph.model import Model, Node
-from search.space import Edge, Resolved, digest_of
+from search.space import Resolved, digest_of
 
 __all__ = ["Inserter"]
 
-_FLOATS = frozenset({"float", "float16", "bfloat16"})
 _AHEAD = -1
 """Position of what stands before the first node."""
 
@@ -49,7 +48,7 @@ class _Draft:
         pairs: See `Inserter.pairs`.
     """
 
-    sites: dict[tuple[int, int], str] = field(default_factory=dict)
+    sites: dict[Site, str] = field(default_factory=dict)
     shared: frozenset[str] = frozenset()
     added: dict[int, list[bytes]] = field(default_factory=lambda: defaultdict(list))
     inputs: dict[int, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
@@ -78,9 +77,9 @@ class Inserter:
             raise UserError(f"{model.source}: tensor {marked[0]!r} says that Q/DQ pairs are inserted already")
         self._model = model
         self._dialect = dialect
+        self._asked = Requests(model, dialect)
         self._scales = Scales(model, dialect, ranges)
         self._constants = Constants(model, dialect)
-        self._index = {node.name: node.index for node in model.nodes}
         self._concats = {
             node.index: frozenset(slot for slot, name in enumerate(node.inputs) if name not in model.constants)
             for node in model.nodes
@@ -89,7 +88,6 @@ class Inserter:
         self._uses = Counter(name for node in model.nodes for name in (*node.inputs, *node.captures))
         self._uses.update(model.outputs)
         self._pieces = [wire.NodePieces(proto) for proto in model.proto.graph.node]
-        self._known: dict[tuple[str, int, str, str], Node] = {}
         self._unchanged = [piece.unchanged for piece in self._pieces]
         self._headers = wire.header(model.proto), wire.header(model.proto.graph)
 
@@ -147,74 +145,19 @@ class Inserter:
         return self._draft(resolved).pairs
 
     def _draft(self, resolved: Resolved) -> _Draft:
-        draft = _Draft()
-        activations: dict[tuple[str, str], list[tuple[int, int]]] = {}
-        constants: list[tuple[Node, int]] = []
-        finals: dict[str, str] = {}
-        known, names = self._known, self._model.constants
-        for edge, precision in resolved:
-            if not edge.consumer:
-                finals[self._final(edge, precision)] = precision
-                activations.setdefault((edge.tensor, precision), [])
-                continue
-            key = (edge.consumer, edge.slot, edge.tensor, precision)
-            node = known.get(key) or known.setdefault(key, self._consumer(edge, precision))
-            site = (node.index, edge.slot)
-            draft.sites[site] = precision
-            if edge.tensor in names:
-                constants.append((node, edge.slot))
-            else:
-                activations.setdefault((edge.tensor, precision), []).append(site)
+        draft, asked = _Draft(), self._asked.sort(resolved)
+        draft.sites = asked.sites
         draft.shared = self._shared(draft)
-        for tensor in finals:
+        for tensor in asked.finals:
             self._free_name(draft, tensor)
-        for (tensor, precision), sites in activations.items():
-            self._add_pair(draft, tensor, precision, finals.get(tensor), sites)
-        for node, slot in constants:
-            self._add_constant(draft, node, slot)
-        biases = len(draft.replaced) - len({node.inputs[slot] for node, slot in constants})
-        draft.pairs = len(activations) + len(draft.stored) - biases
+        for (tensor, precision), sites in asked.activations.items():
+            self._add_pair(draft, tensor, precision, asked.finals.get(tensor), sites)
+        nodes = self._model.nodes
+        for index, slot in asked.constants:
+            self._add_constant(draft, nodes[index], slot)
+        biases = len(draft.replaced) - len({nodes[index].inputs[slot] for index, slot in asked.constants})
+        draft.pairs = len(asked.activations) + len(draft.stored) - biases
         return draft
-
-    def _consumer(self, edge: Edge, precision: str) -> Node:
-        """The node that an edge leads into."""
-        index = self._index.get(edge.consumer)
-        node = None if index is None else self._model.nodes[index]
-        if node is None or not 0 <= edge.slot < len(node.inputs) or node.inputs[edge.slot] != edge.tensor:
-            raise UserError(
-                f"{self._model.source}: {_say(edge)} is not in this model; "
-                "the placement was made for another model, or for other static shapes"
-            )
-        if node.opaque or (edge.slot > 1 and node.op in self._dialect.linear_ops):
-            what = "has a subgraph or is unknown to ONNX" if node.opaque else "takes its bias there"
-            raise UserError(f"{self._model.source}: {_say(edge)} stays float: {node.op} {what}")
-        self._check(edge, precision)
-        return node
-
-    def _final(self, edge: Edge, precision: str) -> str:
-        """The tensor of an edge that leads out of the model."""
-        if edge.tensor not in self._model.outputs or edge.tensor not in self._model.producer:
-            raise UserError(f"{self._model.source}: {_say(edge)}: no node of this model makes an output of that name")
-        self._check(edge, precision)
-        return edge.tensor
-
-    def _check(self, edge: Edge, precision: str) -> None:
-        kind = self._model.types.get(edge.tensor)
-        if kind is not None and kind.dtype not in _FLOATS:
-            raise UserError(f"{self._model.source}: {_say(edge)} cannot be quantized: its type is {kind.dtype}")
-        if precision not in self._offered:
-            raise UserError(
-                f"{self._model.source}: {_say(edge)}: precision {precision!r} is not among those that "
-                f"{self._dialect.name} takes at opset {self._opset}: {', '.join(sorted(self._offered)) or 'none'}"
-            )
-
-    @cached_property
-    def _opset(self) -> int:
-        return max((int(o.version) for o in self._model.proto.opset_import if o.domain == ""), default=0)
-
-    @cached_property
-    def _offered(self) -> frozenset[str]:
-        return frozenset(p for p in self._dialect.precisions if self._dialect.opset([p]) <= self._opset)
 
     def _shared(self, draft: _Draft) -> frozenset[str]:
         """Groups of tensors around a Concat whose inputs are all quantized."""
@@ -232,11 +175,10 @@ class Inserter:
         for index, slot in self._model.consumers.get(tensor, ()):
             draft.inputs[index][slot] = tensor + UNROUNDED
 
-    def _add_pair(
-        self, draft: _Draft, tensor: str, precision: str, final: str | None, sites: Iterable[tuple[int, int]]
-    ) -> None:
+    def _add_pair(self, draft: _Draft, tensor: str, precision: str, final: str | None, sites: Iterable[Site]) -> None:
         """Put a pair behind a tensor's producer; `final` is the precision at which the tensor leaves the model."""
-        pair = self._scales.pair(tensor, precision, final=final, shared=self._is_shared(draft, tensor))
+        shared = bool(draft.shared) and self._is_shared(draft, tensor)
+        pair = self._scales.pair(tensor, precision, shared=shared, final=final)
         draft.added[self._model.producer.get(tensor, _AHEAD)].append(pair.nodes)
         draft.small.update(pair.grid)
         for index, slot in sites:
@@ -277,11 +219,3 @@ class Inserter:
                 nodes[index] += b"".join(pairs)
         ahead = [*draft.added.get(_AHEAD, ()), *(stored.node for stored in draft.stored.values())]
         return [self._headers[1], *ahead, *nodes, *draft.small.values()]
-
-
-def _say(edge: Edge) -> str:
-    return (
-        f"edge {edge.tensor!r} -> input {edge.slot} of {edge.consumer!r}"
-        if edge.consumer
-        else f"output {edge.tensor!r}"
-    )

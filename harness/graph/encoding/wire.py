@@ -68,7 +68,9 @@ class NodePieces:
 
     def rewired(self, inputs: Mapping[int, str], outputs: Mapping[int, str]) -> bytes:
         """The node as a record of its graph, with new names at some inputs and outputs; made once."""
-        key = (*inputs.items(), *((-1 - number, name) for number, name in outputs.items()))
+        key = tuple(inputs.items())
+        if outputs:
+            key += tuple((-1 - number, name) for number, name in outputs.items())
         known = self._known.get(key)
         if known is None:
             parts = self._parts.copy()
