@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from harness.commands.autotune import autotune
 from harness.commands.compare import compare
 from harness.commands.doctor import doctor
 from harness.commands.listing import listing
@@ -29,6 +30,7 @@ __all__ = ["app", "main"]
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "run": run,
+    "autotune": autotune,
     "report": report,
     "compare": compare,
     "trace": trace,
@@ -50,8 +52,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+"""For a command that reads its own arguments."""
 for _name, _function in COMMANDS.items():
-    app.command(name=_name)(_function)
+    app.command(name=_name, context_settings=PASSED_ON if _name == "autotune" else None)(_function)
 
 
 @app.callback()

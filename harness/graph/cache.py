@@ -208,13 +208,18 @@ def strangers(cache: PatternCache, origin: Origin) -> tuple[str, ...]:
 def _best(schemes: Iterable[CachedScheme], minimum_distance: int, maximum: int) -> tuple[CachedScheme, ...]:
     """The best schemes that are far enough apart; origins take turns, so that a faster device crowds none out."""
     kept: dict[Origin, list[CachedScheme]] = {}
-    for scheme in sorted(schemes, key=lambda s: (s.share, len(s.points), sorted(s.points), s.origin)):
+    for scheme in sorted(schemes, key=_rank):
         known = kept.setdefault(scheme.origin, [])
         if all(distance(scheme, other) >= max(1, minimum_distance) for other in known):
             known.append(scheme)
     ranked = [(rank, scheme.share, origin, scheme) for origin, own in kept.items() for rank, scheme in enumerate(own)]
     ranked.sort(key=lambda entry: entry[:3])
     return tuple(scheme for *_, scheme in (ranked[:maximum] if maximum else ranked))
+
+
+def _rank(scheme: CachedScheme) -> tuple[float, float, int, list[CachedPoint], Origin]:
+    latency_ms = float("inf") if scheme.latency_ms is None else scheme.latency_ms
+    return scheme.share, latency_ms, len(scheme.points), sorted(scheme.points), scheme.origin
 
 
 def _matching(cache: PatternCache, group: str, origin: Origin | None) -> Sequence[CachedScheme]:

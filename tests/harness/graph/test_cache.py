@@ -1,4 +1,4 @@
-"""The pattern cache: what is kept, what merging does, what a similar model gets from it, and what a hostile file gets."""
+"""The pattern cache: what is kept, what merging does, what a similar model gets, and what a hostile file gets."""
 
 from dataclasses import replace
 

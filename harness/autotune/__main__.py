@@ -1,0 +1,29 @@
+"""`python -m harness.autotune`."""
+
+from __future__ import annotations
+
+import sys
+
+from harness.autotune.command import autotune
+from harness.errors import UserError
+from harness.show import Terminal
+
+__all__ = ["main"]
+
+
+def main() -> int:
+    """Run the command line of this process; the exit code is 2 after a mistake and 130 after Ctrl-C."""
+    try:
+        with Terminal() as terminal:
+            autotune(sys.argv[1:], "python -m harness.autotune", terminal)
+    except UserError as error:
+        print(f"autotune: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("autotune: interrupted; run the same command again to go on", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""What `python -m harness.autotune` and `qdq autotune` do."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shlex
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from harness.autotune.arguments import arguments, depth_of, get_node_filter_list
+from harness.autotune.benchmark import backend_use, init_benchmark_instance
+from harness.autotune.common import AutotunerError, Config
+from harness.autotune.procedure import Plan, run_plan
+from harness.errors import UserError
+from harness.graph.load import save
+from harness.measure.engines import MAIN
+from harness.paths import locate
+from harness.registry import find
+from harness.run.compose import open_model
+from harness.run.config import Limits, ModelSpec, Use
+from harness.run.observe import Observer
+from harness.run.strongest import float_benchmarkers
+
+__all__ = ["autotune"]
+
+
+def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
+    """Run the command line.
+
+    Raises:
+        UserError: Anything in it that cannot be used.
+    """
+    options = arguments(given, prog)
+    depth = depth_of(options)
+    plan = _plan(options, observer)
+    with TemporaryDirectory(prefix="qdq-autotune-") as scratch, _logged(options.verbose, observer):
+        model = open_model(ModelSpec(use=options.onnx_path, label="model"), Path.cwd(), Path(scratch))
+        use = _strongest(_backend(options), save(model, Path(scratch) / "float"), plan)
+        benchmark = init_benchmark_instance(
+            use_trtexec=options.use_trtexec,
+            backend=use.use,
+            params=use.params,
+            warmup_runs=depth.warmup_runs,
+            timing_runs=depth.timing_runs,
+        )
+        try:
+            run_plan(model, replace(plan, schemes_per_region=depth.schemes_per_region))
+        finally:
+            benchmark.close()
+
+
+@contextmanager
+def _logged(verbose: bool, observer: Observer) -> Iterator[None]:
+    """Show what our parts log, down to the details, while a run lasts."""
+    if not verbose:
+        yield
+        return
+    logger, handler = logging.getLogger("harness"), _Said(observer)
+    before = logger.level
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+class _Said(logging.Handler):
+    """Gives records to an observer, which knows how to write beside its own progress."""
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._observer.say(f"{record.name}: {record.getMessage()}")
+
+
+def _plan(options: argparse.Namespace, observer: Observer) -> Plan:
+    if options.max_evals is not None and options.max_evals < 1:
+        raise AutotunerError(f"--max_evals is at least 1, but got {options.max_evals}")
+    if options.seed < 0:
+        raise AutotunerError(f"--seed is at least 0, but got {options.seed}")
+    if options.searcher is not None:
+        find("searcher", options.searcher)
+    config = Config(
+        default_quant_type=options.quant_type,
+        default_dq_dtype=options.default_dq_dtype,
+        verbose=options.verbose,
+        searcher=options.searcher or "random_mutation",
+        seed=options.seed,
+        calibration_data=options.calibration_data,
+    )
+    baseline = options.qdq_baseline
+    return Plan(
+        output_dir=_folder(options.output_dir),
+        pattern_cache_file=None if options.pattern_cache is None else Path(options.pattern_cache),
+        state_file=None if options.state_file is None else Path(options.state_file),
+        qdq_baseline=None if baseline is None else locate(baseline),
+        node_filters=tuple(get_node_filter_list(options.node_filter_list) or ()),
+        config=config,
+        whole=options.searcher is not None,
+        max_evals=options.max_evals,
+        observer=observer,
+    )
+
+
+def _folder(text: str) -> Path:
+    path = Path(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output_dir {path}: cannot be made: {error.strerror or error}") from error
+    return path
+
+
+def _backend(options: argparse.Namespace) -> Use:
+    """The backend with TensorRT's options, as far as it takes them."""
+    if options.use_trtexec and options.backend not in (None, "trtexec"):
+        raise AutotunerError(f"--use_trtexec and --backend {options.backend}: choose one")
+    name = "trtexec" if options.use_trtexec else options.backend or "openvino"
+    for file in options.plugin_libraries or ():
+        locate(file)
+    extra = options.trtexec_benchmark_args
+    given = {
+        "plugin_libraries": options.plugin_libraries,
+        "timing_cache_file": options.timing_cache,
+        "trtexec_args": None if extra is None else shlex.split(extra),
+    }
+    return backend_use(name, given)
+
+
+def _strongest(backend: Use, float_file: Path, plan: Plan) -> Use:
+    """The backend at the float precision at which the float model is fastest: speedups are over that."""
+    found = float_benchmarkers(backend, float_file, plan.output_dir, Limits(), plan.observer)
+    shutil.rmtree(plan.output_dir / "work", ignore_errors=True)
+    return found[MAIN]

@@ -1,0 +1,112 @@
+"""From quantized edges to models: calibrated once, written as candidates, files or bytes."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from harness.api import Array
+from harness.autotune.atlas import Atlas
+from harness.autotune.common import AutotunerError, Config
+from harness.calibrate.ranges import CalibrationKey, Ranges, cached_ranges, finite_ranges, narrowed, remarks
+from harness.evaluators.datasets import open_data
+from harness.evaluators.feeding import batches
+from harness.feeds import random_feeds
+from harness.graph.exchange import encode, write
+from harness.graph.insert import Inserter
+from harness.graph.load import save
+from search.space import Resolved, Space
+
+__all__ = ["Delivery", "export"]
+
+_logger = logging.getLogger(__name__)
+SAMPLES = 48
+RANDOM_SAMPLES = 8
+"""Random data tell a range after few of them, and nothing about accuracy after many."""
+
+
+class Delivery:
+    """Models of one space of placements.
+
+    Args:
+        atlas: The float model and its dialect.
+        space: What may be quantized; `space` is what is left of it after calibration.
+        config: Says what to calibrate on.
+    """
+
+    def __init__(self, atlas: Atlas, space: Space, config: Config) -> None:
+        self._model = atlas.model
+        self._dialect = atlas.dialect
+        self._config = config
+        self._scratch = tempfile.TemporaryDirectory(prefix="qdq-autotune-")
+        self.folder = Path(self._scratch.name)
+        self._ranges = self._calibrated(space)
+        self.space = narrowed(space, self._ranges)
+
+    @cached_property
+    def float_file(self) -> Path:
+        """The float model, cleaned: the baseline."""
+        return save(self._model, self.folder)
+
+    @cached_property
+    def _inserter(self) -> Inserter:
+        return Inserter(self._model, self._dialect, finite_ranges(self._ranges))
+
+    def proto(self, resolved: Resolved) -> Any:
+        """A placement's model in memory, as ONNX has it."""
+        return self._inserter.insert(resolved) if resolved else self._model.proto
+
+    def candidate_file(self, resolved: Resolved, name: str) -> Path:
+        """A placement's model as a file for building; it shares its weights with its like."""
+        if not resolved:
+            return self.float_file
+        return self._inserter.write(resolved, self.folder / "candidates", name=name)
+
+    def _calibrated(self, space: Space) -> Ranges:
+        tensors = {e.tensor for d in space.dimensions for e in d.edges if e.tensor not in self._model.constants}
+        if not tensors:
+            return {}
+        types = {name: (self._model.types[name].dtype, self._model.types[name].shape) for name in self._model.inputs}
+        feeds: Iterable[Mapping[str, Array]]
+        if self._config.calibration_data is None:
+            _logger.info("%s: calibrated on random data: do not trust any accuracy", self._model.source)
+            data, samples, feeds = "random feeds 1", RANDOM_SAMPLES, random_feeds(types, RANDOM_SAMPLES)
+        else:
+            arrays = open_data(_data(self._config.calibration_data), Path.cwd(), SAMPLES)
+            data, samples, feeds = arrays.fingerprint, SAMPLES, batches(arrays, None, types)
+        key = CalibrationKey(model_sha256=self._model.sha256, data=data, samples=samples)
+        ranges = cached_ranges(key, self.float_file, sorted(tensors), feeds)
+        for remark in remarks(ranges):
+            _logger.warning("%s: %s", self._model.source, remark)
+        return ranges
+
+
+def export(proto: Any, path: Path | None) -> bytes:
+    """A model as bytes, written to a file as well where one is given; above 2 GB the file is all there is.
+
+    Raises:
+        UserError: It is too large for bytes, and there is no file.
+    """
+    if path is None:
+        return encode(proto)
+    write(proto, path)
+    return b"" if path.with_name(f"{path.name}.data").exists() else path.read_bytes()
+
+
+def _data(text: str) -> dict[str, str]:
+    """The data mapping for a file of arrays.
+
+    Raises:
+        AutotunerError: It is no such file.
+    """
+    kind = Path(text).suffix.removeprefix(".")
+    if kind not in ("npz", "npy"):
+        raise AutotunerError(
+            f"calibration_data {text}: an .npz file with an array for each input of the model, samples first; "
+            "images are for 'qdq run', which knows how to turn them into inputs"
+        )
+    return {"use": kind, "path": text}

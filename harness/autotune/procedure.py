@@ -1,0 +1,256 @@
+"""The whole way from a float model to an optimized one: baseline, starts, region after region, confirmation, files."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from harness.api import Candidate
+from harness.autotune.autotuner import QDQAutotuner
+from harness.autotune.autotuner_base import Transform
+from harness.autotune.benchmark import Benchmark, current_benchmark, latency_ms
+from harness.autotune.cache import PatternCache
+from harness.autotune.common import AutotunerError, AutotunerNotInitializedError, Config
+from harness.autotune.delivery import export
+from harness.autotune.regions import Region
+from harness.graph.cache import strangers
+from harness.graph.load import load
+from harness.run.compose import OPSET
+from harness.run.observe import Observer, Silent
+from search.space import Placement
+
+__all__ = ["Plan", "run_plan"]
+
+_logger = logging.getLogger(__name__)
+SAVE_S = 10.0
+"""While a region is under profile, its measurements are saved so often."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to do; see `harness.autotune.workflows`.
+
+    Attributes:
+        whole: Let the searcher have the whole model at once, instead of region after region.
+        max_evals: Measured models at most, the baseline and those of earlier runs included; None: no limit.
+    """
+
+    output_dir: Path
+    schemes_per_region: int = 30
+    pattern_cache_file: Path | None = None
+    state_file: Path | None = None
+    qdq_baseline: Path | None = None
+    node_filters: tuple[str, ...] = ()
+    config: Config = field(default_factory=Config)
+    whole: bool = False
+    max_evals: int | None = None
+    transform: Transform | None = None
+    observer: Observer = field(default_factory=Silent)
+
+    @property
+    def state(self) -> Path:
+        """The state file."""
+        return self.state_file or self.output_dir / "autotuner_state.yaml"
+
+
+def run_plan(model: Any, plan: Plan) -> QDQAutotuner:
+    """Do what a plan says; what was measured is saved even where this is interrupted.
+
+    Args:
+        model: File of the model, or an `onnx.ModelProto`.
+
+    Raises:
+        AutotunerNotInitializedError: There is no benchmark.
+        UserError: Anything given that cannot be used, or a float model that cannot be timed.
+    """
+    benchmark = current_benchmark()
+    if benchmark is None:
+        raise AutotunerNotInitializedError("Benchmark instance not initialized: call init_benchmark_instance() first")
+    autotuner = _autotuner(model, plan)
+    run = _Run(autotuner, benchmark, plan)
+    try:
+        run.begin()
+        run.regions()
+        run.finish()
+    finally:
+        if autotuner.baseline_latency_ms is not None:
+            autotuner.save_state(str(plan.state))
+    return autotuner
+
+
+def _autotuner(model: Any, plan: Plan) -> QDQAutotuner:
+    for folder in ("logs", "region_models"):
+        (plan.output_dir / folder).mkdir(parents=True, exist_ok=True)
+    cache = None
+    if plan.pattern_cache_file is not None:
+        if plan.pattern_cache_file.exists():
+            cache = PatternCache.load(str(plan.pattern_cache_file))
+        else:
+            _logger.warning("%s: there is no such pattern cache, so the start is cold", plan.pattern_cache_file)
+    loaded = load(Path(model), min_opset=OPSET) if isinstance(model, str | Path) else model
+    autotuner = QDQAutotuner(loaded)
+    autotuner.initialize(plan.config, cache)
+    if cache is not None:
+        for sentence in strangers(cache.content, autotuner.session.origin):
+            plan.observer.say(sentence)
+            _logger.warning(sentence)
+    if plan.state.exists():
+        autotuner.load_state(str(plan.state))
+        plan.observer.say(f"going on with {plan.state}: {len(autotuner.session.measured)} models are measured")
+    return autotuner
+
+
+class _Run:
+    """One run of the workflow.
+
+    Args:
+        autotuner: Initialized, and with its state loaded.
+        benchmark: Times its models.
+        plan: What to do.
+    """
+
+    def __init__(self, autotuner: QDQAutotuner, benchmark: Benchmark, plan: Plan) -> None:
+        self._autotuner = autotuner
+        self._session = autotuner.session
+        self._benchmark = benchmark
+        self._plan = plan
+        self._saved_s = time.monotonic()
+        self._warm = autotuner.pattern_cache.content if plan.pattern_cache_file and autotuner.pattern_cache else None
+
+    def begin(self) -> None:
+        """Time the float model and the whole placements to begin with; the best of them stands until a turn comes."""
+        autotuner, session = self._autotuner, self._session
+        self._export("baseline.onnx", session.space.float_placement())
+        chosen = self._chosen()
+        session.keep({autotuner.graph.pattern(region).signature for region in chosen})
+        if autotuner.baseline_latency_ms is None:
+            latency = self._measured(session.candidate(session.space.float_placement()), "baseline")
+            autotuner.submit(latency)
+        starts = session.starts(self._warm, self._plan.qdq_baseline)
+        found = {name: self._start(name, placement) for name, placement in starts.items()}
+        name = min(found, key=lambda each: found[each])
+        if found[name] < self._baseline_ms:
+            session.base = starts[name]
+        self._plan.observer.say(
+            f"baseline {self._baseline_ms:.3f} ms; starts: "
+            + ", ".join(f"{each} {value:.3f} ms" for each, value in found.items())
+        )
+
+    def regions(self) -> None:
+        """Give each pattern its turn, or the whole model one."""
+        turns = [self._session.chart.whole] if self._plan.whole else self._chosen()
+        with self._plan.observer.work("regions", len(turns)) as step:
+            for region in turns:
+                self._autotuner.set_profile_region(region, commit=True)
+                if self._autotuner.current_profile_pattern_schemes is not None:
+                    self._profile(region)
+                step.advance(self._note())
+        self._autotuner.set_profile_region(None, commit=True)
+
+    def finish(self) -> None:
+        """Write the model, build it afresh beside the float model, and say how they compare."""
+        placement = self._autotuner.placement(best=True)
+        path = self._export("optimized_final.onnx", placement)
+        final = replace(self._session.candidate(placement), source=lambda: path)
+        self._measured(final, "final")
+        baseline_path = self._plan.output_dir / "baseline.onnx"
+        floating = self._session.candidate(self._session.space.float_placement())
+        summary = self._benchmark.confirm(final, replace(floating, source=lambda: baseline_path))
+        if "final" not in summary.rows:
+            self._plan.observer.say(f"Final: could not be timed: {summary.failed['final'].reason}")
+            return
+        baseline, row = summary.rows["baseline"], summary.rows["final"]
+        low, high = row.speedup.low, row.speedup.high
+        lines = [
+            f"Baseline: {baseline.latency_ms.value:.3f} ms",
+            f"Final: {row.latency_ms.value:.3f} ms ({row.speedup.value:.3f}x speedup, 95 % interval {low:.3f} to "
+            f"{high:.3f}, {row.verdict}; {row.builds} fresh builds in turns with the baseline)",
+            f"Written: {path}",
+        ]
+        if row.verdict != "faster":
+            lines.append(f"Not faster than the float model beyond noise: {baseline_path} does as well")
+        for line in lines:
+            self._plan.observer.say(line)
+        with (self._plan.output_dir / "logs" / "final.log").open("a", encoding="utf-8") as log:
+            log.write("\n".join(lines) + "\n")
+
+    @property
+    def _baseline_ms(self) -> float:
+        return self._autotuner.baseline_latency_ms or float("inf")
+
+    def _chosen(self) -> list[Region]:
+        """The regions to profile: with filters, those that have a node whose name matches."""
+        filters, nodes = self._plan.node_filters, self._autotuner.graph.nodes
+
+        def matches(region: Region) -> bool:
+            names = (nodes[index].name for index in region.get_region_nodes_and_descendants())
+            return any(fnmatch.fnmatch(name, pattern) for name in names for pattern in filters)
+
+        regions = self._autotuner.regions
+        found = [region for region in regions if matches(region)] if filters else list(regions)
+        if not found:
+            raise AutotunerError(f"node filters {', '.join(filters)}: no node of the model has such a name")
+        return found
+
+    def _profile(self, region: Region) -> None:
+        autotuner = self._autotuner
+        schemes = autotuner.current_profile_pattern_schemes
+        signature = "" if schemes is None else schemes.pattern_signature
+        while not self._spent(signature) and (index := autotuner.generate()) >= 0:
+            name = f"region_{region.id}_scheme_{index}"
+            latency = self._measured(autotuner.candidate(), name)
+            autotuner.submit(latency, success=latency != float("inf"))
+            self._save_now_and_then()
+        name = f"region_{region.id}_level_{region.level}.onnx"
+        self._export(f"region_models/{name}", autotuner.placement(best=True))
+        autotuner.save_state(str(self._plan.state))
+
+    def _spent(self, signature: str) -> bool:
+        """Whether the turn of a pattern is over, counting what was measured in it before an interruption."""
+        measured = self._session.measured
+        own = sum(each.signature == signature for each in measured.values())
+        limit = self._plan.max_evals
+        return own >= self._plan.schemes_per_region or (limit is not None and len(measured) >= limit)
+
+    def _start(self, name: str, placement: Placement) -> float:
+        known = self._session.measured.get(self._session.space.digest(placement))
+        if known is None:
+            latency = self._measured(self._session.candidate(placement), f"start_{name}")
+            known = self._session.record(placement, None if latency == float("inf") else latency)
+        return float("inf") if known.latency_ms is None else known.latency_ms
+
+    def _measured(self, candidate: Candidate, log: str) -> float:
+        return latency_ms(
+            self._benchmark.measure(self._transformed(candidate), self._plan.output_dir / f"logs/{log}.log")
+        )
+
+    def _transformed(self, candidate: Candidate) -> Candidate:
+        transform = self._plan.transform
+        if transform is None:
+            return candidate
+        path = self._session.delivery.folder / "transformed.onnx"
+
+        def source() -> Path:
+            export(transform(self._session.delivery.proto(candidate.edges)), path)
+            return path
+
+        return replace(candidate, source=source)
+
+    def _export(self, name: str, placement: Placement) -> Path:
+        path = self._plan.output_dir / name
+        proto = self._session.delivery.proto(self._session.space.resolve(placement))
+        export(proto if self._plan.transform is None else self._plan.transform(proto), path)
+        return path
+
+    def _save_now_and_then(self) -> None:
+        if time.monotonic() - self._saved_s > SAVE_S:
+            self._autotuner.save_state(str(self._plan.state))
+            self._saved_s = time.monotonic()
+
+    def _note(self) -> str:
+        known = [each.latency_ms for each in self._session.measured.values() if each.latency_ms is not None]
+        return f"best {min(known):.3f} ms" if known else ""

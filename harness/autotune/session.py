@@ -1,0 +1,158 @@
+"""What an autotuner works on: one model, one chart of its regions, and every model that was measured."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from harness import registry
+from harness.api import Candidate
+from harness.autotune.atlas import Atlas, Chart
+from harness.autotune.common import Config
+from harness.autotune.delivery import Delivery
+from harness.autotune.regions import Region
+from harness.autotune.schemes import PatternSchemes
+from harness.autotune.state import Measurement
+from harness.autotune.turn import Turn
+from harness.graph import cache as engine
+from harness.graph.dialects import Dialect
+from harness.graph.exchange import float_names
+from harness.graph.importer import import_qdq
+from harness.run.config import Use
+from search.api import Observation, Score
+from search.space import Placement
+
+__all__ = ["Backend", "Session"]
+
+
+class Backend:
+    """A benchmarker as far as writing models for it needs it.
+
+    Attributes:
+        dialect: How it wants its Q/DQ pairs.
+        facts: Its own words about itself.
+
+    Raises:
+        UserError: There is no such benchmarker or dialect.
+    """
+
+    def __init__(self, use: Use) -> None:
+        benchmarker = registry.create("benchmarker", use.use, use.params)
+        found: Any = registry.load("dialect", getattr(benchmarker, "dialect", use.use))
+        self.name = use.use
+        self.dialect: Dialect = found
+        self.facts: Mapping[str, Any] = benchmarker.describe()
+
+
+class Session:
+    """One model with its regions, and what was measured of it.
+
+    Args:
+        atlas: The model.
+        regions: What it is made of.
+        config: The settings.
+        backend: What it is made for.
+
+    Attributes:
+        allowed: Dimensions that may be quantized; `keep` makes them fewer.
+        base: What patterns have whose turn has not come.
+        measured: By digest.
+    """
+
+    def __init__(self, atlas: Atlas, regions: Sequence[Region], config: Config, backend: Backend) -> None:
+        self._config = config
+        self._backend = backend
+        self._model = atlas.model
+        self.regions = tuple(regions)
+        self.chart: Chart = atlas.chart(regions)
+        self.delivery = Delivery(atlas, self.chart.space, config)
+        self.chart.narrow(self.delivery.space)
+        self.space = self.chart.space
+        self.allowed: tuple[int, ...] = tuple(range(len(self.space)))
+        self.base = self.space.float_placement()
+        self.measured: dict[str, Measurement] = {}
+
+    @property
+    def origin(self) -> engine.Origin:
+        """Where its measurements are made."""
+        device = str(self._backend.facts.get("device", ""))[:200]
+        return engine.Origin(backend=self._backend.name, precision=self._config.default_quant_type, device=device)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What must be the same to go on with earlier measurements."""
+        dimensions = hashlib.sha256(repr(self.space.dimensions).encode()).hexdigest()
+        return {
+            "model_sha256": self._model.sha256,
+            "quant_type": self._config.default_quant_type,
+            "space": dimensions[:16],
+            **{key: self._backend.facts.get(key) for key in ("name", "version", "device", "options")},
+        }
+
+    def keep(self, signatures: Iterable[str]) -> None:
+        """Leave all patterns but these float."""
+        kept = {index for signature in signatures for index in self.chart.dimensions(signature).values()}
+        self.allowed = tuple(sorted(kept))
+
+    def turn(self, region: Region, around: Placement) -> Turn:
+        """The turn of a region."""
+        return Turn(self.chart, region, self.allowed, around, self._config)
+
+    def with_schemes(self, profiled: Iterable[PatternSchemes]) -> Placement:
+        """The best scheme of each profiled pattern; the others are as the base has them."""
+        placement = self.base
+        for schemes in profiled:
+            if schemes.best_scheme is not None:
+                placement = self.chart.decode(schemes.pattern_signature, schemes.best_scheme, placement)
+        return placement
+
+    def candidate(self, placement: Placement) -> Candidate:
+        """The candidate of a placement."""
+        resolved, digest = self.space.resolve(placement), self.space.digest(placement)
+        return Candidate(digest=digest, edges=resolved, source=lambda: self.delivery.candidate_file(resolved, digest))
+
+    def record(self, placement: Placement, latency_ms: float | None, signature: str = "") -> Measurement:
+        """Remember what came of a placement."""
+        stamp = datetime.now(UTC).isoformat(timespec="seconds")
+        made = Measurement(latency_ms=latency_ms, signature=signature, timestamp=stamp)
+        self.measured[self.space.digest(placement)] = made
+        return made
+
+    def learned(self, placement: Placement, latency_ms: float, baseline_ms: float) -> engine.PatternCache:
+        """What a measurement tells the pattern cache."""
+        observation = Observation(
+            placement=placement, digest=self.space.digest(placement), outcome=Score(objective=latency_ms)
+        )
+        return engine.cache_of([observation], self.space, self.chart.sizes, baseline_ms, self.origin)
+
+    def starts(self, cache: engine.PatternCache | None, qdq_baseline: Any) -> dict[str, Placement]:
+        """Whole placements to begin with, by name: simple ones, and what was found elsewhere.
+
+        Args:
+            cache: The pattern cache given.
+            qdq_baseline: File of a Q/DQ model that was made from this model; None: none.
+
+        Raises:
+            UserError: The Q/DQ model cannot be read back.
+        """
+        found = {"linear": self.space.only({"linear"}), "all": self.space.everywhere()}
+        if qdq_baseline is not None:
+            found["qdq_baseline"] = self.space.nearest(import_qdq(qdq_baseline, self._model))
+        if cache is not None:
+            for rank, placement in enumerate(engine.placements(cache, self.space, self.origin)):
+                found[f"pattern_cache_{rank}"] = placement
+        return {name: self._allowed(placement) for name, placement in found.items()}
+
+    def imported(self, tensors: set[str]) -> Placement:
+        """The placement that quantizes where most of a point's activations are among these tensors."""
+        names = float_names(tensors, self._model)
+        choices = []
+        for dimension in self.space.dimensions:
+            data = [e.tensor in names for e in dimension.edges if e.tensor not in self._model.constants]
+            choices.append(int(2 * sum(data) > len(data)))
+        return self._allowed(Placement(tuple(choices)))
+
+    def _allowed(self, placement: Placement) -> Placement:
+        return Placement(tuple(c if index in self.allowed else 0 for index, c in enumerate(placement.choices)))

@@ -1,0 +1,19 @@
+"""`qdq autotune`."""
+
+from __future__ import annotations
+
+import typer
+
+__all__ = ["autotune"]
+
+
+def autotune(context: typer.Context) -> None:
+    """Optimize one model with the command line, files and defaults of ModelOpt's autotune; no GPU is needed.
+
+    Example: `qdq autotune --onnx_path model.onnx --output_dir out/model`
+    """
+    from harness.autotune.command import autotune as run
+    from harness.show import Terminal
+
+    with Terminal() as terminal:
+        run(context.args, "qdq autotune", terminal)
