@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -42,13 +43,16 @@ def compare_frame(first: Results, second: Results) -> pd.DataFrame:
     """
     names = {cell.name for cell in first.cells} & {cell.name for cell in second.cells}
     if not names:
-        one, two = (", ".join(cell.name for cell in results.cells) or "none" for results in (first, second))
+        there = [", ".join(cell.name for cell in results.cells) or "none" for results in (first, second)]
         raise UserError(
-            f"{first.folder} and {second.folder} have no cell in common (cells: {one}; {two}); cells are called "
+            f"{first.folder} and {second.folder} have no cell in common (cells: {'; '.join(there)}); cells are called "
             "MODEL-BACKEND-PRECISION by the labels of the experiment"
         )
-    both = _keyed(first).merge(_keyed(second), on=KEY, how="outer", suffixes=("_1", "_2"), sort=False)
+    one, two = _keyed(first), _keyed(second)
+    both = one.merge(two, on=KEY, how="outer", suffixes=("_1", "_2"), sort=False)
     both = both[both["cell"].isin(names)]
+    order = {key: place for place, key in enumerate(dict.fromkeys([*_keys(one), *_keys(two)]))}
+    both = both.iloc[sorted(range(len(both)), key=lambda place: order[_keys(both)[place]])]
     medians = [_build_medians(results) for results in (first, second)]
     return pd.DataFrame([_line(row, first, second, medians) for row in both.to_dict("records")])
 
@@ -59,13 +63,19 @@ def _keyed(results: Results) -> pd.DataFrame:
     return main.assign(float_precision=main["precision"].where(main["method"] == "float", ""))
 
 
+def _keys(frame: pd.DataFrame) -> list[tuple[str, ...]]:
+    return list(frame[KEY].itertuples(index=False, name=None))
+
+
 def _build_medians(results: Results) -> dict[tuple[str, str], list[float]]:
     """Median latency of each fresh build, by cell and row."""
-    found: dict[tuple[str, str], list[float]] = defaultdict(list)
     samples = sample_frame(results)
-    turns = samples[samples["row"] != TWIN].groupby(["cell", "row", "build", "group", "round"])["latency_ms"].median()
-    for (cell, row, *_), middle in turns.groupby(["cell", "row", "build", "group"]).median().items():  # type: ignore[misc]
-        found[cell, row].append(float(middle))
+    samples = samples[samples["row"] != TWIN]
+    turns = samples.groupby(["cell", "row", "build", "group", "round"], as_index=False)["latency_ms"].median()
+    builds = turns.groupby(["cell", "row", "build", "group"], as_index=False)["latency_ms"].median()
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for line in builds.to_dict("records"):
+        found[line["cell"], line["row"]].append(line["latency_ms"])
     return found
 
 
@@ -105,17 +115,21 @@ def _same(one: Any, two: Any) -> bool | None:
 
 
 def _ratio(first: Sequence[float], second: Sequence[float]) -> Interval:
-    """Latency of the first over the second, unpaired (Welch 1947, "The generalization of Student's problem")."""
-    from scipy.stats import ttest_ind
+    """Latency of the first over the second, unpaired; a side of one build leaves the interval open.
 
-    one, two = np.log(first), np.log(second)
-    value = float(np.exp(one.mean() - two.mean()))
-    if min(len(one), len(two)) < 2:
-        return Interval(value=value, low=0.0, high=float("inf"))
-    if one.std() == two.std() == 0.0:
-        return Interval(value=value, low=value, high=value)
-    limits = ttest_ind(one, two, equal_var=False).confidence_interval(0.95)
-    return Interval(value=value, low=float(np.exp(limits.low)), high=float(np.exp(limits.high)))
+    Logarithms with Welch's degrees of freedom ("The generalization of 'Student's' problem", Biometrika 34, 1947).
+    """
+    from scipy.special import stdtrit
+
+    logs = [np.log(side) for side in (first, second)]
+    shift = float(logs[0].mean() - logs[1].mean())
+    if min(len(side) for side in logs) < 2:
+        return Interval(value=math.exp(shift), low=0.0, high=math.inf)
+    parts = [float(side.var(ddof=1)) / len(side) for side in logs]
+    spread = sum(part**2 / (len(side) - 1) for part, side in zip(parts, logs, strict=True))
+    freedom = sum(parts) ** 2 / spread if spread else math.inf
+    half = float(stdtrit(freedom, 0.975)) * math.sqrt(sum(parts)) if spread else 0.0
+    return Interval(value=math.exp(shift), low=math.exp(shift - half), high=math.exp(shift + half))
 
 
 def compared(first: Results, second: Results) -> Table:

@@ -21,10 +21,10 @@ __all__ = ["finalist_frame", "main_frame", "precision_frame"]
 REASON_WIDTH = 60
 MISSING = "missing"
 COLUMNS = (
-    "cell", "model", "device", "precision", "quantized", "method", "latency_ms", "latency_low_ms", "latency_high_ms",
-    "speedup", "speedup_low", "speedup_high", "metric", "score", "drop", "drop_low", "drop_high", "pairs", "builds_ok",
-    "builds", "minutes", "verdict", "reason", "decision", "seed", "budget", "search_ms", "row", "sha256", "best",
-    "tied",
+    "cell", "model", "backend", "device", "precision", "quantized", "method", "latency_ms", "latency_low_ms",
+    "latency_high_ms", "speedup", "speedup_low", "speedup_high", "metric", "score", "drop", "drop_low", "drop_high",
+    "pairs", "builds_ok", "builds", "minutes", "verdict", "reason", "decision", "seed", "budget", "search_ms", "row",
+    "sha256", "best", "tied",
 )  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def main_frame(results: Results) -> pd.DataFrame:
 def precision_frame(results: Results) -> pd.DataFrame:
     """The main rows that have an accuracy, and those of models that were quantized to several precisions."""
     main = main_frame(results)
-    several = main.groupby(["model", "device"])["quantized"].transform("nunique") > 1
+    several = main.groupby(["model", "backend"])["quantized"].transform("nunique") > 1
     return main[main["score"].notna() | several].reset_index(drop=True)
 
 
@@ -102,6 +102,7 @@ def _of_cell(cell: CellResults) -> dict[str, Any]:
     return {
         "cell": cell.name,
         "model": cell.facts["model"],
+        "backend": _backend(cell),
         "device": _device(cell.facts),
         "precision": cell.facts["precision"],
         "quantized": cell.facts["precision"],
@@ -110,7 +111,8 @@ def _of_cell(cell: CellResults) -> dict[str, Any]:
 
 
 def _of_spec(spec: CellSpec) -> dict[str, Any]:
-    facts = {"cell": spec.name, "model": spec.model.name, "device": spec.backend.name, "metric": None}
+    backend = {"backend": spec.backend.name, "device": MISSING}
+    facts = {"cell": spec.name, "model": spec.model.name, **backend, "metric": None}
     return {**facts, "precision": spec.precision, "quantized": spec.precision}
 
 
@@ -210,6 +212,13 @@ def _verdict(cell: CellResults, pick: Pick) -> tuple[str, str]:
     if summary is not None:
         return ("baseline" if pick.row == FLOAT_ROW and pick.kind == "float" else summary.verdict), ""
     return ("not confirmed", "") if failed is None else (f"failed: {failed.stage}", failed.reason)
+
+
+def _backend(cell: CellResults) -> str:
+    """The backend by the label that the experiment gave it: what the cell's name has between model and precision."""
+    prefix, suffix = f"{cell.facts['model']}-", f"-{cell.facts['precision']}"
+    label = cell.name.removeprefix(prefix).removesuffix(suffix)
+    return label if f"{prefix}{label}{suffix}" == cell.name else str(cell.facts["backend"].get("name"))
 
 
 def _device(facts: Mapping[str, Any]) -> str:

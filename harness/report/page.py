@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ WORDS = frozenset({
     "model", "device", "precision", "method", "verdict", "decision", "cell", "searcher", "placement",
 })  # fmt: skip
 """Columns that are sorted as text; all others by their first number."""
+KINDS = ("faster", "tie", "slower", "missing", "without a figure")
 
 
 def index(results: Results, tables: Sequence[Table]) -> str:
@@ -71,7 +73,7 @@ def labels_of(cell: CellResults, main: pd.DataFrame) -> dict[str, str]:
     others: dict[str, dict[str, None]] = {}
     for pick in cell.picks:
         if pick.row and pick.row not in names:
-            others.setdefault(pick.row, {})[f"{pick.method} {pick.seed} at {pick.budget}"] = None
+            others.setdefault(pick.row, {})[f"{pick.method}, seed {pick.seed} at {pick.budget}"] = None
     return {row: ", ".join(found) for row, found in {**names, **others}.items()}
 
 
@@ -99,9 +101,10 @@ def tried_frame(cell: CellResults) -> pd.DataFrame:
 
 def _verdict(cell: CellResults, lines: pd.DataFrame) -> dict[str, Any]:
     """What came out of a cell, in words."""
-    counts = lines[lines["verdict"] != "baseline"]["verdict"].map(lambda v: v if v in _KINDS else "without a figure")
-    tally = ", ".join(f"{number} {kind}" for kind, number in counts.value_counts().items())
-    facts = [f"{len(counts)} methods: {tally}." if len(counts) else ""]
+    judged = [verdict for verdict in lines["verdict"] if verdict != "baseline"]
+    counts = Counter(verdict if verdict in KINDS else KINDS[-1] for verdict in judged)
+    tally = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])
+    facts = [f"{len(judged)} methods: {tally}." if judged else ""]
     if cell.floor is not None:
         facts.append(f"A/A floor {cell.floor:.1%}.")
     best = lines[lines["best"].astype(bool)].to_dict("records")
@@ -117,9 +120,6 @@ def _verdict(cell: CellResults, lines: pd.DataFrame) -> dict[str, Any]:
     latency = interval(top["latency_ms"], top["latency_low_ms"], top["latency_high_ms"], 3)
     head = f"{methods}: {speedup} times the speed of the float model, {latency} ms"
     return {"cell": cell.name, "state": top["verdict"], "head": head, "facts": [_accuracy(cell, top), *facts]}
-
-
-_KINDS = frozenset({"faster", "tie", "slower", "missing"})
 
 
 def _accuracy(cell: CellResults, line: Mapping[Any, Any]) -> str:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import matplotlib as mpl
 import numpy as np
@@ -32,7 +32,7 @@ def _drawn(path: Path, height: float = 4.0) -> Iterator[Axes]:
 
     The SVG holds no date and no random identifiers: same results, same bytes.
     """
-    settings = {"text.usetex": False, "text.parse_math": False, "font.size": 9, "svg.hashsalt": "qdq-bench"}
+    settings: Any = {"text.usetex": False, "text.parse_math": False, "font.size": 9, "svg.hashsalt": "qdq-bench"}
     with mpl.rc_context(settings):
         figure = Figure(figsize=(6.4, height), layout="constrained")
         axes = figure.subplots()

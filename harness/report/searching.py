@@ -110,8 +110,8 @@ def target_frame(results: Results) -> pd.DataFrame:
         for search in cell.searches:
             searches.setdefault(search.searcher, []).append(search)
         steps = [step for search in cell.searches for step in incumbents(search.entries, cell.goal)]
-        best_ms = min((step.score.objective for step in steps), default=None)
-        for searcher, found in searches.items() if best_ms is not None else ():
+        best_ms = min((step.score.objective for step in steps), default=math.inf)
+        for searcher, found in searches.items() if math.isfinite(best_ms) else ():
             for share in TARGETS:
                 spent = [_spent_until(cell, search, best_ms, share) for search in found]
                 figures = {"share": share, "seeds": len(spent), "reached": sum(math.isfinite(n) for n, _ in spent)}

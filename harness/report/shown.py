@@ -51,8 +51,8 @@ LATENCY, SPEEDUP = "latency ms [CI]", "speedup [CI]"
 
 def tables_of(results: Results) -> Iterator[Table]:
     """All tables that have a row, the main one first."""
-    main, finalists = main_frame(results), finalist_frame(results)
-    precision = precision_frame(results)
+    main, precision = _told_apart(main_frame(results)), _told_apart(precision_frame(results))
+    finalists = finalist_frame(results)
     found = (
         _marked("main", "Main results", main, _main_row, _note(results)),
         _marked("precision", "Precision and decision", precision, _precision_row, PRECISION_NOTE),
@@ -70,6 +70,12 @@ def tables_of(results: Results) -> Iterator[Table]:
         _variance(variance_frame(results)),
     )
     return (table for table in found if len(table.cells))
+
+
+def _told_apart(main: pd.DataFrame) -> pd.DataFrame:
+    """Devices with the backend before them where there are several backends."""
+    several = main["backend"].nunique() > 1
+    return main.assign(device=main["backend"] + " on " + main["device"]) if several else main
 
 
 def partial(results: Results) -> str:
@@ -189,10 +195,10 @@ def _side_by_side(main: pd.DataFrame) -> Table:
     """Methods by precision: for each precision its latency, speedup, drop and decision."""
     quantized = main[main["precision"] != "float"]
     lines = []
-    for (model, device), part in quantized.groupby(["model", "device"], sort=False):
+    for (model, _), part in quantized.groupby(["model", "backend"], sort=False):
         precisions = list(dict.fromkeys(part["quantized"]))
         for method in dict.fromkeys(part["method"]) if len(precisions) > 1 else ():
-            line = {"model": model, "device": device, "method": method}
+            line = {"model": str(model), "device": str(part["device"].iloc[0]), "method": str(method)}
             for precision in precisions:
                 found = part[(part["method"] == method) & (part["quantized"] == precision)].to_dict("records")
                 line |= _side(precision, found[0] if found else None)
@@ -213,7 +219,7 @@ def _budgets(budgets: pd.DataFrame) -> Table:
     lines: list[dict[str, str]] = []
     marks: dict[str, set[tuple[int, str]]] = {"best": set(), "tied": set()}
     for (cell, searcher), part in budgets.groupby(["cell", "searcher"], sort=False):
-        line = {"cell": cell, "searcher": searcher}
+        line = {"cell": str(cell), "searcher": str(searcher)}
         for row in part.to_dict("records"):
             column = f"{row['budget']} evaluations"
             line[column] = interval(row["speedup"], row["low"], row["high"])
@@ -231,7 +237,7 @@ def _budgets(budgets: pd.DataFrame) -> Table:
 def _targets(targets: pd.DataFrame) -> Table:
     lines = []
     for (cell, searcher), part in targets.groupby(["cell", "searcher"], sort=False) if len(targets) else ():
-        line = {"cell": cell, "searcher": searcher}
+        line = {"cell": str(cell), "searcher": str(searcher)}
         for row in part.to_dict("records"):
             figures = [_spent(row[name], "{:.0f}") for name in ("evaluations", "evaluations_low", "evaluations_high")]
             middle, low, high = figures

@@ -86,7 +86,7 @@ def write_table(table: Table, folder: Path) -> None:
 def _marked(table: Table, escape: Callable[[str], str], marks: Mapping[str, str]) -> pd.DataFrame:
     forms = {"": "{}", **marks}
     lines = [
-        [forms[table.mark(number, column)].format(escape(text)) for column, text in line.items()]
+        [forms[table.mark(number, str(column))].format(escape(text)) for column, text in line.items()]
         for number, line in enumerate(table.cells.astype(str).to_dict("records"))
     ]
     return pd.DataFrame(lines, columns=[escape(column) for column in table.cells.columns])

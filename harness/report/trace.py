@@ -11,7 +11,6 @@ import numpy as np
 from harness.errors import UserError, nearest
 from harness.measure.confirm import Block
 from harness.records import Measured
-from harness.report.frames import main_frame
 from harness.report.results import CellResults, Results
 from harness.report.samples import counted
 from harness.report.shown import tables_of

@@ -1,4 +1,4 @@
-"""Reports of a small results folder, written by the harness's own encoders and never timed."""
+"""Tables of a small results folder (see conftest), finished and cut short."""
 
 import json
 import shutil
@@ -9,114 +9,29 @@ import matplotlib.image
 import pandas as pd
 import pytest
 
+import harness.report
 from harness.errors import UserError
-from harness.measure.confirm import TWIN, Block, Dropped, encode_event
-from harness.records import Asked, Failed, Measured, Told
 from harness.report import render
+from harness.report.render import text_of, write_tables
+from harness.report.results import load as load_results
 from harness.report.tables import Table, markdown, write_table
-from harness.run.config import parse_experiment, to_yaml
 from harness.run.engine import Goal
-from harness.run.journal import Journal
-from harness.run.rows import Pick, Row, write_json
+from harness.run.rows import write_json
 
-EXPERIMENT = """
-experiment: small
-models: [{use: net.onnx, label: net}, {use: other.onnx, label: other}]
-backends: [{use: openvino, params: {precision: f32, threads: 2}}]
-searchers: [random, tpe]
-initial: [float, all]
-baselines: [all, linear]
-budget: {evaluations: [2, 3]}
-seeds: [0, 1]
-confirmation: {builds: 3, rounds: 2, samples: 3, top_k: 2}
-"""
 CELL = "net-openvino-int8"
-FACTS = {
-    "schema": 1,
-    "cell": CELL,
-    "model": "net",
-    "calibrated_on": "8 samples",
-    "precision": "int8",
-    "metric": "top1",
-    "higher_is_better": True,
-    "backend": {
-        "name": "openvino", "device": "A CPU", "options": {"threads": 2}, "float_precision": "f32",
-        "float_open": False, "float_params": {"f32": {}, "bf16": {}},
-    },
-    "goal": asdict(Goal(metric="top1", reference=0.8, max_drop=0.02)),
-}  # fmt: skip
-LATENCY_MS = {TWIN: 8.0, "float": 8.0, "float-bf16": 10.0, "all": 2.0, "aa": 4.0, "bb": 5.0}
-SCORES = {"float": 0.8, "float-bf16": 0.8, "all": 0.7, "aa": 0.79, "bb": 0.8}
 
 
-def write_cell(folder: Path, facts=FACTS) -> Path:
-    """A finished cell: two seeds of random, a tpe that found nothing, and a baseline that does not build."""
-    cell = folder / CELL
-    (cell / "runs").mkdir(parents=True)
-    write_json(cell / "cell.json", facts)
-    write_scores(cell, "top1")
-    for seed in (0, 1):
-        write_journal(cell / "runs" / f"random-{seed}.jsonl")
-    ids = {"float": 0, "float-bf16": 0, "all": 9, "linear": 4, "aa": 5, "bb": 3}
-    rows = [Row(id=name, file=f"{name}.onnx", sha256=f"sha of {name}", pairs=pairs) for name, pairs in ids.items()]
-    write_json(cell / "rows.json", {"rows": [asdict(r) for r in rows], "picks": [asdict(p) for p in picks()]})
-    events = [
-        Block(build=build, group=0, round=turn, row=row, samples_ms=(ms, ms, ms))
-        for build in range(3)
-        for turn in range(2)
-        for row, ms in LATENCY_MS.items()
-    ]
-    lost = Failed(stage="build", reason="unsupported operator", wall_s=1.0)
-    events += [Dropped(build=build, group=0, row="linear", failed=lost) for build in range(3)]
-    write_lines(cell / "confirm.jsonl", [json.dumps({"kind": "header"}), *map(encode_event, events)])
-    return cell
+def tables(folder: Path) -> str:
+    """Write the tables alone and give the text for the terminal."""
+    results = load_results(folder)
+    return text_of(results, write_tables(results, folder / "report"))
 
 
-def write_scores(cell: Path, metric: str) -> None:
-    scores = {f"sha of {row} main": {"metrics": {metric: v}, "per_item": []} for row, v in SCORES.items()}
-    write_json(cell / "accuracy.json", scores)
-
-
-def picks() -> list[Pick]:
-    found = {"method": "random", "kind": "search", "minutes": 0.5}
-    return [
-        Pick(method="float", kind="float", row="float"),
-        Pick(method="float", kind="float", row="float-bf16"),
-        Pick(method="all", kind="baseline", row="all"),
-        Pick(method="linear", kind="baseline", row="linear"),
-        Pick(method="ort_static", kind="baseline", row="", reason="it said\nthat " + "this will never work " * 9),
-        Pick(**found, row="bb", seed=0, budget=2, search_ms=5.0),
-        Pick(**found, row="aa", seed=0, budget=3, search_ms=4.0),
-        Pick(**found, row="bb", seed=0, budget=3, search_ms=5.0, rank=1),
-        Pick(**found, row="bb", seed=1, budget=2, search_ms=5.0),
-        Pick(**found, row="bb", seed=1, budget=3, search_ms=5.0),
-        Pick(method="tpe", kind="search", row="", seed=0, budget=3, reason="nothing measured"),
-    ]
-
-
-def write_journal(path: Path) -> None:
-    good = {"build_s": 4.0, "measure_s": 4.0, "evaluate_s": 1.5}
-    outcomes = (
-        Measured(samples_ms=(8.0,) * 7, metrics={"top1": 0.8}, **good),
-        Measured(samples_ms=(4.0,) * 7, metrics={"top1": 0.79}, **good),
-        Failed(stage="build", reason="no", wall_s=9.5),
-    )
-    with Journal(path, {}) as journal:
-        for number, outcome in enumerate(outcomes):
-            journal.append(Asked(number=number, choices=(number,), digest=str(number), origin="searcher"))
-            journal.append(Told(number=number, outcome=outcome, elapsed_s=10.0 * (number + 1)))
-
-
-def write_lines(path: Path, lines: list[str]) -> None:
-    path.write_text("".join(f"{line}\n" for line in lines))
-
-
-@pytest.fixture
-def folder(tmp_path):
-    only = EXPERIMENT.replace(", {use: other.onnx, label: other}", "")
-    (tmp_path / "experiment.yaml").write_text(to_yaml(parse_experiment(only, "small")))
-    write_cell(tmp_path)
-    return tmp_path
+def change(folder: Path, **facts) -> None:
+    """Change facts of the cell; None takes one away."""
+    path = folder / CELL / "cell.json"
+    body = {**json.loads(path.read_text()), **facts}
+    write_json(path, {key: value for key, value in body.items() if value is not None})
 
 
 def cells_of(path: Path) -> list[list[str]]:
@@ -144,7 +59,7 @@ net-openvino-int8 | tpe | - | - | - | - | - | nothing measured | 0 | -
 """
 BUDGET = """
 cell | searcher | 2 evaluations | 3 evaluations | seeds
-net-openvino-int8 | random | 1.60 [1.60, 1.60] | 1.80 [1.60, 2.00] | 2
+net-openvino-int8 | random | **1.60 [1.60, 1.60]** | **1.80 [1.60, 2.00]** | 2
 """
 COST = """
 cell | searches | evaluations | minutes | build | sampling | evaluation | failures | harness
@@ -156,11 +71,11 @@ net-openvino-int8 | 2 | 6 | 1.0 | 26.7% | 26.7% | 10.0% | 31.7% | 5.0%
     ("name", "golden"), [("main", MAIN), ("finalists", FINALISTS), ("budget", BUDGET), ("cost", COST)]
 )
 def test_table_is_exactly_this(folder, name, golden):
-    render(folder)
+    tables(folder)
     assert cells_of(folder / "report" / f"{name}.md") == [line.split(" | ") for line in golden.strip().splitlines()]
 
 
-def test_the_text_shows_main_budget_and_cost_and_the_files_hold_the_finalists_too(folder):
+def test_the_text_shows_main_budget_and_cost_and_the_files_hold_all(folder):
     text = render(folder)
     assert "| verdict" in text
     assert "3 evaluations" in text
@@ -168,15 +83,21 @@ def test_the_text_shows_main_budget_and_cost_and_the_files_hold_the_finalists_to
     assert "random #2" not in text
     assert "UNFINISHED" not in text
     names = {path.name for path in (folder / "report").iterdir()}
+    shown = ("main", "precision", "finalists", "budget", "targets", "cost", "variance")
+    drawn = ("anytime", "anytime-minutes", "budget", "latency", "pareto")
     assert names == {
-        *(f"{name}.{kind}" for name in ("main", "finalists", "budget", "cost") for kind in ("md", "csv", "tex")),
-        f"anytime-{CELL}.png",
-        f"anytime-minutes-{CELL}.png",
+        "index.html",
+        *(f"{name}.{kind}" for name in shown for kind in ("md", "csv", "tex")),
+        *(f"{name}-{CELL}.{kind}" for name in drawn for kind in ("png", "svg")),
     }
+    for path in (folder / "report").glob("*.png"):
+        picture = matplotlib.image.imread(path)[..., :3]
+        border = [picture[:3], picture[-3:], picture[:, :3], picture[:, -3:]]
+        assert all((edge == 1.0).all() for edge in border), f"{path.name}: text runs over the edge"
 
 
 def test_csv_holds_raw_figures_and_whole_reasons(folder):
-    render(folder)
+    tables(folder)
     raw = pd.read_csv(folder / "report" / "main.csv")
     assert raw.loc[raw["method"] == "linear", "reason"].item() == "unsupported operator"
     assert raw.loc[raw["method"] == "ort_static", "reason"].item().count("never") == 9
@@ -186,7 +107,7 @@ def test_csv_holds_raw_figures_and_whole_reasons(folder):
 
 
 def test_latex_has_the_best_in_bold_and_no_raw_special_letters(folder):
-    render(folder)
+    tables(folder)
     text = (folder / "report" / "main.tex").read_text()
     assert r"\textbf{2.00 [2.00, 2.00]}" in text
     assert r"ort\_static" in text
@@ -201,11 +122,11 @@ def test_latex_has_the_best_in_bold_and_no_raw_special_letters(folder):
     ],
 )  # fmt: skip
 def test_note_says_what_the_speedup_is_over(folder, measured, precisions, expected):
-    backend = {**FACTS["backend"], "float_params": precisions}
-    write_json(folder / CELL / "cell.json", {**FACTS, "backend": backend})
+    backend = json.loads((folder / CELL / "cell.json").read_text())["backend"]
+    change(folder, backend={**backend, "float_params": precisions})
     if measured:
         write_json(folder / CELL / "float.json", {"strongest": "f32"})
-    text = render(folder)
+    text = tables(folder)
     assert expected in text
     assert "3 fresh builds" in text
     assert "Student's over builds" in text
@@ -213,18 +134,17 @@ def test_note_says_what_the_speedup_is_over(folder, measured, precisions, expect
 
 
 def test_drop_is_positive_where_a_lower_figure_is_better_and_rises(folder):
-    goal = asdict(Goal())
-    write_json(folder / CELL / "cell.json", {**FACTS, "higher_is_better": False, "goal": goal})
-    render(folder)
+    change(folder, higher_is_better=False, goal=asdict(Goal()))
+    tables(folder)
     raw = pd.read_csv(folder / "report" / "main.csv")
     assert raw.loc[raw["method"] == "all", "drop"].item() == pytest.approx(-0.1)
     assert raw.loc[raw["best"], "method"].tolist() == ["all"], "no bound: the fastest of all"
 
 
 def test_results_without_the_field_take_the_direction_of_the_goal(folder):
-    old = {key: value for key, value in FACTS.items() if key != "higher_is_better"}
-    write_json(folder / CELL / "cell.json", {**old, "goal": {**FACTS["goal"], "higher_is_better": False}})
-    render(folder)
+    goal = asdict(Goal(metric="top1", reference=0.8, max_drop=0.02, higher_is_better=False))
+    change(folder, higher_is_better=None, goal=goal)
+    tables(folder)
     raw = pd.read_csv(folder / "report" / "main.csv")
     assert raw.loc[raw["method"] == "all", "drop"].item() == pytest.approx(-0.1)
 
@@ -233,14 +153,20 @@ def test_results_without_the_field_take_the_direction_of_the_goal(folder):
     ("metric", "shown"), [("map", "mAP 0.7000"), ("sqnr_db", "SQNR 0.7 dB"), ("my_own", "my_own 0.7000")]
 )
 def test_metrics_are_shown_by_their_usual_name(folder, metric, shown):
-    write_json(folder / CELL / "cell.json", {**FACTS, "metric": metric, "goal": asdict(Goal())})
-    write_scores(folder / CELL, metric)
-    assert shown in render(folder)
+    change(folder, metric=metric, goal=asdict(Goal()))
+    path = folder / CELL / "accuracy.json"
+    path.write_text(path.read_text().replace('"top1"', f'"{metric}"'))
+    assert shown in tables(folder)
 
 
 def test_cells_that_have_not_begun_are_unfinished(folder):
-    (folder / "experiment.yaml").write_text(to_yaml(parse_experiment(EXPERIMENT, "small")))
-    assert "UNFINISHED: other-openvino-int8; run the same command again" in render(folder)
+    path = folder / "experiment.yaml"
+    path.write_text(path.read_text().replace("models:\n", "models:\n- use: other.onnx\n  label: other\n"))
+    text = tables(folder)
+    assert "UNFINISHED, so this is partial: other-openvino-int8; run the same command again" in text
+    waiting = [line for line in cells_of(folder / "report" / "main.md") if line[0] == "other"]
+    assert [line[3] for line in waiting] == ["float", "all", "linear", "random", "tpe"]
+    assert all(line[-1] == "missing" and line[4] == "-" for line in waiting)
 
 
 @pytest.mark.parametrize("gone", [("rows.json", "confirm.jsonl"), ("confirm.jsonl",), ("accuracy.json",), ("runs",)])
@@ -248,7 +174,7 @@ def test_a_run_cut_short_renders(folder, gone):
     for name in gone:
         path = folder / CELL / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    text = render(folder)
+    text = tables(folder)
     assert ("UNFINISHED" in text) == ("confirm.jsonl" in gone)
     assert ("No search has ended yet." in text) == ("rows.json" in gone)
     if "confirm.jsonl" in gone:
@@ -259,30 +185,36 @@ def test_a_run_cut_short_renders(folder, gone):
 def test_torn_lines_render(folder, keep):
     for path in (folder / CELL / "confirm.jsonl", folder / CELL / "runs" / "random-0.jsonl"):
         path.write_bytes(path.read_bytes()[:keep])
-    assert f"UNFINISHED: {CELL}" in render(folder)
+    assert f"UNFINISHED, so this is partial: {CELL}" in tables(folder)
 
 
 def test_an_experiment_that_has_not_begun_says_so(folder):
     shutil.rmtree(folder / CELL)
-    assert render(folder).startswith("No cell has begun yet.\n\nUNFINISHED: net-openvino-int8")
+    text = tables(folder)
+    assert text.startswith("No cell has begun yet.")
+    assert "UNFINISHED, so this is partial: net-openvino-int8" in text
+    assert "| missing" in text
 
 
 @pytest.mark.parametrize("name", ["cell.json", "rows.json", "accuracy.json"])
 def test_a_damaged_file_is_named(folder, name):
     (folder / CELL / name).write_text("{")
     with pytest.raises(UserError, match=rf"{name}: (damaged|cannot be read) \(.*\); move"):
-        render(folder)
+        tables(folder)
 
 
 def test_a_folder_of_something_else_names_the_remedy(tmp_path):
     with pytest.raises(UserError, match=r"no results here .*qdq run"):
         render(tmp_path / "nowhere")
+    (tmp_path / "experiment.yaml").write_text("- a\n- list\n")
+    with pytest.raises(UserError, match="an experiment is a mapping of keys, but got list"):
+        render(tmp_path)
 
 
 def test_another_schema_is_refused(folder):
-    write_json(folder / CELL / "cell.json", {**FACTS, "schema": 7})
-    with pytest.raises(UserError, match="written with schema 7, this version reads schema 1"):
-        render(folder)
+    change(folder, schema=7)
+    with pytest.raises(UserError, match="written with schema 7, this version reads schema 1; render it with"):
+        tables(folder)
 
 
 def test_a_hostile_name_is_only_text(tmp_path):
@@ -298,9 +230,77 @@ def test_a_hostile_name_is_only_text(tmp_path):
     assert all(line.startswith(("%", "\\", "a", "{}")) for line in tex.splitlines() if " & " not in line)
 
 
-def test_curves_fill_their_picture_to_the_margin_and_no_further(folder):
-    render(folder)
-    for path in (folder / "report").glob("*.png"):
-        picture = matplotlib.image.imread(path)[..., :3]
-        border = [picture[:3], picture[-3:], picture[:, :3], picture[:, -3:]]
-        assert all((edge == 1.0).all() for edge in border), f"{path.name}: text runs over the edge"
+def test_results_stay_readable_when_keys_of_the_experiment_are_no_longer_known(folder):
+    path = folder / "experiment.yaml"
+    path.write_text(path.read_text().replace("sharing: pattern", "sharing: pattern\nno_longer: {there: 1}"))
+    change(folder, goal={**asdict(Goal(metric="top1", reference=0.8, max_drop=0.02)), "gone": 3})
+    assert "| random" in tables(folder)
+
+
+def test_a_row_that_was_asked_for_and_is_gone_is_missing(folder):
+    path = folder / CELL / "rows.json"
+    body = json.loads(path.read_text())
+    body["picks"] = [pick for pick in body["picks"] if pick["method"] not in ("tpe", "all")]
+    write_json(path, body)
+    tables(folder)
+    lines = {line[3]: line[-1] for line in cells_of(folder / "report" / "main.md")}
+    assert lines["tpe"] == lines["all"] == "missing"
+    assert lines["random"] == "faster"
+
+
+def test_what_cannot_be_told_from_the_best_is_underlined(folder, confirmation_maker):
+    latency_ms = {"A/A twin": 8.0, "float": 8.0, "all": 4.01, "aa": 4.0, "bb": 5.0}
+    confirmation_maker(folder / CELL, latency_ms)
+    change(folder, goal=asdict(Goal()))
+    tables(folder)
+    lines = {line[3]: line[4] for line in cells_of(folder / "report" / "main.md")}
+    assert lines["random"] == "**4.000 [4.000, 4.000]**"
+    assert lines["all"] == "<u>4.010 [4.010, 4.010]</u>"
+    assert r"\underline{4.010 [4.010, 4.010]}" in (folder / "report" / "main.tex").read_text()
+    raw = pd.read_csv(folder / "report" / "main.csv")
+    assert raw.loc[raw["tied"], "method"].tolist() == ["all", "random"]
+
+
+def test_decisions_say_what_is_shipped_and_why_not(folder):
+    tables(folder)
+    lines = {(line[2], line[3]): line[-1] for line in cells_of(folder / "report" / "precision.md")}
+    assert lines["f32", "float"] == "baseline"
+    assert lines["bf16", "float"] == "not shipped: slower"
+    assert lines["int8+f32", "all"] == "not shipped: accuracy"
+    assert lines["int8+f32", "random"] == "ship: fastest"
+
+
+def test_the_drop_of_a_mean_over_items_has_an_interval(folder):
+    path = folder / CELL / "accuracy.json"
+    body = json.loads(path.read_text())
+    body["sha of float main"]["per_item"] = [1.0] * 8 + [0.0] * 2
+    body["sha of all main"]["per_item"] = [1.0] * 7 + [0.0] * 3
+    write_json(path, body)
+    tables(folder)
+    raw = pd.read_csv(folder / "report" / "main.csv").set_index("method")
+    assert raw.loc["all", "drop_low"] == pytest.approx(0.1 - 1.96 * 0.1, abs=1e-3)
+    assert raw.loc["all", "drop_low"] < 0.1 < raw.loc["all", "drop_high"]
+    assert pd.isna(raw.loc["random", "drop_low"])
+
+
+def test_precisions_stand_side_by_side(folder, cell_maker):
+    cell_maker(folder, "net-openvino-fp8", precision="fp8")
+    path = folder / "experiment.yaml"
+    path.write_text(path.read_text().replace("precision:\n- int8", "precision:\n- int8\n- fp8"))
+    assert "UNFINISHED" not in tables(folder)
+    head, *lines = cells_of(folder / "report" / "side_by_side.md")
+    assert head[3:5] == ["int8 latency ms [CI]", "int8 speedup"]
+    assert "fp8 decision" in head
+    random = next(line for line in lines if line[2] == "random")
+    assert random.count("ship: fastest") == 2
+
+
+def test_frames_hold_what_the_tables_are_made_of(folder):
+    frames = harness.report.load(folder)
+    assert frames.complete
+    assert frames.main.set_index("method").loc["random", "speedup"] == pytest.approx(2.0)
+    assert frames.samples.query("row == 'aa'")["latency_ms"].tolist() == [4.0] * 18
+    assert frames.targets["reached"].tolist() == [2, 2]
+    assert frames.targets["evaluations"].tolist() == [2.0, 2.0]
+    assert frames.variance["build"].tolist() == [0.0]
+    assert set(frames.curves["seed"]) == {0, 1}

@@ -1,0 +1,133 @@
+"""Folders side by side, and cells of the main table traced to their readings."""
+
+import json
+import shutil
+
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from harness.cli import app
+from harness.errors import UserError
+from harness.report.compare import compare_frame, differences
+from harness.report.results import load
+from harness.report.trace import trace
+
+CELL = "net-openvino-int8"
+
+
+@pytest.fixture
+def other(folder, tmp_path_factory, confirmation_maker):
+    """The same run on a machine that is twice as fast but for one row, with another library."""
+    copy = tmp_path_factory.mktemp("other") / "out"
+    shutil.copytree(folder, copy)
+    confirmation_maker(copy / CELL, {"A/A twin": 4.0, "float": 4.0, "float-bf16": 5.0, "all": 2.0, "bb": 2.5})
+    for path, version in ((folder, "2026.3"), (copy, "2026.4")):
+        facts = {"packages": {"openvino": version}, "cpu": {"model": "A CPU"}, "load_average": [len(version) * 0.1]}
+        (path / CELL / "env.json").write_text(json.dumps(facts))
+    return copy
+
+
+def test_rows_are_matched_with_a_ratio_and_missing_ones_said(folder, other):
+    found = compare_frame(load(folder), load(other)).set_index("method")
+    assert found.loc["float f32", "ratio"] == pytest.approx(2.0)
+    assert found.loc["float f32", ["ratio_low", "ratio_high"]].tolist() == pytest.approx([2.0, 2.0])
+    assert found["verdict"].to_dict() == {
+        "float f32": "faster",
+        "float bf16": "faster",
+        "all": "tie",
+        "linear": "missing in 1 and 2",
+        "ort_static": "missing in 1 and 2",
+        "random": "missing in 2",
+        "tpe": "missing in 1 and 2",
+    }
+    assert found.loc["all", "speedup_2"] == pytest.approx(2.0)
+    assert found.loc["random", "same_file"]
+
+
+def test_the_interval_covers_the_scatter_of_builds(folder, other):
+    path = other / CELL / "confirm.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines[1:]:
+        if line["kind"] == "block":
+            line["samples_ms"] = [ms * (1 + 0.2 * line["build"]) for ms in line["samples_ms"]]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    row = compare_frame(load(folder), load(other)).set_index("method").loc["all"]
+    assert row["ratio_low"] < row["ratio"] < row["ratio_high"]
+    assert row["ratio_low"] < 1 / 1.2 < row["ratio_high"]
+
+
+def test_what_differs_is_named(folder, other):
+    assert list(differences(load(folder), load(other))) == ["environment.packages.openvino: '2026.3' -> '2026.4'"]
+    text = CliRunner().invoke(app, ["compare", str(folder), str(other)]).stdout
+    assert "environment.packages.openvino: '2026.3' -> '2026.4'" in text
+    assert "| 2.00 [2.00, 2.00]" in text
+    same = CliRunner().invoke(app, ["compare", str(folder), str(folder)]).stdout
+    assert "Environment, model and settings are the same." in same
+
+
+def test_cells_of_one_folder_alone_are_named_and_none_in_common_is_an_error(folder, other, cell_maker):
+    cell_maker(folder, "net-openvino-fp8", precision="fp8")
+    assert f"only in {folder}: net-openvino-fp8" in list(differences(load(folder), load(other)))
+    (other / CELL).rename(other / "mine-openvino-int8")
+    with pytest.raises(UserError, match=r"no cell in common \(cells: net-openvino-int8, net.*; mine-openvino-int8\)"):
+        compare_frame(load(folder), load(other))
+
+
+def test_a_latency_is_traced_to_lines_of_the_confirmation(folder):
+    found = trace(load(folder), "random:lat")
+    assert (found.column, found.shown) == ("latency ms [CI]", "4.000 [4.000, 4.000]")
+    path = folder / CELL / "confirm.jsonl"
+    assert found.lines[0].startswith(str(path))
+    assert len(found.lines) == 1 + 3 * 2
+    number = int(found.lines[1].removeprefix("line ").partition(":")[0])
+    stored = json.loads(path.read_text().splitlines()[number - 1])
+    assert (stored["row"], stored["samples_ms"]) == ("aa", [4.0, 4.0, 4.0])
+    assert found.lines[1].endswith("build 0, turn 0: median 4 of 4 4 4")
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("random:speedup", "ratio 2.0000"),
+        ("1:speedup", "median 8 of 8 8 8"),
+        (f"{CELL}/linear:verdict", "build 2 failed: build: unsupported operator"),
+        ("all:drop", "sha of float main (float)"),
+        ("all:mAP", "top1: 0.7"),
+        ("random:builds", "2: 2 at 30.0 s: failed: build: no"),
+        ("random:minutes", "1: 1 at 20.0 s: median 4 ms of 7 samples"),
+        ("all:builds", "median 2 of 2 2 2"),
+        ("random:Q/DQ", "rows.json: row aa, 5 Q/DQ pairs"),
+        ("tpe:latency", "nothing was measured: nothing measured"),
+    ],
+)
+def test_every_column_has_a_source(folder, address, expected):
+    assert any(expected in line for line in trace(load(folder), address).lines)
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("random", "ROW:COLUMN, for instance"),
+        ("randm:latency", "no row 'randm' in the main table of 7 rows; did you mean 'random'"),
+        ("9:latency", "no row '9'"),
+        ("float:latency", r"several rows of the main table; take a row's number: 1 \(net-openvino-int8, f32\), 2"),
+        ("random:speed of light", "no single column of the main table begins with 'speed of light': model, device"),
+        ("random:", "no single column"),
+    ],
+)
+def test_an_address_that_names_nothing_is_explained(folder, address, message):
+    with pytest.raises(UserError, match=message):
+        trace(load(folder), address)
+
+
+def test_the_command_prints_the_cell_and_its_source(folder):
+    text = CliRunner().invoke(app, ["trace", str(folder), "random:speedup"]).stdout
+    assert text.startswith(f"row 6: {CELL}, random, speedup [CI]: 2.00 [2.00, 2.00]\n{folder / CELL / 'confirm.jsonl'}")
+
+
+def test_what_has_not_begun_has_no_source(folder):
+    path = folder / "experiment.yaml"
+    path.write_text(path.read_text().replace("models:\n", "models:\n- use: new.onnx\n"))
+    assert trace(load(folder), "new-openvino-int8/tpe:latency").lines == ("the cell has not begun",)
+    assert pd.isna(compare_frame(load(folder), load(folder)).set_index("method").loc["tpe", "ratio"])

@@ -1,0 +1,137 @@
+"""The page: in a browser where there is one, and as text."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from harness.report import render
+from harness.report.page import index
+from harness.report.results import load
+from harness.report.shown import tables_of
+
+CELL = "net-openvino-int8"
+
+
+def page_of(folder):
+    """Write the page alone."""
+    results = load(folder)
+    path = folder / "index.html"
+    path.write_text(index(results, list(tables_of(results))), encoding="utf-8")
+    return path
+
+
+def data_of(text: str):
+    return json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def test_one_file_that_loads_nothing(with_models):
+    text = page_of(with_models).read_text()
+    assert not re.search(r"(src|href)=[\"']?(https?:|//)", text)
+    assert "default-src 'none'" in text
+    assert len(text) < 5_000_000
+
+
+def test_the_verdict_stands_first_with_its_uncertainty(folder):
+    text = re.sub(r"<[^>]+>", " ", page_of(folder).read_text().partition("<main")[0])
+    assert re.search(r"random: 2.00 \[2.00, 2.00\] times the speed of the float model, 4.000 \[4.000, 4.000\] ms", text)
+    assert "top-1 0.7900 (drop +0.0100, allowed 0.02), 5 Q/DQ pairs." in text
+    assert "6 methods: 2 faster, 1 slower, 3 without a figure." in text
+
+
+def test_without_models_the_page_says_so(folder):
+    text = page_of(folder).read_text()
+    assert "The exported models are not in this folder" in text
+    assert data_of(text)["cells"][0]["graph"] is None
+
+
+def test_edges_are_those_of_the_exported_files(with_models):
+    marks = data_of(page_of(with_models).read_text())["cells"][0]["graph"]["marks"]
+    assert marks["float"] == []
+    assert {tuple(mark) for mark in marks["aa"]} < {tuple(mark) for mark in marks["all"]}
+
+
+@pytest.mark.parametrize("gone", ["rows.json", "confirm.jsonl", "accuracy.json", "runs", "env.json", "cell.json"])
+def test_a_run_still_going_is_partial(with_models, gone):
+    path = with_models / CELL / gone
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    text = page_of(with_models).read_text()
+    assert ('class="badge partial"' in text) == (gone in ("rows.json", "confirm.jsonl", "cell.json"))
+    assert "NaN" not in json.dumps(data_of(text))
+
+
+def test_a_single_build_leaves_no_endless_interval_in_the_data(folder):
+    path = folder / CELL / "confirm.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"build":' not in line or '"build":0' in line))
+    render(folder)
+    assert "partial" in (folder / "report" / "index.html").read_text()
+
+
+def test_hostile_names_are_only_text(folder, browser):
+    evil = "<script>document.title='owned'</script>"
+    path = folder / CELL / "cell.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model": evil}))
+    rows = folder / CELL / "rows.json"
+    rows.write_text(rows.read_text().replace('"tpe"', json.dumps(f"{evil}<img src=x onerror=alert(1)>")))
+    (folder / "experiment.yaml").write_text(
+        f'experiment: "{evil}"\ndescription: "</pre>{evil}"\nmodels: ["{evil}.onnx"]\n'
+    )
+    page = page_of(folder)
+    assert evil not in page.read_text()
+    browser.open(page)
+    assert browser.run("document.title") == f"{evil}: report"
+    assert browser.run("document.querySelectorAll('script').length") == 2
+    assert browser.run("document.querySelectorAll('img').length") == 0
+    assert browser.errors == []
+
+
+def test_sorting_puts_figures_in_order_and_missing_ones_last(folder, browser):
+    browser.open(page_of(folder))
+    column = "[...document.querySelectorAll('#table-main tbody tr')].map(r => r.cells[{}].textContent)"
+    before = browser.run(column.format(3))
+    head = "document.querySelectorAll('#table-main th button')[{}].click()"
+    browser.run(head.format(5))
+    up = browser.run(column.format(5))
+    assert [text.split(" ")[0] for text in up] == ["0.80", "1.00", "2.00", "4.00", "-", "-", "-"]
+    browser.run(head.format(5))
+    assert browser.run(column.format(5))[0].startswith("4.00")
+    assert browser.run(column.format(5))[-1] == "-"
+    browser.run(head.format(3))
+    assert browser.run(column.format(3)) == sorted(before)
+    assert browser.errors == []
+
+
+@pytest.mark.parametrize("width", [1300, 400])
+def test_two_rows_are_compared_and_the_page_fits_its_width(with_models, browser, width):
+    browser.open(page_of(with_models), width=width)
+    assert browser.run("document.documentElement.scrollWidth") <= width
+    assert browser.run("document.querySelectorAll('svg').length") == 4
+    assert "</script><script>" in json.dumps(browser.run("cells[0].graph.scene.nodes.map(n => n[6])"))
+    choose = (
+        "(s => {{ s.value = '{}'; s.dispatchEvent(new Event('change')); }})(document.querySelectorAll('select')[{}])"
+    )
+    browser.run(choose.format("all", 0))
+    alone = browser.run("document.querySelector('.diff').textContent")
+    marks = browser.run("cells[0].graph.marks")
+    assert f"{len(marks['all'])} inputs at int8" in alone
+    browser.run(choose.format("aa", 1))
+    text = browser.run("document.querySelector('.diff').textContent")
+    assert f"{len(marks['aa'])} in both" in text
+    assert f"{len(marks['all']) - len(marks['aa'])} in the first alone" in text
+    assert "0 in the second alone" in text
+    browser.run("document.querySelector('.legend').click()")
+    assert "Insertion points of the pattern" in browser.run("document.querySelector('.facts').textContent")
+    assert browser.errors == []
+
+
+def test_a_legend_switches_its_series_off(folder, browser):
+    browser.open(page_of(folder))
+    key = "document.querySelector('.keys button')"
+    browser.run(f"{key}.click()")
+    assert browser.run(f"{key}.getAttribute('aria-pressed')") == "false"
+    assert browser.run("[...document.querySelectorAll('svg g')].some(g => g.style.display === 'none')")

@@ -1,0 +1,66 @@
+"""What the pictures for papers are drawn from, and LaTeX that compiles."""
+
+import shutil
+import subprocess
+
+import pandas as pd
+import pytest
+
+from harness.report.plots import anytime, envelope, front, latencies
+from harness.report.render import write_tables
+from harness.report.results import load
+from harness.report.tables import Table, write_table
+
+CURVES = pd.DataFrame(
+    {
+        "searcher": "a $x$ _y_",
+        "seed": [0, 0, 0, 1, 1],
+        "evaluations": [1, 2, 3, 1, 3],
+        "minutes": [0.1, 0.2, 0.3, 0.15, 0.4],
+        "speedup": [1.0, 1.5, 2.0, 1.0, 3.0],
+    }
+)
+
+
+def test_the_envelope_is_the_median_over_seeds_and_carries_what_was_known(tmp_path):
+    found = envelope(CURVES, "evaluations")
+    assert found["value"].tolist() == [1.0, 1.25, 2.5]
+    assert found["low"].tolist() == [1.0, 1.0, 2.0]
+    assert found["high"].tolist() == [1.0, 1.5, 3.0]
+
+
+def test_same_results_same_bytes_and_both_formats(tmp_path):
+    for name in ("one", "two"):
+        anytime(CURVES, "<t> $\\frac", tmp_path / name)
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
+    assert "<t>" not in (tmp_path / "one.svg").read_text()
+
+
+@pytest.mark.parametrize(("higher", "expected"), [(True, ["b", "c"]), (False, ["b", "a"])])
+def test_the_front_holds_what_nothing_beats(higher, expected):
+    points = pd.DataFrame({"latency_ms": [3.0, 1.0, 2.0, 2.0], "score": [0.1, 0.5, 0.9, 0.9]}, index=[*"abcd"])
+    assert list(front(points, higher).index) == expected
+
+
+def test_latencies_need_no_floor(tmp_path):
+    part = pd.DataFrame({"build": [0, 0, 1], "latency_ms": [1.0, 1.1, 1.2]})
+    latencies({"float": part, "a very long name of many methods at once, and more": part}, None, "t", tmp_path / "l")
+    assert (tmp_path / "l.png").exists()
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no LaTeX here")
+def test_latex_compiles_hostile_names_included(folder, tmp_path):
+    write_tables(load(folder), tmp_path)
+    name = "a_b%<script>|x*y* [z](u) \\input{p} `c` ~^#$&é"
+    cells = pd.DataFrame([{"model": name, "[n]": "1"}, {"model": "[q]", "[n]": "*"}])
+    write_table(
+        Table(name="hostile", cells=cells, raw=cells, note=name, underlined=frozenset({(0, "model")})), tmp_path
+    )
+    inputs = "".join(f"\\input{{{path.stem}}}\n\n" for path in sorted(tmp_path.glob("*.tex")))
+    (tmp_path / "all.tex").write_text(
+        "\\documentclass{article}\\usepackage{booktabs}\\begin{document}\\tiny\n" + inputs + "\\end{document}\n"
+    )
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "-no-shell-escape", "all.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, errors="replace")
+    assert done.returncode == 0, done.stdout[-800:]
