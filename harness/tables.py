@@ -49,6 +49,8 @@ COLUMNS = pa.schema([
     ("choices", pa.list_(pa.int8())),
     ("samples_ms", pa.list_(pa.float32())),
     ("discarded_ms", pa.list_(pa.float32())),
+    ("trouble", pa.string()),
+    ("conditions", pa.map_(pa.string(), pa.float64())),
     ("warmup", pa.int32()),
     ("stable", pa.bool_()),
     ("build_s", pa.float32()),
@@ -59,6 +61,9 @@ COLUMNS = pa.schema([
     ("failed_stage", pa.string()),
     ("failed_reason", pa.string()),
 ])  # fmt: skip
+PLAIN = ("samples_ms", "discarded_ms", "trouble", "warmup", "stable", "build_s", "measure_s", "evaluate_s")
+"""Fields of `Measured` that are columns as they stand. What one engine has no use for is not kept: readings of other
+builds, which are taken only where there is an incumbent."""
 
 
 class Facts(BaseModel):
@@ -270,8 +275,8 @@ def _encoded(digest: str, row: Row) -> dict[str, Any]:
         failed = row.outcome
         return line | {"failed_stage": failed.stage, "failed_reason": failed.reason, "build_s": failed.wall_s}
     kept = asdict(row.outcome)
-    kept.pop("per_item")
-    return line | kept | {"metrics": list(row.outcome.metrics.items()), "info": json.dumps(dict(row.outcome.info))}
+    maps = {name: list(kept[name].items()) for name in ("metrics", "conditions")}
+    return line | {name: kept[name] for name in PLAIN} | maps | {"info": json.dumps(kept["info"])}
 
 
 def _decoded(line: dict[str, Any]) -> Row:
@@ -282,12 +287,9 @@ def _decoded(line: dict[str, Any]) -> Row:
     measured = Measured(
         samples_ms=tuple(line["samples_ms"]),
         discarded_ms=tuple(line["discarded_ms"]),
-        warmup=line["warmup"],
-        stable=line["stable"],
-        build_s=line["build_s"],
-        measure_s=line["measure_s"],
-        evaluate_s=line["evaluate_s"],
         metrics=dict(line["metrics"]),
+        conditions=dict(line["conditions"]),
         info=json.loads(line["info"]),
+        **{name: line[name] for name in PLAIN if not name.endswith("_ms")},
     )
     return Row(number=line["number"], choices=choices, outcome=measured)

@@ -24,6 +24,8 @@ __all__ = ["Bound", "Difficulty", "Landscape", "RandomCurve", "random_curve"]
 Floats = npt.NDArray[np.float64]
 NEAR = 0.01
 """Share of the optimum's latency within which a placement is as good as the optimum."""
+FLAT = 1e-9
+"""Smaller differences of log latency are rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +237,7 @@ class Landscape:
         """Shares of variance of first and of second order."""
         grid = self._grid - self._grid.mean()
         total = float(grid.var())
-        if total == 0:
+        if np.ptp(grid) < FLAT:
             return 1.0, 0.0
         single, axes, pairs = self._effects(grid), range(len(self.sizes)), 0.0
         for first, second in itertools.combinations(axes, 2):
@@ -280,6 +282,7 @@ def _neighbouring(grid: Floats) -> list[tuple[Floats, Floats]]:
 
 def _correlation(first: Floats, second: Floats) -> float:
     """Pearson's; 0 where one side is constant."""
+    if min(np.ptp(first), np.ptp(second)) < FLAT:
+        return 0.0
     a, b = first - first.mean(), second - second.mean()
-    scale = math.sqrt(float(a @ a) * float(b @ b))
-    return float(a @ b) / scale if scale > 0 else 0.0
+    return float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))

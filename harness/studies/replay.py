@@ -83,12 +83,13 @@ def replay(
         if name not in simple:
             raise UserError(f"--initial: {name!r} is no placement of a replay; {nearest(name, simple)}")
     first = [simple[name]() for name in initial]
-    registry.check_params("searcher", use.use, use.params, given=("space", "seed"))
+    factory = registry.check_params("searcher", use.use, use.params, given=("space", "seed"))
+
+    def searcher(seed: int) -> Any:
+        return registry.guarded(f"searcher {use.use!r}", lambda: factory(space, seed=seed, **use.params))
+
     started_s = time.perf_counter()
-    runs = []
-    for seed in seeds:
-        searcher = registry.create("searcher", use.use, {"space": space, "seed": seed, **use.params})
-        runs.append(replay_once(landscape, searcher, budget=budget, seed=seed, first=first))
+    runs = [replay_once(landscape, searcher(seed), budget=budget, seed=seed, first=first) for seed in seeds]
     wall_s = time.perf_counter() - started_s
     spent = [index for run in runs for index in run]
     return Replayed(

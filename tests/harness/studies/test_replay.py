@@ -1,0 +1,145 @@
+"""Searchers on a table: as the engine would run them, and as chance would have it for random search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from harness.cli import main
+from harness.errors import UserError
+from harness.graph.build import GraphBuilder
+from harness.records import Failed, Measured, Outcome
+from harness.run.config import ModelSpec, Use
+from harness.studies.landscape import Bound, Landscape, random_curve
+from harness.studies.replay import check_table, replay, replay_once
+from harness.studies.replay_report import ReplayOrder, replay_all, table_lines
+from harness.tables import Table
+from search.api import Failure, Observation, Placement, Score
+
+MakeTable = Callable[..., Table]
+
+
+class Listed:
+    """Asks for given placements and remembers what it is told."""
+
+    def __init__(self, placements: Sequence[tuple[int, ...]]) -> None:
+        self.left = [Placement(choices) for choices in placements]
+        self.told: list[Observation] = []
+
+    def ask(self, n: int) -> Sequence[Placement]:
+        taken, self.left = self.left[:n], self.left[n:]
+        return taken
+
+    def tell(self, observation: Observation) -> None:
+        self.told.append(observation)
+
+
+def test_random_search_follows_its_calculated_curve(make_table: MakeTable) -> None:
+    landscape = Landscape(make_table())
+    found = replay(landscape, Use(use="random"), seeds=range(100), budget=20)
+    curve = random_curve(landscape.distinct_ms, 20)
+    stderr = found.latency_ms.std(axis=0) / np.sqrt(100)
+    assert (abs(found.latency_ms.mean(axis=0) - curve.mean_ms) < 4 * stderr + 1e-9).all()
+    assert found.evaluations == 100 * 20
+
+
+@pytest.mark.parametrize("name", ["random", "random_mutation", "evolutionary", "local"])
+def test_searchers_find_the_optimum_and_repeat_themselves(name: str, make_table: MakeTable) -> None:
+    landscape = Landscape(make_table(noise=0.01))
+    one, two = (replay(landscape, Use(use=name), seeds=range(3), budget=64, initial=("float",)) for _ in range(2))
+    np.testing.assert_array_equal(one.latency_ms, two.latency_ms)
+    assert one.latency_ms[:, -1] == pytest.approx(landscape.latency_ms.min(), rel=0.03)
+    assert one.latency_ms[:, 0] == pytest.approx(10.0, rel=0.02)  # float, told first
+    assert one.build_s == pytest.approx(0.6 * one.evaluations, rel=1e-3)
+
+
+def test_the_same_model_again_costs_nothing_and_gets_the_same_answer(make_table: MakeTable) -> None:
+    landscape = Landscape(make_table(dimensions=2, noise=0.1))
+    searcher = Listed([(0, 0), (0, 0), (1, 0), (0, 0), (1, 1)])
+    incumbents = replay_once(landscape, searcher, budget=3, seed=0)
+    assert list(incumbents) == [0, 2, 3]
+    assert len(searcher.told) == 5
+    assert searcher.told[0] == searcher.told[1] == searcher.told[3]
+    assert searcher.told[0].digest == landscape.table.subspace.space.digest(Placement((0, 0)))
+
+
+def test_failures_and_bounds_are_told_and_are_no_incumbents(make_table: MakeTable) -> None:
+    def outcome(choices: tuple[int, ...]) -> Outcome:
+        if choices[0] and choices[1]:
+            return Failed(stage="crash", reason="the worker died", wall_s=3.0)
+        return Measured(
+            samples_ms=(4.0 - choices[0],) * 7, build_s=1.0, measure_s=0.5, metrics={"sqnr_db": 30.0 - 20 * choices[0]}
+        )
+
+    landscape = Landscape(make_table(dimensions=2, outcome=outcome), Bound(metric="sqnr_db", at_least=20.0))
+    searcher = Listed([(1, 1), (1, 0), (0, 1)])
+    assert replay_once(landscape, searcher, budget=10, seed=0) == {3: -1, 2: -1, 1: 1}
+    failed, bad, good = (observation.outcome for observation in searcher.told)
+    assert failed == Failure(stage="crash", reason="the worker died")
+    assert isinstance(bad, Score)
+    assert bad.violation == pytest.approx(10.0)
+    assert isinstance(good, Score)
+    assert good.violation == 0
+
+
+def test_a_searcher_with_nothing_left_keeps_its_incumbent(make_table: MakeTable) -> None:
+    found = replay(Landscape(make_table(dimensions=2)), Use(use="random"), seeds=[0], budget=50)
+    assert found.evaluations == 4
+    assert found.latency_ms.shape == (1, 50)
+    assert (found.latency_ms[0, 4:] == found.latency_ms[0, 3]).all()
+
+
+def test_mistakes_name_what_would_do(make_table: MakeTable, tmp_path: Path) -> None:
+    table = make_table(dimensions=2)
+    landscape = Landscape(table)
+    with pytest.raises(UserError, match="no searcher is called 'randon'; did you mean 'random'"):
+        replay(landscape, Use(use="randon"), seeds=[0], budget=1)
+    with pytest.raises(UserError, match="has no parameter 'sede'"):
+        replay(landscape, Use(use="random", params={"sede": 1}), seeds=[0], budget=1)
+    with pytest.raises(
+        UserError, match="--initial: 'modelopt_ptq' is no placement of a replay; known: all, float, lin"
+    ):
+        replay(landscape, Use(use="random"), seeds=[0], budget=1, initial=["modelopt_ptq"])
+    with pytest.raises(UserError, match="seeds of at least 1, but got 0"):
+        replay(landscape, Use(use="random"), seeds=[0], budget=0)
+    for text in ("sqnr_db", "sqnr_db=much"):
+        with pytest.raises(UserError, match=f"--at-least {text}: METRIC=VALUE, for instance sqnr_db=20"):
+            replay_all(table, ["random"], ReplayOrder(seeds=1, at_least=text), None)
+
+
+def test_a_table_of_another_model_is_refused(make_table: MakeTable, tmp_path: Path) -> None:
+    builder = GraphBuilder("net")
+    builder.output(builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 1))
+    builder.save(tmp_path / "net.onnx")
+    with pytest.raises(
+        UserError, match=r"of another model: it was recorded of made-up\.onnx \(000000000000\), but .*net"
+    ):
+        check_table(make_table(dimensions=2), ModelSpec(use=str(tmp_path / "net.onnx")), tmp_path)
+
+
+def test_the_command_prints_and_writes(
+    make_table: MakeTable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = make_table(noise=0.01)
+    order = ["--searcher", "random", "--searcher", "local", "--seeds", "4", "--budget", "12"]
+    main(["replay", str(table.path), *order, "--out", str(tmp_path / "out")])
+    printed = capsys.readouterr().out
+    assert "made-up (made-up.onnx, 000000000000) on openvino 1, a CPU, floats in f32" in printed
+    assert "64 placements of 6 of 8 dimensions" in printed
+    assert "random, calculated\t" in printed
+    assert "local: 48 evaluations in" in printed
+    curves = pd.read_csv(tmp_path / "out" / "curves.csv")
+    assert list(curves.columns) == ["searcher", "seed", "evaluations", "latency_ms", "regret"]
+    assert curves.groupby("searcher").size().to_dict() == {"local": 48, "random": 48, "random, calculated": 12}
+    assert (curves["regret"] >= 0).all()
+    assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_lines_say_what_is_known(make_table: MakeTable) -> None:
+    lines = table_lines(make_table())
+    assert "optimum 4.724 ms (float 10.000 ms" in lines[2]
+    assert "1.56 % within 1 % of the optimum (random search needs 32 evaluations on average)" in lines[3]
