@@ -94,6 +94,9 @@ def _prepare(proto: onnx.ModelProto, source: str, sha256: str, shapes: Shapes, m
     unknown = mask_unknown(proto)
     if unknown:
         logger.warning("%s: operators that ONNX does not define stay float: %s", source, ", ".join(unknown))
+    nested = sorted({node.op_type for node in proto.graph.node if any(subgraphs(node))})
+    if nested:
+        logger.warning("%s: what is inside of %s stays float", source, ", ".join(nested))
     _clean(proto, weights, source)
     _check(proto, source)
     proto = _upgrade(proto, weights, min_opset, source)

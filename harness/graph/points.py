@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from harness.graph.dialects import Dialect
 from harness.graph.legality import broken_rule, is_activation, joint_slots
 from harness.graph.model import Model, Node
-from harness.graph.operators import ACTIVATIONS, MOVEMENT, NORMALIZATION, POOLING, SOFTMAX
+from harness.graph.operators import ACTIVATIONS, FLOATS, MOVEMENT, NORMALIZATION, POOLING, SOFTMAX
 from search.space import Edge
 
-__all__ = ["Point", "macs_of", "points_of", "role_of"]
+__all__ = ["Point", "left_float", "macs_of", "points_of", "role_of"]
 
 _ROLES: Mapping[str, frozenset[str]] = {
     "mul": frozenset({"Mul", "Div"}),
@@ -65,6 +65,17 @@ def role_of(model: Model, dialect: Dialect, node: Node) -> str:
         known = model.types.get(node.inputs[0])
         return "pool" if known and len(known.shape) == 4 else "other"
     return _ROLE_OF.get(node.op, "other")
+
+
+def left_float(model: Model, dialect: Dialect) -> tuple[str, ...]:
+    """Operators that hold weights (matrices or more) and have no point, as an LSTM has none; sorted."""
+    found = set()
+    for node in model.nodes:
+        if not node.opaque and node.op not in dialect.operators:
+            weights = (model.types[name] for name in node.inputs if name in model.constants)
+            if any(kind.dtype in FLOATS and len(kind.shape) > 1 for kind in weights):
+                found.add(node.op)
+    return tuple(sorted(found))
 
 
 def macs_of(model: Model, dialect: Dialect, node: Node) -> int:

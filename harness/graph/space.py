@@ -8,6 +8,7 @@ edges: what a child input or an output says must not repeat what is said already
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,11 +17,13 @@ from harness.graph.dialects import Dialect
 from harness.graph.model import Model
 from harness.graph.operators import FLOATS
 from harness.graph.patterns import Pattern, find_patterns
-from harness.graph.points import Point, points_of
+from harness.graph.points import Point, left_float, points_of
 from harness.graph.regions import Region, RegionType, discover
 from search.space import FLOAT, Dimension, Edge, PointKind, Space
 
 __all__ = ["Sharing", "build_space"]
+
+logger = logging.getLogger(__name__)
 
 Sharing = Literal["pattern", "region"]
 _KINDS: tuple[PointKind, ...] = ("node_input", "child_input", "output")
@@ -68,12 +71,13 @@ def build_space(
     Raises:
         ValueError: An unknown sharing or kind.
     """
-    usual: Iterable[PointKind] = ("node_input", "output") if dialect.quantize_outputs else ("node_input",)
-    wanted = frozenset(usual if kinds is None else kinds)
-    if not wanted <= set(_KINDS):
-        raise ValueError(f"kinds: among {', '.join(_KINDS)}, but got {', '.join(sorted(wanted - set(_KINDS)))}")
+    wanted = _wanted(kinds, dialect)
     if sharing not in ("pattern", "region"):
         raise ValueError(f"sharing: 'pattern' or 'region', but got {sharing!r}")
+    if without := left_float(model, dialect):
+        logger.warning(
+            "%s: dialect %s has no point at %s: they stay float", model.source, dialect.name, ", ".join(without)
+        )
     precisions = [precision for precision in precisions if precision in dialect.precisions]
     patterns = find_patterns(model, discover(model) if root is None else root)
     drafter = _Drafter(model, dialect, points_of(model, dialect, precisions), sharing)
@@ -84,6 +88,14 @@ def build_space(
     found = _distinct(drafts, precisions, sum(point.macs for points in drafter.points for point in points))
     found.sort(key=lambda pair: (pair[0].start, _KINDS.index(pair[0].kind), pair[0].place))
     return Space(tuple(dimension for _, dimension in found))
+
+
+def _wanted(kinds: Iterable[PointKind] | None, dialect: Dialect) -> frozenset[PointKind]:
+    usual: Iterable[PointKind] = ("node_input", "output") if dialect.quantize_outputs else ("node_input",)
+    wanted = frozenset(usual if kinds is None else kinds)
+    if not wanted <= set(_KINDS):
+        raise ValueError(f"kinds: among {', '.join(_KINDS)}, but got {', '.join(sorted(wanted - set(_KINDS)))}")
+    return wanted
 
 
 class _Drafter:

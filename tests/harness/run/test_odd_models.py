@@ -100,7 +100,23 @@ def with_constant_nodes():
     return nodes, [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 16])]
 
 
-@pytest.mark.parametrize("make", [with_if, with_loop, with_token_ids, with_constant_nodes])
+def with_lstm():
+    parts = [
+        constant(name, shape, seed) for seed, (name, shape) in enumerate({"wx": (1, 64, 16), "wh": (1, 64, 16)}.items())
+    ]
+    nodes = [
+        *(helper.make_node("Constant", [], [part.name], name=f"make_{part.name}", value=part) for part in parts),
+        helper.make_node("MatMul", ["x", "w"], ["h"], name="first"),
+        helper.make_node("Unsqueeze", ["h", "axis"], ["sequence"], name="as_sequence"),
+        helper.make_node("LSTM", ["sequence", "wx", "wh"], ["", "last"], name="recurrent", hidden_size=16),
+        helper.make_node("Squeeze", ["last", "axis"], ["s"], name="as_rows"),
+        helper.make_node("MatMul", ["s", "w"], ["y"], name="second"),
+    ]
+    axis = helper.make_node("Constant", [], ["axis"], name="axis", value=numpy_helper.from_array(np.array([0])))
+    return [axis, *nodes], [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 16])]
+
+
+@pytest.mark.parametrize("make", [with_if, with_loop, with_lstm, with_token_ids, with_constant_nodes])
 def test_it_runs_to_the_table(make, tmp_path: Path, capsys):
     nodes, inputs = make()
     output = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 16])
@@ -112,3 +128,19 @@ def test_it_runs_to_the_table(make, tmp_path: Path, capsys):
     assert "| odd " in table
     assert "baseline" in table
     assert "UNFINISHED" not in table
+
+
+def test_a_model_that_reads_strings_is_refused(tmp_path: Path, capsys):
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["y"], name="project"),
+        helper.make_node("StringNormalizer", ["words"], ["lower"], name="normalize", case_change_action="LOWER"),
+    ]
+    words, lower = (helper.make_tensor_value_info(name, TensorProto.STRING, [4]) for name in ("words", "lower"))
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 16]) for name in ("x", "y"))
+    graph = helper.make_graph(nodes, "words", [x, words], [y, lower], [constant("w", (16, 16))])
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), tmp_path / "odd.onnx")
+    (tmp_path / "odd.yaml").write_text(EXPERIMENT.format(file="odd.onnx"))
+    with pytest.raises(SystemExit) as left:
+        main(["run", str(tmp_path / "odd.yaml"), "--out", str(tmp_path / "out")])
+    assert left.value.code == 2
+    assert "odd.onnx: input 'words' is of type 'string'" in capsys.readouterr().err

@@ -1,0 +1,115 @@
+"""Models with subgraphs, recurrences, operators of other domains: what can be quantized is, the rest is untouched."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from harness.graph.build import GraphBuilder
+from harness.graph.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
+from harness.graph.diff import delivered
+from harness.graph.insert import Inserter
+from harness.graph.load import from_proto
+from harness.graph.regions import discover
+from harness.graph.space import build_space
+
+
+def body(name: str, op: str, x: str) -> onnx.GraphProto:
+    inner = GraphBuilder(name)
+    inner.output(inner.op(op, x, outputs=[f"{name}_out"])[0], (4, 1, 16))
+    return inner.graph()
+
+
+def with_if(g: GraphBuilder, x: str) -> str:
+    flag = g.input("flag", (), "bool")
+    then, other = body("then", "Tanh", x), body("other", "Relu", x)
+    return g.op("If", flag, then_branch=then, else_branch=other, outputs=["odd"])[0]
+
+
+def with_loop(g: GraphBuilder, x: str) -> str:
+    inner = GraphBuilder("inside")
+    inner.input("turn", (), "int64")
+    go, carried = inner.input("go", (), "bool"), inner.input("carried", (4, 1, 16))
+    inner.output(inner.op("Identity", go))
+    (product,) = inner.op("MatMul", carried, "square", outputs=["inner_product"])
+    inner.output(inner.op("Add", product, x, outputs=["inner_sum"])[0], (4, 1, 16))
+    return g.op("Loop", g.const(3), g.const(np.array(True)), x, body=inner.graph(), outputs=["odd"])[0]
+
+
+def with_scan(g: GraphBuilder, x: str) -> str:
+    inner = GraphBuilder("inside")
+    state, row = inner.input("state", (1, 16)), inner.input("row", (1, 16))
+    (total,) = inner.op("Add", state, row, outputs=["inner_sum"])
+    inner.output(inner.op("Identity", total, outputs=["inner_state"])[0])
+    inner.output(inner.op("Tanh", total, outputs=["inner_row"])[0])
+    start = g.const(np.zeros((1, 16), np.float32))
+    return g.op("Scan", start, x, body=inner.graph(), num_scan_inputs=1, outputs=["final", "odd"])[1]
+
+
+def with_lstm(g: GraphBuilder, x: str) -> str:
+    weights = [g.const(np.full((1, 64, 16), 0.1, np.float32)) for _ in range(2)]
+    outputs = g.op("LSTM", x, *weights, hidden_size=16, outputs=["sequence"])
+    return g.op("Squeeze", outputs[0], g.const([1]))
+
+
+def with_custom(g: GraphBuilder, x: str) -> str:
+    return g.op("Whirl", x, domain="com.example", outputs=["odd"])[0]
+
+
+CASES = {
+    "If": (with_if, "what is inside of If stays float"),
+    "Loop": (with_loop, "what is inside of Loop stays float"),
+    "Scan": (with_scan, "what is inside of Scan stays float"),
+    "LSTM": (with_lstm, "has no point at LSTM: they stay float"),
+    "Whirl": (with_custom, "operators that ONNX does not define stay float: com.example.Whirl"),
+}
+
+
+def odd(make: Callable[[GraphBuilder, str], str]) -> onnx.ModelProto:
+    g = GraphBuilder("odd", opset=17)
+    g.const(np.eye(16, dtype=np.float32), "square")
+    x = make(g, g.linear(g.input("x", (4, 1, 16)), 16, name="before"))
+    weight = g.const(np.eye(16, dtype=np.float32), "after_weight")
+    g.output(g.op("MatMul", x, weight, name="after"), (4, 1, 16), name="y")
+    proto = g.build()
+    if make is with_custom:  # what the operator makes is known from the file alone
+        proto.graph.value_info.append(helper.make_tensor_value_info("odd", TensorProto.FLOAT, [4, 1, 16]))
+    return proto
+
+
+@pytest.mark.parametrize("dialect", [OPENVINO, ONNXRUNTIME, TENSORRT], ids=lambda d: d.name)
+@pytest.mark.parametrize("op", CASES)
+def test_the_rest_is_quantized_and_what_stays_float_is_said(
+    op: str, dialect: Dialect, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, message = CASES[op]
+    with caplog.at_level(logging.WARNING):
+        model = from_proto(odd(make), source="odd.onnx", sha256="0")
+        space = build_space(model, dialect)
+    assert f"odd.onnx: {'dialect ' + dialect.name + ' ' if op == 'LSTM' else ''}{message}" in caplog.messages
+    assert sum(len(leaf.nodes) for leaf in discover(model).leaves()) == len(model.nodes)
+    resolved = space.resolve(space.everywhere())
+    quantized = {edge.consumer for edge, _ in resolved}
+    # ONNX infers no shape of what a Loop carries, and tensors of unknown type stay float.
+    assert ({"before"} if op == "Loop" else {"before", "after"}) <= quantized
+    proto = Inserter(model, dialect, {name: (-1.0, 1.0) for name in model.types}).insert(resolved)
+    if op != "Whirl":
+        onnx.checker.check_model(proto, full_check=True)
+    assert delivered(proto) == dict(resolved)
+    (kept,) = (node for node in proto.graph.node if node.op_type == op)
+    (own,) = (node for node in model.proto.graph.node if node.op_type == op)
+    assert kept == own
+    assert own.name not in quantized
+
+
+def test_a_model_of_strings_passes_through() -> None:
+    g = GraphBuilder("words")
+    g.output(g.op("StringNormalizer", g.input("words", (4,), "string"), case_change_action="LOWER"), name="lower")
+    model = from_proto(g.build(), source="words", sha256="0")
+    assert len(build_space(model, OPENVINO)) == 0
+    assert model.types["words"].dtype == "string"
