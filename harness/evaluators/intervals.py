@@ -12,8 +12,10 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -82,11 +84,8 @@ def metric_estimate(accuracy: Accuracy, metric: str, *, primary: str | None = No
     Raises:
         ValueError: The evidence is damaged.
     """
-    resampled = _resampler(accuracy, metric, primary)
-    if resampled is None or metric not in accuracy.metrics:
-        return None
-    draws, images = resampled
-    return _estimate(accuracy.metrics[metric], draws(_weights(images)), images)
+    draws = _draws(accuracy, metric, primary)
+    return None if draws is None else _estimate(accuracy.metrics[metric], *draws)
 
 
 def drop_estimate(
@@ -107,25 +106,30 @@ def drop_estimate(
     Raises:
         ValueError: They are of different numbers of images, or the evidence is damaged.
     """
-    both = [_resampler(accuracy, metric, primary) for accuracy in (reference, found)]
-    if None in both or not all(metric in accuracy.metrics for accuracy in (reference, found)):
+    first, second = (_draws(accuracy, metric, primary) for accuracy in (reference, found))
+    if first is None or second is None:
         return None
-    (first, images), (second, others) = (pair for pair in both if pair is not None)
-    if images != others:
-        raise ValueError(f"a paired interval needs the same images, but there are {images} and {others}")
-    weights, sign = _weights(images), 1.0 if higher_is_better else -1.0
+    if first[1] != second[1]:
+        raise ValueError(f"a paired interval needs the same images, but there are {first[1]} and {second[1]}")
+    sign = 1.0 if higher_is_better else -1.0
     value = sign * (reference.metrics[metric] - found.metrics[metric])
-    return _estimate(value, sign * (first(weights) - second(weights)), images)
-
-
-Draws = Callable[[Counts], Values]
+    return _estimate(value, sign * (first[0] - second[0]), first[1])
 
 
 def _estimate(value: float, draws: Values, images: int) -> Estimate:
-    """Percentile limits; draws without a figure (no box of any class) are left out."""
-    tail = (1 - CONFIDENCE) / 2
+    """Bias-corrected percentile limits (Efron and Tibshirani 1993, section 14.3, without acceleration).
+
+    Draws repeat images, and so make mAP look better than it is: of 128 images of COCO by half a standard deviation.
+    Draws without a figure (no box of any class) are left out.
+    """
     known = draws[np.isfinite(draws)]
-    low, high = np.quantile(known, [tail, 1 - tail]).tolist() if len(known) else (float("-inf"), float("inf"))
+    if not len(known):
+        return Estimate(interval=Interval(value=value, low=float("-inf"), high=float("inf")), images=images)
+    normal, edge = NormalDist(), 0.5 / len(known)
+    below = float(np.mean(known < value) + np.mean(known == value) / 2)
+    bias = normal.inv_cdf(min(max(below, edge), 1 - edge))
+    reach = normal.inv_cdf((1 + CONFIDENCE) / 2)
+    low, high = np.quantile(known, [normal.cdf(2 * bias + way * reach) for way in (-1, 1)]).tolist()
     return Estimate(interval=Interval(value=value, low=low, high=high), images=images)
 
 
@@ -135,21 +139,33 @@ def _weights(images: int) -> Counts:
     return rng.multinomial(images, np.full(images, 1 / images), size=RESAMPLES)
 
 
-def _resampler(accuracy: Accuracy, metric: str, primary: str | None) -> tuple[Draws, int] | None:
-    """What gives a metric for each draw, and the number of images."""
-    facts = _facts(accuracy.evidence)
+Draws = tuple[Values, int]
+"""A metric in each draw, and the number of images."""
+
+
+def _draws(accuracy: Accuracy, metric: str, primary: str | None) -> Draws | None:
+    if metric not in accuracy.metrics:
+        return None
+    found = _from_evidence(accuracy.evidence, metric)
+    if found is None and accuracy.per_item and metric == (primary or metric):
+        found = _means(accuracy.per_item)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _from_evidence(evidence: str, metric: str) -> Draws | None:
+    """Kept, because the float model's is asked for with every drop."""
+    facts = _facts(evidence)
     kind = facts.get("kind")
     if kind == "map" and metric in METRICS:
-        return (lambda weights: resampled_map(facts, metric, weights)), facts["images"]
+        return resampled_map(facts, metric, _weights(facts["images"])), facts["images"]
     if kind == "miou" and metric == "miou":
-        return (lambda weights: _miou(facts["areas"], weights)), len(facts["areas"])
-    values = facts.get(metric) if kind == "mean" else None
-    if values is None and metric == (primary or metric):
-        values = accuracy.per_item
-    if not values:
-        return None
-    array = np.asarray(values, np.float64)
-    return (lambda weights: weights @ array / len(array)), len(array)
+        return _miou(facts["areas"], _weights(len(facts["areas"]))), len(facts["areas"])
+    return _means(facts[metric]) if kind == "mean" and facts.get(metric) else None
+
+
+def _means(values: Sequence[float]) -> Draws:
+    return _weights(len(values)) @ np.asarray(values, np.float64) / len(values), len(values)
 
 
 def _facts(evidence: str) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class MeanIoU(LabelledImages):
         values = only_output(outputs, self._output, "miou: output")
         if values.ndim == 4 and len(values) == 1 and values.shape[1] > 1:
             return values[0].argmax(axis=0).astype(np.int32), values.shape[1]
-        if values.ndim < 2 or values.size != values.shape[-1] * values.shape[-2]:
+        if values.ndim < 3 or values.size != values.shape[-1] * values.shape[-2]:
             raise EvaluationFailed(
                 "a map of logits (1 x classes x height x width) or of classes is needed, but the output's shape is "
                 f"{values.shape}"

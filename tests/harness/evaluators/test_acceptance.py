@@ -14,6 +14,7 @@ from harness import registry
 from harness.api import Evaluator, Infer
 from harness.evaluators.detection import CocoMAP
 from harness.evaluators.inputs import evaluator_params
+from harness.evaluators.intervals import metric_estimate
 from harness.paths import locate
 
 pytestmark = [
@@ -63,10 +64,33 @@ def test_detectors_reach_their_map(model: str, name: str, expected_map: float, e
     evaluator = evaluator_for(engine, "coco_map", {"data": COCO, "preprocess": name, "decode": name})
     assert isinstance(evaluator, CocoMAP)
     assert len(evaluator) == 128
-    metrics = evaluator.score(infer_of(engine)).metrics
-    print(model, metrics)
+    accuracy = evaluator.score(infer_of(engine))
+    metrics = accuracy.metrics
     assert metrics["map"] == pytest.approx(expected_map, abs=0.005)
     assert metrics["map50"] == pytest.approx(expected_map50, abs=0.005)
+    estimate = metric_estimate(accuracy, "map")
+    assert estimate is not None
+    assert estimate.interval.low < metrics["map"] < estimate.interval.high
+    print(model, metrics, estimate, f"evidence: {len(accuracy.evidence)} characters")
+
+
+VOC = [
+    "background", "airplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "dining table",
+    "dog", "horse", "motorcycle", "person", "potted plant", "sheep", "couch", "train", "tv",
+]  # fmt: skip
+
+
+def test_segmentation_reaches_its_miou() -> None:
+    engine = session("deeplabv3_mnv2_voc_513")
+    labels = {"labels": "assets:coco/panoptic_val2017.json", "masks": "assets:coco/panoptic_val2017"}
+    data = {"use": "images", "images": "assets:coco/val2017", **labels, "classes": VOC}
+    preprocess = {"use": "tf_imagenet", "params": {"resize": "stretch"}}
+    accuracy = evaluator_for(engine, "miou", {"data": data, "preprocess": preprocess}).score(infer_of(engine))
+    estimate = metric_estimate(accuracy, "miou")
+    assert estimate is not None
+    print(accuracy.metrics, estimate)
+    assert accuracy.metrics["miou"] == pytest.approx(0.4706, abs=0.005)
+    assert estimate.interval.low < accuracy.metrics["miou"] < estimate.interval.high
 
 
 @pytest.mark.parametrize(

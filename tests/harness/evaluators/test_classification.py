@@ -10,8 +10,9 @@ from PIL import Image
 
 from harness import registry
 from harness.errors import EvaluationFailed, UserError
-from harness.evaluators.classification import Top1
+from harness.evaluators.classification import Top1, Top5
 from harness.evaluators.inputs import evaluator_params
+from harness.evaluators.intervals import metric_estimate
 
 SUPPLIED = {"input_name": "x", "input_shape": (1, 3, 4, 4)}
 
@@ -28,6 +29,12 @@ def folder(tmp_path: Path) -> Path:
         Image.fromarray(np.full((4, 4, 3), i, np.uint8)).save(tmp_path / "images" / f"{i}.png")
     (tmp_path / "labels.txt").write_text("".join(f"{i}.png {i}\n" for i in range(10)))
     return tmp_path
+
+
+def top5(folder: Path, labels: str | None = "labels.txt") -> Top1:
+    data = {"use": "images", "images": "images", "labels": labels}
+    made: Top1 = open_evaluator("top5", {"data": data, "preprocess": "shapes"}, {**SUPPLIED, "base": folder})
+    return made
 
 
 def top1(folder: Path, batch: int = 1, labels: str | None = "labels.txt", **params: Any) -> Top1:
@@ -62,6 +69,35 @@ def test_top1_and_top5_by_hand(folder: Path, batch: int) -> None:
 def test_of_equal_outputs_the_lower_class_wins(folder: Path) -> None:
     accuracy = top1(folder).score(lambda _: {"logits": np.zeros((1, 12, 1, 1))})
     assert accuracy.metrics == {"top1": 0.1, "top5": 0.5}
+
+
+def test_every_metric_has_an_interval_and_top5_can_be_the_one_that_counts(folder: Path) -> None:
+    accuracy = top1(folder).score(logits)
+    for metric in ("top1", "top5"):
+        estimate = metric_estimate(accuracy, metric)
+        assert estimate is not None
+        assert estimate.interval.low < estimate.interval.value == accuracy.metrics[metric] < estimate.interval.high
+        assert estimate.note.startswith("only 10 images")
+    assert top5(folder).score(logits).per_item == (1.0,) * 8 + (0.0,) * 2
+    assert (Top5.metric, Top5.higher_is_better) == ("top5", True)
+    with pytest.raises(UserError, match=r"top5: data.labels: classes are needed"):
+        top5(folder, labels=None)
+
+
+def shifted(feeds: Any) -> dict[str, np.ndarray]:
+    """The background class comes first."""
+    return {"logits": np.concatenate([np.zeros((1, 1)), perfect(feeds)["logits"]], axis=1)}
+
+
+def perfect(feeds: Any) -> dict[str, np.ndarray]:
+    return {"logits": np.eye(10, dtype=np.float32)[[round(float(feeds["x"][0, 0, 0, 0]) * 255)]]}
+
+
+def test_labels_that_count_classes_in_another_way_are_noticed(folder: Path) -> None:
+    assert top1(folder).score(perfect).metrics["top1"] == 1.0
+    with pytest.raises(UserError, match=r"data.labels: 10 of 10 answers are the label \+1, so these count classes in"):
+        top1(folder).score(shifted)
+    assert top1(folder).score(lambda _: {"logits": np.eye(10)[[9]]}).metrics["top1"] == 0.1, "a model that is stuck"
 
 
 def test_the_output_can_be_named(folder: Path) -> None:

@@ -14,6 +14,7 @@ from harness.evaluators.datasets import open_images
 from harness.evaluators.decode import Detections
 from harness.evaluators.detection import CocoMAP, coco_metrics
 from harness.evaluators.inputs import evaluator_params
+from harness.evaluators.intervals import metric_estimate
 from harness.evaluators.preprocessings import Shapes
 
 DATA = {"use": "shapes", "split": "evaluation", "count": 6}
@@ -60,6 +61,23 @@ def test_perfect_predictions_have_a_map_of_one(coco: Any, batch: int) -> None:
     assert metrics["map50"] == pytest.approx(1.0)
     assert evaluator.metric in metrics
     assert evaluator.higher_is_better
+
+
+def test_a_float_model_whose_classes_are_in_another_order_is_noticed(coco: Any) -> None:
+    evaluator = open_evaluator("coco_map", PARAMS, SUPPLIED)
+    evaluator.prepare(oracle(coco))
+    turned = {**coco, "annotations": [{**a, "category_id": a["category_id"] % 3 + 1} for a in coco["annotations"]]}
+    with pytest.raises(UserError, match=r"finds the boxes \(AP50 1.000 .*list these by name in data.classes"):
+        evaluator.prepare(oracle(turned))
+    evaluator.prepare(lambda _: {"boxes": np.zeros((1, 8, 7), np.float32)})  # a model that finds nothing
+
+
+def test_the_evidence_gives_the_figures_again(coco: Any) -> None:
+    accuracy = open_evaluator("coco_map", PARAMS, SUPPLIED).score(oracle(coco, shift=3.0))
+    estimate = metric_estimate(accuracy, "map")
+    assert estimate is not None
+    assert estimate.interval.low <= accuracy.metrics["map"] <= estimate.interval.high
+    assert estimate.note == "only 6 images: the interval is too wide to say much"
 
 
 def test_shifted_boxes_score_less_and_none_score_zero(coco: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from harness import registry
 from harness.errors import EvaluationFailed, UserError
 from harness.evaluators.fidelity import MAX_SQNR_DB, Fidelity, compare
 from harness.evaluators.inputs import evaluator_params
+from harness.evaluators.intervals import metric_estimate
 
 INPUTS = {"x": ("float", (1, 5)), "mask": ("bool", (1, 5))}
 
@@ -36,6 +37,7 @@ def test_the_float_model_is_as_close_as_can_be(tmp_path: Path) -> None:
     accuracy = evaluator.score(engine)
     assert accuracy.metrics == pytest.approx({"sqnr_db": MAX_SQNR_DB, "cosine": 1.0, "kl": 0.0})
     assert len(accuracy.per_item) == len(evaluator) == 3
+    assert all(metric_estimate(accuracy, metric, primary="sqnr_db") for metric in accuracy.metrics)
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["r.npz"]
 
 
