@@ -31,7 +31,8 @@ def run(
     config = load_experiment(experiment)
     base = experiment.resolve().parent
     importable(base)
-    check_experiment(config, base)
+    for remark in check_experiment(config, base):
+        typer.echo(remark, err=True)
     if check:
         for cell in plan(config):
             typer.echo(f"{cell.name}: {', '.join(search.name for search in cell.runs)}")

@@ -25,7 +25,7 @@ from harness.api import Accuracy
 from harness.evaluators.precision import METRICS, resampled_map
 from harness.measure.stats import Interval
 
-__all__ = ["FEW", "Estimate", "accuracy_of", "drop_estimate", "evidence_of", "metric_estimate"]
+__all__ = ["FEW", "Estimate", "accuracy_of", "drop_estimate", "evidence_of", "metric_estimate", "too_few"]
 
 FEW = 20
 """Below so many images an interval says little: its limits are guesses from a handful of values."""
@@ -51,7 +51,12 @@ class Estimate:
     @property
     def note(self) -> str:
         """What has to be said beside the interval; nothing as a rule."""
-        return f"only {self.images} images: the interval is too wide to say much" if self.images < FEW else ""
+        return too_few(self.images)
+
+
+def too_few(images: int) -> str:
+    """What has to be said about an accuracy on so many images; nothing as a rule."""
+    return f"only {images} images: the interval is too wide to say much" if images < FEW else ""
 
 
 def evidence_of(kind: str, facts: Mapping[str, Any]) -> str:

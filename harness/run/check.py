@@ -1,24 +1,28 @@
 """What can be known to be wrong before anything runs: every model, data set, plug-in and parameter.
 
-A run takes hours, so its last cell is looked at before its first begins. Nothing is built or measured,
-no model is parsed and no image is read.
+A run takes hours, so its last cell is looked at before its first begins: models that data belong to are
+loaded, and evaluators are made. Nothing is built or measured, and no image is prepared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from harness import registry, zoo
 from harness.errors import CandidateError, UserError, nearest
-from harness.evaluators.datasets import open_data
+from harness.evaluators.datasets import Arrays, Dataset, open_data
+from harness.evaluators.feeding import batches
 from harness.evaluators.inputs import evaluator_params
+from harness.evaluators.intervals import too_few
 from harness.evaluators.preprocess import open_plugin, open_preprocess
 from harness.graph.dialects import Dialect
 from harness.paths import locate
 from harness.run.config import Experiment, ModelSpec, Use
+from harness.run.models import evaluator_use, input_types, open_model
 from harness.run.plan import plan
 from harness.run.seeding import check_files
 from search.planted import planted_space
@@ -29,11 +33,14 @@ SUPPLIED = ("input_name", "input_shape", "inputs", "reference", "base")
 """What the harness gives an evaluator that names it; see `harness.evaluators.inputs.evaluator_params`."""
 
 
-def check_experiment(experiment: Experiment, base: Path) -> None:
+def check_experiment(experiment: Experiment, base: Path) -> tuple[str, ...]:
     """Check all that is cheap to check, of every cell.
 
     Args:
         base: Folder that relative paths of the experiment start from.
+
+    Returns:
+        What is allowed, but should be known beforehand; a line each.
 
     Raises:
         UserError: The first thing that does not fit, with what would.
@@ -45,12 +52,14 @@ def check_experiment(experiment: Experiment, base: Path) -> None:
         _check_backend(backend, experiment.precision)
     with _at("initial"):
         check_files(experiment.initial, base)
-    data = _Data(base)
+    data, remarks = _Data(base), []
     for model in experiment.models:
         if model.evaluator is None and experiment.objective.max_drop is not None:
             raise UserError(f"objective.max_drop: model {model.name!r} has no evaluator whose metric could drop")
         with _at(f"model {model.name!r}"):
             _check_model(model, base, data)
+            remarks += [f"model {model.name!r}: {remark}" for remark in _remarks(model, base, data)]
+    return tuple(remarks)
 
 
 def _check_searcher(searcher: Use, precisions: tuple[str, ...]) -> None:
@@ -111,18 +120,47 @@ def _check_evaluator(evaluator: Use, preprocess: Use | None, data: _Data) -> Non
         registry.check_params("decoder", name, settings, given=("outputs", "prepared", "size"))
 
 
+def _remarks(model: ModelSpec, base: Path, data: _Data) -> Iterator[str]:
+    """Give the model its data, where there are some.
+
+    Raises:
+        UserError: Data and model do not fit.
+    """
+    if model.evaluator is None and model.calibration.data is None:
+        return
+    with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
+        loaded = open_model(model, base, Path(scratch))
+        if model.calibration.data is not None:
+            used = model.preprocess
+            preprocess = None if used is None else open_preprocess(used.model_dump(include={"use", "params"}))
+            with _at("calibration"):
+                batches(data.check(model.calibration.data), preprocess, input_types(loaded), model.calibration.samples)
+        with _at("evaluator"):
+            use = evaluator_use(model, loaded, base, Path(scratch))
+            if use is None:
+                return
+            made = registry.guarded(f"evaluator {use.use!r}", lambda: registry.create("evaluator", use.use, use.params))
+    if model.calibration.data is None:
+        yield "no calibration data given, random data is used: do not trust any accuracy"
+    if isinstance(made, Sized) and (note := too_few(len(made))):
+        yield f"evaluator: {note}"
+
+
 class _Data:
     """Opens each data set once, however many models name it."""
 
     def __init__(self, base: Path) -> None:
         self._base = base
-        self._seen: list[Mapping[str, Any]] = []
+        self._seen: list[tuple[Mapping[str, Any], Dataset | Arrays]] = []
 
-    def check(self, spec: Mapping[str, Any]) -> None:
+    def check(self, spec: Mapping[str, Any]) -> Dataset | Arrays:
         """See `harness.evaluators.datasets.open_data`."""
-        if spec not in self._seen:
-            open_data(spec, self._base)
-            self._seen.append(spec)
+        for known, opened in self._seen:
+            if known == spec:
+                return opened
+        opened = open_data(spec, self._base)
+        self._seen.append((spec, opened))
+        return opened
 
 
 @contextmanager

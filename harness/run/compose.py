@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import registry, zoo
+from harness import registry
 from harness.api import Array, Candidate
 from harness.calibrate.ptq import PtqOptions
 from harness.calibrate.ranges import CalibrationKey, Ranges, cached_ranges, finite_ranges, narrowed, remarks
 from harness.errors import UserError
 from harness.evaluators.datasets import open_data
-from harness.evaluators.feeding import batches, image_input
-from harness.evaluators.inputs import evaluator_params
+from harness.evaluators.feeding import batches
 from harness.evaluators.preprocess import preprocess_fingerprint
-from harness.feeds import check_types, random_feeds
+from harness.feeds import random_feeds
 from harness.graph.dialects import Dialect
 from harness.graph.insert import Inserter
-from harness.graph.load import load, save
+from harness.graph.load import save
 from harness.graph.model import Model
 from harness.graph.space import build_space
-from harness.paths import locate
 from harness.run.config import Experiment, ModelSpec, Use
 from harness.run.engine import Seed
 from harness.run.foreign import PTQ, Foreign, Order, quantize_with
 from harness.run.journal import writing
+from harness.run.models import OPSET, evaluator_use, input_types, open_model
 from harness.run.observe import Observer
 from harness.run.plan import CellSpec
 from harness.run.seeding import Seeding, imported
 from search.space import Placement, Space
 
 __all__ = ["Cell", "compose", "evaluator_use", "open_model"]
-
-OPSET = 17
-"""Per-channel Q/DQ needs 13; runtimes read 17 best today, and a dialect may ask for more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,46 +78,6 @@ class Cell:
                 return self.inserter.write(resolved, folder, name=digest)
 
         return Candidate(digest=digest, edges=resolved, source=source)
-
-
-def open_model(spec: ModelSpec, base: Path, work: Path, min_opset: int = OPSET) -> Model:
-    """Load the model that a specification names (`zoo:NAME`, `assets:PATH` or a path).
-
-    Args:
-        spec: The specification.
-        base: Folder that relative paths start from.
-        work: Scratch folder, for zoo models.
-        min_opset: Older models are upgraded.
-
-    Raises:
-        UserError: Unknown zoo name, no such file, or not a model that can be used.
-    """
-    if spec.use.startswith("zoo:"):
-        name = spec.use.removeprefix("zoo:")
-        path = zoo.write(name, work / f"{_file_name(name)}.onnx")
-    else:
-        path = locate(spec.use, base)
-    return load(path, source=spec.use, shapes=spec.shapes, min_opset=min_opset)
-
-
-def evaluator_use(spec: ModelSpec, model: Model, base: Path, work: Path) -> Use | None:
-    """The evaluator of a model with what the harness knows filled in.
-
-    Raises:
-        UserError: Unknown or missing parameters.
-    """
-    if spec.evaluator is None:
-        return None
-    use, params = spec.evaluator.use, dict(spec.evaluator.params)
-    inputs = {n: (model.types[n].dtype, model.types[n].shape) for n in model.inputs}
-    supplied = {"inputs": inputs, "reference": work / "reference.npz", "base": base}
-    wanted = inspect.signature(registry.load("evaluator", use)).parameters
-    if wanted.keys() & {"input_name", "input_shape"}:
-        name = image_input(inputs)
-        supplied |= {"input_name": name, "input_shape": inputs[name][1]}
-    if spec.preprocess is not None and "preprocess" in wanted:
-        params.setdefault("preprocess", {"use": spec.preprocess.use, "params": spec.preprocess.params})
-    return Use(use=use, params=evaluator_params(use, params, supplied), label=spec.evaluator.label)
 
 
 def compose(experiment: Experiment, spec: CellSpec, base: Path, work: Path, observer: Observer) -> Cell:
@@ -187,7 +141,7 @@ class _Feeds:
     def __init__(self, spec: ModelSpec, model: Model, base: Path) -> None:
         self._spec = spec
         self._model = model
-        self._types = _input_types(model)
+        self._types = input_types(model)
         self.settings = spec.calibration
         self._preprocess = None if spec.preprocess is None else spec.preprocess.model_dump(include={"use", "params"})
         if spec.calibration.data is None:
@@ -235,19 +189,6 @@ class _Feeds:
         )
 
 
-def _input_types(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Element type and shape of each input; refuses inputs that no engine can be timed with."""
-    for name in model.inputs:
-        if name not in model.types:
-            raise UserError(f"{model.source}: input {name!r} is no tensor, so this model cannot be timed")
-    types = {name: (model.types[name].dtype, model.types[name].shape) for name in model.inputs}
-    try:
-        check_types(types)
-    except UserError as error:
-        raise UserError(f"{model.source}: {error}") from error
-    return types
-
-
 def _dialect(backend: Use) -> Dialect:
     """The dialect that a benchmarker with these parameters names, else the one that is called like it."""
     benchmarker = registry.create("benchmarker", backend.use, backend.params)
@@ -272,7 +213,3 @@ def _starts(experiment: Experiment) -> list[Use]:
     """Whatever searches start from or are compared with, once."""
     named = {start.name: start for start in experiment.initial}
     return list({**named, **{name: named.get(name, Use(use=name)) for name in experiment.baselines}}.values())
-
-
-def _file_name(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text)

@@ -1,0 +1,95 @@
+"""What can be wrong with models, data and evaluators is said before anything runs; what is only odd, too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from harness.errors import UserError
+from harness.graph.build import GraphBuilder
+from harness.run.check import check_experiment
+from harness.run.config import parse_experiment
+from harness.run.models import evaluator_use, open_model
+
+COUNT = 24
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    builder = GraphBuilder("net")
+    x = builder.op("GlobalAveragePool", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3))
+    builder.output(builder.op("Flatten", x), name="logits")
+    builder.save(tmp_path / "net.onnx")
+    (tmp_path / "images").mkdir()
+    for i in range(COUNT):
+        Image.new("RGB", (8, 8)).save(tmp_path / "images" / f"{i}.png")
+    (tmp_path / "labels.txt").write_text("".join(f"{i}.png 0\n" for i in range(COUNT)))
+    return tmp_path
+
+
+def checked(folder: Path, evaluator: Any = None, calibration: Any = None, preprocess: str = "array") -> tuple[str, ...]:
+    model = {"use": "net.onnx", "preprocess": preprocess, "evaluator": evaluator, "calibration": calibration or {}}
+    text = json.dumps({"experiment": "e", "models": [model], "backends": ["simulated"]})
+    return check_experiment(parse_experiment(text, "e.yaml"), folder)
+
+
+def top1(**data: Any) -> dict[str, Any]:
+    return {"use": "top1", "params": {"data": {"use": "images", "images": "images", "labels": "labels.txt", **data}}}
+
+
+IMAGES = {"data": {"use": "images", "images": "images"}}
+
+
+def test_what_is_well_has_no_remarks(folder: Path) -> None:
+    assert checked(folder, top1(), IMAGES) == ()
+
+
+def test_few_images_and_random_calibration_data_are_said(folder: Path) -> None:
+    random, few = checked(folder, top1(count=12))
+    assert random == "model 'net': no calibration data given, random data is used: do not trust any accuracy"
+    assert few == "model 'net': evaluator: only 12 images: the interval is too wide to say much"
+
+
+@pytest.mark.parametrize(
+    ("evaluator", "message"),
+    [
+        (top1(labels=None), r"model 'net': evaluator: top1: data.labels: classes are needed"),
+        ({"use": "miou", "params": IMAGES}, r"evaluator: miou: data.masks: masks are needed"),
+        ({"use": "coco_map", "params": {**IMAGES, "decode": "yolox"}}, "evaluator: coco_map: data.labels: boxes are"),
+        ({"use": "top2", "params": IMAGES}, "no evaluator is called 'top2'; did you mean 'top5' or 'top1'"),
+        ({"use": "fidelity", "params": {"samples": 0}}, "evaluator: fidelity: samples: a whole number from 1"),
+        (top1(half="both"), r"evaluator: data.half: one of search, report, but got 'both'"),
+    ],
+)
+def test_evaluators_that_cannot_work_are_refused_at_once(folder: Path, evaluator: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        checked(folder, evaluator)
+
+
+def test_calibration_data_that_do_not_fit_the_model_are_refused_at_once(folder: Path) -> None:
+    np.save(folder / "a.npy", np.zeros((3, 3, 8, 9), np.float32))
+    with pytest.raises(UserError, match=r"model 'net': calibration: data: a sample of array 'x' is 3 x 8 x 9"):
+        checked(folder, None, {"data": {"use": "npy", "path": "a.npy"}})
+
+
+def test_a_model_that_data_belong_to_is_loaded(folder: Path) -> None:
+    (folder / "net.onnx").write_bytes(b"hello")
+    assert checked(folder) == ()
+    with pytest.raises(UserError, match=r"model 'net': net\.onnx: "):
+        checked(folder, top1())
+
+
+def test_an_evaluator_can_be_made_for_each_half(folder: Path) -> None:
+    model = {"use": "net.onnx", "preprocess": "array", "evaluator": top1()}
+    spec = parse_experiment(json.dumps({"experiment": "e", "models": [model]}), "e.yaml").models[0]
+    loaded = open_model(spec, folder, folder)
+    halves = {half: evaluator_use(spec, loaded, folder, folder, half) for half in ("search", "report")}
+    assert {half: use and use.params["data"]["half"] for half, use in halves.items()} == {k: k for k in halves}
+    without = spec.model_copy(update={"evaluator": spec.evaluator.model_copy(update={"use": "fidelity", "params": {}})})
+    with pytest.raises(UserError, match=r"evaluator 'fidelity' has no 'data' of which one half could be set aside"):
+        evaluator_use(without, loaded, folder, folder, "search")
