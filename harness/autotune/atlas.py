@@ -237,7 +237,10 @@ def _output(model: Model, position: Mapping[str, int], tensor: str) -> Address:
 
 
 def _typed(model: Model, dtype: str) -> Model:
-    """The model with a type for what feeds linear operators and has none, as behind operators of a plug-in."""
+    """The model with a type for what feeds linear operators and has none, as behind operators of a plug-in.
+
+    Its shape stays unknown; one dimension stands for it, because a tensor without any is never quantized.
+    """
     names = {name for node in model.nodes if node.op in LINEAR for name in node.inputs[:2]}
-    unknown = {name: TensorType(dtype, ()) for name in sorted(names) if name and name not in model.types}
+    unknown = {name: TensorType(dtype, (1,)) for name in sorted(names) if name and name not in model.types}
     return replace(model, types={**unknown, **model.types}) if unknown else model

@@ -156,8 +156,8 @@ class QDQAutotunerBase:
         self._turn = session.turn(region, session.with_schemes(self.profiled_patterns))
         if any(session.base.choices):
             self._turn.seed([session.chart.encode(region, session.base)])
-        cached = None if self.pattern_cache is None else self.pattern_cache.get_pattern_schemes(pattern.signature)
-        self._turn.seed(cached.schemes if cached else ())
+        if self.pattern_cache is not None:
+            self._turn.seed(self.pattern_cache.starts(pattern.signature))
 
     def generate(self) -> int:
         """Index of the next scheme to measure: those of the cache first, then what the searcher proposes.

@@ -33,7 +33,8 @@ class PatternCache:
 
     Attributes:
         baseline_ms: Latency of the float model that added schemes were measured beside; None where it is not known.
-        content: What the engine keeps.
+        content: All of it, as the engine keeps it.
+        seeds: What was read or put in, without what autotuners learned since: schemes to begin with.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class PatternCache:
         self.content = content or engine.PatternCache(
             minimum_distance=minimum_distance, maximum_schemes=max_entries_per_pattern
         )
+        self.seeds = self.content
 
     @property
     def minimum_distance(self) -> int:
@@ -88,7 +90,7 @@ class PatternCache:
         """Take over the schemes of a pattern, as far as they are good and different enough; failures never."""
         if pattern_schemes is not None and pattern_schemes.pattern is not None:
             usable = (scheme for scheme in pattern_schemes.schemes if not scheme.error)
-            self.learn(self._pattern(pattern_schemes.pattern, usable))
+            self._put(self._pattern(pattern_schemes.pattern, usable))
 
     def add_pattern_from_region(self, region: Region, graph: Atlas, quantized_tensors: set[str]) -> None:
         """Take over what a Q/DQ model has in a region, and in the regions below it.
@@ -99,7 +101,7 @@ class PatternCache:
         names = float_names(set(quantized_tensors), graph.model)
         for each in region.walk():
             found = [p for p in graph.full_scheme(each).points if _tensors(each, graph, p) & names]
-            self.learn(self._pattern(graph.pattern(each), [InsertionScheme.of(found)]))
+            self._put(self._pattern(graph.pattern(each), [InsertionScheme.of(found)]))
 
     def merge(self, other: PatternCache, prefer_existing: bool = True) -> None:
         """Take over the patterns of another cache; of those that are here too, only where `prefer_existing` is off."""
@@ -108,11 +110,16 @@ class PatternCache:
             for signature, pattern in other.content.patterns.items()
             if not (prefer_existing and self.has_pattern(signature))
         }
-        self.learn(engine.PatternCache(patterns=found))
+        self._put(engine.PatternCache(patterns=found))
 
     def learn(self, content: engine.PatternCache) -> None:
-        """Take over what the engine keeps elsewhere."""
+        """Take over what was measured; nobody begins with that again."""
         self.content = engine.merged(self.content, content)
+
+    def starts(self, pattern_signature: str) -> list[InsertionScheme]:
+        """Schemes of a pattern to begin with, best first."""
+        found = self.seeds.patterns.get(pattern_signature)
+        return [] if found is None else _schemes(found).schemes
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
@@ -160,6 +167,10 @@ class PatternCache:
 
     def __repr__(self) -> str:
         return f"PatternCache(patterns={self.num_patterns}, schemes={self.total_schemes})"
+
+    def _put(self, content: engine.PatternCache) -> None:
+        self.learn(content)
+        self.seeds = engine.merged(self.seeds, content)
 
     def _pattern(self, pattern: RegionPattern, schemes: Iterable[InsertionScheme]) -> engine.PatternCache:
         kept = tuple(self._scheme(scheme) for scheme in schemes)

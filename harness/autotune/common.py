@@ -33,9 +33,9 @@ class Config:
     Attributes:
         verbose: Log the resolved insertion points of each export.
         performance_threshold: Taken for compatibility and, as there, read by nobody.
-        default_q_scale: Taken for compatibility: scales come from calibration, which decides about speed too (equal
-            scales cancel out).
-        default_q_zero_point: As `default_q_scale`; the dialect of the runtime decides.
+        default_q_scale: Scale of every activation where operators that only a plug-in knows keep the model from being
+            run for calibration. Else scales come from calibration: equal ones would cancel out and look fast.
+        default_q_zero_point: Taken for compatibility; the dialect of the runtime decides about zero points.
         default_quant_type: "int8" or "fp8".
         default_dq_dtype: Type of tensors whose type cannot be inferred: "float16", "float32" or "bfloat16".
         maximum_sequence_region_size: Most nodes of a LEAF that is a sequence.
@@ -77,3 +77,5 @@ class Config:
         for name, allowed in (("default_quant_type", QUANT_TYPES), ("default_dq_dtype", DQ_DTYPES)):
             if getattr(self, name) not in allowed:
                 raise AutotunerError(f"{name}: one of {', '.join(allowed)}, but got {getattr(self, name)!r}")
+        if not self.default_q_scale > 0:
+            raise AutotunerError(f"default_q_scale: above 0, but got {self.default_q_scale!r}")

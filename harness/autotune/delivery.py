@@ -13,6 +13,7 @@ from harness.api import Array
 from harness.autotune.atlas import Atlas
 from harness.autotune.common import AutotunerError, Config
 from harness.calibrate.ranges import CalibrationKey, Ranges, cached_ranges, finite_ranges, narrowed, remarks
+from harness.errors import UserError
 from harness.evaluators.datasets import open_data
 from harness.evaluators.feeding import batches
 from harness.feeds import random_feeds
@@ -79,7 +80,14 @@ class Delivery:
             arrays = open_data(_data(self._config.calibration_data), Path.cwd(), SAMPLES)
             data, samples, feeds = arrays.fingerprint, SAMPLES, batches(arrays, None, types)
         key = CalibrationKey(model_sha256=self._model.sha256, data=data, samples=samples)
-        ranges = cached_ranges(key, self.float_file, sorted(tensors), feeds)
+        try:
+            ranges = cached_ranges(key, self.float_file, sorted(tensors), feeds)
+        except UserError as error:
+            if self._config.calibration_data is not None or not any(node.opaque for node in self._model.nodes):
+                raise
+            _logger.warning("%s: every scale is default_q_scale: %s", self._model.source, error)
+            bound = 127 * self._config.default_q_scale
+            return dict.fromkeys(tensors, (-bound, bound))
         for remark in remarks(ranges):
             _logger.warning("%s: %s", self._model.source, remark)
         return ranges

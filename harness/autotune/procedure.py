@@ -119,7 +119,7 @@ class _Run:
         self._benchmark = benchmark
         self._plan = plan
         self._saved_s = time.monotonic()
-        self._warm = autotuner.pattern_cache.content if plan.pattern_cache_file and autotuner.pattern_cache else None
+        self._warm = autotuner.pattern_cache.seeds if plan.pattern_cache_file and autotuner.pattern_cache else None
 
     def begin(self) -> None:
         """Time the float model and the whole placements to begin with; the best of them stands until a turn comes."""
