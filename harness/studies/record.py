@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,10 @@ def record(study: Study, out: Path, dimensions: int, observer: Observer) -> Path
     """
     if not 1 <= dimensions <= math.log2(MAX_PLACEMENTS):
         raise UserError(f"--dimensions: 1 to {int(math.log2(MAX_PLACEMENTS))}, but got {dimensions}")
+    if out.exists():
+        with TemporaryDirectory(prefix="qdq-record-") as scratch:
+            _refuse_another(study, out, Path(scratch), observer)
+        return out
     folder = out.with_name(f"{out.name}.recording")
     with claimed(folder, study.experiment):
         machine = environment()
@@ -63,10 +68,6 @@ def record(study: Study, out: Path, dimensions: int, observer: Observer) -> Path
         cell, worker = open_study(study, folder, observer)
         with open_engines(worker, study.experiment.limits) as engines:
             recording = _Recording(study=study, cell=cell, engines=engines, folder=folder, observer=observer)
-            if out.exists():
-                _refuse_another(out, recording.facts())
-                shutil.rmtree(folder, ignore_errors=True)
-                return out
             if worker.evaluators:
                 recording.prepare()
             rows, facts = recording.run(dimensions)
@@ -250,14 +251,17 @@ def _begun(path: Path, facts: dict[str, Any]) -> None:
         write_json(path, facts)
 
 
-def _refuse_another(out: Path, facts: Mapping[str, Any]) -> None:
+def _refuse_another(study: Study, out: Path, scratch: Path, observer: Observer) -> None:
     """Refuse to take a table of something else for the one that is asked for.
 
     Raises:
         UserError: With each leaf that differs.
     """
     there = read_table(out).facts
-    known = {key: getattr(there, key) for key in facts if key != "dimensions"}
-    here = {**facts, "space": space_digest(Space(facts["dimensions"]))}
-    here.pop("dimensions")
-    refuse_changes(out, json.loads(json.dumps({**known, "space": space_digest(Space(there.dimensions))})), here)
+    cell, worker = open_study(study, scratch, observer)
+    with open_engines(worker, study.experiment.limits) as engines:
+        here = _Recording(study=study, cell=cell, engines=engines, folder=scratch, observer=observer).facts()
+    known = {key: getattr(there, key) for key in here}
+    for facts in (known, here):
+        facts["dimensions"] = space_digest(Space(facts["dimensions"]))
+    refuse_changes(out, json.loads(json.dumps(known)), here)
