@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from harness.errors import UserError
-from harness.measure.confirm import TWIN
+from harness.measure.events import TWIN
 from harness.measure.stats import Interval, verdict
 from harness.report.frames import main_frame
 from harness.report.results import CellResults, Results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from harness.evaluators.intervals import accuracy_of, drop_estimate
 from harness.measure.stats import Interval
 from harness.records import Measured
 from harness.report.results import CellResults, Results
@@ -17,6 +19,8 @@ from harness.run.plan import CellSpec
 from harness.run.rows import FLOAT_ROW, Pick
 
 __all__ = ["finalist_frame", "main_frame", "precision_frame"]
+
+logger = logging.getLogger(__name__)
 
 REASON_WIDTH = 60
 MISSING = "missing"
@@ -178,20 +182,20 @@ def _figures(name: str, interval: Interval | None) -> dict[str, float | None]:
 
 
 def _drop(cell: CellResults, row: str) -> Interval | None:
-    """Loss of accuracy; with a 95 % interval, paired by items, where the metric is the mean over items.
-
-    The interval is the normal one of a mean of paired differences, which the bootstrap over items approaches
-    (Efron and Tibshirani, "An introduction to the bootstrap", 1993, chapter 13).
-    """
+    """Loss of accuracy, with its interval over images where the records allow one."""
     value = cell.drop(row)
-    if value is None:
+    if value is None or cell.metric is None:
         return None
-    items = (cell.scores[name].get("per_item") or () for name in (FLOAT_ROW, row))
-    base, own = (np.asarray(found, dtype=float) for found in items)
-    if row == FLOAT_ROW or len(base) < 2 or len(base) != len(own):
-        return Interval(value=value, low=float("nan"), high=float("nan"))
-    half = 1.96 * float(np.std(base - own, ddof=1)) / np.sqrt(len(base))
-    return Interval(value=value, low=value - half, high=value + half)
+    if row != FLOAT_ROW:
+        reference, found = (accuracy_of(cell.scores[name]) for name in (FLOAT_ROW, row))
+        try:
+            estimate = drop_estimate(reference, found, cell.metric, higher_is_better=cell.higher_is_better)
+        except ValueError as error:
+            logger.warning("%s: no interval of the drop of %s: %s", cell.folder, row, error)
+            estimate = None
+        if estimate is not None:
+            return estimate.interval
+    return Interval(value=value, low=float("nan"), high=float("nan"))
 
 
 def _builds(cell: CellResults, pick: Pick) -> tuple[int, int]:

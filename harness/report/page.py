@@ -133,11 +133,15 @@ def _accuracy(cell: CellResults, line: Mapping[Any, Any]) -> str:
 
 def _table(table: Table) -> dict[str, Any]:
     columns = list(table.cells.columns)
+    kinds = ["text" if column.rpartition(" ")[2] in WORDS else "number" for column in columns]
     rows = [
-        [{"text": text, "mark": table.mark(number, column)} for column, text in zip(columns, line, strict=True)]
+        [
+            {"text": text, "kind": kind, "mark": table.mark(number, column)}
+            for column, kind, text in zip(columns, kinds, line, strict=True)
+        ]
         for number, line in enumerate(table.cells.astype(str).itertuples(index=False))
     ]
-    heads = [{"text": column, "kind": "text" if column.rpartition(" ")[2] in WORDS else "number"} for column in columns]
+    heads = [{"text": column, "kind": kind} for column, kind in zip(columns, kinds, strict=True)]
     return {"name": table.name, "title": table.title, "heads": heads, "rows": rows, "notes": table.note.splitlines()}
 
 

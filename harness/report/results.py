@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from harness.errors import UserError
-from harness.measure.confirm import Dropped, Event, RowSummary, summarise
+from harness.measure.confirm import RowSummary, summarise
+from harness.measure.events import Dropped, Event
 from harness.records import SCHEMA, Failed
 from harness.report.stored import Stored, read_stored
-from harness.run.confirming import read_events
+from harness.run.confirming import read_events, read_floor
 from harness.run.engine import Goal
 from harness.run.journal import Entry, read_journal
 from harness.run.rows import FLOAT_ROW, Pick, Row, read_rows
@@ -51,7 +52,7 @@ class CellResults:
         summaries: Confirmed figures by row id.
         failed: The last failure by row id, of the rows that failed in the confirmation.
         lost: Number of builds by row id in which the confirmation lost it.
-        floor: Relative A/A noise floor of the confirmation; None where it has not begun.
+        floor: Relative A/A noise floor, the larger of before the searches and of the confirmation; None before both.
         builds: Fresh builds that the confirmation was to make; None where it has not begun.
         float_measured: The baseline's float precision was chosen by measurement.
         complete: All searches ended and the confirmation has all its builds.
@@ -155,31 +156,32 @@ def load(folder: Path) -> Results:
     return Results(
         folder=folder,
         stored=stored,
-        cells=tuple(_cell(folder / name, stored.searchers) for name in order),
+        cells=tuple(_cell(folder / name, stored) for name in order),
         waiting=tuple(name for name in names if name not in begun),
     )
 
 
-def _cell(folder: Path, searchers: tuple[str, ...]) -> CellResults:
+def _cell(folder: Path, stored: Stored) -> CellResults:
     facts = _facts(folder)
     rows, picks = _read(folder / "rows.json", lambda: read_rows(folder))
     events = read_events(folder)
     lost = {(event.row, event.build) for event in events if isinstance(event, Dropped)}
-    summary = summarise(events, baseline=FLOAT_ROW) if events else None
-    builds = _builds(folder / "confirm.jsonl")
+    floor = read_floor(folder)
+    summary = summarise(events, baseline=FLOAT_ROW, floor=floor) if events else None
+    builds = _builds(folder / "confirm.jsonl") or (stored.builds if events else None)
     return CellResults(
         folder=folder,
         facts=facts,
         environment=_environment(folder / "env.json"),
         rows={row.id: row for row in rows},
         picks=picks,
-        searches=_searches(folder / "runs", searchers),
+        searches=_searches(folder / "runs", stored.searchers),
         scores=_read(folder / "accuracy.json", lambda: read_scores(folder)),
         events=events,
         summaries={} if summary is None else summary.rows,
         failed={} if summary is None else summary.failed,
         lost={name: sum(row == name for row, _ in lost) for name, _ in lost},
-        floor=None if summary is None else summary.floor,
+        floor=(floor or None) if summary is None else summary.floor,
         builds=builds,
         float_measured=(folder / "float.json").exists(),
         complete=bool(picks) and summary is not None and builds is not None and summary.builds >= builds,
@@ -207,7 +209,7 @@ def _environment(path: Path) -> Mapping[str, Any]:
 
 
 def _builds(path: Path) -> int | None:
-    """How many builds the confirmation was to make; None where its header was never written whole."""
+    """How many builds the confirmation was to make; None where its header does not tell."""
     if not _has_a_line(path):
         return None
     with path.open("rb") as file:

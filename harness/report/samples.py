@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import pandas as pd
 
-from harness.measure.confirm import Block, Event
+from harness.measure.events import Block, Event, Readings
 from harness.measure.stats import Interval, block_ci, paired_ratio_ci, verdict
 from harness.report.results import CellResults, Results
 from harness.run.rows import FLOAT_ROW
@@ -48,7 +48,7 @@ def indistinct(cell: CellResults, best: str) -> frozenset[str]:
 
     By the rule of the verdicts: the interval of the ratio contains 1, or the difference is below 1 % or the A/A floor.
     """
-    turns = _turns(cell.events)
+    turns = Readings(cell.events).turns
     others = {
         row: verdict(ratio, cell.floor or 0.0)
         for row in cell.summaries
@@ -69,13 +69,6 @@ def _advantage(turns: Mapping[str, Turns], row: str, other: str) -> Interval | N
     own, theirs = (_by_build(turns, name) for name in (row, other))
     builds = sorted(own.keys() & theirs.keys())
     return block_ci([[own[build] / theirs[build]] for build in builds]) if builds else None
-
-
-def _turns(events: Iterable[Event]) -> dict[str, dict[tuple[int, int], dict[int, float]]]:
-    turns: dict[str, dict[tuple[int, int], dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-    for block in counted(events):
-        turns[block.row][block.build, block.group][block.round] = float(np.median(block.samples_ms))
-    return turns
 
 
 def _common(one: Mapping[int, float], two: Mapping[int, float]) -> tuple[list[float], list[float]]:

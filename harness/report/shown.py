@@ -32,7 +32,8 @@ COST_NOTE = (
 )
 PRECISION_NOTE = (
     "Decision: shipped is what is faster than the float baseline beyond the noise, and whose drop of accuracy is "
-    "within the bound where there is one. Brackets: 95 %; of the drop over items, paired, where the metric is a mean."
+    "within the bound where there is one. Brackets: 95 %; of the drop by the paired bootstrap over images, where the "
+    "run kept what it takes."
 )
 SIDE_NOTE = "The same methods on the same model and device, quantized to different precisions; speedup over float."
 TARGET_NOTE = (

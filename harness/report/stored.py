@@ -29,6 +29,7 @@ class Stored:
         cells: What was to be compared, in the order of the experiment; empty where the file does not tell.
         baselines: Fixed placements and PTQ tools that each cell compares with.
         searchers: By the names that journals and tables use.
+        builds: Fresh builds of a confirmation; None where the file does not tell.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Stored:
     cells: tuple[CellSpec, ...]
     baselines: tuple[str, ...]
     searchers: tuple[str, ...]
+    builds: int | None
 
 
 def read_stored(path: Path) -> Stored:
@@ -73,7 +75,14 @@ def read_stored(path: Path) -> Stored:
             Use.model_construct(use=searcher["use"], label=searcher["label"]).name
             for searcher in _named(body, "searchers")
         ),
+        builds=_builds(body),
     )
+
+
+def _builds(body: Mapping[str, Any]) -> int | None:
+    confirmation = body.get("confirmation")
+    builds = confirmation.get("builds") if isinstance(confirmation, dict) else None
+    return builds if isinstance(builds, int) else None
 
 
 def _list(body: Mapping[str, Any], key: str) -> list[Any]:

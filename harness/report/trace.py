@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from harness.errors import UserError, nearest
-from harness.measure.confirm import Block
+from harness.measure.events import Block
 from harness.records import Measured
 from harness.report.results import CellResults, Results
 from harness.report.samples import counted

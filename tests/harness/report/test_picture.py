@@ -97,19 +97,34 @@ def test_a_hostile_name_stays_text():
     assert not re.search(r"(src|href)=\"?https?:", text)
 
 
-def test_the_command_writes_the_picture_and_says_where(tmp_path):
+@pytest.fixture
+def net(tmp_path):
+    """A file with a residual block and a sequence of 24 operators."""
+    g = GraphBuilder("net")
+    x = g.op("Relu", g.conv(g.input("x", (1, 3, 8, 8)), 4, 3))
+    x = g.op("Add", g.conv(x, 4, 3), x)
+    for op in ("Relu", "Sigmoid") * 12:
+        x = g.op(op, x)
+    g.output(x)
+    return str(g.save(tmp_path / "net.onnx"))
+
+
+def test_the_command_writes_the_picture_and_says_where(net, tmp_path):
     path = tmp_path / "out.html"
-    found = CliRunner().invoke(app, ["regions", "zoo:resnet18", "--html", str(path)])
+    found = CliRunner().invoke(app, ["regions", net, "--html", str(path)])
     assert found.exit_code == 0
     assert str(path) in found.stderr
     assert path.read_text().startswith("<!doctype html>")
-    wrong = CliRunner().invoke(app, ["regions", "zoo:resnet18", "--html", str(tmp_path / "no" / "x.html")])
+    wrong = CliRunner().invoke(app, ["regions", net, "--html", str(tmp_path / "no" / "x.html")])
     assert isinstance(wrong.exception, UserError)
     assert "cannot be written (No such file or directory)" in str(wrong.exception)
 
 
-def test_the_command_prints_phases_hierarchy_coverage_and_sizes():
-    text = CliRunner().invoke(app, ["regions", "zoo:resnet18"]).stdout
+def test_the_command_prints_phases_hierarchy_coverage_and_sizes(net):
+    def regions(*options: str) -> str:
+        return CliRunner().invoke(app, ["regions", net, *options]).stdout
+
+    text = regions()
     for line in (
         "Loaded graph: ",
         "Phase 1 complete: ",
@@ -120,9 +135,11 @@ def test_the_command_prints_phases_hierarchy_coverage_and_sizes():
     ):
         assert line in text
     assert "- Node 0: Conv" not in text
-    assert "- Node 0: Conv" in CliRunner().invoke(app, ["regions", "zoo:resnet18", "--verbose"]).stdout
-    longer = CliRunner().invoke(app, ["regions", "zoo:vit_tiny", "--max-sequence-size", "20"]).stdout
-    assert longer != CliRunner().invoke(app, ["regions", "zoo:vit_tiny"]).stdout
+    assert "- Node 0: Conv (Conv)" in regions("--verbose")
+    assert "max=10," in text
+    assert "max=24," in regions("--max-sequence-size", "24")
+    assert json.loads(regions("--json"))["summary"]["covered"] == 28
+    assert "--include-all-regions" not in regions("--include-all-regions")
 
 
 def test_a_click_tells_the_pattern_and_its_points(browser, tmp_path, made):

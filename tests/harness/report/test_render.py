@@ -270,17 +270,36 @@ def test_decisions_say_what_is_shipped_and_why_not(folder):
     assert lines["int8+f32", "random"] == "ship: fastest"
 
 
-def test_the_drop_of_a_mean_over_items_has_an_interval(folder):
+def test_the_drop_has_an_interval_where_single_images_were_kept(folder):
     path = folder / CELL / "accuracy.json"
     body = json.loads(path.read_text())
-    body["sha of float main"]["per_item"] = [1.0] * 8 + [0.0] * 2
-    body["sha of all main"]["per_item"] = [1.0] * 7 + [0.0] * 3
+    body["sha of float main"]["per_item"] = [1.0] * 80 + [0.0] * 20
+    body["sha of all main"]["per_item"] = [1.0] * 70 + [0.0] * 30
     write_json(path, body)
     tables(folder)
     raw = pd.read_csv(folder / "report" / "main.csv").set_index("method")
-    assert raw.loc["all", "drop_low"] == pytest.approx(0.1 - 1.96 * 0.1, abs=1e-3)
-    assert raw.loc["all", "drop_low"] < 0.1 < raw.loc["all", "drop_high"]
+    assert 0.02 < raw.loc["all", "drop_low"] < 0.1 < raw.loc["all", "drop_high"] < 0.2
     assert pd.isna(raw.loc["random", "drop_low"])
+    shown = {line[3]: line[7] for line in cells_of(folder / "report" / "precision.md")}
+    assert shown["all"].startswith("0.1000 [0.0")
+    assert shown["random"] == "0.0100"
+
+
+def test_images_that_do_not_match_cost_the_interval_not_the_table(folder, caplog):
+    path = folder / CELL / "accuracy.json"
+    body = json.loads(path.read_text())
+    body["sha of float main"]["per_item"] = [1.0] * 80
+    body["sha of all main"]["per_item"] = [1.0] * 70
+    write_json(path, body)
+    assert "+0.1000" in tables(folder)
+    assert "no interval of the drop of all: a paired interval needs the same images" in caplog.text
+
+
+def test_the_larger_of_the_two_floors_counts(folder):
+    write_json(folder / CELL / "floor.json", {"floor": 1.5})
+    assert "A/A floor: net-openvino-int8 150.0%" in tables(folder)
+    lines = {line[3]: line[-1] for line in cells_of(folder / "report" / "main.md")}
+    assert (lines["random"], lines["all"]) == ("tie", "faster")
 
 
 def test_precisions_stand_side_by_side(folder, cell_maker):
