@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 
 import onnx
 
 from harness.errors import UserError
 from harness.graph.cleaning.read import read_model
+from harness.graph.cutting.twins import twins_of
 from harness.graph.diff import delivered, label
 from harness.graph.model import Model, Node
 from search.space import Edge
@@ -23,8 +26,9 @@ _QOPERATORS = frozenset({"ConvInteger", "MatMulInteger", "DynamicQuantizeLinear"
 def import_qdq(source: Path | onnx.ModelProto, model: Model) -> dict[Edge, str]:
     """The quantized edges of a Q/DQ model with their precision, in terms of `model`.
 
-    A quantized input is matched by the name of its node, else by the tensor and the operator that reads it. What the
-    other tool fused or added finds no match and is left out. Scales are not imported: ours come from calibration.
+    A quantized input is matched by the name of its node, else by the tensor and the operator that reads it, else by
+    what is computed there: names may all have changed. What the other tool fused or added finds no match and is left
+    out. Scales are not imported: ours come from calibration.
 
     Args:
         source: A file or a model, made from the saved `model` by another tool (ModelOpt, ONNX Runtime).
@@ -36,11 +40,10 @@ def import_qdq(source: Path | onnx.ModelProto, model: Model) -> dict[Edge, str]:
     proto, name = (source, "the Q/DQ model") if isinstance(source, onnx.ModelProto) else _read(source)
     _refuse_qoperators(proto, name)
     found = delivered(proto)
-    operators = {label(node): node.op_type for node in proto.graph.node}
-    matches = _Matches(model)
+    matches = _Matches(proto, model)
     edges = {}
     for edge, precision in sorted(found.items()):
-        ours = matches.of(edge, operators.get(edge.consumer, ""))
+        ours = matches.of(edge)
         if ours is None:
             logger.debug("%s: %s has no counterpart in %s", name, edge, model.source)
         else:
@@ -48,7 +51,7 @@ def import_qdq(source: Path | onnx.ModelProto, model: Model) -> dict[Edge, str]:
     if not edges:
         raise UserError(
             f"{name}: none of its {len(found)} quantized edges belongs to {model.source}; "
-            "it must be made from this model, with the names of nodes and tensors kept"
+            "it must be made from this model"
         )
     logger.info("%s: %d of %d quantized edges found in %s", name, len(edges), len(found), model.source)
     return edges
@@ -70,13 +73,16 @@ def _refuse_qoperators(proto: onnx.ModelProto, name: str) -> None:
 class _Matches:
     """Finds an edge of the float model for an edge of another model."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, theirs: onnx.ModelProto, model: Model) -> None:
+        self._theirs = theirs.graph
         self._model = model
         self._by_name = {node.name: node for node in model.nodes}
+        self._nodes = {label(node): node for node in theirs.graph.node}
 
-    def of(self, edge: Edge, op: str) -> Edge | None:
+    def of(self, edge: Edge) -> Edge | None:
         if not edge.consumer:
-            return edge if edge.tensor in self._model.outputs else None
+            return self._end(edge)
+        op = self._nodes[edge.consumer].op_type
         node = self._by_name.get(edge.consumer)
         if node is not None and node.op == op:
             return self._at(node, edge.slot)
@@ -85,7 +91,21 @@ class _Matches:
             for index, slot in self._model.consumers.get(edge.tensor, ())
             if slot == edge.slot and self._model.nodes[index].op == op
         ]
-        return self._at(readers[0], edge.slot) if len(readers) == 1 else None
+        if len(readers) == 1:
+            return self._at(readers[0], edge.slot)
+        twin = self._twins.get(next(name for name in self._nodes[edge.consumer].output if name))
+        return None if twin is None else self._at(self._model.nodes[self._model.producer[twin]], edge.slot)
+
+    @cached_property
+    def _twins(self) -> Mapping[str, str]:
+        return twins_of(self._theirs, self._model.proto.graph)
+
+    def _end(self, edge: Edge) -> Edge | None:
+        if edge.tensor in self._model.outputs:
+            return edge
+        names = [value.name for value in self._theirs.output]
+        same = edge.tensor in names and len(names) == len(self._model.outputs)
+        return Edge(self._model.outputs[names.index(edge.tensor)], "", 0) if same else None
 
     def _at(self, node: Node, slot: int) -> Edge | None:
         if slot >= len(node.inputs) or not node.inputs[slot]:

@@ -15,11 +15,13 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 
 from harness.errors import UserError
 from harness.graph.build import GraphBuilder
-from harness.graph.dialects import OPENVINO
+from harness.graph.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
 from harness.graph.importer import import_qdq
 from harness.graph.insert import Inserter
 from harness.graph.load import from_proto, save
 from harness.graph.model import Model
+from harness.graph.space import build_space
+from harness.zoo import transformer
 from search.space import Edge
 
 # In a process of its own: ModelOpt patches ONNX Runtime's calibration for good.
@@ -100,6 +102,52 @@ def test_a_tensor_and_operator_match_where_node_names_are_lost(model: Model) -> 
     for node in proto.graph.node:
         node.name = ""
     assert import_qdq(proto, model) == dict(asked)
+
+
+def renamed(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """With every node and tensor called otherwise."""
+    names: dict[str, str] = {}
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+
+    def new(name: str) -> str:
+        return names.setdefault(name, f"n{len(names)}") if name else ""
+
+    for node in copy.graph.node:
+        node.name = f"node_{new('node ' + node.name)}"
+        for field in (node.input, node.output):
+            field[:] = [new(name) for name in field]
+    for value in (*copy.graph.initializer, *copy.graph.input, *copy.graph.output):
+        value.name = new(value.name)
+    del copy.graph.value_info[:]
+    onnx.checker.check_model(copy)
+    return copy
+
+
+@pytest.mark.parametrize("dialect", [OPENVINO, ONNXRUNTIME, TENSORRT], ids=lambda d: d.name)
+@pytest.mark.parametrize("name", ["residual", "encoder"])
+def test_a_model_whose_names_all_changed_is_read_back(name: str, dialect: Dialect, model: Model) -> None:
+    if name == "encoder":
+        model = from_proto(transformer.encoder(2, width=16, heads=2, tokens=4).build(), source="encoder", sha256="0")
+    space = build_space(model, dialect)
+    inserter = Inserter(model, dialect, {tensor: (-1.0, 2.0) for tensor in model.types})
+    for seed in range(4):
+        asked = space.resolve(space.random(np.random.default_rng(seed)))
+        assert import_qdq(renamed(inserter.insert(asked)), model) == dict(asked)
+
+
+def test_weights_stored_quantized_and_scales_per_channel_are_read_back(model: Model) -> None:
+    """Q folded away by the other tool: an INT8 initializer and a DequantizeLinear alone, one scale a channel."""
+    inserter = Inserter(model, OPENVINO, {tensor: (-1.0, 2.0) for tensor in model.types})
+    asked = tuple(sorted((Edge(model.nodes[0].inputs[slot], "stem", slot), "int8") for slot in (0, 1)))
+    proto = inserter.insert(asked)
+    makers = {name: node for node in proto.graph.node for name in node.output}
+    dequantize = makers[next(node for node in proto.graph.node if node.name == "stem").input[1]]
+    stored = {tensor.name: tensor for tensor in proto.graph.initializer}
+    assert stored[dequantize.input[0]].data_type == onnx.TensorProto.INT8
+    assert list(stored[dequantize.input[1]].dims) == [32]
+    assert dequantize.input[0] not in makers
+    assert import_qdq(proto, model) == import_qdq(renamed(proto), model) == dict(asked)
 
 
 def test_qoperator_models_are_refused(model: Model, tmp_path: Path) -> None:
