@@ -93,6 +93,51 @@ def test_rebuilding_and_waiting_change_what_is_measured() -> None:
     assert drifting == pytest.approx([10.0, 10.1, 10.2])
 
 
+def test_engines_of_a_process_share_its_factor_and_processes_differ() -> None:
+    factors = []
+    for noise_seed in range(400):
+        simulated = SimulatedBenchmarker(noise=0.0, process_noise=0.1, noise_seed=noise_seed)
+        one, two = (sample(simulated, edges, 1)[0] / simulated.truth_ms(edges) for edges in ((), resolved(EDGES)))
+        assert one == pytest.approx(two)
+        factors.append(np.log(one))
+    assert np.std(factors) == pytest.approx(0.1, rel=0.15)
+
+
+def test_a_machine_that_wanders_hits_all_alike_slowly() -> None:
+    simulated = SimulatedBenchmarker(noise=0.0, wander=0.1, wander_readings=50, noise_seed=3)
+    artifacts = [simulated.build(candidate(()), Path("unused")) for _ in range(2)]
+    with simulated.open(artifacts[0]) as first, simulated.open(artifacts[1]) as second:
+        turns = np.log([(first.sample(1)[0], second.sample(1)[0]) for _ in range(5000)])
+    assert turns.std() == pytest.approx(0.1, rel=0.25)
+    assert np.diff(turns, axis=1).std() < 0.03  # side by side, most of it cancels
+    apart = turns[50:, 0] - turns[:-50, 0]
+    assert apart.std() > 0.1  # far apart, nothing does
+
+
+def test_outliers_are_late_and_rare_and_warm_up_ends() -> None:
+    readings = np.array(sample(SimulatedBenchmarker(noise=0.0, outliers=0.1, noise_seed=1), (), 5000))
+    assert (readings > 10.0).mean() == pytest.approx(0.1, abs=0.02)
+    assert readings[readings > 10.0].mean() == pytest.approx(20.0, rel=0.1)
+    assert np.median(readings) == 10.0
+    warm = sample(SimulatedBenchmarker(noise=0.0, warmup=0.5), (), 60)
+    assert warm[0] == pytest.approx(15.0)
+    assert warm == sorted(warm, reverse=True)
+    assert warm[-1] == pytest.approx(10.0, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"outliers": 1.5}, "outliers: 0 to 1, but got 1.5"),
+        ({"process_noise": -0.1}, "process_noise: 0 or more, but got -0.1"),
+        ({"wander_readings": 0.0}, "wander_readings: above 0, but got 0.0"),
+    ],
+)
+def test_noise_that_cannot_be_is_refused(params: dict[str, float], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        registry.create("benchmarker", "simulated", params)
+
+
 def test_a_noise_seed_repeats_a_run() -> None:
     one, two = (
         [sample(simulated, (), 3) for _ in range(2)]

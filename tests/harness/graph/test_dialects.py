@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from harness.graph.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
+from harness.graph.dialects import ONNXRUNTIME, ONNXRUNTIME_S8, OPENVINO, TENSORRT, Dialect
 from harness.registry import load
 
 
-@pytest.mark.parametrize("dialect", [ONNXRUNTIME, OPENVINO, TENSORRT], ids=lambda d: d.name)
+@pytest.mark.parametrize("dialect", [ONNXRUNTIME, ONNXRUNTIME_S8, OPENVINO, TENSORRT], ids=lambda d: d.name)
 def test_dialects_are_found_by_name_and_never_change(dialect: Dialect) -> None:
     assert load("dialect", dialect.name) is dialect
     assert not dialect.linear_ops & dialect.points
