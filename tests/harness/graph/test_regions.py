@@ -182,6 +182,73 @@ def test_attention_has_its_projections_as_children() -> None:
     assert operators(model, feed_forward.children[1]) == gelu
 
 
+def erf_gelu(g: GraphBuilder, x: str) -> str:
+    gate = g.op("Add", g.op("Erf", g.op("Div", x, g.const(np.float32(2**0.5)))), g.const(np.float32(1)))
+    return g.op("Mul", g.op("Mul", x, gate), g.const(np.float32(0.5)))
+
+
+def decomposed_norm(g: GraphBuilder, x: str, width: int) -> str:
+    centred = g.op("Sub", x, g.op("ReduceMean", x, axes=[-1]))
+    variance = g.op("ReduceMean", g.op("Pow", centred, g.const(np.float32(2))), axes=[-1])
+    scaled = g.op("Div", centred, g.op("Sqrt", g.op("Add", variance, g.const(np.float32(1e-5)))))
+    return g.op("Add", g.op("Mul", scaled, g.const(np.ones(width, np.float32))), g.const(np.zeros(width, np.float32)))
+
+
+GELU = "Div Erf Add Mul Mul"
+NORM = "ReduceMean Sub Pow ReduceMean Add Sqrt Div Mul Add"
+
+
+def test_gelu_by_erf_stays_with_the_layer_before_it() -> None:
+    g = GraphBuilder("gelu")
+    x = g.input("x", (1, 4, 8))
+    for _ in range(4):
+        x = erf_gelu(g, g.linear(x, 8))
+    g.output(x)
+    model = loaded(g)
+    assert leaves(model, discover(model)) == [f"MatMul Add {GELU}"] * 4
+
+
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_a_layer_norm_is_never_cut_in_two(decomposed: bool) -> None:
+    g = GraphBuilder("norm")
+    x = g.input("x", (1, 4, 8))
+    for _ in range(4):
+        y = decomposed_norm(g, x, 8) if decomposed else g.layer_norm(x)
+        x = g.op("Add", x, g.linear(erf_gelu(g, g.linear(y, 16)), 8))
+    g.output(x)
+    model = loaded(g)
+    root = discover(model)
+    norm = NORM if decomposed else "LayerNormalization"
+    assert all(norm in text for text in leaves(model, root) if norm.partition(" ")[0] in text)
+    # Each block is the same: the norm, then both layers around the activation.
+    blocks = [[operators(model, leaf) for leaf in child.leaves()] for child in root.children]
+    assert blocks == [blocks[0]] * 4
+    assert " ".join(blocks[0]) == f"{norm} MatMul Add {GELU} MatMul Add Add"
+
+
+def test_attention_without_decomposed_parts() -> None:
+    g = GraphBuilder("attention")
+    x = g.input("x", (1, 4, 8))
+    for _ in range(3):
+        h = g.layer_norm(x)
+        key = g.op("Transpose", g.linear(h, 8), perm=[0, 2, 1])
+        weights = g.op("Softmax", g.op("MatMul", g.linear(h, 8), key), axis=-1)
+        x = g.op("Add", x, g.linear(g.op("MatMul", weights, g.linear(h, 8)), 8))
+    g.output(x)
+    model = loaded(g)
+    root = discover(model)
+    assert_sound(model, root)
+    assert [child.type for child in root.children] == [RegionType.COMPOSITE] * 3
+    found = [sorted(operators(model, leaf) for leaf in child.leaves()) for child in root.children]
+    assert found == [found[0]] * 3
+    # All three projections with the products between them: ten nodes, which is what a leaf may have.
+    assert found[0] == [
+        "LayerNormalization", "MatMul Add Add", "MatMul Add Transpose MatMul Add MatMul Softmax MatMul Add MatMul",
+    ]  # fmt: skip
+    split = discover(model, minimum_topdown_search_size=9)
+    assert "MatMul Add" in [operators(model, leaf) for leaf in split.children[0].leaves()]  # a projection alone
+
+
 def test_a_mask_from_a_second_input_leaves_the_layers_alone() -> None:
     def masked(layers: int, with_mask: bool) -> Model:
         g = GraphBuilder("masked")
