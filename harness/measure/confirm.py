@@ -24,7 +24,7 @@ from harness.run.config import Confirmation, Sampling
 
 __all__ = [
     "TWIN", "Block", "Dropped", "Event", "Row", "RowSummary", "Summary", "confirm", "decode_event", "encode_event",
-    "rivals", "summarise",
+    "summarise",
 ]  # fmt: skip
 
 GROUP = 6
@@ -55,7 +55,6 @@ class RowSummary:
         speedup: Latency of the baseline over that of the row, paired by turns.
         builds: Fresh builds that were tried.
         builds_ok: Those that gave readings.
-        by_build: The speedup in each build that gave readings.
     """
 
     latency_ms: Interval
@@ -63,7 +62,6 @@ class RowSummary:
     verdict: Verdict
     builds: int
     builds_ok: int
-    by_build: Mapping[int, float]
 
     @property
     def recommended(self) -> bool:
@@ -196,45 +194,23 @@ def summarise(events: Iterable[Event], baseline: str, floor: float = 0.0) -> Sum
         floor: Known noise floor; the one of these events is used where it is larger.
     """
     readings = Readings(events)
-    floor = max(floor, floor_from(list(_ratios(*readings.paired(TWIN, baseline)).values())))
+    bases, twins = readings.paired(TWIN, baseline)
+    ratios = [float(np.median(np.divide(base, twin))) for base, twin in zip(bases, twins, strict=True)]
+    floor = max(floor, floor_from(ratios))
     rows = {}
     for name in readings.turns:
         base, own = readings.paired(name, baseline)
         if own and name != TWIN:
-            speedup = paired_ratio_ci(list(base.values()), list(own.values()))
+            speedup = paired_ratio_ci(base, own)
             rows[name] = RowSummary(
-                latency_ms=block_ci(list(own.values())),
+                latency_ms=block_ci(own),
                 speedup=speedup,
                 verdict=verdict(speedup, floor),
                 builds=len(own) + len(readings.failed[name]),
                 builds_ok=len(own),
-                by_build={build: ratio for (build, _), ratio in _ratios(base, own).items()},
             )
     failed = {name: list(found.values())[-1] for name, found in readings.failed.items() if found}
     return Summary(floor=floor, builds=_complete_builds(readings), rows=rows, failed=failed)
-
-
-def rivals(summary: Summary, name: str) -> frozenset[str]:
-    """The rows that this confirmation cannot tell from the named one, itself included: no ranking holds among them.
-
-    Two rows are compared build by build by their speedups, so rows of different workers can be compared too.
-
-    Raises:
-        KeyError: There is no such row.
-    """
-    own = summary.rows[name].by_build
-    found = {name}
-    for other, row in summary.rows.items():
-        if shared := sorted(own.keys() & row.by_build.keys()):
-            ratio = block_ci([[own[build] / row.by_build[build]] for build in shared])
-            if verdict(ratio, summary.floor) == "tie":
-                found.add(other)
-    return frozenset(found)
-
-
-def _ratios(bases: Mapping[Key, Sequence[float]], owns: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
-    """For each worker, how many times slower the base is."""
-    return {key: float(np.median(np.divide(base, owns[key]))) for key, base in bases.items()}
 
 
 def _finished(readings: Readings, rounds: int) -> Mapping[Key, set[str]]:

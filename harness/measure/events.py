@@ -69,14 +69,14 @@ class Readings:
                 self.turns[event.row].pop(key, None)
                 self.failed[event.row][key] = event.failed
 
-    def paired(self, row: str, base: str) -> tuple[dict[Key, list[float]], dict[Key, list[float]]]:
+    def paired(self, row: str, base: str) -> tuple[list[list[float]], list[list[float]]]:
         """For each worker that has both, the base's and the row's readings in the turns that both have."""
-        bases, owns = {}, {}
+        bases, owns = [], []
         for key, turns in self.turns[row].items():
             other = self.turns.get(base, {}).get(key, {})
             if shared := sorted(set(turns) & set(other)):
-                bases[key] = [other[turn] for turn in shared]
-                owns[key] = [turns[turn] for turn in shared]
+                bases.append([other[turn] for turn in shared])
+                owns.append([turns[turn] for turn in shared])
         return bases, owns
 
 

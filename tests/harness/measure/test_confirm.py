@@ -20,7 +20,6 @@ from harness.measure.confirm import (
     confirm,
     decode_event,
     encode_event,
-    rivals,
     summarise,
 )  # fmt: skip
 from harness.measure.engines import MAIN, Built, Engines
@@ -192,18 +191,6 @@ def test_shrinkage_is_what_the_confirmation_takes_away() -> None:
     fast = summarise(run(Bench({"float": 10.0, "fast": 5.0}), "fast"), "float").rows["fast"]
     assert fast.shrinkage(2.3) == pytest.approx(0.3, abs=0.03)
     assert fast.shrinkage(1.9) < 0
-
-
-def test_no_ranking_is_claimed_among_rows_that_cannot_be_told_apart() -> None:
-    truth = {"float": 10.0, "a": 5.0, "b": 5.01, "c": 6.0, "d": 5.02, "e": 10.0, "f": 7.0, "g": 4.99}
-    summary = summarise(run(Bench(truth), *[name for name in truth if name != "float"]), "float")
-    assert rivals(summary, "a") == {"a", "b", "d", "g"}  # g has another worker than a
-    assert rivals(summary, "c") == {"c"}
-    assert rivals(summary, "float") == {"float", "e"}
-    noisy = summarise(run(Bench(truth), *[name for name in truth if name != "float"]), "float", floor=0.3)
-    assert "c" in rivals(noisy, "a")
-    with pytest.raises(KeyError):
-        rivals(summary, "z")
 
 
 def test_the_same_model_on_another_benchmarker_is_a_row() -> None:
