@@ -13,8 +13,10 @@ from search.algorithms.local import LocalSearcher
 from search.algorithms.nsga2 import NSGA2Searcher
 from search.algorithms.optuna_sampler import OptunaSearcher
 from search.algorithms.per_pattern import PerPatternSearcher
+from search.algorithms.portfolio import PortfolioSearcher
 from search.algorithms.random import RandomSearcher
 from search.algorithms.random_mutation import RandomMutationSearcher
+from search.algorithms.sensitivity_greedy import SensitivityGreedySearcher
 from search.algorithms.surrogate import SurrogateSearcher
 from search.algorithms.tpe import TPESearcher
 from search.testing import SearcherContract
@@ -88,6 +90,16 @@ class TestSurrogate(SearcherContract):
 class TestAuto(SearcherContract):
     def make(self, space, seed):
         return AutoSearcher(space, seed=seed)
+
+
+class TestSensitivityGreedy(SearcherContract):
+    def make(self, space, seed):
+        return SensitivityGreedySearcher(space, seed=seed)
+
+
+class TestPortfolio(SearcherContract):
+    def make(self, space, seed):
+        return PortfolioSearcher(space, seed=seed)
 
 
 def test_every_algorithm_is_declared_as_an_entry_point_and_runs_through_the_contract():
