@@ -20,7 +20,6 @@ def main() -> int:
         print(f"autotune: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("autotune: interrupted; run the same command again to go on", file=sys.stderr)
         return 130
     return 0
 

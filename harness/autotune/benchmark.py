@@ -251,7 +251,7 @@ def init_benchmark_instance(  # noqa: PLR0913 - the signature is ModelOpt's
     arguments = trtexec_args.split() if isinstance(trtexec_args, str) else trtexec_args
     options = {"plugin_libraries": plugin_libraries, "timing_cache_file": timing_cache_file, "trtexec_args": arguments}
     made = Benchmark(backend_use(name, options, params), warmup_runs=warmup_runs, timing_runs=timing_runs)
-    before = _CURRENT.get()
+    before = current_benchmark()
     if before is not None:
         before.close()
     _CURRENT.set(made)
@@ -259,15 +259,16 @@ def init_benchmark_instance(  # noqa: PLR0913 - the signature is ModelOpt's
 
 
 def current_benchmark() -> Benchmark | None:
-    """What `init_benchmark_instance` made last."""
-    return _CURRENT.get()
+    """What `init_benchmark_instance` made last, unless that was closed."""
+    found = _CURRENT.get()
+    return found if found is not None and found.close.alive else None
 
 
 def benchmark_onnx_model(
     model_path: str | Path | bytes, log_file: str | None = None, flush_timing_cache: bool = False
 ) -> float:
     """Median latency of a model in milliseconds; infinite where there is none. See `Benchmark.run`."""
-    benchmark = _CURRENT.get()
+    benchmark = current_benchmark()
     if benchmark is None:
         _logger.error("Benchmark instance not initialized: call init_benchmark_instance() first")
         return float("inf")

@@ -1,0 +1,283 @@
+"""The command line: flags and defaults, files, going on after Ctrl-C, and what it says to mistakes."""
+
+import importlib
+
+import numpy as np
+import onnx
+import pytest
+
+from harness.autotune import MODE_PRESETS, get_node_filter_list
+from harness.autotune.arguments import depth_of, get_parser
+from harness.autotune.benchmark import Benchmark, backend_use, benchmark_onnx_model, init_benchmark_instance
+from harness.autotune.common import AutotunerError, AutotunerNotInitializedError
+from harness.autotune.workflows import region_pattern_autotuning_workflow
+from harness.cli import main
+from harness.errors import UserError
+from harness.graph.cache import PatternCache
+from harness.graph.cache_file import read_cache, read_plain_yaml
+from harness.graph.diff import delivered
+from harness.run.config import Use
+
+procedure = importlib.import_module("harness.autotune.procedure")
+
+
+def qdq(*arguments):
+    """Run `qdq autotune` on the simulated backend in this process; its exit code."""
+    backend = () if "--backend" in arguments or "--use_trtexec" in arguments else ("--backend", "simulated")
+    try:
+        main(["autotune", *backend, *arguments])
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def state(folder):
+    return read_plain_yaml(folder / "autotuner_state.yaml", 1 << 24)
+
+
+def test_defaults_are_those_of_the_guide():
+    options = get_parser().parse_args(["--onnx_path", "m.onnx"])
+    assert options.output_dir == "./autotuner_output"
+    assert (options.mode, options.quant_type, options.default_dq_dtype) == ("default", "int8", "float32")
+    assert options.timing_cache.endswith("trtexec_timing.cache")
+    assert (options.use_trtexec, options.verbose, options.plugin_libraries) == (False, False, None)
+    depth = depth_of(options)
+    assert (depth.schemes_per_region, depth.warmup_runs, depth.timing_runs) == (50, 50, 100)
+
+
+@pytest.mark.parametrize("mode", list(MODE_PRESETS))
+def test_a_mode_sets_what_was_not_given(mode):
+    parse = get_parser().parse_args
+    assert vars_of(depth_of(parse(["-m", "m", "--mode", mode]))) == dict(MODE_PRESETS[mode])
+    given = depth_of(parse(["-m", "m", "--mode", mode, "-s", "50", "--timing_runs", "7"]))
+    assert vars_of(given) == {**MODE_PRESETS[mode], "schemes_per_region": 50, "timing_runs": 7}
+
+
+def vars_of(depth):
+    return {name: getattr(depth, name) for name in depth.__dataclass_fields__}
+
+
+def test_several_plug_in_libraries_follow_one_flag():
+    options = get_parser().parse_args(["-m", "m", "--plugins", "a.so", "b.so", "-o", "out"])
+    assert options.plugin_libraries == ["a.so", "b.so"]
+
+
+def test_every_file_has_its_name_and_place(folder, runtime):
+    assert qdq("-m", "model.onnx", "-s", "4") == 0
+    out = folder / "autotuner_output"
+    assert {path.name for path in out.iterdir()} == {
+        "autotuner_state.yaml", "autotuner_state_pattern_cache.yaml", "baseline.onnx", "optimized_final.onnx", "logs",
+        "region_models",
+    }  # fmt: skip
+    logs = {path.name for path in (out / "logs").iterdir()}
+    assert {"baseline.log", "final.log"} <= logs
+    assert any(name.startswith("region_") and "_scheme_" in name for name in logs)
+    assert all("_level_" in path.name for path in (out / "region_models").iterdir())
+    final = out / "optimized_final.onnx"
+    assert delivered(onnx.load(final))
+    assert delivered(onnx.load(out / "baseline.onnx")) == {}
+    best = min((c for c in runtime.measured), key=runtime.truth_ms)
+    assert sorted(delivered(onnx.load(final)).items()) == list(best.edges)
+    assert "speedup, 95 % interval" in (out / "logs/final.log").read_text()
+    assert read_cache(out / "autotuner_state_pattern_cache.yaml").origins[0].backend == "simulated"
+
+
+def test_an_interrupted_run_goes_on_to_where_it_would_have_come(folder, runtime, capsys):
+    assert qdq("-m", "model.onnx", "-s", "5", "-o", "whole") == 0
+    expected = [candidate.digest for candidate in runtime.measured]
+    runtime.measured.clear()
+    runtime.stop_after = len(expected) // 2
+    assert qdq("-m", "model.onnx", "-s", "5", "-o", "parts") == 130
+    assert "run the same command again" in capsys.readouterr().err
+    assert (folder / "parts/autotuner_state.yaml").exists()
+    runtime.stop_after = None
+    assert qdq("-m", "model.onnx", "-s", "5", "-o", "parts") == 0
+    assert "going on with parts/autotuner_state.yaml" in capsys.readouterr().err
+    assert [candidate.digest for candidate in runtime.measured] == expected
+    assert (folder / "parts/optimized_final.onnx").read_bytes() == (folder / "whole/optimized_final.onnx").read_bytes()
+
+
+def test_a_finished_run_measures_its_result_alone_when_run_again(folder, runtime):
+    assert qdq("-m", "model.onnx", "-s", "3", "--state_file", "elsewhere.yaml") == 0
+    assert (folder / "elsewhere.yaml").exists()
+    assert (folder / "elsewhere_pattern_cache.yaml").exists()
+    runtime.measured.clear()
+    assert qdq("-m", "model.onnx", "-s", "3", "--state_file", "elsewhere.yaml") == 0
+    assert len(runtime.measured) == 1
+
+
+def test_the_limit_on_measured_models_and_the_seed_hold(folder, runtime):
+    assert qdq("-m", "model.onnx", "--max_evals", "9", "-o", "a") == 0
+    assert len(state(folder / "a")["measured"]) == 9
+    assert qdq("-m", "model.onnx", "--max_evals", "9", "-o", "b", "--seed", "1") == 0
+    assert list(state(folder / "a")["measured"]) != list(state(folder / "b")["measured"])
+
+
+def test_a_searcher_gets_the_whole_model(folder, runtime):
+    assert qdq("-m", "model.onnx", "--searcher", "evolutionary", "--max_evals", "20", "-o", "a") == 0
+    measured = state(folder / "a")["measured"]
+    assert len(measured) == 20
+    assert len({each["signature"] for each in measured.values()} - {""}) == 1
+    assert len(read_cache(folder / "a/autotuner_state_pattern_cache.yaml").patterns) > 1
+
+
+def test_regions_without_a_matching_node_stay_float(folder, runtime):
+    (folder / "filter.txt").write_text("# the stem alone\n\nstem*\n")
+    assert get_node_filter_list("filter.txt") == ["stem*"]
+    assert qdq("-m", "model.onnx", "-s", "4", "--node_filter_list", "filter.txt") == 0
+    quantized = {edge.consumer for candidate in runtime.measured for edge, _ in candidate.edges}
+    assert any(name.startswith("stem") for name in quantized)
+    assert not any(name.startswith("block1") for name in quantized), "block0 reads what leaves the stem"
+
+
+def test_a_warm_start_measures_what_the_cache_has_and_says_where_it_comes_from(folder, runtime, make_small, capsys):
+    assert qdq("-m", "model.onnx", "-s", "20", "-o", "first") == 0
+    best_ms = min(runtime.truth_ms(candidate) for candidate in runtime.measured)
+    runtime.measured.clear()
+    cache = folder / "first/autotuner_state_pattern_cache.yaml"
+    assert qdq("-m", "model.onnx", "--max_evals", "6", "-o", "second", "--pattern_cache", str(cache)) == 0
+    assert runtime.truth_ms(runtime.measured[3]) == pytest.approx(best_ms)
+    assert "measured with" not in capsys.readouterr().err
+    text = cache.read_text().replace("backend: simulated", "backend: tensorrt")
+    (folder / "away.yaml").write_text(text)
+    make_small(5).save(folder / "deeper.onnx")
+    runtime.measured.clear()
+    assert qdq("-m", "deeper.onnx", "--max_evals", "6", "-o", "third", "--pattern_cache", "away.yaml") == 0
+    assert "backend 'tensorrt' instead of 'simulated': good starts at best" in capsys.readouterr().err
+    assert (folder / "third/logs/start_pattern_cache_0.log").exists()
+    merged = read_cache(folder / "third/autotuner_state_pattern_cache.yaml")
+    assert {origin.backend for origin in merged.origins} == {"simulated", "tensorrt"}
+
+
+def test_a_qdq_baseline_is_one_of_the_starts(folder, runtime):
+    assert qdq("-m", "model.onnx", "-s", "10", "-o", "first") == 0
+    final = "first/optimized_final.onnx"
+    runtime.measured.clear()
+    assert qdq("-m", "model.onnx", "--max_evals", "4", "-o", "second", "--qdq_baseline", final) == 0
+    edges = sorted(delivered(onnx.load(final)).items())
+    assert any(list(candidate.edges) == edges for candidate in runtime.measured[:4])
+
+
+def test_calibration_data_decide_the_scales(folder, runtime):
+    runtime.generous = True
+    for name, gain in (("small", 1.0), ("large", 100.0)):
+        np.savez(folder / f"{name}.npz", x=np.full((2, 1, 3, 16, 16), gain, np.float32))
+        assert qdq("-m", "model.onnx", "--max_evals", "3", "-o", name, "--calibration_data", f"{name}.npz") == 0
+
+    def largest(out):
+        proto = onnx.load(folder / out / "optimized_final.onnx")
+        scales = [t for t in proto.graph.initializer if "scale" in t.name and not t.dims]
+        return max(float(onnx.numpy_helper.to_array(t)) for t in scales)
+
+    assert largest("large") > 10 * largest("small")
+
+
+def test_a_model_that_fails_everywhere_but_as_float_stays_float(folder, runtime):
+    runtime.broken = True
+    assert qdq("-m", "model.onnx", "-s", "3") == 0
+    final = folder / "autotuner_output/optimized_final.onnx"
+    assert final.read_bytes() == (folder / "autotuner_output/baseline.onnx").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("-m", "none.onnx"), "none.onnx: no such file"),
+        (("-m", "model.onnx", "-s", "0"), "--schemes_per_region is at least 1, but got 0"),
+        (("-m", "model.onnx", "--warmup_runs", "-1"), "--warmup_runs is at least 0, but got -1"),
+        (("-m", "model.onnx", "--max_evals", "0"), "--max_evals is at least 1, but got 0"),
+        (("-m", "model.onnx", "--seed", "-1"), "--seed is at least 0, but got -1"),
+        (("-m", "model.onnx", "--searcher", "evolutionry"), "did you mean 'evolutionary'"),
+        (("-m", "model.onnx", "--backend", "openvin"), "did you mean 'openvino'"),
+        (("-m", "model.onnx", "--backend", "tensorrt"), "tensorrt is not installed here: it needs an NVIDIA GPU"),
+        (("-m", "model.onnx", "--use_trtexec"), "trtexec is not installed here: it needs an NVIDIA GPU"),
+        (("-m", "model.onnx", "--use_trtexec", "--backend", "openvino"), "choose one"),
+        (("-m", "model.onnx", "--plugin_libraries", "none.so"), "none.so: no such file"),
+        (("-m", "model.onnx", "--plugin_libraries", "model.onnx"), "plugin_libraries: backend 'simulated' takes none"),
+        (
+            ("-m", "model.onnx", "--trtexec_benchmark_args", "--fp16 --verbose"),
+            "trtexec_args: backend 'simulated' takes none",
+        ),
+        (("-m", "model.onnx", "--node_filter_list", "none.txt"), "--node_filter_list none.txt: cannot be read"),
+        (("-m", "model.onnx", "--node_filter_list", "odd.txt"), "node filters nothing*: no node of the model has such"),
+        (("-m", "model.onnx", "--node_filter_list", "empty.txt"), "there is no wildcard in it"),
+        (("-m", "model.onnx", "--qdq_baseline", "none.onnx"), "none.onnx: no such file"),
+        (("-m", "model.onnx", "--qdq_baseline", "model.onnx"), "none of its 0 quantized edges"),
+        (("-m", "model.onnx", "--pattern_cache", "odd.txt"), "odd.txt: a mapping of keys, but got str"),
+        (("-m", "model.onnx", "--state_file", "odd.txt"), "odd.txt: a mapping of keys, but got str"),
+        (("-m", "model.onnx", "--calibration_data", "images"), "an .npz file with an array for each input"),
+        (("-m", "model.onnx", "-o", "odd.txt"), "--output_dir odd.txt: cannot be made"),
+    ],
+)
+def test_mistakes_end_with_one_message_and_exit_code_2(folder, runtime, capsys, arguments, says):
+    (folder / "odd.txt").write_text("nothing*")
+    (folder / "empty.txt").write_text("# nothing\n")
+    assert qdq(*arguments) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_cache_that_is_not_there_costs_the_warm_start_alone(folder, runtime, caplog):
+    assert qdq("-m", "model.onnx", "--max_evals", "3", "--pattern_cache", "none.yaml") == 0
+    assert "none.yaml: there is no such pattern cache, so the start is cold" in caplog.text
+
+
+def test_verbose_shows_what_the_parts_log(folder, runtime, capsys):
+    assert qdq("-m", "model.onnx", "--max_evals", "3", "-v") == 0
+    assert "harness.autotune.delivery: " in capsys.readouterr().err
+
+
+def test_the_workflow_needs_a_benchmark_and_a_model(folder):
+    with pytest.raises(AutotunerNotInitializedError, match="Benchmark instance not initialized"):
+        region_pattern_autotuning_workflow("model.onnx")
+    with pytest.raises(AutotunerError, match="needs model_path"):
+        region_pattern_autotuning_workflow()
+    assert benchmark_onnx_model("model.onnx") == float("inf")
+
+
+def test_the_workflow_takes_either_name_of_the_model_and_a_transform(folder, benchmark_instance, model):
+    seen = []
+
+    def transform(proto):
+        seen.append(proto)
+        return proto
+
+    for given in ({"model_path": "model.onnx"}, {"model_or_path": model, "model_transform": transform}):
+        autotuner = region_pattern_autotuning_workflow(**given, num_schemes_per_region=2)
+        assert autotuner.baseline_latency_ms == 10.0
+        assert autotuner.profiled_patterns
+    assert seen
+    assert not list(folder.glob("*output*"))
+
+
+def test_measurements_are_saved_while_a_region_is_under_profile(folder, benchmark_instance, monkeypatch):
+    monkeypatch.setattr(procedure, "SAVE_S", -1.0)
+    saved = []
+    original = procedure.QDQAutotuner.save_state
+    monkeypatch.setattr(
+        procedure.QDQAutotuner, "save_state", lambda self, path: (saved.append(path), original(self, path))
+    )
+    region_pattern_autotuning_workflow("model.onnx", folder / "out", num_schemes_per_region=3)
+    assert len(saved) > 6
+
+
+def test_options_of_tensorrt_reach_a_backend_that_takes_them(monkeypatch):
+    import inspect
+
+    def backend(plugin_libraries=None, timing_cache=None, trtexec_args=None):
+        raise AssertionError("not made here")
+
+    monkeypatch.setattr("harness.registry.signature", lambda *_: inspect.signature(backend))
+    given = {"plugin_libraries": ["a.so"], "timing_cache_file": "t.cache", "trtexec_args": ["--fp16"]}
+    use = backend_use("trtexec", given)
+    assert use.params == {"plugin_libraries": ["a.so"], "timing_cache": "t.cache", "trtexec_args": ["--fp16"]}
+
+
+def test_runs_are_counted_and_cannot_be_none():
+    with pytest.raises(AutotunerError, match="timing_runs at least 1, but got 5 and 0"):
+        Benchmark(Use(use="simulated"), timing_runs=0)
+    with pytest.raises(UserError, match="use_trtexec and backend 'openvino': choose one"):
+        init_benchmark_instance(use_trtexec=True, backend="openvino")
+
+
+def test_an_empty_cache_is_a_cache():
+    assert PatternCache().origins == ()
