@@ -68,8 +68,9 @@ class AnnealingSearcher:
         self._archive.tell(observation)
         told = self._archive.get(observation.digest)
         self._told += own
-        if own and self._told % self._cycle == 0 and len(self._archive):
-            self._base = self._archive.best(1)[0].placement
+        again = base is not None and base.digest == observation.digest and told != base  # the base was measured again
+        if again or (own and self._told % self._cycle == 0 and len(self._archive)):
+            self._base = self._archive.incumbents(1)[0].placement
         elif told is not None and self._accepts(told.score, base.score if base else None, own):
             self._base = observation.placement
 

@@ -42,7 +42,7 @@ class PerPatternSearcher:
         seed: int,
         searcher: str = "evolutionary",
         params: Mapping[str, Any] | None = None,
-        evaluations: int = 10,
+        evaluations: int = 5,
         order: Order = "graph",
     ) -> None:
         check_range("evaluations", evaluations, 1)

@@ -1,0 +1,289 @@
+"""What exhaustive, annealing, optuna, nsga2 and per_pattern do beyond the contract, and ties and re-measurements."""
+
+import itertools
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+from search.algorithms.annealing import AnnealingSearcher
+from search.algorithms.evolutionary import EvolutionarySearcher
+from search.algorithms.exhaustive import ExhaustiveSearcher
+from search.algorithms.local import LocalSearcher
+from search.algorithms.nsga2 import NSGA2Searcher
+from search.algorithms.optuna_sampler import OptunaSearcher
+from search.algorithms.per_pattern import PerPatternSearcher
+from search.algorithms.random import RandomSearcher
+from search.algorithms.random_mutation import RandomMutationSearcher
+from search.algorithms.tpe import TPESearcher
+from search.api import Dimension, Edge, Failure, Observation, Placement, Score, Space
+from search.pareto import hypervolume
+from search.testing import PlantedObjective, common_seeds, drive, planted_space
+
+
+def scored(space, placement, objective, **facts):
+    return Observation(placement=placement, digest=space.digest(placement), outcome=Score(objective=objective, **facts))
+
+
+def plain_space(count, kind_of=lambda index: "node_input", group_of=lambda index: "g"):
+    return Space(tuple(
+        Dimension(
+            name=f"d{i}", group=group_of(i), kind=kind_of(i), choices=("float", "int8"),
+            edges=(Edge(f"t{i}", f"n{i}", 0),), cost=1 / (i + 1),
+        )
+        for i in range(count)
+    ))  # fmt: skip
+
+
+def distance(first, second):
+    return sum(a != b for a, b in zip(first.choices, second.choices, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("searcher", "settings", "message"),
+    [
+        (AnnealingSearcher, {"hottest": 0.0001}, "hottest is at least 0.001, but got 0.0001"),
+        (AnnealingSearcher, {"coldest": 0.0}, "coldest is at least 1e-09, but got 0.0"),
+        (AnnealingSearcher, {"cycle": 0}, "cycle is at least 1, but got 0"),
+        (AnnealingSearcher, {"block": 2.0}, "block is 0 to 1, but got 2.0"),
+        (EvolutionarySearcher, {"significance": -1.0}, "significance is at least 0, but got -1.0"),
+        (NSGA2Searcher, {"population": 1}, "population is at least 2, but got 1"),
+        (NSGA2Searcher, {"crossover": 1.5}, "crossover is 0 to 1, but got 1.5"),
+        (NSGA2Searcher, {"mutation": -1.0}, "mutation is at least 0, but got -1.0"),
+        (OptunaSearcher, {"sampler": "GPSampling"}, r"a class of optuna.samplers \(GPSampler\), but got 'GPSampling'"),
+        (OptunaSearcher, {"sampler": "GridSampler"}, "but got 'GridSampler'"),
+        (OptunaSearcher, {"sampler": "os.system"}, "but got 'os.system'"),
+        (OptunaSearcher, {"params": {"seed": 3}}, r"params of GPSampler are .*, but got seed"),
+        (PerPatternSearcher, {"evaluations": 0}, "evaluations is at least 1, but got 0"),
+        (PerPatternSearcher, {"order": "size"}, r"order is one of \('graph', 'cost'\), but got 'size'"),
+        (PerPatternSearcher, {"searcher": "climb"}, "searcher is one of .*, but got 'climb'"),
+        (PerPatternSearcher, {"params": {"population": 0}}, "population is at least 1, but got 0"),
+    ],
+)
+def test_a_wrong_setting_is_refused(searcher, settings, message):
+    with pytest.raises(ValueError, match=message):
+        searcher(planted_space(4, groups=2), seed=0, **settings)
+
+
+@pytest.mark.skipif(find_spec("cmaes") is not None, reason="the package is there")
+def test_a_sampler_that_lacks_its_package_says_so_before_it_runs():
+    with pytest.raises(ValueError, match="CmaEsSampler needs a package: pip install cmaes"):
+        OptunaSearcher(planted_space(4, groups=2), seed=0, sampler="CmaEsSampler")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        AnnealingSearcher,
+        NSGA2Searcher,
+        PerPatternSearcher,
+        lambda space, seed: RandomMutationSearcher(space, seed=seed, scope="per_pattern", schemes_per_pattern=8),
+        lambda space, seed: OptunaSearcher(space, seed=seed, sampler="NSGAIISampler", params={"population_size": 8}),
+        lambda space, seed: PerPatternSearcher(space, seed=seed, searcher="local"),
+    ],
+)
+def test_it_beats_random_search_on_planted_problems(make):
+    def regret(factory):
+        found = []
+        for seed in range(4):
+            space = planted_space(24, groups=6, seed=seed)
+            objective = PlantedObjective(space, seed=seed)
+            told = drive(factory(space, seed=seed), objective, 60, seeds=common_seeds(space))
+            found.append(objective.regret(min(told, key=lambda o: o.outcome.objective).placement))
+        return np.mean(found)
+
+    assert regret(make) < regret(RandomSearcher)
+
+
+def test_a_gaussian_process_finds_what_matters_in_few_evaluations():
+    space = plain_space(5)
+    searcher = OptunaSearcher(space, seed=0, sampler="GPSampler", params={"n_startup_trials": 6})
+    weights = np.array([-3.0, 2.0, -1.0, 1.0, 0.5])
+    best = 99.0
+    for _ in range(9):
+        for placement in searcher.ask(1):
+            latency_ms = 10 + float(weights @ placement.choices)
+            best = min(best, latency_ms)
+            searcher.tell(scored(space, placement, latency_ms))
+    assert best == 6.0
+
+
+def test_exhaustive_walks_all_placements_once_few_points_and_costly_ones_first():
+    space = plain_space(5)
+    searcher = ExhaustiveSearcher(space, seed=3)
+    searcher.tell(scored(space, space.everywhere(), 1.0))
+    asked = list(itertools.chain.from_iterable(iter(lambda: searcher.ask(4), [])))
+    assert len(asked) == len(set(asked)) == 31, "all but the one that was told"
+    weights = [sum(placement.choices) for placement in asked]
+    assert weights == sorted(weights)
+    assert [placement.choices.index(1) for placement in asked[1:6]] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        EvolutionarySearcher,
+        NSGA2Searcher,
+        TPESearcher,
+        AnnealingSearcher,
+        LocalSearcher,
+        RandomSearcher,
+        RandomMutationSearcher,
+        ExhaustiveSearcher,
+        PerPatternSearcher,
+    ],
+)
+def test_a_batch_is_filled_so_that_no_worker_is_idle(make):
+    space = planted_space(30, groups=3)
+    searcher = make(space, seed=0)
+    objective = PlantedObjective(space, seed=0)
+    for placement in common_seeds(space):
+        searcher.tell(objective.observe(placement))
+    assert len({space.digest(placement) for placement in searcher.ask(4)}) == 4
+
+
+@pytest.mark.parametrize("make", [EvolutionarySearcher, NSGA2Searcher, AnnealingSearcher, LocalSearcher])
+def test_an_incumbent_that_was_lucky_is_left_once_it_was_measured_again(make):
+    space = plain_space(40)
+    searcher = make(space, seed=0, **({"population": 2} if hasattr(make, "_parents") else {}))
+    lucky, sound = space.everywhere(), space.float_placement()
+    sound_too = Placement((1,) + (0,) * 39)
+    searcher.tell(scored(space, lucky, 1.0, stderr=0.1))
+    searcher.tell(scored(space, sound, 5.0, stderr=0.1))
+    searcher.tell(scored(space, sound_too, 5.0, stderr=0.1))
+    for _ in range(3):
+        searcher.tell(scored(space, lucky, 30.0 + _, stderr=0.1))
+    asked = searcher.ask(12)
+    nearer = [distance(placement, sound) < distance(placement, lucky) for placement in asked]
+    assert sum(nearer) >= 9
+
+
+def test_evolution_keeps_its_parents_against_a_tie():
+    space = plain_space(40)
+    searcher = EvolutionarySearcher(space, seed=0, population=1, block=0.0)
+    searcher.tell(scored(space, space.float_placement(), 5.0, stderr=0.1))
+    searcher.tell(scored(space, space.everywhere(), 4.9, stderr=0.1))
+    assert all(sum(child.choices) < 20 for child in searcher.ask(10))
+
+
+def test_annealing_leaves_for_a_slower_neighbour_when_hot_and_stays_when_cold():
+    space = plain_space(20)
+
+    def moves(temperature):
+        stayed = 0
+        for seed in range(40):
+            searcher = AnnealingSearcher(space, seed=seed, hottest=temperature, coldest=temperature, block=0.0)
+            searcher.tell(scored(space, space.float_placement(), 10.0))
+            (slower,) = searcher.ask(1)
+            searcher.tell(scored(space, slower, 10.1))
+            stayed += distance(searcher.ask(1)[0], slower) > distance(slower, space.float_placement())
+        return stayed
+
+    assert moves(1.0) < moves(0.001)
+
+
+def test_annealing_never_goes_to_a_larger_violation():
+    space = plain_space(20)
+    searcher = AnnealingSearcher(space, seed=0, hottest=10.0, coldest=10.0, block=0.0, cycle=1000)
+    searcher.tell(scored(space, space.float_placement(), 10.0))
+    for _ in range(15):
+        (placement,) = searcher.ask(1)
+        assert distance(placement, space.float_placement()) <= 6
+        searcher.tell(scored(space, placement, 1.0, violation=1.0))
+
+
+def front_volume(make, seed):
+    space = planted_space(24, groups=6, seed=seed)
+    objective = PlantedObjective(space, seed=seed, noise=0.0)
+    damage = np.random.default_rng(seed).exponential(1 / 24, size=24)
+    searcher = make(space, seed=seed)
+    found, waiting = [], list(common_seeds(space))
+    while len(found) < 80:
+        for placement in waiting:
+            values = (objective.latency_ms(placement), float(damage @ np.array(placement.choices)))
+            found.append(values)
+            searcher.tell(scored(space, placement, values[0], objectives=values))
+        waiting = searcher.ask(1)
+    return hypervolume(found, (10.5, 1.5))
+
+
+def test_the_fronts_of_nsga2_hold_more_than_those_of_random_search():
+    seeds = range(3)
+    assert sum(front_volume(NSGA2Searcher, s) for s in seeds) > sum(front_volume(RandomSearcher, s) for s in seeds)
+
+
+def test_nsga2_breeds_from_the_whole_front_and_from_what_holds_the_constraint():
+    space = plain_space(40)
+    searcher = NSGA2Searcher(space, seed=0, population=2, crossover=0.0)
+    searcher.tell(scored(space, space.everywhere(), 1.0, objectives=(1.0, 9.0)))
+    searcher.tell(scored(space, space.float_placement(), 9.0, objectives=(9.0, 1.0)))
+    assert {sum(child.choices) > 20 for child in searcher.ask(20)} == {True, False}, "both ends of the front"
+    half = Placement((1,) * 20 + (0,) * 20)
+    for digest_of in (half, Placement((0,) * 20 + (1,) * 20)):
+        searcher.tell(scored(space, digest_of, 50.0, objectives=(50.0, 50.0)))
+    for placement in (space.everywhere(), space.float_placement()):
+        for _ in range(2):
+            searcher.tell(scored(space, placement, 1.0 + _, violation=0.5, objectives=(1.0, 1.0)))
+    children = searcher.ask(20)
+    assert all(15 <= sum(child.choices) <= 25 for child in children), "what breaks the constraint is no parent"
+
+
+def test_optuna_takes_failures_several_objectives_and_scores_without_them():
+    space = plain_space(6)
+    searcher = OptunaSearcher(space, seed=0, sampler="NSGAIISampler", params={"population_size": 4})
+    searcher.tell(scored(space, space.float_placement(), 5.0))
+    searcher.tell(scored(space, space.everywhere(), 2.0, objectives=(2.0, 0.5)))
+    (failing,) = searcher.ask(1)
+    outcome = Failure(stage="build", reason="no")
+    searcher.tell(Observation(placement=failing, digest=space.digest(failing), outcome=outcome))
+    for _ in range(8):
+        for placement in searcher.ask(2):
+            searcher.tell(scored(space, placement, 3.0, objectives=(3.0, 0.1), violation=0.1))
+
+
+def test_per_pattern_gives_turns_in_graph_order_and_revises_in_the_next_round():
+    space = plain_space(6, group_of=lambda i: f"g{i // 2}")
+    searcher = PerPatternSearcher(space, seed=0, searcher="exhaustive", evaluations=2)
+    latency_ms = {(1, 0): -2.0, (0, 1): -1.0, (1, 1): 3.0, (0, 0): 0.0}
+
+    def latency(placement):
+        pairs = [placement.choices[i : i + 2] for i in (0, 2, 4)]
+        # With the last pattern quantized, the first is better off the other way round.
+        first = latency_ms[pairs[0][::-1]] if pairs[2] == (1, 0) else latency_ms[pairs[0]]
+        return 20 + first + 2 * latency_ms[pairs[1]] + 4 * latency_ms[pairs[2]]
+
+    searcher.tell(scored(space, space.float_placement(), latency(space.float_placement())))
+    varied, best = [], (np.inf, None)
+    while asked := searcher.ask(1):
+        placement = asked[0]
+        base = best[1] or space.float_placement()
+        varied.append({i // 2 for i in range(6) if placement.choices[i] != base.choices[i]})
+        best = min(best, (latency(placement), placement), key=lambda pair: pair[0])
+        searcher.tell(scored(space, placement, latency(placement)))
+    assert varied[0] == {0}
+    assert best[1].choices == (0, 1, 1, 0, 1, 0), "the first pattern was revised after the last had its turn"
+
+
+def test_random_mutation_takes_composite_patterns_last_and_counts_the_committed_scheme_as_a_turn():
+    kinds = {0: "child_input", 1: "child_input"}
+    space = plain_space(6, kind_of=lambda i: kinds.get(i, "node_input"), group_of=lambda i: f"g{i // 2}")
+    searcher = RandomMutationSearcher(space, seed=0, scope="per_pattern", schemes_per_pattern=3)
+    turns = []
+    while asked := searcher.ask(3):
+        turns.append([placement.choices for placement in asked])
+        for placement in asked:
+            searcher.tell(scored(space, placement, 9.0 + sum(placement.choices)))
+    assert turns[0][0] == (0,) * 6
+    assert [len(turn) for turn in turns] == [3, 2, 2], "later patterns have their float scheme measured already"
+    changed = [{i // 2 for choices in turn for i in range(6) if choices[i]} for turn in turns]
+    assert changed == [{1}, {2}, {0}]
+
+
+def test_random_mutation_waits_for_the_outcomes_that_decide_a_pattern():
+    space = plain_space(4, group_of=lambda i: f"g{i // 2}")
+    searcher = RandomMutationSearcher(space, seed=0, scope="per_pattern", schemes_per_pattern=2)
+    waiting = [*searcher.ask(1), *searcher.ask(1)]
+    assert searcher.ask(1) == [], "the first pattern has had its turns, but nothing is known yet"
+    for placement in waiting:
+        searcher.tell(scored(space, placement, 1.0))
+    assert searcher.ask(1)

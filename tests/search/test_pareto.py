@@ -1,0 +1,57 @@
+"""Fronts, crowding and hypervolume against their definitions."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from search.pareto import crowding, fronts, hypervolume
+
+POINTS = st.integers(1, 3).flatmap(
+    lambda width: st.lists(st.tuples(*[st.integers(0, 5)] * width), min_size=1, max_size=12)
+)
+
+
+def dominates(first, second):
+    return all(a <= b for a, b in zip(first, second, strict=True)) and first != second
+
+
+@given(POINTS)
+@settings(max_examples=60, deadline=None)
+def test_each_front_is_what_nothing_in_the_rest_dominates(points):
+    found = fronts(np.array(points, dtype=float))
+    for point, front in zip(points, found, strict=True):
+        behind = [f for other, f in zip(points, found, strict=True) if dominates(other, point)]
+        assert front == (max(behind) + 1 if behind else 0)
+
+
+def test_within_the_noise_nothing_is_dominated():
+    values = np.array([[10.0], [9.9], [9.0]])
+    assert fronts(values, np.array([0.1, 0.1, 0.1])).tolist() == [1, 1, 0]
+    assert fronts(values).tolist() == [2, 1, 0]
+    same = np.array([[10.0, 0.2], [9.9, 0.1]])
+    assert fronts(same, np.array([0.1, 0.1])).tolist() == [1, 0], "the other coordinate decides"
+
+
+def test_the_ends_of_a_front_are_lonely_and_crowds_are_not():
+    room = crowding(np.array([[0.0, 10.0], [1.0, 9.0], [2.0, 8.0], [9.0, 1.0], [10.0, 0.0]]))
+    assert np.isinf(room[[0, 4]]).all()
+    assert room[1] == pytest.approx(0.4)
+    assert room[2] == pytest.approx(1.6)
+    assert np.isinf(crowding(np.array([[1.0, 2.0]]))).all()
+
+
+@given(POINTS)
+@settings(max_examples=60, deadline=None)
+def test_hypervolume_is_the_number_of_unit_cubes_that_are_dominated(points):
+    width = len(points[0])
+    cubes = itertools.product(range(5), repeat=width)
+    counted = sum(any(all(p <= c for p, c in zip(point, cube, strict=True)) for point in points) for cube in cubes)
+    assert hypervolume(points, (5,) * width) == pytest.approx(counted)
+
+
+def test_what_does_not_lie_below_the_reference_has_no_volume():
+    assert hypervolume([(6.0, 0.0), (0.0, 5.0)], (5.0, 5.0)) == 0.0
+    assert hypervolume([], (1.0,)) == 0.0
