@@ -1,7 +1,7 @@
 """Sensitivity first, then greed: measure each block and point on its own, combine what gained most for its cost.
 
-The scheme behind sensitivity-guided mixed precision (Wu et al. 2020, arXiv 2004.09602, "Partial quantization", for leaving
-layers out; HAWQ, arXiv 1905.03696, for the order by sensitivity), on measured latency and in both directions.
+The scheme behind sensitivity-guided mixed precision (Wu et al. 2020, arXiv 2004.09602, "Partial quantization", for
+leaving layers out; HAWQ, arXiv 1905.03696, for the order by sensitivity), on measured latency and in both directions.
 """
 
 from __future__ import annotations
