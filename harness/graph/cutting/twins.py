@@ -24,7 +24,7 @@ def twins_of(theirs: onnx.GraphProto, ours: onnx.GraphProto) -> dict[str, str]:
     """For the first output of each of their nodes that has a counterpart, the first output of that one."""
     numbers: dict[Hashable, int] = {}
     found, wanted = (_numbered(graph, numbers) for graph in (theirs, ours))
-    twins = {}
+    twins: dict[str, str] = {}
     for number, names in found.items():
         counterparts = wanted.get(number, [])
         if len(counterparts) == len(names):
