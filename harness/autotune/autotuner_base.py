@@ -27,8 +27,8 @@ from harness.autotune.turn import Turn
 from harness.graph.exchange import as_proto, proto_digest
 from harness.graph.load import from_proto
 from harness.graph.model import Model
-from harness.run.compose import OPSET
 from harness.run.config import Use
+from harness.run.models import OPSET
 from search.space import Placement
 
 __all__ = ["QDQAutotunerBase", "Transform"]

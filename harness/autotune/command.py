@@ -21,8 +21,8 @@ from harness.graph.load import save
 from harness.measure.engines import MAIN
 from harness.paths import locate
 from harness.registry import find
-from harness.run.compose import open_model
 from harness.run.config import Limits, ModelSpec, Use
+from harness.run.models import open_model
 from harness.run.observe import Observer
 from harness.run.strongest import float_benchmarkers
 

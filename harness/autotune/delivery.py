@@ -20,6 +20,7 @@ from harness.feeds import random_feeds
 from harness.graph.exchange import encode, write
 from harness.graph.insert import Inserter
 from harness.graph.load import save
+from harness.run.models import input_types
 from search.space import Resolved, Space
 
 __all__ = ["Delivery", "export"]
@@ -71,7 +72,7 @@ class Delivery:
         tensors = {e.tensor for d in space.dimensions for e in d.edges if e.tensor not in self._model.constants}
         if not tensors:
             return {}
-        types = {name: (self._model.types[name].dtype, self._model.types[name].shape) for name in self._model.inputs}
+        types = input_types(self._model)
         feeds: Iterable[Mapping[str, Array]]
         if self._config.calibration_data is None:
             _logger.info("%s: calibrated on random data: do not trust any accuracy", self._model.source)

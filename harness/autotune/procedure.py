@@ -19,7 +19,7 @@ from harness.autotune.delivery import export
 from harness.autotune.regions import Region
 from harness.graph.cache import strangers
 from harness.graph.load import load
-from harness.run.compose import OPSET
+from harness.run.models import OPSET
 from harness.run.observe import Observer, Silent
 from search.space import Placement
 
