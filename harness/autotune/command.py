@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from harness.autotune.arguments import arguments, depth_of, get_node_filter_list
+from harness.autotune.arguments import Depth, arguments, depth_of, get_node_filter_list
 from harness.autotune.benchmark import backend_use, init_benchmark_instance
 from harness.autotune.common import AutotunerError, Config
 from harness.autotune.procedure import Plan, run_plan
@@ -138,6 +138,8 @@ def _backend(options: argparse.Namespace) -> Use:
 
 def _strongest(backend: Use, float_file: Path, plan: Plan) -> Use:
     """The backend at the float precision at which the float model is fastest: speedups are over that."""
-    found = float_benchmarkers(backend, float_file, plan.output_dir, Limits(), plan.observer)
-    shutil.rmtree(plan.output_dir / "work", ignore_errors=True)
+    try:
+        found = float_benchmarkers(backend, float_file, plan.output_dir, Limits(), plan.observer)
+    finally:
+        shutil.rmtree(plan.output_dir / "work", ignore_errors=True)
     return found[MAIN]

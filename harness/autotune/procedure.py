@@ -76,9 +76,6 @@ def run_plan(model: Any, plan: Plan) -> QDQAutotuner:
         run.begin()
         run.regions()
         run.finish()
-    except KeyboardInterrupt:
-        plan.observer.say(f"interrupted; what was measured is in {plan.state}: run the same command again to go on")
-        raise
     finally:
         if autotuner.baseline_latency_ms is not None:
             autotuner.save_state(str(plan.state))
