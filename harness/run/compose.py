@@ -31,7 +31,7 @@ from harness.run.plan import CellSpec
 from harness.run.seeding import Seeding, imported
 from search.space import Placement, Space
 
-__all__ = ["Cell", "compose", "evaluator_use", "open_model"]
+__all__ = ["OPSET", "Cell", "compose", "evaluator_use", "open_model"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
