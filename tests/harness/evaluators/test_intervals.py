@@ -20,7 +20,10 @@ from harness.evaluators.precision import METRICS, map_facts, resampled_map
 
 
 def scene(seed: int, images: int = 8, classes: int = 3) -> tuple[dict[str, Any], list[Detections]]:
-    """Labels with boxes of all sizes and crowds, and detections of every quality; scores repeat."""
+    """Labels with boxes of all sizes and crowds, and detections of every quality.
+
+    Scores repeat from image to image, not within one: how its ties stand among its copies in a draw is arbitrary.
+    """
     rng = np.random.default_rng(seed)
     annotations, found = [], []
     for image in range(1, images + 1):
@@ -38,7 +41,7 @@ def scene(seed: int, images: int = 8, classes: int = 3) -> tuple[dict[str, Any],
         repeats = rng.integers(0, count, 3 * count) if count else np.zeros(0, np.int64)
         near = corner[repeats] + rng.normal(0, 6, (len(repeats), 2))
         boxes = np.concatenate([near, near + size[repeats]], axis=1)
-        scores = np.round(rng.random(len(repeats)), 3)
+        scores = rng.choice(1000, len(repeats), replace=False) / 1000
         kinds = np.where(rng.random(len(repeats)) < 0.8, kinds[repeats], 0) if count else repeats
         order = np.argsort(-scores)
         found.append(Detections(boxes=boxes[order], scores=scores[order], classes=kinds[order].astype(np.int64)))
