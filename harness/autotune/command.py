@@ -37,8 +37,17 @@ def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
     """
     options = arguments(given, prog)
     depth = depth_of(options)
-    plan = _plan(options, observer)
-    with TemporaryDirectory(prefix="qdq-autotune-") as scratch, _logged(options.verbose, observer):
+    plan = replace(_plan(options, observer), schemes_per_region=depth.schemes_per_region)
+    try:
+        with _logged(options.verbose, observer):
+            _run(options, depth, plan)
+    except KeyboardInterrupt:
+        observer.say(f"interrupted; what was measured is in {plan.state}: run the same command again to go on")
+        raise
+
+
+def _run(options: argparse.Namespace, depth: Depth, plan: Plan) -> None:
+    with TemporaryDirectory(prefix="qdq-autotune-") as scratch:
         model = open_model(ModelSpec(use=options.onnx_path, label="model"), Path.cwd(), Path(scratch))
         use = _strongest(_backend(options), save(model, Path(scratch) / "float"), plan)
         benchmark = init_benchmark_instance(
@@ -49,7 +58,7 @@ def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
             timing_runs=depth.timing_runs,
         )
         try:
-            run_plan(model, replace(plan, schemes_per_region=depth.schemes_per_region))
+            run_plan(model, plan)
         finally:
             benchmark.close()
 
