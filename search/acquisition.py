@@ -18,7 +18,7 @@ import numpy.typing as npt
 from search.api import Placement, Score, Space
 from search.archive import Archive
 from search.features import Features
-from search.models import GaussianProcess, Regressor
+from search.models import ADDITIVE, GaussianProcess, Regressor
 
 __all__ = ["Advice", "Advisor", "signed_violations"]
 
@@ -54,13 +54,15 @@ class Advisor:
 
     Args:
         space: What is searched.
-        model: Makes a regressor.
+        model: Makes the regressors of objective and failure; violations always have a Gaussian process.
     """
 
     def __init__(self, space: Space, model: Callable[[], Regressor] = GaussianProcess) -> None:
         self._features = Features(space)
-        self._objective, self._violation, self._failure = model(), model(), model()
-        self._constrained = self._failing = False
+        self._objective, self._failure = model(), model()
+        self._violation = GaussianProcess(ADDITIVE)
+        self.constrained = False  # whether a constraint was broken so far
+        self._failing = False
         self._best: float | None = None
         self.known: set[bytes] = set()
 
@@ -91,8 +93,8 @@ class Advisor:
     def _learn_violations(self, placements: Sequence[Placement], scores: Sequence[Score]) -> None:
         signed = signed_violations(scores)
         known = [index for index, value in enumerate(signed) if not math.isnan(value)]
-        self._constrained = bool((signed[known] > 0).any())
-        if self._constrained:
+        self.constrained = bool((signed[known] > 0).any())
+        if self.constrained:
             rows = self._features([placements[index] for index in known])
             self._violation.fit(rows, signed[known], np.zeros(len(known)))
 
@@ -102,7 +104,7 @@ class Advisor:
         mean, deviation = self._objective.predict(rows)
         worth = np.ones(len(mean)) if self._best is None else _improvement(self._best - mean, deviation)
         violation = np.zeros(len(mean))
-        if self._constrained:
+        if self.constrained:
             violation, doubt = self._violation.predict(rows)
             worth = worth * _normal(-violation / doubt)
         if self._failing:

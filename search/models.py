@@ -7,6 +7,7 @@ ridge regression over point, role, pattern and border features, with a remainder
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from search.features import Described
 
-__all__ = ["GaussianProcess", "Regressor", "Vector"]
+__all__ = ["ADDITIVE", "GaussianProcess", "Regressor", "Vector"]
 
 Vector = npt.NDArray[np.float64]
 Matrix = npt.NDArray[np.float64]
@@ -23,6 +24,8 @@ Matrix = npt.NDArray[np.float64]
 MIX = (2.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 """Relative prior variances of the kernel's parts: roles, scopes, points, pairs, borders, likeness. Chosen by predicting
 held-out placements of four zoo spaces; the best part differs by model, and the sum is never far behind it."""
+ADDITIVE = (0.3, 1.0, 2.0, 0.2, 0.2, 0.3)
+"""The same for what adds up over points more than latency does: the loss of accuracy."""
 NUGGETS = (1e-3, 1e-2, 6e-2)
 """Variance that no feature explains, relative to that of the observations; chosen by marginal likelihood."""
 
@@ -50,9 +53,14 @@ class _Fitted:
 
 
 class GaussianProcess:
-    """See the module. Values are standardised, and the kernel is scaled to explain their variance."""
+    """See the module. Values are standardised, and the kernel is scaled to explain their variance.
 
-    def __init__(self) -> None:
+    Args:
+        mix: Relative prior variances of the kernel's parts.
+    """
+
+    def __init__(self, mix: Sequence[float] = MIX) -> None:
+        self._mix = np.array(mix)
         self._fitted: _Fitted | None = None
 
     def fit(self, rows: Described, values: Vector, errors: Vector) -> None:
@@ -60,8 +68,8 @@ class GaussianProcess:
         mean, scale = float(values.mean()), max(float(values.std()), 1e-9)
         targets, noise = (values - mean) / scale, (errors / scale) ** 2
         parts = _kernels(rows, rows)
-        kernel = np.tensordot(MIX, parts, axes=1)
-        mix = np.array(MIX) / max(float(np.trace(kernel) / len(kernel) - kernel.mean()), 1e-6)
+        kernel = np.tensordot(self._mix, parts, axes=1)
+        mix = self._mix / max(float(np.trace(kernel) / len(kernel) - kernel.mean()), 1e-6)
         kernel = np.tensordot(mix, parts, axes=1)
         solved = [_solved(kernel + np.diag(nugget + noise), targets) for nugget in NUGGETS]
         _, root, weights = max(solved, key=lambda found: found[0])

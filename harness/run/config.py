@@ -196,7 +196,7 @@ class Experiment(_Frozen):
     precision: _various(Literal["int8", "fp8"]) = ("int8",)  # type: ignore[valid-type]
     sharing: Literal["pattern", "region"] = "pattern"
     objective: Objective = Objective()
-    searchers: _some(Use) = (Use(use="random"),)  # type: ignore[valid-type]
+    searchers: _some(Use) = (Use(use="auto"),)  # type: ignore[valid-type]
     seeds: _various(Annotated[int, Field(ge=0)]) = (0,)  # type: ignore[valid-type]
     initial: Annotated[tuple[Use, ...], BeforeValidator(listed), Field(strict=False)] = tuple(
         Use(use=name) for name in INITIAL

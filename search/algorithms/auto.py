@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations, islice
+from itertools import combinations
 
 import numpy as np
 
@@ -29,8 +29,7 @@ RUNGS = 12
 class AutoSearcher:
     """What the studies of the zoo show to win within 25 to 100 evaluations, the seeds counted.
 
-    It begins with rules that experts go by, as far as they are new: linear operators with residual additions, with
-    operators that only move or select values, and with whatever reads their results. Every later proposal is the
+    It begins with rules that experts go by, as far as they are new (`expert_rules`). Every later proposal is the
     candidate with the largest expected improvement (`search.acquisition`), from two rounds of candidates:
 
     1. Moves from each of the best placements that differ from each other: blocks across patterns (a role, what follows
@@ -53,7 +52,7 @@ class AutoSearcher:
         space: Space,
         *,
         seed: int,
-        rules: int = 3,
+        rules: int = 4,
         surrogate: bool = True,
         blocks: bool = True,
         candidates: int = 240,
@@ -86,13 +85,18 @@ class AutoSearcher:
     def _propose(self) -> Placement | None:
         while self._rules:
             rule = self._rules.pop(0)
-            if self._space.digest(rule) not in self._archive:
+            if self._space.digest(rule) not in self._archive and not self._hopeless(rule):
                 return rule
         if not len(self._archive):
             return nearby(self._space.only({"linear"}), self._space, self._rng, self._archive)
         found = self._first_new() if self._advisor is None else self._worthiest(self._advisor)
         best = self._archive.best(1)[0].placement
         return found or nearby(best, self._space, self._rng, self._archive)
+
+    def _hopeless(self, rule: Placement) -> bool:
+        """Whether it quantizes all that breaks the constraint already: more Q/DQ pairs do not heal accuracy."""
+        broken = [entry.placement.choices for entry in self._archive if entry.score.violation > 0]
+        return any(all(a == b for a, b in zip(known, rule.choices, strict=True) if a) for known in broken)
 
     def _first_new(self) -> Placement | None:
         for entry in self._archive.best(BASES):
@@ -152,27 +156,50 @@ class AutoSearcher:
     def _combined(self, base: Placement, moves: Sequence[Move], advisor: Advisor) -> Iterator[Placement]:
         for first, second in combinations(moves, 2):
             yield self._after(self._after(base, first), second)
-        yield from islice(self._ladder(base, moves), RUNGS)
+        yield from self._ladder(base, moves)
+        broken = [entry for entry in self._archive if entry.score.violation > 0]
+        if advisor.constrained and broken:
+            fastest = min(broken, key=lambda entry: entry.score.objective).placement
+            yield from self._ladder(fastest, self._by_exchange(fastest, advisor, back=True))
+            yield from self._ladder(base, self._by_exchange(base, advisor, back=False))
+
+    def _by_exchange(self, base: Placement, advisor: Advisor, *, back: bool) -> list[Move]:
+        """Moves to float in the order of violation per latency, or from float in that of latency per violation."""
+        moves = [move for move in self._drawn_moves(self._candidates // 4) if (move[1] == 0) == back]
+        advice = advisor.advise([base, *(self._after(base, move) for move in moves)])
+        slower = advice.objective[1:] - advice.objective[0]
+        worse = advice.violation[1:] - advice.violation[0]
+        spent, bought = (slower, -worse) if back else (worse, -slower)
+        scale = max(float(np.abs(spent).max(initial=0.0)), 1e-12)
+        rates = np.round(bought / np.maximum(spent, 1e-2 * scale), 9)
+        return [moves[index] for index in np.argsort(-rates, kind="stable") if bought[index] > 0]
 
     def _ladder(self, base: Placement, moves: Sequence[Move]) -> Iterator[Placement]:
         """The moves one upon the other, in their order, each where it leaves earlier ones alone."""
         touched: set[int] = set()
+        rungs = 0
         for indices, choice in moves:
-            if touched.isdisjoint(indices):
+            if touched.isdisjoint(indices) and rungs < RUNGS:
                 touched.update(indices)
+                rungs += 1
                 base = assign(base, indices, choice, self._space)
                 yield base
 
 
 def expert_rules(space: Space) -> Iterator[Placement]:
+    """Placements that win on some runtime, most surprising first.
+
+    ONNX Runtime runs an operator in INT8 only where its result is quantized too ("Quantize ONNX models", QDQ format),
+    hence linear operators with whatever reads them. OpenVINO and TensorRT fuse linear operators, residual additions,
+    pooling and concatenation.
+    """
     after = followers(space)
     linear = [index for index, dimension in enumerate(space.dimensions) if dimension.role == "linear"]
-    read = [after[index] for index in linear if index in after]
+    readers = [after[index] for index in linear if index in after]
+    yield assign(space.only({"linear", "add"}), readers, 1, space)
+    yield assign(space.only({"linear"}), readers, 1, space)
     yield space.only({"linear", "add"})
-    yield space.only({"linear", "add", "pool", "concat", "movement"})
-    yield assign(space.only({"linear"}), read, 1, space)
-    yield assign(space.only({"linear", "add"}), read, 1, space)
-    yield space.only({d.role for d in space.dimensions} - {"activation", "normalization"})
+    yield space.only({"linear", "add", "pool", "concat"})
 
 
 def _moves(sets: Sequence[tuple[int, ...]], space: Space) -> tuple[Move, ...]:
