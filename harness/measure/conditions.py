@@ -1,4 +1,4 @@
-"""What the machine did while an engine was timed: clock, heat, load, throttling. What cannot be read is absent."""
+"""What the machine did while an engine was timed: clock, heat, load, neighbours. What cannot be read is absent."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ CLOCK_FALLS = 0.9
 """A clock below this share of what it was has been throttled; less is the governor's ordinary play."""
 WAITING = 0.1
 """Waiting for a core for more than this share of the time is a disturbance; the median bears less."""
+STOLEN = 0.03
+"""A hypervisor that gives more than this share of the cores' time to other guests disturbs; an idle one, under 1 %."""
+OTHERS = 0.25
+"""Processes that keep more than this share of all cores busy share caches, memory and sibling threads with ours."""
+GRAIN_S = 0.02
+"""Linux counts the time of cores in steps of 10 ms; two of them say nothing."""
 CORES = 4
 """Cores that are read: enough to see the one that works, few enough for machines that have hundreds."""
 
@@ -31,6 +37,10 @@ class Conditions:
         load: Processes that ran or wanted to, average of a minute.
         throttled: Times that heat, or the container's CPU quota, slowed this machine since it started.
         waited_s: Time that threads of this process were ready to run and had no core.
+        cores: How many cores the next two are of.
+        busy_s: Time that all cores worked for processes of this machine.
+        stolen_s: Time that all cores wanted to work and a hypervisor did not let them.
+        own_s: Time that cores worked for this process.
     """
 
     at_s: float
@@ -39,6 +49,10 @@ class Conditions:
     load: float | None = None
     throttled: int | None = None
     waited_s: float | None = None
+    cores: int | None = None
+    busy_s: float | None = None
+    stolen_s: float | None = None
+    own_s: float | None = None
 
     def facts(self) -> dict[str, float]:
         """What is worth recording beside the readings."""
@@ -62,9 +76,11 @@ class Machine:
         # Of this container where it has a view of its own, as Docker and Kubernetes give it: version 2, version 1.
         self._quotas = _readable(root / "sys/fs/cgroup" / name for name in ("cpu.stat", "cpu/cpu.stat"))
         self._tasks = root / "proc/self/task"
+        self._stat = root / "proc/stat"
 
     def read(self) -> Conditions:
         """The conditions now; a tenth of a millisecond."""
+        cores, busy_s, stolen_s = _soft(self._cores) or (None, None, None)
         return Conditions(
             at_s=time.monotonic(),
             mhz=max((_number(path) / 1000 for path in self._clocks), default=None),
@@ -72,6 +88,10 @@ class Machine:
             load=_soft(lambda: os.getloadavg()[0]),
             throttled=self._throttled(),
             waited_s=_soft(self._waited_s),
+            cores=cores,
+            busy_s=busy_s,
+            stolen_s=stolen_s,
+            own_s=time.process_time(),
         )
 
     def _throttled(self) -> int | None:
@@ -83,6 +103,16 @@ class Machine:
         """Second field of Linux' schedstat: nanoseconds on a run queue."""
         texts = [(task / "schedstat").read_text() for task in self._tasks.iterdir()]
         return sum(int(text.split()[1]) for text in texts) / 1e9
+
+    def _cores(self) -> tuple[int, float, float]:
+        """How many there are, time they worked, time stolen from them; proc(5), /proc/stat, in clock ticks.
+
+        Guests that run here are in user and nice already.
+        """
+        lines = [line.split() for line in self._stat.read_text().splitlines() if line.startswith("cpu")]
+        user, nice, system, _, _, irq, softirq, steal = (int(field) for field in lines[0][1:9])
+        ticks_s = os.sysconf("SC_CLK_TCK")
+        return len(lines) - 1, (user + nice + system + irq + softirq) / ticks_s, steal / ticks_s
 
 
 def disturbance(before: Conditions, after: Conditions) -> str:
@@ -96,6 +126,20 @@ def disturbance(before: Conditions, after: Conditions) -> str:
         share = (after.waited_s - before.waited_s) / spent_s
         if share > WAITING:
             return f"waited for a core {share:.0%} of the time: something else runs on this machine"
+    return _neighbours(before, after, spent_s)
+
+
+def _neighbours(before: Conditions, after: Conditions, spent_s: float) -> str:
+    """Who else worked on this machine, or on the host below it."""
+    if not after.cores or spent_s <= 0:
+        return ""
+    total_s = spent_s * after.cores
+    stolen_s, busy_s, own_s = (getattr(after, name) - getattr(before, name) for name in ("stolen_s", "busy_s", "own_s"))
+    if stolen_s > STOLEN * total_s + GRAIN_S:
+        return f"the hypervisor took {stolen_s / total_s:.0%} of the cores' time: other guests run on this host"
+    others_s = busy_s - own_s
+    if others_s > OTHERS * total_s + GRAIN_S:
+        return f"other processes kept {others_s / total_s:.0%} of the cores busy: something else runs on this machine"
     return ""
 
 
@@ -122,5 +166,5 @@ def _periods(path: Path) -> int:
 def _soft(probe: Callable[[], T]) -> T | None:
     try:
         return probe()
-    except (OSError, ValueError, IndexError):
+    except (OSError, ValueError, IndexError, AttributeError):  # the last: no sysconf on Windows
         return None

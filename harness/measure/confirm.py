@@ -29,8 +29,14 @@ __all__ = [
 
 GROUP = 6
 """Rows that are open at once beside the baseline and its twin; more would cost memory, not precision."""
+TURN_MS = 100.0
+"""A turn lasts at least so long: long enough to see drift and what else the machine did, short enough to interleave."""
 WARMUP_MS = 10.0
 """Before each turn: enough to bring an engine that others pushed out back into the caches."""
+MOST = 200
+"""Inferences of one turn, however fast the engine."""
+NEVER = 1e-9
+"""Width of an interval that no reading reaches: turns end by time, so that no row gets more than another."""
 _LOST = ("crash", "timeout")
 
 
@@ -135,7 +141,9 @@ class _Turns:
         self._bases = (baseline, replace(baseline, name=TWIN))
         self._rounds = plan.rounds
         count = max(3, plan.samples)
-        self._sampling = Sampling(warmup_ms=WARMUP_MS, min_samples=count, max_samples=count)
+        self._sampling = Sampling(
+            warmup_ms=WARMUP_MS, min_samples=count, max_samples=max(count, MOST), max_ms=TURN_MS, target=NEVER
+        )
         self._rng = rng
 
     def run(self, members: Sequence[Row], open_engines: OpenEngines) -> Iterator[Event]:

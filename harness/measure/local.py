@@ -23,6 +23,7 @@ from harness.measure.conditions import Machine
 from harness.measure.engines import MAIN, Built, WorkerSpec
 from harness.measure.sampling import Samples, take
 from harness.measure.stats import Interval
+from harness.measure.stopwatch import stopwatch
 from harness.records import Failed
 from harness.run.config import Sampling
 from harness.run.journal import writing
@@ -92,7 +93,10 @@ class InProcess:
         def work() -> Samples:
             probe = self._probe(handle)
             made_up = getattr(self._engines[handle].benchmarker, "in_process", False)
-            return take(probe, sampling, rival, machine=None if made_up else self._machine)
+            if made_up:
+                return take(probe, sampling, rival)
+            with stopwatch():
+                return take(probe, sampling, rival, machine=self._machine)
 
         return attempt("measure", work)
 

@@ -22,6 +22,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write(tmp_path, "sys/class/thermal/thermal_zone0/temp", "41000\n")
     write(tmp_path, "sys/class/thermal/thermal_zone1/temp", "63500\n")
     write(tmp_path, "sys/fs/cgroup/cpu.stat", "usage_usec 12\nnr_periods 9\nnr_throttled 4\n")
+    write(tmp_path, "proc/stat", "cpu  700 100 150 9000 40 20 30 500 0 0\ncpu0 1 2\ncpu1 1 2\nintr 5\n")
     write(tmp_path, "proc/self/task/1/schedstat", "100 2000000000 3\n")
     write(tmp_path, "proc/self/task/2/schedstat", "100 500000000 3\n")
     return tmp_path
@@ -30,12 +31,13 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_a_machine_tells_is_read(root: Path) -> None:
     found = Machine(root).read()
     assert (found.mhz, found.temperature_c, found.throttled, found.waited_s) == (3400.0, 63.5, 5, 2.5)
+    assert (found.cores, found.busy_s, found.stolen_s) == (2, 10.0, 5.0)
     assert found.facts() == {"mhz": 3400.0, "temperature_c": 63.5, "load": pytest.approx(found.load, abs=0.01)}
 
 
 def test_what_it_does_not_tell_is_absent(tmp_path: Path) -> None:
     found = Machine(tmp_path).read()
-    assert (found.mhz, found.temperature_c, found.throttled, found.waited_s) == (None,) * 4
+    assert (found.mhz, found.temperature_c, found.throttled, found.waited_s, found.cores) == (None,) * 5
     assert disturbance(found, Machine(tmp_path).read()) == ""
 
 
@@ -64,8 +66,16 @@ def test_this_machine_can_be_read() -> None:
         ({"waited_s": 1.05}, ""),
         ({"waited_s": 1.5}, "waited for a core 25% of the time: something else runs on this machine"),
         ({"mhz": None, "throttled": None, "waited_s": None}, ""),
+        ({"stolen_s": 0.1}, ""),
+        ({"stolen_s": 0.2}, "the hypervisor took 5% of the cores' time: other guests run on this host"),
+        ({"busy_s": 12.0, "own_s": 4.0}, ""),
+        ({"busy_s": 12.0, "own_s": 2.2}, ""),
+        (
+            {"busy_s": 13.0, "own_s": 2.6},
+            "other processes kept 35% of the cores busy: something else runs on this machine",
+        ),
     ],
 )
 def test_disturbances_have_a_reason(after: dict[str, float], expected: str) -> None:
-    quiet = {"mhz": 3000.0, "throttled": 3, "waited_s": 1.0}
+    quiet = {"mhz": 3000.0, "throttled": 3, "waited_s": 1.0, "cores": 2, "busy_s": 10.0, "stolen_s": 0.0, "own_s": 1.0}
     assert disturbance(Conditions(at_s=10.0, **quiet), Conditions(at_s=12.0, **{**quiet, **after})) == expected

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.errors import UserError
+from harness.measure.stopwatch import stopwatch
+
+HOLD = """
+import sys
+from pathlib import Path
+from harness.measure.stopwatch import stopwatch
+with stopwatch(Path(sys.argv[1])):
+    print("holding", flush=True)
+    sys.stdin.readline()
+print("done", flush=True)
+"""
+
+
+def hold(folder: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_a_second_process_times_when_the_first_has_ended(tmp_path: Path) -> None:
+    with stopwatch(tmp_path):
+        second = hold(tmp_path)
+        assert not select.select([second.stdout], [], [], 1.5)[0], "it waits"
+    assert line(second) == "holding"
+    second.communicate("go on\n", timeout=20)
+
+
+def test_a_process_that_is_killed_gives_the_stopwatch_back(tmp_path: Path) -> None:
+    first = hold(tmp_path)
+    assert line(first) == "holding"
+    first.send_signal(signal.SIGKILL)
+    first.wait(timeout=20)
+    with stopwatch(tmp_path):
+        pass
+
+
+def test_a_lock_that_somebody_made_a_link_is_refused(tmp_path: Path) -> None:
+    with stopwatch(tmp_path):
+        lock = next(tmp_path.iterdir())
+    lock.unlink()
+    lock.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="set TMPDIR to a folder that this user can write to"), stopwatch(tmp_path):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
