@@ -7,19 +7,22 @@ as it stands. Both go through `importlib.metadata.EntryPoint`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from harness.errors import CandidateError, UserError, nearest
 
-__all__ = ["GROUPS", "Plugin", "check_params", "create", "find", "guarded", "load", "plugins", "signature"]
+__all__ = [
+    "GROUPS", "Plugin", "check_params", "create", "find", "guarded", "kind_of", "load", "plugins", "signature",
+]  # fmt: skip
 
 T = TypeVar("T")
 
 GROUPS: Mapping[str, str] = {
     "searcher": "qdq.searchers",
+    "peer": "qdq.peers",
     "benchmarker": "qdq.benchmarkers",
     "evaluator": "qdq.evaluators",
     "preprocessing": "qdq.preprocessings",
@@ -48,6 +51,21 @@ def plugins(kind: str) -> tuple[Plugin, ...]:
     return tuple(found.values())
 
 
+def kind_of(use: str, kinds: Sequence[str]) -> str:
+    """Of which of several kinds a plug-in is; `package.module:Attribute` is of the first.
+
+    Raises:
+        UserError: Of none of them; the text gives the nearest names of all.
+    """
+    if ":" in use:
+        return kinds[0]
+    names = {kind: {plugin.name for plugin in plugins(kind)} for kind in kinds}
+    for kind, known in names.items():
+        if use in known:
+            return kind
+    raise _unknown(" or ".join(kinds), use, set().union(*names.values()))
+
+
 def find(kind: str, use: str) -> EntryPoint:
     """The entry point for a name or for a `package.module:Attribute`.
 
@@ -59,14 +77,18 @@ def find(kind: str, use: str) -> EntryPoint:
     known = plugins(kind)
     found = [plugin for plugin in known if plugin.name == use]
     if not found:
-        raise UserError(
-            f"no {kind} is called {use!r}; {nearest(use, {plugin.name for plugin in known})} "
-            "(your own: 'use: package.module:Class', or 'pip install -e .' again after adding its entry point)"
-        )
+        raise _unknown(kind, use, {plugin.name for plugin in known})
     if len(found) > 1:
         origins = " and by ".join(plugin.origin for plugin in found)
         raise UserError(f"{kind} {use!r} is offered by {origins}: uninstall all but one of them")
     return found[0].entry_point
+
+
+def _unknown(kind: str, use: str, names: Iterable[str]) -> UserError:
+    return UserError(
+        f"no {kind} is called {use!r}; {nearest(use, names)} "
+        "(your own: 'use: package.module:Class', or 'pip install -e .' again after adding its entry point)"
+    )
 
 
 def load(kind: str, use: str) -> Callable[..., Any]:
