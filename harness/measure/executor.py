@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ Attempt = Callable[[Candidate, Interval | None], Outcome]
 OpenWorker = Callable[[], AbstractContextManager[Engines]]
 SECOND_CHANCES = 1
 """So often a trial is given to another worker after the one that had it was lost."""
+END_S = 20.0
+"""Threads that do not end by then die with the process."""
 _logger = logging.getLogger(__name__)
 
 
@@ -118,7 +121,8 @@ class Pool:
         self._stop(UserError("the run is being ended"))
         for _ in self._threads:
             self._jobs.put(None)
-        while any(thread.is_alive() for thread in self._threads):
+        deadline_s = time.monotonic() + END_S
+        while any(thread.is_alive() for thread in self._threads) and time.monotonic() < deadline_s:
             if self._outstanding:  # what is under way is of no use to anybody any more
                 for engines in list(self._opened):
                     with suppress(UserError):
