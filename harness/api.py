@@ -1,4 +1,4 @@
-"""Contracts of the plug-ins: benchmarkers (latency) and evaluators (accuracy).
+"""Contracts of the plug-ins: benchmarkers (latency), evaluators (accuracy), and peers (searches of other tools).
 
 A plug-in *raises* `harness.errors.BuildFailed`, `MeasureFailed` or `EvaluationFailed`; the harness
 owns warm-up, repeats, interleaving, time limits, isolation and records, so that every runtime is
@@ -17,7 +17,10 @@ import numpy.typing as npt
 
 from search.space import Resolved
 
-__all__ = ["Accuracy", "Array", "Artifact", "Benchmarker", "Candidate", "Evaluator", "Infer", "Layer", "Probe"]
+__all__ = [
+    "Accuracy", "Array", "Artifact", "Benchmarker", "Candidate", "Evaluator", "Infer", "Layer", "Peer", "PeerTask",
+    "Probe",
+]  # fmt: skip
 
 Array = npt.NDArray[Any]
 Infer = Callable[[Mapping[str, Array]], Mapping[str, Array]]
@@ -93,7 +96,8 @@ class Benchmarker(Protocol):
        `float_params` (precision to constructor parameters), and `float_open` where the parameters leave
        the choice to the harness, which then takes the fastest.
     4. The attribute `dialect` names the Q/DQ dialect that it reads; by default the one called like the
-       benchmarker. The class attribute `in_process = True` says that there is nothing to isolate.
+       benchmarker. The class attribute `in_process = True` says that there is nothing to isolate, and
+       `accuracy_only` is the set of precisions that the device emulates: they are built and scored, never timed.
     5. One that can tell what became of the model has `layers(artifact: Artifact) -> Sequence[Layer]`.
     """
 
@@ -107,6 +111,44 @@ class Benchmarker(Protocol):
 
     def describe(self) -> Mapping[str, Any]:
         """Facts for provenance and for the table: at least name, version, device, options."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerTask:
+    """What a peer is given.
+
+    Attributes:
+        model: File of the cleaned float model, which every method of the table starts from.
+        workdir: Folder for whatever the peer writes; it is the peer's alone, and gone after the search.
+        precision: Of quantized values: "int8", "fp8".
+        seed: Fixes all draws.
+        find: The file of a Q/DQ model that a parameter names: a PTQ tool's ("modelopt_ptq"), or one of the user's.
+            Raises `BuildFailed` where the tool made none.
+    """
+
+    model: Path
+    workdir: Path
+    precision: str
+    seed: int
+    find: Callable[[str], Path]
+
+
+class Peer(Protocol):
+    """Somebody else's search, which brings whole models and not placements; the factory gives its context manager.
+
+    1. `ask` gives the file of the next model, None where there is none left; the file is the harness' from then on.
+       Each model is told before the next is asked for, and costs what any evaluation costs.
+    2. The same task and the same tells give the same files, byte for byte: a run is resumed by running it again.
+    3. `BuildFailed`, raised on entering or asking, ends the peer's search and nothing else.
+    """
+
+    def ask(self) -> Path | None:
+        """The next model that is to be timed."""
+        ...
+
+    def tell(self, latency_ms: float | None) -> None:
+        """Latency of the model that was asked for last; None where it could not be built or timed."""
         ...
 
 

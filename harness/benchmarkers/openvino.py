@@ -41,6 +41,9 @@ class OpenVINOBenchmarker:
         ValueError: More threads than cores, an unknown precision, or BF16 on a CPU without it.
     """
 
+    accuracy_only = frozenset({"fp8"})
+    """CPUs have no FP8 kernels: OpenVINO converts to float and back, so accuracies are true and latencies are not."""
+
     def __init__(self, threads: int = 1, precision: Precision = "auto", profile: bool = False) -> None:
         if precision not in PRECISIONS:
             raise ValueError(f"precision: one of {', '.join(PRECISIONS)}, but got {precision!r}")

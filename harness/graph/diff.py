@@ -11,7 +11,7 @@ from onnx import TensorProto
 from harness.graph.encoding.wire import TAG
 from search.space import Edge, Resolved
 
-__all__ = ["delivered", "diff", "pairs_in"]
+__all__ = ["delivered", "diff", "pairs_in", "precisions_in"]
 
 _STORAGE = {
     TensorProto.INT8: "int8", TensorProto.UINT8: "int8", TensorProto.FLOAT8E4M3FN: "fp8",
@@ -44,6 +44,11 @@ def pairs_in(path: Path) -> int:
     """How many Q/DQ pairs a Q/DQ model has, whoever made it: quantized tensors, however many consumers each has."""
     proto = onnx.load(path, load_external_data=False)
     return len({(edge.tensor, precision) for edge, precision in delivered(proto).items()})
+
+
+def precisions_in(path: Path) -> frozenset[str]:
+    """At which precisions a Q/DQ model has quantized edges, whoever made it; none of the float model."""
+    return frozenset(delivered(onnx.load(path, load_external_data=False)).values())
 
 
 def label(node: onnx.NodeProto) -> str:

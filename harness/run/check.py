@@ -23,7 +23,7 @@ from harness.graph.dialects import Dialect
 from harness.paths import locate
 from harness.run.config import Experiment, ModelSpec, Use
 from harness.run.models import evaluator_use, input_types, open_model
-from harness.run.plan import plan
+from harness.run.plan import plan, precisions_of
 from harness.run.seeding import check_files
 from search.planted import planted_space
 
@@ -46,10 +46,11 @@ def check_experiment(experiment: Experiment, base: Path) -> tuple[str, ...]:
         UserError: The first thing that does not fit, with what would.
     """
     plan(experiment)
+    precisions = tuple(dict.fromkeys(each for setting in experiment.precision for each in precisions_of(setting)))
     for searcher in experiment.searchers:
-        _check_searcher(searcher, experiment.precision)
+        _check_searcher(searcher, precisions)
     for backend in experiment.backends:
-        _check_backend(backend, experiment.precision)
+        _check_backend(backend, precisions)
     with _at("initial"):
         check_files(experiment.initial, base)
     data, remarks = _Data(base), []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class Cell:
         remarks: What is odd about the activations on calibration data, for the tables.
         foreign: Models of the PTQ tools, and imported ones.
         work: Scratch folder for candidates.
+        accuracy_only: Precisions that the device only emulates.
     """
 
     spec: CellSpec
@@ -62,6 +63,20 @@ class Cell:
     calibrated_on: str
     remarks: tuple[str, ...]
     work: Path
+    accuracy_only: frozenset[str] = frozenset()
+
+    @property
+    def searched(self) -> Space:
+        """The space without precisions that have no speed here: its placements are placements of `space` too.
+
+        Empty where a point offers no other precision: then there is nothing that could be compared by speed.
+        """
+        if not self.accuracy_only:
+            return self.space
+        kept = [tuple(c for c in d.choices if c not in self.accuracy_only) for d in self.space.dimensions]
+        if any(len(choices) < 2 for choices in kept):
+            return Space(())
+        return Space(tuple(replace(d, choices=c) for d, c in zip(self.space.dimensions, kept, strict=True)))
 
     def candidate(self, placement: Placement) -> Candidate:
         """The candidate of a placement; its file is written when it is built.
@@ -92,15 +107,15 @@ def compose(experiment: Experiment, spec: CellSpec, base: Path, work: Path, obse
     """
     with writing(work):
         work.mkdir(parents=True, exist_ok=True)
-    dialect = _dialect(spec.backend)
-    if spec.precision not in dialect.precisions:
+    dialect, accuracy_only = _runtime(spec.backend)
+    if not dialect.precisions.issuperset(spec.precisions):
         raise UserError(
             f"precision {spec.precision!r}: backend {spec.backend.use!r} runs {', '.join(sorted(dialect.precisions))}"
         )
-    model = open_model(spec.model, base, work, max(OPSET, dialect.opset([spec.precision])))
+    model = open_model(spec.model, base, work, max(OPSET, dialect.opset(spec.precisions)))
     with writing(work):
         model_file = save(model, work)
-    space = build_space(model, dialect, precisions=(spec.precision,), sharing=experiment.sharing)
+    space = build_space(model, dialect, precisions=spec.precisions, sharing=experiment.sharing)
     if not len(space):
         raise UserError(f"{spec.model.use}: no insertion point that dialect {dialect.name!r} allows")
     feeds = _Feeds(spec.model, model, base)
@@ -112,7 +127,7 @@ def compose(experiment: Experiment, spec: CellSpec, base: Path, work: Path, obse
         source=model.source,
         data=feeds,
         data_key=repr(feeds.key),
-        options={**feeds.ptq_options(dialect, spec.precision), "limit_s": experiment.limits.evaluate_s},
+        options={**feeds.ptq_options(dialect, spec.precisions[0]), "limit_s": experiment.limits.evaluate_s},
     )
     foreign = {start.name: quantize_with(start.name, order, observer) for start in starts if start.use in PTQ}
     foreign |= imported(starts, base)
@@ -132,6 +147,7 @@ def compose(experiment: Experiment, spec: CellSpec, base: Path, work: Path, obse
         calibrated_on=feeds.description,
         remarks=remarks(observed),
         work=work,
+        accuracy_only=accuracy_only.intersection(spec.precisions),
     )
 
 
@@ -189,13 +205,13 @@ class _Feeds:
         )
 
 
-def _dialect(backend: Use) -> Dialect:
-    """The dialect that a benchmarker with these parameters names, else the one that is called like it."""
+def _runtime(backend: Use) -> tuple[Dialect, frozenset[str]]:
+    """The dialect that a benchmarker names, else the one called like it, and the precisions that it only emulates."""
     benchmarker = registry.create("benchmarker", backend.use, backend.params)
     dialect: Any = registry.load("dialect", getattr(benchmarker, "dialect", backend.use))
     if not isinstance(dialect, Dialect):
         raise UserError(f"dialect of backend {backend.use!r}: a harness.graph.dialects.Dialect, but got {dialect!r}")
-    return dialect
+    return dialect, frozenset(getattr(benchmarker, "accuracy_only", ()))
 
 
 def _ranges(space: Space, model: Model, model_file: Path, feeds: _Feeds, observer: Observer) -> Ranges:

@@ -45,6 +45,7 @@ from harness.run.rows import read_json, write_json
 from harness.run.scores import ScoreBook
 from harness.run.strongest import float_benchmarkers
 from harness.run.trial import attempt_with
+from search.space import Placement, Space
 
 __all__ = ["run_experiment"]
 
@@ -111,13 +112,13 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
             "higher_is_better": metric is None or metric.higher_is_better,
         }
         _begun(folder / "cell.json", facts, lambda facts: {key: facts.get(key) for key in running.fingerprint()})
-        for run in spec.runs:
+        for run in spec.runs if len(cell.searched) else ():
             running.search(run)
         table = choose(experiment, cell, goal, folder, [name for name in benchmarkers if name != MAIN])
         if evaluator is not None:
             book.score(table)
         backend = engines.describe()
-    confirm_rows(experiment, worker, table, backend, observer)
+    confirm_rows(experiment, worker, table.timed, backend, observer)
     shutil.rmtree(cell.work, ignore_errors=True)
 
 
@@ -201,10 +202,11 @@ class _Running:
         """Run one search, or what is left of it."""
         budget = self.experiment.budget
         make: Any = registry.load("searcher", run.searcher.use)
+        space = self.cell.searched
         task = SearchTask(
-            space=self.cell.space,
-            searcher=make(self.cell.space, seed=run.seed, **run.searcher.params),
-            seeds=self.cell.seeds,
+            space=space,
+            searcher=make(space, seed=run.seed, **run.searcher.params),
+            seeds=tuple(seed for seed in self.cell.seeds if _within(seed.placement, space)),
             candidate=self.cell.candidate,
             goal=self.goal,
             evaluations=max(budget.evaluations),
@@ -253,10 +255,15 @@ class _Running:
             "dimensions": len(self.cell.space),
             "patterns": len(self.cell.space.groups),
             "calibrated_on": self.cell.calibrated_on,
+            "accuracy_only": sorted(self.cell.accuracy_only),
             "calibration_remarks": list(self.cell.remarks),
             "placements": {name: list(placement.choices) for name, placement in self.cell.placements.items()},
             **self.fingerprint(),
         }
+
+
+def _within(placement: Placement, space: Space) -> bool:
+    return all(choice < size for choice, size in zip(placement.choices, space.sizes, strict=True))
 
 
 def _watch(step: Step) -> Callable[[Trial], None]:

@@ -7,13 +7,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from harness.graph.diff import precisions_in
 from harness.graph.files import copy_model, file_digest
 from harness.run.compose import Cell
 from harness.run.config import Experiment
 from harness.run.engine import Goal
 from harness.run.journal import read_journal, writing
+from harness.run.plan import RunSpec
 from harness.run.readback import leaders
-from harness.run.rows import FLOAT_ROW, Pick, Row, Table, write_json
+from harness.run.rows import ACCURACY_ONLY, FLOAT_ROW, Pick, Row, Table, write_json
+from harness.run.starts import placed
 from search.space import Placement, digest_of
 
 __all__ = ["choose"]
@@ -73,7 +76,10 @@ class _Exporter:
         return row.id
 
     def _add(self, row: str, path: Path, pairs: int, choices: tuple[int, ...] | None = None) -> None:
-        self.rows[row] = Row(id=row, file=path.name, sha256=file_digest(path), pairs=pairs, choices=choices)
+        emulated = self._cell.accuracy_only
+        timed = not emulated or emulated.isdisjoint(precisions_in(path))
+        digest = file_digest(path)
+        self.rows[row] = Row(id=row, file=path.name, sha256=digest, pairs=pairs, choices=choices, timed=timed)
 
 
 def _fixed(experiment: Experiment, cell: Cell, exporter: _Exporter, others: Sequence[str]) -> Iterator[Pick]:
@@ -81,18 +87,27 @@ def _fixed(experiment: Experiment, cell: Cell, exporter: _Exporter, others: Sequ
     for precision in others:
         yield Pick(method="float", kind="float", row=exporter.float_at(precision))
     for name in experiment.baselines:
-        foreign = cell.foreign.get(name)
-        if foreign is None:
-            yield Pick(method=name, kind="baseline", row=exporter.placement(cell.placements[name]))
-        elif foreign.path is None:
-            yield Pick(method=name, kind="baseline", row="", reason=foreign.reason)
-        else:
-            yield Pick(method=name, kind="baseline", row=exporter.file(name, foreign.path, foreign.pairs))
+        row, reason = _baseline(name, cell, exporter)
+        timed = not row or exporter.rows[row].timed
+        yield Pick(method=name, kind="baseline", row=row, reason=reason if timed else ACCURACY_ONLY)
+
+
+def _baseline(name: str, cell: Cell, exporter: _Exporter) -> tuple[str, str]:
+    """Row of a fixed baseline, or why there is none."""
+    foreign, precision = cell.foreign.get(name), placed(name)[1]
+    if foreign is not None:
+        return ("", foreign.reason) if foreign.path is None else (exporter.file(name, foreign.path, foreign.pairs), "")
+    if precision is not None and precision not in cell.spec.precisions:
+        return "", f"no {precision} at precision {cell.spec.precision}"
+    return exporter.placement(cell.placements[name]), ""
 
 
 def _found(experiment: Experiment, cell: Cell, goal: Goal, folder: Path, exporter: _Exporter) -> Iterator[Pick]:
     largest = max(experiment.budget.evaluations)
     for run in cell.spec.runs:
+        if not len(cell.searched):
+            yield _nothing(run, largest, f"{ACCURACY_ONLY}: no search without a speed")
+            continue
         entries = tuple(read_journal(folder / "runs" / f"{run.name}.jsonl"))
         for budget in experiment.budget.evaluations:
             best = leaders(entries, goal, budget, experiment.confirmation.top_k if budget == largest else 1)
@@ -108,14 +123,11 @@ def _found(experiment: Experiment, cell: Cell, goal: Goal, folder: Path, exporte
                     search_ms=trial.score.objective,
                 )
             if not best:
-                yield Pick(
-                    method=run.searcher.name,
-                    kind="search",
-                    row="",
-                    seed=run.seed,
-                    budget=budget,
-                    reason="nothing measured",
-                )
+                yield _nothing(run, budget, "nothing measured")
+
+
+def _nothing(run: RunSpec, budget: int, reason: str) -> Pick:
+    return Pick(method=run.searcher.name, kind="search", row="", seed=run.seed, budget=budget, reason=reason)
 
 
 def _minutes(entries: tuple[Any, ...], budget: int) -> float:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from harness.errors import UserError
-from harness.run.config import Experiment, ModelSpec, Use
+from harness.run.config import Experiment, Method, ModelSpec, Use
 
-__all__ = ["CellSpec", "RunSpec", "plan"]
+__all__ = ["CellSpec", "RunSpec", "plan", "precisions_of"]
+
+MIXED = ("int8", "fp8")
+"""What "mixed" offers at each point beside float."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """One search: a searcher with a seed."""
+    """One search: a searcher or a peer with a seed."""
 
-    searcher: Use
+    searcher: Method
     seed: int
 
     @property
@@ -36,6 +39,16 @@ class CellSpec:
     def name(self) -> str:
         """Folder name of the cell."""
         return f"{self.model.name}-{self.backend.name}-{self.precision}"
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """What its points may take beside float."""
+        return precisions_of(self.precision)
+
+
+def precisions_of(precision: str) -> tuple[str, ...]:
+    """What a precision setting of an experiment offers at each point beside float."""
+    return MIXED if precision == "mixed" else (precision,)
 
 
 def plan(experiment: Experiment) -> tuple[CellSpec, ...]:

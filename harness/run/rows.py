@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ from harness.measure.engines import MAIN
 from harness.run.journal import writing
 from search.space import Placement, Space, digest_of
 
-__all__ = ["FLOAT_ROW", "Pick", "Row", "Table", "read_json", "read_rows", "write_json", "write_text"]
+__all__ = ["ACCURACY_ONLY", "FLOAT_ROW", "Pick", "Row", "Table", "read_json", "read_rows", "write_json", "write_text"]
 
 FLOAT_ROW = "float"
+ACCURACY_ONLY = "accuracy only"
+"""What tables say in the place of a verdict where the device has no speed at a row's precision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,7 @@ class Row:
         pairs: Q/DQ pairs in it.
         benchmarker: Which of the cell's benchmarkers builds it.
         choices: Of the placement; None for the float model and for models of other tools.
+        timed: The device has a speed at its precisions; where not, it is scored and never confirmed.
     """
 
     id: str
@@ -39,6 +42,7 @@ class Row:
     pairs: int
     benchmarker: str = MAIN
     choices: tuple[int, ...] | None = None
+    timed: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +53,9 @@ class Pick:
         kind: "float", "baseline" or "search".
         seed: Of the search; None for the others.
         budget: Evaluations after which the search would have stopped; None for the others.
-        row: `Row.id`, or "" where the method gave nothing (`reason` says why).
+        row: `Row.id`, or "" where the method gave nothing.
         search_ms: Latency by the search's own samples.
+        reason: Why there is no row, or none that is timed.
     """
 
     method: str
@@ -76,6 +81,11 @@ class Table:
     folder: Path
     space: Space
     rows: tuple[Row, ...]
+
+    @property
+    def timed(self) -> Table:
+        """The rows that have a speed."""
+        return replace(self, rows=tuple(row for row in self.rows if row.timed))
 
     def candidate(self, row: Row) -> Candidate:
         """The row's exported file, with the edges that are quantized in it: simulation and replay go by these."""

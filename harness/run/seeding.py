@@ -18,7 +18,7 @@ from harness.paths import locate
 from harness.run.foreign import Foreign
 from harness.run.observe import Observer
 from harness.run.plan import CellSpec
-from harness.run.starts import ROLES, Start
+from harness.run.starts import ROLES, Start, placed
 from search.space import Edge, Placement, Space
 
 __all__ = ["Seeding", "check_files", "imported", "trt_guide"]
@@ -71,8 +71,9 @@ class Seeding:
         return {start.name: dict(self._of(start)) for start in starts}
 
     def _of(self, start: Start) -> Iterator[tuple[str, Placement]]:
-        if start.use in ROLES:
-            yield start.name, self.space.only(ROLES[start.use])
+        rule, precision = placed(start.use)
+        if rule in ROLES:
+            yield start.name, self.space.only(ROLES[rule], precision)
         elif start.use == "trt_guide":
             yield start.name, trt_guide(self.space, self.model)
         elif start.use == "pattern_cache":
@@ -80,7 +81,7 @@ class Seeding:
         elif start.name in self.foreign:
             yield from self._read_back(start.name, self.foreign[start.name].path)
         else:
-            yield start.name, self.space.everywhere() if start.use == "all" else self.space.float_placement()
+            yield start.name, self.space.everywhere(precision) if rule == "all" else self.space.float_placement()
 
     def _read_back(self, name: str, path: Path | None) -> Iterator[tuple[str, Placement]]:
         if path is None:

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 from harness.errors import nearest
 
 __all__ = [
-    "BASELINES", "FILES", "INITIAL", "ROLES", "TOOLS", "Start", "check_baselines", "check_starts", "listed", "seeds_of",
+    "BASELINES", "FILES", "INITIAL", "ROLES", "TOOLS", "Start", "check_baselines", "check_starts", "listed", "placed",
+    "seeds_of",
 ]  # fmt: skip
 
 ROLES: Mapping[str, frozenset[str]] = {
@@ -39,7 +40,8 @@ def _is_limit(value: Any) -> bool:
 
 INITIAL = ("float", "all", "linear", "linear_add", "movers", *TOOLS)
 BASELINES = ("all", "linear", *TOOLS)
-_PLACED = ("float", "all", *ROLES, "trt_guide")
+_FP8 = "-fp8"
+_PLACED = ("float", "all", *ROLES, "trt_guide", *(f"{name}{_FP8}" for name in ("all", *ROLES)))
 _MEANT = {"path": "the name of a file", "limit": f"1 to {MOST}"}
 _PARAMS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "import": {"path": _is_path},
@@ -103,6 +105,11 @@ def check_baselines(names: Sequence[str], starts: Sequence[Start]) -> None:
     for name in names:
         if name not in known:
             raise ValueError(f"baselines: no baseline is called {name!r}; {nearest(name, known)}")
+
+
+def placed(name: str) -> tuple[str, str | None]:
+    """The rule of a placement and its precision: "linear-fp8" is "linear" at "fp8"; None is the cell's first one."""
+    return (name.removesuffix(_FP8), _FP8[1:]) if name.endswith(_FP8) else (name, None)
 
 
 def seeds_of(start: Start) -> int:
