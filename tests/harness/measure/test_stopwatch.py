@@ -35,6 +35,7 @@ def line(process: subprocess.Popen[str]) -> str:
 def test_a_second_process_times_when_the_first_has_ended(tmp_path: Path) -> None:
     with stopwatch(tmp_path):
         second = hold(tmp_path)
+        assert second.stdout is not None
         assert not select.select([second.stdout], [], [], 1.5)[0], "it waits"
     assert line(second) == "holding"
     second.communicate("go on\n", timeout=20)
