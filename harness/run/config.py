@@ -15,15 +15,28 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from harness.errors import UserError, nearest
 from harness.run.document import read_document
+from harness.run.executing import ExecutorSpec
+from harness.run.objective import Objective
 from harness.run.starts import BASELINES, INITIAL, check_baselines, check_starts, listed, seeds_of
 
 __all__ = [
-    "Budget", "Calibration", "Confirmation", "Experiment", "Limits", "ModelSpec", "Objective", "Sampling", "Use",
-    "load_experiment", "parse_experiment", "to_yaml",
+    "Budget", "Calibration", "Confirmation", "Experiment", "Limits", "Method", "ModelSpec", "Objective", "Sampling",
+    "Use", "load_experiment", "parse_experiment", "to_yaml",
 ]  # fmt: skip
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """Names become files and folders."""
+
+
+def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    for value in _twice(values):
+        raise ValueError(f"{value!r} appears twice")
+    return values
+
+
+def _twice(values: Iterable[Any]) -> list[Any]:
+    listed = list(values)
+    return [value for value in dict.fromkeys(listed) if listed.count(value) > 1]
 
 
 class _Frozen(BaseModel):
@@ -46,6 +59,21 @@ class Use(_Frozen):
     @classmethod
     def _from_text(cls, value: Any) -> Any:
         return {"use": value} if isinstance(value, str) else value
+
+
+Part = Literal["seeds", "sharing", "racing", "retakes"]
+
+
+class Method(Use):
+    """A searcher or a peer.
+
+    Attributes:
+        without: Parts of the harness that this method has to do without, for ablations. "seeds": it is told nothing
+            first. "sharing": every region has choices of its own. "racing": engines that have lost are timed to the
+            end. "retakes": a reading that beats the incumbent is believed at once.
+    """
+
+    without: Annotated[tuple[Part, ...], Field(strict=False), AfterValidator(_distinct)] = ()
 
 
 class Calibration(_Frozen):
@@ -90,29 +118,6 @@ class ModelSpec(_Frozen):
         if data is not None and self.preprocess is None and data.get("use") not in ("npz", "npy"):
             raise ValueError("calibration.data needs 'preprocess', the name of what turns an image into an input")
         return self
-
-
-class Objective(_Frozen):
-    """What a search minimises: latency, alone or with a bound on the loss of accuracy.
-
-    Attributes:
-        minimize: The only choice today.
-        max_drop: Largest allowed loss of the evaluator's metric against the float model, absolute.
-    """
-
-    minimize: Literal["latency"] = "latency"
-    max_drop: Annotated[float, Field(ge=0)] | None = None
-
-
-def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    for value in _twice(values):
-        raise ValueError(f"{value!r} appears twice")
-    return values
-
-
-def _twice(values: Iterable[Any]) -> list[Any]:
-    listed = list(values)
-    return [value for value in dict.fromkeys(listed) if listed.count(value) > 1]
 
 
 class Budget(_Frozen):
@@ -193,10 +198,10 @@ class Experiment(_Frozen):
     description: str = ""
     models: _some(ModelSpec)  # type: ignore[valid-type]
     backends: _some(Use) = (Use(use="openvino"),)  # type: ignore[valid-type]
-    precision: _various(Literal["int8", "fp8"]) = ("int8",)  # type: ignore[valid-type]
+    precision: _various(Literal["int8", "fp8", "mixed"]) = ("int8",)  # type: ignore[valid-type]
     sharing: Literal["pattern", "region"] = "pattern"
     objective: Objective = Objective()
-    searchers: _some(Use) = (Use(use="auto"),)  # type: ignore[valid-type]
+    searchers: _some(Method) = (Method(use="auto"),)  # type: ignore[valid-type]
     seeds: _various(Annotated[int, Field(ge=0)]) = (0,)  # type: ignore[valid-type]
     initial: Annotated[tuple[Use, ...], BeforeValidator(listed), Field(strict=False)] = tuple(
         Use(use=name) for name in INITIAL
@@ -206,6 +211,7 @@ class Experiment(_Frozen):
     sampling: Sampling = Sampling()
     confirmation: Confirmation = Confirmation()
     limits: Limits = Limits()
+    executor: ExecutorSpec = ExecutorSpec()
 
     @model_validator(mode="after")
     def _names(self) -> Experiment:
@@ -295,4 +301,4 @@ def _fields_at(location: tuple[Any, ...]) -> list[str]:
 
 
 def _sections() -> tuple[type[BaseModel], ...]:
-    return (ModelSpec, Use, Calibration, Objective, Budget, Sampling, Confirmation, Limits)
+    return (ModelSpec, Method, Use, Calibration, Objective, Budget, Sampling, Confirmation, Limits, ExecutorSpec)
