@@ -16,6 +16,7 @@ from harness.commands.compare import compare
 from harness.commands.doctor import doctor
 from harness.commands.listing import listing
 from harness.commands.noise import noise
+from harness.commands.quantize import quantize
 from harness.commands.record import record
 from harness.commands.regions import regions
 from harness.commands.replay import replay
@@ -35,6 +36,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "compare": compare,
     "trace": trace,
     "regions": regions,
+    "quantize": quantize,
     "record": record,
     "replay": replay,
     "noise": noise,

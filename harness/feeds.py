@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from harness.errors import UserError
 
-__all__ = ["check_types", "random_feeds"]
+__all__ = ["Types", "check_types", "random_feeds"]
 
 _NUMPY_NAMES: Mapping[str, str] = {"float": "float32", "double": "float64"}
 

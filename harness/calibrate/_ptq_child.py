@@ -119,6 +119,15 @@ def ort_static(request: dict[str, Any], reader: _Reader) -> None:
     )
 
 
+def modelopt(request: dict[str, Any], reader: _Reader) -> None:
+    """ModelOpt's post-training quantization with arguments of the user's own choice."""
+    from modelopt.onnx.quantization import quantize
+
+    quantize(
+        request["model"], output_path=request["output"], calibration_data_reader=reader, **request["arguments"]
+    )  # fmt: skip
+
+
 def main(request_path: str) -> None:
     """Do what a request file asks; an exception's words go to the file it names."""
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
@@ -130,7 +139,8 @@ def main(request_path: str) -> None:
 
     sys.excepthook = record
     reader = _Reader(request["data"], request["names"], request["count"])
-    {"modelopt_ptq": modelopt_ptq, "ort_static": ort_static}[request["tool"]](request, reader)
+    tools = {"modelopt_ptq": modelopt_ptq, "ort_static": ort_static, "modelopt": modelopt}
+    tools[request["tool"]](request, reader)
 
 
 def _large(model: str) -> bool:

@@ -27,7 +27,7 @@ from harness.calibrate.ranges import Method
 from harness.errors import BuildFailed
 from harness.graph.files import copy_model, move_model
 
-__all__ = ["PtqOptions", "modelopt_ptq", "ort_static", "ptq_fingerprint"]
+__all__ = ["PtqOptions", "modelopt", "modelopt_ptq", "ort_static", "ptq_fingerprint"]
 
 logger = logging.getLogger(__name__)
 
@@ -73,14 +73,28 @@ def modelopt_ptq(
     Raises:
         BuildFailed: The tool's own words on one line.
     """
-    return _run("modelopt_ptq", model_path, output_path, batches, options)
+    return _run("modelopt_ptq", (model_path, output_path), batches, _settings(options), options.get("limit_s"))
 
 
 def ort_static(
     model_path: Path, output_path: Path, batches: Iterable[Mapping[str, Array]], **options: Unpack[PtqOptions]
 ) -> Path:
     """Quantize with ONNX Runtime's `quantize_static`, in the form of the dialect. See `modelopt_ptq`."""
-    return _run("ort_static", model_path, output_path, batches, options)
+    return _run("ort_static", (model_path, output_path), batches, _settings(options), options.get("limit_s"))
+
+
+def modelopt(
+    model_path: Path, output_path: Path, batches: Iterable[Mapping[str, Array]], arguments: Mapping[str, Any]
+) -> Path:
+    """Quantize with NVIDIA ModelOpt, told whatever its own interface takes. See `modelopt_ptq`.
+
+    Args:
+        model_path: Float model; it is quantized as it is, its folder is left alone.
+        output_path: Where the Q/DQ model goes; appears whole or not at all.
+        batches: Calibration data, input arrays by name; read once, one at a time.
+        arguments: Of `modelopt.onnx.quantization.quantize`, but for model, output and data; JSON-able.
+    """
+    return _run("modelopt", (model_path, output_path), batches, {"arguments": dict(arguments)})
 
 
 def ptq_fingerprint(options: PtqOptions) -> str:
@@ -95,8 +109,13 @@ def ptq_fingerprint(options: PtqOptions) -> str:
 
 
 def _run(
-    tool: str, model_path: Path, output_path: Path, batches: Iterable[Mapping[str, Array]], options: PtqOptions
+    tool: str,
+    paths: tuple[Path, Path],
+    batches: Iterable[Mapping[str, Array]],
+    settings: Mapping[str, Any],
+    limit_s: float | None = None,
 ) -> Path:
+    model_path, output_path = paths
     with tempfile.TemporaryDirectory(prefix="qdq-ptq-") as scratch:
         folder = Path(scratch)
         made = folder / "out" / output_path.name
@@ -106,7 +125,7 @@ def _run(
         if not data["count"]:
             raise BuildFailed(f"{tool}: there is no calibration data; give at least one batch")
         request = {
-            **_settings(options),
+            **settings,
             **data,
             "tool": tool,
             "model": str(copy_model(model_path, folder / "in")),
@@ -114,7 +133,7 @@ def _run(
             "reason": str(folder / "reason.txt"),
         }
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
-        done = _start(tool, folder, options.get("limit_s"))
+        done = _start(tool, folder, limit_s)
         if done.returncode or not made.exists():
             raise BuildFailed(f"{tool}: {_reason(folder, done)}")
         move_model(made, output_path)

@@ -62,7 +62,7 @@ class Dialect:
 
         FP8 came to QuantizeLinear with opset 19, per-channel scales with 13 (ONNX operator schemas).
         """
-        return max(self.min_opset, 19) if "fp8" in precisions else self.min_opset
+        return max(self.min_opset, 19) if any(p.startswith("fp8") for p in precisions) else self.min_opset
 
     @property
     def operators(self) -> frozenset[str]:

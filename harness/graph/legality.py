@@ -214,7 +214,7 @@ def _is_absorbed(site: Site) -> bool:
 
 def _is_grouped_fp8(site: Site) -> bool:
     grouped = site.node.op in CONVOLUTIONS and int(site.node.attributes.get("group", 1)) > 1
-    return grouped and site.precision == "fp8" and not site.dialect.grouped_fp8
+    return grouped and site.precision.startswith("fp8") and not site.dialect.grouped_fp8
 
 
 RULES: tuple[Rule, ...] = (

@@ -19,7 +19,7 @@ from onnx import numpy_helper
 from harness.errors import UserError
 from harness.graph.dialects import Dialect
 from harness.graph.encoding import wire
-from harness.graph.encoding.weights import FP8_MAX, STORAGE, Array, smallest_scale
+from harness.graph.encoding.weights import FP8_KINDS, STORAGE, Array, smallest_scale
 from harness.graph.encoding.wire import TAG, UNROUNDED
 from harness.graph.model import Model, Node
 
@@ -94,7 +94,7 @@ class Scales:
         """Scale and zero point of a tensor, as scalars; the scale has the tensor's type and is positive.
 
         INT8 symmetric: amax / 127; affine: (high - low) / 255 over a range that includes 0 (Jacob et al. 2018,
-        "Quantization and training of neural networks", eqs. 1 and 12); FP8: amax / 448.
+        "Quantization and training of neural networks", eqs. 1 and 12); FP8: amax / 448 (E5M2: 57344).
 
         Args:
             tensor: Its name.
@@ -115,8 +115,8 @@ class Scales:
         kind = self._model.types.get(tensor)
         dtype = _FLOATS.get(kind.dtype if kind else "float", np.float32)
         amax = max(-low, high)
-        if precision == "fp8":
-            return _scale(amax / FP8_MAX, dtype), np.zeros((), STORAGE["fp8"])
+        if precision in FP8_KINDS:
+            return _scale(amax / FP8_KINDS[precision], dtype), np.zeros((), STORAGE[precision])
         origin = self.group(tensor) if shared else self._source.get(tensor, tensor)
         storage, affine = self._dialect.activation, not self._dialect.symmetric_activation
         if not affine and (origin in self._affine or (low == 0 and self._dialect.unsigned_positive)):

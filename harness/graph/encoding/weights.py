@@ -17,14 +17,18 @@ import numpy.typing as npt
 from harness.graph.model import Node
 
 __all__ = [
-    "FP8_MAX", "LEVELS", "STORAGE", "Array", "QuantizedTensor", "quantize_affine", "quantize_weight", "smallest_scale",
-    "weight_axis",
+    "FP8_KINDS", "FP8_MAX", "LEVELS", "STORAGE", "Array", "QuantizedTensor", "quantize_affine", "quantize_weight",
+    "smallest_scale", "weight_axis",
 ]  # fmt: skip
 
 Array = npt.NDArray[Any]
-FP8_MAX = 448.0  # largest finite E4M3 value: Micikevicius et al. 2022, "FP8 formats for deep learning", table 1
-LEVELS: Mapping[str, float] = {"int8": 127.0, "fp8": FP8_MAX}
-STORAGE: dict[str, npt.DTypeLike] = {"int8": np.int8, "uint8": np.uint8, "fp8": ml_dtypes.float8_e4m3fn}
+FP8_MAX = 448.0
+FP8_KINDS: Mapping[str, float] = {"fp8": FP8_MAX, "fp8e5m2": 57344.0}
+"""Largest finite value of E4M3 and of E5M2: Micikevicius et al. 2022, "FP8 formats for deep learning", table 1."""
+LEVELS: Mapping[str, float] = {"int8": 127.0, **FP8_KINDS}
+STORAGE: dict[str, npt.DTypeLike] = {
+    "int8": np.int8, "uint8": np.uint8, "fp8": ml_dtypes.float8_e4m3fn, "fp8e5m2": ml_dtypes.float8_e5m2
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,14 +70,14 @@ def weight_axis(node: Node, slot: int, rank: int, transposed: int | None = 1) ->
 
 
 def quantize_weight(weight: Array, axis: int | None, precision: str, floor: Array | float = 0.0) -> QuantizedTensor:
-    """Quantize a weight symmetrically: scale = amax / 127 (INT8) or amax / 448 (FP8 E4M3).
+    """Quantize a weight symmetrically: scale = amax / 127 (INT8), amax / 448 (FP8 E4M3), amax / 57344 (E5M2).
 
     Channels of zeros take the largest scale of the tensor, so that a bias expressed in it stays representable.
 
     Args:
         weight: Float values.
         axis: See `weight_axis`.
-        precision: "int8" or "fp8".
+        precision: "int8", "fp8" or "fp8e5m2".
         floor: Smallest allowed scale, for each channel or for all.
     """
     values = weight.astype(np.float32)
@@ -94,8 +98,9 @@ def quantize_weight(weight: Array, axis: int | None, precision: str, floor: Arra
 def quantize_affine(values: Array, scale: Array, zero_point: Array) -> QuantizedTensor:
     """Quantize a constant like an activation: one scale and one zero point (ONNX QuantizeLinear, "y = x / s + z")."""
     scaled = values.astype(np.float32) / scale.astype(np.float32)
-    if zero_point.dtype == STORAGE["fp8"]:
-        return QuantizedTensor(np.clip(scaled, -FP8_MAX, FP8_MAX).astype(zero_point.dtype), scale, zero_point, None)
+    for kind, most in FP8_KINDS.items():
+        if zero_point.dtype == STORAGE[kind]:
+            return QuantizedTensor(np.clip(scaled, -most, most).astype(zero_point.dtype), scale, zero_point, None)
     info = np.iinfo(zero_point.dtype)
     stored = np.clip(np.rint(scaled) + int(zero_point), info.min, info.max).astype(zero_point.dtype)
     return QuantizedTensor(stored, scale, zero_point, None)

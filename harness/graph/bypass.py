@@ -1,0 +1,59 @@
+"""A Q/DQ model with most of its pairs taken out of the way, to see what the others do alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+
+from harness.graph.cleaning.read import read_model
+from harness.graph.diff import label
+from harness.graph.load import write
+
+__all__ = ["Bypass"]
+
+_NO_CONSUMERS = frozenset({"QuantizeLinear", "DequantizeLinear", "Cast", "Identity"})
+
+
+class Bypass:
+    """Takes pairs out of a Q/DQ model, node by node: an input is read in front of the QuantizeLinear.
+
+    Constants that are stored quantized stay so, in every variant.
+
+    Args:
+        path: A Q/DQ model, whoever made it.
+
+    Raises:
+        UserError: It cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._proto, _ = read_model(path, str(path))
+        makers = {name: node for node in self._proto.graph.node for name in node.output}
+        self._inputs: dict[str, dict[int, str]] = {}
+        for node in self._proto.graph.node:
+            if node.op_type in _NO_CONSUMERS:
+                continue
+            for slot, name in enumerate(node.input):
+                dequantize = makers.get(name)
+                quantize = makers.get(dequantize.input[0]) if dequantize is not None else None
+                if dequantize is None or quantize is None or dequantize.op_type != "DequantizeLinear":
+                    continue
+                if quantize.op_type == "QuantizeLinear":
+                    self._inputs.setdefault(label(node), {})[slot] = quantize.input[0]
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of the nodes that read pairs, in the order of the graph."""
+        return tuple(self._inputs)
+
+    def write(self, kept: frozenset[str], path: Path) -> Path:
+        """Write the model with the pairs in front of these nodes alone; other nodes read what is in front of theirs."""
+        proto = onnx.ModelProto()
+        proto.CopyFrom(self._proto)
+        for node in proto.graph.node:
+            name = label(node)
+            if name in self._inputs and name not in kept:
+                for slot, source in self._inputs[name].items():
+                    node.input[slot] = source
+        return write(proto, path)

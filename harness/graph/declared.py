@@ -1,0 +1,109 @@
+"""What an ONNX file says of itself, before any of it is cleaned or made static."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+
+from harness.graph.cleaning.read import read_model
+from harness.graph.cleaning.shapes import fix_inputs
+from harness.graph.diff import delivered, label
+from harness.graph.load import write
+
+__all__ = ["Declared", "DeclaredNode", "Dims", "fix_shapes", "read_declared"]
+
+Dims = tuple[int | None, ...]
+"""A shape; None where a dimension is dynamic."""
+
+
+_QDQ = frozenset({"QuantizeLinear", "DequantizeLinear"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeclaredNode:
+    """A node of the main graph.
+
+    Attributes:
+        name: "" where it has none.
+        precisions: What its quantized inputs are stored in; none where all are float.
+    """
+
+    name: str
+    op: str
+    precisions: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declared:
+    """An ONNX file as its author wrote it.
+
+    Attributes:
+        inputs: Element type by its ONNX name in lower case, and shape of each input that is a tensor.
+        outputs: Shape of each output.
+        nodes: Of the main graph, in its order, Q/DQ left out.
+    """
+
+    inputs: Mapping[str, tuple[str, Dims]]
+    outputs: Mapping[str, Dims]
+    nodes: tuple[DeclaredNode, ...]
+
+    @property
+    def operators(self) -> frozenset[str]:
+        """Operators of the main graph."""
+        return frozenset(node.op for node in self.nodes)
+
+    @property
+    def precisions(self) -> frozenset[str]:
+        """What its Q/DQ pairs store ("int8", "fp8", "fp8e5m2", ...); none in a float model."""
+        return frozenset(precision for node in self.nodes for precision in node.precisions)
+
+
+def read_declared(path: Path, source: str | None = None) -> Declared:
+    """Read what a file says of its inputs, outputs and nodes.
+
+    Args:
+        path: The ONNX file.
+        source: What messages call it; the path by default.
+
+    Raises:
+        UserError: The file cannot be read or is no ONNX.
+    """
+    proto, _ = read_model(path, source or str(path))
+    graph = proto.graph
+    stored: dict[str, set[str]] = {}
+    for edge, precision in delivered(proto).items():
+        stored.setdefault(edge.consumer, set()).add(precision)
+    constants = {tensor.name for tensor in graph.initializer}
+    tensors = [v for v in graph.input if v.name not in constants and v.type.HasField("tensor_type")]
+    return Declared(
+        inputs={v.name: (_element(v), _dims(v)) for v in tensors},
+        outputs={v.name: _dims(v) for v in graph.output},
+        nodes=tuple(
+            DeclaredNode(name=node.name, op=node.op_type, precisions=frozenset(stored.get(label(node), ())))
+            for node in graph.node
+            if node.op_type not in _QDQ
+        ),
+    )
+
+
+def fix_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]], target: Path) -> Path:
+    """Write a copy with static inputs, changed in nothing else; Q/DQ models keep their pairs as they are.
+
+    Raises:
+        UserError: As `read_declared`; also where a shape does not fit.
+    """
+    proto, _ = read_model(path, str(path))
+    fix_inputs(proto.graph, shapes, str(path))
+    return write(proto, target)
+
+
+def _element(value: onnx.ValueInfoProto) -> str:
+    return str(onnx.TensorProto.DataType.Name(value.type.tensor_type.elem_type)).lower()
+
+
+def _dims(value: onnx.ValueInfoProto) -> Dims:
+    sizes = value.type.tensor_type.shape.dim
+    return tuple(int(d.dim_value) if d.HasField("dim_value") and d.dim_value > 0 else None for d in sizes)

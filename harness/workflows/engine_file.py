@@ -1,0 +1,130 @@
+"""An engine in a file, and what must be known to run it, in a small file beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import registry
+from harness.api import Artifact, Benchmarker, Candidate
+from harness.errors import CandidateError, UserError
+from harness.feeds import Types
+
+__all__ = ["EngineFacts", "load_engine", "read_facts", "save_engine"]
+
+SCHEMA = 1
+MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What is written beside an engine, as `ENGINE.json`.
+
+    Attributes:
+        backend: Name of the benchmarker that reads it.
+        params: Its parameters.
+        inputs: Element type and shape of each input.
+        onnx_file: What it was built from.
+        precisions: Of the Q/DQ pairs in it.
+        describe: The runtime's own facts.
+        sha256: Of the engine's file.
+    """
+
+    backend: str
+    params: dict[str, Any]
+    inputs: dict[str, tuple[str, tuple[int, ...]]]
+    onnx_file: str
+    precisions: tuple[str, ...]
+    describe: dict[str, Any]
+    sha256: str = ""
+
+    @property
+    def types(self) -> Types:
+        """Element type and shape of each input."""
+        return {name: (kind, tuple(shape)) for name, (kind, shape) in self.inputs.items()}
+
+
+def save_engine(model: Path, path: Path, facts: EngineFacts) -> EngineFacts:
+    """Build an engine, write it and its facts.
+
+    Raises:
+        UserError: The runtime is not there, refuses the model, cannot write engines, or the folder cannot be made.
+    """
+    runtime = _runtime(facts.backend, facts.params)
+    save = getattr(runtime, "save", None)
+    if save is None:
+        raise UserError(
+            f"backend {facts.backend!r} cannot write engines to a file; use openvino, onnxruntime or tensorrt"
+        )
+    candidate = Candidate(digest=model.stem, edges=(), source=lambda: model)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save(candidate, path)
+        written = EngineFacts(**{**asdict(facts), "sha256": _sha256(path), "describe": dict(runtime.describe())})
+        _beside(path).write_text(json.dumps({"schema": SCHEMA, **asdict(written)}, indent=1), encoding="utf-8")
+    except CandidateError as error:
+        raise UserError(f"{facts.onnx_file}: no engine: {error}") from error
+    except OSError as error:
+        raise UserError(f"trt_engine {path}: cannot be written: {error.strerror or error}") from error
+    return written
+
+
+def read_facts(path: Path) -> EngineFacts | None:
+    """What stands beside an engine; None where there is nothing.
+
+    Raises:
+        UserError: Damaged, or of another engine than the file.
+    """
+    beside = _beside(path)
+    if not beside.exists():
+        return None
+    try:
+        if beside.stat().st_size > MAX_BYTES:
+            raise ValueError("too large")
+        body = json.loads(beside.read_text(encoding="utf-8"))
+        if body.pop("schema") != SCHEMA:
+            raise ValueError("another schema")
+        facts = EngineFacts(**body)
+        if not all(isinstance(kind, str) and all(isinstance(n, int) for n in s) for kind, s in facts.inputs.values()):
+            raise ValueError("inputs are no shapes")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{beside}: damaged ({error}); build the engine again with qdq gen-trt-engine") from error
+    if facts.sha256 != _sha256(path):
+        raise UserError(f"{beside}: belongs to another engine than {path.name}; build it again with qdq gen-trt-engine")
+    return facts
+
+
+def load_engine(path: Path, facts: EngineFacts) -> tuple[Benchmarker, Artifact]:
+    """Read an engine back.
+
+    Raises:
+        UserError: The runtime is not there, or refuses the file.
+    """
+    runtime = _runtime(facts.backend, facts.params)
+    load = getattr(runtime, "load", None)
+    if load is None:
+        raise UserError(f"backend {facts.backend!r} cannot read engines from a file")
+    try:
+        artifact: Artifact = load(path)
+    except CandidateError as error:
+        raise UserError(
+            f"{path}: {error}; an engine runs with the version and on the kind of device that built it: build it again"
+        ) from error
+    return runtime, artifact
+
+
+def _runtime(use: str, params: dict[str, Any]) -> Benchmarker:
+    made: Benchmarker = registry.create("benchmarker", use, params)
+    return made
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.json")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

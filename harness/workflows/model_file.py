@@ -1,0 +1,75 @@
+"""The ONNX file that a spec names: found, checked, and with the static shapes that the harness needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from harness.errors import UserError, nearest
+from harness.feeds import Types
+from harness.graph.cleaning.shapes import parse_shape
+from harness.graph.declared import Declared, read_declared
+from harness.paths import locate
+
+__all__ = ["onnx_file", "static_shapes", "static_types"]
+
+PYTORCH = (".pt", ".pth", ".ckpt", ".tlt", ".safetensors", ".pt2")
+PICKLE, ZIP = b"\x80", b"PK"
+"""How the files of torch.save begin, before and since PyTorch 1.6."""
+
+
+def onnx_file(text: str, base: Path, key: str) -> tuple[Path, Declared]:
+    """The file behind a key of a spec, and what it says of itself.
+
+    Args:
+        text: A path, or `assets:PATH`.
+        base: Folder that relative paths start from.
+        key: What messages call it.
+
+    Raises:
+        UserError: Nothing there; a PyTorch file; a name that does not end in .onnx; no ONNX inside.
+    """
+    suffix = Path(text).suffix.lower()
+    if suffix in PYTORCH:
+        raise UserError(
+            f"{key}: {text} is a PyTorch file, and this backend takes ONNX alone; export it first "
+            "(torch.onnx.export, 'yolo export format=onnx', or TAO's export action)"
+        )
+    if suffix != ".onnx":
+        raise UserError(f"{key}: the name of an ONNX file ends in .onnx, but got {text}")
+    path = locate(text, base)
+    if path.is_file():
+        with path.open("rb") as file:
+            head = file.read(2)
+        if head == ZIP or head[:1] == PICKLE:
+            raise UserError(f"{key}: {text} is called .onnx, but is a PyTorch file (torch.save); export it to ONNX")
+    return path, read_declared(path, text)
+
+
+def static_shapes(declared: Declared, batch: int, given: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """A shape without dynamic dimensions for each input: as given, else the batch where only the first is dynamic.
+
+    Raises:
+        UserError: More than the batch is dynamic and nothing is given; a shape for an input that there is not.
+    """
+    for name in given:
+        if name not in declared.inputs:
+            raise UserError(f"dataset.shapes.{name}: the model has no such input; {nearest(name, declared.inputs)}")
+    found: dict[str, tuple[int, ...]] = {}
+    for name, (_, dims) in declared.inputs.items():
+        if name in given:
+            found[name] = parse_shape(given[name], f"dataset.shapes.{name}")
+            continue
+        if None in dims[1:]:
+            shown = "x".join("?" if size is None else str(size) for size in dims)
+            raise UserError(
+                f"input {name!r} is {shown}: say its static shape under dataset.shapes, for instance "
+                f"{{{name}: {'x'.join(str(size or 640) for size in (dims[0] or 1, *dims[1:]))}}}"
+            )
+        found[name] = tuple(batch if size is None else size for size in dims)
+    return found
+
+
+def static_types(declared: Declared, shapes: Mapping[str, tuple[int, ...]]) -> Types:
+    """Element type and static shape of each input."""
+    return {name: (dtype, shapes[name]) for name, (dtype, _) in declared.inputs.items()}

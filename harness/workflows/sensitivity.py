@@ -1,0 +1,79 @@
+"""Which quantized layers of a Q/DQ model hurt most: each is quantized alone, and its outputs are compared."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from harness import registry
+from harness.api import Array, Benchmarker, Candidate
+from harness.errors import EvaluationFailed
+from harness.evaluators.fidelity import compare
+from harness.graph.bypass import Bypass
+
+__all__ = ["Sensitivity", "rank", "suggestion"]
+
+logger = logging.getLogger(__name__)
+
+FEEDS = 4
+SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sensitivity:
+    """What one layer's pairs cost.
+
+    Attributes:
+        node: Its name.
+        sqnr_db: Of the model's outputs with this layer quantized alone, against none; the smaller, the worse.
+    """
+
+    node: str
+    sqnr_db: float
+
+
+def rank(path: Path, feeds: Iterable[Mapping[str, Array]]) -> tuple[Sensitivity, ...]:
+    """The layers of a Q/DQ model, the worst first.
+
+    Args:
+        path: The model; it is run by ONNX Runtime without its optimizers, so that any precision is emulated.
+        feeds: Inputs; a few are enough.
+
+    Raises:
+        CandidateError: The model does not run.
+    """
+    bypass = Bypass(path)
+    inputs = list(itertools.islice(feeds, FEEDS))
+    runtime: Benchmarker = registry.create("benchmarker", "onnxruntime", {"optimization": "disabled"})
+    found = []
+    with tempfile.TemporaryDirectory(prefix="qdq-sensitivity-") as scratch:
+        file = Path(scratch) / "variant.onnx"
+        expected = _outputs(runtime, bypass.write(frozenset(), file), inputs)
+        for node in bypass.nodes:
+            outputs = _outputs(runtime, bypass.write(frozenset({node}), file), inputs)
+            try:
+                figures = [compare(e, o)["sqnr_db"] for e, o in zip(expected, outputs, strict=True)]
+            except EvaluationFailed:
+                figures = [-np.inf]
+            found.append(Sensitivity(node=node, sqnr_db=float(np.mean(figures))))
+    return tuple(sorted(found, key=lambda layer: layer.sqnr_db))
+
+
+def suggestion(ranked: tuple[Sensitivity, ...]) -> list[str]:
+    """What to add to `skip_names`, as lines of a spec file."""
+    if not ranked:
+        return ["no activation of this model is quantized: its weights alone cost the accuracy"]
+    lines = ["skip_names:  # the worst layers first; outputs against those without Q/DQ on activations"]
+    return lines + [f'  - "{layer.node}"  # {layer.sqnr_db:.1f} dB' for layer in ranked[:SHOWN]]
+
+
+def _outputs(runtime: Benchmarker, path: Path, inputs: list[Mapping[str, Array]]) -> list[Mapping[str, Array]]:
+    candidate = Candidate(digest=path.stem, edges=(), source=lambda: path)
+    with runtime.open(runtime.build(candidate, path.parent)) as probe:
+        return [probe.infer(feed) for feed in inputs]

@@ -1,0 +1,278 @@
+"""Spec files in the shape that TAO users know, as frozen values: unknown keys and wrong values are errors.
+
+Sections `quantize`, `gen_trt_engine`, `evaluate`, `dataset`, `results_dir` as NVIDIA's TAO documentation has them
+("ModelOpt ONNX Backend (Static PTQ)", sections 9.2, 9.5 and 9.8). What that document leaves to the trained model's own
+configuration (preprocessing, decoder, input shapes) is said in `dataset` and `evaluate`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from harness.errors import UserError, nearest
+from harness.run.config import Use
+from harness.run.document import read_document
+from harness.workflows.presets import PRESETS
+
+__all__ = [
+    "Dataset", "Dtype", "EngineSection", "EvaluateSection", "Layer", "QuantizeSection", "Spec", "TensorRTOptions",
+    "TypedAs", "parse_spec", "read_spec", "section",
+]  # fmt: skip
+
+Dtype = Literal["int8", "fp8_e4m3fn", "fp8_e5m2", "native"]
+MAX_BYTES = 1 << 20
+QUOTED = re.compile(r"'([^']+)'")
+T = TypeVar("T")
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+
+
+def _list(kind: Any) -> Any:
+    return Annotated[tuple[kind, ...], Field(strict=False)]
+
+
+class TypedAs(_Frozen):
+    """What weights or activations are stored in; "native" leaves them as they are."""
+
+    dtype: Dtype = "native"
+
+
+class Layer(_Frozen):
+    """One entry of `layers`.
+
+    Attributes:
+        module_name: Operator type ("Conv"), node name ("/model.0/conv/Conv"), or a wildcard over either. "*" alone
+            means what the backend quantizes by default.
+        weights: Of the operators that it matches.
+        activations: Of their data inputs.
+    """
+
+    module_name: Annotated[str, Field(min_length=1)]
+    weights: TypedAs = TypedAs()
+    activations: TypedAs = TypedAs()
+
+
+def _known_preset(value: Any) -> Any:
+    if value is not None and value not in PRESETS:
+        raise ValueError(f"no preset is called {value!r}; {nearest(str(value), PRESETS)}")
+    return value
+
+
+class QuantizeSection(_Frozen):
+    """Section `quantize`.
+
+    Attributes:
+        model_path: ONNX file; relative paths start from the folder of the spec file, as everywhere in it.
+        results_dir: Where `quantized_model.onnx` goes; by default the file's own `results_dir`.
+        backend: "modelopt.onnx": NVIDIA ModelOpt, one dtype for all layers. "qdq": ours, each layer as asked.
+        algorithm: How ranges are taken from the data; ModelOpt knows minmax as max.
+        device: Where ModelOpt calibrates: "cpu", "cuda", "cuda:1", "trt".
+        skip_names: Names of nodes, wildcards on them, or modules ("/head" is all below it); they stay native.
+        preset: See `harness.workflows.presets`.
+        default_layer_dtype: Accepted and ignored, as documented.
+        default_activation_dtype: Likewise.
+        backend_kwargs: For "modelopt.onnx" whatever `modelopt.onnx.quantization.quantize` takes; for "qdq" `dialect`.
+    """
+
+    model_path: str
+    results_dir: str | None = None
+    backend: Literal["modelopt.onnx", "qdq"] = "modelopt.onnx"
+    mode: Literal["static_ptq"] = "static_ptq"
+    algorithm: Literal["minmax", "max", "entropy"] = "minmax"
+    device: Annotated[str, Field(pattern=r"^(cpu|trt|cuda(:\d+)?)$")] = "cpu"
+    layers: _list(Layer) = ()  # type: ignore[valid-type]
+    skip_names: _list(Annotated[str, Field(min_length=1)]) = ()  # type: ignore[valid-type]
+    preset: Annotated[str | None, BeforeValidator(_known_preset)] = None
+    default_layer_dtype: Dtype | None = None
+    default_activation_dtype: Dtype | None = None
+    backend_kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _has_layers(self) -> QuantizeSection:
+        layers = PRESETS[self.preset].op_types if self.preset else ()
+        if not self.layers and not layers:
+            raise ValueError(
+                "quantize.layers: at least one entry is required, for instance "
+                "{module_name: Conv, weights: {dtype: int8}, activations: {dtype: int8}}"
+            )
+        if self.layers and layers:
+            raise ValueError(f"quantize.preset: {self.preset!r} says itself what is quantized; leave layers out")
+        return self
+
+
+class TestSources(_Frozen):
+    """Images, and their labels in COCO's form (.json) or as lines "FILENAME CLASS" (.txt)."""
+
+    __test__ = False  # pytest would take it for a test by its name
+
+    image_dir: str
+    json_file: str | None = None
+
+
+class Dataset(_Frozen):
+    """Section `dataset`.
+
+    Attributes:
+        test_data_sources: Labelled images for `qdq evaluate`; also calibration data where none is given.
+        batch_size: Images of one inference, where the model's own batch is dynamic.
+        calibration_data: A folder of images, a `.npy` or an `.npz` file.
+        preprocess: What turns an image into an input (`qdq list preprocessings`).
+        classes: Names of the model's classes in the order of its outputs; by default those of the labels.
+        samples: Calibration samples at most. ModelOpt's README advises 500 or more for CNNs and ViTs.
+        count: Images of the evaluation at most; None: all.
+        shapes: Static shapes by input name, where more than the batch is dynamic.
+    """
+
+    test_data_sources: TestSources | None = None
+    batch_size: Annotated[int, Field(ge=1)] = 1
+    calibration_data: str | None = None
+    preprocess: Use | None = None
+    classes: _list(str) = ()  # type: ignore[valid-type]
+    samples: Annotated[int, Field(ge=1)] = 512
+    count: Annotated[int, Field(ge=1)] | None = None
+    shapes: dict[str, str] = {}
+
+
+def _data_type(value: Any) -> Any:
+    if isinstance(value, str) and value.upper() in ("INT8", "FP8"):
+        raise ValueError(
+            f"FP16 or FP32, but got {value!r}: scales come with the Q/DQ pairs of the ONNX file, so quantize it first "
+            "(qdq quantize) and name here what the other layers run in"
+        )
+    return value.upper() if isinstance(value, str) else value
+
+
+class TensorRTOptions(_Frozen):
+    """Section `gen_trt_engine.tensorrt`.
+
+    Attributes:
+        data_type: What everything outside of Q/DQ pairs runs in.
+        workspace_size: In MB (2^20 bytes).
+        min_batch_size: Of the optimization profile, where the model's batch is dynamic.
+    """
+
+    data_type: Annotated[Literal["FP16", "FP32"], BeforeValidator(_data_type)] = "FP16"
+    workspace_size: Annotated[int, Field(ge=1)] = 1024
+    min_batch_size: Annotated[int, Field(ge=1)] = 1
+    opt_batch_size: Annotated[int, Field(ge=1)] = 1
+    max_batch_size: Annotated[int, Field(ge=1)] = 1
+
+    @model_validator(mode="after")
+    def _ascending(self) -> TensorRTOptions:
+        sizes = (self.min_batch_size, self.opt_batch_size, self.max_batch_size)
+        if list(sizes) != sorted(sizes):
+            raise ValueError(f"min_batch_size <= opt_batch_size <= max_batch_size, but got {sizes}")
+        return self
+
+
+class EngineSection(_Frozen):
+    """Section `gen_trt_engine`."""
+
+    onnx_file: str
+    trt_engine: str
+    tensorrt: TensorRTOptions = TensorRTOptions()
+
+
+class EvaluateSection(_Frozen):
+    """Section `evaluate`.
+
+    Attributes:
+        trt_engine: An engine that `qdq gen-trt-engine` built; either this or `onnx_file`.
+        onnx_file: A model, built for the evaluation.
+        backend: Runtime of `onnx_file`.
+        evaluator: By default mAP for labels in COCO's form, top-1 for lines "FILENAME CLASS".
+        decode: Decoder of a detector; by default found by the shapes of its outputs.
+    """
+
+    trt_engine: str | None = None
+    onnx_file: str | None = None
+    backend: Use = Use(use="openvino")
+    evaluator: Use | None = None
+    decode: str | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> EvaluateSection:
+        if (self.trt_engine is None) == (self.onnx_file is None):
+            raise ValueError("evaluate: give either trt_engine or onnx_file")
+        return self
+
+
+class Spec(_Frozen):
+    """A spec file; each command wants its own section and leaves the others alone."""
+
+    quantize: QuantizeSection | None = None
+    gen_trt_engine: EngineSection | None = None
+    evaluate: EvaluateSection | None = None
+    dataset: Dataset = Dataset()
+    results_dir: str = "results"
+
+
+def read_spec(path: Path) -> Spec:
+    """Read and check a spec file.
+
+    Raises:
+        UserError: With file, key, value and what is allowed.
+    """
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise UserError(f"{path}: more than {MAX_BYTES} bytes are no spec file")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    return parse_spec(text, str(path))
+
+
+def parse_spec(text: str, source: str) -> Spec:
+    """Check a spec given as YAML text; `source` names it in messages."""
+    try:
+        return Spec.model_validate(read_document(text, source))
+    except ValidationError as error:
+        raise UserError("\n".join(_explain(source, dict(e)) for e in error.errors())) from error
+
+
+def section(found: T | None, name: str, source: str) -> T:
+    """A section that a command cannot do without.
+
+    Raises:
+        UserError: It is not there.
+    """
+    if found is None:
+        raise UserError(f"{source}: there is no section {name!r}; experiments/specs has one of each to start from")
+    return found
+
+
+def _explain(source: str, error: Mapping[str, Any]) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        allowed = _fields_at(error["loc"][:-1])
+        return f"{source}: {where}: unknown key; {nearest(str(error['loc'][-1]), allowed)}"
+    if error["type"] == "missing":
+        return f"{source}: {where}: this key is required"
+    message = str(error["msg"]).removeprefix("Value error, ").replace("valid tuple", "valid list")
+    got = error.get("input")
+    shown = "" if isinstance(got, dict | BaseModel) or "but got" in message else f", but got {got!r}"
+    if error["type"] == "literal_error" and isinstance(got, str):
+        shown += f"; {nearest(got, QUOTED.findall(str(error['ctx']['expected'])))}"
+    return ": ".join(part for part in (source, where, f"{message}{shown}") if part)
+
+
+def _fields_at(location: tuple[Any, ...]) -> list[str]:
+    """Names allowed at a place of a spec, found by walking the classes."""
+    owner: type[BaseModel] = Spec
+    for part in location:
+        if part in owner.model_fields:
+            owner = _class_in(owner.model_fields[part].annotation) or owner
+    return list(owner.model_fields)
+
+
+def _class_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for inner in get_args(annotation) if (found := _class_in(inner)) is not None), None)
