@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 from harness import registry
 from harness.graph.model import Model
 from harness.graph.patterns import Pattern, find_patterns
+from harness.graph.points import refusals
 from harness.graph.regions import Region, RegionType, discover
 from harness.graph.space import build_space
 from harness.graph.summary import TreeView, describe_phases, describe_summary, describe_tree, summary, to_json
 from harness.run.compose import open_model
 from harness.run.config import ModelSpec
-from search.space import Space
+from search.space import Edge, Space
 
 __all__ = ["Inspection", "inspect_regions"]
 
@@ -27,6 +29,7 @@ class Inspection:
 
     Attributes:
         dialect: Whose rules say where an insertion point is legal.
+        refused: Inputs without an insertion point, with the name of the rule that says why.
     """
 
     model: Model
@@ -34,6 +37,7 @@ class Inspection:
     patterns: tuple[Pattern, ...]
     space: Space
     dialect: str
+    refused: tuple[tuple[Edge, str], ...]
 
     def lines(self, view: TreeView) -> list[str]:
         """As text: phases, hierarchy, coverage, sizes, patterns, insertion points."""
@@ -55,7 +59,16 @@ class Inspection:
             "",
             f"Insertion points: {len(self.space)} dimensions in dialect {self.dialect} (name, role, edges):",
             *(f"  {d.name}  {d.role}  {len(d.edges)}" for d in self.space.dimensions),
+            "",
+            f"Inputs that stay float in dialect {self.dialect} (rule, inputs):",
+            *self._refusals(view.verbose),
         ]
+
+    def _refusals(self, verbose: bool) -> Iterator[str]:
+        for rule, count in Counter(rule for _, rule in self.refused).most_common():
+            yield f"  {rule}  {count}"
+            edges = [edge for edge, name in self.refused if name == rule] if verbose else []
+            yield from (f"    - {edge.tensor} -> input {edge.slot} of {edge.consumer}" for edge in edges)
 
     def data(self) -> dict[str, Any]:
         """As values that JSON can hold."""
@@ -63,7 +76,9 @@ class Inspection:
             {"name": d.name, "role": d.role, "kind": d.kind, "choices": list(d.choices), "edges": len(d.edges)}
             for d in self.space.dimensions
         ]
-        return {**to_json(self.model, self.root, self.patterns), "dialect": self.dialect, "dimensions": points}
+        stay = [{"node": e.consumer, "input": e.slot, "tensor": e.tensor, "rule": rule} for e, rule in self.refused]
+        found = to_json(self.model, self.root, self.patterns)
+        return {**found, "dialect": self.dialect, "dimensions": points, "stay_float": stay}
 
     def html(self) -> str:
         """As a picture: one HTML file that opens offline."""
@@ -92,4 +107,5 @@ def inspect_regions(
     root = discover(model, maximum_sequence_region_size=max_sequence_size)
     patterns = find_patterns(model, root)
     space = build_space(model, rules, root=root)
-    return Inspection(model=model, root=root, patterns=patterns, space=space, dialect=rules.name)
+    refused = tuple((edge, rule.name) for edge, rule in refusals(model, rules))
+    return Inspection(model=model, root=root, patterns=patterns, space=space, dialect=rules.name, refused=refused)

@@ -30,7 +30,7 @@ class CombinedRegionSearch:
     Args:
         graph: The `graph` of an autotuner, an `onnx.ModelProto` or an `onnx_graphsurgeon.Graph`.
         maximum_sequence_region_size: Most nodes of a LEAF that is a sequence.
-        minimum_topdown_search_size: A convergence with more nodes than this is split.
+        minimum_topdown_search_size: A convergence of at least so many nodes is split.
     """
 
     def __init__(

@@ -156,7 +156,7 @@ class TensorRTPyBenchmark(Benchmark):
         self,
         timing_cache_file: str | None = None,
         warmup_runs: int = 5,
-        timing_runs: int = 10,
+        timing_runs: int = 20,
         plugin_libraries: Sequence[str] | None = None,
     ) -> None:
         options = {"timing_cache_file": timing_cache_file, "plugin_libraries": plugin_libraries}

@@ -39,7 +39,7 @@ class Config:
         default_quant_type: "int8" or "fp8".
         default_dq_dtype: Type of tensors whose type cannot be inferred: "float16", "float32" or "bfloat16".
         maximum_sequence_region_size: Most nodes of a LEAF that is a sequence.
-        minimum_topdown_search_size: A convergence with more nodes than this is split.
+        minimum_topdown_search_size: A convergence of at least so many nodes is split.
         top_percent_to_mutate: Share of the measured schemes, best first, that parents are drawn from.
         minimum_schemes_to_mutate: Draw from at least so many, as far as there are so many.
         maximum_mutations: Most points that one mutation adds, and removes, of each kind.

@@ -16,11 +16,12 @@ from harness.graph.diff import delivered, label
 from harness.graph.model import Model, Node
 from search.space import Edge
 
-__all__ = ["import_qdq"]
+__all__ = ["import_qdq", "refuse_quantized"]
 
 logger = logging.getLogger(__name__)
 
 _QOPERATORS = frozenset({"ConvInteger", "MatMulInteger", "DynamicQuantizeLinear", "QGemm", "QAttention"})
+_QDQ = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
 
 def import_qdq(source: Path | onnx.ModelProto, model: Model) -> dict[Edge, str]:
@@ -57,13 +58,32 @@ def import_qdq(source: Path | onnx.ModelProto, model: Model) -> dict[Edge, str]:
     return edges
 
 
+def refuse_quantized(model: Model) -> None:
+    """Let float models pass: a search places Q/DQ pairs itself, and could not tell its own from those that are there.
+
+    Raises:
+        UserError: The model has operators of a quantized one; the text says how such a model is of use.
+    """
+    for node in model.nodes:
+        if node.op in _QDQ or _is_qoperator(node.op):
+            raise UserError(
+                f"{model.source}: {node.op} {node.name!r} says that this model is quantized already; give the float "
+                "model that it was made from. A Q/DQ model can be where a search starts: --qdq_baseline FILE of 'qdq "
+                "autotune', or 'initial: [{use: import, params: {path: FILE}, label: mine}]' in an experiment"
+            )
+
+
 def _read(path: Path) -> tuple[onnx.ModelProto, str]:
     return read_model(path, str(path))[0], str(path)
 
 
+def _is_qoperator(op: str) -> bool:
+    return op in _QOPERATORS or op.startswith("QLinear")
+
+
 def _refuse_qoperators(proto: onnx.ModelProto, name: str) -> None:
     for node in proto.graph.node:
-        if node.op_type in _QOPERATORS or node.op_type.startswith("QLinear"):
+        if _is_qoperator(node.op_type):
             raise UserError(
                 f"{name}: {node.op_type} {node.name!r} is of the QOperator format, which has no Q/DQ pairs and "
                 "which TensorRT and OpenVINO do not take; quantize again with quant_format=QuantFormat.QDQ"

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import onnx
+from onnx import checker
 
 from harness.errors import UserError
+from harness.graph.cleaning.valid import check_valid
 from harness.graph.dialects import Dialect
 from harness.graph.diff import diff
 from harness.graph.encoding import wire
@@ -100,8 +102,10 @@ class Inserter:
         draft = self._draft(resolved)
         proto = onnx.ModelProto.FromString(wire.model(self._headers[0], self._graph(draft)))
         dropped = self._dropped(draft)
-        proto.graph.initializer.extend(t for name, t in self._model.constants.items() if name not in dropped)
-        proto.graph.initializer.extend(t for stored in draft.stored.values() for t in stored.tensors)
+        constants = [tensor for name, tensor in self._model.constants.items() if name not in dropped]
+        constants += [tensor for stored in draft.stored.values() for tensor in stored.tensors]
+        self._check_graph(proto, constants)
+        proto.graph.initializer.extend(constants)
         missing, extra = diff(resolved, proto)
         if missing or extra:
             raise AssertionError(f"{self._model.source}: insertion lost {missing[:3]} and added {extra[:3]}")
@@ -143,6 +147,16 @@ class Inserter:
         Quantize half has been computed ahead). A bias in INT32 belongs to its operator and does not count.
         """
         return self._draft(resolved).pairs
+
+    def _check_graph(self, proto: onnx.ModelProto, constants: Iterable[onnx.TensorProto]) -> None:
+        """What is promised of any result: the model's own inputs and outputs, and valid ONNX."""
+        inputs, outputs = ([value.name for value in values] for values in (proto.graph.input, proto.graph.output))
+        if inputs != [value.name for value in self._model.proto.graph.input] or tuple(outputs) != self._model.outputs:
+            raise AssertionError(f"{self._model.source}: insertion changed inputs or outputs: {inputs}, {outputs}")
+        try:
+            check_valid(proto, constants)
+        except checker.ValidationError as error:
+            raise AssertionError(f"{self._model.source}: insertion gave no valid ONNX: {error}") from error
 
     def _draft(self, resolved: Resolved) -> _Draft:
         draft, asked = _Draft(), self._asked.sort(resolved)

@@ -27,6 +27,7 @@ from harness.graph.cleaning.clean import (
 from harness.graph.cleaning.fold import fold_batch_norms
 from harness.graph.cleaning.read import read_model
 from harness.graph.cleaning.shapes import fix_inputs, infer, shapes_to_constants, types_of
+from harness.graph.cleaning.valid import check_valid
 from harness.graph.model import Model, Node, captures, graphs, subgraphs
 
 __all__ = ["from_proto", "load", "save", "write"]
@@ -150,15 +151,8 @@ def _clean(proto: onnx.ModelProto, weights: Weights, source: str) -> None:
 
 
 def _check(proto: onnx.ModelProto, source: str) -> None:
-    checked = onnx.ModelProto()
-    checked.CopyFrom(proto)
-    for value in checked.graph.output:
-        if not value.type.WhichOneof("value") or value.type.HasField("tensor_type"):
-            # The checker insists on a declared type of outputs; runtimes infer it, and so does `infer`.
-            value.type.tensor_type.elem_type = value.type.tensor_type.elem_type or onnx.TensorProto.FLOAT
-            value.type.tensor_type.shape.SetInParent()
     try:
-        checker.check_model(checked)
+        check_valid(proto)
     except checker.ValidationError as error:
         text = " ".join(str(error).split())
         raise UserError(f"{source}: no valid ONNX model: {text}; export the model again") from error

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.graph.dialects import Dialect
-from harness.graph.legality import broken_rule, is_activation, joint_slots
+from harness.graph.legality import Rule, broken_rule, is_activation, joint_slots
 from harness.graph.model import Model, Node
 from harness.graph.operators import ACTIVATIONS, FLOATS, MOVEMENT, NORMALIZATION, POOLING, SOFTMAX
 from search.space import Edge
 
-__all__ = ["Point", "left_float", "macs_of", "points_of", "role_of"]
+__all__ = ["Point", "left_float", "macs_of", "points_of", "refusals", "role_of"]
 
 _ROLES: Mapping[str, frozenset[str]] = {
     "mul": frozenset({"Mul", "Div"}),
@@ -49,6 +49,18 @@ class Point:
 def points_of(model: Model, dialect: Dialect, precisions: Sequence[str] = ("int8",)) -> tuple[tuple[Point, ...], ...]:
     """For each node of the model its points, in slot order."""
     return tuple(tuple(_points(model, dialect, node, precisions)) for node in model.nodes)
+
+
+def refusals(model: Model, dialect: Dialect, precision: str = "int8") -> tuple[tuple[Edge, Rule], ...]:
+    """Every input of the model that no point acts on, with the first rule that keeps it float, in graph order."""
+    found = []
+    for node, points in zip(model.nodes, points_of(model, dialect, (precision,)), strict=True):
+        taken = {edge.slot for point in points for edge in point.edges}
+        for slot, tensor in enumerate(node.inputs):
+            rule = broken_rule(model, dialect, node, slot, precision) if tensor and slot not in taken else None
+            if rule is not None:
+                found.append((Edge(tensor, node.name, slot), rule))
+    return tuple(found)
 
 
 def role_of(model: Model, dialect: Dialect, node: Node) -> str:

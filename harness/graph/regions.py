@@ -74,7 +74,7 @@ def discover(model: Model, *, maximum_sequence_region_size: int = 10, minimum_to
     Args:
         model: The model.
         maximum_sequence_region_size: Most nodes of a LEAF that is a sequence.
-        minimum_topdown_search_size: A convergence with more nodes than this is split into a COMPOSITE.
+        minimum_topdown_search_size: A convergence of at least so many nodes is split into a COMPOSITE.
 
     Returns:
         The ROOT; each node of the model is in exactly one LEAF below it, and each LEAF is connected.

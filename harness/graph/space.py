@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from harness.graph.dialects import Dialect
+from harness.graph.importer import refuse_quantized
 from harness.graph.model import Model
 from harness.graph.operators import FLOATS
 from harness.graph.patterns import Pattern, find_patterns
@@ -70,7 +71,9 @@ def build_space(
 
     Raises:
         ValueError: An unknown sharing or kind.
+        UserError: The model is quantized already.
     """
+    refuse_quantized(model)
     wanted = _wanted(kinds, dialect)
     if sharing not in ("pattern", "region"):
         raise ValueError(f"sharing: 'pattern' or 'region', but got {sharing!r}")

@@ -3,12 +3,12 @@
 Every cut stands at a place that the neighbourhood alone decides (a convergence, a linear operator), so that
 equal blocks are cut equally wherever they stand. The rules, along each chain of `harness.graph.cutting.flow`:
 
-- A vertex and the branches that converge on it are one *item*. Without a linear operator among its branches and up to
-  `smallest` vertices it is *plain* (x * sigmoid(x), a normalization); else it is a *block* (a residual block,
-  attention, inception branches, squeeze-and-excite).
+- A vertex and the branches that converge on it are one *item*. Without a linear operator among its branches and with
+  fewer than `smallest` vertices it is *plain* (x * sigmoid(x), a normalization); else it is a *block* (a residual
+  block, attention, inception branches, squeeze-and-excite).
 - A block takes the elementwise items behind it as its epilogue.
-- A block of up to `smallest` vertices is a leaf; a larger one a composite. A composite with one branch continues that
-  branch through the convergence; with several, the convergence begins a leaf of its own.
+- A block of fewer than `smallest` vertices is a leaf; a larger one a composite. A composite with one branch continues
+  that branch through the convergence; with several, the convergence begins a leaf of its own.
 - Runs of plain items fall into groups: a linear operator, or others, with the elementwise items behind. Whole groups
   fill leaves of up to `longest`; in a longer run, groups that repeat at once (depthwise, pointwise, depthwise, ...) are
   a leaf each time.
@@ -63,7 +63,7 @@ def outline(
         kinds: What each vertex but the sink is.
         labels: Equal for vertices that do the same; this decides what counts as a repetition.
         longest: Most vertices of a leaf made of a sequence.
-        smallest: Most vertices of a convergence that is not split.
+        smallest: Fewest vertices of a convergence that is split.
     """
     return _Outliner(flow, kinds, labels, longest, smallest).run()
 
@@ -113,7 +113,7 @@ class _Outliner:
             for totals in (self._sizes, self._linears, self._elementwises)
         )
         linear = self._linear[vertex]
-        block = linears > linear or size > self._smallest
+        block = linears > linear or size >= max(2, self._smallest)
         return _Item(vertex, size, linear, elementwises == size, block)
 
     def _cut(self, parent: int, items: list[_Item]) -> None:
@@ -133,7 +133,7 @@ class _Outliner:
                 room -= items[end].size
                 end += 1
             epilogue = items[position:end]
-            if item.size > self._smallest:
+            if item.size >= self._smallest:
                 self._emit_composite(parent, item, epilogue if room >= 0 else [])
                 run = [] if room >= 0 else epilogue
             elif item.size <= room:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from harness.cli import main
 from harness.graph.build import GraphBuilder
 from harness.graph.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
 from harness.graph.diff import delivered
@@ -105,6 +107,55 @@ def test_the_rest_is_quantized_and_what_stays_float_is_said(
     (own,) = (node for node in model.proto.graph.node if node.op_type == op)
     assert kept == own
     assert own.name not in quantized
+
+
+def qdq(*arguments: str) -> int:
+    try:
+        main(list(arguments))
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_the_command_that_shows_regions_says_what_stays_float(
+    op: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, message = CASES[op]
+    onnx.save(odd(make), tmp_path / "odd.onnx")
+    assert qdq("regions", str(tmp_path / "odd.onnx"), "--verbose") == 0
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert "(100.0%)" in shown.out
+    rule = "operator" if op == "LSTM" else "opaque"
+    assert f"\n  {rule}  " in shown.out.partition("Inputs that stay float in dialect openvino")[2]
+
+
+EXPERIMENT = """
+experiment: odd
+models: [{use: odd.onnx, calibration: {samples: 2}}]
+backends: [{use: simulated, params: {seed: 5, noise: 0.0}}]
+searchers: [random]
+initial: [float, all]
+baselines: [all]
+budget: {evaluations: [3]}
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+
+
+@pytest.mark.parametrize("op", ["If", "Loop", "LSTM"])
+def test_a_run_says_so_too_and_leaves_those_parts_alone(
+    op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make, message = CASES[op]
+    onnx.save(odd(make), "odd.onnx")
+    (tmp_path / "odd.yaml").write_text(EXPERIMENT)
+    assert qdq("run", "odd.yaml", "--out", "out") == 0
+    assert message in capsys.readouterr().err
+    exported = [onnx.load(path) for path in Path("out").glob("*/models/*.onnx")]
+    assert any(delivered(proto) for proto in exported)
+    assert all(sum(node.op_type == op for node in proto.graph.node) == 1 for proto in exported)
 
 
 def test_a_model_of_strings_passes_through() -> None:
