@@ -7,17 +7,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from harness.graph.diff import precisions_in
+from harness.graph.diff import pairs_in, precisions_in
 from harness.graph.files import copy_model, file_digest
+from harness.records import Failed
 from harness.run.compose import Cell
 from harness.run.config import Experiment
 from harness.run.engine import Goal
-from harness.run.journal import read_journal, writing
+from harness.run.journal import Entry, read_journal, writing
+from harness.run.methods import is_peer, peer_model, seen_by
 from harness.run.plan import RunSpec
-from harness.run.readback import leaders
+from harness.run.readback import Evaluated, leaders
 from harness.run.rows import ACCURACY_ONLY, FLOAT_ROW, Pick, Row, Table, write_json
 from harness.run.starts import placed
-from search.space import Placement, digest_of
+from search.space import Placement, Resolved, digest_of
 
 __all__ = ["choose"]
 
@@ -50,15 +52,20 @@ class _Exporter:
 
     def placement(self, placement: Placement) -> str:
         """Row of a placement."""
-        resolved = self._cell.space.resolve(placement)
-        digest = digest_of(resolved)
+        return self.resolved(self._cell.space.resolve(placement))
+
+    def resolved(self, resolved: Resolved) -> str:
+        """Row of quantized edges; its choices are known where a placement of the cell's space says the same."""
+        space, digest = self._cell.space, digest_of(resolved)
         if not resolved:
             return self.file(FLOAT_ROW, self._cell.model_file, 0)
         if digest not in self.rows:
             path = self._models / f"{digest}.onnx"
             with writing(path):
                 self._cell.inserter.export(resolved, path)
-            self._add(digest, path, self._cell.inserter.pairs(resolved), placement.choices)
+            nearest = space.nearest(dict(resolved))
+            choices = nearest.choices if space.resolve(nearest) == resolved else None
+            self._add(digest, path, self._cell.inserter.pairs(resolved), choices)
         return digest
 
     def file(self, row: str, path: Path, pairs: int) -> str:
@@ -115,7 +122,7 @@ def _found(experiment: Experiment, cell: Cell, goal: Goal, folder: Path, exporte
                 yield Pick(
                     method=run.searcher.name,
                     kind="search",
-                    row=exporter.placement(Placement(trial.choices)),
+                    row=_row(run, trial, cell, exporter),
                     seed=run.seed,
                     budget=budget,
                     rank=rank,
@@ -123,7 +130,23 @@ def _found(experiment: Experiment, cell: Cell, goal: Goal, folder: Path, exporte
                     search_ms=trial.score.objective,
                 )
             if not best:
-                yield _nothing(run, budget, "nothing measured")
+                yield _nothing(run, budget, _reason(entries))
+
+
+def _row(run: RunSpec, trial: Evaluated, cell: Cell, exporter: _Exporter) -> str:
+    """Row of what a search found, in the form in which its method has it."""
+    if not is_peer(run.searcher):
+        return exporter.resolved(seen_by(cell, run.searcher).space.resolve(Placement(trial.choices)))
+    path = peer_model(run, cell, trial.digest)
+    pairs = pairs_in(path)
+    return exporter.file(trial.digest, path, pairs) if pairs else exporter.placement(cell.space.float_placement())
+
+
+def _reason(entries: Sequence[Entry]) -> str:
+    """Why a search has no incumbent."""
+    outcomes = [entry.told.outcome for entry in entries if entry.told is not None]
+    last = next((outcome for outcome in reversed(outcomes) if isinstance(outcome, Failed)), None)
+    return "nothing measured" if last is None else f"nothing measured; {last.stage}: {last.reason}"
 
 
 def _nothing(run: RunSpec, budget: int, reason: str) -> Pick:
