@@ -22,10 +22,12 @@ from harness.measure.gate import Gate, Gated
 from harness.measure.stats import Interval
 from harness.records import Failed, Outcome
 
-__all__ = ["Attempt", "Executor", "Inline", "Pool", "WorkerLost", "at_once"]
+__all__ = ["Attempt", "AttemptWith", "Executor", "Inline", "Pool", "WorkerLost", "at_once"]
 
 Attempt = Callable[[Candidate, Interval | None], Outcome]
 """Builds, samples and scores a candidate, as far as it can beat the incumbent's latency in ms (None: nobody's)."""
+AttemptWith = Callable[[Engines], Attempt]
+"""What a worker does with a candidate, given its engines."""
 OpenWorker = Callable[[], AbstractContextManager[Engines]]
 SECOND_CHANCES = 1
 """So often a trial is given to another worker after the one that had it was lost."""
@@ -76,6 +78,7 @@ class _Job:
     number: int
     candidate: Candidate
     incumbent: Interval | None
+    attempt: AttemptWith
     done: _Done
     lost: int = 0
 
@@ -84,7 +87,7 @@ _Done = SimpleQueue[tuple[int, Outcome | BaseException]]
 
 
 class Pool:
-    """Workers that several searches share.
+    """Workers that several searches share, each with a lane and an attempt of its own.
 
     A worker that is lost gives its trial back, once, and opens its engines anew; where that cannot be done, those
     that are left go on.
@@ -92,15 +95,11 @@ class Pool:
     Args:
         open_worker: Opens the engines of one worker; called in threads.
         workers: How many.
-        attempt: What a worker does with a candidate, given its engines.
         gate: What may run beside what.
     """
 
-    def __init__(
-        self, open_worker: OpenWorker, workers: int, attempt: Callable[[Engines], Attempt], gate: Gate
-    ) -> None:
+    def __init__(self, open_worker: OpenWorker, workers: int, gate: Gate) -> None:
         self._open_worker = open_worker
-        self._attempt = attempt
         self._gate = gate
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = threading.Lock()
@@ -130,14 +129,14 @@ class Pool:
             for thread in self._threads:
                 thread.join(timeout=0.1)
 
-    def lane(self) -> _Lane:
+    def lane(self, attempt: AttemptWith) -> _Lane:
         """The way of one search into this pool."""
         done: _Done = SimpleQueue()
         with self._lock:
             self._lanes.append(done)
             if self._end is not None:
                 done.put((-1, self._end))
-        return _Lane(self._submit, done, self._gate)
+        return _Lane(self._submit, attempt, done, self._gate)
 
     def _submit(self, job: _Job) -> None:
         with self._lock:
@@ -174,16 +173,16 @@ class Pool:
             engines = stack.enter_context(opened)
             self._opened.append(opened)
             stack.callback(self._opened.remove, opened)
-            attempt = self._attempt(Gated(engines, self._gate, self._making))
+            gated = Gated(engines, self._gate, self._making)
             while (job := self._jobs.get()) is not None:
-                if self._end is None and not self._do(job, attempt):
+                if self._end is None and not self._do(job, gated):
                     return True
         return False
 
-    def _do(self, job: _Job, attempt: Attempt) -> bool:
+    def _do(self, job: _Job, engines: Engines) -> bool:
         """Do one job; whether the worker is still there."""
         try:
-            self._settle(job, attempt(job.candidate, job.incumbent))
+            self._settle(job, job.attempt(engines)(job.candidate, job.incumbent))
         except WorkerLost as error:
             if self._end is not None:
                 return False
@@ -205,8 +204,9 @@ class _Lane:
     what it thinks about between two outcomes would disturb a timing as much.
     """
 
-    def __init__(self, submit: Callable[[_Job], None], done: _Done, gate: Gate) -> None:
+    def __init__(self, submit: Callable[[_Job], None], attempt: AttemptWith, done: _Done, gate: Gate) -> None:
         self._submit = submit
+        self._attempt = attempt
         self._done = done
         self._gate = gate
         self._thinking = ExitStack()
@@ -220,7 +220,8 @@ class _Lane:
 
     def submit(self, number: int, candidate: Candidate, incumbent: Interval | None) -> None:
         """See `Executor`."""
-        self._submit(_Job(number=number, candidate=candidate, incumbent=incumbent, done=self._done))
+        job = _Job(number=number, candidate=candidate, incumbent=incumbent, attempt=self._attempt, done=self._done)
+        self._submit(job)
 
     def collect(self) -> tuple[int, Outcome]:
         """See `Executor`."""

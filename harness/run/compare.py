@@ -9,10 +9,16 @@ from typing import Any
 
 from harness.errors import UserError
 
-__all__ = ["changes", "refuse_changes", "same"]
+__all__ = ["ADVICE", "Changed", "changes", "refuse_changes", "same"]
+
+ADVICE = "use another --out, or --accept-changes to begin a new section of the table here"
 
 SHOWN = 100
 """Characters of a value; lists of placements are long."""
+
+
+class Changed(UserError):
+    """What was begun cannot go on as it is now; results of before and after are not to be mixed."""
 
 
 def changes(there: Any, here: Any, where: str = "") -> Iterator[str]:
@@ -42,14 +48,14 @@ def refuse_changes(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]
         path: The file that tells what was begun.
 
     Raises:
-        UserError: With each leaf that differs.
+        Changed: With each leaf that differs.
     """
     changed = [f"  {line}" for line in changes(there, json.loads(json.dumps(here)))]
     if changed:
-        raise UserError(
+        raise Changed(
             f"{path}: this run was started with something else; results would not be comparable:\n"
             + "\n".join(changed)
-            + "\nuse another --out, or move that folder away"
+            + f"\n{ADVICE}"
         )
 
 

@@ -19,9 +19,9 @@ from harness.graph.files import file_digest
 from harness.measure.confirm import GROUP, TWIN, Dropped, Event, confirm, decode_event, encode_event, summarise
 from harness.measure.confirm import Row as Turn
 from harness.measure.engines import WorkerSpec
-from harness.measure.sandbox import open_engines
+from harness.measure.site import OpenEngines
 from harness.run.compare import refuse_changes
-from harness.run.config import Confirmation, Experiment
+from harness.run.config import Confirmation
 from harness.run.journal import append_line, cut_torn_line
 from harness.run.observe import Observer
 from harness.run.rows import FLOAT_ROW, Row, Table, read_json, write_json
@@ -38,7 +38,7 @@ FLOOR_PLAN = Confirmation(builds=3, rounds=4, samples=5)
 
 
 def noise_floor(
-    experiment: Experiment,
+    open_engines: OpenEngines,
     worker: WorkerSpec,
     model_file: Path,
     backend: Mapping[str, Any],
@@ -48,6 +48,7 @@ def noise_floor(
     """The gain that the baseline has over itself, rebuilt, before any search; see `harness.measure.stats.floor_from`.
 
     Args:
+        open_engines: Opens engines where the cell runs.
         model_file: The float model.
         backend: The benchmarker's own facts.
         folder: The cell's.
@@ -67,7 +68,7 @@ def noise_floor(
         for event in confirm(
             [],
             baseline,
-            open_engines=lambda: open_engines(worker, experiment.limits),
+            open_engines=lambda: open_engines(worker),
             plan=FLOOR_PLAN,
             rng=np.random.default_rng(SEED),
         ):
@@ -86,7 +87,12 @@ def read_floor(folder: Path) -> float:
 
 
 def confirm_rows(
-    experiment: Experiment, worker: WorkerSpec, table: Table, backend: Mapping[str, Any], observer: Observer
+    plan: Confirmation,
+    open_engines: OpenEngines,
+    worker: WorkerSpec,
+    table: Table,
+    backend: Mapping[str, Any],
+    observer: Observer,
 ) -> None:
     """Confirm what is not yet confirmed.
 
@@ -94,13 +100,14 @@ def confirm_rows(
     record is kept as `confirm.<n>.jsonl`.
 
     Args:
+        plan: How.
+        open_engines: Opens engines where the cell runs.
         backend: The benchmarker's own facts.
 
     Raises:
         UserError: The baseline fails, or the record cannot be written.
     """
     path = table.folder / "confirm.jsonl"
-    plan = experiment.confirmation
     header = {
         "kind": "header",
         "rows": {row.id: row.sha256 for row in table.rows},
@@ -119,7 +126,7 @@ def confirm_rows(
         events = confirm(
             list(turns.values()),
             baseline,
-            open_engines=lambda: open_engines(worker, experiment.limits),
+            open_engines=lambda: open_engines(worker),
             plan=plan,
             rng=np.random.default_rng(SEED),
             done=done,

@@ -3,26 +3,38 @@
 The journal's lines are an input of the loop: where the next proposal is already there with its
 outcome, the outcome is told instead of measured. A searcher that proposes something else than it
 did before is refused, so a resumed run is the run it would have been.
+
+Several proposals may await their outcomes at once. Outcomes are journaled as they come and told in ask order,
+and after each the searcher is asked for as many as have become free. So what a searcher knows when it is asked
+depends on the width of this window alone, not on who is fast: one worker, ten of them and a cluster ask alike.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from harness.api import Candidate
 from harness.errors import UserError
-from harness.measure.stats import Interval, median_ci, stderr_of_median
+from harness.measure.executor import Executor
+from harness.measure.stats import Interval, median_ci
 from harness.records import Asked, Failed, Measured, Outcome, Told
+from harness.run.compare import ADVICE, Changed
+from harness.run.goal import Goal, Scored, eligible, score_of, scored_of, standing
 from harness.run.journal import Entry, Journal
-from search.api import Failure, Observation, Score, Searcher
+from search.api import Observation, Score, Searcher
 from search.space import Placement, Space
 
-__all__ = ["Attempt", "Goal", "SearchTask", "Seed", "Trial", "eligible", "run_search", "score_of"]
+__all__ = ["RETRY", "Goal", "SearchTask", "Seed", "Trial", "eligible", "run_search", "score_of"]
 
 DUPLICATES_IN_A_ROW = 200
 """A searcher that proposes known placements so often in a row has nothing left."""
+COLD_START = 8
+"""Without seeds, so many first evaluations stand for them."""
+RETRY = "retry"
+"""Origin of a proposal that is a failed one once more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,34 +46,6 @@ class Seed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Goal:
-    """What counts as better: latency alone, or latency among those that keep the accuracy.
-
-    Attributes:
-        metric: Name of the bounded metric; None: latency alone.
-        reference: The float model's value of it.
-        higher_is_better: Direction of the metric.
-        max_drop: Largest allowed loss, in the metric's unit.
-    """
-
-    metric: str | None = None
-    reference: float = 0.0
-    higher_is_better: bool = True
-    max_drop: float = 0.0
-
-    def violation(self, metrics: Mapping[str, float]) -> float:
-        """By how much the loss exceeds the bound; 0 where it holds or was not looked at."""
-        if self.metric is None or self.metric not in metrics:
-            return 0.0
-        drop = self.reference - metrics[self.metric]
-        return max(0.0, (drop if self.higher_is_better else -drop) - self.max_drop)
-
-
-Attempt = Callable[[Candidate, Interval | None], Outcome]
-"""Builds, samples and scores a candidate, as far as it can beat the incumbent's latency in ms (None: nobody's)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchTask:
     """Everything that defines one search; the same task gives the same asks for the same outcomes.
 
@@ -69,6 +53,8 @@ class SearchTask:
         candidate: Makes the candidate of a placement (its model is written only when asked for).
         evaluations: Budget: unique placements attempted, failures and seeds included.
         seconds: Wall-clock budget, counted apart; None: no limit.
+        window: Proposals that may await their outcomes at once.
+        retry_failed: What failed in an earlier part of this run is attempted once more, at no cost to the budget.
     """
 
     space: Space
@@ -78,6 +64,8 @@ class SearchTask:
     goal: Goal = field(default_factory=Goal)
     evaluations: int
     seconds: float | None = None
+    window: int = 1
+    retry_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,110 +85,139 @@ class Trial:
     resumed: bool
 
 
-def score_of(outcome: Outcome, goal: Goal) -> Score | Failure:
-    """The outcome as searchers see it."""
-    if isinstance(outcome, Failed):
-        return Failure(stage=outcome.stage, reason=outcome.reason)
-    return Score(
-        objective=median_ci(outcome.samples_ms).value,
-        stderr=stderr_of_median(outcome.samples_ms),
-        violation=goal.violation(outcome.metrics),
-        assumed=goal.metric is not None and goal.metric not in outcome.metrics,
-        metrics=dict(outcome.metrics),
-    )
-
-
-def eligible(score: Score) -> bool:
-    """Whether a score may be the incumbent's: where accuracy is bounded, it was looked at and holds."""
-    return score.violation == 0.0 and not score.assumed
-
-
-def run_search(task: SearchTask, attempt: Attempt, journal: Journal, watch: Callable[[Trial], None]) -> None:
+def run_search(task: SearchTask, executor: Executor, journal: Journal, watch: Callable[[Trial], None]) -> None:
     """Run a search until its budget is spent or its searcher has nothing left.
 
     Raises:
         UserError: The journal's next proposal is not the one that the searcher makes now, the journal
             cannot be written, or none of the seeds could be measured (the first reason is given).
     """
-    _Search(task, attempt, journal, watch).run()
+    _Search(task, executor, journal, watch).run()
+
+
+_Proposal = tuple[Placement, str]
 
 
 class _Search:
-    """State of a running search: what was seen, the incumbent, the clock."""
+    """State of a running search: what was asked and seen, the incumbent, the clock."""
 
-    def __init__(self, task: SearchTask, attempt: Attempt, journal: Journal, watch: Callable[[Trial], None]) -> None:
+    def __init__(self, task: SearchTask, executor: Executor, journal: Journal, watch: Callable[[Trial], None]) -> None:
         self._task = task
-        self._attempt = attempt
+        self._executor = executor
         self._journal = journal
         self._watch = watch
+        self._seeds: deque[_Proposal] = deque((seed.placement, f"seed:{seed.name}") for seed in task.seeds)
+        self._again: deque[_Proposal] | None = None if task.retry_failed else deque()
+        self._asked = 0
+        self._numbers: dict[str, int] = {}
+        self._waiting: deque[tuple[Asked, Placement]] = deque()
+        self._come: dict[int, Told] = {}
         self._seen: dict[str, Told] = {}
+        self._failures: dict[str, tuple[Placement, Failed]] = {}
+        self._duplicates_in_a_row = 0
         self._best: Interval | None = None
+        self._scored: list[Scored] = []
         before = [entry.told.elapsed_s for entry in journal.entries if entry.told is not None]
         self._spent_s = max(before, default=0.0)
         self._started_s = time.monotonic()
 
     def run(self) -> None:
-        duplicates_in_a_row = 0
-        for number, (placement, origin) in enumerate(self._proposals()):
-            if self._over() or duplicates_in_a_row >= DUPLICATES_IN_A_ROW:
-                return
-            asked = self._ask(number, placement, origin)
-            duplicates_in_a_row = 0 if asked.duplicate_of is None else duplicates_in_a_row + 1
-            self._tell(asked, placement)
+        self._fill()
+        while self._waiting:
+            self._tell_next()
+            self._fill()
 
-    def _proposals(self) -> Iterator[tuple[Placement, str]]:
-        for seed in self._task.seeds:
-            yield seed.placement, f"seed:{seed.name}"
+    def _fill(self) -> None:
+        """Ask for as many proposals as may be under way."""
+        while (free := self._task.window - len(self._waiting)) > 0 and (proposals := self._propose(free)):
+            for placement, origin in proposals:
+                self._ask(self._task.space.validate(placement), origin)
+
+    def _propose(self, free: int) -> Sequence[_Proposal]:
+        """What to evaluate next; nothing where the search is over, or waits for an outcome."""
+        recorded = self._recorded(self._asked)
+        if recorded is not None and recorded.asked.origin == RETRY:
+            return [(Placement(recorded.asked.choices), RETRY)] if self._settled(RETRY) else []
+        if recorded is None and (self._again is None or self._again):
+            return self._retries(free)
+        left = self._task.evaluations - len(self._numbers)
+        if left <= 0 or self._duplicates_in_a_row >= DUPLICATES_IN_A_ROW or (recorded is None and self._late()):
+            return []
+        if self._seeds:
+            return [self._seeds.popleft() for _ in range(min(free, left, len(self._seeds)))]
+        if self._waiting and self._waiting[-1][0].origin.startswith("seed:"):
+            return []  # a searcher's first proposal comes after all that it is told beforehand
         self._check_start()
-        while proposal := self._task.searcher.ask(1):
-            yield self._task.space.validate(proposal[0]), "searcher"
+        return [(placement, "searcher") for placement in self._task.searcher.ask(min(free, left))]
+
+    def _retries(self, free: int) -> Sequence[_Proposal]:
+        """What failed so far, once more, when everything before has been told; replaying meets it at the same place."""
+        if not self._settled(RETRY):
+            return []
+        if self._again is None:
+            self._again = deque((placement, RETRY) for placement, _ in self._failures.values())
+        return [self._again.popleft() for _ in range(min(free, len(self._again)))] or self._propose(free)
+
+    def _settled(self, origin: str) -> bool:
+        """Whether all that was asked before the proposals of this origin has been told."""
+        return not self._waiting or self._waiting[0][0].origin.startswith(origin)
 
     def _check_start(self) -> None:
-        failures = [told.outcome for told in self._seen.values() if isinstance(told.outcome, Failed)]
-        if failures and len(failures) == len(self._seen):
-            first = failures[0]
+        """Stop where nothing works: what all seeds fail at is no matter of placement."""
+        if len(self._failures) < len(self._seen):
+            return
+        wanted = len({self._task.space.digest(seed.placement) for seed in self._task.seeds}) or COLD_START
+        if len(self._seen) >= wanted:
+            first = next(iter(self._failures.values()))[1]
+            what = "seed" if self._task.seeds else f"one of the first {wanted} placements"
             raise UserError(
-                f"no seed could be measured, so the search stops; {first.stage}: {first.reason}\n{first.log_tail}"
+                f"no {what} could be measured, so the search stops; {first.stage}: {first.reason}\n{first.log_tail}"
             )
 
-    def _over(self) -> bool:
-        seconds = self._task.seconds
-        return len(self._seen) >= self._task.evaluations or (seconds is not None and self._elapsed_s() >= seconds)
+    def _late(self) -> bool:
+        return self._task.seconds is not None and self._elapsed_s() >= self._task.seconds
 
     def _elapsed_s(self) -> float:
         return self._spent_s + time.monotonic() - self._started_s
 
-    def _ask(self, number: int, placement: Placement, origin: str) -> Asked:
+    def _ask(self, placement: Placement, origin: str) -> None:
         digest = self._task.space.digest(placement)
-        earlier = self._seen.get(digest)
-        asked = Asked(
-            number=number,
-            choices=placement.choices,
-            digest=digest,
-            origin=origin,
-            duplicate_of=None if earlier is None else earlier.number,
-        )
-        recorded = self._recorded(number)
+        earlier = None if origin == RETRY else self._numbers.get(digest)
+        asked = Asked(number=self._asked, choices=placement.choices, digest=digest, origin=origin, duplicate_of=earlier)
+        self._record(asked)
+        self._asked += 1
+        self._numbers.setdefault(digest, asked.number)
+        self._duplicates_in_a_row = 0 if earlier is None else self._duplicates_in_a_row + 1
+        self._waiting.append((asked, placement))
+        recorded = self._recorded(asked.number)
+        if earlier is None and (recorded is None or recorded.told is None):
+            self._executor.submit(asked.number, self._task.candidate(placement), standing(self._best, self._scored))
+
+    def _record(self, asked: Asked) -> None:
+        recorded = self._recorded(asked.number)
         if recorded is None:
             self._journal.append(asked)
         elif recorded.asked != asked:
-            raise UserError(
-                f"resume refused at proposal {number}: the journal has {recorded.asked.digest} "
-                f"({recorded.asked.origin}), the searcher now proposes {digest} ({origin}); its code or a library "
-                "changed: use another --out"
+            raise Changed(
+                f"resume refused at proposal {asked.number}: the journal has {recorded.asked.digest} "
+                f"({recorded.asked.origin}), the searcher now proposes {asked.digest} ({asked.origin}); its code or "
+                f"a library changed: {ADVICE}"
             )
-        return asked
 
-    def _tell(self, asked: Asked, placement: Placement) -> None:
-        recorded = self._recorded(asked.number)
-        told = self._seen.get(asked.digest) or (recorded.told if recorded else None)
-        resumed = told is not None
-        if told is None:
-            outcome = self._attempt(self._task.candidate(placement), self._best)
-            told = Told(number=asked.number, outcome=outcome, elapsed_s=self._elapsed_s())
-            self._journal.append(told)
+    def _tell_next(self) -> None:
+        """Tell the outcome of the proposal that has waited longest."""
+        asked, placement = self._waiting[0]
+        told, resumed = self._outcome(asked)
+        self._waiting.popleft()
         self._seen[asked.digest] = told
+        if isinstance(told.outcome, Failed):
+            self._failures[asked.digest] = (placement, told.outcome)
+        else:
+            self._failures.pop(asked.digest, None)
         score = score_of(told.outcome, self._task.goal)
+        scored = scored_of(told.outcome, self._task.goal)
+        if scored is not None and asked.duplicate_of is None:
+            self._scored.append(scored)
         if isinstance(told.outcome, Measured) and isinstance(score, Score) and eligible(score):
             own = median_ci(told.outcome.samples_ms)
             self._best = min(self._best or own, own, key=lambda latency: latency.value)
@@ -209,6 +226,20 @@ class _Search:
         self._watch(
             Trial(asked=asked, outcome=told.outcome, evaluations=len(self._seen), best_ms=best_ms, resumed=resumed)
         )
+
+    def _outcome(self, asked: Asked) -> tuple[Told, bool]:
+        """The outcome of a proposal, and whether it was known before; waits where it is not."""
+        if asked.duplicate_of is not None:
+            return self._seen[asked.digest], True
+        recorded = self._recorded(asked.number)
+        if recorded is not None and recorded.told is not None:
+            return recorded.told, True
+        while asked.number not in self._come:
+            number, outcome = self._executor.collect()
+            told = Told(number=number, outcome=outcome, elapsed_s=self._elapsed_s())
+            self._journal.append(told)
+            self._come[number] = told
+        return self._come.pop(asked.number), False
 
     def _recorded(self, number: int) -> Entry | None:
         return self._journal.entries[number] if number < len(self._journal.entries) else None

@@ -21,15 +21,18 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from harness import registry
+from harness.cluster import open_site
 from harness.errors import UserError
 from harness.measure.engines import MAIN, Engines, WorkerSpec
-from harness.measure.provenance import decisive, environment, git_commit
-from harness.measure.sandbox import open_engines
+from harness.measure.executor import Attempt, at_once
+from harness.measure.provenance import decisive, git_commit
+from harness.measure.site import Site, Workers
 from harness.records import SCHEMA, Failed
 from harness.run.claim import claimed
 from harness.run.compare import refuse_changes
@@ -39,38 +42,57 @@ from harness.run.confirming import confirm_rows, noise_floor
 from harness.run.engine import Goal, SearchTask, Trial, run_search
 from harness.run.finalists import choose
 from harness.run.journal import Journal
+from harness.run.methods import open_search
 from harness.run.observe import Observer, Step
 from harness.run.plan import CellSpec, RunSpec, plan
 from harness.run.rows import read_json, write_json
 from harness.run.scores import ScoreBook
+from harness.run.sections import in_sections
 from harness.run.strongest import float_benchmarkers
-from harness.run.trial import attempt_with
-from search.space import Placement, Space
+from harness.run.trial import BUILDS, Care, attempt_with
 
 __all__ = ["run_experiment"]
 
 
-def run_experiment(experiment: Experiment, *, base: Path, out: Path, observer: Observer) -> None:
+def run_experiment(
+    experiment: Experiment,
+    *,
+    base: Path,
+    out: Path,
+    observer: Observer,
+    accept_changes: bool = False,
+    retry_failed: bool = False,
+) -> None:
     """Run what is not yet there of an experiment; a cell that cannot be run does not stop the others.
 
     Args:
         base: Folder that relative paths of the experiment start from.
         out: Results folder; created where missing.
+        accept_changes: A cell that was begun with something else is kept beside, and begun anew.
+        retry_failed: What failed in searches that were interrupted or finished is attempted once more.
 
     Raises:
         UserError: Something that the user can mend, in one cell or more; whatever was measured is kept.
     """
     commit = git_commit()
     stopped: dict[str, list[str]] = {}
-    with claimed(out, experiment):
-        cells = plan(experiment)
-        for spec in cells:
-            observer.say(spec.name)
-            try:
-                _run_cell(_Place(spec=spec, base=base, folder=out / spec.name, commit=commit), experiment, observer)
-            except UserError as error:
-                stopped.setdefault(str(error), []).append(spec.name)
-                observer.say(f"{spec.name} stops: {error}")
+    cells = plan(experiment)
+
+    def run(spec: CellSpec, site: Site) -> None:
+        observer.say(spec.name)
+        folder = out / spec.name
+        place = _Place(spec=spec, base=base, folder=folder, commit=commit, site=site, retry_failed=retry_failed)
+        try:
+            in_sections(folder, lambda: _run_cell(place, experiment, observer), accept_changes, observer)
+        except UserError as error:
+            stopped.setdefault(str(error), []).append(spec.name)
+            observer.say(f"{spec.name} stops: {error}")
+
+    with (
+        claimed(out, experiment, accept_changes),
+        open_site(experiment.executor, experiment.limits, out, observer) as site,
+    ):
+        at_once([partial(run, spec, site) for spec in cells], experiment.executor.cells)
     if stopped:
         alone = len(cells) == 1
         raise UserError("\n".join(text if alone else f"{', '.join(names)}: {text}" for text, names in stopped.items()))
@@ -82,29 +104,40 @@ class _Place:
 
     Attributes:
         commit: The commit of the code that runs.
+        site: Where its engines run.
+        retry_failed: See `run_experiment`.
     """
 
     spec: CellSpec
     base: Path
     folder: Path
     commit: str | None
+    site: Site
+    retry_failed: bool
 
 
 def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None:
-    spec, folder = place.spec, place.folder
-    _begun(folder / "env.json", environment(place.commit), decisive)
+    spec, folder, site = place.spec, place.folder, place.site
+    _begun(folder / "env.json", site.environment(place.commit), decisive)
     cell = compose(experiment, spec, place.base, folder / "work", observer)
     evaluator = evaluator_use(spec.model, cell.model, place.base, cell.work)
-    benchmarkers = float_benchmarkers(spec.backend, cell.model_file, folder, experiment.limits, observer)
+    benchmarkers = float_benchmarkers(spec.backend, cell.model_file, folder, site.open, observer)
     evaluators = {} if evaluator is None else {MAIN: evaluator}
     worker = WorkerSpec(benchmarkers=benchmarkers, workdir=cell.work, evaluators=evaluators)
-    with open_engines(worker, experiment.limits) as engines:
+    with site.open(worker) as engines:
         book = ScoreBook(folder, engines, observer, _digest(_scoring(spec)))
         metric = _metric(evaluator)
         goal = _goal(experiment, metric, book, cell)
-        floor = noise_floor(experiment, worker, cell.model_file, engines.describe(), folder, observer)
+        floor = noise_floor(site.open, worker, cell.model_file, engines.describe(), folder, observer)
         running = _Running(
-            experiment=experiment, cell=cell, engines=engines, goal=goal, floor=floor, folder=folder, observer=observer
+            experiment=experiment,
+            cell=cell,
+            base=place.base,
+            engines=engines,
+            goal=goal,
+            floor=floor,
+            folder=folder,
+            observer=observer,
         )
         facts = {
             **running.facts(),
@@ -112,13 +145,15 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
             "higher_is_better": metric is None or metric.higher_is_better,
         }
         _begun(folder / "cell.json", facts, lambda facts: {key: facts.get(key) for key in running.fingerprint()})
-        for run in spec.runs if len(cell.searched) else ():
-            running.search(run)
+        with site.workers(worker, engines, cell.inserter) as workers:
+            runs = spec.runs if len(cell.searched) else ()
+            searches = [partial(running.search, run, workers, place.retry_failed) for run in runs]
+            at_once(searches, experiment.executor.searches)
         table = choose(experiment, cell, goal, folder, [name for name in benchmarkers if name != MAIN])
         if evaluator is not None:
             book.score(table)
         backend = engines.describe()
-    confirm_rows(experiment, worker, table.timed, backend, observer)
+    confirm_rows(experiment.confirmation, site.open, worker, table.timed, backend, observer)
     shutil.rmtree(cell.work, ignore_errors=True)
 
 
@@ -192,39 +227,51 @@ class _Running:
 
     experiment: Experiment
     cell: Cell
+    base: Path
     engines: Engines
     goal: Goal
     floor: float
     folder: Path
     observer: Observer
 
-    def search(self, run: RunSpec) -> None:
+    def search(self, run: RunSpec, workers: Workers, retry_failed: bool) -> None:
         """Run one search, or what is left of it."""
-        budget = self.experiment.budget
-        make: Any = registry.load("searcher", run.searcher.use)
-        space = self.cell.searched
-        task = SearchTask(
-            space=space,
-            searcher=make(space, seed=run.seed, **run.searcher.params),
-            seeds=tuple(seed for seed in self.cell.seeds if _within(seed.placement, space)),
-            candidate=self.cell.candidate,
-            goal=self.goal,
-            evaluations=max(budget.evaluations),
-            seconds=None if budget.minutes is None else budget.minutes * 60,
-        )
-        attempt = attempt_with(
-            self.engines,
-            self.experiment.sampling,
-            scored=self.goal.metric is not None,
-            holds=lambda metrics: self.goal.violation(metrics) == 0.0,
-            floor=self.floor,
-        )
-        fingerprint = {**self.fingerprint(), "searcher": run.searcher.model_dump(), "seed": run.seed}
+        budget, without = self.experiment.budget, run.searcher.without
+        window = self.experiment.executor.width
+
+        def attempt(engines: Engines) -> Attempt:
+            return attempt_with(
+                engines,
+                self.experiment.sampling,
+                scored=self.goal.metric is not None,
+                holds=lambda metrics: self.goal.violation(metrics) == 0.0,
+                care=Care(
+                    floor=self.floor, racing="racing" not in without, builds=1 if "retakes" in without else BUILDS
+                ),
+            )
+
+        method = run.searcher.model_dump(exclude=None if without else {"without"})
+        fingerprint = {**self.fingerprint(), "searcher": method, "seed": run.seed}
+        if window > 1:  # as long as it was always 1, it was not written down
+            fingerprint["window"] = window
         with (
+            open_search(run, self.cell, self.base, self.experiment.confirmation.top_k) as search,
             Journal(self.folder / "runs" / f"{run.name}.jsonl", fingerprint) as journal,
-            self.observer.work(f"{self.cell.spec.name} {run.name}", task.evaluations) as step,
+            self.observer.work(f"{self.cell.spec.name} {run.name}", max(budget.evaluations)) as step,
+            workers.lane(attempt) as executor,
         ):
-            run_search(task, attempt, journal, _watch(step))
+            task = SearchTask(
+                space=search.space,
+                searcher=search.searcher,
+                seeds=search.seeds,
+                candidate=search.candidate,
+                goal=self.goal,
+                evaluations=max(budget.evaluations),
+                seconds=None if budget.minutes is None else budget.minutes * 60,
+                window=window,
+                retry_failed=retry_failed,
+            )
+            run_search(task, executor, journal, _watch(step))
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be the same for a run to go on."""
@@ -247,7 +294,7 @@ class _Running:
         """What readers of the results need to know about the cell."""
         return {
             "schema": SCHEMA,
-            "config": _digest(self.experiment.model_dump(mode="json", exclude={"description"})),
+            "config": _digest(self.experiment.model_dump(mode="json", exclude={"description", "executor"})),
             "cell": self.cell.spec.name,
             "model": self.cell.spec.model.name,
             "source": self.cell.spec.model.use,
@@ -260,10 +307,6 @@ class _Running:
             "placements": {name: list(placement.choices) for name, placement in self.cell.placements.items()},
             **self.fingerprint(),
         }
-
-
-def _within(placement: Placement, space: Space) -> bool:
-    return all(choice < size for choice, size in zip(placement.choices, space.sizes, strict=True))
 
 
 def _watch(step: Step) -> Callable[[Trial], None]:

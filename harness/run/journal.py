@@ -132,32 +132,50 @@ def cut_torn_line(path: Path) -> None:
 def read_journal(path: Path) -> Iterator[Entry]:
     """The entries of a journal in ask order; streams, and skips a torn last line.
 
+    Outcomes stand in the order in which they came; an entry waits here for its own, and for those before it.
+
     Raises:
         UserError: Another schema, or a damaged line.
     """
-    pending: Asked | None = None
+    waiting: dict[int, Entry] = {}
+    asked = 0
+    for place, line in _lines(path):
+        if isinstance(line, Asked):
+            if line.number != asked:
+                raise UserError(f"{path}, line {place}: proposal {line.number} stands where {asked} belongs")
+            asked += 1
+            waiting[line.number] = Entry(asked=line)
+        else:
+            entry = waiting.get(line.number)
+            if entry is None or entry.told is not None:
+                raise UserError(f"{path}, line {place}: an outcome without its proposal")
+            waiting[line.number] = Entry(asked=entry.asked, told=line)
+        yield from _settled(waiting)
+    yield from waiting.values()
+
+
+def _settled(waiting: dict[int, Entry]) -> Iterator[Entry]:
+    """Take out the first entries as far as nothing more will be heard of them."""
+    while waiting:
+        number, entry = next(iter(waiting.items()))
+        if entry.told is None and entry.asked.duplicate_of is None:
+            return
+        yield waiting.pop(number)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Line]]:
+    """The lines behind the header, each with its number."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             if number == 1:
                 _read_header(raw, path)
-                continue
-            if not raw.endswith(b"\n"):
-                break
-            try:
-                line = decode(raw.decode())
-            except ValueError as error:
-                raise UserError(f"{path}, line {number}: {error}; move the file away to start this run anew") from error
-            if isinstance(line, Told):
-                if pending is None or pending.number != line.number:
-                    raise UserError(f"{path}, line {number}: an outcome without its proposal")
-                yield Entry(asked=pending, told=line)
-                pending = None
-                continue
-            if pending is not None:
-                yield Entry(asked=pending)
-            pending = line
-    if pending is not None:
-        yield Entry(asked=pending)
+            elif raw.endswith(b"\n"):
+                try:
+                    yield number, decode(raw.decode())
+                except ValueError as error:
+                    raise UserError(
+                        f"{path}, line {number}: {error}; move the file away to start this run anew"
+                    ) from error
 
 
 def _read_header(raw: bytes, path: Path) -> Mapping[str, Any]:

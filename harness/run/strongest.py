@@ -19,9 +19,9 @@ from harness.api import Candidate
 from harness.graph.files import file_digest
 from harness.measure.confirm import Row, confirm, encode_event, summarise
 from harness.measure.engines import MAIN, WorkerSpec
-from harness.measure.sandbox import open_engines
+from harness.measure.site import OpenEngines
 from harness.run.compare import refuse_changes
-from harness.run.config import Confirmation, Limits, Use
+from harness.run.config import Confirmation, Use
 from harness.run.observe import Observer
 from harness.run.rows import read_json, write_json
 from search.space import digest_of
@@ -32,7 +32,7 @@ PLAN = Confirmation(builds=3, rounds=3, samples=5)
 
 
 def float_benchmarkers(
-    backend: Use, model_file: Path, folder: Path, limits: Limits, observer: Observer
+    backend: Use, model_file: Path, folder: Path, open_engines: OpenEngines, observer: Observer
 ) -> Mapping[str, Use]:
     """The backend at its strongest float precision as `MAIN`, and by precision at each other one.
 
@@ -43,6 +43,7 @@ def float_benchmarkers(
         backend: As the experiment gives it; what it pins stays pinned.
         model_file: The float model.
         folder: The cell's folder.
+        open_engines: Opens engines where the cell runs.
 
     Raises:
         UserError: The choice was made for another model, runtime or device, or none can be made.
@@ -58,7 +59,7 @@ def float_benchmarkers(
         basis = {"model_sha256": file_digest(model_file), "backend": dict(facts)}
         strongest = _recorded(folder, basis)
         if strongest is None:
-            record = _measure(offered, model_file, folder, limits, observer)
+            record = _measure(offered, model_file, folder, open_engines, observer)
             write_json(folder / "float.json", {**record, **basis})
             strongest = str(record["strongest"])
     else:
@@ -77,7 +78,7 @@ def _recorded(folder: Path, basis: Mapping[str, Any]) -> str | None:
 
 
 def _measure(
-    offered: Mapping[str, Use], model_file: Path, folder: Path, limits: Limits, observer: Observer
+    offered: Mapping[str, Use], model_file: Path, folder: Path, open_engines: OpenEngines, observer: Observer
 ) -> dict[str, Any]:
     first, *others = offered
     candidate = Candidate(digest=digest_of(()), edges=(), source=lambda: model_file)
@@ -88,7 +89,7 @@ def _measure(
         for event in confirm(
             [rows[precision] for precision in others],
             rows[first],
-            open_engines=lambda: open_engines(worker, limits),
+            open_engines=lambda: open_engines(worker),
             plan=PLAN,
             rng=np.random.default_rng(0),
         ):

@@ -8,15 +8,30 @@ from dataclasses import dataclass, replace
 
 from harness.api import Candidate
 from harness.measure.engines import Engines
+from harness.measure.executor import Attempt
 from harness.measure.stats import Interval, median_ci
 from harness.records import Failed, Measured, Outcome
 from harness.run.config import Sampling
-from harness.run.engine import Attempt
 
-__all__ = ["attempt_with"]
+__all__ = ["BUILDS", "Care", "attempt_with"]
 
 BUILDS = 3
 """A surprise is built again until two readings agree on it; the third decides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Care:
+    """What a trial does about noise and about time; ablations go without.
+
+    Attributes:
+        floor: Relative A/A noise floor; a gain within it is not worth a second look.
+        racing: An engine that is clearly slower than the incumbent is timed no further.
+        builds: Of a surprise at most; 1: it is believed at once.
+    """
+
+    floor: float = 0.0
+    racing: bool = True
+    builds: int = BUILDS
 
 
 def attempt_with(
@@ -25,7 +40,7 @@ def attempt_with(
     *,
     scored: bool,
     holds: Callable[[Mapping[str, float]], bool] = lambda _: True,
-    floor: float = 0.0,
+    care: Care = Care(),
 ) -> Attempt:
     """An attempt that uses these engines.
 
@@ -36,9 +51,9 @@ def attempt_with(
     Args:
         scored: Ask the evaluator about candidates that are faster than the incumbent; only they can win.
         holds: Whether these metrics hold the bound on accuracy; a candidate that breaks it cannot win.
-        floor: Relative A/A noise floor; a gain within it is not worth a second look.
+        care: What is done about noise.
     """
-    return _Trial(engines, sampling, scored, holds, floor).attempt
+    return _Trial(engines, sampling, scored, holds, care).attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +62,7 @@ class _Trial:
     sampling: Sampling
     scored: bool
     holds: Callable[[Mapping[str, float]], bool]
-    floor: float
+    care: Care
 
     def attempt(self, candidate: Candidate, incumbent: Interval | None) -> Outcome:
         """See `Attempt`."""
@@ -55,7 +70,7 @@ class _Trial:
         if isinstance(outcome, Failed) or not self._surprising(outcome, incumbent):
             return outcome
         taken = [outcome]
-        while len(taken) == 1 or (len(taken) < BUILDS and not self._surprising(taken[-1], incumbent)):
+        while len(taken) < self.care.builds and (len(taken) == 1 or not self._surprising(taken[-1], incumbent)):
             again = self._measure(candidate, incumbent, lambda _, measured, __: measured)
             if isinstance(again, Failed):
                 return again
@@ -67,7 +82,7 @@ class _Trial:
         if incumbent is None or not self.holds(measured.metrics):
             return False
         own = median_ci(measured.samples_ms)
-        return own.high < incumbent.low and own.value * (1 + self.floor) < incumbent.value
+        return own.high < incumbent.low and own.value * (1 + self.care.floor) < incumbent.value
 
     def _measure(self, candidate: Candidate, incumbent: Interval | None, then: _Then) -> Outcome:
         """Build and sample, and while the engine is there do what comes then."""
@@ -75,7 +90,7 @@ class _Trial:
         if isinstance(built, Failed):
             return built
         try:
-            samples = self.engines.sample(built.handle, self.sampling, incumbent)
+            samples = self.engines.sample(built.handle, self.sampling, incumbent if self.care.racing else None)
             if isinstance(samples, Failed):
                 return samples
             measured = Measured(
@@ -110,9 +125,9 @@ _Then = Callable[[int, Measured, Interval | None], Outcome]
 
 
 def _agreed(taken: Sequence[Measured]) -> Measured:
-    """One record of several builds: the second of two that agree counts, else the middle one of three."""
+    """One record of several builds: the later of two that agree counts, else the middle one of three."""
     order = sorted(taken, key=lambda measured: median_ci(measured.samples_ms).value)
-    counted = taken[1] if len(taken) == 2 else order[1]
+    counted = order[1] if len(taken) > 2 else taken[-1]
     return replace(
         counted,
         retaken_ms=tuple(measured.samples_ms for measured in taken if measured is not counted),

@@ -17,6 +17,7 @@ import numpy as np
 
 from harness.errors import UserError
 from harness.measure.engines import Engines
+from harness.measure.executor import Attempt, Inline
 from harness.measure.provenance import decisive, environment
 from harness.measure.sandbox import open_engines
 from harness.measure.stats import median_ci
@@ -24,7 +25,7 @@ from harness.records import Failed
 from harness.run.claim import claimed
 from harness.run.compare import refuse_changes
 from harness.run.compose import Cell
-from harness.run.engine import Attempt, SearchTask, Trial, run_search
+from harness.run.engine import SearchTask, Trial, run_search
 from harness.run.journal import Journal, writing
 from harness.run.observe import Observer
 from harness.run.rows import read_json, write_json
@@ -166,7 +167,7 @@ class _Recording:
                 rows[asked.digest] = Row(number=first + asked.number, choices=asked.choices, outcome=trial.outcome)
                 step.advance("" if trial.best_ms is None else f"best {trial.best_ms:.3f} ms")
 
-            run_search(task, self._attempt(), journal, watch)
+            run_search(task, Inline(self._attempt()), journal, watch)
 
     def _attempt(self) -> Attempt:
         """An attempt that scores everything, for a table knows no incumbent that could not be beaten."""

@@ -7,6 +7,7 @@ import pytest
 
 from harness.api import Candidate
 from harness.errors import UserError
+from harness.measure.executor import Inline
 from harness.records import Failed, Measured
 from harness.run.engine import Goal, SearchTask, Seed, run_search
 from harness.run.journal import Journal, read_journal
@@ -82,7 +83,7 @@ class Run:
         )  # fmt: skip
         trials = []
         with Journal(self.path, {"run": 1}) as journal:
-            run_search(task, attempt, journal, trials.append)
+            run_search(task, Inline(attempt), journal, trials.append)
         return trials
 
     def choices(self):
@@ -195,7 +196,7 @@ def test_wall_clock_is_a_budget_of_its_own(tmp_path):
     )  # fmt: skip
     trials = []
     with Journal(run.path, {"run": 1}) as journal:
-        run_search(task_seconds, latency, journal, trials.append)
+        run_search(task_seconds, Inline(latency), journal, trials.append)
     assert trials == []
 
 
@@ -218,7 +219,7 @@ def test_placement_of_the_wrong_size_is_a_plug_in_fault(tmp_path):
         evaluations=10,
     )  # fmt: skip
     with Journal(run.path, {"run": 1}) as journal, pytest.raises(ValueError, match="has 6 choices, but got 1"):
-        run_search(task, latency, journal, lambda trial: None)
+        run_search(task, Inline(latency), journal, lambda trial: None)
 
 
 def test_what_was_not_looked_at_is_no_incumbent_and_a_violator_is_nothing_to_beat(tmp_path):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from harness.errors import UserError
 from harness.measure.engines import WorkerSpec
+from harness.measure.sandbox import open_engines
 from harness.run.config import Experiment, Use, parse_experiment
 from harness.run.confirming import noise_floor, read_floor
 from harness.run.observe import Silent
@@ -39,7 +41,8 @@ def floor(
     use = Use(use="simulated", params={"build_noise": 0.1, **params})
     worker = WorkerSpec(benchmarkers={"main": use}, workdir=model.parent / "work")
     facts = {**FACTS, "version": version}
-    return noise_floor(experiment, worker, model, facts, model.parent, observer), observer.said
+    opened = partial(open_engines, limits=experiment.limits)
+    return noise_floor(opened, worker, model, facts, model.parent, observer), observer.said
 
 
 def test_the_floor_is_what_rebuilding_changes_and_it_is_kept(model: Path) -> None:

@@ -20,6 +20,7 @@ from harness import registry
 from harness.api import Candidate
 from harness.measure.confirm import Row, Summary, confirm, summarise
 from harness.measure.engines import Engines, WorkerSpec
+from harness.measure.executor import Inline
 from harness.measure.sandbox import InProcess
 from harness.measure.stats import median_ci
 from harness.records import Measured
@@ -106,7 +107,7 @@ def flat_search(folder: Path, number: int, searcher: str = "random", evaluations
         evaluations=evaluations,
     )
     with open_engines() as opened, Journal(path, {}) as journal:
-        run_search(task, attempt_with(opened, Sampling(), scored=False), journal, lambda _: None)
+        run_search(task, Inline(attempt_with(opened, Sampling(), scored=False)), journal, lambda _: None)
     entries = tuple(read_journal(path))
     outcomes = [entry.told.outcome for entry in entries if entry.told is not None]
     measured = [outcome for outcome in outcomes if isinstance(outcome, Measured)]

@@ -1,10 +1,12 @@
 """The float precision of a cell is measured once, and what it was chosen for must still be so."""
 
 import json
+from functools import partial
 
 import pytest
 
 from harness.errors import UserError
+from harness.measure.sandbox import open_engines
 from harness.run.config import Limits, Use
 from harness.run.observe import Silent
 from harness.run.strongest import float_benchmarkers
@@ -28,7 +30,8 @@ def choose(tmp_path, monkeypatch):
 
     def choose():
         use = Use(use="plug_in_with_two:Two")
-        return float_benchmarkers(use, tmp_path / "model.onnx", tmp_path / "cell", Limits(), Silent())
+        opened = partial(open_engines, limits=Limits())
+        return float_benchmarkers(use, tmp_path / "model.onnx", tmp_path / "cell", opened, Silent())
 
     return choose
 

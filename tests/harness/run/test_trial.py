@@ -14,7 +14,7 @@ from harness.measure.sampling import Samples
 from harness.measure.stats import Interval
 from harness.records import Failed, Measured, Outcome, Told, decode, encode
 from harness.run.config import Sampling
-from harness.run.trial import attempt_with
+from harness.run.trial import Care, attempt_with
 
 CANDIDATE = Candidate(digest="d", edges=(), source=lambda: Path("never"))
 SAMPLING = Sampling()
@@ -101,7 +101,7 @@ def test_one_lucky_reading_never_becomes_the_incumbent() -> None:
 
 def test_a_gain_within_the_floor_is_not_worth_a_second_look() -> None:
     bench = Bench(9.5)
-    attempt_with(bench, SAMPLING, scored=False, floor=0.1)(CANDIDATE, INCUMBENT)
+    attempt_with(bench, SAMPLING, scored=False, care=Care(floor=0.1))(CANDIDATE, INCUMBENT)
     assert bench.diary.count("build") == 1
 
 
