@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import registry, zoo
+from harness.api import PeerTask
 from harness.errors import CandidateError, UserError, nearest
 from harness.evaluators.datasets import Arrays, Dataset, open_data
 from harness.evaluators.feeding import batches
@@ -21,10 +22,11 @@ from harness.evaluators.intervals import too_few
 from harness.evaluators.preprocess import open_plugin, open_preprocess
 from harness.graph.dialects import Dialect
 from harness.paths import locate
-from harness.run.config import Experiment, ModelSpec, Use
+from harness.run.config import Experiment, Method, ModelSpec, Use
 from harness.run.models import evaluator_use, input_types, open_model
 from harness.run.plan import plan, precisions_of
 from harness.run.seeding import check_files
+from harness.run.starts import TOOLS
 from search.planted import planted_space
 
 __all__ = ["check_experiment"]
@@ -47,8 +49,11 @@ def check_experiment(experiment: Experiment, base: Path) -> tuple[str, ...]:
     """
     plan(experiment)
     precisions = tuple(dict.fromkeys(each for setting in experiment.precision for each in precisions_of(setting)))
-    for searcher in experiment.searchers:
-        _check_searcher(searcher, precisions)
+    for method in experiment.searchers:
+        if registry.kind_of(method.use, ("searcher", "peer")) == "peer":
+            _check_peer(method, experiment, base)
+        else:
+            _check_searcher(method, precisions)
     for backend in experiment.backends:
         _check_backend(backend, precisions)
     with _at("initial"):
@@ -71,6 +76,25 @@ def _check_searcher(searcher: Use, precisions: tuple[str, ...]) -> None:
     registry.check_params("searcher", searcher.use, searcher.params, given=("space", "seed"))
     params = {"space": space, "seed": 0, **searcher.params}
     registry.guarded(f"searcher {searcher.use!r}", lambda: registry.create("searcher", searcher.use, params))
+
+
+def _check_peer(peer: Method, experiment: Experiment, base: Path) -> None:
+    what = f"peer {peer.use!r}"
+    if "task" in peer.params:
+        raise UserError(f"{what}: 'task' is set by the harness, not by the experiment")
+    for part in {"seeds", "sharing"}.intersection(peer.without):
+        raise UserError(f"{what}: it has points of its own, so there are no {part} that it could do without")
+    registry.check_params("peer", peer.use, peer.params, given=("task",))
+    made = {*experiment.baselines, *(start.name for start in experiment.initial)}
+
+    def find(name: str) -> Path:
+        if name in TOOLS and name not in made:
+            raise UserError(f"{what}: {name!r} is made where initial or baselines has it; add it there")
+        return Path(name) if name in made else locate(name, base)
+
+    precision = precisions_of(experiment.precision[0])[0]
+    task = PeerTask(model=Path("model.onnx"), workdir=Path("work"), precision=precision, seed=0, find=find)
+    registry.guarded(what, lambda: registry.create("peer", peer.use, {"task": task, **peer.params}))
 
 
 def _check_backend(backend: Use, precisions: tuple[str, ...]) -> None:
