@@ -1,0 +1,223 @@
+"""Latency on TensorRT 10.x and 11.x by their Python API, timed by CUDA events on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from harness.api import Artifact, Candidate, Layer
+from harness.cuda.clocks import Clocks
+from harness.cuda.device import Cuda, Device, open_device
+from harness.cuda.timing import flush_bytes
+from harness.errors import BuildFailed, UserError
+from harness.paths import cache_folder
+from harness.tensorrt.building import BuildOptions, Typing, build_plan, check_typing, load_engine
+from harness.tensorrt.cache import POLICIES, CachePolicy, TimingCache, cache_file
+from harness.tensorrt.inspection import read_layers
+from harness.tensorrt.library import Library, open_library
+from harness.tensorrt.models import cast_model, has_qdq, read_structure, refuse_unusable
+from harness.tensorrt.profiles import read_profiles
+from harness.tensorrt.running import EngineProbe, Loaded, layer_times
+
+__all__ = ["TensorRTBenchmarker"]
+
+Precision = Literal["auto", "f32", "tf32", "f16", "bf16"]
+CAPABILITIES: Mapping[str, tuple[int, int]] = {"f32": (0, 0), "tf32": (8, 0), "f16": (5, 3), "bf16": (8, 0)}
+"""Smallest compute capability that runs a float precision (CUDA C++ programming guide, arithmetic instructions)."""
+ENGINES = (".engine", ".plan", ".trt")
+PROFILED_RUNS = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ready:
+    """What needs TensorRT and a GPU, made when first used."""
+
+    library: Library
+    cuda: Cuda
+    device: Device
+    cache: TimingCache
+
+
+class TensorRTBenchmarker:
+    """Builds engines and times them; nothing of TensorRT is touched before something is built or described.
+
+    Args:
+        precision: What float operations run in. "f32": IEEE FP32; "tf32": FP32 with TF32 multiplications, TensorRT's
+            own default; "f16" and "bf16": the ONNX file is cast first (strong typing), or TensorRT may choose them
+            (weak). "auto" leaves it to the harness, which times those that the GPU has.
+        typing: "strong", the only kind in 11; "weak" for 10.x alone.
+        profiles: Shapes of dynamic inputs, `{NAME: {min: 1x3x224x224, opt: ..., max: ...}}`; timed at opt.
+        workspace_gb: Scratch memory that kernels may take, in units of 10^9 bytes; None: all there is.
+        optimization_level: Effort of the builder, 0 to 5; None: TensorRT's default.
+        timing_cache: Policy, see `harness.tensorrt.cache`.
+        timing_cache_file: Its file; by default one for each TensorRT and kind of GPU in the cache folder.
+        cuda_graph: Time the engine as a CUDA graph, without the host's work between kernels.
+        cold_l2: Overwrite the L2 cache before each inference. Never compare with warm readings.
+        plugins: Libraries with plugins.
+        device: Number of the GPU.
+        profile: Build for inspection, with every layer recorded, for `layers`; not for engines that are compared.
+
+    Raises:
+        ValueError: A choice that there is not, or a profile that is none.
+    """
+
+    dialect = "tensorrt"
+
+    def __init__(  # noqa: PLR0913 - one option, one parameter
+        self,
+        *,
+        precision: Precision = "auto",
+        typing: Typing = "strong",
+        profiles: Mapping[str, Any] | None = None,
+        workspace_gb: float | None = None,
+        optimization_level: int | None = None,
+        timing_cache: CachePolicy = "shared",
+        timing_cache_file: str | None = None,
+        cuda_graph: bool = True,
+        cold_l2: bool = False,
+        plugins: tuple[str, ...] | list[str] = (),
+        device: int = 0,
+        profile: bool = False,
+    ) -> None:
+        _check("precision", precision, ("auto", *CAPABILITIES))
+        _check("typing", typing, ("strong", "weak"))
+        _check("timing_cache", timing_cache, POLICIES)
+        _check("optimization_level", optimization_level, (None, *range(6)))
+        if workspace_gb is not None and not workspace_gb > 0:
+            raise ValueError(f"workspace_gb: a positive number, but got {workspace_gb!r}")
+        self._open = precision == "auto"
+        self._options = BuildOptions(
+            precision="f32" if precision == "auto" else precision,
+            typing=typing,
+            workspace_bytes=None if workspace_gb is None else int(workspace_gb * 1e9),
+            optimization_level=optimization_level,
+            profiles=read_profiles(profiles or {}),
+            detailed=profile,
+        )
+        self._policy, self._cache_file = timing_cache, timing_cache_file
+        self._cuda_graph, self._cold_l2 = cuda_graph, cold_l2
+        self._plugins, self._device = tuple(plugins), device
+
+    @cached_property
+    def _ready(self) -> _Ready:
+        """The device first: without one TensorRT's own messages are about anything else."""
+        cuda, device = open_device(self._device)
+        library = open_library()
+        check_typing(library, self._options.typing)
+        _check_capability(self._options.precision, device)
+        library.load_plugins(self._plugins)
+        path = Path(self._cache_file).expanduser() if self._cache_file else cache_file(cache_folder(), library, device)
+        return _Ready(library=library, cuda=cuda, device=device, cache=TimingCache(self._policy, path))
+
+    def build(self, candidate: Candidate, workdir: Path) -> Artifact:
+        """Build the candidate's engine, or load it where the candidate's file is one (.engine, .plan, .trt).
+
+        Raises:
+            BuildFailed: TensorRT refuses, or is known to; or the file cannot be cast.
+            UserError: TensorRT or the GPU cannot be used, or the timing cache.
+        """
+        ready, path = self._ready, candidate.source()
+        if path.suffix in ENGINES:
+            return Artifact(engine=load_engine(ready.library, _content(path), path.name), info={"prebuilt": path.name})
+        structure = read_structure(path)
+        refuse_unusable(structure, path, ready.device.capability)
+        parsed = self.cast(path, workdir)
+        plan = build_plan(ready.library, parsed, self._options, ready.cache, quantized=has_qdq(structure))
+        engine = load_engine(ready.library, plan.content, path.name)
+        return Artifact(engine=engine, info={**plan.info, "layers": int(engine.num_layers)})
+
+    def cast(self, path: Path, folder: Path) -> Path:
+        """The file that is parsed: the candidate's own, or at FP16 or BF16 a cast one beside it.
+
+        Casting a cast file gives that file, so whoever delivers this one delivers what was timed.
+
+        Raises:
+            BuildFailed: See `harness.tensorrt.models.cast_model`.
+        """
+        return path if self._options.typing == "weak" else cast_model(path, self._options.precision, folder)
+
+    @contextmanager
+    def open(self, artifact: Artifact) -> Iterator[EngineProbe]:
+        """A probe with its inputs on the device.
+
+        Raises:
+            MeasureFailed: The engine does not run, or there is not enough GPU memory.
+        """
+        with EngineProbe(self._loaded(artifact)) as probe:
+            yield probe
+
+    def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
+        """What the engine is made of, in order, with the time of each from runs under a profiler.
+
+        With `profile` each layer has its type, precision, kernel and origin; else its name and time alone.
+        """
+        loaded = self._loaded(artifact)
+        inspector = artifact.engine.create_engine_inspector()
+        text = inspector.get_engine_information(loaded.library.trt.LayerInformationFormat.JSON)
+        return read_layers(text, layer_times(loaded, PROFILED_RUNS))
+
+    def describe(self) -> Mapping[str, Any]:
+        """See `harness.api.Benchmarker`.
+
+        Raises:
+            UserError: There is no GPU, driver or TensorRT here: one sentence that says which and what to do.
+        """
+        ready, options = self._ready, self._options
+        capability = ".".join(map(str, ready.device.capability))
+        offered = [name for name, least in CAPABILITIES.items() if ready.device.capability >= least]
+        return {
+            "name": "tensorrt",
+            "version": ready.library.version,
+            "device": ready.device.name,
+            "options": {
+                "typing": options.typing,
+                "precision": options.precision,
+                "profiles": {name: str(profile) for name, profile in options.profiles.items()},
+                "workspace_bytes": options.workspace_bytes,
+                "optimization_level": options.optimization_level,
+                "timing_cache": self._policy,
+                "cuda_graph": self._cuda_graph,
+                "l2": "cold" if self._cold_l2 else "warm",
+                "plugins": [Path(name).name for name in self._plugins],
+                "compute_capability": capability,
+                "cuda_driver": ready.device.driver,
+                **({"profile": True} if options.detailed else {}),
+            },
+            "float_precision": options.precision,
+            "float_open": self._open,
+            "float_params": {name: {"precision": name} for name in offered},
+        }
+
+    def _loaded(self, artifact: Artifact) -> Loaded:
+        ready = self._ready
+        return Loaded(
+            library=ready.library,
+            engine=artifact.engine,
+            cuda=ready.cuda,
+            clocks=Clocks(ready.device.uuid),
+            profiles=self._options.profiles,
+            graph=self._cuda_graph,
+            flush_bytes=flush_bytes(ready.device.l2_bytes, self._cold_l2),
+        )
+
+
+def _check(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}: one of {', '.join(map(str, allowed))}, but got {value!r}")
+
+
+def _check_capability(precision: str, device: Device) -> None:
+    if device.capability < CAPABILITIES[precision]:
+        need, have = (".".join(map(str, pair)) for pair in (CAPABILITIES[precision], device.capability))
+        raise UserError(f"precision: {precision} needs compute capability {need}, {device.name} has {have}")
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BuildFailed(f"{path.name}: cannot be read ({error.strerror or error})") from error

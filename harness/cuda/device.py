@@ -1,0 +1,153 @@
+"""CUDA by cuda-python: errors as exceptions, and one clear sentence where there is no GPU to use.
+
+Nothing here needs a driver to be imported; the first use does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from harness.errors import MeasureFailed, UserError
+
+__all__ = ["Cuda", "Device", "import_runtime", "open_device"]
+
+REMEDY = "pip install -e '.[tensorrt]' brings cuda-python"
+BEYOND_REPAIR = frozenset(
+    (700, 702, 710, 714, 715, 716, 717, 718, 719)  # illegal address, time-out, assert, stack, instruction, alignment,
+)  # address space, program counter, launch failure: driver_types.h says "the process must be terminated and relaunched"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One GPU.
+
+    Attributes:
+        index: Number by which CUDA knows it.
+        uuid: As nvidia-smi writes it, "GPU-...".
+        capability: Compute capability, for instance (8, 9).
+        l2_bytes: Size of its L2 cache.
+        driver: Newest CUDA that its driver knows, for instance "12.8".
+    """
+
+    index: int
+    name: str
+    uuid: str
+    capability: tuple[int, int]
+    l2_bytes: int
+    memory_bytes: int
+    driver: str
+
+
+class Cuda:
+    """The runtime API on one device.
+
+    Args:
+        api: Module `cuda.bindings.runtime`.
+        device: Becomes the current device of this thread.
+    """
+
+    def __init__(self, api: Any, device: int = 0) -> None:
+        self.api = api
+        self.call("cudaSetDevice", device)
+
+    def call(self, function: str, *args: Any) -> Any:
+        """Call a function by its name; the status is checked and dropped.
+
+        Returns:
+            Nothing, the one result, or a list of them.
+
+        Raises:
+            MeasureFailed: With the function, CUDA's name of the error and its text.
+            SystemExit: The error leaves the process without a usable GPU. The sandbox then starts a fresh worker; what
+                goes on with this one would fail for every later candidate.
+        """
+        status, *results = getattr(self.api, function)(*args)
+        if int(status):
+            text = f"{function}: {_name(self.api, status)}"
+            if int(status) in BEYOND_REPAIR:
+                raise SystemExit(f"CUDA: {text}; this process can use the GPU no more")
+            raise MeasureFailed(f"CUDA: {text}")
+        return None if not results else results[0] if len(results) == 1 else results
+
+
+def import_runtime() -> Any:
+    """cuda-python's bindings of the CUDA runtime; the same module in 12.6 to 13.
+
+    Raises:
+        UserError: cuda-python is not installed, or too old.
+    """
+    try:
+        from cuda.bindings import runtime
+    except ImportError as error:
+        raise UserError(f"cuda-python >= 12.6 is missing ({error}); {REMEDY}") from error
+    return runtime
+
+
+def open_device(index: int = 0) -> tuple[Cuda, Device]:
+    """A GPU, ready to use.
+
+    Raises:
+        UserError: There is no driver, the driver is too old, or there is no such device.
+    """
+    api = import_runtime()
+    status, count = api.cudaGetDeviceCount()
+    if int(status) or not count:
+        raise UserError(_why_none(api, status))
+    if not 0 <= index < count:
+        raise UserError(f"device: 0 to {count - 1} (the GPUs that CUDA lists here), but got {index}")
+    try:
+        cuda = Cuda(api, index)
+        return cuda, _describe(cuda, index)
+    except MeasureFailed as error:
+        raise UserError(f"GPU {index} cannot be used: {error}; see nvidia-smi") from error
+
+
+def _why_none(api: Any, status: Any) -> str:
+    """Why no device can be used. CUDA says "insufficient driver" both of an old driver and of none at all."""
+    failed, driver = api.cudaDriverGetVersion()
+    _, built_for = api.cudaRuntimeGetVersion()
+    if int(failed) or not driver:
+        return "no NVIDIA driver is loaded on this machine; install one, then check it by nvidia-smi"
+    code = api.cudaError_t
+    if status == code.cudaErrorInsufficientDriver:
+        return (
+            f"the NVIDIA driver is too old: it knows CUDA {_version(driver)}, cuda-python here needs "
+            f"{_version(built_for)}; update the driver, or pip install 'cuda-python<{built_for // 1000}'"
+        )
+    if status == code.cudaErrorNoDevice or not int(status):
+        return "no NVIDIA GPU is visible; check nvidia-smi and the variable CUDA_VISIBLE_DEVICES"
+    return f"CUDA finds no usable GPU: {_name(api, status)}"
+
+
+def _describe(cuda: Cuda, index: int) -> Device:
+    properties = cuda.call("cudaGetDeviceProperties", index)
+    return Device(
+        index=index,
+        name=properties.name.decode(errors="replace").rstrip("\0"),
+        uuid=_uuid(bytes(properties.uuid.bytes)),
+        capability=(int(properties.major), int(properties.minor)),
+        l2_bytes=int(properties.l2CacheSize),
+        memory_bytes=int(properties.totalGlobalMem),
+        driver=_version(cuda.call("cudaDriverGetVersion")),
+    )
+
+
+def _uuid(raw: bytes) -> str:
+    text = raw.hex()
+    return f"GPU-{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _name(api: Any, status: Any) -> str:
+    """CUDA's name of an error and its text, for instance "cudaErrorMemoryAllocation (out of memory)"."""
+    _, name = api.cudaGetErrorName(status)
+    _, text = api.cudaGetErrorString(status)
+    return f"{_text(name)} ({_text(text)})"
+
+
+def _text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

@@ -1,0 +1,195 @@
+"""From an ONNX file to a TensorRT engine: parse, configure, build, load; refusals in TensorRT's own words."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from harness.errors import BuildFailed, UserError
+from harness.tensorrt.cache import TimingCache
+from harness.tensorrt.library import STRONG_ONLY, Library
+from harness.tensorrt.profiles import Profile, shown
+
+__all__ = ["BuildOptions", "Plan", "Typing", "build_plan", "check_typing", "load_engine"]
+
+Typing = Literal["strong", "weak"]
+AVG_TIMING = 8
+"""Runs of each kernel that TensorRT averages when it chooses; trtexec's default, the API's is 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildOptions:
+    """What does not change from candidate to candidate.
+
+    Attributes:
+        precision: What float operations run in: "f32", "tf32", "f16" or "bf16".
+        typing: "strong": the file's types are the engine's. "weak" (10.x): TensorRT may choose lower ones.
+        workspace_bytes: Scratch memory that kernels may take; None: all of the device's.
+        optimization_level: 0 to 5; None: TensorRT's default (3).
+        profiles: By input that is dynamic.
+        detailed: Record every layer for inspection; not for engines that are timed.
+    """
+
+    precision: str
+    typing: Typing = "strong"
+    workspace_bytes: int | None = None
+    optimization_level: int | None = None
+    profiles: Mapping[str, Profile] = field(default_factory=dict)
+    detailed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A serialized engine.
+
+    Attributes:
+        content: What TensorRT gave; bytes-like.
+        info: Facts worth recording.
+    """
+
+    content: Any
+    info: Mapping[str, Any]
+
+
+def check_typing(library: Library, typing: Typing) -> None:
+    """Refuse weak typing where there is none.
+
+    Raises:
+        UserError: TensorRT 11 or later.
+    """
+    if typing == "weak" and library.major >= STRONG_ONLY:
+        raise UserError(
+            f"typing: weak: TensorRT {library.version} has no weakly typed networks any more (11.0 removed them with "
+            "the builder's precision flags); use typing: strong, where the ONNX file says what runs in which type"
+        )
+
+
+def build_plan(
+    library: Library, model: Path | bytes, options: BuildOptions, cache: TimingCache, *, quantized: bool
+) -> Plan:
+    """Build an engine.
+
+    Args:
+        library: TensorRT.
+        model: A file, external data beside it; or the whole model.
+        options: See `BuildOptions`.
+        cache: See `TimingCache`.
+        quantized: The model has Q/DQ pairs; a weakly typed network must be told.
+
+    Raises:
+        BuildFailed: TensorRT refuses the model or finds no engine; its own words, with the nodes that they are about.
+        UserError: The timing cache cannot be used.
+    """
+    trt = library.trt
+    library.said.clear()
+    with trt.Builder(library.log) as builder, builder.create_network(_network_flags(library, options)) as network:
+        with trt.OnnxParser(network, library.log) as parser:
+            parsed = parser.parse(model) if isinstance(model, bytes) else parser.parse_from_file(str(model))
+            if not parsed:
+                raise BuildFailed(f"TensorRT cannot parse the model: {'; '.join(_errors(parser)) or library.words()}")
+        with builder.create_builder_config() as config:
+            _configure(library, config, options, quantized)
+            _add_profile(library, builder, network, config, options.profiles)
+            cache.enter(library, config)
+            content = builder.build_serialized_network(network, config)
+            if content is None:
+                raise BuildFailed(f"TensorRT builds no engine: {library.words()}")
+            cache.leave(config)
+    return Plan(
+        content=content,
+        info={
+            "plan_bytes": int(content.nbytes),
+            "plan_sha256": hashlib.sha256(content).hexdigest(),
+            "precision": options.precision,
+            "typing": options.typing,
+            "timing_cache": cache.policy,
+        },
+    )
+
+
+def load_engine(library: Library, content: Any, source: str) -> Any:
+    """Deserialize an engine.
+
+    Args:
+        library: TensorRT.
+        content: A plan.
+        source: What messages call it.
+
+    Raises:
+        BuildFailed: It is none, or one of another TensorRT or GPU, or there is too little memory.
+    """
+    library.said.clear()
+    runtime = library.trt.Runtime(library.log)
+    engine = runtime.deserialize_cuda_engine(content)
+    if engine is None:
+        raise BuildFailed(
+            f"{source}: TensorRT {library.version} cannot load this engine ({library.words()}); engines serve the "
+            "TensorRT and the kind of GPU that they were built with alone: build it again here"
+        )
+    return engine
+
+
+def _network_flags(library: Library, options: BuildOptions) -> int:
+    """The flags as bits; their numbers differ between the majors, so they go through the enum."""
+    flags = library.trt.NetworkDefinitionCreationFlag
+    return 1 << int(flags.STRONGLY_TYPED) if options.typing == "strong" else 0
+
+
+def _configure(library: Library, config: Any, options: BuildOptions, quantized: bool) -> None:
+    trt = library.trt
+    if options.workspace_bytes is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_bytes)
+    if options.optimization_level is not None:
+        config.builder_optimization_level = options.optimization_level
+    config.avg_timing_iterations = AVG_TIMING
+    verbosity = trt.ProfilingVerbosity
+    config.profiling_verbosity = verbosity.DETAILED if options.detailed else verbosity.LAYER_NAMES_ONLY
+    if options.precision != "tf32":
+        config.clear_flag(trt.BuilderFlag.TF32)  # on by default
+    if options.typing == "weak":
+        for flag in _weak_flags(options.precision, quantized):
+            config.set_flag(getattr(trt.BuilderFlag, flag))
+
+
+def _weak_flags(precision: str, quantized: bool) -> Iterator[str]:
+    """Precisions that a weakly typed network of 10.x may choose beside FP32; 11 has no such flags."""
+    if precision in ("f16", "bf16"):
+        yield {"f16": "FP16", "bf16": "BF16"}[precision]
+    if quantized:
+        yield "INT8"
+
+
+def _add_profile(library: Library, builder: Any, network: Any, config: Any, profiles: Mapping[str, Profile]) -> None:
+    declared = {}
+    for index in range(network.num_inputs):
+        tensor = network.get_input(index)
+        declared[tensor.name] = tuple(int(size) for size in tensor.shape)
+    unknown = [name for name in profiles if name not in declared]
+    if unknown:
+        raise BuildFailed(f"profile of {unknown[0]!r}: the model's inputs are {', '.join(declared)}")
+    dynamic = {name: shape for name, shape in declared.items() if -1 in shape}
+    for name, shape in dynamic.items():
+        if name not in profiles:
+            raise BuildFailed(f"input {name!r} has the dynamic shape {shown(shape)}; make it static, or give a profile")
+    for name, profile in profiles.items():
+        profile.check(name, declared[name])
+    if not dynamic:
+        return
+    made = builder.create_optimization_profile()
+    for name in dynamic:
+        profile = profiles[name]
+        made.set_shape(name, profile.min, profile.opt, profile.max)
+    if config.add_optimization_profile(made) < 0:
+        raise BuildFailed(f"TensorRT refuses the profile: {library.words()}")
+
+
+def _errors(parser: Any) -> Iterator[str]:
+    """What the parser found, with the nodes that it is about."""
+    for index in range(parser.num_errors):
+        error = parser.get_error(index)
+        name, operator = error.node_name(), error.node_operator()
+        where = f"node {name!r} ({operator}): " if name or operator else ""
+        yield f"{where}{' '.join(error.desc().split())}"

@@ -1,0 +1,77 @@
+"""What TensorRT's engine inspector tells, in either spelling, as layers.
+
+Version 10 writes one string "Format/Datatype" per tensor ("Channel major FP16 format where channel % 4 == 0",
+"Thirty-two wide channel vectorized row major Int8 format."), 11 splits it; the engine's own tensors are "Bindings" in
+10 and "I/O Tensors" in 11. Both are read whatever the version, and spellings may be mixed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from harness.api import Layer
+from harness.errors import MeasureFailed
+
+__all__ = ["read_layers"]
+
+TYPES = ("Datatype", "DataType", "Format/Datatype", "Format")
+"""Where the type of a tensor stands; the first that tells one counts."""
+WORDS: tuple[tuple[str, str], ...] = (
+    ("fp8|float8|e4m3", "fp8"), ("fp4|float4", "fp4"), ("uint8", "uint8"), ("int8", "int8"), ("int4", "int4"),
+    ("bf16|bfloat16", "bf16"), ("fp16|half|float16", "f16"), ("fp32|float32|float", "f32"),
+    ("int64", "int64"), ("int32", "int32"), ("bool", "bool"),
+)  # fmt: skip
+"""Words for types in both spellings, the longer before those that they contain."""
+_ORIGIN = re.compile(r"\[ONNX Layer: ([^\]]+)\]")
+
+
+def read_layers(text: str, times_ms: Mapping[str, float]) -> tuple[Layer, ...]:
+    """The layers of an engine.
+
+    Precision is that of the first input, which is what a layer computes in: "Precision" itself tells what was asked for
+    (TensorRT developer guide, engine inspector).
+
+    Args:
+        text: `get_engine_information(JSON)`, or trtexec's --exportLayerInfo.
+        times_ms: Mean time by layer name, from a profiling run.
+
+    Raises:
+        MeasureFailed: It is no such JSON.
+    """
+    try:
+        listed = json.loads(text)["Layers"]
+        return tuple(_layer(entry, times_ms) for entry in listed)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise MeasureFailed(f"the engine inspector's answer cannot be read ({error!r}): {text[:80]}") from error
+
+
+def _layer(entry: Any, times_ms: Mapping[str, float]) -> Layer:
+    if isinstance(entry, str):  # built without detailed verbosity
+        return Layer(name=entry, kind="", precision="", time_ms=times_ms.get(entry))
+    name = str(entry["Name"])
+    types = [kind for side in ("Inputs", "Outputs") for kind in _types(entry.get(side, ()))]
+    return Layer(
+        name=name,
+        kind=str(entry.get("ParameterType") or entry.get("LayerType", "")),
+        precision=types[0] if types else "",
+        time_ms=times_ms.get(name),
+        origin=tuple(_ORIGIN.findall(str(entry.get("Metadata", "")))),
+        kernel=str(entry.get("TacticName", "")),
+    )
+
+
+def _types(tensors: Any) -> Iterator[str]:
+    for tensor in tensors:
+        for key in TYPES:
+            word = _word(str(tensor.get(key, ""))) if isinstance(tensor, Mapping) else ""
+            if word:
+                yield word
+                break
+
+
+def _word(text: str) -> str:
+    lower = text.lower()
+    return next((word for pattern, word in WORDS if re.search(pattern, lower)), "")

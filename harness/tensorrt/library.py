@@ -1,0 +1,121 @@
+"""The Python module of TensorRT, 10.x or 11.x: found, checked, and listened to.
+
+What differs between the majors is decided by the version number alone. `hasattr(BuilderFlag, "FP16")` would turn a
+wanted FP16 build into an FP32 one on 11 without a word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UserError
+
+__all__ = ["Library", "open_library"]
+
+OLDEST = (10, 9)
+STRONG_ONLY = 11
+"""From this major on, every network is strongly typed."""
+KEPT_LINES = 200
+_REMEDY = "pip install -e '.[tensorrt]' (TensorRT >= 10.9 and cuda-python; needs an NVIDIA GPU and its driver)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """TensorRT, ready to use.
+
+    Attributes:
+        trt: The module.
+        version: Its own, for instance "10.16.1.11".
+        log: Its logger; it must outlive everything that is made with it.
+        said: Warnings and errors so far, in order, the last `KEPT_LINES` of them.
+    """
+
+    trt: Any
+    version: str
+    log: Any
+    said: deque[str]
+
+    @property
+    def major(self) -> int:
+        """First number of the version."""
+        return _numbers(self.version)[0]
+
+    def words(self) -> str:
+        """What it complained about since the last call, on one line; then it is forgotten."""
+        lines = list(dict.fromkeys(self.said))
+        self.said.clear()
+        return " ".join(lines[-5:]) or "TensorRT gave no reason"
+
+    def load_plugins(self, files: Sequence[str]) -> None:
+        """Register TensorRT's own plugins and those of these libraries.
+
+        Raises:
+            UserError: A library is missing or does not load.
+        """
+        self.trt.init_libnvinfer_plugins(self.log, "")
+        for name in files:
+            path = Path(name).expanduser()
+            if not path.is_file():
+                raise UserError(f"plugins: {name}: no such file")
+            self.said.clear()
+            if self.trt.get_plugin_registry().load_library(str(path)) is None:
+                raise UserError(
+                    f"plugins: {name} does not load ({self.words()}); it must be built for TensorRT {self.version}, "
+                    f"and what it links to must be found: see ldd {name}"
+                )
+
+
+def open_library(module: Callable[[], Any] | None = None) -> Library:
+    """Import TensorRT and make its logger.
+
+    Args:
+        module: Gives the module; by default it is imported.
+
+    Raises:
+        UserError: It is not installed, its libraries are missing, or it is too old.
+    """
+    trt = (module or _import)()
+    version = str(trt.__version__)
+    if _numbers(version) < OLDEST:
+        raise UserError(f"TensorRT {version} is too old: {OLDEST[0]}.{OLDEST[1]} or later; {_REMEDY}")
+    said: deque[str] = deque(maxlen=KEPT_LINES)
+    return Library(trt=trt, version=version, log=_listener(trt, said), said=said)
+
+
+def _import() -> Any:
+    try:
+        import tensorrt
+    except ModuleNotFoundError as error:
+        raise UserError(f"TensorRT is not installed ({error}); {_REMEDY}") from error
+    except (ImportError, OSError) as error:  # the module is there, what it links to is not
+        raise UserError(
+            f"TensorRT's libraries are missing ({error}); {_REMEDY}, or put its lib folder into LD_LIBRARY_PATH"
+        ) from error
+    return tensorrt
+
+
+def _listener(trt: Any, said: deque[str]) -> Any:
+    """A logger that keeps warnings and errors instead of printing them."""
+    kept = (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR, trt.ILogger.WARNING)
+
+    class Listener(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, text: str) -> None:
+            if severity in kept:
+                said.append(" ".join(str(text).split()))
+
+    return Listener()
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None:
+        raise UserError(f"TensorRT names its version {version!r}, which is none; {_REMEDY}")
+    return int(found[1]), int(found[2])
