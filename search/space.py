@@ -156,9 +156,13 @@ class Space:
     def nearest(self, edges: Mapping[Edge, str]) -> Placement:
         """The placement that agrees with most of the given quantized edges.
 
-        A dimension is quantized when more than half of its edges are; it takes the precision
-        that most of them have. This is how a foreign Q/DQ model becomes a seed.
+        Where these are the edges of a placement of this space, the result has just these edges. Else a
+        dimension is quantized when more than half of its edges are; it takes the precision that most
+        of them have. This is how a foreign Q/DQ model becomes a seed.
         """
+        exact = Placement(tuple(_agreed(dimension, edges) for dimension in self.dimensions))
+        if self.resolve(exact) == tuple(sorted(edges.items())):
+            return exact
         choices = []
         for dimension in self.dimensions:
             votes = [edges.get(edge, FLOAT) for edge in dimension.edges]
@@ -181,6 +185,13 @@ class Space:
             return dimension.choices.index(precision) if precision in dimension.choices else 0
 
         return Placement(tuple(choice(dimension) for dimension in self.dimensions))
+
+
+def _agreed(dimension: Dimension, edges: Mapping[Edge, str]) -> int:
+    """The choice that all edges of a dimension agree on; 0 where they differ or it is none of the dimension's."""
+    found = {edges.get(edge, FLOAT) for edge in dimension.edges}
+    precision = found.pop() if len(found) == 1 else FLOAT
+    return dimension.choices.index(precision) if precision in dimension.choices else 0
 
 
 def digest_of(resolved: Resolved) -> str:

@@ -1,5 +1,7 @@
 """A foreign Q/DQ model becomes the placement that agrees with most of its edges."""
 
+import itertools
+
 import pytest
 
 from search.space import Dimension, Edge, Placement, Space
@@ -22,3 +24,23 @@ SPACE = Space(
 )
 def test_a_dimension_is_quantized_when_more_than_half_of_its_edges_are(precisions, choice):
     assert SPACE.nearest(dict(zip(EDGES, precisions, strict=False))) == Placement((choice,))
+
+
+def overlapping(*spans: tuple[int, ...]) -> Space:
+    """A dimension over each span of edges: a child region's input stands for several node inputs."""
+    return Space(
+        tuple(
+            Dimension(
+                name=f"d{number}", group="g", kind="node_input", choices=("float", "int8", "fp8"),
+                edges=tuple(EDGES[i] for i in span),
+            )
+            for number, span in enumerate(spans)
+        )
+    )  # fmt: skip
+
+
+def test_the_edges_of_a_placement_lead_back_to_these_edges_where_dimensions_overlap():
+    space = overlapping((0, 1), (1, 2), (2, 3, 4), (0, 1, 2))
+    for choices in itertools.product((0, 1), repeat=4):
+        asked = space.resolve(Placement(choices))
+        assert space.resolve(space.nearest(dict(asked))) == asked
