@@ -15,10 +15,11 @@ from harness.measure.stats import Interval
 from harness.records import Measured
 from harness.report.results import CellResults, Results
 from harness.report.samples import indistinct
+from harness.report.searching import float_ms
 from harness.run.plan import CellSpec
 from harness.run.rows import FLOAT_ROW, Pick
 
-__all__ = ["finalist_frame", "main_frame", "precision_frame"]
+__all__ = ["backend_of", "finalist_frame", "main_frame", "precision_frame"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +28,8 @@ MISSING = "missing"
 COLUMNS = (
     "cell", "model", "backend", "device", "precision", "quantized", "method", "latency_ms", "latency_low_ms",
     "latency_high_ms", "speedup", "speedup_low", "speedup_high", "metric", "score", "drop", "drop_low", "drop_high",
-    "pairs", "builds_ok", "builds", "minutes", "verdict", "reason", "decision", "seed", "budget", "search_ms", "row",
-    "sha256", "best", "tied",
+    "pairs", "builds_ok", "builds", "minutes", "verdict", "reason", "decision", "seed", "budget", "search_ms",
+    "shrinkage", "row", "sha256", "best", "tied",
 )  # fmt: skip
 
 
@@ -106,7 +107,7 @@ def _of_cell(cell: CellResults) -> dict[str, Any]:
     return {
         "cell": cell.name,
         "model": cell.facts["model"],
-        "backend": _backend(cell),
+        "backend": backend_of(cell),
         "device": _device(cell.facts),
         "precision": cell.facts["precision"],
         "quantized": cell.facts["precision"],
@@ -144,7 +145,7 @@ def _decision(cell: CellResults, line: Mapping[str, Any]) -> str:
     if not _obeys(cell, line):
         return "not shipped: accuracy" if line["score"] is not None else "not shipped: no accuracy"
     if verdict != "faster":
-        return f"not shipped: {verdict}"
+        return "tie: use float" if verdict == "tie" and line["method"] != FLOAT_ROW else f"not shipped: {verdict}"
     return "ship: fastest" if line["best"] else "ship"
 
 
@@ -170,6 +171,7 @@ def _line(cell: CellResults, pick: Pick) -> dict[str, Any]:
         "seed": pick.seed,
         "budget": pick.budget,
         "search_ms": pick.search_ms,
+        "shrinkage": _shrinkage(cell, pick),
         "row": pick.row,
         "sha256": None if row is None else row.sha256,
     }
@@ -198,6 +200,16 @@ def _drop(cell: CellResults, row: str) -> Interval | None:
     return Interval(value=value, low=float("nan"), high=float("nan"))
 
 
+def _shrinkage(cell: CellResults, pick: Pick) -> float | None:
+    """By how much the confirmed speedup is less than the one that the search saw: what choosing by luck had added."""
+    summary = cell.summaries.get(pick.row)
+    search = next((s for s in cell.searches if (s.searcher, s.seed) == (pick.method, pick.seed)), None)
+    base_ms = None if search is None else float_ms(cell, search)
+    if summary is None or base_ms is None or pick.search_ms is None:
+        return None
+    return summary.shrinkage(base_ms / pick.search_ms)
+
+
 def _builds(cell: CellResults, pick: Pick) -> tuple[int, int]:
     """Builds that worked, of those tried: in the search for a searcher, in the confirmation for the others."""
     if pick.kind == "search":
@@ -218,7 +230,7 @@ def _verdict(cell: CellResults, pick: Pick) -> tuple[str, str]:
     return ("not confirmed", "") if failed is None else (f"failed: {failed.stage}", failed.reason)
 
 
-def _backend(cell: CellResults) -> str:
+def backend_of(cell: CellResults) -> str:
     """The backend by the label that the experiment gave it: what the cell's name has between model and precision."""
     prefix, suffix = f"{cell.facts['model']}-", f"-{cell.facts['precision']}"
     label = cell.name.removeprefix(prefix).removesuffix(suffix)

@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
+from harness.measure.stats import Interval
+from harness.report.charts import charts_of
 from harness.report.document import document
+from harness.report.drawing import Picture, explanations_of
+from harness.report.explained import Effect
 from harness.report.frames import main_frame
-from harness.report.plots import COLOURS, envelope, front
+from harness.report.naming import METRICS, labels_of
+from harness.report.notes import partial
+from harness.report.plots import COLOURS
 from harness.report.results import CellResults, Results
 from harness.report.samples import sample_frame
-from harness.report.scenes import graph_of
-from harness.report.searching import budget_frame, curve_frame
-from harness.report.shown import METRICS, partial
+from harness.report.searching import budget_frame
 from harness.report.tables import Table, interval
-from harness.run.readback import evaluated
-from harness.run.rows import FLOAT_ROW
 
-__all__ = ["bounded", "index", "labels_of", "tried_frame"]
+__all__ = ["index"]
 
 WORDS = frozenset({
-    "model", "device", "precision", "method", "verdict", "decision", "cell", "searcher", "placement",
+    "model", "device", "precision", "method", "verdict", "decision", "cell", "searcher", "placement", "first", "second",
+    "reference", "variant", "parameters", "on",
 })  # fmt: skip
 """Columns that are sorted as text; all others by their first number."""
 KINDS = ("faster", "tie", "slower", "missing", "without a figure")
 
 
-def index(results: Results, tables: Sequence[Table]) -> str:
-    """The page."""
+def index(
+    results: Results, tables: Sequence[Table], graphs: Mapping[str, Mapping[str, Any]], pictures: Sequence[Picture] = ()
+) -> str:
+    """The page.
+
+    Args:
+        results: The results folder.
+        tables: Shown in this order, the first one open.
+        graphs: By cell, see `harness.report.scenes.graph_of`; cells without one say so.
+        pictures: Plots that are shown as they were drawn.
+    """
     main, budgets, samples = main_frame(results), budget_frame(results), sample_frame(results)
     cells = []
     for cell in results.cells:
@@ -42,8 +54,9 @@ def index(results: Results, tables: Sequence[Table]) -> str:
             {
                 "name": cell.name,
                 "labels": labels,
-                "charts": _charts(cell, main, budgets, samples[samples["cell"] == cell.name], labels),
-                "graph": graph_of(cell),
+                "charts": charts_of(cell, main, budgets, samples[samples["cell"] == cell.name], labels),
+                "graph": graphs.get(cell.name),
+                "effects": _effects(cell),
             }
         )
     values = {
@@ -52,7 +65,15 @@ def index(results: Results, tables: Sequence[Table]) -> str:
         "partial": partial(results),
         "verdicts": [_verdict(cell, main[main["cell"] == cell.name]) for cell in results.cells],
         "tables": [_table(table) for table in tables],
-        "cells": [{"name": cell["name"], "drawn": cell["graph"] is not None} for cell in cells],
+        "pictures": [_embedded(picture) for picture in pictures if not picture.cell],
+        "cells": [
+            {
+                "name": cell.name,
+                "drawn": cell.name in graphs,
+                "pictures": [_embedded(picture) for picture in pictures if picture.cell == cell.name],
+            }
+            for cell in results.cells
+        ],
         "environments": _environments(results.cells),
         "yaml": results.stored.text,
         "commands": _commands(results),
@@ -61,42 +82,28 @@ def index(results: Results, tables: Sequence[Table]) -> str:
     return document("page.html.j2", scripts, {"cells": cells, "colours": COLOURS}, values)
 
 
-def labels_of(cell: CellResults, main: pd.DataFrame) -> dict[str, str]:
-    """What the rows of a cell are called beside pictures: the methods of the main table that chose them.
-
-    Rows that other seeds or smaller budgets chose are called so; the baseline stands first.
-    """
-    names: dict[str, dict[str, None]] = {}
-    for line in main[(main["cell"] == cell.name) & (main["row"] != "")].to_dict("records"):
-        name = line["method"] if line["method"] != FLOAT_ROW else f"{FLOAT_ROW} {line['precision']}"
-        names.setdefault(line["row"], {})[name] = None
-    others: dict[str, dict[str, None]] = {}
-    for pick in cell.picks:
-        if pick.row and pick.row not in names:
-            others.setdefault(pick.row, {})[f"{pick.method}, seed {pick.seed} at {pick.budget}"] = None
-    return {row: ", ".join(found) for row, found in {**names, **others}.items()}
+def _embedded(picture: Picture) -> dict[str, str]:
+    """A picture in the page itself; as an image it can neither run a script nor load anything."""
+    data = base64.b64encode(picture.path.read_bytes()).decode()
+    return {"title": picture.title, "source": f"data:image/svg+xml;base64,{data}"}
 
 
-def bounded(main: pd.DataFrame) -> pd.DataFrame:
-    """Rows with latency and score, their latency's interval closed where a single build leaves it open."""
-    points = main[main["score"].notna() & main["latency_ms"].notna()].copy()
-    for column in ("latency_low_ms", "latency_high_ms"):
-        points[column] = points[column].where(
-            np.isfinite(points["latency_high_ms"].astype(float)), points["latency_ms"]
-        )
-    return points
+def _effects(cell: CellResults) -> dict[str, dict[str, dict[str, str]]]:
+    """By row what each pattern and each insertion point is worth, in words, where that was measured."""
+    return {
+        found.row: {
+            "patterns": {effect.pattern: _worth(effect) for effect in found.patterns},
+            "points": {effect.part: _worth(effect) for effect in found.points},
+        }
+        for found in explanations_of(cell)
+    }
 
 
-def tried_frame(cell: CellResults) -> pd.DataFrame:
-    """Latency and metric of every candidate that a search scored, by the search's own samples."""
-    goal = cell.goal
-    lines = [
-        (trial.score.objective, trial.score.metrics[cell.metric])
-        for search in cell.searches
-        for trial in evaluated(search.entries, goal)
-        if cell.metric is not None and cell.metric in trial.score.metrics
-    ]
-    return pd.DataFrame(lines, columns=["latency_ms", "score"]).drop_duplicates()
+def _worth(effect: Effect) -> str:
+    if effect.ratio is None:
+        return f"not measured: {effect.reason}"
+    without = Interval(**{k: 100 * (getattr(effect.ratio, k) - 1) for k in ("value", "low", "high")})
+    return f"without it {without.value:+.1f} % [{without.low:+.1f}, {without.high:+.1f}] time"
 
 
 def _verdict(cell: CellResults, lines: pd.DataFrame) -> dict[str, Any]:
@@ -126,7 +133,7 @@ def _accuracy(cell: CellResults, line: Mapping[Any, Any]) -> str:
     if pd.isna(line["score"]):
         return ""
     name, digits, unit = METRICS.get(line["metric"], (line["metric"], 4, ""))
-    bound = f", allowed {cell.goal.max_drop:g}" if cell.goal.metric is not None else ""
+    bound = "" if cell.allowed is None else f", allowed {cell.allowed:g}"
     drop = f" (drop {line['drop']:+.{digits}f}{bound})" if not pd.isna(line["drop"]) else ""
     return f"{name} {line['score']:.{digits}f}{unit}{drop}, {line['pairs']:.0f} Q/DQ pairs."
 
@@ -145,66 +152,6 @@ def _table(table: Table) -> dict[str, Any]:
     return {"name": table.name, "title": table.title, "heads": heads, "rows": rows, "notes": table.note.splitlines()}
 
 
-def _charts(
-    cell: CellResults, main: pd.DataFrame, budgets: pd.DataFrame, samples: pd.DataFrame, labels: Mapping[str, str]
-) -> dict[str, Any]:
-    curves = curve_frame([cell])
-    marks = budgets[budgets["cell"] == cell.name]
-    anytime = {
-        over: [
-            {"name": str(name), "x": _numbers(steps.index), **{key: _numbers(steps[key]) for key in steps}}
-            for name, part in curves.groupby("searcher", sort=False)
-            if len(steps := envelope(part, over))
-        ]
-        for over in ("evaluations", "minutes")
-    }
-    confirmed = [
-        {"name": row["searcher"], "x": row["budget"], **{key: row[key] for key in ("speedup", "low", "high")}}
-        for row in marks.to_dict("records")
-    ]
-    return {
-        "anytime": anytime,
-        "confirmed": confirmed,
-        "latency": [
-            {
-                "name": labels[row],
-                "quantiles": _numbers(np.quantile(part["latency_ms"], [0.05, 0.25, 0.5, 0.75, 0.95])),
-                "builds": _numbers(part.groupby("build")["latency_ms"].median()),
-            }
-            for row in labels
-            if len(part := samples[samples["row"] == row])
-        ],
-        "floor": cell.floor,
-        "pareto": _pareto(cell, main[main["cell"] == cell.name], labels),
-    }
-
-
-def _pareto(cell: CellResults, lines: pd.DataFrame, labels: Mapping[str, str]) -> dict[str, Any] | None:
-    points = bounded(lines)
-    if points.empty or cell.metric is None:
-        return None
-    best = front(points, cell.higher_is_better)
-    return {
-        "metric": METRICS.get(cell.metric, (cell.metric, 4, ""))[0],
-        "rows": [
-            {
-                "name": labels[row["row"]],
-                "x": row["latency_ms"],
-                "y": row["score"],
-                "low": row["latency_low_ms"],
-                "high": row["latency_high_ms"],
-            }
-            for row in points.drop_duplicates("row").to_dict("records")
-        ],
-        "front": [_numbers(best["latency_ms"]), _numbers(best["score"])],
-        "tried": [_numbers(pair) for pair in tried_frame(cell).to_numpy()],
-    }
-
-
-def _numbers(values: Any) -> list[float]:
-    return [float(f"{value:.6g}") for value in np.asarray(values, dtype=float)]
-
-
 def _environments(cells: Sequence[CellResults]) -> list[dict[str, str]]:
     """Each machine once, with the cells that ran on it."""
     found: dict[str, list[str]] = {}
@@ -219,5 +166,4 @@ def _commands(results: Results) -> list[str]:
     commits = {str(cell.environment.get("git_commit", "")) for cell in results.cells} - {""}
     lines = [f"git checkout {commit}" for commit in sorted(c.removesuffix("+changes") for c in commits)]
     lines += ["pip install -c constraints.txt -e ."]
-    lines += [f"qdq run {folder}/experiment.yaml --out {folder}-again", f"qdq compare {folder} {folder}-again"]
-    return [*lines, f"qdq report {folder}"]
+    return [*lines, f"qdq reproduce {folder}", f"qdq report {folder}"]

@@ -17,7 +17,10 @@ from matplotlib.ticker import MaxNLocator
 
 from harness.measure.stats import median_ci
 
-__all__ = ["COLOURS", "FORMATS", "anytime", "budget_bars", "envelope", "front", "latencies", "pareto"]
+__all__ = [
+    "COLOURS", "FORMATS", "LINES", "anytime", "budget_bars", "drawn", "envelope", "front", "latencies", "name_lines",
+    "pareto",
+]  # fmt: skip
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 LINES = ("-", "--", "-.", ":")
@@ -27,7 +30,7 @@ FORMATS = ("png", "svg")
 
 
 @contextmanager
-def _drawn(path: Path, height: float = 4.0) -> Iterator[Axes]:
+def drawn(path: Path, height: float = 4.0, *, grid: bool = True) -> Iterator[Axes]:
     """Axes of a figure that is written as PNG and SVG; names are shown as they stand, no markup is read.
 
     The SVG holds no date and no random identifiers: same results, same bytes.
@@ -37,7 +40,8 @@ def _drawn(path: Path, height: float = 4.0) -> Iterator[Axes]:
         figure = Figure(figsize=(6.4, height), layout="constrained")
         axes = figure.subplots()
         yield axes
-        axes.grid(alpha=0.25)
+        if grid:
+            axes.grid(alpha=0.25)
         axes.set_axisbelow(True)
         path.parent.mkdir(parents=True, exist_ok=True)
         for kind in FORMATS:
@@ -45,17 +49,23 @@ def _drawn(path: Path, height: float = 4.0) -> Iterator[Axes]:
             figure.savefig(path.with_name(f"{path.name}.{kind}"), dpi=200, metadata=metadata)
 
 
-def envelope(curves: pd.DataFrame, over: Literal["evaluations", "minutes"]) -> pd.DataFrame:
-    """Median of the incumbent's speedup over seeds, with its interval, wherever any seed has a new figure.
+def name_lines(name: str, width: int) -> str:
+    """A long name on several lines."""
+    return textwrap.fill(name, width)
+
+
+def envelope(curves: pd.DataFrame, over: Literal["evaluations", "minutes"], value: str = "speedup") -> pd.DataFrame:
+    """Median of a figure of the incumbent over seeds, with its interval, wherever any seed has a new figure.
 
     Args:
-        curves: Of one searcher: seed, evaluations, minutes, speedup.
+        curves: Of one searcher: seed, evaluations, minutes and the figure.
         over: What the steps go over; the index of the answer.
+        value: Name of the figure.
 
     Returns:
         Columns value, low, high: the 95 % interval of the median; the range where there are fewer than six seeds.
     """
-    table = curves.pivot_table(index=over, columns="seed", values="speedup").ffill().dropna()
+    table = curves.pivot_table(index=over, columns="seed", values=value).ffill().dropna()
     found = [median_ci(row) for row in table.to_numpy()]
     lines = [(interval.value, interval.low, interval.high) for interval in found]
     return pd.DataFrame(lines, index=table.index, columns=["value", "low", "high"])
@@ -79,7 +89,7 @@ def anytime(
         over: The x axis.
         confirmed: Columns searcher, budget, speedup, low, high: fresh measurements, drawn as marks over evaluations.
     """
-    with _drawn(path) as axes:
+    with drawn(path) as axes:
         for index, (searcher, part) in enumerate(curves.groupby("searcher", sort=False)):
             colour, line = COLOURS[index % len(COLOURS)], LINES[index % len(LINES)]
             steps = envelope(part, over)
@@ -118,7 +128,7 @@ def budget_bars(budgets: pd.DataFrame, title: str, path: Path) -> None:
     """
     searchers, sizes = list(dict.fromkeys(budgets["searcher"])), sorted(set(budgets["budget"]))
     width = 0.8 / len(sizes)
-    with _drawn(path, height=3.4) as axes:
+    with drawn(path, height=3.4) as axes:
         for index, size in enumerate(sizes):
             part = budgets[budgets["budget"] == size]
             place = [searchers.index(name) + (index - (len(sizes) - 1) / 2) * width for name in part["searcher"]]
@@ -144,7 +154,7 @@ def latencies(samples: Mapping[str, pd.DataFrame], floor: float | None, title: s
         title: Shown above the axes.
         path: Where to write, without suffix.
     """
-    with _drawn(path, height=1.5 + 0.36 * len(samples)) as axes:
+    with drawn(path, height=1.5 + 0.36 * len(samples)) as axes:
         middle = float(next(iter(samples.values()))["latency_ms"].median())
         if floor is not None:
             axes.axvspan(middle / (1 + floor), middle * (1 + floor), color="0.85")
@@ -156,7 +166,7 @@ def latencies(samples: Mapping[str, pd.DataFrame], floor: float | None, title: s
             axes.plot([median], [place], marker="|", markersize=9, color="white")
             builds = part.groupby("build")["latency_ms"].median()
             axes.plot(builds, np.full(len(builds), place - 0.27), "o", ms=2.6, color=COLOURS[1], linestyle="none")
-        axes.set_yticks(range(len(samples)), [textwrap.fill(name, 26) for name in samples])
+        axes.set_yticks(range(len(samples)), [name_lines(name, 26) for name in samples])
         axes.set_ylim(len(samples) - 0.6, -0.8)
         grey = "" if floor is None else f"\ngrey: A/A floor, {floor:.1%} around the baseline's median"
         axes.set_xlabel(f"latency, ms\nbar: middle half; line: 5 to 95 %; dots: medians of builds{grey}")
@@ -189,7 +199,7 @@ def pareto(points: pd.DataFrame, tried: pd.DataFrame, words: Mapping[str, str], 
         path: Where to write, without suffix.
         higher: A higher score is better.
     """
-    with _drawn(path) as axes:
+    with drawn(path) as axes:
         axes.plot(
             tried["latency_ms"], tried["score"], ".", color="0.72", ms=4, label="scored in the searches", zorder=1
         )
@@ -200,7 +210,7 @@ def pareto(points: pd.DataFrame, tried: pd.DataFrame, words: Mapping[str, str], 
             axes.errorbar(
                 [row["latency_ms"]], [row["score"]], xerr=errors, fmt=MARKS[index % len(MARKS)],
                 color=COLOURS[index % len(COLOURS)], ms=6, capsize=2, elinewidth=0.9, zorder=3,
-                label=textwrap.fill(row["label"], 30),
+                label=name_lines(row["label"], 30),
             )  # fmt: skip
         axes.set_xlabel("latency, ms (confirmed rows: 95 % interval)")
         axes.set_ylabel(words["metric"])

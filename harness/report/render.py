@@ -1,4 +1,4 @@
-"""Writes everything that a report consists of."""
+"""Writes everything that a report consists of, and gives it as frames."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ from pathlib import Path
 
 import pandas as pd
 
-from harness.report import plots
+from harness.report.drawing import draw
 from harness.report.frames import finalist_frame, main_frame, precision_frame
-from harness.report.page import bounded, index, labels_of, tried_frame
-from harness.report.results import CellResults, Results
+from harness.report.notes import partial
+from harness.report.page import index
+from harness.report.results import Results
 from harness.report.results import load as load_results
 from harness.report.samples import sample_frame, variance_frame
+from harness.report.scenes import graph_of, keep_graph
 from harness.report.searching import budget_frame, cost_frame, curve_frame, target_frame
-from harness.report.shown import METRICS, partial, tables_of
+from harness.report.shown import tables_of
+from harness.report.study import ablation_frame, pair_frame, score_frame
 from harness.report.tables import Table, markdown, note_markdown, write_table
+from harness.report.transfer import transfer_frame
+from harness.report.volumes import volume_frame
 from harness.run.journal import writing
 from harness.run.rows import write_text
 
-__all__ = ["Frames", "draw", "load", "render", "text_of", "write_tables"]
+__all__ = ["Frames", "load", "render", "text_of", "write_tables"]
 
 SHOWN = ("main", "budget", "cost")
 """Tables that go to the terminal; the files have all."""
@@ -38,6 +43,11 @@ class Frames:
         targets: Evaluations and minutes to a share of the best gain.
         cost: Where the searches spent their time.
         curves: The incumbent after every evaluation of every search.
+        volumes: Hypervolume of latency and accuracy after every evaluation that was scored.
+        scores: Searchers against random search.
+        pairs: Searchers against each other, over all cells.
+        ablation: Searchers against variants of themselves.
+        transfer: Placements found on one backend and run on another.
         samples: Every latency of the confirmation.
         variance: How much inferences, turns and builds scatter.
         complete: Everything that the experiment asks for is there.
@@ -50,6 +60,11 @@ class Frames:
     targets: pd.DataFrame
     cost: pd.DataFrame
     curves: pd.DataFrame
+    volumes: pd.DataFrame
+    scores: pd.DataFrame
+    pairs: pd.DataFrame
+    ablation: pd.DataFrame
+    transfer: pd.DataFrame
     samples: pd.DataFrame
     variance: pd.DataFrame
     complete: bool
@@ -70,6 +85,11 @@ def load(folder: Path | str) -> Frames:
         targets=target_frame(results),
         cost=cost_frame(results),
         curves=curve_frame(results.cells),
+        volumes=volume_frame(results.cells),
+        scores=score_frame(results),
+        pairs=pair_frame(results),
+        ablation=ablation_frame(results),
+        transfer=transfer_frame(results),
         samples=sample_frame(results),
         variance=variance_frame(results),
         complete=results.complete,
@@ -79,7 +99,9 @@ def load(folder: Path | str) -> Frames:
 def render(folder: Path) -> str:
     """Write tables, plots and the page into `folder/report`; gives the main, budget and cost tables as Markdown.
 
-    Of a run that is still going on, what is there is shown, and the text says UNFINISHED.
+    Where the exported models are there, the graph of each cell is kept in `CELL/graph.json`: with it, and without the
+    models, the same page can be written again. Of a run that is still going on, what is there is shown, and the text
+    says UNFINISHED.
 
     Raises:
         UserError: Not a results folder, a damaged one, or the report cannot be written.
@@ -88,8 +110,12 @@ def render(folder: Path) -> str:
     out = folder / "report"
     with writing(out):
         tables = write_tables(results, out)
-        draw(results, out)
-        write_text(out / "index.html", index(results, tables))
+        pictures = draw(results, out)
+        graphs = {cell.name: graph for cell in results.cells if (graph := graph_of(cell)) is not None}
+        for cell in results.cells:
+            if cell.name in graphs:
+                keep_graph(cell, graphs[cell.name])
+        write_text(out / "index.html", index(results, tables, graphs, pictures))
     return text_of(results, tables)
 
 
@@ -107,30 +133,3 @@ def text_of(results: Results, tables: Sequence[Table]) -> str:
     if not any(cell.picks for cell in results.cells):
         shown.insert(0, "No search has ended yet." if results.cells else "No cell has begun yet.")
     return "\n\n".join(shown if tables else [*shown, partial(results)])
-
-
-def draw(results: Results, out: Path) -> None:
-    """Write the plots of every cell, as PNG and SVG."""
-    main, budgets, samples = main_frame(results), budget_frame(results), sample_frame(results)
-    for cell in results.cells:
-        marks = budgets[budgets["cell"] == cell.name]
-        curves = curve_frame([cell])
-        if len(curves):
-            plots.anytime(curves, cell.name, out / f"anytime-{cell.name}", confirmed=marks)
-            plots.anytime(curves, cell.name, out / f"anytime-minutes-{cell.name}", over="minutes")
-        if len(marks):
-            plots.budget_bars(marks, cell.name, out / f"budget-{cell.name}")
-        _draw_confirmed(cell, main[main["cell"] == cell.name], samples[samples["cell"] == cell.name], out)
-
-
-def _draw_confirmed(cell: CellResults, main: pd.DataFrame, samples: pd.DataFrame, out: Path) -> None:
-    labels = labels_of(cell, main)
-    rows = {labels[row]: part for row in labels if len(part := samples[samples["row"] == row])}
-    if rows:
-        plots.latencies(rows, cell.floor, cell.name, out / f"latency-{cell.name}")
-    points = bounded(main)
-    if len(points) and cell.metric is not None:
-        words = {"title": cell.name, "metric": METRICS.get(cell.metric, (cell.metric, 4, ""))[0]}
-        path = out / f"pareto-{cell.name}"
-        points = points.assign(label=points["row"].map(labels))
-        plots.pareto(points, tried_frame(cell), words, path, higher=cell.higher_is_better)

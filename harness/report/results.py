@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from harness.measure.events import Dropped, Event
 from harness.records import SCHEMA, Failed
 from harness.report.stored import Stored, read_stored
 from harness.run.confirming import read_events, read_floor
-from harness.run.engine import Goal
+from harness.run.goal import Goal
 from harness.run.journal import Entry, read_journal
 from harness.run.rows import FLOAT_ROW, Pick, Row, read_rows
 from harness.run.scores import read_scores
@@ -86,10 +86,27 @@ class CellResults:
         return Goal(**{key: value for key, value in self.facts["goal"].items() if key in known})
 
     @property
+    def paced(self) -> Goal:
+        """The goal as readers of latency want it: the same bounds, but the fastest counts, whatever was minimised."""
+        return replace(self.goal, minimize="latency")
+
+    @property
+    def allowed(self) -> float | None:
+        """Largest loss of the metric that the experiment allows; None: any."""
+        goal = self.goal
+        return None if goal.metric is None else goal.max_drop
+
+    @property
     def metric(self) -> str | None:
         """Name of the evaluator's figure; None where nothing was scored."""
         name = self.facts.get("metric")
         return None if name is None else str(name)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is odd about the activations on calibration data."""
+        found = self.facts.get("calibration_remarks")
+        return tuple(str(text) for text in found) if isinstance(found, list) else ()
 
     @property
     def higher_is_better(self) -> bool:

@@ -1,9 +1,15 @@
-"""Graphs of a results folder: each cell's model as a picture, and the Q/DQ edges of each row on it."""
+"""Graphs of a results folder: each cell's model as a picture, and the Q/DQ edges of each row on it.
+
+They are read off the exported files, so what is drawn is what was timed. Those files are large and kept out of version
+control, so the picture is kept beside them as `graph.json`: a fresh clone renders the same page.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from harness import registry
@@ -17,27 +23,64 @@ from harness.graph.regions import discover
 from harness.graph.space import build_space
 from harness.report.picture import marks_of, scene_of
 from harness.report.results import CellResults
-from harness.run.rows import FLOAT_ROW
+from harness.run.rows import FLOAT_ROW, write_text
 from search.space import Dimension
 
-__all__ = ["graph_of"]
+__all__ = ["graph_of", "keep_graph"]
 
+FILE = "graph.json"
+SCHEMA = 1
+MAX_BYTES = 50_000_000
 logger = logging.getLogger(__name__)
 
 
 def graph_of(cell: CellResults) -> dict[str, Any] | None:
     """The picture of a cell's model (`scene`, see `picture`) and by row id the quantized edges (`marks`).
 
-    It is read off the exported files, so what is drawn is what was timed; None where they are not in the folder.
+    From the exported files, else from `graph.json`; marks of rows whose file has changed since are left out. None where
+    there is neither.
     """
+    kept = _kept(cell)
     row = cell.rows.get(FLOAT_ROW)
     path = None if row is None else cell.folder / "models" / row.file
     if path is None or not path.exists():
-        return None
+        return kept
     model = load(path, source=str(cell.facts.get("source", cell.facts["model"])))
     root = discover(model)
     scene = scene_of(model, root, find_patterns(model, root), _dimensions(cell, model))
-    return {"scene": scene, "marks": _marks(cell, model)}
+    same = kept is not None and kept["scene"].get("nodes") == scene["nodes"]
+    return {"scene": scene, "marks": {**(kept["marks"] if kept and same else {}), **_marks(cell, model)}}
+
+
+def keep_graph(cell: CellResults, graph: Mapping[str, Any]) -> None:
+    """Write `graph.json` where it does not say so already.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    rows = {row: cell.rows[row].sha256 for row in graph["marks"] if row in cell.rows}
+    text = json.dumps({"schema": SCHEMA, "rows": rows, **graph}, separators=(",", ":"), allow_nan=False)
+    path = cell.folder / FILE
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        write_text(path, text)
+
+
+def _kept(cell: CellResults) -> dict[str, Any] | None:
+    path = cell.folder / FILE
+    try:
+        if not path.exists() or path.stat().st_size > MAX_BYTES:
+            return None
+        body = json.loads(path.read_text(encoding="utf-8"))
+        if body["schema"] != SCHEMA:
+            return None
+        current = {row for row, sha256 in body["rows"].items() if row in cell.rows and cell.rows[row].sha256 == sha256}
+        return {
+            "scene": dict(body["scene"]),
+            "marks": {row: body["marks"][row] for row in body["marks"].keys() & current},
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("%s: damaged, so there is no graph: %s", path, error)
+        return None
 
 
 def _dimensions(cell: CellResults, model: Model) -> tuple[Dimension, ...]:
@@ -56,7 +99,7 @@ def _dimensions(cell: CellResults, model: Model) -> tuple[Dimension, ...]:
 def _marks(cell: CellResults, model: Model) -> Mapping[str, list[list[Any]]]:
     found: dict[str, list[list[Any]]] = {}
     for row in cell.rows.values():
-        path = cell.folder / "models" / row.file
+        path: Path = cell.folder / "models" / row.file
         if not row.pairs:
             found[row.id] = []
         elif path.exists():

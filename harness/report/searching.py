@@ -15,7 +15,7 @@ from harness.report.results import CellResults, Results, Search
 from harness.run.readback import incumbents
 from harness.run.rows import FLOAT_ROW
 
-__all__ = ["TARGETS", "budget_frame", "cost_frame", "curve_frame", "target_frame"]
+__all__ = ["TARGETS", "budget_frame", "cost_frame", "curve_frame", "final_speedups", "float_ms", "target_frame"]
 
 TARGETS = (0.95, 0.99)
 """Shares of the best gain that any search of the cell found."""
@@ -48,8 +48,23 @@ def budget_frame(results: Results) -> pd.DataFrame:
     return frame.assign(best=frame["speedup"] == top, tied=frame["high"] >= lowest)
 
 
+def final_speedups(cell: CellResults) -> dict[str, dict[int, float]]:
+    """Confirmed speedup at the largest budget, by searcher and seed."""
+    largest = max((pick.budget or 0 for pick in cell.picks), default=0)
+    found: dict[str, dict[int, float]] = {}
+    for pick in cell.picks:
+        final = pick.kind == "search" and pick.rank == 0 and pick.budget == largest
+        if final and pick.seed is not None and pick.row in cell.summaries:
+            found.setdefault(pick.method, {})[pick.seed] = cell.summaries[pick.row].speedup.value
+    return found
+
+
 def cost_frame(results: Results) -> pd.DataFrame:
-    """What each search took, in seconds: build, sampling, evaluation, failures, and the harness's own rest."""
+    """What each search took, in seconds: build, sampling, evaluation, failures, and the harness's own rest.
+
+    `saved` are the readings that racing spared, an estimate; `surprises` the candidates that were built again before
+    anyone believed them; `disturbed` those whose first readings were thrown away.
+    """
     return pd.DataFrame([_cost(cell, search) for cell in results.cells for search in cell.searches if _told(search)])
 
 
@@ -62,10 +77,17 @@ def _cost(cell: CellResults, search: Search) -> dict[str, Any]:
         "evaluation_s": sum(outcome.evaluate_s for outcome in good),
         "failures_s": sum(t.outcome.wall_s for t in told if not isinstance(t.outcome, Measured)),
     }
+    readings = {
+        "readings": sum(len(o.samples_ms) + sum(len(more) for more in o.retaken_ms) for o in good),
+        "saved": sum(outcome.saved for outcome in good),
+        "surprises": sum(bool(outcome.retaken_ms) for outcome in good),
+        "disturbed": sum(bool(outcome.trouble) for outcome in good),
+    }
     total_s = told[-1].elapsed_s
     return {
         "cell": cell.name, "searcher": search.searcher, "seed": search.seed, "evaluations": len(told),
         "total_s": total_s, **spent, "harness_s": max(0.0, total_s - sum(spent.values())),
+        **readings,
     }  # fmt: skip
 
 
@@ -83,16 +105,16 @@ def curve_frame(cells: Iterable[CellResults]) -> pd.DataFrame:
 def _curves(cell: CellResults) -> list[dict[str, Any]]:
     lines = []
     for search in cell.searches:
-        float_ms = _float_ms(cell, search)
-        objectives = {step.evaluations: step.score.objective for step in incumbents(search.entries, cell.goal)}
+        base_ms = float_ms(cell, search)
+        objectives = {step.evaluations: step.score.objective for step in incumbents(search.entries, cell.paced)}
         best = None
         for number, told in enumerate(_told(search), 1):
             best = objectives.get(number, best)
-            if best is not None and float_ms is not None:
+            if best is not None and base_ms is not None:
                 lines.append(
                     {
                         "cell": cell.name, "searcher": search.searcher, "seed": search.seed, "evaluations": number,
-                        "minutes": told.elapsed_s / 60, "speedup": float_ms / best,
+                        "minutes": told.elapsed_s / 60, "speedup": base_ms / best,
                     }
                 )  # fmt: skip
     return lines
@@ -109,7 +131,7 @@ def target_frame(results: Results) -> pd.DataFrame:
         searches: dict[str, list[Search]] = {}
         for search in cell.searches:
             searches.setdefault(search.searcher, []).append(search)
-        steps = [step for search in cell.searches for step in incumbents(search.entries, cell.goal)]
+        steps = [step for search in cell.searches for step in incumbents(search.entries, cell.paced)]
         best_ms = min((step.score.objective for step in steps), default=math.inf)
         for searcher, found in searches.items() if math.isfinite(best_ms) else ():
             for share in TARGETS:
@@ -128,9 +150,9 @@ def target_frame(results: Results) -> pd.DataFrame:
 
 def _spent_until(cell: CellResults, search: Search, best_ms: float, share: float) -> tuple[float, float]:
     """Evaluations and minutes until the gain over the float model reached a share of the best; infinite if never."""
-    float_ms = _float_ms(cell, search)
-    for step in incumbents(search.entries, cell.goal):
-        if float_ms is not None and float_ms - step.score.objective >= share * (float_ms - best_ms):
+    base_ms = float_ms(cell, search)
+    for step in incumbents(search.entries, cell.paced):
+        if base_ms is not None and base_ms - step.score.objective >= share * (base_ms - best_ms):
             return step.evaluations, step.elapsed_s / 60
     return math.inf, math.inf
 
@@ -141,7 +163,7 @@ def _middle(values: Iterable[float]) -> Interval:
     return Interval(value=middle, low=ordered[0], high=ordered[-1])
 
 
-def _float_ms(cell: CellResults, search: Search) -> float | None:
+def float_ms(cell: CellResults, search: Search) -> float | None:
     """The float model's latency in this search; where it was no seed of it, the confirmed one."""
     for entry in search.entries:
         if not any(entry.asked.choices) and entry.told is not None and isinstance(entry.told.outcome, Measured):

@@ -3,50 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pandas as pd
 
 from harness.report.frames import finalist_frame, main_frame, precision_frame
-from harness.report.results import CellResults, Results
+from harness.report.naming import METRICS
+from harness.report.notes import (
+    BUDGET_NOTE,
+    COST_NOTE,
+    FINALIST_NOTE,
+    PRECISION_NOTE,
+    SIDE_NOTE,
+    TARGET_NOTE,
+    VARIANCE_NOTE,
+    main_note,
+)
+from harness.report.results import Results
 from harness.report.samples import variance_frame
 from harness.report.searching import budget_frame, cost_frame, target_frame
+from harness.report.shown_studies import study_tables
 from harness.report.tables import MISSING, Table, interval
+from harness.run.rows import FLOAT_ROW
 
-__all__ = ["METRICS", "partial", "tables_of"]
+__all__ = ["tables_of"]
 
-BUDGET_NOTE = (
-    "Confirmed speedup over the float baseline of the incumbent after so many evaluations: median over seeds "
-    "[95 % interval of the median; the range where there are fewer than six seeds]. Bold: the highest median of a "
-    "cell; underlined: its interval meets that of the highest."
-)
-FINALIST_NOTE = (
-    "Every placement that a search sent to the confirmation at its largest budget; METHOD #2 is the second best of a "
-    "search by its own samples. The main table shows the best of each searcher by these samples, never by the "
-    "confirmed ones."
-)
-COST_NOTE = (
-    "Searches of a cell together, wall-clock from the first proposal; composing, calibration and confirmation are "
-    "not in it. Harness: the share outside build, sampling, evaluation and failed candidates."
-)
-PRECISION_NOTE = (
-    "Decision: shipped is what is faster than the float baseline beyond the noise, and whose drop of accuracy is "
-    "within the bound where there is one. Brackets: 95 %; of the drop by the paired bootstrap over images, where the "
-    "run kept what it takes."
-)
-SIDE_NOTE = "The same methods on the same model and device, quantized to different precisions; speedup over float."
-TARGET_NOTE = (
-    "Evaluations (minutes) until the incumbent had this share of the best gain that any search of the cell found, by "
-    "search samples: median over seeds, range in brackets, and how many of the seeds came so far. Initial placements "
-    "count."
-)
-VARIANCE_NOTE = (
-    "Relative standard deviation of single inferences within a turn, of turns within a build, and of fresh builds: "
-    "nested analysis of variance on logarithms, median over the rows of a cell."
-)
-METRICS = {"map": ("mAP", 4, ""), "top1": ("top-1", 4, ""), "sqnr_db": ("SQNR", 1, " dB")}
-"""How a metric is shown: name, digits, unit. Others are shown under their own name with four digits."""
 LATENCY, SPEEDUP = "latency ms [CI]", "speedup [CI]"
 
 
@@ -55,7 +37,7 @@ def tables_of(results: Results) -> Iterator[Table]:
     main, precision = _told_apart(main_frame(results)), _told_apart(precision_frame(results))
     finalists = finalist_frame(results)
     found = (
-        _marked("main", "Main results", main, _main_row, _note(results)),
+        _marked("main", "Main results", main, _main_row, main_note(results)),
         _marked("precision", "Precision and decision", precision, _precision_row, PRECISION_NOTE),
         _side_by_side(main),
         _budgets(budget_frame(results)),
@@ -68,6 +50,7 @@ def tables_of(results: Results) -> Iterator[Table]:
             note=FINALIST_NOTE,
         ),
         _cost(cost_frame(results)),
+        *study_tables(results),
         _variance(variance_frame(results)),
     )
     return (table for table in found if len(table.cells))
@@ -77,12 +60,6 @@ def _told_apart(main: pd.DataFrame) -> pd.DataFrame:
     """Devices with the backend before them where there are several backends."""
     several = main["backend"].nunique() > 1
     return main.assign(device=main["backend"] + " on " + main["device"]) if several else main
-
-
-def partial(results: Results) -> str:
-    """What a run that has not ended still lacks; "" where nothing."""
-    names = [cell.name for cell in results.cells if not cell.complete] + list(results.waiting)
-    return f"UNFINISHED, so this is partial: {', '.join(names)}; run the same command again to go on." if names else ""
 
 
 def _marked(
@@ -99,48 +76,6 @@ def _marked(
     )
 
 
-def _note(results: Results) -> str:
-    floors = [f"{cell.name} {cell.floor:.1%}" for cell in results.cells if cell.floor is not None]
-    random = sorted({cell.facts["model"] for cell in results.cells if cell.facts["calibrated_on"] == "random data"})
-    bounds = sorted({cell.goal.max_drop for cell in results.cells if cell.goal.metric is not None})
-    builds = sorted({cell.builds for cell in results.cells if cell.builds is not None})
-    within = f" among those whose drop is at most {', '.join(f'{b:g}' for b in bounds)}" if bounds else ""
-    lines = [
-        f"Latency: geometric mean over {' or '.join(str(n) for n in builds) or 'some'} fresh builds (the baseline: "
-        f"more) of their median turns. Speedup: {_denominator(results.cells)}, paired by turns. "
-        "Intervals: 95 %, Student's over builds.",
-        "Tie: the interval contains 1, or the gain is below 1 % or below the A/A floor. Drop: loss against the float "
-        f"baseline, positive is worse. Bold: the fastest of a finished cell{within}. Underlined: not distinguishable "
-        "from it by the same rule, paired. Builds ok: in the search for a searcher, in the confirmation for the "
-        "others.",
-        f"A/A floor: {', '.join(floors) if floors else 'not measured yet'}.",
-    ]
-    if random:
-        lines.append(f"Calibrated on random data (no accuracy): {', '.join(random)}.")
-    return "\n".join([*lines, *filter(None, [partial(results)])])
-
-
-def _denominator(cells: Iterable[CellResults]) -> str:
-    """What the speedups are over, by cell where cells differ."""
-    groups: dict[str, list[str]] = {}
-    for cell in cells:
-        groups.setdefault(_float_baseline(cell), []).append(cell.name)
-    if len(groups) == 1:
-        return f"over the float model {next(iter(groups))}"
-    parts = [f"{how} ({', '.join(names)})" for how, names in groups.items()]
-    return f"over the float model {', '.join(parts)}"
-
-
-def _float_baseline(cell: CellResults) -> str:
-    backend = cell.facts["backend"]
-    precision = backend.get("float_precision")
-    if cell.float_measured:
-        return f"at {precision}, the fastest float precision by measurement"
-    if precision is None:
-        return "as it is"
-    return f"at {precision} (pinned)" if len(backend.get("float_params", {})) > 1 else f"at {precision}"
-
-
 def _formatted(raw: pd.DataFrame, show: Callable[[dict[Any, Any]], dict[str, str]]) -> pd.DataFrame:
     return pd.DataFrame([show(row) for row in raw.to_dict("records")])
 
@@ -154,25 +89,25 @@ def _main_row(row: dict[Any, Any]) -> dict[str, str]:
         LATENCY: interval(row["latency_ms"], row["latency_low_ms"], row["latency_high_ms"], 3),
         SPEEDUP: interval(row["speedup"], row["speedup_low"], row["speedup_high"]),
         "mAP or top-1": _score(row),
-        "drop": _drop(row),
+        "drop [CI]": _drop(row),
         "Q/DQ pairs": MISSING if pd.isna(row["pairs"]) else f"{row['pairs']:.0f}",
         "builds ok": f"{row['builds_ok']}/{row['builds']}",
         "minutes": MISSING if pd.isna(row["minutes"]) else f"{row['minutes']:.1f}",
-        "verdict": row["verdict"],
+        "verdict": "tie: use float" if row["verdict"] == "tie" and row["method"] != FLOAT_ROW else row["verdict"],
     }
 
 
 def _precision_row(row: dict[Any, Any]) -> dict[str, str]:
     shown = _main_row(row)
-    kept = ("model", "device", "precision", "method", LATENCY, SPEEDUP, "mAP or top-1")
-    drop = interval(row["drop"], row["drop_low"], row["drop_high"], _digits(row))
-    return {**{column: shown[column] for column in kept}, "drop [CI]": drop, "decision": row["decision"]}
+    kept = ("model", "device", "precision", "method", LATENCY, SPEEDUP, "mAP or top-1", "drop [CI]")
+    return {**{column: shown[column] for column in kept}, "decision": row["decision"]}
 
 
 def _finalist_row(row: dict[Any, Any]) -> dict[str, str]:
     shown = _main_row(row)
-    kept = ("method", LATENCY, SPEEDUP, "mAP or top-1", "drop", "Q/DQ pairs", "verdict")
+    kept = ("method", LATENCY, SPEEDUP, "mAP or top-1", "drop [CI]", "Q/DQ pairs", "verdict")
     line = {"cell": row["cell"], **{column: shown[column] for column in kept}}
+    line["shrinkage"] = MISSING if pd.isna(row["shrinkage"]) else f"{row['shrinkage']:+.2f}"
     return {**line, "seed": f"{row['seed']:.0f}", "placement": row["row"] or MISSING}
 
 
@@ -184,12 +119,12 @@ def _score(row: dict[Any, Any]) -> str:
 
 
 def _drop(row: dict[Any, Any]) -> str:
-    unit = METRICS.get(row["metric"], ("", 4, ""))[2]
-    return MISSING if pd.isna(row["drop"]) else f"{row['drop']:+.{_digits(row)}f}{unit}"
-
-
-def _digits(row: dict[Any, Any]) -> int:
-    return METRICS.get(row["metric"], ("", 4, ""))[1]
+    if pd.isna(row["drop"]):
+        return MISSING
+    digits, unit = METRICS.get(row["metric"], ("", 4, ""))[1:]
+    if pd.isna(row["drop_low"]) or pd.isna(row["drop_high"]):
+        return f"{row['drop']:+.{digits}f}{unit}"
+    return f"{row['drop']:+.{digits}f} [{row['drop_low']:+.{digits}f}, {row['drop_high']:+.{digits}f}]{unit}"
 
 
 def _side_by_side(main: pd.DataFrame) -> Table:
@@ -213,7 +148,7 @@ def _side(precision: str, row: dict[Any, Any] | None) -> dict[str, str]:
     if row is None:
         return dict.fromkeys(names, MISSING)
     shown = _main_row(row)
-    return dict(zip(names, (shown[LATENCY], shown[SPEEDUP], shown["drop"], row["decision"]), strict=True))
+    return dict(zip(names, (shown[LATENCY], shown[SPEEDUP], shown["drop [CI]"], row["decision"]), strict=True))
 
 
 def _budgets(budgets: pd.DataFrame) -> Table:
@@ -268,7 +203,10 @@ def _cost(cost: pd.DataFrame) -> Table:
             for what in ("build", "sampling", "evaluation", "failures", "harness")
         }
         line = {"cell": cell, "searches": str(len(part)), "evaluations": str(part["evaluations"].sum())}
-        lines.append({**line, "minutes": f"{total_s / 60:.1f}", **shares})
+        wanted = part["readings"].sum() + part["saved"].sum()
+        racing = f"{part['saved'].sum() / wanted:.1%}" if wanted else MISSING
+        counted = {"readings saved": racing, "built again": str(part["surprises"].sum())}
+        lines.append({**line, "minutes": f"{total_s / 60:.1f}", **shares, **counted})
     return Table(name="cost", title="Cost of the searches", cells=pd.DataFrame(lines), raw=cost, note=COST_NOTE)
 
 

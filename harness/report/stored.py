@@ -29,6 +29,7 @@ class Stored:
         cells: What was to be compared, in the order of the experiment; empty where the file does not tell.
         baselines: Fixed placements and PTQ tools that each cell compares with.
         searchers: By the names that journals and tables use.
+        uses: Plug-in and parameters of each searcher, what it goes without among them.
         builds: Fresh builds of a confirmation; None where the file does not tell.
     """
 
@@ -38,6 +39,7 @@ class Stored:
     cells: tuple[CellSpec, ...]
     baselines: tuple[str, ...]
     searchers: tuple[str, ...]
+    uses: Mapping[str, tuple[str, Mapping[str, Any]]]
     builds: int | None
 
 
@@ -55,6 +57,7 @@ def read_stored(path: Path) -> Stored:
         raise UserError(f"{path}: cannot be read: {error}") from error
     body = read_document(text, str(path))
     precisions = [str(precision) for precision in _list(body, "precision")] or ["int8"]
+    uses = dict(_uses(body))
     return Stored(
         name=str(body.get("experiment", path.parent.name)),
         description=str(body.get("description") or ""),
@@ -71,12 +74,20 @@ def read_stored(path: Path) -> Stored:
             for precision in precisions
         ),
         baselines=tuple(str(name) for name in _list(body, "baselines")),
-        searchers=tuple(
-            Use.model_construct(use=searcher["use"], label=searcher["label"]).name
-            for searcher in _named(body, "searchers")
-        ),
+        searchers=tuple(uses),
+        uses=uses,
         builds=_builds(body),
     )
+
+
+def _uses(body: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Mapping[str, Any]]]]:
+    for entry, named in zip(_list(body, "searchers"), _named(body, "searchers"), strict=True):
+        whole = entry if isinstance(entry, dict) else {}
+        params, without = whole.get("params"), whole.get("without")
+        name = Use.model_construct(use=named["use"], label=named["label"]).name
+        own = params if isinstance(params, dict) else {}
+        left = {"without": " and ".join(map(str, without))} if isinstance(without, list) and without else {}
+        yield name, (str(named["use"]), {**own, **left})
 
 
 def _builds(body: Mapping[str, Any]) -> int | None:

@@ -92,7 +92,7 @@ def _sources(cell: CellResults, line: dict[Any, Any], column: str) -> Iterator[s
     elif column.startswith(("latency", "speedup", "verdict")):
         yield from _turns(cell, line["row"], paired=not column.startswith("latency"))
     elif column.startswith(("mAP", "drop")):
-        yield from _scores(cell, line["row"], dropped=column == "drop")
+        yield from _scores(cell, line["row"], dropped=column.startswith("drop"))
     elif column.startswith(("builds", "minutes")) and line["seed"] == line["seed"] and line["seed"] is not None:
         yield from _trials(cell, line["method"], int(line["seed"]))
     elif column.startswith("builds"):

@@ -72,20 +72,28 @@ function legendOf(figure, entries) {
   figure.append(legend);
 }
 
-function anytimeChart(host, charts, over, colours) {
-  const series = charts.anytime[over];
+const anytimeChart = (host, charts, over, colours) => stepsChart(host, {
+  title: "Speedup of the incumbent over " + over, over, name: "speedup over float", level: 1, digits: 2,
+  series: charts.anytime[over], marks: over === "evaluations" ? charts.confirmed : [],
+}, colours);
+
+const volumeChart = (host, charts, colours) => stepsChart(host, {
+  title: "Hypervolume of latency and accuracy", over: "evaluations", name: "hypervolume", level: 0, digits: 3,
+  series: charts.volume, marks: [],
+}, colours);
+
+function stepsChart(host, { title, over, name, level, digits, series, marks }, colours) {
   if (!series.length) return;
-  const marks = over === "evaluations" ? charts.confirmed : [];
-  const all = [1, ...series.flatMap((s) => [...s.low, ...s.high]), ...marks.flatMap((m) => [m.low, m.high])];
+  const all = [level, ...series.flatMap((s) => [...s.low, ...s.high]), ...marks.flatMap((m) => [m.low, m.high])];
   const low = Math.min(...all), high = Math.max(...all), room = 0.05 * (high - low || 1);
   const last = Math.max(...series.flatMap((s) => s.x), ...marks.map((m) => m.x));
   const first = Math.min(...series.flatMap((s) => s.x));
   const { svg, px, py, say, figure } = plane(host, {
-    title: "Speedup of the incumbent over " + over,
+    title,
     x: { name: over, low: over === "evaluations" ? Math.min(1, first) : 0, high: last * 1.02 },
-    y: { name: "speedup over float", low: low - room, high: high + room },
+    y: { name, low: low - room, high: high + room },
   });
-  svg.append(shape("line", { x1: px(first), x2: px(last), y1: py(1), y2: py(1), stroke: "#888" }));
+  svg.append(shape("line", { x1: px(first), x2: px(last), y1: py(level), y2: py(level), stroke: "#888" }));
   legendOf(figure, series.map((one, index) => {
     const colour = colours[index % colours.length], group = shape("g", {});
     const xs = [...one.x, last];
@@ -96,7 +104,7 @@ function anytimeChart(host, charts, over, colours) {
     group.append(shape("path", { d: band, fill: colour, opacity: 0.12, stroke: "none" }),
       shape("path", { d: steps(one.value), fill: "none", stroke: colour, "stroke-width": 2, "stroke-dasharray": DASHES[index % 4] }));
     one.x.forEach((x, i) => group.append(say(shape("circle", { cx: px(x), cy: py(one.value[i]), r: 4, fill: colour, opacity: 0.0 }),
-      `${one.name}, ${short(x)} ${over}: ${one.value[i].toFixed(2)} [${one.low[i].toFixed(2)}, ${one.high[i].toFixed(2)}]`)));
+      `${one.name}, ${short(x)} ${over}: ${one.value[i].toFixed(digits)} [${one.low[i].toFixed(digits)}, ${one.high[i].toFixed(digits)}]`)));
     for (const mark of marks.filter((m) => m.name === one.name)) {
       const x = px(mark.x) + (index - (series.length - 1) / 2) * 5;
       group.append(shape("line", { x1: x, x2: x, y1: py(mark.low), y2: py(mark.high), stroke: colour, "stroke-width": 1.5 }),

@@ -250,8 +250,9 @@ function graphView(host, scene, onSelect) {
   };
 }
 
-// What is known of a region, beside the picture. `marks` of the row that is shown, where there is one.
-function regionFacts(scene, index, marks) {
+// What is known of a region, beside the picture. `marks` of the row that is shown, where there is one, and what its
+// patterns and points are worth, where somebody measured it.
+function regionFacts(scene, index, marks, effects) {
   if (index < 0) return [element("p", { class: "quiet" }, "Click a region: its pattern and its insertion points.")];
   const region = scene.regions[index], pattern = scene.patterns[region[4]];
   const have = new Map((marks || []).map(([node, slot, precision]) => [node + ":" + slot, precision]));
@@ -266,14 +267,18 @@ function regionFacts(scene, index, marks) {
     element("h4", {}, pattern.points.length ? "Insertion points of the pattern" : "No insertion points of its own"),
   ];
   facts[1].firstChild.style.background = pattern.colour;
+  const alike = ([name]) => name.startsWith(pattern.signature) || pattern.signature.startsWith(name);
+  const worth = effects ? Object.entries(effects.patterns).filter(alike).map(([, text]) => text) : [];
+  if (worth.length) facts.splice(3, 0, element("p", {}, "Effect: " + worth.join("; ")));
+  else if (marks && marks.length) facts.splice(3, 0, element("p", { class: "quiet" }, "Effect: not measured for this row; see qdq explain."));
   if (!pattern.points.length) return facts;
   const table = element("table", { class: "points" },
-    element("tr", {}, ...["point", "role", "edges", ...(marks ? ["quantized"] : [])].map((t) => element("th", {}, t))));
+    element("tr", {}, ...["point", "role", "edges", ...(marks ? ["quantized"] : []), ...(effects ? ["effect"] : [])].map((t) => element("th", {}, t))));
   for (const point of pattern.points) {
     const hit = point.at.map(([node, slot]) => have.get(node + ":" + slot)).filter(Boolean);
     const said = hit.length ? hit.length + " (" + [...new Set(hit)].join(", ") + ")" : "none";
     const cells = [point.name.slice(point.name.indexOf("/") + 1), point.role, String(point.at.length)];
-    table.append(element("tr", {}, ...[...cells, ...(marks ? [said] : [])].map((t) => element("td", {}, t))));
+    table.append(element("tr", {}, ...[...cells, ...(marks ? [said] : []), ...(effects ? [effects.points[point.name] || ""] : [])].map((t) => element("td", {}, t))));
   }
   return [...facts, table];
 }

@@ -27,6 +27,7 @@ for (const host of document.querySelectorAll("[data-charts]")) {
   const { charts } = cells[Number(host.dataset.charts)];
   anytimeChart(host, charts, "evaluations", colours);
   anytimeChart(host, charts, "minutes", colours);
+  volumeChart(host, charts, colours);
   latencyChart(host, charts, colours);
   paretoChart(host, charts, colours);
   if (!host.childElementCount) host.append(element("p", { class: "quiet" }, "Nothing to draw yet."));
@@ -34,7 +35,7 @@ for (const host of document.querySelectorAll("[data-charts]")) {
 
 for (const host of document.querySelectorAll("[data-graph]")) placements(host, cells[Number(host.dataset.graph)]);
 
-function placements(host, { labels, graph: { scene, marks } }) {
+function placements(host, { labels, effects, graph: { scene, marks } }) {
   const rows = Object.keys(labels).filter((row) => marks[row]);
   const option = (row) => element("option", { value: row }, labels[row] + (labels[row] === row ? "" : " \u2014 " + row));
   const first = element("select", { "aria-label": "row" }, ...rows.map(option));
@@ -46,7 +47,7 @@ function placements(host, { labels, graph: { scene, marks } }) {
     element("div", { class: "split" }, stage, element("aside", {}, facts, element("h4", {}, "Patterns"), legend)));
   const view = graphView(stage, scene, tell);
   legend.replaceChildren(...patternLegend(scene, view));
-  function tell() { facts.replaceChildren(...regionFacts(scene, view.selected(), marks[first.value])); }
+  function tell() { facts.replaceChildren(...regionFacts(scene, view.selected(), marks[first.value], effects[first.value])); }
   function show() {
     const other = second.value ? marks[second.value] : null;
     view.show(marks[first.value], other);

@@ -9,6 +9,7 @@ import pytest
 from harness.report import render
 from harness.report.page import index
 from harness.report.results import load
+from harness.report.scenes import graph_of
 from harness.report.shown import tables_of
 
 CELL = "net-openvino-int8"
@@ -18,7 +19,8 @@ def page_of(folder):
     """Write the page alone."""
     results = load(folder)
     path = folder / "index.html"
-    path.write_text(index(results, list(tables_of(results))), encoding="utf-8")
+    graphs = {cell.name: graph for cell in results.cells if (graph := graph_of(cell)) is not None}
+    path.write_text(index(results, list(tables_of(results)), graphs), encoding="utf-8")
     return path
 
 
@@ -42,7 +44,7 @@ def test_the_verdict_stands_first_with_its_uncertainty(folder):
 
 def test_without_models_the_page_says_so(folder):
     text = page_of(folder).read_text()
-    assert "The exported models are not in this folder" in text
+    assert "Neither the exported models nor graph.json are in this folder" in text
     assert data_of(text)["cells"][0]["graph"] is None
 
 
@@ -111,7 +113,7 @@ def test_sorting_puts_figures_in_order_and_missing_ones_last(folder, browser):
 def test_two_rows_are_compared_and_the_page_fits_its_width(with_models, browser, width):
     browser.open(page_of(with_models), width=width)
     assert browser.run("document.documentElement.scrollWidth") <= width
-    assert browser.run("document.querySelectorAll('svg').length") == 4
+    assert browser.run("document.querySelectorAll('svg').length") == 5
     assert "</script><script>" in json.dumps(browser.run("cells[0].graph.scene.nodes.map(n => n[6])"))
     choose = (
         "(s => {{ s.value = '{}'; s.dispatchEvent(new Event('change')); }})(document.querySelectorAll('select')[{}])"

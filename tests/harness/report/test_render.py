@@ -41,7 +41,7 @@ def cells_of(path: Path) -> list[list[str]]:
 
 
 MAIN = """
-model | device | precision | method | latency ms [CI] | speedup [CI] | mAP or top-1 | drop | Q/DQ pairs | builds ok | minutes | verdict
+model | device | precision | method | latency ms [CI] | speedup [CI] | mAP or top-1 | drop [CI] | Q/DQ pairs | builds ok | minutes | verdict
 net | A CPU, 2 threads | f32 | float | 8.000 [8.000, 8.000] | 1.00 [1.00, 1.00] | top-1 0.8000 | +0.0000 | 0 | 3/3 | - | baseline
 net | A CPU, 2 threads | bf16 | float | 10.000 [10.000, 10.000] | 0.80 [0.80, 0.80] | top-1 0.8000 | +0.0000 | 0 | 3/3 | - | slower
 net | A CPU, 2 threads | int8+f32 | all | 2.000 [2.000, 2.000] | 4.00 [4.00, 4.00] | top-1 0.7000 | +0.1000 | 9 | 3/3 | - | faster
@@ -51,20 +51,20 @@ net | A CPU, 2 threads | int8+f32 | random | **4.000 [4.000, 4.000]** | **2.00 [
 net | A CPU, 2 threads | int8+f32 | tpe | - | - | - | - | - | 0/0 | - | nothing measured
 """  # noqa: E501
 FINALISTS = """
-cell | method | latency ms [CI] | speedup [CI] | mAP or top-1 | drop | Q/DQ pairs | verdict | seed | placement
-net-openvino-int8 | random | 4.000 [4.000, 4.000] | 2.00 [2.00, 2.00] | top-1 0.7900 | +0.0100 | 5 | faster | 0 | aa
-net-openvino-int8 | random #2 | 5.000 [5.000, 5.000] | 1.60 [1.60, 1.60] | top-1 0.8000 | +0.0000 | 3 | faster | 0 | bb
-net-openvino-int8 | random | 5.000 [5.000, 5.000] | 1.60 [1.60, 1.60] | top-1 0.8000 | +0.0000 | 3 | faster | 1 | bb
-net-openvino-int8 | tpe | - | - | - | - | - | nothing measured | 0 | -
-"""
+cell | method | latency ms [CI] | speedup [CI] | mAP or top-1 | drop [CI] | Q/DQ pairs | verdict | shrinkage | seed | placement
+net-openvino-int8 | random | 4.000 [4.000, 4.000] | 2.00 [2.00, 2.00] | top-1 0.7900 | +0.0100 | 5 | faster | +0.00 | 0 | aa
+net-openvino-int8 | random #2 | 5.000 [5.000, 5.000] | 1.60 [1.60, 1.60] | top-1 0.8000 | +0.0000 | 3 | faster | +0.00 | 0 | bb
+net-openvino-int8 | random | 5.000 [5.000, 5.000] | 1.60 [1.60, 1.60] | top-1 0.8000 | +0.0000 | 3 | faster | +0.00 | 1 | bb
+net-openvino-int8 | tpe | - | - | - | - | - | nothing measured | - | 0 | -
+"""  # noqa: E501
 BUDGET = """
 cell | searcher | 2 evaluations | 3 evaluations | seeds
 net-openvino-int8 | random | **1.60 [1.60, 1.60]** | **1.80 [1.60, 2.00]** | 2
 """
 COST = """
-cell | searches | evaluations | minutes | build | sampling | evaluation | failures | harness
-net-openvino-int8 | 2 | 6 | 1.0 | 26.7% | 26.7% | 10.0% | 31.7% | 5.0%
-"""
+cell | searches | evaluations | minutes | build | sampling | evaluation | failures | harness | readings saved | built again
+net-openvino-int8 | 2 | 6 | 1.0 | 26.7% | 26.7% | 10.0% | 31.7% | 5.0% | 0.0% | 0
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_the_text_shows_main_budget_and_cost_and_the_files_hold_all(folder):
     assert "random #2" not in text
     assert "UNFINISHED" not in text
     names = {path.name for path in (folder / "report").iterdir()}
-    shown = ("main", "precision", "finalists", "budget", "targets", "cost", "variance")
-    drawn = ("anytime", "anytime-minutes", "budget", "latency", "pareto")
+    shown = ("main", "precision", "finalists", "budget", "targets", "volume", "cost", "variance")
+    drawn = ("anytime", "anytime-minutes", "budget", "latency", "pareto", "volume")
     assert names == {
         "index.html",
         *(f"{name}.{kind}" for name in shown for kind in ("md", "csv", "tex")),
@@ -281,8 +281,8 @@ def test_the_drop_has_an_interval_where_single_images_were_kept(folder):
     assert 0.02 < raw.loc["all", "drop_low"] < 0.1 < raw.loc["all", "drop_high"] < 0.2
     assert pd.isna(raw.loc["random", "drop_low"])
     shown = {line[3]: line[7] for line in cells_of(folder / "report" / "precision.md")}
-    assert shown["all"].startswith("0.1000 [0.0")
-    assert shown["random"] == "0.0100"
+    assert shown["all"].startswith("+0.1000 [+0.0")
+    assert shown["random"] == "+0.0100"
 
 
 def test_images_that_do_not_match_cost_the_interval_not_the_table(folder, caplog):
@@ -299,7 +299,7 @@ def test_the_larger_of_the_two_floors_counts(folder):
     write_json(folder / CELL / "floor.json", {"floor": 1.5})
     assert "A/A floor: net-openvino-int8 150.0%" in tables(folder)
     lines = {line[3]: line[-1] for line in cells_of(folder / "report" / "main.md")}
-    assert (lines["random"], lines["all"]) == ("tie", "faster")
+    assert (lines["random"], lines["all"]) == ("tie: use float", "faster")
 
 
 def test_precisions_stand_side_by_side(folder, cell_maker):

@@ -1,0 +1,114 @@
+"""Draws every plot of a results folder that there is something for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from harness.report import plots, plots_layers, plots_study
+from harness.report.explained import Explanation, read_explanations
+from harness.report.frames import main_frame
+from harness.report.layers import waterfall_frame
+from harness.report.naming import METRICS, labels_of
+from harness.report.points import bounded, tried_frame
+from harness.report.results import CellResults, Results
+from harness.report.samples import sample_frame
+from harness.report.searching import budget_frame, curve_frame
+from harness.report.study import ranks
+from harness.report.transfer import transfer_frame
+from harness.report.volumes import volume_frame
+
+__all__ = ["Picture", "draw", "explanations_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A plot that the page shows as it was drawn.
+
+    Attributes:
+        cell: The cell that it belongs to; "" for the whole experiment.
+        path: Of the SVG.
+    """
+
+    title: str
+    cell: str
+    path: Path
+
+
+def draw(results: Results, out: Path) -> list[Picture]:
+    """Write the plots as PNG and SVG; gives those that the page has no interactive form of.
+
+    Raises:
+        UserError: An explanation in the folder is damaged.
+    """
+    main, budgets, samples = main_frame(results), budget_frame(results), sample_frame(results)
+    pictures = list(_draw_study(results, out))
+    for cell in results.cells:
+        marks = budgets[budgets["cell"] == cell.name]
+        _draw_searches(cell, marks, out)
+        _draw_confirmed(cell, main[main["cell"] == cell.name], samples[samples["cell"] == cell.name], out)
+        for found in explanations_of(cell):
+            pictures += _draw_explained(cell, found, out)
+    return pictures
+
+
+def explanations_of(cell: CellResults) -> Iterator[Explanation]:
+    """The explanations of rows that are still what they were."""
+    return read_explanations(cell.folder, {row: facts.sha256 for row, facts in cell.rows.items()})
+
+
+def _draw_study(results: Results, out: Path) -> Iterator[Picture]:
+    """What goes over all cells."""
+    found = ranks(results)
+    if found is not None:
+        plots_study.critical_difference(found, "Searchers by mean rank", out / "ranks")
+        yield Picture(title="Searchers by mean rank", cell="", path=out / "ranks.svg")
+    transfer = transfer_frame(results)
+    for (model, precision), part in transfer.groupby(["model", "precision"], sort=False):
+        name = f"transfer-{_file(f'{model}-{precision}')}"
+        plots_study.transfer_map(part, f"{model}, {precision}", out / name)
+        yield Picture(title=f"Transfer of {model}, {precision}", cell="", path=out / f"{name}.svg")
+
+
+def _draw_searches(cell: CellResults, marks: pd.DataFrame, out: Path) -> None:
+    curves, volumes = curve_frame([cell]), volume_frame([cell])
+    if len(curves):
+        plots.anytime(curves, cell.name, out / f"anytime-{cell.name}", confirmed=marks)
+        plots.anytime(curves, cell.name, out / f"anytime-minutes-{cell.name}", over="minutes")
+    if len(volumes):
+        plots_study.volumes(volumes, cell.name, out / f"volume-{cell.name}")
+    if len(marks):
+        plots.budget_bars(marks, cell.name, out / f"budget-{cell.name}")
+
+
+def _draw_confirmed(cell: CellResults, main: pd.DataFrame, samples: pd.DataFrame, out: Path) -> None:
+    labels = labels_of(cell, main)
+    rows = {labels[row]: part for row in labels if len(part := samples[samples["row"] == row])}
+    if rows:
+        plots.latencies(rows, cell.floor, cell.name, out / f"latency-{cell.name}")
+    points = bounded(main)
+    if len(points) and cell.metric is not None:
+        words = {"title": cell.name, "metric": METRICS.get(cell.metric, (cell.metric, 4, ""))[0]}
+        path = out / f"pareto-{cell.name}"
+        points = points.assign(label=points["row"].map(labels))
+        plots.pareto(points, tried_frame(cell), words, path, higher=cell.higher_is_better)
+
+
+def _draw_explained(cell: CellResults, found: Explanation, out: Path) -> Iterator[Picture]:
+    name, about = f"{cell.name}-{_file(found.row)}", f"{cell.name}: {found.method}"
+    parts = waterfall_frame(found.before, found.after)
+    if len(parts):
+        plots_layers.waterfall(parts, about, out / f"waterfall-{name}")
+        yield Picture(title=f"Latency by layer, {found.method}", cell=cell.name, path=out / f"waterfall-{name}.svg")
+    if any(effect.ratio is not None for effect in found.patterns):
+        plots_layers.sensitivity(found.patterns, found.floor, about, out / f"sensitivity-{name}")
+        yield Picture(title=f"Patterns of {found.method}", cell=cell.name, path=out / f"sensitivity-{name}.svg")
+
+
+def _file(name: str) -> str:
+    """A name as part of a file's."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:100]

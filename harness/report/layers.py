@@ -1,0 +1,75 @@
+"""Two engines of one model, layer by layer: what of the latency went where."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import pandas as pd
+
+from harness.api import Layer
+
+__all__ = ["waterfall_frame"]
+
+TAG = "@qdq."
+"""In the names of nodes that belong to Q/DQ pairs, see `harness.graph.encoding.wire`."""
+
+
+def waterfall_frame(before: Sequence[Layer], after: Sequence[Layer], most: int = 12) -> pd.DataFrame:
+    """What each part of the model took before and takes after, the largest changes first.
+
+    Layers that share a node of the model are one part, however the runtime cut it in either engine; it is called after
+    its slowest layer. What the runtime added (conversions, reorders) is summed up by kind.
+
+    Args:
+        before: Layers of the float engine.
+        after: Layers of the other engine.
+        most: Parts that are named; what is left is summed up as "all others".
+
+    Returns:
+        Columns part, before_ms, after_ms, change_ms; no row where one side has no times.
+    """
+    columns = ["part", "before_ms", "after_ms", "change_ms"]
+    if not any(layer.time_ms for layer in before) or not any(layer.time_ms for layer in after):
+        return pd.DataFrame(columns=columns)
+    owner = _owners([*before, *after])
+    names: dict[str, tuple[float, str]] = {}
+    spent: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for side, layers in enumerate((before, after)):
+        for layer in layers:
+            nodes = _nodes(layer)
+            key = owner[nodes[0]] if nodes else f"added: {layer.kind}"
+            time_ms = layer.time_ms or 0.0
+            spent[key][side] += time_ms
+            label = f"{layer.kind} {nodes[-1]}" if nodes else key
+            names[key] = max(names.get(key, (-1.0, "")), (time_ms, label))
+    lines = [(names[key][1], first, second, second - first) for key, (first, second) in spent.items()]
+    lines.sort(key=lambda line: -abs(line[3]))
+    rest = lines[most:]
+    if rest:
+        first, second = (sum(line[place] for line in rest) for place in (1, 2))
+        lines = [*lines[:most], (f"all others ({len(rest)})", first, second, second - first)]
+    return pd.DataFrame(lines, columns=columns)
+
+
+def _nodes(layer: Layer) -> list[str]:
+    """The model's nodes in a layer, without those of Q/DQ pairs."""
+    return [name for name in layer.origin if TAG not in name]
+
+
+def _owners(layers: Iterable[Layer]) -> dict[str, str]:
+    """For each node the first node of its part (union-find)."""
+    parent: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        parent.setdefault(name, name)
+        while parent[name] != name:
+            parent[name] = parent[parent[name]]
+            name = parent[name]
+        return name
+
+    for layer in layers:
+        nodes = _nodes(layer)
+        for name in nodes:
+            parent[root(name)] = root(nodes[0])
+    return {name: root(name) for name in parent}

@@ -1,0 +1,29 @@
+"""What metrics and rows are called where people see them."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.report.results import CellResults
+from harness.run.rows import FLOAT_ROW
+
+__all__ = ["METRICS", "labels_of"]
+
+METRICS = {"map": ("mAP", 4, ""), "top1": ("top-1", 4, ""), "sqnr_db": ("SQNR", 1, " dB")}
+"""How a metric is shown: name, digits, unit. Others are shown under their own name with four digits."""
+
+
+def labels_of(cell: CellResults, main: pd.DataFrame) -> dict[str, str]:
+    """What the rows of a cell are called beside pictures: the methods of the main table that chose them.
+
+    Rows that other seeds or smaller budgets chose are called so; the baseline stands first.
+    """
+    names: dict[str, dict[str, None]] = {}
+    for line in main[(main["cell"] == cell.name) & (main["row"] != "")].to_dict("records"):
+        name = line["method"] if line["method"] != FLOAT_ROW else f"{FLOAT_ROW} {line['precision']}"
+        names.setdefault(line["row"], {})[name] = None
+    others: dict[str, dict[str, None]] = {}
+    for pick in cell.picks:
+        if pick.row and pick.row not in names:
+            others.setdefault(pick.row, {})[f"{pick.method}, seed {pick.seed} at {pick.budget}"] = None
+    return {row: ", ".join(found) for row, found in {**names, **others}.items()}

@@ -1,0 +1,94 @@
+"""What a reader must know of each table; it stands below it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from harness.report.results import CellResults, Results
+
+__all__ = [
+    "BUDGET_NOTE", "COST_NOTE", "FINALIST_NOTE", "PRECISION_NOTE", "SIDE_NOTE", "TARGET_NOTE", "VARIANCE_NOTE",
+    "main_note", "partial",
+]  # fmt: skip
+
+BUDGET_NOTE = (
+    "Confirmed speedup over the float baseline of the incumbent after so many evaluations: median over seeds "
+    "[95 % interval of the median; the range where there are fewer than six seeds]. Bold: the highest median of a "
+    "cell; underlined: its interval meets that of the highest."
+)
+FINALIST_NOTE = (
+    "Every placement that a search sent to the confirmation at its largest budget; METHOD #2 is the second best of a "
+    "search by its own samples. The main table shows the best of each searcher by these samples, never by the "
+    "confirmed ones. Shrinkage: speedup by the search's own samples less the confirmed one."
+)
+COST_NOTE = (
+    "Searches of a cell together, wall-clock from the first proposal; composing, calibration and confirmation are "
+    "not in it. Harness: the share outside build, sampling, evaluation and failed candidates. Readings saved: "
+    "by racing, an estimate, as a share of those that would have been taken. Built again: candidates that beat the "
+    "incumbent by more than noise."
+)
+PRECISION_NOTE = (
+    "Decision: shipped is what is faster than the float baseline beyond the noise, and whose drop of accuracy is "
+    "within the bound where there is one. Brackets: 95 %; of the drop by the paired bootstrap over images, where the "
+    "run kept what it takes."
+)
+SIDE_NOTE = "The same methods on the same model and device, quantized to different precisions; speedup over float."
+TARGET_NOTE = (
+    "Evaluations (minutes) until the incumbent had this share of the best gain that any search of the cell found, by "
+    "search samples: median over seeds, range in brackets, and how many of the seeds came so far. Initial placements "
+    "count."
+)
+VARIANCE_NOTE = (
+    "Relative standard deviation of single inferences within a turn, of turns within a build, and of fresh builds: "
+    "nested analysis of variance on logarithms, median over the rows of a cell."
+)
+
+
+def partial(results: Results) -> str:
+    """What a run that has not ended still lacks; "" where nothing."""
+    names = [cell.name for cell in results.cells if not cell.complete] + list(results.waiting)
+    return f"UNFINISHED, so this is partial: {', '.join(names)}; run the same command again to go on." if names else ""
+
+
+def main_note(results: Results) -> str:
+    """How the figures of the main table came about, the floors, and what is odd about the calibration."""
+    floors = [f"{cell.name} {cell.floor:.1%}" for cell in results.cells if cell.floor is not None]
+    random = sorted({cell.facts["model"] for cell in results.cells if cell.facts["calibrated_on"] == "random data"})
+    bounds = sorted({cell.allowed for cell in results.cells if cell.allowed is not None})
+    builds = sorted({cell.builds for cell in results.cells if cell.builds is not None})
+    within = f" among those whose drop is at most {', '.join(f'{b:g}' for b in bounds)}" if bounds else ""
+    lines = [
+        f"Latency: geometric mean over {' or '.join(str(n) for n in builds) or 'some'} fresh builds (the baseline: "
+        f"more) of their median turns. Speedup: {_denominator(results.cells)}, paired by turns. "
+        "Intervals: 95 %, Student's over builds.",
+        "Tie: the interval contains 1, or the gain is below 1 % or below the A/A floor: use float. Drop: loss against "
+        f"the float baseline, positive is worse. Bold: the fastest of a finished cell{within}. Underlined: not "
+        "distinguishable from it by the same rule, paired. Builds ok: in the search for a searcher, in the "
+        "confirmation for the others.",
+        f"A/A floor: {', '.join(floors) if floors else 'not measured yet'}.",
+    ]
+    if random:
+        lines.append(f"Calibrated on random data (no accuracy): {', '.join(random)}.")
+    lines += [f"Calibration of {c.name}: {text}." for c in results.cells for text in c.remarks]
+    return "\n".join([*lines, *filter(None, [partial(results)])])
+
+
+def _denominator(cells: Iterable[CellResults]) -> str:
+    """What the speedups are over, by cell where cells differ."""
+    groups: dict[str, list[str]] = {}
+    for cell in cells:
+        groups.setdefault(_float_baseline(cell), []).append(cell.name)
+    if len(groups) == 1:
+        return f"over the float model {next(iter(groups))}"
+    parts = [f"{how} ({', '.join(names)})" for how, names in groups.items()]
+    return f"over the float model {', '.join(parts)}"
+
+
+def _float_baseline(cell: CellResults) -> str:
+    backend = cell.facts["backend"]
+    precision = backend.get("float_precision")
+    if cell.float_measured:
+        return f"at {precision}, the fastest float precision by measurement"
+    if precision is None:
+        return "as it is"
+    return f"at {precision} (pinned)" if len(backend.get("float_params", {})) > 1 else f"at {precision}"

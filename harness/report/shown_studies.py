@@ -1,0 +1,161 @@
+"""The tables that compare searchers and runtimes, ready to show: scores, pairs, parts left out, transfer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+
+from harness.measure.stats import median_ci
+from harness.report.results import Results
+from harness.report.statistics import ENOUGH, Ranks
+from harness.report.study import ablation_frame, pair_frame, ranks, score_frame
+from harness.report.tables import MISSING, Table, interval
+from harness.report.transfer import likeness_frame, transfer_frame
+from harness.report.volumes import volume_frame
+
+__all__ = ["study_tables"]
+
+SCORE_NOTE = (
+    "Share of what random search leaves that a searcher has found, on average over its evaluations after the initial "
+    "placements, until random search itself has 95 % of the gain: 0 is random search, 1 the best placement at once. "
+    "Random search is the mean over its seeds here; median over seeds [95 % interval; the range below six seeds]. By "
+    "search samples."
+)
+PAIR_NOTE = (
+    "Confirmed speedup at the largest budget, first over second: geometric mean over cells [95 %, Student's over "
+    "cells]. Chance: that a seed of the first beats one of the second, ties half, mean over cells; 50 % is no effect."
+)
+ABLATION_NOTE = (
+    "Confirmed speedup of the variant over that of the reference at the largest budget, paired by seeds: geometric "
+    "mean over cells [95 %]. Below 1: the part that the variant lacks helps. Chance: that a seed of the "
+    "variant is better."
+)
+TRANSFER_NOTE = (
+    "The placement that the searches liked best on the backend of the row, run on that of the column: confirmed "
+    "speedup over the column's float baseline [95 %], and its share of the gain of the column's own best."
+)
+VOLUME_NOTE = (
+    "Hypervolume of latency and accuracy at the end of the search, as a share of the box between the ideal (no time, "
+    "no loss) and the float model's latency with the largest loss seen in the cell: median over seeds [95 % "
+    "interval; the range below six seeds], by search samples."
+)
+
+
+def study_tables(results: Results) -> Iterator[Table]:
+    """Those that the results have something to say on may have no row; the caller leaves them out."""
+    yield _scores(score_frame(results))
+    yield _pairs(pair_frame(results), ranks(results))
+    yield _ablation(ablation_frame(results))
+    yield from _transfers(transfer_frame(results), likeness_frame(results))
+    yield _volumes(volume_frame(results.cells))
+
+
+def _scores(scores: pd.DataFrame) -> Table:
+    lines = [
+        {
+            "cell": row["cell"],
+            "searcher": row["searcher"],
+            "score [CI]": interval(row["score"], row["low"], row["high"]),
+            "seeds": str(row["seeds"]),
+        }
+        for row in scores.to_dict("records")
+    ]
+    cells = pd.DataFrame(lines)
+    return Table(name="score", title="Score against random search", cells=cells, raw=scores, note=SCORE_NOTE)
+
+
+def _pairs(pairs: pd.DataFrame, found: Ranks | None) -> Table:
+    lines = []
+    for row in pairs.to_dict("records"):
+        line = {"first": row["first"], "second": row["second"], "cells": str(row["blocks"])}
+        line |= {"ratio [CI]": _ratio(row), "chance": f"{row['chance']:.0%}"}
+        lines.append({**line, "p (Holm)": MISSING if math.isnan(row["p_holm"]) else f"{row['p_holm']:.3f}"})
+    note = "\n".join([PAIR_NOTE, *_ranked(found)])
+    return Table(name="pairs", title="Searchers in pairs", cells=pd.DataFrame(lines), raw=pairs, note=note)
+
+
+def _ranked(found: Ranks | None) -> Iterator[str]:
+    """The ranks in words, and whether they mean anything."""
+    if found is None:
+        return
+    means = ", ".join(f"{name} {rank:.2f}" for name, rank in found.mean.items())
+    yield f"Mean ranks over the {found.blocks} cells that have all searchers: {means}."
+    if found.blocks < ENOUGH:
+        yield f"No test: {found.blocks} cells are too few for any difference to be significant ({ENOUGH} are needed)."
+    elif found.p_value is not None and found.critical_difference is not None:
+        yield (
+            f"Friedman's test: p = {found.p_value:.3g}; Nemenyi's critical difference of mean ranks at 5 %: "
+            f"{found.critical_difference:.2f}. p (Holm): Wilcoxon's signed ranks over cells, corrected for all pairs."
+        )
+
+
+def _ratio(row: dict[Any, Any]) -> str:
+    """A ratio with its interval where it is a finite one."""
+    finite = math.isfinite(row["high"])
+    return interval(row["ratio"], row["low"] if finite else None, row["high"] if finite else None, 3)
+
+
+def _ablation(ablation: pd.DataFrame) -> Table:
+    lines = [
+        {
+            "reference": row["reference"],
+            "variant": row["variant"],
+            "parameters": row["params"] or MISSING,
+            "cells": str(row["cells"]),
+            "ratio [CI]": _ratio(row),
+            "chance": f"{row['chance']:.0%}",
+        }
+        for row in ablation.to_dict("records")
+    ]
+    return Table(
+        name="ablation", title="What each part is worth", cells=pd.DataFrame(lines), raw=ablation, note=ABLATION_NOTE
+    )
+
+
+def _transfers(transfer: pd.DataFrame, likeness: pd.DataFrame) -> Iterator[Table]:
+    lines = []
+    for (model, precision), part in transfer.groupby(["model", "precision"], sort=False):
+        targets = list(dict.fromkeys(part["target"]))
+        for source in dict.fromkeys(part["source"]):
+            line = {"model": str(model), "precision": str(precision), "found on": str(source)}
+            for target in targets:
+                there = part[(part["source"] == source) & (part["target"] == target)].to_dict("records")
+                line[f"run on {target}"] = _moved(there[0]) if there else MISSING
+            lines.append(line)
+    cells = pd.DataFrame(lines).fillna(MISSING)
+    alike = [
+        f"{row['model']}, {row['precision']}: rank correlation of latencies on {row['first']} and {row['second']}: "
+        f"{row['spearman']:+.2f} over {row['rows']} placements."
+        for row in likeness.to_dict("records")
+    ]
+    yield Table(
+        name="transfer", title="Transfer between backends", cells=cells, raw=transfer,
+        note="\n".join([TRANSFER_NOTE, *alike]),
+    )  # fmt: skip
+
+
+def _moved(row: dict[Any, Any]) -> str:
+    share = "" if pd.isna(row["share"]) else f" ({row['share']:.0%})"
+    return f"{_speedup(row)}{share}"
+
+
+def _speedup(row: dict[Any, Any]) -> str:
+    finite = math.isfinite(row["high"])
+    return interval(row["speedup"], row["low"] if finite else None, row["high"] if finite else None)
+
+
+def _volumes(volumes: pd.DataFrame) -> Table:
+    lines: list[dict[str, Any]] = []
+    last = volumes.groupby(["cell", "searcher", "seed"], sort=False, as_index=False).last()
+    for (cell, searcher), part in last.groupby(["cell", "searcher"], sort=False):
+        middle = median_ci(part["volume"].to_numpy())
+        shown = interval(middle.value, middle.low, middle.high, 3)
+        scored = int(volumes[(volumes["cell"] == cell) & (volumes["searcher"] == searcher)].shape[0])
+        line = {"cell": str(cell), "searcher": str(searcher), "hypervolume [CI]": shown}
+        lines.append({**line, "scored": str(scored), "seeds": str(len(part))})
+    return Table(
+        name="volume", title="Front of latency and accuracy", cells=pd.DataFrame(lines), raw=volumes, note=VOLUME_NOTE
+    )

@@ -1,0 +1,175 @@
+"""Searchers against each other over many problems: ranks, tests, sizes of effects, scores against random search.
+
+A block is one problem (a model on a backend), never a seed: seeds of one block share the problem (Demšar 2006,
+"Statistical comparisons of classifiers over multiple data sets", JMLR 7). Larger values are better throughout.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from harness.measure.stats import Interval, block_ci
+
+__all__ = ["ENOUGH", "Ranks", "compare_pairs", "effect_size", "ranks_of", "score_against_random"]
+
+ENOUGH = 6
+"""Blocks that a test needs; with fewer no difference could be significant, so effects are shown without one."""
+CUTOFF = 0.95
+"""Share of the best gain at which random search has caught up and a score ends."""
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """Mean ranks of methods over blocks.
+
+    Attributes:
+        mean: By method, best first; rank 1 is the best of a block, ties share their ranks.
+        blocks: Number of blocks.
+        p_value: Of Friedman's test that all methods are alike; None with fewer than `ENOUGH` blocks or three methods.
+        critical_difference: Mean ranks that differ by more are different at 5 % (Nemenyi); None as above.
+    """
+
+    mean: Mapping[str, float]
+    blocks: int
+    p_value: float | None
+    critical_difference: float | None
+
+    @property
+    def cliques(self) -> tuple[tuple[str, ...], ...]:
+        """Largest groups of methods that the test cannot tell apart, in order of their ranks."""
+        if self.critical_difference is None:
+            return ()
+        names = list(self.mean)
+        found: list[tuple[str, ...]] = []
+        for start, first in enumerate(names):
+            group = [n for n in names[start:] if self.mean[n] - self.mean[first] <= self.critical_difference]
+            if len(group) > 1 and not any(set(group) <= set(known) for known in found):
+                found.append(tuple(group))
+        return tuple(found)
+
+
+def ranks_of(values: pd.DataFrame) -> Ranks:
+    """Friedman's test and Nemenyi's critical difference (Demšar 2006, sections 3.2.2 and 3.2.3).
+
+    Args:
+        values: One row a block, one column a method, nothing missing; larger is better.
+
+    Raises:
+        ValueError: No block or no method.
+    """
+    from scipy.stats import friedmanchisquare, rankdata, studentized_range
+
+    blocks, methods = values.shape
+    if not blocks or not methods:
+        raise ValueError(f"ranks need blocks and methods, but got {blocks} and {methods}")
+    ranks = rankdata(-values.to_numpy(dtype=float), axis=1).mean(axis=0)
+    mean = dict(sorted(zip(map(str, values.columns), ranks.tolist(), strict=True), key=lambda pair: pair[1]))
+    p_value = critical = None
+    if blocks >= ENOUGH and methods > 2:
+        p_value = float(friedmanchisquare(*values.to_numpy(dtype=float).T).pvalue)
+        p_value = 1.0 if math.isnan(p_value) else p_value  # all methods equal in every block
+        q = float(studentized_range.ppf(0.95, methods, np.inf)) / math.sqrt(2)
+        critical = q * math.sqrt(methods * (methods + 1) / (6 * blocks))
+    return Ranks(mean=mean, blocks=blocks, p_value=p_value, critical_difference=critical)
+
+
+def effect_size(first: Sequence[float], second: Sequence[float]) -> float:
+    """Chance that one draw of the first is larger than one of the second, ties counted half.
+
+    Vargha and Delaney, "A critique and improvement of the CL common language effect size statistics", Journal of
+    Educational and Behavioral Statistics 25, 2000: 0.5 is no effect, 1 always better.
+    """
+    one, two = np.asarray(first, dtype=float)[:, None], np.asarray(second, dtype=float)[None, :]
+    return float(((one > two) + 0.5 * (one == two)).mean())
+
+
+def compare_pairs(seeds: Mapping[str, Mapping[str, Sequence[float]]]) -> pd.DataFrame:
+    """Every pair of methods: ratio with its interval, size of effect, Wilcoxon's signed ranks with Holm's correction.
+
+    The ratio goes over blocks as `harness.measure.stats.block_ci` has it: the median over seeds stands for a block, the
+    interval is Student's over blocks on a logarithmic scale; a single block gives none. The chance to be better is the
+    mean over blocks of the effect size over seeds (Agarwal et al. 2021, "Deep reinforcement learning at the edge of the
+    statistical precipice", probability of improvement).
+
+    Args:
+        seeds: By method, by block, one positive value a seed; a pair is compared on the blocks that both have.
+
+    Returns:
+        Columns first, second, blocks, ratio, low, high, chance, p_value, p_holm; the last two are NaN below `ENOUGH`
+        blocks.
+    """
+    lines = [_pair(one, two, seeds[one], seeds[two]) for one, two in itertools.combinations(seeds, 2)]
+    columns = ["first", "second", "blocks", "ratio", "low", "high", "chance", "p_value"]
+    frame = pd.DataFrame([line for line in lines if line["blocks"]], columns=columns)
+    return frame.assign(p_holm=_holm(frame["p_value"].to_numpy(dtype=float)))
+
+
+def _pair(
+    one: str, two: str, first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[float]]
+) -> dict[str, object]:
+    blocks = [block for block in first if block in second and len(first[block]) and len(second[block])]
+    ratios = [float(np.median(first[block]) / np.median(second[block])) for block in blocks]
+    middle = block_ci([[ratio] for ratio in ratios]) if blocks else Interval(value=1.0, low=0.0, high=math.inf)
+    return {
+        "first": one,
+        "second": two,
+        "blocks": len(blocks),
+        "ratio": middle.value,
+        "low": middle.low,
+        "high": middle.high,
+        "chance": float(np.mean([effect_size(first[b], second[b]) for b in blocks])) if blocks else math.nan,
+        "p_value": _wilcoxon(np.log(ratios)) if len(blocks) >= ENOUGH else math.nan,
+    }
+
+
+def _wilcoxon(differences: Floats) -> float:
+    from scipy.stats import wilcoxon
+
+    if not np.any(differences):
+        return 1.0
+    return float(wilcoxon(differences, zero_method="pratt").pvalue)
+
+
+def _holm(p_values: Floats) -> Floats:
+    """Holm's step-down correction (Scandinavian Journal of Statistics 6, 1979); NaN stays NaN."""
+    known = np.flatnonzero(~np.isnan(p_values))
+    order = known[np.argsort(p_values[known], kind="stable")]
+    corrected = np.full(len(p_values), np.nan)
+    steps = p_values[order] * np.arange(len(order), 0, -1)
+    corrected[order] = np.minimum(1.0, np.maximum.accumulate(steps)) if len(order) else steps
+    return corrected
+
+
+def score_against_random(latency_ms: Floats, random_ms: Floats, best_ms: float, first: int = 0) -> Floats:
+    """How much of what random search leaves a searcher has found, on average over its evaluations; one value a seed.
+
+    P(t) = (random(t) - searcher(t)) / (random(t) - best): 0 is random search, 1 the best placement at once, negative is
+    worse than random. The average goes over the evaluations until random search itself has 95 % of the gain (Willemsen
+    et al. 2024, "A methodology for comparing optimization algorithms for auto-tuning", Future Generation Computer
+    Systems 159, section 3).
+
+    Args:
+        latency_ms: Of the incumbent, [seed, evaluation].
+        random_ms: Of random search, expected after each evaluation.
+        best_ms: The best known latency.
+        first: Evaluations that all searches share and that are left out: the initial placements.
+
+    Returns:
+        NaN where random search has nothing to leave from `first` on.
+    """
+    rest = random_ms - best_ms
+    reached = rest <= (1 - CUTOFF) * (random_ms[0] - best_ms)
+    end = int(np.argmax(reached)) if reached.any() else len(random_ms)
+    span = slice(first, max(end, first))
+    if span.stop <= span.start or not np.all(rest[span] > 0):
+        return np.full(len(latency_ms), np.nan)
+    scores: Floats = ((random_ms[span] - latency_ms[:, span]) / rest[span]).mean(axis=1)
+    return scores

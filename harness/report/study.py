@@ -1,0 +1,128 @@
+"""What a results folder says of the searchers themselves, over all its cells: scores, pairs, ranks, parts left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from harness.measure.stats import block_ci, median_ci
+from harness.report.results import CellResults, Results
+from harness.report.searching import curve_frame, final_speedups
+from harness.report.statistics import Ranks, compare_pairs, effect_size, ranks_of, score_against_random
+
+__all__ = ["ablation_frame", "pair_frame", "ranks", "score_frame"]
+
+RANDOM = "random"
+
+
+def score_frame(results: Results) -> pd.DataFrame:
+    """Score of each searcher against random search, by cell; see `harness.report.statistics.score_against_random`.
+
+    What random search reaches is the mean over the seeds of the searcher `random` in the same cell, latency is relative
+    to each search's own float reading, and the best is the lowest that any search of the cell found. Cells without
+    random search have no line. On recorded tables random search is calculated instead: `qdq replay`.
+
+    Returns:
+        Columns cell, searcher, seeds, score, low, high: median over seeds with its 95 % interval.
+    """
+    lines = [line for cell in results.cells for line in _scores(cell, results.stored.uses)]
+    return pd.DataFrame(lines, columns=["cell", "searcher", "seeds", "score", "low", "high"])
+
+
+def _scores(cell: CellResults, uses: Mapping[str, Any]) -> list[dict[str, Any]]:
+    curves = curve_frame([cell])
+    random = next((name for name in curves["searcher"].unique() if uses.get(name, (name,))[0] == RANDOM), None)
+    if random is None:
+        return []
+    last = int(curves["evaluations"].max())
+    latency = {str(name): _relative(part, last) for name, part in curves.groupby("searcher", sort=False)}
+    best = min(float(values.min()) for values in latency.values())
+    lines = []
+    for name, values in latency.items():
+        scores = score_against_random(values, latency[random].mean(axis=0), best, _initial(cell))
+        if name != random and not np.isnan(scores).any():
+            middle = median_ci(scores)
+            figures = {"score": middle.value, "low": middle.low, "high": middle.high}
+            lines.append({"cell": cell.name, "searcher": name, "seeds": len(scores), **figures})
+    return lines
+
+
+def _relative(curves: pd.DataFrame, last: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Latency of the incumbent over that of the float model: [seed, evaluation]; 1 while there is none."""
+    table = curves.pivot_table(index="seed", columns="evaluations", values="speedup")
+    whole = table.reindex(columns=range(1, last + 1)).ffill(axis=1).fillna(1.0)
+    return 1 / whole.to_numpy(dtype=float)
+
+
+def _initial(cell: CellResults) -> int:
+    """Evaluations that went to the initial placements, which all searches of a cell share."""
+    counts = [
+        sum(entry.told is not None and entry.asked.origin.startswith("seed:") for entry in search.entries)
+        for search in cell.searches
+    ]
+    return min(counts, default=0)
+
+
+def pair_frame(results: Results) -> pd.DataFrame:
+    """Every pair of searchers by confirmed speedup at the largest budget; see `compare_pairs`. Blocks are cells."""
+    return compare_pairs(_by_searcher(results))
+
+
+def _by_searcher(results: Results) -> dict[str, dict[str, Sequence[float]]]:
+    found: dict[str, dict[str, Sequence[float]]] = {name: {} for name in results.stored.searchers}
+    for cell in results.cells:
+        for searcher, speedups in final_speedups(cell).items():
+            found.setdefault(searcher, {})[cell.name] = list(speedups.values())
+    return {name: blocks for name, blocks in found.items() if blocks}
+
+
+def ranks(results: Results) -> Ranks | None:
+    """Mean ranks of the searchers over the cells that have all of them; None with fewer than two of either."""
+    found = {name: {b: median_ci(v).value for b, v in blocks.items()} for name, blocks in _by_searcher(results).items()}
+    table = pd.DataFrame(found).dropna()
+    return None if min(table.shape) < 2 else ranks_of(table)
+
+
+def ablation_frame(results: Results) -> pd.DataFrame:
+    """Searchers beside others of the same plug-in with other parameters: what each part is worth.
+
+    The first without parameters is the reference, else the first of all. The ratio is the variant's confirmed speedup
+    over the reference's, paired by seeds: the geometric mean over cells with Student's interval over them, over seeds
+    where there is one cell; below 1 the part that the variant lacks helps. The chance is that of being better, ties
+    half.
+
+    Returns:
+        Columns reference, variant, params, cells, ratio, low, high, chance.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in results.stored.searchers:
+        groups.setdefault(results.stored.uses.get(name, (name, {}))[0], []).append(name)
+    lines = []
+    for names in groups.values():
+        plain = [name for name in names if not results.stored.uses.get(name, (name, {}))[1]]
+        reference = (plain or names)[0]
+        for variant in names:
+            if variant != reference and (line := _ablated(results, reference, variant)) is not None:
+                lines.append(line)
+    return pd.DataFrame(lines, columns=["reference", "variant", "params", "cells", "ratio", "low", "high", "chance"])
+
+
+def _ablated(results: Results, reference: str, variant: str) -> dict[str, Any] | None:
+    ratios, chances = [], []
+    for cell in results.cells:
+        found = final_speedups(cell)
+        own, other = found.get(variant, {}), found.get(reference, {})
+        if shared := [seed for seed in own if seed in other]:
+            ratios.append([own[seed] / other[seed] for seed in shared])
+            chances.append(effect_size(list(own.values()), list(other.values())))
+    if not ratios:
+        return None
+    middle = block_ci(ratios)
+    params = ", ".join(f"{key}={value}" for key, value in results.stored.uses[variant][1].items())
+    return {
+        "reference": reference, "variant": variant, "params": params, "cells": len(ratios), "ratio": middle.value,
+        "low": middle.low, "high": middle.high, "chance": float(np.mean(chances)),
+    }  # fmt: skip
