@@ -98,7 +98,8 @@ class Benchmarker(Protocol):
     4. The attribute `dialect` names the Q/DQ dialect that it reads; by default the one called like the
        benchmarker. The class attribute `in_process = True` says that there is nothing to isolate, and
        `accuracy_only` is the set of precisions that the device emulates: they are built and scored, never timed.
-    5. One that can tell what became of the model has `layers(artifact: Artifact) -> Sequence[Layer]`.
+    5. One that can keep an engine has `save(candidate: Candidate, path: Path)` and `load(path: Path) -> Artifact`.
+    6. One that can tell what became of the model has `layers(artifact: Artifact) -> Sequence[Layer]`.
     """
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:

@@ -95,6 +95,25 @@ class ONNXRuntimeBenchmarker:
         refuse_dynamic(path.name, {value.name: value.shape for value in session.get_inputs()})
         return Artifact(engine=session)
 
+    def save(self, candidate: Candidate, path: Path) -> None:
+        """Write the optimized graph to a file for `load` ("Graph optimizations": offline mode).
+
+        Raises:
+            BuildFailed: See `build`.
+        """
+        source = candidate.source()
+        with said(BuildFailed, f"ONNX Runtime refuses {source.name}", self._errors):
+            self._session(str(source), quantized=self._provider == "tensorrt" and _has_qdq(source), optimized=path)
+
+    def load(self, path: Path) -> Artifact:
+        """A graph that `save` wrote, for this version of ONNX Runtime and this kind of processor alone.
+
+        Raises:
+            BuildFailed: ONNX Runtime refuses it.
+        """
+        with said(BuildFailed, f"ONNX Runtime cannot load {path.name}", self._errors):
+            return Artifact(engine=self._session(path.read_bytes()))
+
     @contextmanager
     def open(self, artifact: Artifact) -> Iterator[_Probe]:
         """A probe with its inputs and outputs bound once.
@@ -121,13 +140,15 @@ class ONNXRuntimeBenchmarker:
             **({"float_open": self._open, "float_params": precisions} if self._provider == "tensorrt" else {}),
         }
 
-    def _session(self, model: str | bytes, *, quantized: bool = False) -> Any:
+    def _session(self, model: str | bytes, *, quantized: bool = False, optimized: Path | None = None) -> Any:
         options = self._ort.SessionOptions()
         options.intra_op_num_threads = self._threads
         options.inter_op_num_threads = 1
         options.execution_mode = self._ort.ExecutionMode.ORT_SEQUENTIAL
         options.graph_optimization_level = getattr(self._ort.GraphOptimizationLevel, LEVELS[self._optimization])
         options.log_severity_level = 3
+        if optimized is not None:
+            options.optimized_model_filepath = str(optimized)
         own: dict[str, dict[str, Any]] = {
             # TensorRT reads Q/DQ only where INT8 is allowed; a float model would then ask for a calibration.
             "TensorrtExecutionProvider": {"trt_fp16_enable": self._float == "f16", "trt_int8_enable": quantized},

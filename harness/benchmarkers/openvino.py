@@ -84,6 +84,24 @@ class OpenVINOBenchmarker:
         counts = Counter(layer.precision for layer in _executed(compiled))
         return Artifact(engine=compiled, info={"layers": dict(sorted(counts.items()))})
 
+    def save(self, candidate: Candidate, path: Path) -> None:
+        """Write the candidate's engine to a file for `load` ("Model caching": export of a compiled model).
+
+        Raises:
+            BuildFailed: See `build`.
+        """
+        artifact = self.build(candidate, path.parent)
+        path.write_bytes(artifact.engine.export_model())
+
+    def load(self, path: Path) -> Artifact:
+        """An engine that `save` wrote, for this version of OpenVINO and this kind of processor alone.
+
+        Raises:
+            BuildFailed: OpenVINO refuses it.
+        """
+        with said(BuildFailed, f"OpenVINO cannot load {path.name}", REFUSALS):
+            return Artifact(engine=self._core.import_model(path.read_bytes(), "CPU", self._options))
+
     @contextmanager
     def open(self, artifact: Artifact) -> Iterator[_Probe]:
         """A probe with its inputs bound once.
