@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-__all__ = ["copy_model", "file_digest", "move_model"]
+__all__ = ["copy_model", "file_digest", "move_model", "parts"]
 
 
 def copy_model(model_path: Path, folder: Path, name: str = "model.onnx") -> Path:
@@ -46,6 +46,11 @@ def file_digest(model_path: Path) -> str:
             while chunk := file.read(1 << 24):
                 digest.update(chunk)
     return digest.hexdigest()
+
+
+def parts(model_path: Path) -> list[Path]:
+    """A model's file and, behind it, the files of its external data."""
+    return [model_path, *_named(model_path.read_bytes(), model_path)]
 
 
 def _named(content: bytes, model_path: Path) -> list[Path]:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from harness.api import Candidate
 from harness.measure.engines import Engines, WorkerSpec
 from harness.measure.executor import AttemptWith, Executor, Inline, Pool
 from harness.measure.gate import Alternating, Beside, Gate
@@ -50,13 +51,16 @@ class Site(Protocol):
         """
         ...
 
-    def workers(self, spec: WorkerSpec, engines: Engines, maker: Maker) -> AbstractContextManager[Workers]:
+    def workers(
+        self, spec: WorkerSpec, engines: Engines, maker: Maker, baseline: Candidate
+    ) -> AbstractContextManager[Workers]:
         """Workers for searches of one cell.
 
         Args:
             spec: What each of them needs.
             engines: Open ones of this very specification, which nobody else uses meanwhile.
             maker: Writes candidates where the driver's files cannot be seen.
+            baseline: The float model, which evaluators may have to see there first.
         """
         ...
 
@@ -78,7 +82,7 @@ class LocalSite:
         return open_engines(spec, self._limits)
 
     @contextmanager
-    def workers(self, spec: WorkerSpec, engines: Engines, maker: Maker) -> Iterator[Workers]:
+    def workers(self, spec: WorkerSpec, engines: Engines, maker: Maker, baseline: Candidate) -> Iterator[Workers]:
         """See `Site`; a single worker needs no thread, nor a second process."""
         if self._executor.workers == 1:
             yield _Alone(engines)

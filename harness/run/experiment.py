@@ -26,27 +26,29 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from harness import registry
 from harness.cluster import open_site
 from harness.errors import UserError
 from harness.measure.engines import MAIN, Engines, WorkerSpec
 from harness.measure.executor import Attempt, at_once
 from harness.measure.provenance import decisive, git_commit
 from harness.measure.site import Site, Workers
-from harness.records import SCHEMA, Failed
+from harness.records import SCHEMA
 from harness.run.claim import claimed
 from harness.run.compare import refuse_changes
-from harness.run.compose import Cell, compose, evaluator_use
-from harness.run.config import Experiment, Use
+from harness.run.compose import Cell, compose
+from harness.run.config import Experiment
 from harness.run.confirming import confirm_rows, noise_floor
-from harness.run.engine import Goal, SearchTask, Trial, run_search
+from harness.run.engine import SearchTask, Trial, run_search
 from harness.run.finalists import choose
+from harness.run.goal import goal_facts
 from harness.run.journal import Journal
+from harness.run.judge import Judge
 from harness.run.methods import open_search
 from harness.run.observe import Observer, Step
 from harness.run.plan import CellSpec, RunSpec, plan
 from harness.run.rows import read_json, write_json
 from harness.run.scores import ScoreBook
+from harness.run.scoring import Scoring, scoring_of
 from harness.run.sections import in_sections
 from harness.run.strongest import float_benchmarkers
 from harness.run.trial import BUILDS, Care, attempt_with
@@ -120,37 +122,33 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
     spec, folder, site = place.spec, place.folder, place.site
     _begun(folder / "env.json", site.environment(place.commit), decisive)
     cell = compose(experiment, spec, place.base, folder / "work", observer)
-    evaluator = evaluator_use(spec.model, cell.model, place.base, cell.work)
+    scoring = scoring_of(experiment.objective, spec.model, cell.model, place.base, cell.work)
     benchmarkers = float_benchmarkers(spec.backend, cell.model_file, folder, site.open, observer)
-    evaluators = {} if evaluator is None else {MAIN: evaluator}
-    worker = WorkerSpec(benchmarkers=benchmarkers, workdir=cell.work, evaluators=evaluators)
+    worker = WorkerSpec(benchmarkers=benchmarkers, workdir=cell.work, evaluators=scoring.evaluators)
     with site.open(worker) as engines:
-        book = ScoreBook(folder, engines, observer, _digest(_scoring(spec)))
-        metric = _metric(evaluator)
-        goal = _goal(experiment, metric, book, cell)
         floor = noise_floor(site.open, worker, cell.model_file, engines.describe(), folder, observer)
+        book = ScoreBook(folder, engines, observer, _digest(scoring.facts))
+        goal = scoring.goal(book, cell.model_file, folder / "floor.json")
         running = _Running(
             experiment=experiment,
             cell=cell,
             base=place.base,
             engines=engines,
-            goal=goal,
+            scoring=scoring,
+            judge=scoring.judge(goal),
             floor=floor,
             folder=folder,
             observer=observer,
         )
-        facts = {
-            **running.facts(),
-            "metric": None if metric is None else metric.name,
-            "higher_is_better": metric is None or metric.higher_is_better,
-        }
-        _begun(folder / "cell.json", facts, lambda facts: {key: facts.get(key) for key in running.fingerprint()})
-        with site.workers(worker, engines, cell.inserter) as workers:
+        _begun(
+            folder / "cell.json", running.facts(), lambda facts: {key: facts.get(key) for key in running.fingerprint()}
+        )
+        with site.workers(worker, engines, cell.inserter, cell.candidate(cell.space.float_placement())) as workers:
             runs = spec.runs if len(cell.searched) else ()
             searches = [partial(running.search, run, workers, place.retry_failed) for run in runs]
             at_once(searches, experiment.executor.searches)
         table = choose(experiment, cell, goal, folder, [name for name in benchmarkers if name != MAIN])
-        if evaluator is not None:
+        if scoring.evaluators:
             book.score(table)
         backend = engines.describe()
     confirm_rows(experiment.confirmation, site.open, worker, table.timed, backend, observer)
@@ -169,15 +167,6 @@ def _begun(path: Path, facts: dict[str, Any], decisive: Callable[[Mapping[str, A
         write_json(path, facts)
 
 
-def _scoring(spec: CellSpec) -> dict[str, Any]:
-    """How a cell's models are scored."""
-    model = spec.model
-    return {
-        "evaluator": None if model.evaluator is None else model.evaluator.model_dump(mode="json"),
-        "preprocess": None if model.preprocess is None else model.preprocess.model_dump(mode="json"),
-    }
-
-
 def _digest(facts: Any) -> str:
     """Of anything that JSON can hold, and of sets: the same in every process."""
 
@@ -188,40 +177,6 @@ def _digest(facts: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Metric:
-    name: str
-    higher_is_better: bool
-
-
-def _metric(evaluator: Use | None) -> _Metric | None:
-    if evaluator is None:
-        return None
-    factory: Any = registry.load("evaluator", evaluator.use)
-    return _Metric(name=factory.metric, higher_is_better=factory.higher_is_better)
-
-
-def _goal(experiment: Experiment, metric: _Metric | None, book: ScoreBook, cell: Cell) -> Goal:
-    """The goal of the searches; where accuracy is bounded the float model is scored first.
-
-    Raises:
-        UserError: The float model itself cannot be scored.
-    """
-    if metric is None:
-        return Goal()
-    accuracy = book.float_score(cell.model_file)
-    if isinstance(accuracy, Failed):
-        raise UserError(f"{cell.model.source}: the float model cannot be scored; {accuracy.stage}: {accuracy.reason}")
-    if experiment.objective.max_drop is None:
-        return Goal()
-    return Goal(
-        metric=metric.name,
-        reference=accuracy.metrics[metric.name],
-        higher_is_better=metric.higher_is_better,
-        max_drop=experiment.objective.max_drop,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Running:
     """One cell while its searches run."""
 
@@ -229,7 +184,8 @@ class _Running:
     cell: Cell
     base: Path
     engines: Engines
-    goal: Goal
+    scoring: Scoring
+    judge: Judge
     floor: float
     folder: Path
     observer: Observer
@@ -243,8 +199,7 @@ class _Running:
             return attempt_with(
                 engines,
                 self.experiment.sampling,
-                scored=self.goal.metric is not None,
-                holds=lambda metrics: self.goal.violation(metrics) == 0.0,
+                judge=self.judge,
                 care=Care(
                     floor=self.floor, racing="racing" not in without, builds=1 if "retakes" in without else BUILDS
                 ),
@@ -265,7 +220,7 @@ class _Running:
                 searcher=search.searcher,
                 seeds=search.seeds,
                 candidate=search.candidate,
-                goal=self.goal,
+                goal=self.judge.goal,
                 evaluations=max(budget.evaluations),
                 seconds=None if budget.minutes is None else budget.minutes * 60,
                 window=window,
@@ -285,8 +240,8 @@ class _Running:
             "calibration": self.cell.spec.model.calibration.model_dump(mode="json"),
             "ranges": _digest(self.cell.ranges),
             "sampling": self.experiment.sampling.model_dump(mode="json"),
-            "goal": asdict(self.goal),
-            **_scoring(self.cell.spec),
+            "goal": goal_facts(self.judge.goal),
+            **self.scoring.facts,
             "qdq_bench": version("qdq-bench"),
         }
 
@@ -305,6 +260,8 @@ class _Running:
             "accuracy_only": sorted(self.cell.accuracy_only),
             "calibration_remarks": list(self.cell.remarks),
             "placements": {name: list(placement.choices) for name, placement in self.cell.placements.items()},
+            "metric": self.scoring.metric,
+            "higher_is_better": self.scoring.higher_is_better,
             **self.fingerprint(),
         }
 

@@ -1,0 +1,259 @@
+"""The hosts of one experiment: started, checked to be of one kind, replaced where one is lost.
+
+Ray restarts nothing here. A host that is gone is gone with all its engines; whoever had some opens them on another,
+and a new host is asked for in its place, which takes part as soon as the cluster has room for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from harness.cluster.host import Files, Host
+from harness.errors import UserError
+from harness.graph.files import parts
+from harness.measure.executor import WorkerLost
+from harness.measure.provenance import decisive
+from harness.run.compare import changes
+from harness.run.observe import Observer
+
+__all__ = ["Fleet", "Member"]
+
+START_S = 120.0
+"""A host imports the harness, on a machine that may be busy starting others."""
+GLANCE_S = 1.0
+"""Between two looks whether a call is still wanted."""
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A host as the driver sees it.
+
+    Attributes:
+        actor: Its handle.
+        node: Name of its machine.
+        environment: See `harness.measure.provenance.environment`.
+        sessions: Engines that are open on it.
+    """
+
+    actor: Any
+    node: str
+    environment: Mapping[str, Any]
+    sessions: int = 0
+
+
+class Fleet:
+    """Hosts on the cluster that Ray is connected to.
+
+    Args:
+        count: How many are wanted.
+        resources: What each reserves.
+        known: Environment of the machine that the results were begun on; None: the first host decides.
+        observer: Is told who takes part.
+    """
+
+    def __init__(
+        self, count: int, resources: Mapping[str, float], known: Mapping[str, Any] | None, observer: Observer
+    ) -> None:
+        self._count = count
+        self._options = _options(resources)
+        self._known = known
+        self._observer = observer
+        self._lock = threading.RLock()
+        self._starting: dict[Any, Any] = {}
+        self._members: list[Member] = []
+        self._refused: list[Any] = []
+        self._numbers = itertools.count()
+        self._sent: dict[tuple[str, int, int], Any] = {}
+        self.closed = False
+
+    def start(self) -> None:
+        """Start the hosts; done when all are there, or those for which the cluster has room now.
+
+        Raises:
+            UserError: Not even one can be used.
+        """
+        for _ in range(self._count):
+            self._ask_for_one()
+        fitting = min(self._count, _room(self._options))
+        ray.wait(list(self._starting), num_returns=max(1, fitting), timeout=START_S)
+        first = self.pick()
+        first.sessions -= 1
+        if len(self._members) < self._count:
+            self._observer.say(
+                f"{len(self._members)} of {self._count} workers: the cluster has no room for more that are like the "
+                "first; others take part when they come"
+            )
+
+    def environment(self) -> Mapping[str, Any]:
+        """Of the hosts, which are all alike."""
+        with self._lock:
+            return self._known or self._members[0].environment
+
+    def pick(self) -> Member:
+        """The host with fewest sessions, counted as one more.
+
+        Raises:
+            UserError: There is none, and none came in time.
+        """
+        with self._lock:
+            self._welcome(0.0)
+            if not self._members:
+                self._welcome(START_S)
+            if not self._members or self.closed:
+                raise UserError(self._nobody())
+            chosen = min(self._members, key=lambda member: member.sessions)
+            chosen.sessions += 1
+            return chosen
+
+    def number(self) -> int:
+        """A number for a session."""
+        return next(self._numbers)
+
+    def send(self, path: Path) -> tuple[str, Any]:
+        """A model's files in the object store, from which they travel once to each node; and the key to them."""
+        status = path.stat()
+        key = (str(path), status.st_size, status.st_mtime_ns)
+        with self._lock:
+            if key not in self._sent:
+                files: Files = {part.name: part.read_bytes() for part in parts(path)}
+                self._sent[key] = ray.put(files)
+            return repr(key), self._sent[key]
+
+    def call(self, member: Member, reference: Any) -> Any:
+        """The value of a call.
+
+        Raises:
+            WorkerLost: The host is gone, or the fleet was closed meanwhile.
+            UserError: As the host raised it.
+        """
+        try:
+            while not ray.wait([reference], timeout=GLANCE_S)[0]:
+                if self.closed:
+                    raise WorkerLost("the run is being ended")
+            return ray.get(reference)
+        except RayTaskError as error:
+            if isinstance(error.cause, UserError):
+                raise UserError(str(error.cause)) from None
+            raise
+        except RayError as error:
+            self._lose(member, error)
+            raise WorkerLost(f"the worker on {member.node} was lost: {_first_line(error)}") from error
+
+    def forget(self, member: Member) -> None:
+        """A session of this host was closed."""
+        with self._lock:
+            member.sessions -= 1
+
+    def close(self) -> None:
+        """End all hosts."""
+        self.closed = True
+        with self._lock:
+            actors = [*(member.actor for member in self._members), *self._starting.values(), *self._refused]
+            ending = [member.actor.end.remote() for member in self._members]
+            self._members, self._starting, self._sent = [], {}, {}
+        with suppress(RayError):
+            ray.wait(ending, num_returns=len(ending), timeout=5) if ending else None
+        for actor in actors:
+            with suppress(RayError):
+                ray.kill(actor)
+
+    def _ask_for_one(self) -> None:
+        actor = ray.remote(Host).options(**self._options).remote(sys.path)
+        self._starting[actor.facts.remote(None)] = actor
+
+    def _welcome(self, patience_s: float) -> None:
+        """Take in the hosts that are ready; wait for one where there is patience."""
+        while self._starting:
+            ready, _ = ray.wait(list(self._starting), num_returns=1, timeout=patience_s)
+            if not ready:
+                return
+            actor = self._starting.pop(ready[0])
+            try:
+                facts = ray.get(ready[0])
+            except RayActorError as error:
+                self._observer.say(f"a worker could not be started: {_first_line(error)}")
+                continue
+            if self._fits(facts):
+                self._members.append(Member(actor=actor, node=facts["node"], environment=facts["environment"]))
+                patience_s = 0.0
+            else:
+                self._refused.append(actor)  # and kept: its device is taken, so the next host comes elsewhere
+                self._ask_for_one()
+
+    def _fits(self, facts: Mapping[str, Any]) -> bool:
+        """Whether a host is like the others; figures of different devices or libraries are never compared raw."""
+        here = decisive(facts["environment"])
+        if self._known is None:
+            self._known = facts["environment"]
+        different = list(changes(decisive(self._known), here))
+        if different:
+            shown = "\n".join(f"  {line}" for line in different)
+            self._observer.say(
+                f"the worker on {facts['node']} is refused, for it differs from the baseline's:\n{shown}"
+            )
+        return not different
+
+    def _lose(self, member: Member, error: RayError) -> None:
+        with self._lock:
+            if member not in self._members:
+                return
+            self._members.remove(member)
+            left = len(self._members)
+            self._ask_for_one()
+        with suppress(RayError):
+            ray.kill(member.actor)
+        self._observer.say(f"the worker on {member.node} was lost ({_first_line(error)}); {left} left")
+
+    def _nobody(self) -> str:
+        wanted, there = _wanted(self._options), ray.cluster_resources()
+        offered = {name: there.get(name, 0) for name in wanted}
+        refused = f"; {len(self._refused)} were refused" if self._refused else ""
+        return (
+            f"executor: no worker can be used: each asks for {_shown(wanted)}, the cluster has {_shown(offered)} in "
+            f"all{refused}; everything measured before is safe: add nodes, then run the same command again to go on"
+        )
+
+
+def _options(resources: Mapping[str, float]) -> dict[str, Any]:
+    """What Ray calls them; SPREAD puts hosts on as many nodes as there are."""
+    own = dict(resources)
+    return {
+        "num_cpus": own.pop("CPU", 0 if own else 1),
+        "num_gpus": own.pop("GPU", 0),
+        "resources": own,
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "scheduling_strategy": "SPREAD",
+    }
+
+
+def _wanted(options: Mapping[str, Any]) -> dict[str, float]:
+    wanted = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **options["resources"]}
+    return {name: amount for name, amount in wanted.items() if amount}
+
+
+def _room(options: Mapping[str, Any]) -> int:
+    """How many hosts the nodes could take, one by one."""
+    wanted = _wanted(options)
+    nodes: Sequence[Mapping[str, Any]] = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return sum(min((int(node.get(name, 0) // amount) for name, amount in wanted.items()), default=1) for node in nodes)
+
+
+def _shown(amounts: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items()) or "nothing"
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
