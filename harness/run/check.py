@@ -24,6 +24,7 @@ from harness.graph.dialects import Dialect
 from harness.paths import locate
 from harness.run.config import Experiment, Method, ModelSpec, Use
 from harness.run.models import evaluator_use, input_types, open_model
+from harness.run.objective import Objective, check_objective
 from harness.run.plan import plan, precisions_of
 from harness.run.seeding import check_files
 from harness.run.starts import TOOLS
@@ -60,12 +61,16 @@ def check_experiment(experiment: Experiment, base: Path) -> tuple[str, ...]:
         check_files(experiment.initial, base)
     data, remarks = _Data(base), []
     for model in experiment.models:
-        if model.evaluator is None and experiment.objective.max_drop is not None:
-            raise UserError(f"objective.max_drop: model {model.name!r} has no evaluator whose metric could drop")
+        _check_objective(experiment.objective, model)
         with _at(f"model {model.name!r}"):
             _check_model(model, base, data)
             remarks += [f"model {model.name!r}: {remark}" for remark in _remarks(model, base, data)]
     return tuple(remarks)
+
+
+def _check_objective(objective: Objective, model: ModelSpec) -> None:
+    evaluator: Any = None if model.evaluator is None else registry.load("evaluator", model.evaluator.use)
+    check_objective(objective, getattr(evaluator, "metric", None), model.name)
 
 
 def _check_searcher(searcher: Use, precisions: tuple[str, ...]) -> None:

@@ -81,7 +81,8 @@ def score_of(outcome: Outcome, goal: Goal) -> Score | Failure:
         return Failure(stage=outcome.stage, reason=outcome.reason)
     latency_ms, metrics = median_ci(outcome.samples_ms).value, outcome.metrics
     value = metrics.get(goal.metric or "")
-    objective, stderr, objectives = latency_ms, stderr_of_median(outcome.samples_ms), ()
+    objective, stderr = latency_ms, stderr_of_median(outcome.samples_ms)
+    objectives: tuple[float, ...] = ()
     if goal.minimize == "pareto" and value is not None:
         objectives = (latency_ms, goal.loss(value))
     if goal.minimize == "accuracy":

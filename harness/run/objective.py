@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-__all__ = ["Minimize", "Objective", "absolute"]
+from harness.errors import UserError
+
+__all__ = ["Minimize", "Objective", "absolute", "check_objective"]
 
 Minimize = Literal["latency", "pareto", "accuracy"]
 SHARE = re.compile(r"(\d+(?:\.\d+)?) ?%")
@@ -82,3 +84,27 @@ class Objective(BaseModel):
     def scored(self) -> bool:
         """Whether searches look at accuracy at all."""
         return self.minimize != "latency" or self.max_drop is not None
+
+
+def check_objective(objective: Objective, metric: str | None, model: str) -> None:
+    """Refuse an objective that has nothing to go by.
+
+    Args:
+        metric: Of the model's evaluator; None where it has none.
+        model: What messages call the model.
+
+    Raises:
+        UserError: No evaluator where accuracy counts, or one of another metric.
+    """
+    named = objective.metric
+    key = f"{named}_drop" if named is not None else "max_drop"
+    if metric is None and objective.scored:
+        what = f"objective.{key}" if objective.minimize == "latency" else f"objective.minimize: {objective.minimize}"
+        raise UserError(f"{what}: model {model!r} has no evaluator whose metric could drop")
+    if metric is None and objective.halves:
+        raise UserError(f"objective.halves: model {model!r} has no evaluator whose data could be halved")
+    if None not in (named, metric) and named != metric:
+        raise UserError(
+            f"objective.{key}: the evaluator of model {model!r} gives {metric!r}; write {metric}_drop, or max_drop for "
+            "whatever metric a model has"
+        )

@@ -18,7 +18,10 @@ __all__ = ["ScoreBook", "read_scores"]
 
 
 class ScoreBook:
-    """What the evaluator found, kept in `accuracy.json`: a file that was scored already is not scored again.
+    """What the evaluators found, kept in `accuracy.json`: a file that was scored already is not scored again.
+
+    A figure belongs to a file, a benchmarker and an evaluator, for instance one on the half of the data that the
+    searches see. Rows are scored by `MAIN`.
 
     Args:
         folder: The cell's.
@@ -32,12 +35,12 @@ class ScoreBook:
         self._evaluator = evaluator
         self._scores = _stored(folder)
 
-    def float_score(self, model_file: Path) -> Accuracy | Failed:
+    def float_score(self, model_file: Path, evaluator: str = MAIN) -> Accuracy | Failed:
         """Accuracy of the float model, the reference of every drop; an evaluator may see its engine first."""
         candidate = Candidate(digest=digest_of(()), edges=(), source=lambda: model_file)
         with self._observer.work("score the float model", 1) as step:
-            unprepared = _prepare(self._engines, candidate)
-            found = unprepared or self._score(candidate, file_digest(model_file), MAIN)
+            unprepared = _prepare(self._engines, candidate, evaluator)
+            found = unprepared or self._score(candidate, file_digest(model_file), MAIN, evaluator)
             step.advance()
         return found
 
@@ -48,13 +51,13 @@ class ScoreBook:
                 found = self._score(table.candidate(row), row.sha256, row.benchmarker)
                 step.advance(f"{row.id}: {found.reason}" if isinstance(found, Failed) else row.id)
 
-    def _score(self, candidate: Candidate, sha256: str, benchmarker: str) -> Accuracy | Failed:
-        key = _key(sha256, benchmarker)
+    def _score(self, candidate: Candidate, sha256: str, benchmarker: str, evaluator: str = MAIN) -> Accuracy | Failed:
+        key = _key(sha256, benchmarker, evaluator)
         known = self._scores.get(key, {})
         if "metrics" in known and known.get("evaluator") == self._evaluator:
             evidence = known.get("evidence", "")
             return Accuracy(metrics=known["metrics"], per_item=tuple(known["per_item"]), evidence=evidence)
-        found = _evaluate(self._engines, candidate, benchmarker)
+        found = _evaluate(self._engines, candidate, benchmarker, evaluator)
         if isinstance(found, Failed):
             score: dict[str, Any] = {"failed": found.stage, "reason": found.reason}
         else:
@@ -78,25 +81,25 @@ def _stored(folder: Path) -> dict[str, dict[str, Any]]:
     return read_json(path) if path.exists() else {}
 
 
-def _key(sha256: str, benchmarker: str) -> str:
-    return f"{sha256} {benchmarker}"
+def _key(sha256: str, benchmarker: str, evaluator: str = MAIN) -> str:
+    return f"{sha256} {benchmarker}" if evaluator == MAIN else f"{sha256} {benchmarker} {evaluator}"
 
 
-def _prepare(engines: Engines, candidate: Candidate) -> Failed | None:
+def _prepare(engines: Engines, candidate: Candidate, evaluator: str) -> Failed | None:
     built = engines.build(candidate)
     if isinstance(built, Failed):
         return built
     try:
-        return engines.prepare(built.handle)
+        return engines.prepare(built.handle, evaluator)
     finally:
         engines.release(built.handle)
 
 
-def _evaluate(engines: Engines, candidate: Candidate, benchmarker: str) -> Accuracy | Failed:
+def _evaluate(engines: Engines, candidate: Candidate, benchmarker: str, evaluator: str) -> Accuracy | Failed:
     built = engines.build(candidate, benchmarker)
     if isinstance(built, Failed):
         return built
     try:
-        return engines.evaluate(built.handle)
+        return engines.evaluate(built.handle, evaluator)
     finally:
         engines.release(built.handle)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from harness.api import Candidate
@@ -12,6 +11,7 @@ from harness.measure.executor import Attempt
 from harness.measure.stats import Interval, median_ci
 from harness.records import Failed, Measured, Outcome
 from harness.run.config import Sampling
+from harness.run.judge import Judge
 
 __all__ = ["BUILDS", "Care", "attempt_with"]
 
@@ -38,8 +38,7 @@ def attempt_with(
     engines: Engines,
     sampling: Sampling,
     *,
-    scored: bool,
-    holds: Callable[[Mapping[str, float]], bool] = lambda _: True,
+    judge: Judge | None = None,
     care: Care = Care(),
 ) -> Attempt:
     """An attempt that uses these engines.
@@ -49,48 +48,51 @@ def attempt_with(
     faster once it confirmed suspicious timings, pytorch/helion pull request 2377).
 
     Args:
-        scored: Ask the evaluator about candidates that are faster than the incumbent; only they can win.
-        holds: Whether these metrics hold the bound on accuracy; a candidate that breaks it cannot win.
+        judge: Looks at accuracy; by default nobody does.
         care: What is done about noise.
     """
-    return _Trial(engines, sampling, scored, holds, care).attempt
+    return _Trial(engines, sampling, judge or Judge(), care).attempt
 
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
     engines: Engines
     sampling: Sampling
-    scored: bool
-    holds: Callable[[Mapping[str, float]], bool]
+    judge: Judge
     care: Care
 
     def attempt(self, candidate: Candidate, incumbent: Interval | None) -> Outcome:
         """See `Attempt`."""
-        outcome = self._measure(candidate, incumbent, self._score)
-        if isinstance(outcome, Failed) or not self._surprising(outcome, incumbent):
+        rival = self.judge.rival(incumbent)
+
+        def look(handle: int, measured: Measured) -> Outcome:
+            return self.judge.look(self.engines, handle, measured, incumbent)
+
+        outcome = self._measure(candidate, rival, look)
+        if isinstance(outcome, Failed) or not self._surprising(outcome, rival):
             return outcome
         taken = [outcome]
-        while len(taken) < self.care.builds and (len(taken) == 1 or not self._surprising(taken[-1], incumbent)):
-            again = self._measure(candidate, incumbent, lambda _, measured, __: measured)
+        while len(taken) < self.care.builds and (len(taken) == 1 or not self._surprising(taken[-1], rival)):
+            again = self._measure(candidate, rival, lambda _, measured: measured)
             if isinstance(again, Failed):
                 return again
             taken.append(again)
         return _agreed(taken)
 
-    def _surprising(self, measured: Measured, incumbent: Interval | None) -> bool:
+    def _surprising(self, measured: Measured, rival: Interval | None) -> bool:
         """Whether it would become the incumbent by more than noise; the first one surprises nobody."""
-        if incumbent is None or not self.holds(measured.metrics):
+        if rival is None or not self.judge.holds(measured.metrics):
             return False
         own = median_ci(measured.samples_ms)
-        return own.high < incumbent.low and own.value * (1 + self.care.floor) < incumbent.value
+        return own.high < rival.low and own.value * (1 + self.care.floor) < rival.value
 
-    def _measure(self, candidate: Candidate, incumbent: Interval | None, then: _Then) -> Outcome:
+    def _measure(self, candidate: Candidate, rival: Interval | None, then: _Then) -> Outcome:
         """Build and sample, and while the engine is there do what comes then."""
         built = self.engines.build(candidate)
         if isinstance(built, Failed):
             return built
         try:
-            samples = self.engines.sample(built.handle, self.sampling, incumbent if self.care.racing else None)
+            samples = self.engines.sample(built.handle, self.sampling, rival if self.care.racing else None)
             if isinstance(samples, Failed):
                 return samples
             measured = Measured(
@@ -105,23 +107,12 @@ class _Trial:
                 measure_s=samples.measure_s,
                 info=built.info,
             )
-            return then(built.handle, measured, incumbent)
+            return then(built.handle, measured)
         finally:
             self.engines.release(built.handle)
 
-    def _score(self, handle: int, measured: Measured, incumbent: Interval | None) -> Outcome:
-        slower = incumbent is not None and median_ci(measured.samples_ms).value >= incumbent.value
-        if slower or not self.scored:
-            return measured
-        started_s = time.monotonic()
-        accuracy = self.engines.evaluate(handle)
-        if isinstance(accuracy, Failed):
-            return accuracy
-        spent_s = time.monotonic() - started_s
-        return replace(measured, metrics=accuracy.metrics, per_item=accuracy.per_item, evaluate_s=spent_s)
 
-
-_Then = Callable[[int, Measured, Interval | None], Outcome]
+_Then = Callable[[int, Measured], Outcome]
 
 
 def _agreed(taken: Sequence[Measured]) -> Measured:

@@ -26,7 +26,9 @@ from harness.run.claim import claimed
 from harness.run.compare import refuse_changes
 from harness.run.compose import Cell
 from harness.run.engine import SearchTask, Trial, run_search
+from harness.run.goal import Goal
 from harness.run.journal import Journal, writing
+from harness.run.judge import Judge
 from harness.run.observe import Observer
 from harness.run.rows import read_json, write_json
 from harness.run.scores import ScoreBook
@@ -171,8 +173,9 @@ class _Recording:
 
     def _attempt(self) -> Attempt:
         """An attempt that scores everything, for a table knows no incumbent that could not be beaten."""
-        scored = self.study.spec.model.evaluator is not None
-        attempt = attempt_with(self.engines, self.study.experiment.sampling, scored=scored)
+        evaluator = self.study.spec.model.evaluator
+        judge = None if evaluator is None else Judge(goal=Goal(metric=evaluator.use, max_drop=None))
+        attempt = attempt_with(self.engines, self.study.experiment.sampling, judge=judge)
         return lambda candidate, _: attempt(candidate, None)
 
     def _evaluator(self) -> Any:

@@ -107,7 +107,7 @@ def flat_search(folder: Path, number: int, searcher: str = "random", evaluations
         evaluations=evaluations,
     )
     with open_engines() as opened, Journal(path, {}) as journal:
-        run_search(task, Inline(attempt_with(opened, Sampling(), scored=False)), journal, lambda _: None)
+        run_search(task, Inline(attempt_with(opened, Sampling())), journal, lambda _: None)
     entries = tuple(read_journal(path))
     outcomes = [entry.told.outcome for entry in entries if entry.told is not None]
     measured = [outcome for outcome in outcomes if isinstance(outcome, Measured)]

@@ -1,0 +1,143 @@
+"""How the models of a cell are scored: on which half of the data, by which proxy, and what the searches aim at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import registry
+from harness.errors import UserError
+from harness.graph.model import Model
+from harness.measure.confirm import decode_event, summarise
+from harness.measure.engines import MAIN
+from harness.records import Failed
+from harness.run.config import ModelSpec, Use
+from harness.run.goal import Goal
+from harness.run.judge import Judge
+from harness.run.models import evaluator_use
+from harness.run.objective import Objective, absolute, check_objective
+from harness.run.rows import FLOAT_ROW, read_json
+from harness.run.scores import ScoreBook
+
+__all__ = ["PROXY_EVALUATOR", "SEARCH", "Scoring", "scoring_of"]
+
+SEARCH = "search"
+"""Name of the evaluator that searches score with, where it is not the finalists' own."""
+PROXY_EVALUATOR = "proxy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """How the models of a cell are scored.
+
+    Attributes:
+        evaluators: By name: `MAIN` scores the finalists, `SEARCH` the candidates of searches where they have a half
+            of the data for themselves, `PROXY_EVALUATOR` is the proxy. None where the model has no evaluator.
+        metric: Of `MAIN`; None where there is none.
+        facts: How the searches' figures came about; what a run depends on.
+    """
+
+    objective: Objective
+    evaluators: Mapping[str, Use]
+    metric: str | None
+    higher_is_better: bool
+    facts: Mapping[str, Any]
+
+    @property
+    def searching(self) -> str:
+        """Name of the evaluator that searches score with."""
+        return SEARCH if SEARCH in self.evaluators else MAIN
+
+    def goal(self, book: ScoreBook, model_file: Path, floor_file: Path) -> Goal:
+        """The goal of the searches; the float model, the reference of every drop, is scored first.
+
+        Args:
+            model_file: The float model.
+            floor_file: Has its latency, see `harness.run.confirming.noise_floor`.
+
+        Raises:
+            UserError: The float model itself cannot be scored.
+        """
+        if self.metric is None:
+            return Goal()
+        found = {name: book.float_score(model_file, name) for name in self.evaluators}
+        for accuracy in found.values():
+            if isinstance(accuracy, Failed):
+                raise UserError(f"the float model cannot be scored; {accuracy.stage}: {accuracy.reason}")
+        own = found[self.searching]
+        objective = self.objective
+        if not objective.scored or isinstance(own, Failed):
+            return Goal()
+        reference = own.metrics[self.metric]
+        float_ms = None if objective.minimize == "latency" else _float_ms(floor_file)
+        bound, limit = objective.max_drop, objective.max_latency
+        return Goal(
+            metric=self.metric,
+            reference=reference,
+            higher_is_better=self.higher_is_better,
+            max_drop=None if bound is None else absolute(bound, reference),
+            minimize=objective.minimize,
+            max_latency_ms=None if limit is None or float_ms is None else absolute(limit, float_ms),
+            float_ms=float_ms,
+        )
+
+    def judge(self, goal: Goal) -> Judge:
+        """What looks at candidates for that goal."""
+        proxy = PROXY_EVALUATOR if PROXY_EVALUATOR in self.evaluators else None
+        return Judge(goal=goal, evaluator=self.searching, proxy=proxy)
+
+
+def scoring_of(objective: Objective, spec: ModelSpec, model: Model, base: Path, work: Path) -> Scoring:
+    """How the models of a cell are scored.
+
+    Args:
+        base: Folder that relative paths start from.
+        work: Scratch folder, for outputs of the float model.
+
+    Raises:
+        UserError: The evaluator cannot be used, has not the metric that the objective names, or its data no halves.
+    """
+    facts: dict[str, Any] = {
+        "evaluator": None if spec.evaluator is None else spec.evaluator.model_dump(mode="json"),
+        "preprocess": None if spec.preprocess is None else spec.preprocess.model_dump(mode="json"),
+    }
+    if objective.halves:
+        facts["halves"] = True
+    main = evaluator_use(spec, model, base, work, "report" if objective.halves else None)
+    if main is None:
+        return Scoring(objective=objective, evaluators={}, metric=None, higher_is_better=True, facts=facts)
+    factory: Any = registry.load("evaluator", main.use)
+    check_objective(objective, factory.metric, spec.name)
+    evaluators = {MAIN: main}
+    if objective.halves:
+        evaluators[SEARCH] = _there(evaluator_use(spec, model, base, work, "search"))
+    if objective.scored and objective.proxy and main.use != "fidelity":
+        evaluators[PROXY_EVALUATOR] = _proxy(objective.proxy, spec, model, base, work)
+    return Scoring(
+        objective=objective,
+        evaluators=evaluators,
+        metric=factory.metric,
+        higher_is_better=factory.higher_is_better,
+        facts=facts,
+    )
+
+
+def _proxy(samples: int, spec: ModelSpec, model: Model, base: Path, work: Path) -> Use:
+    """Fidelity on a few samples of the calibration data, which no figure of a table is made of."""
+    data = spec.calibration.data
+    params = {"samples": samples, **({} if data is None else {"data": data})}
+    proxied = spec.model_copy(update={"evaluator": Use(use="fidelity", params=params)})
+    return _there(evaluator_use(proxied, model, base, work / "proxy"))
+
+
+def _there(use: Use | None) -> Use:
+    assert use is not None  # the model has an evaluator
+    return use
+
+
+def _float_ms(floor_file: Path) -> float:
+    events = [decode_event(json.dumps(event)) for event in read_json(floor_file)["events"]]
+    return summarise(events, baseline=FLOAT_ROW).rows[FLOAT_ROW].latency_ms.value
