@@ -14,6 +14,8 @@ import typer
 from harness.commands.autotune import autotune
 from harness.commands.compare import compare
 from harness.commands.doctor import doctor
+from harness.commands.evaluate import evaluate
+from harness.commands.gen_trt_engine import gen_trt_engine
 from harness.commands.listing import listing
 from harness.commands.noise import noise
 from harness.commands.quantize import quantize
@@ -37,6 +39,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "trace": trace,
     "regions": regions,
     "quantize": quantize,
+    "gen-trt-engine": gen_trt_engine,
+    "evaluate": evaluate,
     "record": record,
     "replay": replay,
     "noise": noise,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -91,7 +92,9 @@ class OpenVINOBenchmarker:
             BuildFailed: See `build`.
         """
         artifact = self.build(candidate, path.parent)
-        path.write_bytes(artifact.engine.export_model())
+        exported = io.BytesIO()
+        artifact.engine.export_model(exported)
+        path.write_bytes(exported.getbuffer())
 
     def load(self, path: Path) -> Artifact:
         """An engine that `save` wrote, for this version of OpenVINO and this kind of processor alone.

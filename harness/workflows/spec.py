@@ -186,14 +186,15 @@ class EvaluateSection(_Frozen):
     Attributes:
         trt_engine: An engine that `qdq gen-trt-engine` built; either this or `onnx_file`.
         onnx_file: A model, built for the evaluation.
-        backend: Runtime of `onnx_file`.
+        backend: Runtime of `onnx_file`; by default ONNX Runtime without its optimizers, which does what the Q/DQ pairs
+            say, in any precision.
         evaluator: By default mAP for labels in COCO's form, top-1 for lines "FILENAME CLASS".
         decode: Decoder of a detector; by default found by the shapes of its outputs.
     """
 
     trt_engine: str | None = None
     onnx_file: str | None = None
-    backend: Use = Use(use="openvino")
+    backend: Use = Use(use="onnxruntime", params={"optimization": "disabled"})
     evaluator: Use | None = None
     decode: str | None = None
 

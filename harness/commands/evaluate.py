@@ -1,0 +1,41 @@
+"""`qdq evaluate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["evaluate"]
+
+
+def evaluate(
+    specs: Annotated[
+        list[Path], typer.Argument(help="Spec files with a section 'evaluate'; the first is the baseline.")
+    ],
+    suggest: Annotated[
+        bool, typer.Option(help="Say which layers to leave native where the drop is above 0.01.")
+    ] = True,
+) -> None:
+    """Score an engine or a model on labelled images; with several spec files, the drops against the first.
+
+    Example: `qdq evaluate baseline.yaml quantized.yaml`
+    """
+    from harness.commands.terminal import importable, table
+    from harness.workflows.comparison import advice, compared
+    from harness.workflows.evaluate import evaluate as run
+    from harness.workflows.spec import read_spec
+
+    found = {path: read_spec(path) for path in specs}
+    for path in specs:
+        importable(path.resolve().parent)
+    lines = compared([run(spec, path) for path, spec in found.items()])
+    header = ("spec", "engine or model", "precision", "metric [95 %]", "drop [95 %]", "note")
+    table(header, [line.cells() for line in lines])
+    models: set[Path | None] = set()
+    for line, (path, spec) in zip(lines, found.items(), strict=True):
+        known = line.scored.model in models
+        models.add(line.scored.model)
+        if suggest and not known and (said := advice(line, spec.dataset, path.resolve().parent)):
+            typer.echo("\n".join(said))

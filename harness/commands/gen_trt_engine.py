@@ -1,0 +1,38 @@
+"""`qdq gen-trt-engine`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["gen_trt_engine"]
+
+
+def gen_trt_engine(
+    spec: Annotated[Path, typer.Argument(help="Spec file with a section 'gen_trt_engine'.", show_default=False)],
+    backend: Annotated[
+        str, typer.Option(help="Runtime that builds: tensorrt, or openvino or onnxruntime where there is none.")
+    ] = "tensorrt",
+    param: Annotated[
+        list[str] | None, typer.Option("--param", help="Parameter of the backend, NAME=VALUE; repeat.")
+    ] = None,
+) -> None:
+    """Build an engine from an ONNX file, float or with Q/DQ pairs, as a spec file says, and save it.
+
+    Example: `qdq gen-trt-engine experiments/specs/gen_trt_engine.yaml --backend openvino`
+    """
+    from harness.commands.terminal import importable, param_option
+    from harness.run.config import Use
+    from harness.workflows.engine import build_engine
+    from harness.workflows.spec import read_spec, section
+
+    found, base = read_spec(spec), spec.resolve().parent
+    importable(base)
+    chosen = section(found.gen_trt_engine, "gen_trt_engine", str(spec))
+    use = Use(use=backend, params=dict(param_option(text) for text in param or []))
+    facts = build_engine(chosen, found.dataset, base, use)
+    typed = f"Q/DQ found ({', '.join(facts.precisions)}): strongly typed" if facts.precisions else "float"
+    version = facts.describe.get("version", "")
+    typer.echo(f"{base / chosen.trt_engine}: {facts.backend} {version}, {typed}")

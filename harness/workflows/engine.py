@@ -1,0 +1,120 @@
+"""`qdq gen-trt-engine`: the section `gen_trt_engine` of a spec file, on TensorRT or on another runtime."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UserError
+from harness.graph.declared import Declared, fix_shapes
+from harness.run.config import Use
+from harness.workflows.engine_file import EngineFacts, save_engine
+from harness.workflows.model_file import onnx_file, static_shapes, static_types
+from harness.workflows.spec import Dataset, EngineSection, TensorRTOptions
+
+__all__ = ["TENSORRT", "build_engine"]
+
+logger = logging.getLogger(__name__)
+
+TENSORRT = "tensorrt"
+SUFFIXES = (".trt", ".engine", ".plan")
+PRECISIONS: Mapping[str, str] = {"FP16": "f16", "FP32": "f32"}
+
+
+def build_engine(section: EngineSection, dataset: Dataset, base: Path, backend: Use) -> EngineFacts:
+    """Build an engine and write it, and what must be known to run it beside it.
+
+    A model with Q/DQ pairs is built strongly typed, whatever is said: its types are then the engine's, and FP16 is put
+    into the ONNX file first (TensorRT 11 has no other way; the benchmarker `tensorrt` does it).
+
+    Args:
+        section: Section `gen_trt_engine`.
+        dataset: Section `dataset`, for static shapes.
+        base: Folder that relative paths start from.
+        backend: The runtime, with parameters beyond those of the section.
+
+    Raises:
+        UserError: Anything in it that cannot be used; no TensorRT or no GPU, with what is missing.
+    """
+    path, declared = onnx_file(section.onnx_file, base, "gen_trt_engine.onnx_file")
+    options, target = section.tensorrt, base / section.trt_engine
+    _mention(declared, section)
+    if backend.use == TENSORRT:
+        return _by_tensorrt(section, (path, target), declared, dataset, backend.params)
+    shapes = static_shapes(declared, options.opt_batch_size, dataset.shapes)
+    dynamic = any(None in dims for _, dims in declared.inputs.values())
+    if dynamic:
+        logger.warning(
+            "backend %s: engines here have one batch size; opt_batch_size, %d, is taken",
+            backend.use,
+            options.opt_batch_size,
+        )
+    if options.data_type == "FP16":
+        logger.warning("backend %s: data_type FP16 is TensorRT's; floats run as its own parameters say", backend.use)
+    facts = _facts(section, declared, backend, static_types(declared, shapes))
+    with tempfile.TemporaryDirectory(prefix="qdq-engine-") as scratch:
+        model = fix_shapes(path, shapes, Path(scratch) / "model.onnx") if dynamic else path
+        return save_engine(model, target, facts)
+
+
+def _by_tensorrt(
+    section: EngineSection,
+    paths: tuple[Path, Path],
+    declared: Declared,
+    dataset: Dataset,
+    extra: Mapping[str, Any],
+) -> EngineFacts:
+    path, target = paths
+    if target.suffix not in SUFFIXES:
+        raise UserError(f"gen_trt_engine.trt_engine: a name that ends in {', '.join(SUFFIXES)}, but got {target.name}")
+    options = section.tensorrt
+    params: dict[str, Any] = {
+        "precision": PRECISIONS[options.data_type],
+        "workspace_gb": options.workspace_size * 2**20 / 1e9,
+        "profiles": _profiles(declared, options, dataset),
+        **extra,
+    }
+    types = static_types(declared, static_shapes(declared, options.opt_batch_size, dataset.shapes))
+    return save_engine(path, target, _facts(section, declared, Use(use=TENSORRT, params=params), types))
+
+
+def _profiles(declared: Declared, options: TensorRTOptions, dataset: Dataset) -> dict[str, dict[str, str]]:
+    """Smallest, usual and largest shape of each dynamic input."""
+    sizes = {"min": options.min_batch_size, "opt": options.opt_batch_size, "max": options.max_batch_size}
+    dynamic = [name for name, (_, dims) in declared.inputs.items() if None in dims]
+    if not dynamic:
+        if options.max_batch_size > 1:
+            logger.warning("tensorrt.max_batch_size: the model's batch is fixed, so the sizes given are left aside")
+        return {}
+    shapes = {
+        key: static_shapes(declared, size, dataset.shapes if key == "opt" else _rebatched(dataset.shapes, size))
+        for key, size in sizes.items()
+    }
+    return {name: {key: "x".join(map(str, shapes[key][name])) for key in sizes} for name in dynamic}
+
+
+def _rebatched(given: Mapping[str, str], size: int) -> dict[str, str]:
+    """Given shapes with another batch."""
+    return {name: f"{size}x{shape.partition('x')[2]}" for name, shape in given.items()}
+
+
+def _mention(declared: Declared, section: EngineSection) -> None:
+    found = declared.precisions
+    if found:
+        logger.info("%s: Q/DQ pairs found (%s): strongly typed", section.onnx_file, ", ".join(sorted(found)))
+    if "fp8e5m2" in found:
+        logger.warning("%s: TensorRT takes FP8 as E4M3 alone; this file has E5M2", section.onnx_file)
+
+
+def _facts(section: EngineSection, declared: Declared, backend: Use, types: Any) -> EngineFacts:
+    return EngineFacts(
+        backend=backend.use,
+        params=dict(backend.params),
+        inputs={name: (kind, tuple(shape)) for name, (kind, shape) in types.items()},
+        onnx_file=section.onnx_file,
+        precisions=tuple(sorted(declared.precisions)),
+        describe={},
+    )

@@ -1,0 +1,211 @@
+"""`qdq evaluate`: the accuracy of an engine or a model on labelled images, by a spec file."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import registry
+from harness.api import Accuracy, Artifact, Benchmarker, Candidate, Evaluator
+from harness.errors import CandidateError, UserError
+from harness.evaluators.feeding import image_input, image_size
+from harness.evaluators.inputs import evaluator_params
+from harness.feeds import Types
+from harness.graph.cleaning.shapes import parse_shape
+from harness.graph.declared import Declared, fix_shapes, read_declared
+from harness.paths import locate
+from harness.run.config import Use
+from harness.workflows.engine_file import EngineFacts, load_engine, read_facts
+from harness.workflows.layout import decoder_of
+from harness.workflows.model_file import onnx_file, static_shapes, static_types
+from harness.workflows.spec import Dataset, EvaluateSection, Spec, section
+
+__all__ = ["Scored", "evaluate", "source_of"]
+
+LOST = 0.01
+"""A float model that scores less has the classes of other labels, or another preprocessing: its evaluator says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """What an evaluation found.
+
+    Attributes:
+        name: Of the spec file.
+        what: The engine or model.
+        metric: Name of the primary figure of `accuracy`.
+        model: The ONNX file, where it is known and there.
+        evaluate_s: Wall-clock of the evaluation.
+    """
+
+    name: str
+    what: str
+    metric: str
+    higher_is_better: bool
+    accuracy: Accuracy
+    precisions: tuple[str, ...]
+    model: Path | None
+    evaluate_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Subject:
+    """What is evaluated, ready to run."""
+
+    what: str
+    runtime: Benchmarker
+    artifact: Artifact
+    inputs: Types
+    declared: Declared | None
+    model: Path | None
+    precisions: tuple[str, ...]
+
+
+def evaluate(spec: Spec, source: Path) -> Scored:
+    """Score what section `evaluate` names, and write the figures to `results_dir/NAME.evaluation.json`.
+
+    Args:
+        spec: The spec file.
+        source: Where it lies: relative paths start from its folder.
+
+    Raises:
+        UserError: Anything in it that cannot be used, and the runtime's or evaluator's own words where they fail.
+    """
+    chosen, base = section(spec.evaluate, "evaluate", str(source)), source.resolve().parent
+    started_s = time.monotonic()
+    try:
+        with _opened(chosen, spec.dataset, base) as subject:
+            evaluator = _evaluator(chosen, spec.dataset, base, subject)
+            with subject.runtime.open(subject.artifact) as probe:
+                accuracy = evaluator.score(probe.infer)
+                float_model = not subject.precisions and hasattr(evaluator, "prepare")
+                if float_model and accuracy.metrics.get(evaluator.metric, 1.0) < LOST:
+                    evaluator.prepare(probe.infer)  # type: ignore[attr-defined]
+    except CandidateError as error:
+        raise UserError(f"{source}: {chosen.trt_engine or chosen.onnx_file}: {error}") from error
+    scored = Scored(
+        name=source.stem,
+        what=subject.what,
+        metric=evaluator.metric,
+        higher_is_better=evaluator.higher_is_better,
+        accuracy=accuracy,
+        precisions=subject.precisions,
+        model=subject.model,
+        evaluate_s=time.monotonic() - started_s,
+    )
+    _keep(scored, base / spec.results_dir)
+    return scored
+
+
+def source_of(dataset: Dataset) -> dict[str, Any]:
+    """The labelled images of section `dataset`, as evaluators take them.
+
+    Raises:
+        UserError: There are none, or no labels.
+    """
+    sources = dataset.test_data_sources
+    if sources is None or sources.json_file is None:
+        raise UserError(
+            "dataset.test_data_sources: image_dir and json_file are needed, the images and their labels (.json as COCO "
+            "has them, or .txt with lines 'FILENAME CLASS')"
+        )
+    found: dict[str, Any] = {"use": "images", "images": sources.image_dir, "labels": sources.json_file}
+    if dataset.classes:
+        found["classes"] = list(dataset.classes)
+    return found if dataset.count is None else {**found, "count": dataset.count}
+
+
+@contextmanager
+def _opened(chosen: EvaluateSection, dataset: Dataset, base: Path) -> Iterator[_Subject]:
+    with tempfile.TemporaryDirectory(prefix="qdq-evaluate-") as scratch:
+        if chosen.trt_engine is not None:
+            yield _engine(locate(chosen.trt_engine, base), chosen, dataset, base)
+        else:
+            yield _model(chosen, dataset, base, Path(scratch))
+
+
+def _engine(path: Path, chosen: EvaluateSection, dataset: Dataset, base: Path) -> _Subject:
+    facts = read_facts(path) or _unknown(path, dataset)
+    runtime, artifact = load_engine(path, facts)
+    model = (base / facts.onnx_file) if facts.onnx_file else None
+    declared = read_declared(model) if model is not None and model.is_file() else None
+    return _Subject(
+        what=str(chosen.trt_engine), runtime=runtime, artifact=artifact, inputs=facts.types, declared=declared,
+        model=model if declared else None, precisions=facts.precisions,
+    )  # fmt: skip
+
+
+def _unknown(path: Path, dataset: Dataset) -> EngineFacts:
+    """An engine of somebody else's is taken for TensorRT's, with inputs as the spec says."""
+    if not dataset.shapes:
+        raise UserError(
+            f"{path.name}: there is no {path.name}.json beside it, as qdq gen-trt-engine writes; say its input under "
+            "dataset.shapes, for instance {images: 1x3x640x640}, and TensorRT is assumed"
+        )
+    inputs = {n: ("float", parse_shape(shape, f"dataset.shapes.{n}")) for n, shape in dataset.shapes.items()}
+    return EngineFacts(backend="tensorrt", params={}, inputs=inputs, onnx_file="", precisions=(), describe={})
+
+
+def _model(chosen: EvaluateSection, dataset: Dataset, base: Path, scratch: Path) -> _Subject:
+    path, declared = onnx_file(str(chosen.onnx_file), base, "evaluate.onnx_file")
+    shapes = static_shapes(declared, dataset.batch_size, dataset.shapes)
+    dynamic = any(None in dims for _, dims in declared.inputs.values())
+    file = fix_shapes(path, shapes, scratch / "model.onnx") if dynamic else path
+    runtime: Benchmarker = registry.create("benchmarker", chosen.backend.use, chosen.backend.params)
+    artifact = runtime.build(Candidate(digest=path.stem, edges=(), source=lambda: file), scratch)
+    return _Subject(
+        what=str(chosen.onnx_file), runtime=runtime, artifact=artifact, inputs=static_types(declared, shapes),
+        declared=declared, model=path, precisions=tuple(sorted(declared.precisions)),
+    )  # fmt: skip
+
+
+def _evaluator(chosen: EvaluateSection, dataset: Dataset, base: Path, subject: _Subject) -> Evaluator:
+    data = source_of(dataset)
+    name = image_input(subject.inputs)
+    shape = subject.inputs[name][1]
+    layout = decoder_of(subject.declared.outputs, image_size(name, shape)) if subject.declared else None
+    use = chosen.evaluator or Use(use="top1" if str(data["labels"]).endswith(".txt") else "coco_map")
+    params: dict[str, Any] = {"data": data, "preprocess": _preprocess(dataset, layout), **use.params}
+    if use.use == "coco_map":
+        params.setdefault("decode", _needed(chosen.decode or layout, "evaluate.decode", "decoder"))
+    supplied = {"input_name": name, "input_shape": shape, "inputs": subject.inputs, "base": base}
+    made: Evaluator = registry.create("evaluator", use.use, evaluator_params(use.use, params, supplied))
+    return made
+
+
+def _preprocess(dataset: Dataset, layout: str | None) -> Mapping[str, Any]:
+    use = dataset.preprocess
+    if use is not None:
+        return {"use": use.use, "params": use.params}
+    return {"use": _needed(layout, "dataset.preprocess", "preprocessing"), "params": {}}
+
+
+def _needed(found: str | None, key: str, kind: str) -> str:
+    if found is None:
+        known = ", ".join(plugin.name for plugin in registry.plugins(kind))
+        raise UserError(f"{key}: the outputs do not tell which {kind} this model wants; one of {known}")
+    return found
+
+
+def _keep(scored: Scored, results: Path) -> None:
+    body = {
+        "what": scored.what,
+        "metric": scored.metric,
+        "metrics": dict(scored.accuracy.metrics),
+        "precisions": list(scored.precisions),
+        "per_item": list(scored.accuracy.per_item),
+        "evidence": scored.accuracy.evidence,
+        "evaluate_s": round(scored.evaluate_s, 3),
+    }
+    try:
+        results.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"schema": 1, **body}, allow_nan=False)
+        (results / f"{scored.name}.evaluation.json").write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"results_dir {results}: cannot be written: {error.strerror or error}") from error
