@@ -43,6 +43,7 @@ from harness.run.finalists import choose
 from harness.run.goal import goal_facts
 from harness.run.journal import Journal
 from harness.run.judge import Judge
+from harness.run.live import LIVE, live_study
 from harness.run.methods import open_search
 from harness.run.observe import Observer, Step
 from harness.run.plan import CellSpec, RunSpec, plan
@@ -226,7 +227,9 @@ class _Running:
                 window=window,
                 retry_failed=retry_failed,
             )
-            run_search(task, executor, journal, _watch(step))
+            name, file = f"{self.cell.spec.name}/{run.name}", self.folder.parent / LIVE
+            live = live_study(file, name, search.space, self.judge.goal, fresh=not journal.entries)
+            run_search(task, executor, journal, _watch(step, live))
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be the same for a run to go on."""
@@ -266,11 +269,12 @@ class _Running:
         }
 
 
-def _watch(step: Step) -> Callable[[Trial], None]:
+def _watch(step: Step, live: Callable[[Trial], None]) -> Callable[[Trial], None]:
     spent = 0
 
     def watch(trial: Trial) -> None:
         nonlocal spent
+        live(trial)
         if trial.evaluations > spent:
             spent = trial.evaluations
             step.advance("" if trial.best_ms is None else f"best {trial.best_ms:.3f} ms")

@@ -1,0 +1,54 @@
+"""`qdq reproduce`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.commands.compare import compare
+from harness.commands.report import show_report
+from harness.commands.terminal import importable
+from harness.errors import UserError
+
+__all__ = ["reproduce"]
+
+
+def reproduce(
+    folder: Annotated[Path, typer.Argument(help="Results folder of an experiment.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="Results folder of the repetition [default: FOLDER-again].")] = None,
+    base: Annotated[
+        Path | None, typer.Option(help="Folder that relative paths of the experiment start from [default: here].")
+    ] = None,
+) -> None:
+    """Run the experiment of a results folder again, into a new folder, and print how the two compare.
+
+    Everything is composed, calibrated, searched and confirmed anew. Run the same command again to go on after an
+    interruption.
+
+    Example: `qdq reproduce results/quickstart --out out/again`
+    """
+    from harness.report.results import load
+    from harness.run.check import check_experiment
+    from harness.run.config import load_experiment
+    from harness.run.experiment import run_experiment
+    from harness.show import Terminal
+
+    load(folder)  # before hours are spent on something that cannot be compared
+    again = folder.resolve().with_name(f"{folder.resolve().name}-again") if out is None else out
+    if again.resolve() == folder.resolve():
+        raise UserError(f"--out {again}: is the folder to be reproduced; use another one")
+    config, start = load_experiment(folder / "experiment.yaml"), (base or Path.cwd()).resolve()
+    importable(start)
+    try:
+        remarks = check_experiment(config, start)
+    except UserError as error:
+        raise UserError(f"{error}\nrelative paths of the experiment start from {start}; see --base") from error
+    for remark in remarks:
+        typer.echo(remark, err=True)
+    with Terminal() as terminal:
+        run_experiment(config, base=start, out=again, observer=terminal)
+    show_report(again)
+    typer.echo("")
+    compare(folder, again)
