@@ -16,12 +16,15 @@ from harness.run.engine import Goal
 from harness.run.journal import Entry, read_journal, writing
 from harness.run.methods import is_peer, peer_model, seen_by
 from harness.run.plan import RunSpec
-from harness.run.readback import Evaluated, leaders
+from harness.run.readback import Evaluated, leaders, looks
 from harness.run.rows import ACCURACY_ONLY, FLOAT_ROW, Pick, Row, Table, write_json
 from harness.run.starts import placed
 from search.space import Placement, Resolved, digest_of
 
 __all__ = ["choose"]
+
+FRONT = 8
+"""Placements of a front that are confirmed at most, unless more are asked for."""
 
 
 def choose(experiment: Experiment, cell: Cell, goal: Goal, folder: Path, others: Sequence[str]) -> Table:
@@ -117,7 +120,8 @@ def _found(experiment: Experiment, cell: Cell, goal: Goal, folder: Path, exporte
             continue
         entries = tuple(read_journal(folder / "runs" / f"{run.name}.jsonl"))
         for budget in experiment.budget.evaluations:
-            best = leaders(entries, goal, budget, experiment.confirmation.top_k if budget == largest else 1)
+            best = leaders(entries, goal, budget, _count(experiment, goal) if budget == largest else 1)
+            seen = looks(_within(entries, budget), goal)
             for rank, trial in enumerate(best):
                 yield Pick(
                     method=run.searcher.name,
@@ -127,10 +131,22 @@ def _found(experiment: Experiment, cell: Cell, goal: Goal, folder: Path, exporte
                     budget=budget,
                     rank=rank,
                     minutes=_minutes(entries, budget),
-                    search_ms=trial.score.objective,
+                    search_ms=trial.latency_ms,
+                    scored=seen.full if seen.full else None,
+                    agreement=seen.agreement,
                 )
             if not best:
                 yield _nothing(run, budget, _reason(entries))
+
+
+def _count(experiment: Experiment, goal: Goal) -> int:
+    """How many placements of a search are confirmed."""
+    top_k = experiment.confirmation.top_k
+    return max(top_k, FRONT) if goal.minimize == "pareto" else top_k
+
+
+def _within(entries: Sequence[Entry], budget: int) -> list[Entry]:
+    return [entry for entry in entries if entry.told is not None][:budget]
 
 
 def _row(run: RunSpec, trial: Evaluated, cell: Cell, exporter: _Exporter) -> str:
@@ -154,5 +170,5 @@ def _nothing(run: RunSpec, budget: int, reason: str) -> Pick:
 
 
 def _minutes(entries: tuple[Any, ...], budget: int) -> float:
-    told = [entry.told.elapsed_s for entry in entries if entry.told is not None][:budget]
+    told = [entry.told.elapsed_s for entry in _within(entries, budget) if entry.told is not None]
     return (told[-1] if told else 0.0) / 60

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from harness.run.engine import Goal, eligible, score_of
+import numpy as np
+from scipy.stats import spearmanr
+
+from harness.measure.stats import median_ci
+from harness.records import Measured
+from harness.run.goal import PROXY, Goal, eligible, score_of, scored_of
 from harness.run.journal import Entry
 from search.api import Score
+from search.pareto import fronts
 
-__all__ = ["Evaluated", "evaluated", "incumbents", "leaders"]
+__all__ = ["Evaluated", "Looks", "evaluated", "incumbents", "leaders", "looks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +24,7 @@ class Evaluated:
 
     Attributes:
         evaluations: Number of evaluations spent when it was told, itself and failures included.
+        latency_ms: By the search's own samples, whatever the objective is.
     """
 
     evaluations: int
@@ -25,6 +32,7 @@ class Evaluated:
     digest: str
     choices: tuple[int, ...]
     origin: str
+    latency_ms: float
     score: Score
 
 
@@ -36,13 +44,14 @@ def evaluated(entries: Iterable[Entry], goal: Goal) -> Iterator[Evaluated]:
             continue
         spent += 1
         score = score_of(entry.told.outcome, goal)
-        if isinstance(score, Score):
+        if isinstance(score, Score) and isinstance(entry.told.outcome, Measured):
             yield Evaluated(
                 evaluations=spent,
                 elapsed_s=entry.told.elapsed_s,
                 digest=entry.asked.digest,
                 choices=entry.asked.choices,
                 origin=entry.asked.origin,
+                latency_ms=median_ci(entry.told.outcome.samples_ms).value,
                 score=score,
             )
 
@@ -57,6 +66,53 @@ def incumbents(entries: Iterable[Entry], goal: Goal) -> Iterator[Evaluated]:
 
 
 def leaders(entries: Iterable[Entry], goal: Goal, evaluations: int, count: int) -> list[Evaluated]:
-    """The best `count` distinct placements after so many evaluations, best first."""
+    """The best `count` distinct placements after so many evaluations, best first.
+
+    Of a front that is first the placement that dominates the largest area by itself, below the float model's latency
+    and what may be lost at most; the ends of the front come last.
+    """
     within = [t for t in evaluated(entries, goal) if t.evaluations <= evaluations and eligible(t.score)]
-    return sorted(within, key=lambda trial: trial.score.objective)[:count]
+    if goal.minimize == "pareto":
+        return sorted(_front(within), key=lambda trial: -_area(trial, goal))[:count]
+    return sorted(within, key=lambda trial: (trial.score.objective, trial.latency_ms))[:count]
+
+
+def _front(trials: list[Evaluated]) -> list[Evaluated]:
+    """Those that no other dominates."""
+    values = np.array([trial.score.objectives for trial in trials], np.float64).reshape(len(trials), -1)
+    return [trial for trial, number in zip(trials, fronts(values), strict=True) if number == 0]
+
+
+def _area(trial: Evaluated, goal: Goal) -> float:
+    latency_ms, loss = trial.score.objectives
+    most = goal.max_drop or abs(goal.reference)
+    return max(0.0, (goal.float_ms or 0.0) - latency_ms) * max(0.0, most - loss)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looks:
+    """How much a search looked at accuracy.
+
+    Attributes:
+        full: Evaluations whose metric was measured.
+        proxied: Evaluations that were compared with the float model by the proxy.
+        agreement: Rank correlation of proxy and metric over those that have both (Spearman 1904), 1 where the proxy
+            puts them in the metric's order; None where fewer than three have both, or all are alike.
+    """
+
+    full: int
+    proxied: int
+    agreement: float | None
+
+
+def looks(entries: Iterable[Entry], goal: Goal) -> Looks:
+    """How much a search looked at accuracy, and how far its proxy can be trusted."""
+    outcomes = [entry.told.outcome for entry in entries if entry.told is not None]
+    scored = [found for outcome in outcomes if (found := scored_of(outcome, goal)) is not None]
+    both = [(found.proxy, -goal.loss(found.value)) for found in scored if found.proxy is not None]
+    alike = any(len(set(column)) < 2 for column in zip(*both, strict=True))
+    return Looks(
+        full=len(scored),
+        proxied=sum(isinstance(outcome, Measured) and PROXY in outcome.metrics for outcome in outcomes),
+        agreement=None if len(both) < 3 or alike else float(spearmanr(both).statistic),
+    )

@@ -56,6 +56,8 @@ class Pick:
         row: `Row.id`, or "" where the method gave nothing.
         search_ms: Latency by the search's own samples.
         reason: Why there is no row, or none that is timed.
+        scored: Evaluations of the search whose metric was measured; None where it looked at none.
+        agreement: Rank correlation of proxy and metric over those that have both; None where it cannot be told.
     """
 
     method: str
@@ -67,6 +69,8 @@ class Pick:
     minutes: float | None = None
     search_ms: float | None = None
     reason: str = ""
+    scored: int | None = None
+    agreement: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
