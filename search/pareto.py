@@ -12,7 +12,7 @@ __all__ = ["crowding", "fronts", "hypervolume"]
 Values = npt.NDArray[np.float64]
 
 
-def fronts(values: Values, noise: Values | None = None) -> npt.NDArray[np.int64]:
+def fronts(values: Values, noise: Values | None = None, enough: int | None = None) -> npt.NDArray[np.int64]:
     """The front of each point: 0 where no other dominates it, 1 where only those of front 0 do, and so on.
 
     One point dominates another where it is nowhere larger and somewhere smaller (Deb et al. 2002, "A fast and elitist
@@ -21,6 +21,7 @@ def fronts(values: Values, noise: Values | None = None) -> npt.NDArray[np.int64]
     Args:
         values: Shape (points, coordinates).
         noise: Standard error of each point's first coordinate, shape (points,); None: exact.
+        enough: Once so many points have their front, all others share the next number; None: none do.
     """
     first, second = values[:, None, :], values[None, :, :]
     error = np.zeros(len(values)) if noise is None else noise
@@ -29,9 +30,12 @@ def fronts(values: Values, noise: Values | None = None) -> npt.NDArray[np.int64]
         smaller[..., 0] = second[..., 0] - first[..., 0] > np.hypot(error[:, None], error[None, :])
     dominates = (first <= second).all(axis=2) & smaller.any(axis=2)
     front = np.full(len(values), -1)
+    above = dominates.sum(axis=0)  # how many points without a front dominate each
     for number in range(len(values)):
         rest = front < 0
-        front[rest & ~(dominates & rest[:, None]).any(axis=0)] = number
+        here = rest if enough is not None and len(front) - rest.sum() >= enough else rest & (above == 0)
+        front[here] = number
+        above -= dominates[here].sum(axis=0)
         if (front >= 0).all():
             break
     return front

@@ -126,12 +126,20 @@ class Space:
 
         Where two dimensions quantize one edge differently, the earlier dimension decides.
         """
-        edges: dict[Edge, str] = {}
-        for choice, dimension in zip(placement.choices, self.dimensions, strict=True):
+        edges, members = self._edges
+        found = [""] * len(edges)
+        for choice, dimension, places in zip(placement.choices, self.dimensions, members, strict=True):
             if choice:
-                for edge in dimension.edges:
-                    edges.setdefault(edge, dimension.choices[choice])
-        return tuple(sorted(edges.items()))
+                for place in places:
+                    found[place] = found[place] or dimension.choices[choice]
+        return tuple((edge, precision) for edge, precision in zip(edges, found, strict=True) if precision)
+
+    @cached_property
+    def _edges(self) -> tuple[tuple[Edge, ...], tuple[tuple[int, ...], ...]]:
+        """All edges in order, and of each dimension the places of its own."""
+        edges = tuple(sorted({edge for dimension in self.dimensions for edge in dimension.edges}))
+        place = {edge: number for number, edge in enumerate(edges)}
+        return edges, tuple(tuple(place[edge] for edge in dimension.edges) for dimension in self.dimensions)
 
     def digest(self, placement: Placement) -> str:
         """Identity of what a placement builds: equal exactly when the resolved edges are equal."""

@@ -71,7 +71,7 @@ class NSGA2Searcher:
 
         parents: list[Entry] = []
         for _, alike in groupby(sorted(self._archive, key=standing), key=standing):
-            parents += _sorted(list(alike))
+            parents += _sorted(list(alike), self._population)
             if len(parents) >= self._population:
                 break
         return [entry.placement for entry in parents[: self._population]]
@@ -92,10 +92,10 @@ class NSGA2Searcher:
         return drawn(self._space, self._rng, self._rng.random())
 
 
-def _sorted(entries: list[Entry]) -> list[Entry]:
-    """By front, and within a front the lonelier first; equals stay in the order of their tells."""
+def _sorted(entries: list[Entry], enough: int) -> list[Entry]:
+    """By front, as far as they are wanted, and within a front the lonelier first; equals stay as they were told."""
     values = np.array([entry.score.values for entry in entries])
-    front = fronts(values, np.array([entry.score.stderr for entry in entries]))
+    front = fronts(values, np.array([entry.score.stderr for entry in entries]), enough)
     room = np.empty(len(entries))
     for number in range(front.max() + 1):
         room[front == number] = crowding(values[front == number])

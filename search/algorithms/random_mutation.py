@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from search.api import Observation, Placement, Space, check_range
-from search.archive import Archive
+from search.archive import Archive, Entry
 from search.moves import mutate_per_kind, unseen
 
 __all__ = ["RandomMutationSearcher"]
@@ -75,6 +75,7 @@ class RandomMutationSearcher:
         self._turns = [tuple(range(len(space)))] if joint else _leaves_first(space)
         self._schemes = math.inf if joint else schemes_per_pattern
         self._had = {space.digest(self._committed)}
+        self._alike: set[str] = set()  # digests of what is as committed outside the pattern whose turn it is
 
     def ask(self, n: int) -> Sequence[Placement]:
         asked: list[Placement] = []
@@ -94,6 +95,9 @@ class RandomMutationSearcher:
         if observation.digest not in self._archive:
             self._foreign.add(observation.digest)
         self._archive.tell(observation)
+        entry = self._archive.get(observation.digest)
+        if entry is not None and self._is_alike(entry):
+            self._alike.add(entry.digest)
 
     def _propose(self) -> Placement | None:
         pool = self._pool()
@@ -119,8 +123,10 @@ class RandomMutationSearcher:
 
     def _pool(self) -> list[Placement]:
         """Measured placements that are as committed outside the pattern whose turn it is, best first."""
-        placements = [entry.placement for entry in self._archive.ranked]
-        return [placement for placement in placements if self._grafted(placement) == placement]
+        return [entry.placement for entry in self._archive.ranked if entry.digest in self._alike]
+
+    def _is_alike(self, entry: Entry) -> bool:
+        return bool(self._turns) and self._grafted(entry.placement) == entry.placement
 
     def _grafted(self, placement: Placement) -> Placement:
         choices = list(self._committed.choices)
@@ -133,6 +139,8 @@ class RandomMutationSearcher:
         self._committed = pool[0] if pool else self._committed
         self._had = {self._space.digest(self._committed)}
         del self._turns[0]
+        if self._turns:
+            self._alike = {entry.digest for entry in self._archive if self._is_alike(entry)}
 
 
 def _leaves_first(space: Space) -> list[tuple[int, ...]]:
