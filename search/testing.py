@@ -92,6 +92,21 @@ class SearcherContract:
             for placement in waiting:
                 searcher.tell(objective.observe(placement))
 
+    def test_asks_on_once_what_it_waited_for_is_told(self) -> None:
+        space = planted_space(24, groups=6)
+        objective = PlantedObjective(space, seed=0)
+        searcher = self.make(space, 0)
+        for placement in common_seeds(space):
+            searcher.tell(objective.observe(placement))
+        for _ in range(3):
+            waiting = list(searcher.ask(5))
+            while len(waiting) < 40 and (more := searcher.ask(5)):
+                waiting.extend(more)
+            assert waiting, "an empty ask says 'not yet' only while outcomes are awaited; here none were"
+            assert len({space.digest(p) for p in waiting}) == len(waiting), "a full window holds a placement twice"
+            for placement in waiting:
+                searcher.tell(objective.observe(placement))
+
     def test_same_seed_and_tells_give_the_same_asks(self) -> None:
         assert self.transcript() == self.transcript(), "two runs in one process differ"
 
