@@ -13,7 +13,9 @@ from typing import Any
 from harness.autotune.common import DQ_DTYPES, QUANT_TYPES, AutotunerError
 from harness.errors import UserError
 
-__all__ = ["MODE_PRESETS", "Depth", "arguments", "depth_of", "get_node_filter_list", "get_parser"]
+__all__ = [
+    "MODE_PRESETS", "Depth", "add_shape", "arguments", "depth_of", "get_node_filter_list", "get_parser", "shapes_of",
+]  # fmt: skip
 
 MODE_PRESETS: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
@@ -95,6 +97,29 @@ def _add_files(group: Any) -> None:
     group.add_argument(
         "--output_dir", "-o", default="./autotuner_output", help="folder of the results (default: %(default)s)"
     )
+    add_shape(group)
+
+
+def add_shape(group: Any) -> None:
+    """The option that fixes dynamic inputs."""
+    group.add_argument(
+        "--shape", action="append", metavar="NAME:1x3x224x224", help="static shape of a dynamic input; repeat per input"
+    )
+
+
+def shapes_of(options: argparse.Namespace) -> dict[str, str]:
+    """Static shapes by input name.
+
+    Raises:
+        AutotunerError: One is not of the form NAME:SHAPE.
+    """
+    found = {}
+    for text in options.shape or ():
+        name, colon, shape = text.rpartition(":")
+        if not colon:
+            raise AutotunerError(f"--shape {text}: NAME:SHAPE, for instance --shape images:1x3x224x224")
+        found[name] = shape
+    return found
 
 
 def _add_strategy(group: Any) -> None:

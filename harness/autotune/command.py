@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from harness.autotune.arguments import Depth, arguments, depth_of, get_node_filter_list
+from harness.autotune.arguments import Depth, arguments, depth_of, get_node_filter_list, shapes_of
 from harness.autotune.benchmark import backend_use, init_benchmark_instance
 from harness.autotune.common import AutotunerError, Config
 from harness.autotune.procedure import Plan, run_plan
@@ -48,7 +48,8 @@ def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
 
 def _run(options: argparse.Namespace, depth: Depth, plan: Plan) -> None:
     with TemporaryDirectory(prefix="qdq-autotune-") as scratch:
-        model = open_model(ModelSpec(use=options.onnx_path, label="model"), Path.cwd(), Path(scratch))
+        spec = ModelSpec(use=options.onnx_path, label="model", shapes=shapes_of(options))
+        model = open_model(spec, Path.cwd(), Path(scratch))
         use = _strongest(_backend(options), save(model, Path(scratch) / "float"), plan)
         benchmark = init_benchmark_instance(
             use_trtexec=options.use_trtexec,

@@ -80,7 +80,7 @@ class Delivery:
         else:
             arrays = open_data(_data(self._config.calibration_data), Path.cwd(), SAMPLES)
             data, samples, feeds = arrays.fingerprint, SAMPLES, batches(arrays, None, types)
-        key = CalibrationKey(model_sha256=self._model.sha256, data=data, samples=samples)
+        key = CalibrationKey(model_sha256=self._model.sha256, data=f"{data} as {types}", samples=samples)
         try:
             ranges = cached_ranges(key, self.float_file, sorted(tensors), feeds)
         except UserError as error:

@@ -94,10 +94,6 @@ def _autotuner(model: Any, plan: Plan) -> QDQAutotuner:
     loaded = load(Path(model), min_opset=OPSET) if isinstance(model, str | Path) else model
     autotuner = QDQAutotuner(loaded)
     autotuner.initialize(plan.config, cache)
-    if cache is not None:
-        for sentence in strangers(cache.content, autotuner.session.origin):
-            plan.observer.say(sentence)
-            _logger.warning(sentence)
     if plan.state.exists():
         autotuner.load_state(str(plan.state))
         plan.observer.say(f"going on with {plan.state}: {len(autotuner.session.measured)} models are measured")
@@ -120,10 +116,13 @@ class _Run:
         self._plan = plan
         self._saved_s = time.monotonic()
         self._warm = autotuner.pattern_cache.seeds if plan.pattern_cache_file and autotuner.pattern_cache else None
+        self._elsewhere = strangers(self._warm, self._session.origin) if self._warm else ()
 
     def begin(self) -> None:
         """Time the float model and the whole placements to begin with; the best of them stands until a turn comes."""
         autotuner, session = self._autotuner, self._session
+        for sentence in self._elsewhere:
+            _logger.warning(sentence)
         self._export("baseline.onnx", session.space.float_placement())
         chosen = self._chosen()
         session.keep({autotuner.graph.pattern(region).signature for region in chosen})
@@ -170,6 +169,7 @@ class _Run:
             f"Final: {row.latency_ms.value:.3f} ms ({row.speedup.value:.3f}x speedup, 95 % interval {low:.3f} to "
             f"{high:.3f}, {row.verdict}; {row.builds} fresh builds in turns with the baseline)",
             f"Written: {path}",
+            *self._elsewhere,
         ]
         if row.verdict != "faster":
             lines.append(f"Not faster than the float model beyond noise: {baseline_path} does as well")
@@ -192,7 +192,7 @@ class _Run:
 
         regions = self._autotuner.regions
         found = [region for region in regions if matches(region)] if filters else list(regions)
-        if not found:
+        if filters and not found:
             raise AutotunerError(f"node filters {', '.join(filters)}: no node of the model has such a name")
         return found
 

@@ -21,6 +21,7 @@ from harness.graph.dialects import Dialect
 from harness.graph.exchange import float_names
 from harness.graph.importer import import_qdq
 from harness.run.config import Use
+from harness.run.models import input_types
 from search.api import Observation, Score
 from search.space import Placement
 
@@ -86,6 +87,7 @@ class Session:
         dimensions = hashlib.sha256(repr(self.space.dimensions).encode()).hexdigest()
         return {
             "model_sha256": self._model.sha256,
+            "inputs": {name: list(shape) for name, (_, shape) in input_types(self._model).items()},
             "quant_type": self._config.default_quant_type,
             "space": dimensions[:16],
             **{key: self._backend.facts.get(key) for key in ("name", "version", "device", "options")},

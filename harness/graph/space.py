@@ -77,10 +77,7 @@ def build_space(
     wanted = _wanted(kinds, dialect)
     if sharing not in ("pattern", "region"):
         raise ValueError(f"sharing: 'pattern' or 'region', but got {sharing!r}")
-    if without := left_float(model, dialect):
-        logger.warning(
-            "%s: dialect %s has no point at %s: they stay float", model.source, dialect.name, ", ".join(without)
-        )
+    _say_left_float(model, dialect)
     precisions = [precision for precision in precisions if precision in dialect.precisions]
     patterns = find_patterns(model, discover(model) if root is None else root)
     drafter = _Drafter(model, dialect, points_of(model, dialect, precisions), sharing)
@@ -91,6 +88,13 @@ def build_space(
     found = _distinct(drafts, precisions, sum(point.macs for points in drafter.points for point in points))
     found.sort(key=lambda pair: (pair[0].start, _KINDS.index(pair[0].kind), pair[0].place))
     return Space(tuple(dimension for _, dimension in found))
+
+
+def _say_left_float(model: Model, dialect: Dialect) -> None:
+    if without := left_float(model, dialect):
+        logger.warning(
+            "%s: dialect %s has no point at %s: they stay float", model.source, dialect.name, ", ".join(without)
+        )
 
 
 def _wanted(kinds: Iterable[PointKind] | None, dialect: Dialect) -> frozenset[PointKind]:

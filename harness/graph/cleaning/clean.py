@@ -6,6 +6,8 @@ passes serialize the model, which ends at 2 GiB, and protobuf copies a tensor wh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -147,17 +149,31 @@ def tidy(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weights, sourc
             if not _is_sorted(shown.graph):  # an order that is right is kept, as the file's author meant it
                 surgeon.toposort()
             if foldable:
-                surgeon.fold_constants(
-                    fold_shapes=False,
-                    recurse_subgraphs=False,
-                    flatten_subgraphs=False,
-                    size_threshold=FOLD_BYTES,
-                    should_exclude_node=lambda node: node.name not in names,
-                )
+                with _quiet_runtime():
+                    surgeon.fold_constants(
+                        fold_shapes=False,
+                        recurse_subgraphs=False,
+                        flatten_subgraphs=False,
+                        size_threshold=FOLD_BYTES,
+                        should_exclude_node=lambda node: node.name not in names,
+                    )
             surgeon.cleanup()
     except OnnxGraphSurgeonException as error:
         raise UserError(f"{source}: its nodes cannot be put in order: {error}; export the model again") from error
     _carry_back(graph, surgeon, boxed, weights)
+
+
+@contextmanager
+def _quiet_runtime() -> Iterator[None]:
+    """ONNX Runtime, which computes the constants, remarks on each of them that it might have written otherwise."""
+    import onnxruntime  # seconds to load, and most models have nothing to compute
+
+    error, warning = 3, 2
+    onnxruntime.set_default_logger_severity(error)
+    try:
+        yield
+    finally:
+        onnxruntime.set_default_logger_severity(warning)
 
 
 def _is_sorted(graph: onnx.GraphProto) -> bool:

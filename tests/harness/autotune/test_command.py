@@ -13,6 +13,7 @@ from harness.autotune.common import AutotunerError, AutotunerNotInitializedError
 from harness.autotune.workflows import region_pattern_autotuning_workflow
 from harness.cli import main
 from harness.errors import UserError
+from harness.graph.build import GraphBuilder
 from harness.graph.cache import PatternCache
 from harness.graph.cache_file import read_cache, read_plain_yaml
 from harness.graph.diff import delivered
@@ -145,6 +146,7 @@ def test_a_warm_start_measures_what_the_cache_has_and_says_where_it_comes_from(f
     assert qdq("-m", "deeper.onnx", "--max_evals", "6", "-o", "third", "--pattern_cache", "away.yaml") == 0
     assert "backend 'tensorrt' instead of 'simulated': good starts at best" in capsys.readouterr().err
     assert (folder / "third/logs/start_pattern_cache_0.log").exists()
+    assert "backend 'tensorrt' instead of 'simulated'" in (folder / "third/logs/final.log").read_text()
     merged = read_cache(folder / "third/autotuner_state_pattern_cache.yaml")
     assert {origin.backend for origin in merged.origins} == {"simulated", "tensorrt"}
 
@@ -189,7 +191,7 @@ def test_a_model_that_fails_everywhere_but_as_float_stays_float(folder, runtime)
         (("-m", "model.onnx", "--seed", "-1"), "--seed is at least 0, but got -1"),
         (("-m", "model.onnx", "--searcher", "evolutionry"), "did you mean 'evolutionary'"),
         (("-m", "model.onnx", "--backend", "openvin"), "did you mean 'openvino'"),
-        (("-m", "model.onnx", "--backend", "tensorrt"), "tensorrt is not installed here: it needs an NVIDIA GPU"),
+        (("-m", "model.onnx", "--backend", "tensorrt"), "NVIDIA"),
         (("-m", "model.onnx", "--use_trtexec"), "trtexec is not installed here: it needs an NVIDIA GPU"),
         (("-m", "model.onnx", "--use_trtexec", "--backend", "openvino"), "choose one"),
         (("-m", "model.onnx", "--plugin_libraries", "none.so"), "none.so: no such file"),
@@ -207,6 +209,8 @@ def test_a_model_that_fails_everywhere_but_as_float_stays_float(folder, runtime)
         (("-m", "model.onnx", "--state_file", "odd.txt"), "odd.txt: a mapping of keys, but got str"),
         (("-m", "model.onnx", "--calibration_data", "images"), "an .npz file with an array for each input"),
         (("-m", "model.onnx", "-o", "odd.txt"), "--output_dir odd.txt: cannot be made"),
+        (("-m", "model.onnx", "--shape", "1x3x16x16"), "--shape 1x3x16x16: NAME:SHAPE"),
+        (("-m", "model.onnx", "--shape", "y:1x3x16x16"), "shapes.y: the model has no such input; known: x"),
     ],
 )
 def test_mistakes_end_with_one_message_and_exit_code_2(folder, runtime, capsys, arguments, says):
@@ -214,6 +218,28 @@ def test_mistakes_end_with_one_message_and_exit_code_2(folder, runtime, capsys, 
     (folder / "empty.txt").write_text("# nothing\n")
     assert qdq(*arguments) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_dynamic_input_is_fixed_and_a_state_of_another_shape_is_refused(folder, runtime, capsys):
+    builder = GraphBuilder("dynamic")
+    builder.output(builder.conv(builder.input("x", ("N", 3, 16, 16)), 8, 3, name="first"))
+    builder.save(folder / "dynamic.onnx")
+    assert qdq("-m", "dynamic.onnx") == 2
+    assert "on the command line as --shape x:1x3x16x16" in capsys.readouterr().err
+    assert qdq("-m", "dynamic.onnx", "--shape", "x:2x3x16x16", "--max_evals", "3") == 0
+    final = onnx.load(folder / "autotuner_output/optimized_final.onnx")
+    assert [d.dim_value for d in final.graph.input[0].type.tensor_type.shape.dim] == [2, 3, 16, 16]
+    assert qdq("-m", "dynamic.onnx", "--shape", "x:1x3x16x16") == 2
+    assert "inputs was {'x': [2, 3, 16, 16]} and is {'x': [1, 3, 16, 16]}" in capsys.readouterr().err
+
+
+def test_a_model_with_nothing_to_quantize_ends_as_it_is(folder, runtime):
+    builder = GraphBuilder("plain")
+    builder.output(builder.op("Identity", builder.input("x", (1, 4))))
+    builder.save(folder / "plain.onnx")
+    assert qdq("-m", "plain.onnx") == 0
+    out = folder / "autotuner_output"
+    assert (out / "optimized_final.onnx").read_bytes() == (out / "baseline.onnx").read_bytes()
 
 
 def test_a_cache_that_is_not_there_costs_the_warm_start_alone(folder, runtime, caplog):
