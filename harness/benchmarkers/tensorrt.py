@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from harness.api import Artifact, Candidate, Layer
@@ -15,7 +16,7 @@ from harness.cuda.device import Cuda, Device, open_device
 from harness.cuda.timing import flush_bytes
 from harness.errors import BuildFailed, UserError
 from harness.paths import cache_folder
-from harness.tensorrt.building import BuildOptions, Typing, build_plan, check_typing, load_engine
+from harness.tensorrt.building import BuildOptions, Plan, Typing, build_plan, check_typing, load_engine
 from harness.tensorrt.cache import POLICIES, CachePolicy, TimingCache, cache_file
 from harness.tensorrt.inspection import read_layers
 from harness.tensorrt.library import Library, open_library
@@ -120,15 +121,36 @@ class TensorRTBenchmarker:
             BuildFailed: TensorRT refuses, or is known to; or the file cannot be cast.
             UserError: TensorRT or the GPU cannot be used, or the timing cache.
         """
-        ready, path = self._ready, candidate.source()
+        path = candidate.source()
         if path.suffix in ENGINES:
-            return Artifact(engine=load_engine(ready.library, _content(path), path.name), info={"prebuilt": path.name})
-        structure = read_structure(path)
+            return self.load(path)
+        plan = self._plan(path, workdir)
+        engine = load_engine(self._ready.library, plan.content, path.name)
+        return Artifact(engine=engine, info={**plan.info, "layers": int(engine.num_layers)})
+
+    def _plan(self, path: Path, workdir: Path) -> Plan:
+        ready, structure = self._ready, read_structure(path)
         refuse_unusable(structure, path, ready.device.capability)
         parsed = self.cast(path, workdir)
-        plan = build_plan(ready.library, parsed, self._options, ready.cache, quantized=has_qdq(structure))
-        engine = load_engine(ready.library, plan.content, path.name)
-        return Artifact(engine=engine, info={**plan.info, "layers": int(engine.num_layers)})
+        return build_plan(ready.library, parsed, self._options, ready.cache, quantized=has_qdq(structure))
+
+    def save(self, candidate: Candidate, path: Path) -> None:
+        """Write the candidate's engine to a file for `load`.
+
+        Raises:
+            BuildFailed: See `build`.
+            UserError: See `build`.
+        """
+        with TemporaryDirectory(prefix="qdq-engine-") as workdir:
+            path.write_bytes(self._plan(candidate.source(), Path(workdir)).content)
+
+    def load(self, path: Path) -> Artifact:
+        """An engine that `save` or trtexec wrote, for this TensorRT and this kind of GPU alone.
+
+        Raises:
+            BuildFailed: It is none, or another TensorRT's or GPU's.
+        """
+        return Artifact(engine=load_engine(self._ready.library, _content(path), path.name), info={"plan": path.name})
 
     def cast(self, path: Path, folder: Path) -> Path:
         """The file that is parsed: the candidate's own, or at FP16 or BF16 a cast one beside it.

@@ -46,11 +46,10 @@ class Plan:
     """A serialized engine.
 
     Attributes:
-        content: What TensorRT gave; bytes-like.
         info: Facts worth recording.
     """
 
-    content: Any
+    content: bytes
     info: Mapping[str, Any]
 
 
@@ -94,14 +93,15 @@ def build_plan(
             _configure(library, config, options, quantized)
             _add_profile(library, builder, network, config, options.profiles)
             cache.enter(library, config)
-            content = builder.build_serialized_network(network, config)
-            if content is None:
+            built = builder.build_serialized_network(network, config)
+            if built is None:
                 raise BuildFailed(f"TensorRT builds no engine: {library.words()}")
+            content = bytes(built)
             cache.leave(config)
     return Plan(
         content=content,
         info={
-            "plan_bytes": int(content.nbytes),
+            "plan_bytes": len(content),
             "plan_sha256": hashlib.sha256(content).hexdigest(),
             "precision": options.precision,
             "typing": options.typing,
@@ -110,7 +110,7 @@ def build_plan(
     )
 
 
-def load_engine(library: Library, content: Any, source: str) -> Any:
+def load_engine(library: Library, content: bytes, source: str) -> Any:
     """Deserialize an engine.
 
     Args:

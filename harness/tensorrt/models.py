@@ -27,7 +27,6 @@ LARGEST_BYTES = 2**31 - 1
 """Protobuf reads no more; neither can a model be cast that has more weights."""
 FLOATS = {TensorProto.FLOAT: "f32", TensorProto.FLOAT16: "f16", TensorProto.BFLOAT16: "bf16"}
 LOW_PRECISION = {"f16": "fp16", "bf16": "bf16"}
-_FP8 = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2)
 
 
 def read_structure(path: Path) -> onnx.ModelProto:
@@ -158,7 +157,9 @@ def _trouble(node: Any, constants: dict[str, TensorProto], folder: Path, capabil
         return "is UINT8; TensorRT takes INT8 alone: quantize in dialect tensorrt, or symmetric and signed"
     if kind == TensorProto.INT32:
         return "is INT32, the form of quantized biases; TensorRT wants biases in float"
-    if kind in _FP8 and capability < FP8_CAPABILITY:
+    if kind == TensorProto.FLOAT8E5M2:
+        return "is FP8 of the form E5M2; TensorRT takes E4M3 alone"
+    if kind == TensorProto.FLOAT8E4M3FN and capability < FP8_CAPABILITY:
         need, have = (".".join(map(str, pair)) for pair in (FP8_CAPABILITY, capability))
         return f"is FP8, which needs compute capability {need} (Ada, Hopper or later); this GPU has {have}"
     if zero is not None and any(_values(zero, folder)):

@@ -1,0 +1,386 @@
+"""The TensorRT benchmarker on both majors: strict fakes with the names of the real modules, and the real thing."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from fake_cuda import FakeCuda
+from fake_trt import KERNEL_MS, FakeTensorRT
+
+from harness import registry, zoo
+from harness.api import Array, Candidate
+from harness.benchmarkers.tensorrt import TensorRTBenchmarker
+from harness.errors import BuildFailed, MeasureFailed, UserError
+from harness.evaluators.fidelity import Fidelity
+from harness.graph.build import GraphBuilder
+from harness.graph.dialects import TENSORRT
+from harness.graph.insert import Inserter
+from harness.graph.load import load
+from harness.graph.space import build_space
+from harness.tensorrt.library import open_library
+
+Make = Callable[..., TensorRTBenchmarker]
+
+
+@pytest.fixture(params=[10, 11])
+def trt(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeTensorRT:
+    """A machine with a GPU and this TensorRT."""
+    cuda = FakeCuda()
+    fake = FakeTensorRT(request.param, cuda)
+    monkeypatch.setattr("harness.cuda.device.import_runtime", lambda: cuda)
+    monkeypatch.setattr("harness.tensorrt.library._import", lambda: fake)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return fake
+
+
+def candidate(path: Path) -> Candidate:
+    return Candidate(digest="x", edges=(), source=lambda: path)
+
+
+def small(path: Path, batch: int | str = 1) -> Path:
+    builder = GraphBuilder("net", seed=1)
+    x = builder.op("Relu", builder.conv(builder.input("x", (batch, 3, 8, 8)), 4, 3, pad=1))
+    builder.output(builder.conv(x, 2, 1), name="y")
+    return builder.save(path)
+
+
+def quantized(path: Path, folder: Path, precision: str = "int8") -> Path:
+    model = load(path, min_opset=19)
+    space = build_space(model, TENSORRT, precisions=(precision,))
+    ranges = {edge.tensor: (-4.0, 4.0) for d in space.dimensions for edge in d.edges}
+    folder.mkdir(exist_ok=True)
+    return Inserter(model, TENSORRT, ranges).export(space.resolve(space.everywhere()), folder / "q.onnx")
+
+
+def feeds(batch: int = 1) -> dict[str, Array]:
+    return {"x": np.random.default_rng(0).standard_normal((batch, 3, 8, 8)).astype(np.float32)}
+
+
+def built_with(trt: FakeTensorRT) -> tuple[Any, Any]:
+    """Network and configuration of the last build."""
+    return next(args for name, args in reversed(trt.calls) if name == "build")  # type: ignore[return-value]
+
+
+def test_builds_times_and_answers_as_the_model_does(trt: FakeTensorRT, tmp_path: Path) -> None:
+    made = TensorRTBenchmarker(precision="f32", workspace_gb=2, optimization_level=4)
+    path = small(tmp_path / "m.onnx")
+    artifact = made.build(candidate(path), tmp_path)
+    plain: Any = registry.create("benchmarker", "onnxruntime", {})
+    with plain.open(plain.build(candidate(path), tmp_path)) as probe:
+        expected = probe.infer(feeds())["y"]
+    with made.open(artifact) as probe:
+        assert probe.sample(5) == pytest.approx([KERNEL_MS] * 5)
+        np.testing.assert_allclose(probe.infer(feeds())["y"], expected, atol=1e-5)
+        assert probe.sample(2) == pytest.approx([KERNEL_MS] * 2)
+        facts = probe.conditions()
+    assert facts["cuda_graph"] == 1.0
+    assert facts["end_to_end_ms"] > 0
+    assert not trt.cuda.memory
+    network, config = built_with(trt)
+    assert network._strong
+    assert not network._flags_on & {"PREFER_JIT_PYTHON_PLUGINS", "PREFER_AOT_PYTHON_PLUGINS"}
+    assert config._limits == {"WORKSPACE": 2 * 10**9}
+    assert config.builder_optimization_level == 4
+    assert config.profiling_verbosity.name == "LAYER_NAMES_ONLY"
+    assert "TF32" not in config._flags
+    assert artifact.info["plan_bytes"] > 0
+    assert len(artifact.info["plan_sha256"]) == 64
+
+
+def test_tf32_is_a_float_precision_of_its_own(trt: FakeTensorRT, tmp_path: Path) -> None:
+    TensorRTBenchmarker(precision="tf32").build(candidate(small(tmp_path / "m.onnx")), tmp_path)
+    assert "TF32" in built_with(trt)[1]._flags
+
+
+def test_an_fp16_engine_comes_from_an_fp16_file(trt: FakeTensorRT, tmp_path: Path) -> None:
+    made = TensorRTBenchmarker(precision="f16")
+    path = quantized(small(tmp_path / "m.onnx"), tmp_path / "q")
+    made.build(candidate(path), tmp_path)
+    network, config = built_with(trt)
+    model = network._model
+    scales = {t.name: t.data_type for t in model.graph.initializer}
+    kinds = {scales.get(n.input[1]) for n in model.graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")}
+    assert kinds == {onnx.TensorProto.FLOAT16}
+    assert {v.type.tensor_type.elem_type for v in (*model.graph.input, *model.graph.output)} == {onnx.TensorProto.FLOAT}
+    assert not config._flags & {"FP16", "INT8"}
+
+
+def test_weak_typing_has_flags_on_10_and_is_refused_on_11(trt: FakeTensorRT, tmp_path: Path) -> None:
+    made = TensorRTBenchmarker(precision="f16", typing="weak")
+    path = quantized(small(tmp_path / "m.onnx"), tmp_path / "q")
+    if trt._major == 11:
+        with pytest.raises(UserError, match=r"typing: weak: TensorRT 11.* removed them .* use typing: strong"):
+            made.build(candidate(path), tmp_path)
+        return
+    made.build(candidate(path), tmp_path)
+    network, config = built_with(trt)
+    assert not network._strong
+    assert config._flags == {"FP16", "INT8"}
+
+
+def test_an_engine_for_several_batches_takes_what_its_profile_covers(trt: FakeTensorRT, tmp_path: Path) -> None:
+    path = small(tmp_path / "m.onnx", "batch")
+    shapes = {"x": {"min": "1x3x8x8", "opt": "4x3x8x8", "max": "8x3x8x8"}}
+    made = TensorRTBenchmarker(precision="f32", profiles=shapes)
+    with made.open(made.build(candidate(path), tmp_path)) as probe:
+        assert min(probe.sample(2)) > 0
+        assert probe.infer(feeds(2))["y"].shape == (2, 2, 8, 8)
+        first = set(trt.cuda.memory)
+        assert probe.infer(feeds(1))["y"].shape == (1, 2, 8, 8)
+        assert set(trt.cuda.memory) == first  # buffers are used again
+        with pytest.raises(MeasureFailed, match=r"input 'x' is 9x3x8x8, the profile takes 1x3x8x8 to 8x3x8x8"):
+            probe.infer(feeds(9))
+    with pytest.raises(BuildFailed, match=r"dynamic shape -1x3x8x8; make it static, or give a profile"):
+        TensorRTBenchmarker(precision="f32").build(candidate(path), tmp_path)
+    wrong = {"x": {key: "1x3x9x9" for key in ("min", "opt", "max")}}
+    with pytest.raises(BuildFailed, match=r"profile of 'x': .* does not fit the model's shape -1x3x8x8"):
+        TensorRTBenchmarker(precision="f32", profiles=wrong).build(candidate(path), tmp_path)
+    nobody = {"images": shapes["x"]}
+    with pytest.raises(BuildFailed, match=r"profile of 'images': the model's inputs are x"):
+        TensorRTBenchmarker(precision="f32", profiles=nobody).build(candidate(path), tmp_path)
+
+
+def test_refusals_have_tensorrts_words_and_the_nodes(trt: FakeTensorRT, tmp_path: Path) -> None:
+    made = TensorRTBenchmarker(precision="f32")
+    path = small(tmp_path / "odd.onnx")
+    model = onnx.load(path)
+    model.graph.node[1].domain, model.graph.node[1].op_type = "my.domain", "Frobnicate"
+    onnx.save(model, path)
+    with pytest.raises(BuildFailed, match=r"cannot parse the model: node '.*' \(Frobnicate\): Plugin not found"):
+        made.build(candidate(path), tmp_path)
+    trt.refuse = "Error Code 10: Internal Error (Could not find any implementation for node Conv_0.)"
+    with pytest.raises(BuildFailed, match=r"builds no engine: .*Could not find any implementation for node Conv_0"):
+        made.build(candidate(small(tmp_path / "m.onnx")), tmp_path)
+    (tmp_path / "broken.onnx").write_bytes(b"nonsense")
+    with pytest.raises(BuildFailed, match=r"broken\.onnx: no ONNX model"):
+        made.build(candidate(tmp_path / "broken.onnx"), tmp_path)
+    with pytest.raises(BuildFailed, match=r"gone\.onnx: cannot be read"):
+        made.build(candidate(tmp_path / "gone.onnx"), tmp_path)
+
+
+def test_engines_are_kept_and_those_of_another_version_refused(trt: FakeTensorRT, tmp_path: Path) -> None:
+    made = TensorRTBenchmarker(precision="f32")
+    path = tmp_path / "m.engine"
+    made.save(candidate(small(tmp_path / "m.onnx")), path)
+    with made.open(made.build(candidate(path), tmp_path)) as probe:
+        assert probe.infer(feeds())["y"].shape == (1, 2, 8, 8)
+    path.write_text(path.read_text().replace(trt.__version__, "9.0.0"))
+    with pytest.raises(BuildFailed, match=r"m\.engine: TensorRT .* cannot load this engine .*not compatible.*build it"):
+        made.load(path)
+    path.write_bytes(b"nonsense")
+    with pytest.raises(BuildFailed, match=r"Magic tag does not match"):
+        made.load(path)
+
+
+def test_timing_caches_by_policy(trt: FakeTensorRT, tmp_path: Path) -> None:
+    model, file = small(tmp_path / "m.onnx"), tmp_path / "t" / "cache"
+
+    def build(policy: Any) -> bytes:
+        made = TensorRTBenchmarker(precision="f32", timing_cache=policy, timing_cache_file=str(file))
+        made.build(candidate(model), tmp_path)
+        found = next(args for name, args in reversed(trt.calls) if name == "set_timing_cache")
+        assert found[1] is False  # a mismatch is never ignored
+        return found[0]  # type: ignore[no-any-return]
+
+    with pytest.raises(UserError, match=r"no such file, and a frozen cache is never made"):
+        build("frozen")
+    assert build("cold") == b""
+    assert not file.exists()
+    assert build("shared") == b""
+    kept = file.read_bytes()
+    assert build("frozen") == kept
+    assert file.read_bytes() == kept
+    assert build("shared") == kept
+    assert len(file.read_bytes()) > len(kept)
+    assert [p.name for p in file.parent.iterdir()] == ["cache"]
+    file.write_bytes(b"foreign")
+    with pytest.raises(UserError, match=r"timing cache .*damaged, or made by another TensorRT.*Verification failed"):
+        build("shared")
+    assert file.read_bytes() == b"foreign"
+
+
+def test_the_default_cache_belongs_to_one_version_and_gpu(trt: FakeTensorRT, tmp_path: Path) -> None:
+    TensorRTBenchmarker(precision="f32").build(candidate(small(tmp_path / "m.onnx")), tmp_path)
+    kept = list((tmp_path / "cache" / "qdq-bench" / "tensorrt").iterdir())
+    assert [path.name for path in kept] == [f"{trt.__version__}-Fake-GPU.timing"]
+
+
+def test_too_little_memory(trt: FakeTensorRT, tmp_path: Path) -> None:
+    made = TensorRTBenchmarker(precision="f32")
+    artifact = made.build(candidate(small(tmp_path / "m.onnx")), tmp_path)
+    trt.cuda.memory_bytes = 16
+    with pytest.raises(MeasureFailed, match=r"out of memory"), made.open(artifact):
+        pass
+    assert not trt.cuda.memory
+    trt.gpu_memory_full = True
+    with pytest.raises(MeasureFailed, match=r"no execution context .*OutOfMemory"), made.open(artifact):
+        pass
+
+
+def test_wrong_feeds(trt: FakeTensorRT, tmp_path: Path) -> None:
+    made = TensorRTBenchmarker(precision="f32")
+    with made.open(made.build(candidate(small(tmp_path / "m.onnx")), tmp_path)) as probe:
+        with pytest.raises(MeasureFailed, match=r"the engine's inputs are x, but got nobody"):
+            probe.infer({"nobody": feeds()["x"]})
+        with pytest.raises(MeasureFailed, match=r"input 'x' is 2x3x8x8, the engine takes 1x3x8x8"):
+            probe.infer(feeds(2))
+
+
+def test_layers_come_from_a_detailed_build_and_times_from_runs_of_their_own(trt: FakeTensorRT, tmp_path: Path) -> None:
+    made = TensorRTBenchmarker(precision="f32", profile=True)
+    path = small(tmp_path / "m.onnx")
+    names = [node.name for node in onnx.load(path).graph.node]
+    entry = {"Name": names[0], "LayerType": "CaskConvolution", "Inputs": [{"Format/Datatype": "Row major Int8 format"}]}
+    trt.layers = json.dumps({"Layers": [entry], "Bindings": ["x", "y"]})
+    artifact = made.build(candidate(path), tmp_path)
+    assert built_with(trt)[1].profiling_verbosity.name == "DETAILED"
+    (layer,) = made.layers(artifact)
+    assert (layer.kind, layer.precision, layer.time_ms) == ("CaskConvolution", "int8", pytest.approx(0.125))
+    assert made.describe()["options"]["profile"] is True
+
+
+def test_an_evaluator_scores_the_engine_that_is_timed(trt: FakeTensorRT, tmp_path: Path) -> None:
+    path = small(tmp_path / "m.onnx")
+    made = TensorRTBenchmarker(precision="f32")
+    judge = Fidelity(inputs={"x": ("float", (1, 3, 8, 8))}, reference=tmp_path / "r.npz", samples=3)
+    with made.open(made.build(candidate(path), tmp_path)) as probe:
+        judge.prepare(probe.infer)
+        assert judge.score(probe.infer).metrics["sqnr_db"] == 120  # the same answers
+    with made.open(made.build(candidate(quantized(path, tmp_path / "q")), tmp_path)) as probe:
+        assert 0 < judge.score(probe.infer).metrics["sqnr_db"] < 100
+
+
+def test_description(trt: FakeTensorRT) -> None:
+    facts = TensorRTBenchmarker().describe()
+    assert facts["version"] == trt.__version__
+    assert facts["device"] == "Fake GPU"
+    assert facts["float_open"]
+    assert list(facts["float_params"]) == ["f32", "tf32", "f16", "bf16"]
+    json.dumps(facts)
+    trt.cuda.capability = (7, 5)
+    old = TensorRTBenchmarker(precision="f16").describe()
+    assert list(old["float_params"]) == ["f32", "f16"]
+    assert not old["float_open"]
+    with pytest.raises(UserError, match=r"precision: bf16 needs compute capability 8.0, Fake GPU has 7.5"):
+        TensorRTBenchmarker(precision="bf16").describe()
+
+
+def test_plugins(trt: FakeTensorRT, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"plugins: nowhere\.so: no such file"):
+        TensorRTBenchmarker(plugins=["nowhere.so"]).describe()
+    library = tmp_path / "mine.so"
+    library.touch()
+    with pytest.raises(UserError, match=r"mine.so does not load .undefined symbol: nobody.*ldd"):
+        TensorRTBenchmarker(plugins=[str(library)]).describe()
+    trt.plugins["mine.so"] = True
+    assert TensorRTBenchmarker(plugins=[str(library)]).describe()["options"]["plugins"] == ["mine.so"]
+
+
+def test_options_that_cannot_be_are_refused() -> None:
+    for params, message in (
+        ({"precision": "int8"}, "precision: one of auto, f32, tf32, f16, bf16, but got 'int8'"),
+        ({"typing": "none"}, "typing: one of strong, weak"),
+        ({"timing_cache": "hot"}, "timing_cache: one of cold, shared, frozen"),
+        ({"optimization_level": 9}, "optimization_level: one of None, 0, 1"),
+        ({"workspace_gb": 0}, "workspace_gb: a positive number"),
+        ({"profiles": {"x": {"min": "1x3"}}}, "profiles.x: the keys min, opt and max"),
+        ({"profiles": {"x": {"min": "2x3", "opt": "1x3", "max": "4x3"}}}, "min <= opt <= max in every dimension"),
+        ({"profiles": {"x": {"min": "axb", "opt": "1x3", "max": "4x3"}}}, "a shape such as 1x3x224x224, but got 'axb'"),
+        ({"precison": "f16"}, "did you mean 'precision'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            registry.create("benchmarker", "tensorrt", params)
+
+
+def test_without_a_gpu_it_can_be_made_and_says_what_is_missing() -> None:
+    """So an experiment for a GPU can be checked anywhere."""
+    made = registry.create("benchmarker", "tensorrt", {})
+    if has_gpu():
+        pytest.skip("this machine has a GPU and TensorRT")
+    with pytest.raises(UserError, match=r"no NVIDIA|TensorRT|cuda-python|driver"):
+        made.describe()
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ModuleNotFoundError("No module named 'tensorrt'"), "TensorRT is not installed .*pip install"),
+        (ImportError("libnvinfer.so.10: cannot open shared object file"), "libraries are missing .*LD_LIBRARY_PATH"),
+    ],
+)
+def test_a_missing_library_is_one_sentence(
+    error: ImportError, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "fake"
+    folder.mkdir()
+    (folder / "tensorrt.py").write_text(f"raise {type(error).__name__}({str(error)!r})\n")
+    monkeypatch.syspath_prepend(str(folder))
+    with pytest.raises(UserError, match=message):
+        open_library()
+
+
+def test_an_old_tensorrt_is_refused() -> None:
+    fake = FakeTensorRT(10, FakeCuda())
+    fake.__version__ = "10.8.0"
+    with pytest.raises(UserError, match=r"TensorRT 10\.8\.0 is too old: 10\.9 or later"):
+        open_library(lambda: fake)
+
+
+def has_gpu() -> bool:
+    try:
+        TensorRTBenchmarker().describe()
+    except UserError:
+        return False
+    return True
+
+
+@pytest.fixture
+def gpu() -> None:
+    """A real GPU with TensorRT, or a reason to skip."""
+    try:
+        TensorRTBenchmarker().describe()
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("name", ["resnet18", "yolox_nano"])
+@pytest.mark.parametrize("kind", ["f32", "f16", "int8", "fp8"])
+def test_real_engines(name: str, kind: str, tmp_path: Path) -> None:
+    """Builds, times, inspects and evaluates; FP8 where the GPU has it."""
+    assets = os.environ.get("QDQ_ASSETS", "")
+    if name == "yolox_nano" and not assets:
+        pytest.skip("QDQ_ASSETS is not set")
+    path = zoo.write(name, tmp_path / "m.onnx") if name == "resnet18" else Path(assets) / "models" / "yolox_nano.onnx"
+    made = TensorRTBenchmarker(precision="f32" if kind == "f32" else "f16", timing_cache="cold", profile=True)
+    if kind == "fp8" and made.describe()["options"]["compute_capability"] < "8.9":
+        pytest.skip("FP8 needs compute capability 8.9")
+    plain = load(path, min_opset=19)
+    onnx.save(plain.proto, tmp_path / "plain.onnx")
+    tested = quantized(path, tmp_path / "q", kind) if kind in ("int8", "fp8") else tmp_path / "plain.onnx"
+    artifact = made.build(candidate(tested), tmp_path)
+    shape = plain.types[plain.inputs[0]].shape
+    data = {plain.inputs[0]: np.random.default_rng(0).standard_normal(shape).astype(np.float32)}
+    cpu: Any = registry.create("benchmarker", "onnxruntime", {})
+    with cpu.open(cpu.build(candidate(tmp_path / "plain.onnx"), tmp_path)) as probe:
+        expected = probe.infer(data)
+    with made.open(artifact) as probe:
+        readings = probe.sample(50)
+        answer = probe.infer(data)
+    assert 0.01 < float(np.median(readings)) < 100
+    layers = made.layers(artifact)
+    assert sum(layer.time_ms or 0 for layer in layers) > 0
+    wanted = {"f32": "f32", "f16": "f16", "int8": "int8", "fp8": "fp8"}[kind]
+    assert wanted in {layer.precision for layer in layers}
+    if kind in ("f32", "f16"):
+        for output, values in expected.items():
+            scale = float(np.abs(values).max())
+            np.testing.assert_allclose(answer[output], values, atol=(1e-3 if kind == "f32" else 2e-2) * scale)

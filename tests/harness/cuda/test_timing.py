@@ -1,0 +1,165 @@
+"""GPU time by events: on a simulated device, whose every gap is known; and on a real one where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from fake_cuda import FakeCuda, Status
+
+from harness.cuda.device import Cuda, open_device
+from harness.cuda.timing import GpuTimer, flush_bytes
+from harness.errors import MeasureFailed, UserError
+
+KERNEL_MS = 0.1
+
+
+def model(api: FakeCuda, kernels: int = 3) -> Callable[[int], None]:
+    """An inference of several kernels, each of which the host has to launch."""
+
+    def enqueue(stream: int) -> None:
+        for _ in range(kernels):
+            api.launch(stream, KERNEL_MS / kernels)
+
+    return enqueue
+
+
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("n", [1, 2, 7])
+def test_readings_hold_the_kernels_and_not_the_hosts_gaps(graph: bool, n: int) -> None:
+    api = FakeCuda(host_us=8)
+    with GpuTimer(Cuda(api), model(api), graph=graph) as timer:
+        readings = timer.read(n)
+    assert readings.gpu_ms == pytest.approx([KERNEL_MS] * n)
+    assert len(readings.enqueue_ms) == n
+    assert "cudaGraphLaunch" in api.calls if graph else "cudaGraphLaunch" not in api.calls
+
+
+def test_a_single_query_between_events_would_hold_them() -> None:
+    api = FakeCuda(host_us=8)
+    with GpuTimer(Cuda(api), model(api), graph=False) as timer:
+        call, (begin, end) = Cuda(api).call, (Cuda(api).call("cudaEventCreateWithFlags", 0) for _ in range(2))
+        stream = timer._stream  # type: ignore[attr-defined]
+        call("cudaEventRecord", begin, stream)
+        model(api)(stream)
+        call("cudaEventRecord", end, stream)
+        call("cudaEventSynchronize", end)
+        assert call("cudaEventElapsedTime", begin, end) > 1.05 * KERNEL_MS
+
+
+def test_a_host_that_is_slower_than_the_device_shows_without_a_graph_and_not_with_one() -> None:
+    readings = {}
+    for graph in (True, False):
+        api = FakeCuda(host_us=10)
+        with GpuTimer(Cuda(api), model(api, kernels=40), graph=graph) as timer:
+            readings[graph] = timer.read(5).gpu_ms
+    assert max(readings[True]) == pytest.approx(KERNEL_MS)
+    assert min(readings[False]) > 3 * KERNEL_MS
+
+
+def test_a_cold_cache_is_made_outside_of_the_readings() -> None:
+    api = FakeCuda()
+    with GpuTimer(Cuda(api), model(api), flush_bytes=flush_bytes(2**20, True)) as timer:
+        assert timer.read(4).gpu_ms == pytest.approx([KERNEL_MS] * 4)
+    assert api.calls.count("cudaMemsetAsync") >= 4
+    assert flush_bytes(2**20, False) == 0
+    with pytest.raises(MeasureFailed, match=r"does not tell the size of its L2 cache"):
+        flush_bytes(0, True)
+
+
+def test_nothing_is_left_on_the_device() -> None:
+    api = FakeCuda()
+    with GpuTimer(Cuda(api), model(api), flush_bytes=4096) as timer:
+        timer.read(2)
+        timer.end_to_end(2)
+    assert (api.memory, api.streams, api.events, api.graphs, api.captured) == ({}, {}, {}, {}, {})
+
+
+def test_what_cannot_be_captured_is_timed_as_it_is_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    api = FakeCuda()
+    plain = model(api)
+
+    def enqueue(stream: int) -> None:
+        if stream in api.captured:
+            raise MeasureFailed("operation not permitted when stream is capturing")
+        plain(stream)
+
+    with GpuTimer(Cuda(api), enqueue) as timer:
+        assert "not permitted" in timer.why_eager
+        assert timer.read(3).gpu_ms == pytest.approx([KERNEL_MS] * 3)
+    assert "no CUDA graph" in caplog.text
+    assert not api.graphs
+
+
+def test_errors_have_cudas_own_words_and_release_what_was_made() -> None:
+    api = FakeCuda(memory_bytes=10)
+    with pytest.raises(MeasureFailed, match=r"cudaMalloc: cudaErrorMemoryAllocation \(out of memory\)"):
+        GpuTimer(Cuda(api), model(api), flush_bytes=4096).__enter__()
+    assert not api.streams
+
+
+def test_an_error_that_leaves_no_usable_device_ends_the_process() -> None:
+    api = FakeCuda()
+    api.failing["cudaStreamSynchronize"] = Status.cudaErrorIllegalAddress
+    with pytest.raises(SystemExit, match=r"this process can use the GPU no more"):
+        Cuda(api).call("cudaStreamSynchronize", 0)
+
+
+def test_warm_up_goes_by_time() -> None:
+    api = FakeCuda()
+    with GpuTimer(Cuda(api), model(api)) as timer:
+        assert timer.warm_up(2.0) > 1
+
+
+@pytest.mark.parametrize(
+    ("api", "message"),
+    [
+        (FakeCuda(driver=0), "no NVIDIA driver is loaded"),
+        (FakeCuda(driver=11040), r"too old: it knows CUDA 11.4, cuda-python here needs 12.9; update the driver"),
+        (FakeCuda(devices=0), r"no NVIDIA GPU is visible; check nvidia-smi and .* CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_no_device_is_one_clear_sentence(api: FakeCuda, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.cuda.device.import_runtime", lambda: api)
+    with pytest.raises(UserError, match=message):
+        open_device()
+
+
+def test_the_device_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.cuda.device.import_runtime", FakeCuda)
+    _, device = open_device()
+    assert (device.name, device.capability, device.driver) == ("Fake GPU", (8, 9), "12.8")
+    assert device.uuid == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
+    with pytest.raises(UserError, match=r"device: 0 to 0 .* but got 3"):
+        open_device(3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("target_ms", [0.1, 5.0])
+def test_readings_agree_with_triton(target_ms: float) -> None:
+    try:
+        cuda, device = open_device()
+    except UserError as error:
+        pytest.skip(str(error))
+    torch = pytest.importorskip("torch")
+    testing = pytest.importorskip("triton.testing")
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    x = torch.randn(1024, 1024, device="cuda", dtype=torch.float16)
+    once_ms = testing.do_bench(lambda: x @ x)
+    repeats = max(1, round(target_ms / once_ms))
+
+    def work() -> None:
+        for _ in range(repeats):
+            torch.mm(x, x)
+
+    def enqueue(stream: int) -> None:
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+            work()
+
+    cold = flush_bytes(device.l2_bytes, True)  # as do_bench does
+    with GpuTimer(cuda, enqueue, graph=False, flush_bytes=cold) as timer:
+        timer.warm_up(200)
+        ours = sorted(timer.read(200).gpu_ms)[100]
+    theirs = testing.do_bench(work, warmup=200, rep=1000, return_mode="median")
+    assert ours == pytest.approx(theirs, rel=0.02)
