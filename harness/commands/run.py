@@ -16,6 +16,17 @@ __all__ = ["run"]
 def run(
     experiment: Annotated[Path, typer.Argument(help="Experiment file (YAML).", show_default=False)],
     out: Annotated[Path | None, typer.Option(help="Results folder [default: results/NAME of the experiment].")] = None,
+    accept_changes: Annotated[
+        bool,
+        typer.Option(
+            "--accept-changes",
+            help="Where a cell was begun with something else (model, keys, versions, device), keep that beside it and "
+            "begin a new section of the table.",
+        ),
+    ] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Attempt what failed in the searches once more; costs no budget.")
+    ] = False,
     check: Annotated[bool, typer.Option("--check", help="Check the file and show the plan; run nothing.")] = False,
 ) -> None:
     """Run an experiment and print its tables. Run the same command again to go on after an interruption.
@@ -39,5 +50,12 @@ def run(
         return
     folder = out or Path("results") / config.experiment
     with Terminal() as terminal:
-        run_experiment(config, base=base, out=folder, observer=terminal)
+        run_experiment(
+            config,
+            base=base,
+            out=folder,
+            observer=terminal,
+            accept_changes=accept_changes,
+            retry_failed=retry_failed,
+        )
     show_report(folder)

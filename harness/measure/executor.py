@@ -118,7 +118,7 @@ class Pool:
 
     def __exit__(self, *_: object) -> None:
         self._stop(UserError("the run is being ended"))
-        for _ in self._threads:
+        for _thread in self._threads:
             self._jobs.put(None)
         deadline_s = time.monotonic() + END_S
         while any(thread.is_alive() for thread in self._threads) and time.monotonic() < deadline_s:
