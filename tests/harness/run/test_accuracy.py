@@ -1,0 +1,167 @@
+"""Accuracy in the loop, end to end: halves, proxy, fronts, accuracy first. A made-up runtime pays speed in accuracy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.cli import main
+from harness.graph.build import GraphBuilder
+from harness.run.goal import PROXY
+from harness.run.journal import read_journal
+
+EXPERIMENT = """
+experiment: near
+models:
+  - use: net.onnx
+    calibration: {data: {use: npz, path: calibration.npz}, samples: 4}
+    evaluator: {use: 'near_plugins:Near', params: {data: {use: npz, path: labelled.npz}}}
+backends: [{use: 'near_plugins:Bench', label: bench}]
+objective: OBJECTIVE
+searchers: [SEARCHER]
+initial: [float, all, linear]
+baselines: [all]
+budget: {evaluations: [5, 8]}
+sampling: {warmup_ms: 0, min_samples: 3, max_samples: 3, max_ms: 20}
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+
+PLUGINS = """
+from contextlib import contextmanager
+import numpy as np
+from harness.benchmarkers.simulated import SimulatedBenchmarker
+from harness.evaluators.fidelity import Fidelity
+
+class Bench:
+    in_process, dialect = True, "openvino"
+
+    def __init__(self):
+        self.simulated = SimulatedBenchmarker(seed=5, noise=0.0, wanted_share=1.0)
+
+    def build(self, candidate, workdir):
+        return self.simulated.build(candidate, workdir)
+
+    @contextmanager
+    def open(self, artifact):
+        with self.simulated.open(artifact) as probe:
+            yield Talking(probe, artifact.info["truth_ms"])
+
+    def describe(self):
+        return {**self.simulated.describe(), "name": "bench"}
+
+class Talking:
+    def __init__(self, probe, truth_ms):
+        self.sample, self.truth_ms = probe.sample, truth_ms
+
+    def infer(self, feeds):
+        return {"y": np.array([[1.0, 10.0 - self.truth_ms]], np.float32)}
+
+class Near(Fidelity):
+    metric = "cosine"
+
+    def __init__(self, reference, inputs, data, base=None):
+        super().__init__(reference, inputs, data, samples=64, base=base)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("near")
+    builder = GraphBuilder("net", seed=1)
+    x = builder.input("x", (1, 3, 8, 8))
+    for _ in range(3):
+        x = builder.op("Relu", builder.conv(x, 8, 3, pad=1))
+    builder.output(builder.op("GlobalAveragePool", x))
+    builder.save(folder / "net.onnx")
+    rng = np.random.default_rng(0)
+    for name, rows in (("calibration", 4), ("labelled", 40)):
+        np.savez(folder / f"{name}.npz", x=rng.normal(size=(rows, 3, 8, 8)).astype(np.float32))
+    (folder / "near_plugins.py").write_text(PLUGINS)
+    return folder
+
+
+def qdq(*arguments: str) -> int:
+    try:
+        main(list(arguments))
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def run(folder: Path, name: str, objective: str, searcher: str = "random") -> Path:
+    file = folder / f"{name}.yaml"
+    file.write_text(EXPERIMENT.replace("OBJECTIVE", objective).replace("SEARCHER", searcher))
+    assert qdq("run", str(file), "--out", str(folder / name)) == 0
+    return folder / name / "net-bench-int8"
+
+
+@pytest.fixture(scope="module")
+def front(folder: Path) -> Path:
+    return run(folder, "front", "{minimize: pareto, halves: true, proxy: 2}", "nsga2")
+
+
+def journal(cell: Path) -> list[Any]:
+    (path,) = (cell / "runs").glob("*.jsonl")
+    return [entry.told.outcome for entry in read_journal(path) if entry.told is not None]
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_searches_see_one_half_and_finalists_are_scored_on_the_other(front: Path) -> None:
+    scores = read(front / "accuracy.json")
+    images = {name.partition(" ")[2]: len(score["per_item"]) for name, score in scores.items()}
+    assert images.keys() == {"main", "main search", "main proxy"}
+    assert images["main"] + images["main search"] == 40
+    assert images["main proxy"] == 2
+    seen = {len(outcome.per_item) for outcome in journal(front) if outcome.per_item}
+    assert seen == {images["main search"]}
+    goal = read(front / "cell.json")["goal"]
+    reference = next(score for name, score in scores.items() if name.endswith(" main search"))
+    assert goal["reference"] == reference["metrics"]["cosine"]
+
+
+def test_a_front_has_several_finalists_and_the_table_data_say_what_they_cost(front: Path) -> None:
+    picks = [pick for pick in read(front / "rows.json")["picks"] if pick["kind"] == "search"]
+    assert {pick["rank"] for pick in picks if pick["budget"] == 5} == {0}
+    assert len([pick for pick in picks if pick["budget"] == 8]) >= 2
+    full = sum("cosine" in outcome.metrics for outcome in journal(front))
+    assert {pick["scored"] for pick in picks if pick["budget"] == 8} == {full}
+    assert all(PROXY in outcome.metrics for outcome in journal(front))
+    assert all(pick["agreement"] is None or -1 <= pick["agreement"] <= 1 for pick in picks)
+    assert (front.parent / "report" / "main.md").exists()
+
+
+def test_accuracy_first_finds_what_is_as_fast_as_asked(folder: Path) -> None:
+    cell = run(folder, "first", "{minimize: accuracy, max_latency: 90%}")
+    goal = read(cell / "cell.json")["goal"]
+    assert goal["max_latency_ms"] == pytest.approx(9.0)
+    pick = next(p for p in read(cell / "rows.json")["picks"] if p["kind"] == "search" and p["budget"] == 8)
+    fast = [outcome.samples_ms[0] for outcome in journal(cell) if outcome.samples_ms[0] <= 9.0]
+    assert pick["search_ms"] == pytest.approx(max(fast)), "speed costs accuracy, so the slowest that is fast enough"
+    assert all(("cosine" in outcome.metrics) == (outcome.samples_ms[0] <= 9.0) for outcome in journal(cell))
+
+
+def test_a_run_that_goes_on_asks_nobody_twice(front: Path, folder: Path) -> None:
+    before = {path: path.read_bytes() for path in (*front.glob("runs/*"), front / "accuracy.json")}
+    assert qdq("run", str(folder / "front.yaml"), "--out", str(folder / "front")) == 0
+    assert before == {path: path.read_bytes() for path in before}
+
+
+@pytest.mark.parametrize(
+    ("objective", "expected"),
+    [
+        ("{map_drop: 0.01}", "objective.map_drop: the evaluator of model 'net' gives 'cosine'; write cosine_drop"),
+        ("{max_drop: 0.01, halves: 1}", "objective.halves: Input should be a valid boolean"),
+    ],
+)
+def test_mistakes_are_named_before_anything_runs(folder: Path, capsys: Any, objective: str, expected: str) -> None:
+    file = folder / "wrong.yaml"
+    file.write_text(EXPERIMENT.replace("OBJECTIVE", objective).replace("SEARCHER", "random"))
+    assert qdq("run", str(file), "--check") == 2
+    assert expected in capsys.readouterr().err
