@@ -12,17 +12,20 @@ from typing import Annotated, Any
 import typer
 
 from harness.commands.autotune import autotune
+from harness.commands.calib_data import calib_data
 from harness.commands.compare import compare
 from harness.commands.doctor import doctor
 from harness.commands.evaluate import evaluate
 from harness.commands.gen_trt_engine import gen_trt_engine
 from harness.commands.listing import listing
 from harness.commands.noise import noise
+from harness.commands.ptq import ptq
 from harness.commands.quantize import quantize
 from harness.commands.record import record
 from harness.commands.regions import regions
 from harness.commands.replay import replay
 from harness.commands.report import report
+from harness.commands.reproduce import reproduce
 from harness.commands.run import run
 from harness.commands.terminal import importable
 from harness.commands.trace import trace
@@ -37,8 +40,11 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "report": report,
     "compare": compare,
     "trace": trace,
+    "reproduce": reproduce,
     "regions": regions,
     "quantize": quantize,
+    "ptq": ptq,
+    "calib-data": calib_data,
     "gen-trt-engine": gen_trt_engine,
     "evaluate": evaluate,
     "record": record,
@@ -61,7 +67,7 @@ app = typer.Typer(
 PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 """For a command that reads its own arguments."""
 for _name, _function in COMMANDS.items():
-    app.command(name=_name, context_settings=PASSED_ON if _name == "autotune" else None)(_function)
+    app.command(name=_name, context_settings=PASSED_ON if _name in ("autotune", "ptq") else None)(_function)
 
 
 @app.callback()
