@@ -111,7 +111,8 @@ class TensorRTBenchmarker:
         check_typing(library, self._options.typing)
         _check_capability(self._options.precision, device)
         library.load_plugins(self._plugins)
-        path = Path(self._cache_file).expanduser() if self._cache_file else cache_file(cache_folder(), library, device)
+        default = cache_file(cache_folder(), library.version, device)
+        path = Path(self._cache_file).expanduser() if self._cache_file else default
         return _Ready(library=library, cuda=cuda, device=device, cache=TimingCache(self._policy, path))
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:

@@ -24,10 +24,10 @@ POLICIES = ("cold", "shared", "frozen")
 LARGEST_BYTES = 2**30
 
 
-def cache_file(folder: Path, library: Library, device: Device) -> Path:
+def cache_file(folder: Path, version: str, device: Device) -> Path:
     """Where the cache of this TensorRT on this kind of GPU lies: it is of no use to others."""
     gpu = re.sub(r"[^A-Za-z0-9]+", "-", device.name).strip("-")
-    return folder / "tensorrt" / f"{library.version}-{gpu}.timing"
+    return folder / "tensorrt" / f"{version}-{gpu}.timing"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,292 @@
+"""Latency by the command-line tool trtexec: the GPU compute time that it exports, not the latency that it prints."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import onnx
+from onnx import helper
+
+from harness.api import Array, Artifact, Candidate, Layer
+from harness.cuda.device import Device, open_device
+from harness.errors import BuildFailed, CandidateError, MeasureFailed, UserError
+from harness.measure.host import plain
+from harness.paths import cache_folder
+from harness.tensorrt.building import BuildOptions, Typing
+from harness.tensorrt.cache import POLICIES, CachePolicy, cache_file
+from harness.tensorrt.flags import (
+    build_flags,
+    check_extra,
+    read_outputs,
+    read_profile,
+    read_times,
+    run_flags,
+)
+from harness.tensorrt.inspection import read_layers
+from harness.tensorrt.library import STRONG_ONLY
+from harness.tensorrt.models import cast_model, has_qdq, read_structure, refuse_unusable
+from harness.tensorrt.profiles import read_profiles
+from harness.tensorrt.tool import end_of, find_trtexec, run_trtexec
+
+__all__ = ["TrtexecBenchmarker"]
+
+Precision = Literal["f32", "tf32", "f16", "bf16"]
+PRECISIONS = ("f32", "tf32", "f16", "bf16")
+LEAST = 50
+"""Inferences of one run of trtexec: starting it takes longer than they do."""
+FRESH_S = 1.0
+"""Readings that are left over serve the next call within this time; later ones are taken anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    """A plan with what is needed to run it."""
+
+    plan: Path
+    outputs: Mapping[str, np.dtype[Any]]
+    inputs: Mapping[str, np.dtype[Any]]
+
+
+class TrtexecBenchmarker:
+    """Builds and times with trtexec, of TensorRT 10 or 11.
+
+    Args:
+        path: The program; by default the one on PATH.
+        precision: What float operations run in; see benchmarker `tensorrt`.
+        typing: "strong", or on 10 "weak".
+        profiles: Shapes of dynamic inputs; see benchmarker `tensorrt`.
+        workspace_gb: Scratch memory, in units of 10^9 bytes; None: all there is.
+        optimization_level: 0 to 5; None: trtexec's default.
+        timing_cache: "cold", "shared" or "frozen".
+        cuda_graph: Time the engine as a CUDA graph.
+        warm_up_ms: Of each run of trtexec.
+        timeout_s: Longest run of trtexec.
+        device: Number of the GPU.
+        extra: Further arguments for builds and runs, for instance those of remote autotuning:
+            `[--safe, "--remoteAutoTuningConfig=ssh://..."]`.
+        profile: Build for inspection, for `layers`.
+
+    Raises:
+        ValueError: A choice that there is not.
+    """
+
+    dialect = "tensorrt"
+
+    def __init__(  # noqa: PLR0913 - one option, one parameter
+        self,
+        *,
+        path: str | None = None,
+        precision: Precision = "f16",
+        typing: Typing = "strong",
+        profiles: Mapping[str, Any] | None = None,
+        workspace_gb: float | None = None,
+        optimization_level: int | None = None,
+        timing_cache: CachePolicy = "shared",
+        cuda_graph: bool = True,
+        warm_up_ms: float = 200.0,
+        timeout_s: float = 600.0,
+        device: int = 0,
+        extra: tuple[str, ...] | list[str] = (),
+        profile: bool = False,
+    ) -> None:
+        for name, value, allowed in (
+            ("precision", precision, PRECISIONS),
+            ("typing", typing, ("strong", "weak")),
+            ("timing_cache", timing_cache, POLICIES),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name}: one of {', '.join(allowed)}, but got {value!r}")
+        check_extra(extra, 0)
+        self._path, self._extra, self._device = path, tuple(extra), device
+        self._options = BuildOptions(
+            precision=precision,
+            typing=typing,
+            workspace_bytes=None if workspace_gb is None else int(workspace_gb * 1e9),
+            optimization_level=optimization_level,
+            profiles=read_profiles(profiles or {}),
+            detailed=profile,
+        )
+        self._policy, self._graph = timing_cache, cuda_graph
+        self.warm_up_ms, self._timeout_s = warm_up_ms, timeout_s
+
+    @cached_property
+    def _tool(self) -> tuple[str, str]:
+        """The program and its version."""
+        program, version = find_trtexec(self._path)
+        try:
+            check_extra(self._extra, int(version.partition(".")[0]))
+        except ValueError as error:
+            raise UserError(f"benchmarker 'trtexec': {error}") from error
+        if self._options.typing == "weak" and int(version.partition(".")[0]) >= STRONG_ONLY:
+            raise UserError(f"typing: weak: trtexec {version} has strongly typed networks alone; use typing: strong")
+        return program, version
+
+    @cached_property
+    def _gpu(self) -> Device:
+        return open_device(self._device)[1]
+
+    @property
+    def _major(self) -> int:
+        return int(self._tool[1].partition(".")[0])
+
+    def build(self, candidate: Candidate, workdir: Path) -> Artifact:
+        """Build the candidate's engine into the folder.
+
+        Raises:
+            BuildFailed: trtexec fails, takes too long, or the model is known to be refused.
+            UserError: There is no trtexec or no GPU.
+        """
+        path = candidate.source()
+        structure = read_structure(path)
+        refuse_unusable(structure, path, self._gpu.capability)
+        parsed = path if self._options.typing == "weak" else cast_model(path, self._options.precision, workdir)
+        plan = workdir / "model.plan"
+        flags = build_flags(parsed, plan, self._options, self._major, quantized=has_qdq(structure))
+        output = self._run([*flags, *self._cache_flags(workdir)], BuildFailed)
+        if not plan.is_file():
+            raise BuildFailed(f"trtexec wrote no engine: {end_of(output)}")
+        types = {value.name: _dtype(value) for value in (*structure.graph.input, *structure.graph.output)}
+        engine = _Engine(
+            plan=plan,
+            inputs={value.name: types[value.name] for value in structure.graph.input},
+            outputs={value.name: types[value.name] for value in structure.graph.output},
+        )
+        return Artifact(engine=engine, info={"plan_bytes": plan.stat().st_size, "flags": flags[3:]})
+
+    @contextmanager
+    def open(self, artifact: Artifact) -> Iterator[_Probe]:
+        """A probe that starts trtexec for every series of readings."""
+        yield _Probe(self, artifact.engine)
+
+    def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
+        """What the engine is made of, with each layer's time from a run under trtexec's profiler."""
+        folder = artifact.engine.plan.parent
+        info, times = folder / "layers.json", folder / "profile.json"
+        files = [f"--exportLayerInfo={info}", f"--exportProfile={times}"]
+        if self._major < STRONG_ONLY:
+            files.append("--separateProfileRun")  # always so in 11
+        self.trtexec(artifact.engine, [*files, f"--iterations={LEAST}", "--duration=0"])
+        try:
+            rows = read_profile(times)
+            return read_layers(info.read_text(encoding="utf-8"), rows)
+        except OSError as error:
+            raise MeasureFailed(f"trtexec wrote no layers: {error}") from error
+
+    def describe(self) -> Mapping[str, Any]:
+        """See `harness.api.Benchmarker`.
+
+        Raises:
+            UserError: There is no trtexec or no GPU here: one sentence that says which and what to do.
+        """
+        _, version = self._tool
+        options = self._options
+        return {
+            "name": "trtexec",
+            "version": version,
+            "device": self._gpu.name,
+            "options": {
+                "typing": options.typing,
+                "precision": options.precision,
+                "profiles": {name: str(profile) for name, profile in options.profiles.items()},
+                "workspace_bytes": options.workspace_bytes,
+                "optimization_level": options.optimization_level,
+                "timing_cache": self._policy,
+                "cuda_graph": self._graph,
+                "warm_up_ms": self.warm_up_ms,
+                "extra": list(self._extra),
+            },
+            "float_precision": options.precision,
+            "float_params": {name: {"precision": name} for name in PRECISIONS},
+        }
+
+    def trtexec(self, engine: _Engine, arguments: Sequence[str]) -> str:
+        """Run an engine; what trtexec printed.
+
+        Raises:
+            MeasureFailed: trtexec fails or takes too long.
+        """
+        flags = run_flags(engine.plan, self._options.profiles, self._major, graph=self._graph)
+        return self._run([*flags, *arguments], MeasureFailed)
+
+    def _cache_flags(self, workdir: Path) -> list[str]:
+        """Arguments for the timing cache: trtexec writes back what it reads, so a frozen one is read as a copy."""
+        if self._policy == "cold":
+            return []
+        file = cache_file(cache_folder(), f"trtexec-{self._tool[1]}", self._gpu)
+        if self._policy == "frozen":
+            if not file.is_file():
+                raise UserError(f"timing cache {file}: no such file, and a frozen cache is never made; run shared once")
+            file = Path(shutil.copy(file, workdir / "timing.cache"))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return [f"--timingCacheFile={file}"]
+
+    def _run(self, arguments: Sequence[str], failure: type[CandidateError]) -> str:
+        return run_trtexec(
+            [self._tool[0], *arguments, f"--device={self._device}", *self._extra], self._timeout_s, failure
+        )
+
+
+class _Probe:
+    """Readings of one engine, in the order in which trtexec took them."""
+
+    def __init__(self, owner: TrtexecBenchmarker, engine: _Engine) -> None:
+        self._owner, self._engine = owner, engine
+        self._left: deque[float] = deque()
+        self._taken_s = 0.0
+
+    def sample(self, n: int) -> Sequence[float]:
+        """GPU compute time of n inferences."""
+        if time.monotonic() - self._taken_s > FRESH_S:
+            self._left.clear()
+        if len(self._left) < n:
+            self._take(n)
+        return [self._left.popleft() for _ in range(n)]
+
+    def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Outputs by name, as trtexec writes them: with six digits. A process for each call, so it is slow."""
+        engine, folder = self._engine, self._engine.plan.parent
+        if feeds.keys() != engine.inputs.keys():
+            raise MeasureFailed(f"the engine's inputs are {', '.join(engine.inputs)}, but got {', '.join(feeds)}")
+        files = []
+        for index, (name, dtype) in enumerate(engine.inputs.items()):
+            file = folder / f"input{index}.bin"
+            file.write_bytes(np.ascontiguousarray(feeds[name], dtype).tobytes())
+            files.append(f"'{name}':{file}")
+        target = folder / "outputs.json"
+        target.unlink(missing_ok=True)
+        once = ["--iterations=1", "--duration=0", "--warmUp=0"]
+        self._owner.trtexec(engine, [f"--loadInputs={','.join(files)}", f"--exportOutput={target}", *once])
+        found = read_outputs(target)
+        missing = [name for name in engine.outputs if name not in found]
+        if missing:
+            raise MeasureFailed(f"trtexec wrote no output {missing[0]!r}, but {', '.join(found)}")
+        return {
+            name: plain(np.asarray(found[name][1]).reshape(found[name][0]).astype(dtype))
+            for name, dtype in engine.outputs.items()
+        }
+
+    def _take(self, n: int) -> None:
+        times = self._engine.plan.parent / "times.json"
+        times.unlink(missing_ok=True)
+        wanted = max(LEAST, n - len(self._left))
+        warm_up_ms = self._owner.warm_up_ms
+        flags = [f"--iterations={wanted}", "--duration=0", f"--warmUp={warm_up_ms:g}", f"--exportTimes={times}"]
+        self._owner.trtexec(self._engine, flags)
+        self._left.extend(trace.compute_ms for trace in read_times(times, warm_up_ms))
+        self._taken_s = time.monotonic()
+        if len(self._left) < n:
+            raise MeasureFailed(f"trtexec gave {len(self._left)} readings where {n} were asked for")
+
+
+def _dtype(value: onnx.ValueInfoProto) -> np.dtype[Any]:
+    dtype: np.dtype[Any] = np.dtype(helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
+    return dtype
