@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
+from onnx import helper
 
 from harness.graph.cleaning.read import read_model
 from harness.graph.cleaning.shapes import fix_inputs
 from harness.graph.diff import delivered, label
 from harness.graph.load import write
 
-__all__ = ["Declared", "DeclaredNode", "Dims", "fix_shapes", "read_declared"]
+__all__ = ["Declared", "DeclaredNode", "Dims", "before_transpose", "fix_shapes", "read_declared"]
 
 Dims = tuple[int | None, ...]
 """A shape; None where a dimension is dynamic."""
@@ -98,6 +99,31 @@ def fix_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]], target: Path) 
     proto, _ = read_model(path, str(path))
     fix_inputs(proto.graph, shapes, str(path))
     return write(proto, target)
+
+
+def before_transpose(source: Path, path: Path, name: str) -> Path:
+    """Write a model without the Transpose that makes its only output; what it reads becomes the output `name`.
+
+    Raises:
+        ValueError: The output is not made so.
+    """
+    model = read_model(source, str(source))[0]
+    (output,) = model.graph.output
+    last = next((node for node in model.graph.node if output.name in node.output), None)
+    if last is None or last.op_type != "Transpose":
+        raise ValueError(f"{source.name}: its output is not made by a Transpose")
+    order = next(tuple(attribute.ints) for attribute in last.attribute if attribute.name == "perm")
+    sizes = [dim.dim_value for dim in output.type.tensor_type.shape.dim]
+    inner, shape = last.input[0], [sizes[order.index(axis)] for axis in range(len(order))]
+    model.graph.node.remove(last)
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            for slot, found in enumerate(names):
+                if found == inner:
+                    names[slot] = name
+    output.CopyFrom(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape))
+    path.write_bytes(model.SerializeToString(deterministic=True))
+    return path
 
 
 def _element(value: onnx.ValueInfoProto) -> str:

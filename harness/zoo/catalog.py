@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from harness.errors import UserError, nearest
 from harness.graph.build import GraphBuilder
+from harness.graph.declared import before_transpose
 from harness.zoo import cnn, detector, transformer
 
 __all__ = ["names", "write"]
@@ -21,15 +22,25 @@ _MADE: Mapping[str, tuple[Callable[[], GraphBuilder], str]] = MappingProxyType(
         "encoder6": (transformer.encoder6, "transformer encoder, 6 layers, 256 wide, decomposed; x 1x128x256"),
         "encoder48": (transformer.encoder48, "transformer encoder, 48 layers, 64 wide, decomposed; x 1x128x64"),
         "yolo_tiny": (detector.yolo_tiny, "detector, CSP blocks, SiLU, decoupled heads; images 1x3x320x320"),
+        "yolo_tiny_export": (
+            detector.yolo_tiny_export,
+            "the same with one output as Ultralytics exports, 1x84x2100; images 1x3x320x320",
+        ),
     }
 )
 _TRAINED = "shapes_detector"
+_TRAINED_EXPORT = "shapes_yolo"
 
 
 def names() -> Mapping[str, str]:
     """One line about each model of the zoo, its input at the end."""
     made = {name: line for name, (_, line) in _MADE.items()}
-    return {**made, _TRAINED: "trained detector of made-up shapes (harness.zoo.shapes); images 1x3x128x128"}
+    trained = "trained detector of made-up shapes (harness.zoo.shapes)"
+    return {
+        **made,
+        _TRAINED: f"{trained}; images 1x3x128x128",
+        _TRAINED_EXPORT: f"{trained}, one output as Ultralytics exports, 1x7x320; images 1x3x128x128",
+    }
 
 
 def write(name: str, path: Path) -> Path:
@@ -52,6 +63,8 @@ def write(name: str, path: Path) -> Path:
         if name == _TRAINED:
             path.write_bytes(detector.TRAINED.read_bytes())
             return path
+        if name == _TRAINED_EXPORT:
+            return before_transpose(detector.TRAINED, path, "output0")
         return _MADE[name][0]().save(path)
     except OSError as error:
         raise UserError(f"zoo:{name}: cannot write {path}: {error.strerror or error}") from error

@@ -13,24 +13,53 @@ one tensor, so a single scale for it, as plain INT8 has it everywhere, costs bot
 Runtime's `quantize_static`, every operator) against 0.805 with convolutions alone.
 
 Layout of `yolo_tiny`: `images` 1 x 3 x 320 x 320; `boxes` 1 x 2100 x 4 (undecoded), `scores` 1 x 2100 x 80.
+
+Layout of `yolo_tiny_export`, the same network, and of `shapes_yolo`, the trained detector (1 x 7 x 320): one output as
+Ultralytics exports YOLOv8 and YOLO11, `output0` 1 x (4 + classes) x cells, decoded: centre x, centre y, width, height
+in pixels of the input, then the classes' scores.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from harness.graph.build import GraphBuilder
 
-__all__ = ["TRAINED", "yolo_tiny"]
+__all__ = ["TRAINED", "yolo_tiny", "yolo_tiny_export"]
 
 TRAINED = Path(__file__).with_name("shapes_detector.onnx")
 """The trained detector as committed."""
+SIDE = 320
+STRIDES = (8, 16, 32)
 
 
 def yolo_tiny() -> GraphBuilder:
     """A detector in the manner of YOLOX-tiny (Ge et al. 2021, arXiv:2107.08430), 320 x 320, strides 8, 16 and 32."""
     g = GraphBuilder("yolo_tiny", seed=80)
-    x = _conv(g, g.input("images", (1, 3, 320, 320)), 24, 3, stride=2)
+    for name, parts in zip(("boxes", "scores"), zip(*_heads(g), strict=True), strict=True):
+        g.output(g.op("Transpose", g.op("Concat", *parts, axis=2), perm=[0, 2, 1]), name=name)
+    return g
+
+
+def yolo_tiny_export() -> GraphBuilder:
+    """`yolo_tiny` with its boxes decoded in the graph and one output, 1 x 84 x 2100."""
+    g = GraphBuilder("yolo_tiny_export", seed=80)
+    boxes, scores = (g.op("Concat", *parts, axis=2) for parts in zip(*_heads(g), strict=True))
+    sides = [SIDE // stride for stride in STRIDES]
+    cells = np.concatenate([np.mgrid[:side, :side][::-1].reshape(2, -1) for side in sides], axis=1)
+    strides = np.concatenate([np.full(side**2, stride) for side, stride in zip(sides, STRIDES, strict=True)])
+    step = g.const(strides[None, None].astype(np.float32), "strides")
+    middle, size = g.op("Split", boxes, g.const([2, 2]), axis=1, outputs=2)
+    middle = g.op("Mul", g.op("Add", middle, g.const(cells[None].astype(np.float32) + 0.5, "cells")), step)
+    g.output(g.op("Concat", middle, g.op("Mul", g.op("Exp", size), step), scores, axis=1), name="output0")
+    return g
+
+
+def _heads(g: GraphBuilder) -> list[tuple[str, str]]:
+    """The network; boxes and scores of each stride."""
+    x = _conv(g, g.input("images", (1, 3, SIDE, SIDE)), 24, 3, stride=2)
     levels = []
     for channels, depth in ((48, 1), (96, 2), (192, 2), (384, 1)):
         x = _csp(g, _conv(g, x, channels, 3, stride=2), channels, depth, residual=True)
@@ -41,10 +70,7 @@ def yolo_tiny() -> GraphBuilder:
     fine, lateral_middle = _merge_up(g, middle, fine, 96)
     middle = _merge_down(g, fine, lateral_middle, 192)
     coarse = _merge_down(g, middle, lateral_coarse, 384)
-    heads = [_head(g, level) for level in (fine, middle, coarse)]
-    for name, parts in zip(("boxes", "scores"), zip(*heads, strict=True), strict=True):
-        g.output(g.op("Transpose", g.op("Concat", *parts, axis=2), perm=[0, 2, 1]), name=name)
-    return g
+    return [_head(g, level) for level in (fine, middle, coarse)]
 
 
 def _conv(g: GraphBuilder, x: str, channels: int, kernel: int = 1, *, stride: int = 1) -> str:

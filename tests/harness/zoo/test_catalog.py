@@ -22,6 +22,7 @@ NODES = {
     "encoder6": 6 * 87 + 11,
     "encoder48": 48 * 87 + 11,
     "yolo_tiny": 323,
+    "yolo_tiny_export": 327,
 }
 LARGE = {"resnet50", "encoder48"}
 EVERY = [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in names()]
