@@ -23,12 +23,13 @@ from harness.graph.model import Model
 from harness.graph.space import build_space
 from harness.run.config import Experiment, ModelSpec, Use
 from harness.run.engine import Seed
-from harness.run.foreign import PTQ, Foreign, Order, quantize_with
+from harness.run.foreign import PTQ, Foreign, Order, extreme_form, quantize_with
 from harness.run.journal import writing
 from harness.run.models import OPSET, evaluator_use, input_types, open_model
 from harness.run.observe import Observer
 from harness.run.plan import CellSpec
 from harness.run.seeding import Seeding, imported
+from harness.run.starts import EXTREME
 from search.space import Placement, Space
 
 __all__ = ["OPSET", "Cell", "compose", "evaluator_use", "open_model"]
@@ -131,6 +132,8 @@ def compose(experiment: Experiment, spec: CellSpec, base: Path, work: Path, obse
     )
     foreign = {start.name: quantize_with(start.name, order, observer) for start in starts if start.use in PTQ}
     foreign |= imported(starts, base)
+    if any(start.use == EXTREME for start in starts):
+        foreign[EXTREME] = extreme_form(model, dialect, ranges, work, space)
     seeding = Seeding(spec=spec, space=space, model=model, base=base, foreign=foreign, observer=observer)
     found = seeding.placements(starts)
     return Cell(

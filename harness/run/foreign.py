@@ -5,19 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import distributions
 from pathlib import Path
 
 from harness.api import Array
 from harness.calibrate.ptq import PtqOptions, modelopt_ptq, ort_static, ptq_fingerprint
 from harness.errors import BuildFailed
+from harness.graph.dialects import Dialect
 from harness.graph.diff import pairs_in
+from harness.graph.insert import Inserter
+from harness.graph.model import Model
 from harness.paths import cache_folder
 from harness.run.journal import writing
 from harness.run.observe import Observer
+from harness.run.starts import EXTREME
+from search.space import Space
 
-__all__ = ["PTQ", "Foreign", "Order", "quantize_with"]
+__all__ = ["PTQ", "Foreign", "Order", "extreme_form", "quantize_with"]
 
 PTQ = {"modelopt_ptq": modelopt_ptq, "ort_static": ort_static}
 PACKAGES = ("nvidia-modelopt", "onnxruntime")
@@ -67,6 +72,24 @@ def quantize_with(name: str, order: Order, observer: Observer) -> Foreign:
                 return Foreign(name=name, path=None, reason=str(error))
             step.advance()
     return Foreign(name=name, path=path, pairs=pairs_in(path))
+
+
+def extreme_form(
+    model: Model, dialect: Dialect, ranges: Mapping[str, tuple[float, float]], work: Path, space: Space
+) -> Foreign:
+    """Every point quantized in the plainest form, as the simplest tools do it: symmetric INT8.
+
+    What a dialect does to keep accuracy or speed (UINT8 data, zero points) is left out. A stress test: a model that
+    survives it needs no search for accuracy.
+    """
+    plain = replace(
+        dialect, activation="int8", symmetric_activation=True, unsigned_positive=False, affine_ops=frozenset()
+    )
+    resolved, path = space.resolve(space.everywhere()), work / "extreme.onnx"
+    inserter = Inserter(model, plain, ranges)
+    with writing(path):
+        inserter.export(resolved, path)
+    return Foreign(name=EXTREME, path=path, pairs=inserter.pairs(resolved))
 
 
 def _key(name: str, order: Order) -> str:

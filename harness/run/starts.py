@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from harness.errors import nearest
 
 __all__ = [
-    "BASELINES", "FILES", "INITIAL", "ROLES", "TOOLS", "Start", "check_baselines", "check_starts", "listed", "placed",
-    "seeds_of",
+    "BASELINES", "EXTREME", "FILES", "INITIAL", "ROLES", "TOOLS", "Start", "check_baselines", "check_starts", "listed",
+    "placed", "seeds_of",
 ]  # fmt: skip
 
 ROLES: Mapping[str, frozenset[str]] = {
@@ -40,8 +40,10 @@ def _is_limit(value: Any) -> bool:
 
 INITIAL = ("float", "all", "linear", "linear_add", "movers", *TOOLS)
 BASELINES = ("all", "linear", *TOOLS)
+EXTREME = "extreme"
+"""Everything quantized in the plainest form, a stress test; see `harness.run.foreign.extreme_form`."""
 _FP8 = "-fp8"
-_PLACED = ("float", "all", *ROLES, "trt_guide", *(f"{name}{_FP8}" for name in ("all", *ROLES)))
+_PLACED = ("float", "all", EXTREME, *ROLES, "trt_guide", *(f"{name}{_FP8}" for name in ("all", *ROLES)))
 _MEANT = {"path": "the name of a file", "limit": f"1 to {MOST}"}
 _PARAMS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "import": {"path": _is_path},
