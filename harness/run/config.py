@@ -158,13 +158,13 @@ class Confirmation(_Frozen):
     Attributes:
         builds: Fresh builds of each row.
         rounds: Rounds within one build; every row is sampled once a round, in random order.
-        samples: Inferences of one row in one round.
+        samples: Inferences of one row in one round, at least; short ones go on for 50 ms.
         top_k: Best placements of each search that are confirmed.
     """
 
     builds: Annotated[int, Field(ge=3)] = 5
-    rounds: Annotated[int, Field(ge=2)] = 6
-    samples: Annotated[int, Field(ge=3)] = 8
+    rounds: Annotated[int, Field(ge=2)] = 20
+    samples: Annotated[int, Field(ge=3)] = 3
     top_k: Annotated[int, Field(ge=1)] = 1
 
 
@@ -207,6 +207,9 @@ class Experiment(_Frozen):
         Use(use=name) for name in INITIAL
     )
     baselines: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_distinct)] = BASELINES
+    transfer: Annotated[
+        tuple[Literal["backends", "models"], ...], Field(strict=False), AfterValidator(_distinct)
+    ] = ()
     budget: Budget = Budget()
     sampling: Sampling = Sampling()
     confirmation: Confirmation = Confirmation()

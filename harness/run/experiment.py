@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ from harness.run.scores import ScoreBook
 from harness.run.scoring import Scoring, scoring_of
 from harness.run.sections import in_sections
 from harness.run.strongest import float_benchmarkers
+from harness.run.transfer import guests, remember
 from harness.run.trial import BUILDS, Care, attempt_with
 
 __all__ = ["run_experiment"]
@@ -81,10 +83,18 @@ def run_experiment(
     stopped: dict[str, list[str]] = {}
     cells = plan(experiment)
 
-    def run(spec: CellSpec, site: Site) -> None:
+    def run(spec: CellSpec, site: Site, searching: bool = False) -> None:
         observer.say(spec.name)
         folder = out / spec.name
-        place = _Place(spec=spec, base=base, folder=folder, commit=commit, site=site, retry_failed=retry_failed)
+        place = _Place(
+            spec=spec,
+            base=base,
+            folder=folder,
+            commit=commit,
+            site=site,
+            retry_failed=retry_failed,
+            searching=searching,
+        )
         try:
             in_sections(folder, lambda: _run_cell(place, experiment, observer), accept_changes, observer)
         except UserError as error:
@@ -95,6 +105,9 @@ def run_experiment(
         claimed(out, experiment, accept_changes),
         open_site(experiment.executor, experiment.limits, out, observer) as site,
     ):
+        if experiment.transfer:  # every cell has searched before the first looks at what others found
+            at_once([partial(run, spec, site, searching=True) for spec in cells], experiment.executor.cells)
+            cells = tuple(spec for spec in cells if spec.name not in chain(*stopped.values()))
         at_once([partial(run, spec, site) for spec in cells], experiment.executor.cells)
     if stopped:
         alone = len(cells) == 1
@@ -109,6 +122,7 @@ class _Place:
         commit: The commit of the code that runs.
         site: Where its engines run.
         retry_failed: See `run_experiment`.
+        searching: Stop where the finalists are picked; what other cells find is not among them yet.
     """
 
     spec: CellSpec
@@ -117,6 +131,7 @@ class _Place:
     commit: str | None
     site: Site
     retry_failed: bool
+    searching: bool
 
 
 def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None:
@@ -148,7 +163,14 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
             runs = spec.runs if len(cell.searched) else ()
             searches = [partial(running.search, run, workers, place.retry_failed) for run in runs]
             at_once(searches, experiment.executor.searches)
-        table = choose(experiment, cell, goal, folder, [name for name in benchmarkers if name != MAIN])
+        remember(cell, goal, folder)
+        others = [name for name in benchmarkers if name != MAIN]
+        if place.searching:
+            choose(experiment, cell, goal, folder, others)
+            return
+        table = choose(
+            experiment, cell, goal, folder, others, guests(experiment.transfer, cell, plan(experiment), folder.parent)
+        )
         if scoring.evaluators:
             book.score(table)
         backend = engines.describe()
@@ -210,8 +232,10 @@ class _Running:
         fingerprint = {**self.fingerprint(), "searcher": method, "seed": run.seed}
         if window > 1:  # as long as it was always 1, it was not written down
             fingerprint["window"] = window
+        one_winner = self.experiment.objective.minimize == "latency"
+        keep = self.experiment.confirmation.top_k if one_winner else max(budget.evaluations)
         with (
-            open_search(run, self.cell, self.base, self.experiment.confirmation.top_k) as search,
+            open_search(run, self.cell, self.base, keep) as search,
             Journal(self.folder / "runs" / f"{run.name}.jsonl", fingerprint) as journal,
             self.observer.work(f"{self.cell.spec.name} {run.name}", max(budget.evaluations)) as step,
             workers.lane(attempt) as executor,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from harness.run.plan import RunSpec
 from harness.run.readback import Evaluated, leaders, looks
 from harness.run.rows import ACCURACY_ONLY, FLOAT_ROW, Pick, Row, Table, write_json
 from harness.run.starts import placed
+from harness.run.transfer import Guest
 from search.space import Placement, Resolved, digest_of
 
 __all__ = ["choose"]
@@ -27,18 +28,27 @@ FRONT = 8
 """Placements of a front that are confirmed at most, unless more are asked for."""
 
 
-def choose(experiment: Experiment, cell: Cell, goal: Goal, folder: Path, others: Sequence[str]) -> Table:
+def choose(
+    experiment: Experiment,
+    cell: Cell,
+    goal: Goal,
+    folder: Path,
+    others: Sequence[str],
+    brought: Mapping[str, Guest] | None = None,
+) -> Table:
     """Pick and export the finalists of a cell; the same journals give the same files.
 
     Args:
         folder: The cell's folder with its journals.
         others: Float precisions beside the baseline's; each gets a row.
+        brought: What other cells found, by the name of its row; see `harness.run.transfer`.
 
     Raises:
         UserError: A file cannot be written.
     """
     exporter = _Exporter(cell, folder / "models")
-    picks = [*_fixed(experiment, cell, exporter, others), *_found(experiment, cell, goal, folder, exporter)]
+    fixed = [*_fixed(experiment, cell, exporter, others), *_brought(brought or {}, exporter)]
+    picks = [*fixed, *_found(experiment, cell, goal, folder, exporter)]
     rows = tuple(exporter.rows.values())
     write_json(folder / "rows.json", {"rows": [asdict(r) for r in rows], "picks": [asdict(p) for p in picks]})
     return Table(folder=folder, space=cell.space, rows=rows)
@@ -100,6 +110,14 @@ def _fixed(experiment: Experiment, cell: Cell, exporter: _Exporter, others: Sequ
         row, reason = _baseline(name, cell, exporter)
         timed = not row or exporter.rows[row].timed
         yield Pick(method=name, kind="baseline", row=row, reason=reason if timed else ACCURACY_ONLY)
+
+
+def _brought(brought: Mapping[str, Guest], exporter: _Exporter) -> Iterator[Pick]:
+    for name, guest in brought.items():
+        if isinstance(guest, str):
+            yield Pick(method=name, kind="baseline", row="", reason=guest)
+        else:
+            yield Pick(method=name, kind="baseline", row=exporter.placement(guest))
 
 
 def _baseline(name: str, cell: Cell, exporter: _Exporter) -> tuple[str, str]:

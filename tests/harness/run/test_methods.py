@@ -1,0 +1,142 @@
+"""Methods that do without a part of the harness, and peers, on simulated runtimes: what a user sees."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.cli import main
+from harness.graph.build import GraphBuilder
+from harness.run.journal import read_journal
+from harness.run.rows import read_rows
+
+EXPERIMENT = """
+experiment: parts
+models: [{use: net.onnx, calibration: {samples: 2}}]
+backends: [{use: simulated, params: {seed: 5, noise: 0.05, noise_seed: 1}}]
+searchers:
+  - random
+  - {use: random, label: cold, without: [seeds]}
+  - {use: random, label: unshared, without: [sharing]}
+  - {use: random, label: hasty, without: [racing, retakes]}
+initial: [float, all, linear]
+baselines: [all]
+budget: {evaluations: [12]}
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+
+
+def qdq(*arguments: str) -> int:
+    try:
+        main(list(arguments))
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("methods")
+    for name, channels in (("net", (8, 8, 8, 8)), ("bigger", (8, 8, 8, 8, 8, 8))):
+        builder = GraphBuilder(name, seed=1)
+        x = builder.input("x", (1, 8, 16, 16))
+        for count in channels:
+            x = builder.op("Add", x, builder.op("Relu", builder.conv(x, count, 3, pad=1)))
+        builder.output(builder.op("GlobalAveragePool", x))
+        builder.save(folder / f"{name}.onnx")
+    return folder
+
+
+def run(folder: Path, text: str, out: str) -> Path:
+    (folder / f"{out}.yaml").write_text(text)
+    assert qdq("run", str(folder / f"{out}.yaml"), "--out", str(folder / out)) == 0
+    return folder / out
+
+
+@pytest.fixture(scope="module")
+def parts(folder) -> Path:
+    return run(folder, EXPERIMENT, "parts") / "net-simulated-int8"
+
+
+def journal(cell: Path, run_name: str):
+    return list(read_journal(cell / "runs" / f"{run_name}.jsonl"))
+
+
+def test_without_seeds_a_search_is_told_nothing_first(parts):
+    assert {entry.asked.origin for entry in journal(parts, "cold-0")} == {"searcher"}
+    assert "seed:linear" in {entry.asked.origin for entry in journal(parts, "random-0")}
+
+
+def test_without_sharing_every_region_has_choices_of_its_own(parts):
+    shared, own = (len(journal(parts, name)[0].asked.choices) for name in ("random-0", "unshared-0"))
+    assert own > shared
+    seeds = {e.asked.origin: e.asked.digest for e in journal(parts, "unshared-0") if e.asked.origin != "searcher"}
+    assert seeds == {e.asked.origin: e.asked.digest for e in journal(parts, "random-0") if e.asked.origin in seeds}
+    row = next(pick.row for pick in read_rows(parts)[1] if pick.method == "unshared")
+    assert row in {entry.asked.digest for entry in journal(parts, "unshared-0")}
+
+
+def test_without_racing_and_retakes_engines_are_timed_to_the_end_and_believed_at_once(parts):
+    measured = [entry.told.outcome for entry in journal(parts, "hasty-0") if entry.told is not None]
+    assert all(outcome.saved == 0 and outcome.retaken_ms == () for outcome in measured)
+    with_care = [entry.told.outcome for entry in journal(parts, "random-0") if entry.told is not None]
+    assert any(outcome.saved or outcome.retaken_ms for outcome in with_care)
+
+
+def test_a_method_with_all_its_parts_has_the_fingerprint_that_it_always_had(parts):
+    headers = {p.stem: json.loads(p.read_text().splitlines()[0]) for p in (parts / "runs").iterdir()}
+    assert "without" not in str(headers["random-0"])
+    assert "'without': ['seeds']" in str(headers["cold-0"])
+
+
+TRANSFER = """
+experiment: transfer
+models: [{use: net.onnx, calibration: {samples: 2}}, {use: bigger.onnx, calibration: {samples: 2}}]
+backends:
+  - {use: simulated, label: one, params: {seed: 5, noise: 0.0}}
+  - {use: simulated, label: two, params: {seed: 6, noise: 0.0}}
+searchers: [random]
+transfer: [backends, models]
+initial: [float, all, linear]
+baselines: [all]
+budget: {evaluations: [8]}
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+
+
+def test_what_one_cell_finds_is_a_row_of_its_siblings(folder):
+    out = run(folder, TRANSFER, "transfer")
+    found = {}
+    for cell in ("net-one-int8", "net-two-int8", "bigger-one-int8"):
+        rows, picks = read_rows(out / cell)
+        found[cell] = {pick.method: pick for pick in picks}
+        assert (out / cell / "patterns.yaml").exists()
+        assert all(pick.row in {row.id for row in rows} for pick in picks if pick.row)
+    assert found["net-one-int8"]["from_two"].row == found["net-two-int8"]["random"].row
+    assert found["net-two-int8"]["from_one"].row == found["net-one-int8"]["random"].row
+    assert found["bigger-one-int8"]["from_net"].row, "both are made of the same block"
+    assert "from_one" not in found["bigger-one-int8"]
+    assert "| from_two" in (out / "report" / "main.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("searchers: [modelot]", "no searcher or peer is called 'modelot'; did you mean 'modelopt'?"),
+        ("searchers: [{use: modelopt, params: {schemes: 3}}]", "peer 'modelopt' has no parameter 'schemes'"),
+        ("searchers: [{use: modelopt, params: {task: 3}}]", "'task' is set by the harness"),
+        ("searchers: [{use: modelopt, without: [seeds]}]", "there are no seeds that it could do without"),
+        ("searchers: [{use: modelopt, params: {schemes_per_region: 0}}]", "schemes_per_region is at least 1"),
+        ("searchers: [{use: modelopt, params: {qdq_baseline: ort_static}}]", "add it there"),
+        ("searchers: [{use: modelopt, params: {qdq_baseline: nowhere.onnx}}]", "no such file"),
+        ("searchers: [{use: auto, without: [seed]}]", "Input should be 'seeds', 'sharing', 'racing' or 'retakes'"),
+        ("searchers: [{use: auto, without: [seeds, seeds]}]", "'seeds' appears twice"),
+        ("searchers: [{use: auto, with: [seeds]}]", "unknown key; did you mean 'without'"),
+        ("searchers: [auto]\ntransfer: [backend]", "transfer.0: Input should be 'backends' or 'models'"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_beforehand(folder, capsys, line, message):
+    text = "experiment: wrong\nmodels: [net.onnx]\nbackends: [simulated]\ninitial: [float]\nbaselines: [all]\n"
+    (folder / "wrong.yaml").write_text(text + line + "\n")
+    assert qdq("run", str(folder / "wrong.yaml"), "--check") == 2
+    assert message in capsys.readouterr().err.replace("\n", " ")
