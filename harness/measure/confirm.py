@@ -29,8 +29,9 @@ __all__ = [
 
 GROUP = 6
 """Rows that are open at once beside the baseline and its twin; more would cost memory, not precision."""
-TURN_MS = 100.0
-"""A turn lasts at least so long: long enough to see drift and what else the machine did, short enough to interleave."""
+TURN_MS = 50.0
+"""A turn lasts at least so long. Machines change their speed within a second (a sibling thread that works, a neighbour
+in the cloud): many short turns see the same mixture for every row, few long ones do not."""
 WARMUP_MS = 10.0
 """Before each turn: enough to bring an engine that others pushed out back into the caches."""
 MOST = 200
