@@ -185,6 +185,11 @@ class Fleet:
             except RayActorError as error:
                 self._observer.say(f"a worker could not be started: {_first_line(error)}")
                 continue
+            if facts["niceness"] > 0:
+                self._observer.say(
+                    f"the worker on {facts['node']} yields to everything else there (niceness {facts['niceness']}): "
+                    "start its node with RAY_worker_niceness=0 in the environment"
+                )
             if self._fits(facts):
                 self._members.append(Member(actor=actor, node=facts["node"], environment=facts["environment"]))
                 patience_s = 0.0

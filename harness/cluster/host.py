@@ -68,7 +68,7 @@ class Host:
 
     def facts(self, commit: str | None) -> dict[str, Any]:
         """Where this is, and its environment."""
-        return {"node": socket.gethostname(), "process": os.getpid(), "environment": environment(commit)}
+        return {"node": socket.gethostname(), "niceness": os.nice(0), "environment": environment(commit)}
 
     def open(self, number: int, spec: WorkerSpec, limits: Limits, maker: Maker | None) -> dict[str, Any]:
         """Open engines under a number, and give the benchmarkers' facts.

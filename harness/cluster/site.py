@@ -33,6 +33,7 @@ from harness.run.rows import read_json
 __all__ = ["RaySite", "open_ray_site"]
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when ray is imported: nothing is sent anywhere
+os.environ.setdefault("RAY_worker_niceness", "0")  # of a cluster that is started here; Ray's own default is 15
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # workers without a GPU keep what they see
 try:
     import ray

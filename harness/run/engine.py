@@ -23,18 +23,16 @@ from harness.measure.stats import Interval, median_ci
 from harness.records import Asked, Failed, Measured, Outcome, Told
 from harness.run.compare import ADVICE, Changed
 from harness.run.goal import Goal, Scored, eligible, score_of, scored_of, standing
-from harness.run.journal import Entry, Journal
+from harness.run.journal import RETRY, Entry, Journal
 from search.api import Observation, Score, Searcher
 from search.space import Placement, Space
 
-__all__ = ["RETRY", "Goal", "SearchTask", "Seed", "Trial", "eligible", "run_search", "score_of"]
+__all__ = ["Goal", "SearchTask", "Seed", "Trial", "eligible", "run_search", "score_of"]
 
 DUPLICATES_IN_A_ROW = 200
 """A searcher that proposes known placements so often in a row has nothing left."""
 COLD_START = 8
 """Without seeds, so many first evaluations stand for them."""
-RETRY = "retry"
-"""Origin of a proposal that is a failed one once more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,9 +167,9 @@ class _Search:
         wanted = len({self._task.space.digest(seed.placement) for seed in self._task.seeds}) or COLD_START
         if len(self._seen) >= wanted:
             first = next(iter(self._failures.values()))[1]
-            what = "seed" if self._task.seeds else f"one of the first {wanted} placements"
+            what = "no seed" if self._task.seeds else f"none of the first {wanted} placements"
             raise UserError(
-                f"no {what} could be measured, so the search stops; {first.stage}: {first.reason}\n{first.log_tail}"
+                f"{what} could be measured, so the search stops; {first.stage}: {first.reason}\n{first.log_tail}"
             )
 
     def _late(self) -> bool:

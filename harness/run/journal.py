@@ -21,7 +21,10 @@ from harness.errors import UserError
 from harness.records import SCHEMA, Asked, Line, Told, decode, encode
 from harness.run.compare import refuse_changes
 
-__all__ = ["Entry", "Journal", "append_line", "cut_torn_line", "read_journal", "writing"]
+__all__ = ["RETRY", "Entry", "Journal", "append_line", "cut_torn_line", "read_journal", "writing"]
+
+RETRY = "retry"
+"""Origin of a proposal that is a failed one once more, because somebody asked for it; it costs no budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

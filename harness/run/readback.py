@@ -11,7 +11,7 @@ from scipy.stats import spearmanr
 from harness.measure.stats import median_ci
 from harness.records import Measured
 from harness.run.goal import PROXY, Goal, eligible, score_of, scored_of
-from harness.run.journal import Entry
+from harness.run.journal import RETRY, Entry
 from search.api import Score
 from search.pareto import fronts
 
@@ -24,6 +24,7 @@ class Evaluated:
 
     Attributes:
         evaluations: Number of evaluations spent when it was told, itself and failures included.
+        elapsed_s: Wall-clock of the search until it and all that were asked before it were done.
         latency_ms: By the search's own samples, whatever the objective is.
     """
 
@@ -38,16 +39,17 @@ class Evaluated:
 
 def evaluated(entries: Iterable[Entry], goal: Goal) -> Iterator[Evaluated]:
     """The evaluations that worked, in order; duplicates are free and left out."""
-    spent = 0
+    spent, elapsed_s = 0, 0.0
     for entry in entries:
         if entry.told is None:
             continue
-        spent += 1
+        spent += entry.asked.origin != RETRY
+        elapsed_s = max(elapsed_s, entry.told.elapsed_s)
         score = score_of(entry.told.outcome, goal)
         if isinstance(score, Score) and isinstance(entry.told.outcome, Measured):
             yield Evaluated(
                 evaluations=spent,
-                elapsed_s=entry.told.elapsed_s,
+                elapsed_s=elapsed_s,
                 digest=entry.asked.digest,
                 choices=entry.asked.choices,
                 origin=entry.asked.origin,

@@ -1,0 +1,82 @@
+"""kill -9 at random moments of a run, resumed with the same call each time: nothing lost, nothing counted twice.
+
+QDQ_KILLS sets how many (docs/reliability.md has the figures of 200); QDQ_SEED draws other moments.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.records import Failed, Told
+from harness.report.frames import main_frame
+from harness.report.results import load
+from harness.run.confirming import read_events
+from harness.run.journal import read_journal
+
+KILLS = int(os.environ.get("QDQ_KILLS", "6"))
+SEED = int(os.environ.get("QDQ_SEED", "7"))
+
+
+def told(out: Path) -> dict[str, dict[int, Any]]:
+    """Outcomes by journal and number, as they stand on the disk."""
+    found = {}
+    for path in sorted(out.glob("*/runs/*.jsonl")):
+        if path.read_bytes().count(b"\n"):
+            found[path.name] = {e.asked.number: e.told for e in read_journal(path) if e.told is not None}
+    return found
+
+
+def said(line: Told) -> object:
+    """What an outcome says, but for how long it took."""
+    return line.outcome.reason if isinstance(line.outcome, Failed) else line.outcome.samples_ms
+
+
+def table(out: Path) -> list[dict[str, Any]]:
+    """The final table, but for how long it took."""
+    return main_frame(load(out)).drop(columns="minutes").astype(str).to_dict("records")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["{use: local}", "{use: local, workers: 3, searches: 2}"])
+def test_killed_at_any_moment_nothing_is_lost_and_the_table_is_the_same(
+    workplace: Any, tmp_path: Path, executor: str, record_property: Any
+) -> None:
+    place = workplace.with_executor(executor)
+    started_s = time.monotonic()
+    assert not place.kill_after(place.start(tmp_path / "whole"), 300)
+    took_s = time.monotonic() - started_s
+    rng, kills, runs, evaluations = random.Random(SEED), 0, 0, 0
+    while kills < KILLS:
+        out = tmp_path / f"cut-{runs}"
+        seen: dict[str, dict[int, Any]] = {}
+        while place.kill_after(place.start(out), rng.random() * took_s * (1.0 if rng.random() < 0.5 else 0.3)):
+            kills += 1
+            now = told(out)
+            for name, outcomes in seen.items():
+                assert now[name].items() >= outcomes.items(), "an outcome that was reported is gone"
+            seen = now
+            if kills >= KILLS:
+                break
+        assert not place.kill_after(place.start(out), 300)
+        whole, cut = told(tmp_path / "whole"), told(out)
+        for name, outcomes in seen.items():
+            assert cut[name].items() >= outcomes.items()
+        for name, outcomes in cut.items():
+            assert {number: said(line) for number, line in outcomes.items()} == {
+                number: said(line) for number, line in whole[name].items()
+            }
+        for cell in out.glob("*/confirm.jsonl"):
+            turns = Counter((e.build, e.group, e.row, getattr(e, "round", -1)) for e in read_events(cell.parent))
+            assert turns.most_common(1)[0][1] == 1, "a turn of the confirmation is counted twice"
+        assert table(out) == table(tmp_path / "whole")
+        evaluations += sum(map(len, cut.values()))
+        runs += 1
+    record_property("kills", kills)
+    print(f"{kills} kills over {runs} runs, {evaluations} evaluations")
