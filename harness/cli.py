@@ -16,6 +16,7 @@ from harness.commands.calib_data import calib_data
 from harness.commands.compare import compare
 from harness.commands.doctor import doctor
 from harness.commands.evaluate import evaluate
+from harness.commands.explain import explain
 from harness.commands.gen_trt_engine import gen_trt_engine
 from harness.commands.listing import listing
 from harness.commands.noise import noise
@@ -29,6 +30,7 @@ from harness.commands.reproduce import reproduce
 from harness.commands.run import run
 from harness.commands.terminal import importable
 from harness.commands.trace import trace
+from harness.commands.verify import verify
 from harness.commands.zoo import zoo
 from harness.errors import UserError
 
@@ -42,11 +44,13 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "trace": trace,
     "reproduce": reproduce,
     "regions": regions,
+    "explain": explain,
     "quantize": quantize,
     "ptq": ptq,
     "calib-data": calib_data,
     "gen-trt-engine": gen_trt_engine,
     "evaluate": evaluate,
+    "verify": verify,
     "record": record,
     "replay": replay,
     "noise": noise,

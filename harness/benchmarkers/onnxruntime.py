@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
@@ -11,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from harness.api import Array, Artifact, Candidate
+from harness.api import Array, Artifact, Candidate, Layer
 from harness.errors import BuildFailed, MeasureFailed, UserError
 from harness.measure.host import plain, refuse_dynamic, said, timed, words
 from harness.measure.provenance import checked_threads, cpu_model, environment
@@ -36,6 +39,7 @@ LEVELS: Mapping[str, str] = {
     "all": "ORT_ENABLE_ALL",
 }
 DIALECTS: Mapping[str, str] = {"uint8": "onnxruntime", "int8": "onnxruntime_s8"}
+_SUFFIX = re.compile(r"(_token_\d+|/duplicated(_token_\d+)?)$")
 FATAL, WARNING = 4, 2
 """Severities of what its logger prints."""
 
@@ -50,6 +54,7 @@ class ONNXRuntimeBenchmarker:
         activation: Storage of quantized activations: "uint8" (U8S8, dialect `onnxruntime`) or "int8" (S8S8, dialect
             `onnxruntime_s8`); weights are INT8 in both. TensorRT takes INT8 alone, in its own dialect.
         precision: What float operations run in. "f16" for TensorRT alone; "auto" leaves it to the harness there.
+        profile: Count the time of every node, for `layers`; it costs time itself, so not for comparisons.
 
     Raises:
         UserError: ONNX Runtime is not installed, or the provider does not work here.
@@ -63,6 +68,7 @@ class ONNXRuntimeBenchmarker:
         provider: Provider = "cpu",
         activation: Activation | None = None,
         precision: Precision = "auto",
+        profile: bool = False,
     ) -> None:
         if activation is None:
             activation = "int8" if provider == "tensorrt" else "uint8"
@@ -73,6 +79,7 @@ class ONNXRuntimeBenchmarker:
         self.dialect = "tensorrt" if provider == "tensorrt" else DIALECTS[activation]
         self._threads = checked_threads(threads)
         self._optimization, self._provider, self._activation = optimization, provider, activation
+        self._profile = profile
         self._open = precision == "auto" and provider == "tensorrt"
         self._float = "f32" if precision == "auto" else precision
         self._ort = _import_onnxruntime()
@@ -91,7 +98,8 @@ class ONNXRuntimeBenchmarker:
         """
         path = candidate.source()
         with said(BuildFailed, f"ONNX Runtime refuses {path.name}", self._errors):
-            session = self._session(str(path), quantized=self._provider == "tensorrt" and _has_qdq(path))
+            quantized = self._provider == "tensorrt" and _has_qdq(path)
+            session = self._session(str(path), quantized=quantized, profile=workdir if self._profile else None)
         refuse_dynamic(path.name, {value.name: value.shape for value in session.get_inputs()})
         return Artifact(engine=session)
 
@@ -123,6 +131,16 @@ class ONNXRuntimeBenchmarker:
         """
         yield _Probe(artifact.engine, self._ort, self._errors, "cpu" if self._provider == "cpu" else "cuda")
 
+    def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
+        """What runs in an engine made with `profile`, with mean times; sample it first. Asking ends the counting.
+
+        Raises:
+            MeasureFailed: It was not made so, or nothing was counted.
+        """
+        if not self._profile:
+            raise MeasureFailed("ONNX Runtime tells its layers only with profile: true")
+        return _profiled(Path(artifact.engine.end_profiling()))
+
     def describe(self) -> Mapping[str, Any]:
         """See `harness.api.Benchmarker`."""
         precisions = {name: {"precision": name} for name in ("f32", "f16")}
@@ -135,12 +153,15 @@ class ONNXRuntimeBenchmarker:
                 "optimization": self._optimization,
                 "provider": PROVIDERS[self._provider][0],
                 "activation": self._activation,
+                **({"profile": True} if self._profile else {}),
             },
             "float_precision": self._float,
             **({"float_open": self._open, "float_params": precisions} if self._provider == "tensorrt" else {}),
         }
 
-    def _session(self, model: str | bytes, *, quantized: bool = False, optimized: Path | None = None) -> Any:
+    def _session(
+        self, model: str | bytes, *, quantized: bool = False, optimized: Path | None = None, profile: Path | None = None
+    ) -> Any:
         options = self._ort.SessionOptions()
         options.intra_op_num_threads = self._threads
         options.inter_op_num_threads = 1
@@ -149,6 +170,8 @@ class ONNXRuntimeBenchmarker:
         options.log_severity_level = 3
         if optimized is not None:
             options.optimized_model_filepath = str(optimized)
+        if profile is not None:
+            options.enable_profiling, options.profile_file_prefix = True, str(profile / "profile")
         own: dict[str, dict[str, Any]] = {
             # TensorRT reads Q/DQ only where INT8 is allowed; a float model would then ask for a calibration.
             "TensorrtExecutionProvider": {"trt_fp16_enable": self._float == "f16", "trt_int8_enable": quantized},
@@ -221,6 +244,33 @@ def _gpu_name() -> str:
 
 def _has_qdq(path: Path) -> bool:
     return b"DequantizeLinear" in path.read_bytes()
+
+
+def _profiled(file: Path) -> tuple[Layer, ...]:
+    """Nodes of the optimized graph, from the trace of events that ONNX Runtime writes, by time of their first run.
+
+    A node's precision is that of its first input. Optimizers name what they make after what it replaces, with a suffix.
+    """
+    try:
+        events = [event for event in json.loads(file.read_text(encoding="utf-8")) if event.get("cat") == "Node"]
+    except (OSError, ValueError) as error:
+        raise MeasureFailed(f"ONNX Runtime's profile cannot be read: {error}") from error
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        found[event["name"].removesuffix("_kernel_time")].append(event)
+    if not found:
+        raise MeasureFailed("ONNX Runtime counted nothing: sample the engine before asking for its layers")
+    return tuple(
+        Layer(
+            name=name,
+            kind=runs[0]["args"]["op_name"],
+            precision=next((kind for types in runs[0]["args"].get("input_type_shape", ()) for kind in types), ""),
+            time_ms=sum(run["dur"] for run in runs) / len(runs) / 1000,
+            origin=(_SUFFIX.sub("", name),),
+            kernel=runs[0]["args"].get("provider", ""),
+        )
+        for name, runs in found.items()
+    )
 
 
 def _import_onnxruntime() -> Any:

@@ -28,8 +28,8 @@ def find_trtexec(path: str | None) -> tuple[str, str]:
     program = shutil.which(path or "trtexec")
     if program is None:
         raise UserError(
-            f"benchmarker 'trtexec': no program {path or 'trtexec on PATH'}; it comes with TensorRT's archive, "
-            "packages and containers, not with pip: give its place by params: {path: ...}, or use benchmarker 'tensorrt'"
+            f"benchmarker 'trtexec': no program {path or 'trtexec on PATH'}; it comes with TensorRT's archive, Debian "
+            "packages and containers, not with pip: give its place by params: {path: ...}, or use 'tensorrt' instead"
         )
     try:
         return program, read_version(run_trtexec([program, "--help"], HELP_S, BuildFailed))

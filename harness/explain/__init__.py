@@ -1,0 +1,1 @@
+"""What a runtime made of a Q/DQ model: which operators run quantized, what was left over, and why."""

@@ -1,0 +1,157 @@
+"""The fusion questions: what runs quantized, which pairs stayed alone, which layers were added, why, at what cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from harness.api import Layer
+from harness.explain.kinds import is_low, kind_of
+from harness.explain.reading import QUANTIZE, Asked
+
+__all__ = ["Explanation", "Finding", "explain_layers"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that keeps a model from running as its Q/DQ pairs ask.
+
+    Attributes:
+        what: "float" (a linear operator that was to run quantized), "pair" (a Q or DQ that runs by itself), "reformat"
+            (a layer that only changes layout or type).
+        name: Of the model's node, or of the layer where it came of none.
+        reason: Why, as far as model and engine tell.
+        time_ms: Of its layer; None where it was not counted.
+    """
+
+    what: str
+    name: str
+    reason: str
+    time_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What became of a model.
+
+    Attributes:
+        runtime: Its name and version.
+        layers: Of the engine, in order.
+        precision: Of the layer that each linear operator runs in, by the operator's name; "" where it was not found.
+        asked: How many linear operators have data and weight quantized in the file.
+        findings: The most expensive first.
+        whole_ms: Median time of an inference of the profiled engine.
+    """
+
+    runtime: str
+    layers: tuple[Layer, ...]
+    precision: dict[str, str]
+    asked: int
+    findings: tuple[Finding, ...]
+    whole_ms: float
+
+    @property
+    def low(self) -> int:
+        """How many linear operators run quantized."""
+        return sum(map(is_low, self.precision.values()))
+
+
+def explain_layers(
+    layers: Sequence[Layer], asked: Asked, *, runtime: str, quantize_outputs: bool, whole_ms: float
+) -> Explanation:
+    """Answer the fusion questions.
+
+    Args:
+        layers: Of the engine.
+        asked: What the file asks for.
+        runtime: Name and version, for people.
+        quantize_outputs: The runtime's dialect says that a linear operator is fused only where its output is quantized.
+        whole_ms: Median time of one inference.
+    """
+    layer_of = _homes(layers, asked)
+    precision = {name: layer_of[name].precision if name in layer_of else "" for name in asked.linear}
+    findings = [
+        *(
+            Finding(
+                what="float",
+                name=name,
+                reason=_why_float(name, asked, quantize_outputs, precision),
+                time_ms=layer_of[name].time_ms,
+            )
+            for name, (data, weight) in asked.linear.items()
+            if name in layer_of and (data or weight) and not is_low(precision[name])
+        ),
+        *_left_over(layers, asked, precision),
+    ]
+    return Explanation(
+        runtime=runtime,
+        layers=tuple(layers),
+        precision=precision,
+        asked=sum(data is not None and weight is not None for data, weight in asked.linear.values()),
+        findings=tuple(sorted(findings, key=lambda finding: -(finding.time_ms or 0.0))),
+        whole_ms=whole_ms,
+    )
+
+
+def _homes(layers: Sequence[Layer], asked: Asked) -> dict[str, Layer]:
+    """The layer that each linear operator runs in: one that computes, where several name it."""
+    found: dict[str, Layer] = {}
+    for layer in layers:
+        computes = kind_of(layer, asked.pairs, asked.operators) == "compute"
+        for name in (*layer.origin, layer.name):
+            if name in asked.linear and (computes or name not in found):
+                found[name] = layer
+    return found
+
+
+def _why_float(name: str, asked: Asked, quantize_outputs: bool, precision: dict[str, str]) -> str:
+    """Why a linear operator does not run quantized, by the surest sign first."""
+    data, weight = asked.linear[name]
+    if data is None or weight is None:
+        return f"only its {'weight' if data is None else 'data'} is quantized in the file"
+    for pair, text in asked.odd.items():
+        if name in asked.feeds[pair][1]:
+            return f"{pair}: {text}"
+    behind = asked.behind.get(name, ())
+    if quantize_outputs and QUANTIZE not in behind:
+        shown = ", ".join(dict.fromkeys(behind)) or "the model's output"
+        return f"its output is not quantized (read by {shown}), and this runtime fuses only where it is"
+    operator = asked.operators[name]
+    alike = [other for other, op in asked.operators.items() if op == operator and is_low(precision.get(other, ""))]
+    if alike:
+        return f"this place in the graph does not match the runtime's pattern, though {len(alike)} other {operator} do"
+    return f"the runtime has no quantized kernel for {operator} with {data} data and {weight} weight here"
+
+
+def _left_over(layers: Sequence[Layer], asked: Asked, precision: dict[str, str]) -> list[Finding]:
+    found = []
+    for layer in layers:
+        kind = kind_of(layer, asked.pairs, asked.operators)
+        if kind == "qdq":
+            name = next((origin for origin in (*layer.origin, layer.name) if origin in asked.pairs), layer.name)
+            reason = _why_alone(name, asked, precision)
+            if reason:
+                found.append(Finding(what="pair", name=name, reason=reason, time_ms=layer.time_ms))
+        elif kind == "reformat":
+            reason = f"{layer.kind} added by the runtime"
+            found.append(Finding(what="reformat", name=layer.name, reason=reason, time_ms=layer.time_ms))
+    return found
+
+
+def _why_alone(name: str, asked: Asked, precision: dict[str, str]) -> str:
+    """Why a Q or DQ runs by itself."""
+    if name in asked.odd:
+        return asked.odd[name]
+    if name not in asked.feeds:
+        return "added by the runtime between a quantized layer and a float one"
+    source, users = asked.feeds[name]
+    in_float = [user for user in users if user in precision and not is_low(precision[user])]
+    if in_float:
+        return f"{in_float[0]} behind it runs in {precision[in_float[0]]}"
+    if source.startswith("input "):
+        return f"{source} arrives in float, so something has to quantize it"
+    others = [user for user in users if user not in precision]
+    if others:
+        operators = ", ".join(dict.fromkeys(asked.operators.get(user, user) for user in others))
+        return f"no quantized kernel takes it in: read by {operators}"
+    return f"behind {source}, whose kernel does not quantize its own output"

@@ -1,0 +1,90 @@
+"""Builds a model for inspection on one runtime, lets it run, and explains what became of it; and compares two."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness import registry, zoo
+from harness.api import Artifact, Benchmarker, Candidate
+from harness.errors import CandidateError, UserError
+from harness.explain.fusion import Explanation, explain_layers
+from harness.explain.reading import read_asked
+from harness.graph.files import file_digest
+from harness.paths import locate
+from harness.run.config import Use
+
+__all__ = ["Change", "compare", "explain_model"]
+
+RUNS = 50
+"""Inferences that the time of each layer is the mean of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One linear operator that runs otherwise in another model."""
+
+    name: str
+    before: str
+    after: str
+
+
+def explain_model(use: str, backend: Use, runs: int = RUNS) -> Explanation:
+    """Explain what a runtime makes of a model.
+
+    Args:
+        use: ONNX file, `zoo:NAME` or `assets:PATH`; Q/DQ or float.
+        backend: Benchmarker with parameters; `profile: true` is added where it has that parameter.
+        runs: Inferences.
+
+    Raises:
+        UserError: The model or the runtime cannot be used, or the runtime does not tell its layers.
+    """
+    with tempfile.TemporaryDirectory(prefix="qdq-explain-") as work:
+        path = _file(use, Path(work))
+        params = dict(backend.params)
+        if "profile" in registry.signature("benchmarker", backend.use).parameters:
+            params.setdefault("profile", True)
+        made: Any = registry.create("benchmarker", backend.use, params)
+        if not hasattr(made, "layers"):
+            raise UserError(f"backend {backend.use!r} does not tell what became of a model: it has no layers()")
+        try:
+            return _explain(made, path, Path(work), runs)
+        except CandidateError as error:
+            raise UserError(f"{use} on {backend.use}: {error}") from error
+
+
+def compare(before: Explanation, after: Explanation) -> tuple[Change, ...]:
+    """The linear operators that run otherwise, in the order of the first model; those of one model alone as ""."""
+    names = [*before.precision, *(name for name in after.precision if name not in before.precision)]
+    pairs = ((name, before.precision.get(name, ""), after.precision.get(name, "")) for name in names)
+    return tuple(Change(name=name, before=old, after=new) for name, old, new in pairs if old != new)
+
+
+def _explain(made: Any, path: Path, work: Path, runs: int) -> Explanation:
+    benchmarker: Benchmarker = made
+    candidate = Candidate(digest=file_digest(path)[:16], edges=(), source=lambda: path)
+    artifact: Artifact = benchmarker.build(candidate, work)
+    with benchmarker.open(artifact) as probe:
+        readings = probe.sample(runs)
+        layers = made.layers(artifact)
+    facts: Mapping[str, Any] = benchmarker.describe()
+    dialect: Any = registry.load("dialect", getattr(made, "dialect", facts["name"]))
+    return explain_layers(
+        layers,
+        read_asked(path),
+        runtime=f"{facts['name']} {facts['version']}",
+        quantize_outputs=dialect.quantize_outputs,
+        whole_ms=float(np.median(readings)),
+    )
+
+
+def _file(use: str, work: Path) -> Path:
+    if use.startswith("zoo:"):
+        return zoo.write(use.removeprefix("zoo:"), work / "model.onnx")
+    return locate(use, Path.cwd())
