@@ -19,10 +19,9 @@ __all__ = [
     "Explanation",
     "Fate",
     "Kept",
-    "explanation_file",
     "read_explanation",
     "read_explanations",
-    "write",
+    "write_explanation",
 ]
 
 SCHEMA = 1
@@ -40,7 +39,6 @@ class Effect:
         pairs: Q/DQ pairs that go with the part.
         ratio: Latency without the part over latency of the whole placement; above 1 the part makes it faster.
         alone: Latency of the float model over latency with the part alone; None where that was not measured.
-        metrics: What the evaluator found without it; empty where it was not asked.
         reason: Why there is no ratio; "" where there is one.
     """
 
@@ -50,7 +48,6 @@ class Effect:
     pairs: int
     ratio: Interval | None = None
     alone: Interval | None = None
-    metrics: Mapping[str, float] | None = None
     reason: str = ""
 
 
@@ -122,18 +119,18 @@ class Explanation:
     fates: tuple[Fate, ...] = ()
 
 
-def explanation_file(cell: Path, row: str) -> Path:
+def _file(cell: Path, row: str) -> Path:
     """Where a row's explanation lies in a cell's folder."""
     return cell / "explain" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', row)}.json"
 
 
-def write(found: Explanation, cell: Path) -> Path:
+def write_explanation(found: Explanation, cell: Path) -> Path:
     """Write an explanation into a cell's folder.
 
     Raises:
         UserError: It cannot be written.
     """
-    path = explanation_file(cell, found.row)
+    path = _file(cell, found.row)
     write_json(path, {"schema": SCHEMA, **asdict(found)})
     return path
 
@@ -155,7 +152,7 @@ def read_explanations(cell: Path, rows: Mapping[str, str]) -> Iterator[Explanati
 
 
 def read_explanation(path: Path) -> Explanation:
-    """Read what `write` wrote.
+    """Read what `write_explanation` wrote.
 
     Raises:
         UserError: It is damaged, or of another schema.

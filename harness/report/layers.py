@@ -47,7 +47,7 @@ def waterfall_frame(before: Sequence[Layer], after: Sequence[Layer], most: int =
     lines.sort(key=lambda line: -abs(line[3]))
     rest = lines[most:]
     if rest:
-        first, second = (sum(line[place] for line in rest) for place in (1, 2))
+        first, second = sum(line[1] for line in rest), sum(line[2] for line in rest)
         lines = [*lines[:most], (f"all others ({len(rest)})", first, second, second - first)]
     return pd.DataFrame(lines, columns=columns)
 

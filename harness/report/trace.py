@@ -11,12 +11,13 @@ import numpy as np
 from harness.errors import UserError, nearest
 from harness.measure.events import Block
 from harness.records import Measured
+from harness.report.frames import main_frame
 from harness.report.results import CellResults, Results
 from harness.report.samples import counted
 from harness.report.shown import tables_of
 from harness.run.rows import FLOAT_ROW
 
-__all__ = ["Traced", "trace"]
+__all__ = ["Traced", "row_of", "trace"]
 
 HEADER_LINES = 1
 
@@ -66,6 +67,20 @@ def trace(results: Results, address: str) -> Traced:
         shown=str(table.cells.iloc[number][heads[0]]),
         lines=tuple(sources),
     )
+
+
+def row_of(results: Results, where: str) -> dict[Any, Any]:
+    """The raw figures of a row of the main table.
+
+    Args:
+        results: The results folder.
+        where: See `trace`.
+
+    Raises:
+        UserError: No such row, or several rows are meant.
+    """
+    lines = main_frame(results).to_dict("records")
+    return lines[_row(lines, where)]
 
 
 def _row(lines: list[dict[Any, Any]], where: str) -> int:

@@ -1,0 +1,237 @@
+"""Why a row of a results folder is as fast as it is: measured part by part, on this machine, now."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import registry
+from harness.errors import UserError
+from harness.explain.fates import fates_of, layers_of
+from harness.explain.parts import Bench, Timed, minimal_points, quantized, without
+from harness.graph.patterns import find_patterns
+from harness.graph.regions import discover
+from harness.measure.engines import MAIN, WorkerSpec
+from harness.measure.sandbox import open_engines
+from harness.measure.stats import Interval
+from harness.records import Failed
+from harness.report.explained import Effect, Explanation, Kept
+from harness.report.results import CellResults, load
+from harness.report.trace import row_of
+from harness.run.compose import Cell, compose
+from harness.run.config import Confirmation, Experiment, Use, load_experiment
+from harness.run.observe import Observer
+from harness.run.plan import plan
+from search.space import Placement
+
+__all__ = ["explain_row"]
+
+TURNS = Confirmation(builds=3, rounds=3, samples=5)
+logger = logging.getLogger(__name__)
+
+
+def explain_row(folder: Path, where: str, *, base: Path, observer: Observer) -> tuple[Explanation, Path]:
+    """Measure what each pattern, and each insertion point of patterns that matter, is worth; find the fewest that do.
+
+    Args:
+        folder: Results folder.
+        where: A row of the main table: its number, method, id, or CELL/METHOD.
+        base: Folder that relative paths of the experiment start from.
+
+    Returns:
+        The explanation, and the folder of its cell.
+
+    Raises:
+        UserError: No such row, one without a placement, or the model or the runtime is another one today.
+    """
+    results = load(folder)
+    line = row_of(results, where)
+    cell_results = results.cell(str(line["cell"]))
+    row = cell_results.rows.get(str(line["row"]))
+    if row is None or not row.choices or not any(row.choices):
+        raise UserError(f"{where}: this row has no placement of ours ({line['method']}): explain another one")
+    experiment = load_experiment(folder / "experiment.yaml")
+    spec = next((spec for spec in plan(experiment) if spec.name == cell_results.name), None)
+    if spec is None:
+        raise UserError(f"{folder / 'experiment.yaml'}: has no cell {cell_results.name!r}")
+    bare = experiment.model_copy(update={"initial": (Use(use="float"),), "baselines": ()})
+    with tempfile.TemporaryDirectory(prefix="qdq-explain-") as work:
+        cell = compose(bare, spec, base, Path(work), observer)
+        _refuse_another(cell, cell_results)
+        asked = _Asked(
+            experiment=experiment, cell=cell, results=cell_results, whole=Placement(row.choices), observer=observer
+        )
+        found = asked.explain(row.id, row.sha256, str(line["method"]))
+    return found, cell_results.folder
+
+
+def _refuse_another(cell: Cell, results: CellResults) -> None:
+    space = hashlib.sha256(repr(cell.space.dimensions).encode()).hexdigest()[:16]
+    for what, now, there in (
+        ("model", cell.model.sha256, results.facts.get("model_sha256")),
+        ("space of placements", space, results.facts.get("space")),
+    ):
+        if there is not None and now != there:
+            raise UserError(
+                f"{results.folder}: the {what} is another one today ({now[:12]}, was {str(there)[:12]}), so a row of "
+                "then cannot be explained: run the experiment again"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """One row while it is being explained."""
+
+    experiment: Experiment
+    cell: Cell
+    results: CellResults
+    whole: Placement
+    observer: Observer
+
+    def explain(self, row: str, sha256: str, method: str) -> Explanation:
+        """Measure everything."""
+        backend, bench = self._backend(), self._bench()
+        space, whole = self.cell.space, self.whole
+        flat = bench.time({"float": space.float_placement()}, "against float")["float"]
+        patterns = self._patterns(bench)
+        points = self._points(bench, patterns)
+        speedup = flat.ratio or Interval(value=1.0, low=1.0, high=1.0)
+        fast = speedup.low > 1 + bench.tolerance
+        minimal = self._minimal(bench, patterns, points) if fast else None
+        resolved = space.resolve(whole)
+        before, after = (
+            self._layers(backend, placement, name) for name, placement in (("b", space.float_placement()), ("a", whole))
+        )
+        return Explanation(
+            row=row,
+            sha256=sha256,
+            method=method,
+            pairs=self._pairs(whole),
+            speedup=speedup,
+            floor=bench.tolerance,
+            patterns=patterns,
+            points=points,
+            minimal=minimal,
+            before=before,
+            after=after,
+            fates=tuple(fates_of(resolved, self.cell.model, after)),
+        )
+
+    def _backend(self) -> Use:
+        """The backend at the float precision that the row was compared at."""
+        use = self.cell.spec.backend
+        facts = registry.create("benchmarker", use.use, use.params).describe()
+        strongest = str(self.results.facts["backend"].get("float_precision"))
+        pinned: Mapping[str, Any] = facts.get("float_params", {}).get(strongest, {})
+        return use.model_copy(update={"params": {**use.params, **pinned}})
+
+    def _bench(self) -> Bench:
+        worker = WorkerSpec(benchmarkers={MAIN: self._backend()}, workdir=self.cell.work)
+        return Bench(
+            space=self.cell.space,
+            whole=self.whole,
+            candidate=self.cell.candidate,
+            open_engines=lambda: open_engines(worker, self.experiment.limits),
+            plan=TURNS,
+            observer=self.observer,
+        )
+
+    def _pairs(self, placement: Placement) -> int:
+        return self.cell.inserter.pairs(self.cell.space.resolve(placement))
+
+    def _patterns(self, bench: Bench) -> tuple[Effect, ...]:
+        """Each pattern left out, and each alone."""
+        space, whole = self.cell.space, self.whole
+        chosen = set(quantized(whole))
+        parts = {group: [i for i in indices if i in chosen] for group, indices in space.groups.items()}
+        parts = {group: indices for group, indices in parts.items() if indices}
+        rest = {group: without(whole, indices) for group, indices in parts.items()}
+        alone = {group: without(whole, list(chosen - set(indices))) for group, indices in parts.items()}
+        timed = bench.time(rest, "patterns left out")
+        single = bench.time({**alone, "": space.float_placement()}, "patterns alone")
+        operators = self._operators()
+        effects = [
+            self._effect(group, group, timed[group], rest[group], operators, _over(single[""], single[group]))
+            for group in parts
+        ]
+        return _sorted(effects)
+
+    def _points(self, bench: Bench, patterns: Sequence[Effect]) -> tuple[Effect, ...]:
+        """Each point left out, of the patterns whose loss is beyond the noise."""
+        matter = {e.pattern for e in patterns if e.ratio is not None and abs(e.ratio.value - 1) > bench.tolerance}
+        dimensions = self.cell.space.dimensions
+        rest = {i: without(self.whole, [i]) for i in quantized(self.whole) if dimensions[i].group in matter}
+        timed = bench.time({str(index): placement for index, placement in rest.items()}, "points left out")
+        operators = self._operators()
+        return _sorted(
+            self._effect(dimensions[i].name, dimensions[i].group, timed[str(i)], placement, operators)
+            for i, placement in rest.items()
+        )
+
+    def _effect(
+        self,
+        part: str,
+        pattern: str,
+        timed: Timed,
+        rest: Placement,
+        operators: Mapping[str, str],
+        alone: Interval | None = None,
+    ) -> Effect:
+        return Effect(
+            part=part,
+            pattern=pattern,
+            operators=operators.get(pattern.partition(".")[0], ""),
+            pairs=self._pairs(self.whole) - self._pairs(rest),
+            ratio=timed.ratio,
+            alone=alone,
+            reason=timed.reason,
+        )
+
+    def _operators(self) -> dict[str, str]:
+        """By name of a group the operators of its regions."""
+        patterns = find_patterns(self.cell.model, discover(self.cell.model))
+        names = {group.partition(".")[0] for group in self.cell.space.groups}
+        return {n: ", ".join(p.operators) for n in names for p in patterns if p.signature.startswith(n)}
+
+    def _minimal(self, bench: Bench, patterns: Sequence[Effect], points: Sequence[Effect]) -> Kept:
+        """The fewest points, and what they are worth by a measurement of their own."""
+        dimensions = self.cell.space.dimensions
+        worth = {e.part: e.ratio.value for e in (*patterns, *points) if e.ratio is not None}
+        order = sorted(
+            quantized(self.whole),
+            key=lambda i: (worth.get(dimensions[i].name, 1.0), worth.get(dimensions[i].group, 1.0)),
+        )
+        placement, tests = minimal_points(bench, order)
+        timed = bench.time({"minimal": placement, "float": self.cell.space.float_placement()}, "the fewest points")
+        ratio = timed["minimal"].ratio or Interval(value=1.0, low=1.0, high=1.0)
+        speedup = _over(timed["float"], timed["minimal"]) or Interval(value=1.0, low=1.0, high=1.0)
+        names = tuple(dimensions[index].name for index in quantized(placement))
+        return Kept(points=names, pairs=self._pairs(placement), ratio=ratio, speedup=speedup, tests=tests)
+
+    def _layers(self, backend: Use, placement: Placement, name: str) -> tuple[Any, ...]:
+        found = layers_of(backend, self.cell.candidate(placement), self.cell.work / f"layers-{name}")
+        if isinstance(found, Failed):
+            logger.warning("no layers: %s: %s", found.stage, found.reason)
+            return ()
+        return found
+
+
+def _sorted(effects: Sequence[Effect] | Any) -> tuple[Effect, ...]:
+    """The most valuable first; those without a figure last."""
+    return tuple(sorted(effects, key=lambda e: (e.ratio is None, -(e.ratio.value if e.ratio is not None else 0.0))))
+
+
+def _over(first: Timed, second: Timed) -> Interval | None:
+    """Latency of the first over that of the second; the limits are the widest that their own allow."""
+    if first.ratio is None or second.ratio is None:
+        return None
+    return Interval(
+        value=first.ratio.value / second.ratio.value,
+        low=first.ratio.low / second.ratio.high,
+        high=first.ratio.high / second.ratio.low,
+    )
