@@ -25,7 +25,7 @@ def fronts(values: Values, noise: Values | None = None, enough: int | None = Non
     """
     first, second = values[:, None, :], values[None, :, :]
     error = np.zeros(len(values)) if noise is None else noise
-    smaller = first < second
+    smaller = np.less(first, second)
     if values.shape[1]:
         smaller[..., 0] = second[..., 0] - first[..., 0] > np.hypot(error[:, None], error[None, :])
     dominates = (first <= second).all(axis=2) & smaller.any(axis=2)
