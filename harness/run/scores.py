@@ -11,7 +11,7 @@ from harness.graph.files import file_digest
 from harness.measure.engines import MAIN, Engines
 from harness.records import Failed
 from harness.run.observe import Observer
-from harness.run.rows import Table, read_json, read_rows, write_json
+from harness.run.rows import Row, Table, read_json, read_rows, write_json
 from search.space import digest_of
 
 __all__ = ["ScoreBook", "read_scores"]
@@ -44,11 +44,15 @@ class ScoreBook:
             step.advance()
         return found
 
+    def row_score(self, candidate: Candidate, row: Row) -> Accuracy | Failed:
+        """Accuracy of a row, given as something that can be built."""
+        return self._score(candidate, row.sha256, row.benchmarker)
+
     def score(self, table: Table) -> None:
         """Score the rows where that is still to do."""
         with self._observer.work("score finalists", len(table.rows)) as step:
             for row in table.rows:
-                found = self._score(table.candidate(row), row.sha256, row.benchmarker)
+                found = self.row_score(table.candidate(row), row)
                 step.advance(f"{row.id}: {found.reason}" if isinstance(found, Failed) else row.id)
 
     def _score(self, candidate: Candidate, sha256: str, benchmarker: str, evaluator: str = MAIN) -> Accuracy | Failed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,72 @@ def test_a_run_that_goes_on_asks_nobody_twice(front: Path, folder: Path) -> None
     before = {path: path.read_bytes() for path in (*front.glob("runs/*"), front / "accuracy.json")}
     assert qdq("run", str(folder / "front.yaml"), "--out", str(folder / "front")) == 0
     assert before == {path: path.read_bytes() for path in before}
+
+
+@pytest.fixture
+def copy(front: Path, tmp_path: Path) -> Path:
+    shutil.copytree(front.parent, tmp_path / "front")
+    return tmp_path / "front" / front.name
+
+
+def models(cell: Path) -> dict[str, Path]:
+    return {row["id"]: cell / "models" / row["file"] for row in read(cell / "rows.json")["rows"]}
+
+
+def test_every_exported_file_is_what_the_tables_say(front: Path, folder: Path, capsys: Any) -> None:
+    found = models(front)
+    (placement,) = [row["id"] for row in read(front / "rows.json")["rows"] if row["choices"] is not None][:1]
+    for name in ("float", placement):
+        assert qdq("verify", str(found[name]), "--base", str(folder)) == 0
+        lines = capsys.readouterr().out.splitlines()
+        wanted = ["file: ok", "edges: ok", "accuracy: ok"] + (["latency: ok"] if name != "float" else [])
+        assert [line.rpartition(": ")[0].partition(": ok")[0] + ": ok" for line in lines] == wanted
+
+
+def changed(path: Path, change: Any) -> None:
+    body = read(path)
+    change(body)
+    path.write_text(json.dumps(body))
+
+
+def other_choices(body: Any) -> None:
+    row = next(row for row in body["rows"] if row["choices"] is not None)
+    row["choices"][0] = 1 - row["choices"][0]
+
+
+def other_figures(body: Any) -> None:
+    for score in body.values():
+        score["metrics"]["cosine"] -= 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "expected"),
+    [
+        ("rows.json", other_choices, "edges: MISMATCH"),
+        ("accuracy.json", other_figures, "accuracy: MISMATCH"),
+    ],
+)
+def test_what_is_not_as_recorded_ends_with_status_1(
+    copy: Path, folder: Path, capsys: Any, name: str, change: Any, expected: str
+) -> None:
+    changed(copy / name, change)
+    placement = next(row["id"] for row in read(copy / "rows.json")["rows"] if row["choices"] is not None)
+    assert qdq("verify", str(models(copy)[placement]), "--base", str(folder)) == 1
+    assert expected in capsys.readouterr().out
+
+
+def test_a_file_that_was_changed_is_not_the_one_that_was_timed(copy: Path, capsys: Any) -> None:
+    file = models(copy)["all"] if "all" in models(copy) else models(copy)["float"]
+    file.write_bytes(file.read_bytes() + b"\n")
+    assert qdq("verify", str(file)) == 1
+    assert "file: MISMATCH: SHA-256" in capsys.readouterr().out
+
+
+def test_a_file_of_nobodys_results_is_refused(front: Path, folder: Path, capsys: Any) -> None:
+    assert qdq("verify", str(folder / "nothing.onnx")) == 2
+    assert "nothing.onnx: no such file" in capsys.readouterr().err
+    assert qdq("verify", str(folder / "labelled.npz"), "--results", str(front.parent)) == 2
+    assert "has no row of this file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,40 @@
+"""`qdq verify`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.commands.terminal import importable
+
+__all__ = ["verify"]
+
+
+def verify(
+    file: Annotated[Path, typer.Argument(help="Exported model, RESULTS/CELL/models/NAME.onnx.", show_default=False)],
+    results: Annotated[
+        Path | None, typer.Option(help="Results folder, where the file lies elsewhere.", show_default=False)
+    ] = None,
+    base: Annotated[
+        Path | None, typer.Option(help="Folder that relative paths of the experiment start from [default: here].")
+    ] = None,
+) -> None:
+    """Repeat what the tables say of an exported model: its hash, its Q/DQ edges, its accuracy, its speedup.
+
+    Ends with status 1 where anything is not what is recorded.
+
+    Example: `qdq verify out/mine/resnet18-openvino-int8/models/0123456789abcdef.onnx`
+    """
+    from harness.run.verify import verify as repeat
+    from harness.show import Terminal
+
+    start = (base or Path.cwd()).resolve()
+    importable(start)
+    with Terminal() as terminal:
+        checks = repeat(file, terminal, results=results, base=start)
+    for check in checks:
+        typer.echo(f"{check.what}: {'ok' if check.holds else 'MISMATCH'}: {check.found}")
+    if not all(check.holds for check in checks):
+        raise typer.Exit(1)

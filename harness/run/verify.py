@@ -1,0 +1,195 @@
+"""Repeats what a results folder says of one exported file: its hash, its Q/DQ edges, its accuracy, its latency."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from harness.api import Accuracy, Candidate
+from harness.errors import UserError
+from harness.graph.diff import diff, pairs_in
+from harness.graph.files import file_digest
+from harness.measure.confirm import Row as Turn
+from harness.measure.confirm import confirm, summarise
+from harness.measure.engines import MAIN, Engines, WorkerSpec
+from harness.measure.sandbox import open_engines
+from harness.measure.stats import Interval
+from harness.records import Failed
+from harness.report.results import CellResults, load
+from harness.run.compose import Cell, compose
+from harness.run.config import Confirmation, Experiment, Limits, load_experiment
+from harness.run.observe import Observer
+from harness.run.plan import CellSpec, plan
+from harness.run.rows import FLOAT_ROW, Row, Table
+from harness.run.scores import ScoreBook
+from harness.run.scoring import scoring_of
+from harness.run.strongest import float_benchmarkers
+from search.space import Placement
+
+__all__ = ["Check", "verify"]
+
+TOLERANCE = 1e-6
+"""Metrics may differ by so much: an evaluator adds in floating point, and so may a runtime with several threads."""
+PLAN = Confirmation(builds=3, rounds=4, samples=8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that was repeated.
+
+    Attributes:
+        what: "file", "edges", "accuracy" or "latency".
+        holds: It is what the results folder says.
+        found: What is recorded, and what was found now.
+    """
+
+    what: str
+    holds: bool
+    found: str
+
+
+def verify(file: Path, observer: Observer, *, results: Path | None = None, base: Path | None = None) -> list[Check]:
+    """Repeat what a results folder says of a file; what the folder does not say is left out.
+
+    Args:
+        file: An exported model.
+        results: The results folder; by default the one in whose `CELL/models` the file lies.
+        base: Folder that relative paths of the experiment start from; by default the working folder.
+
+    Raises:
+        UserError: No such file, no results of it, or the cell cannot be composed any more.
+    """
+    if not file.is_file():
+        raise UserError(f"{file}: no such file")
+    folder = results or file.resolve().parent.parent.parent
+    digest = file_digest(file)
+    found = load(folder)
+    cell, row = _row(found.cells, file, digest, folder)
+    if row.sha256 != digest:
+        return [Check(what="file", holds=False, found=f"SHA-256 {row.sha256} is recorded, but it is {digest}")]
+    experiment = load_experiment(folder / "experiment.yaml")
+    spec = next((spec for spec in plan(experiment) if spec.name == cell.name), None)
+    if spec is None:
+        raise UserError(f"{folder}: its experiment has no cell {cell.name!r} any more")
+    checks = [Check(what="file", holds=True, found=f"SHA-256 {digest}")]
+    with tempfile.TemporaryDirectory(prefix="qdq-verify-") as scratch:
+        again = _Again(file=file, row=row, results=cell, experiment=experiment, spec=spec, scratch=Path(scratch))
+        return checks + list(again.checks(base or Path.cwd(), observer))
+
+
+def _row(cells: tuple[CellResults, ...], file: Path, digest: str, folder: Path) -> tuple[CellResults, Row]:
+    """The row of a file: by its content, else by its name where it lies in the cell's own folder."""
+    rows = [(cell, row) for cell in cells for row in cell.rows.values()]
+    for cell, row in rows:
+        if row.sha256 == digest:
+            return cell, row
+    for cell, row in rows:
+        if (cell.folder / "models" / row.file).resolve() == file.resolve():
+            return cell, row
+    raise UserError(f"{file}: {folder} has no row of this file (SHA-256 {digest}); name its results by --results")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Again:
+    """A row that is looked at again."""
+
+    file: Path
+    row: Row
+    results: CellResults
+    experiment: Experiment
+    spec: CellSpec
+    scratch: Path
+
+    def checks(self, base: Path, observer: Observer) -> Iterator[Check]:
+        bare = self.experiment.model_copy(update={"initial": (), "baselines": ()})
+        cell = compose(bare, self.spec, base, self.scratch / "work", observer)
+        yield self._edges(cell)
+        scoring = scoring_of(self.experiment.objective, self.spec.model, cell.model, base, cell.work)
+        recorded = self.results.folder / "float.json"
+        if recorded.exists():
+            shutil.copy(recorded, self.scratch)
+        benchmarkers = float_benchmarkers(self.spec.backend, cell.model_file, self.scratch, self._open, observer)
+        evaluators = {name: use for name, use in scoring.evaluators.items() if name == MAIN}
+        worker = WorkerSpec(benchmarkers=benchmarkers, workdir=cell.work, evaluators=evaluators)
+        known = self.results.scores.get(self.row.id, {}).get("metrics")
+        if known and evaluators:
+            with self._open(worker) as engines:
+                yield self._accuracy(known, engines, cell, observer)
+        summary = self.results.summaries.get(self.row.id)
+        if summary is not None and self.row.id != FLOAT_ROW:
+            yield self._latency(summary.speedup, worker, cell, observer)
+
+    def _open(self, worker: WorkerSpec) -> Any:
+        limits: Limits = self.experiment.limits
+        return open_engines(worker, limits)
+
+    def _candidate(self, cell: Cell) -> Candidate:
+        table = Table(folder=self.results.folder, space=cell.space, rows=(self.row,))
+        return replace(table.candidate(self.row), source=lambda: self.file)
+
+    def _edges(self, cell: Cell) -> Check:
+        """Asked against delivered; a model that another tool made is only counted."""
+        if self.row.choices is None:
+            pairs = pairs_in(self.file)
+            text = f"{self.row.pairs} Q/DQ pairs recorded, {pairs} in the file"
+            return Check(what="edges", holds=pairs == self.row.pairs, found=text)
+        asked = cell.space.resolve(cell.space.validate(Placement(self.row.choices)))
+        missing, extra = diff(asked, onnx.load(self.file, load_external_data=False))
+        text = f"{len(asked)} asked, {len(missing)} of them missing, {len(extra)} that nobody asked"
+        return Check(what="edges", holds=not (missing or extra), found=text)
+
+    def _accuracy(self, known: Mapping[str, float], engines: Engines, cell: Cell, observer: Observer) -> Check:
+        book = ScoreBook(self.scratch, engines, observer)
+        reference = book.float_score(cell.model_file)
+        found = reference if self.row.id == FLOAT_ROW else book.row_score(self._candidate(cell), self.row)
+        if not isinstance(found, Accuracy):
+            return Check(what="accuracy", holds=False, found=_failure(found))
+        differing = [name for name, value in known.items() if not _close(value, found.metrics.get(name))]
+        shown = differing or list(known)[:1]
+        text = ", ".join(
+            f"{name} {known[name]:.6g} recorded, {found.metrics.get(name, math.nan):.6g} now" for name in shown
+        )
+        return Check(what="accuracy", holds=not differing, found=text)
+
+    def _latency(self, recorded: Interval, worker: WorkerSpec, cell: Cell, observer: Observer) -> Check:
+        """The speedup over the float model, by fresh builds: both intervals meet, or differ by less than the floor."""
+        baseline = Turn(name=FLOAT_ROW, candidate=cell.candidate(cell.space.float_placement()))
+        turn = Turn(name=self.row.id, candidate=self._candidate(cell), benchmarker=self.row.benchmarker)
+        events = []
+        with observer.work("time again", PLAN.builds * PLAN.rounds * 3) as step:
+            for event in confirm(
+                [turn], baseline, open_engines=lambda: self._open(worker), plan=PLAN, rng=np.random.default_rng(1)
+            ):
+                events.append(event)
+                step.advance()
+        summary = summarise(events, baseline=FLOAT_ROW, floor=self.results.floor or 0.0)
+        again = summary.rows.get(self.row.id)
+        if again is None:
+            return Check(what="latency", holds=False, found=_failure(summary.failed.get(self.row.id)))
+        text = f"speedup {_shown(recorded)} recorded, {_shown(again.speedup)} now; noise floor {summary.floor:.1%}"
+        return Check(what="latency", holds=_meet(recorded, again.speedup, summary.floor), found=text)
+
+
+def _close(recorded: float, found: float | None) -> bool:
+    return found is not None and math.isclose(recorded, found, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+
+
+def _meet(one: Interval, other: Interval, floor: float) -> bool:
+    apart = max(one.low, other.low) - min(one.high, other.high)
+    return apart <= floor * one.value
+
+
+def _shown(interval: Interval) -> str:
+    return f"{interval.value:.2f} [{interval.low:.2f}, {interval.high:.2f}]"
+
+
+def _failure(failed: Failed | None) -> str:
+    return "it gave no reading" if failed is None else f"it failed: {failed.stage}: {failed.reason}"
