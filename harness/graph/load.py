@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 EXTERNAL_OVER_BYTES = 1_900_000_000
 """A file with more weights than this keeps them beside it; protobuf itself ends at 2 GiB."""
 
+_HALVES_OPSET = 19
+"""QuantizeLinear takes float16 from here on (ONNX operator schemas)."""
+
 Shapes = Mapping[str, str | tuple[int, ...]]
 _NO_SHAPES: Shapes = MappingProxyType({})
 
@@ -88,6 +91,7 @@ def write(proto: onnx.ModelProto, path: Path) -> Path:
 
 def _prepare(proto: onnx.ModelProto, source: str, sha256: str, shapes: Shapes, min_opset: int) -> Model:
     _drop_constant_inputs(proto.graph)
+    declared = _types_of_outputs(proto.graph)
     fix_inputs(proto.graph, shapes, source)
     lower_constants(proto.graph)
     weights = detach(proto.graph)
@@ -100,7 +104,8 @@ def _prepare(proto: onnx.ModelProto, source: str, sha256: str, shapes: Shapes, m
         logger.warning("%s: what is inside of %s stays float", source, ", ".join(nested))
     _clean(proto, weights, source)
     _check(proto, source)
-    proto = _upgrade(proto, weights, min_opset, source)
+    halves = _HALVES_OPSET if _has_halves(proto.graph, weights) else 0
+    proto = _upgrade(proto, weights, max(min_opset, halves), source)
     unmask(proto)
     proto = infer(proto, source)
     while shapes_to_constants(proto.graph):
@@ -108,7 +113,25 @@ def _prepare(proto: onnx.ModelProto, source: str, sha256: str, shapes: Shapes, m
         proto = infer(proto, source)
     attach(proto.graph, weights)
     fold_batch_norms(proto.graph)
-    return Model(proto=proto, source=source, sha256=sha256, nodes=_nodes(proto), types=types_of(proto.graph))
+    types = types_of(proto.graph)
+    for value in proto.graph.output:
+        if not value.type.tensor_type.HasField("shape") and value.name in declared:
+            value.type.CopyFrom(declared[value.name])
+    return Model(proto=proto, source=source, sha256=sha256, nodes=_nodes(proto), types=types)
+
+
+def _types_of_outputs(graph: onnx.GraphProto) -> dict[str, onnx.TypeProto]:
+    """What the file says of its outputs: where nothing can be inferred, that makes the result valid ONNX."""
+    found = {value.name: onnx.TypeProto() for value in graph.output}
+    for value in graph.output:
+        found[value.name].CopyFrom(value.type)
+    return found
+
+
+def _has_halves(graph: onnx.GraphProto, weights: Weights) -> bool:
+    tensors = (*graph.initializer, *weights.values())
+    inputs = (value.type.tensor_type.elem_type for value in graph.input)
+    return onnx.TensorProto.FLOAT16 in {*(tensor.data_type for tensor in tensors), *inputs}
 
 
 def _drop_constant_inputs(graph: onnx.GraphProto) -> None:

@@ -18,6 +18,8 @@ __all__ = ["fix_inputs", "infer", "parse_shape", "shapes_to_constants", "types_o
 logger = logging.getLogger(__name__)
 
 Shapes = Mapping[str, str | tuple[int, ...]]
+_TYPE_OF_FIRST_INPUT = frozenset({"GroupNormalization"})
+"""Operators that onnx 1.21 infers nothing of, though their result has the type of their first input."""
 _PLAIN_KEY = re.compile(r"[A-Za-z_][\w.]*")
 
 
@@ -72,7 +74,27 @@ def infer(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
     kept = [value for value in proto.graph.value_info if value.name in made_by_unknown and not _is_dynamic(value)]
     del proto.graph.value_info[:]
     proto.graph.value_info.extend(kept)
+    shown, hidden = _shown_to_inference(proto)
+    inferred = _inferred(shown, source)
+    for index, node in hidden.items():
+        inferred.graph.node[index].CopyFrom(node)
+    return inferred
 
+
+def _shown_to_inference(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[int, onnx.NodeProto]]:
+    """A copy in which an Identity stands for operators that ONNX infers nothing of, and these by their index."""
+    shown = onnx.ModelProto()
+    shown.CopyFrom(proto)
+    hidden = {}
+    for index, node in enumerate(proto.graph.node):
+        if node.op_type in _TYPE_OF_FIRST_INPUT and not node.domain:
+            hidden[index] = node
+            stand_in = onnx.NodeProto(op_type="Identity", name=node.name, input=node.input[:1], output=node.output)
+            shown.graph.node[index].CopyFrom(stand_in)
+    return shown, hidden
+
+
+def _inferred(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
     for last in (False, True):
         try:
             return shape_inference.infer_shapes(proto, strict_mode=True, data_prop=True)

@@ -19,8 +19,11 @@ from onnx import helper, parser
 from harness.errors import UserError
 from harness.graph import load as load_module
 from harness.graph.build import GraphBuilder
+from harness.graph.dialects import OPENVINO
+from harness.graph.insert import Inserter
 from harness.graph.load import from_proto, load, save, write
 from harness.graph.model import Model, TensorType
+from harness.graph.space import build_space
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 ASSETS = Path(os.environ.get("QDQ_ASSETS", "")) / "models"
@@ -582,3 +585,39 @@ def test_real_models_run_as_before(name: str) -> None:
     feeds = feeds_for(model)
     for before, after in zip(run(path.read_bytes(), feeds), run(model.proto, feeds), strict=True):
         assert np.abs(before - after).max() <= 1e-3 * np.ptp(before)
+
+
+def test_a_group_normalization_does_not_hide_the_types_behind_it() -> None:
+    g = GraphBuilder("groups", opset=21)
+    x = g.conv(g.input("x", (1, 3, 8, 8)), 8, 3)
+    parameters = [g.const(np.full(8, value, np.float32)) for value in (1.0, 0.0)]
+    (y,) = g.op("GroupNormalization", x, *parameters, num_groups=2, outputs=["normed"])
+    g.output(g.op("Relu", y), (1, 8, 8, 8), name="y")
+    proto = g.build()
+    del proto.graph.value_info[:]
+    model = from_proto(proto, source="groups", sha256="0")
+    assert model.types["normed"] == TensorType("float", (1, 8, 8, 8))
+    assert [node.op for node in model.nodes] == ["Conv", "GroupNormalization", "Relu"]
+    assert model.nodes[1].attributes["num_groups"] == 2
+    assert len(model.nodes[1].inputs) == 3
+
+
+@pytest.mark.parametrize("shape", [(1, 4), ("N", 4)])
+def test_an_output_that_nobody_can_infer_keeps_what_the_file_declares(shape: tuple[int | str, ...]) -> None:
+    g = GraphBuilder("whirl")
+    g.output(g.op("Relu", g.op("Whirl", g.input("x", (1, 4)), domain="com.example")), shape, name="y")
+    model = from_proto(g.build(), source="whirl", sha256="0")
+    dims = model.proto.graph.output[0].type.tensor_type.shape.dim
+    assert tuple(dim.dim_param or dim.dim_value for dim in dims) == shape
+    onnx.checker.check_model(model.proto)
+
+
+def test_a_model_in_float16_is_upgraded_to_where_it_can_be_quantized() -> None:
+    g = GraphBuilder("half", opset=13)
+    weight = g.const(np.ones((8, 3, 1, 1), np.float16))
+    g.output(g.op("Conv", g.input("x", (1, 3, 8, 8), "float16"), weight))
+    model = from_proto(g.build(), source="half", sha256="0")
+    assert [opset.version for opset in model.proto.opset_import] == [19]
+    asked = build_space(model, OPENVINO)
+    inserter = Inserter(model, OPENVINO, {"x": (-1.0, 1.0)})
+    onnx.checker.check_model(inserter.insert(asked.resolve(asked.everywhere())), full_check=True)
