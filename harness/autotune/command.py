@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,6 +20,7 @@ from harness.autotune.procedure import Plan, run_plan
 from harness.errors import UserError
 from harness.graph.load import save
 from harness.measure.engines import MAIN
+from harness.measure.sandbox import open_engines
 from harness.paths import locate
 from harness.registry import find
 from harness.run.config import Limits, ModelSpec, Use
@@ -148,8 +150,9 @@ def _backend(options: argparse.Namespace) -> Use:
 
 def _strongest(backend: Use, float_file: Path, plan: Plan) -> Use:
     """The backend at the float precision at which the float model is fastest: speedups are over that."""
+    open_worker = partial(open_engines, limits=Limits())
     try:
-        found = float_benchmarkers(backend, float_file, plan.output_dir, Limits(), plan.observer)
+        found = float_benchmarkers(backend, float_file, plan.output_dir, open_worker, plan.observer)
     finally:
         shutil.rmtree(plan.output_dir / "work", ignore_errors=True)
     return found[MAIN]

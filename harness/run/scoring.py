@@ -22,7 +22,7 @@ from harness.run.objective import Objective, absolute, check_objective
 from harness.run.rows import FLOAT_ROW, read_json
 from harness.run.scores import ScoreBook
 
-__all__ = ["PROXY_EVALUATOR", "SEARCH", "Scoring", "scoring_of"]
+__all__ = ["PROXY_EVALUATOR", "SEARCH", "Scoring", "proxy_use", "scoring_of"]
 
 SEARCH = "search"
 """Name of the evaluator that searches score with, where it is not the finalists' own."""
@@ -115,7 +115,7 @@ def scoring_of(objective: Objective, spec: ModelSpec, model: Model, base: Path, 
     if objective.halves:
         evaluators[SEARCH] = _there(evaluator_use(spec, model, base, work, "search"))
     if objective.scored and objective.proxy and main.use != "fidelity":
-        evaluators[PROXY_EVALUATOR] = _proxy(objective.proxy, spec, model, base, work)
+        evaluators[PROXY_EVALUATOR] = proxy_use(objective.proxy, spec, model, base, work)
     return Scoring(
         objective=objective,
         evaluators=evaluators,
@@ -125,8 +125,8 @@ def scoring_of(objective: Objective, spec: ModelSpec, model: Model, base: Path, 
     )
 
 
-def _proxy(samples: int, spec: ModelSpec, model: Model, base: Path, work: Path) -> Use:
-    """Fidelity on a few samples of the calibration data, which no figure of a table is made of."""
+def proxy_use(samples: int, spec: ModelSpec, model: Model, base: Path, work: Path) -> Use:
+    """The evaluator of fidelity on a few samples of the calibration data, which no figure of a table is made of."""
     data = spec.calibration.data
     params = {"samples": samples, **({} if data is None else {"data": data})}
     proxied = spec.model_copy(update={"evaluator": Use(use="fidelity", params=params)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 
 from harness.errors import UserError
 from harness.measure.engines import MAIN, WorkerSpec
+from harness.measure.sandbox import open_engines
 from harness.run.check import check_experiment
 from harness.run.compose import Cell, compose, evaluator_use
 from harness.run.config import Experiment, load_experiment, parse_experiment
@@ -47,6 +49,7 @@ def study_of(
     backend: str | None = None,
     params: Mapping[str, Any] | None = None,
     shapes: Mapping[str, str] | None = None,
+    precision: str | None = None,
     fidelity: bool = False,
 ) -> Study:
     """A study of a model, or of the only cell of an experiment file.
@@ -57,6 +60,7 @@ def study_of(
         backend: Benchmarker; by default OpenVINO, or the experiment's.
         params: Its parameters.
         shapes: Static shapes of dynamic inputs; for a model.
+        precision: By default INT8, or the experiment's.
         fidelity: Also compare every engine's outputs with the float model's, where no evaluator is given.
 
     Raises:
@@ -65,6 +69,8 @@ def study_of(
     changes: dict[str, Any] = {"initial": list(ANCHORS), "baselines": ["all", "linear"]}
     if backend is not None or params:
         changes["backends"] = [{"use": backend or "openvino", "params": dict(params or {})}]
+    if precision is not None:
+        changes["precision"] = [precision]
     if Path(text).suffix in (".yaml", ".yml"):
         experiment, base = load_experiment(Path(text)), Path(text).resolve().parent
     else:
@@ -94,7 +100,8 @@ def open_study(study: Study, folder: Path, observer: Observer) -> tuple[Cell, Wo
         UserError: Anything in the specification that cannot be used.
     """
     cell = compose(study.experiment, study.spec, study.base, folder / "work", observer)
-    found = float_benchmarkers(study.spec.backend, cell.model_file, folder, study.experiment.limits, observer)
+    open_worker = partial(open_engines, limits=study.experiment.limits)
+    found = float_benchmarkers(study.spec.backend, cell.model_file, folder, open_worker, observer)
     evaluator = evaluator_use(study.spec.model, cell.model, study.base, cell.work)
     evaluators = {} if evaluator is None else {MAIN: evaluator}
     return cell, WorkerSpec(benchmarkers={MAIN: found[MAIN]}, workdir=cell.work, evaluators=evaluators)
