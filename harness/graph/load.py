@@ -40,6 +40,7 @@ EXTERNAL_OVER_BYTES = 1_900_000_000
 _HALVES_OPSET = 19
 """QuantizeLinear takes float16 from here on (ONNX operator schemas)."""
 
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 Shapes = Mapping[str, str | tuple[int, ...]]
 _NO_SHAPES: Shapes = MappingProxyType({})
 
@@ -58,7 +59,13 @@ def load(path: Path, *, source: str | None = None, shapes: Shapes = _NO_SHAPES, 
     """
     source = source or str(path)
     proto, sha256 = read_model(path, source)
-    return _prepare(proto, source, sha256, shapes, min_opset)
+    try:
+        return _prepare(proto, source, sha256, shapes, min_opset)
+    except _DAMAGE as error:  # the file is somebody else's, and there are more ways to lie than checks
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise UserError(
+            f"{source}: damaged, or of a kind that nobody has met before ({text}); fetch or export the model again"
+        ) from error
 
 
 def from_proto(

@@ -9,6 +9,7 @@ from pathlib import Path, PureWindowsPath
 
 import onnx
 from google.protobuf.message import DecodeError
+from onnx import numpy_helper
 from onnx.external_data_helper import load_external_data_for_tensor
 
 from harness.errors import UserError
@@ -127,9 +128,16 @@ def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 
 
 def _check_size(tensor: onnx.TensorProto, source: str) -> None:
-    """Raw values fill the shape: no more, no less (onnx.proto, TensorProto.raw_data)."""
+    """Values fill the shape: no more, no less (onnx.proto, TensorProto.raw_data)."""
     bits = _BITS.get(tensor.data_type)
     if not tensor.HasField("raw_data") or bits is None:
+        try:
+            numpy_helper.to_array(tensor)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{source}: the tensor {tensor.name!r} of shape {list(tensor.dims)} and type {tensor.data_type} cannot "
+                f"be read ({error}); the file is damaged, fetch or export the model again"
+            ) from error
         return
     needed, found = -(-math.prod(tensor.dims) * bits // 8), len(tensor.raw_data)
     if needed != found:
