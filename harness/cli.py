@@ -28,6 +28,8 @@ from harness.commands.replay import replay
 from harness.commands.report import report
 from harness.commands.reproduce import reproduce
 from harness.commands.run import run
+from harness.commands.sensitivity import sensitivity
+from harness.commands.study import study
 from harness.commands.terminal import importable
 from harness.commands.trace import trace
 from harness.commands.verify import verify
@@ -51,8 +53,10 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "gen-trt-engine": gen_trt_engine,
     "evaluate": evaluate,
     "verify": verify,
+    "sensitivity": sensitivity,
     "record": record,
     "replay": replay,
+    "study": study,
     "noise": noise,
     "zoo": zoo,
     "list": listing,

@@ -25,10 +25,10 @@ def fronts(values: Values, noise: Values | None = None, enough: int | None = Non
     """
     first, second = values[:, None, :], values[None, :, :]
     error = np.zeros(len(values)) if noise is None else noise
-    smaller = np.less(first, second)
+    smaller = first < second
     if values.shape[1]:
         smaller[..., 0] = second[..., 0] - first[..., 0] > np.hypot(error[:, None], error[None, :])
-    dominates = (first <= second).all(axis=2) & smaller.any(axis=2)
+    dominates = np.asarray((first <= second).all(axis=2) & smaller.any(axis=2))
     front = np.full(len(values), -1)
     above = dominates.sum(axis=0)  # how many points without a front dominate each
     for number in range(len(values)):

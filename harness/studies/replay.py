@@ -32,6 +32,7 @@ class Replayed:
         searcher: Its name.
         seeds: One search each.
         latency_ms: [seed, evaluation]: recorded latency of the incumbent, which the search chose by noisy readings.
+        elapsed_s: [seed, evaluation]: recorded wall-clock of all builds and measurements until then.
         evaluations: Spent in all searches together; a searcher that has nothing left spends less than its budget.
         wall_s: Wall-clock of them all.
         build_s: Recorded wall-clock of all builds and measurements that this stands for.
@@ -40,6 +41,7 @@ class Replayed:
     searcher: str
     seeds: tuple[int, ...]
     latency_ms: npt.NDArray[np.float64]
+    elapsed_s: npt.NDArray[np.float64]
     evaluations: int
     wall_s: float
     build_s: float
@@ -96,6 +98,7 @@ def replay(
         searcher=use.name,
         seeds=tuple(seeds),
         latency_ms=np.array([_curve(landscape, run, budget) for run in runs]),
+        elapsed_s=np.array([_clock(landscape, run, budget) for run in runs]),
         evaluations=len(spent),
         wall_s=wall_s,
         build_s=sum(_recorded_s(landscape, index) for index in spent),
@@ -152,6 +155,12 @@ def _curve(landscape: Landscape, incumbents: Mapping[int, int], budget: int) -> 
     found = [worst_ms if index < 0 else float(landscape.latency_ms[index]) for index in incumbents.values()]
     found += [found[-1] if found else worst_ms] * (budget - len(found))
     return np.array(found)
+
+
+def _clock(landscape: Landscape, incumbents: Mapping[int, int], budget: int) -> npt.NDArray[np.float64]:
+    """Recorded time until each evaluation was done; once the search ended, its last."""
+    spent_s = np.cumsum([_recorded_s(landscape, index) for index in incumbents])
+    return np.pad(spent_s, (0, budget - len(spent_s)), mode="edge") if len(spent_s) else np.zeros(budget)
 
 
 def _recorded_s(landscape: Landscape, index: int) -> float:

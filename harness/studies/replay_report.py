@@ -132,8 +132,8 @@ def _write(landscape: Landscape, curve: RandomCurve, replayed: Sequence[Replayed
 
     optimum_ms = float(landscape.latency_ms[landscape.optimum])
     calculated = Replayed(
-        searcher="random, calculated", seeds=(-1,), latency_ms=curve.mean_ms[None, :], evaluations=0, wall_s=0.0,
-        build_s=0.0,
+        searcher="random, calculated", seeds=(-1,), latency_ms=curve.mean_ms[None, :],
+        elapsed_s=np.zeros((1, len(curve.mean_ms))), evaluations=0, wall_s=0.0, build_s=0.0,
     )  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     frames = [found.frame(optimum_ms) for found in (calculated, *replayed)]
