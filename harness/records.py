@@ -20,7 +20,10 @@ class Measured:
     """An engine was built and timed.
 
     Attributes:
-        samples_ms: Latency of each inference in the order of measurement, warm-up excluded.
+        samples_ms: Latency of each inference in the order of measurement, warm-up excluded; of each turn where it was
+            timed beside a reference, the machine's pace taken out (`harness.measure.paired`).
+        raw_ms: Of each such turn what the clock said; empty where it was timed alone.
+        beside_ms: The reference's turns, before the first of them and after each.
         discarded_ms: Readings of a first attempt that was repeated; empty as a rule.
         trouble: Why it was repeated; "" where it was not.
         retaken_ms: Readings of other builds, where the first beat the incumbent and so was not believed at once.
@@ -50,6 +53,8 @@ class Measured:
     stable: bool = True
     saved: int = 0
     conditions: Mapping[str, float] = field(default_factory=dict)
+    raw_ms: tuple[float, ...] = ()
+    beside_ms: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,4 +155,5 @@ def _moved(spec: WorkerSpec, folder: Path) -> WorkerSpec:
         workdir=folder,
         benchmarkers={name: use(given) for name, given in spec.benchmarkers.items()},
         evaluators={name: use(given) for name, given in spec.evaluators.items()},
+        reference=None,  # a device of one's own is not so restless that candidates need company
     )

@@ -181,9 +181,11 @@ class RemoteEngines:
             built = self._call("build", order, benchmarker)
         return built  # type: ignore[no-any-return]
 
-    def sample(self, handle: int, sampling: Sampling, rival: Interval | None = None) -> Samples | Failed:
+    def sample(
+        self, handle: int, sampling: Sampling, rival: Interval | None = None, level_ms: float | None = None
+    ) -> Samples | Failed:
         """See `Engines`."""
-        return self._call("call", "sample", handle, sampling, rival)  # type: ignore[no-any-return]
+        return self._call("call", "sample", handle, sampling, rival, level_ms)  # type: ignore[no-any-return]
 
     def evaluate(self, handle: int, evaluator: str = MAIN) -> Accuracy | Failed:
         """See `Engines`."""

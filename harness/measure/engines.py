@@ -41,12 +41,14 @@ class WorkerSpec:
     Attributes:
         benchmarkers: By name; `MAIN` is required, another may be the same runtime at FP32.
         evaluators: By name; made when first asked for.
+        reference: Model that candidates may be timed beside: the float model.
         workdir: Folder for scratch files and the worker's log.
     """
 
     benchmarkers: Mapping[str, Use]
     workdir: Path
     evaluators: Mapping[str, Use] = field(default_factory=dict)
+    reference: Path | None = None
 
 
 class Engines(Protocol):
@@ -59,8 +61,14 @@ class Engines(Protocol):
         """Make the candidate's file and build its engine."""
         ...
 
-    def sample(self, handle: int, sampling: Sampling, rival: Interval | None = None) -> Samples | Failed:
-        """Time an engine; against a rival's latency in milliseconds, no longer than it takes to lose."""
+    def sample(
+        self, handle: int, sampling: Sampling, rival: Interval | None = None, level_ms: float | None = None
+    ) -> Samples | Failed:
+        """Time an engine; against a rival's latency in milliseconds, no longer than it takes to lose.
+
+        Args:
+            level_ms: The reference's latency, for engines that have one: see `harness.measure.paired`. None: alone.
+        """
         ...
 
     def evaluate(self, handle: int, evaluator: str = MAIN) -> Accuracy | Failed:

@@ -122,10 +122,12 @@ class Gated:
         with self._gate.building():
             return self._engines.build(replace(candidate, source=source), benchmarker)
 
-    def sample(self, handle: int, sampling: Sampling, rival: Interval | None = None) -> Samples | Failed:
+    def sample(
+        self, handle: int, sampling: Sampling, rival: Interval | None = None, level_ms: float | None = None
+    ) -> Samples | Failed:
         """See `Engines`."""
         with self._gate.timing():
-            return self._engines.sample(handle, sampling, rival)
+            return self._engines.sample(handle, sampling, rival, level_ms)
 
     def evaluate(self, handle: int, evaluator: str = MAIN) -> Accuracy | Failed:
         """See `Engines`."""

@@ -21,12 +21,14 @@ from harness.api import Accuracy, Artifact, Benchmarker, Candidate, Evaluator, P
 from harness.errors import CandidateError, EvaluationFailed, UserError
 from harness.measure.conditions import Machine
 from harness.measure.engines import MAIN, Built, WorkerSpec
-from harness.measure.sampling import Samples, take
+from harness.measure.paired import Reference, take_beside
+from harness.measure.sampling import Samples, take, warm_up
 from harness.measure.stats import Interval
 from harness.measure.stopwatch import stopwatch
 from harness.records import Failed
 from harness.run.config import Sampling
 from harness.run.journal import writing
+from search.space import digest_of
 
 __all__ = ["InProcess", "attempt", "tail"]
 
@@ -60,6 +62,7 @@ class InProcess:
         self._engines: dict[int, _Engine] = {}
         self._handles = itertools.count(first_handle)
         self._machine = Machine()
+        self._beside: int | None = None
         with writing(spec.workdir):
             spec.workdir.mkdir(parents=True, exist_ok=True)
             self._scratch = Path(tempfile.mkdtemp(prefix="engines-", dir=spec.workdir))
@@ -89,7 +92,9 @@ class InProcess:
         self._engines[handle] = _Engine(benchmarker=benchmarker, artifact=artifact, workdir=workdir, opened=ExitStack())
         return Built(handle=handle, build_s=build_s, info=_plain(artifact.info))
 
-    def sample(self, handle: int, sampling: Sampling, rival: Interval | None = None) -> Samples | Failed:
+    def sample(
+        self, handle: int, sampling: Sampling, rival: Interval | None = None, level_ms: float | None = None
+    ) -> Samples | Failed:
         """See `Engines`."""
 
         def work() -> Samples:
@@ -97,10 +102,23 @@ class InProcess:
             made_up = getattr(self._engines[handle].benchmarker, "in_process", False)
             if made_up:
                 return take(probe, sampling, rival)
+            reference = self._reference(level_ms) if level_ms is not None else None
             with stopwatch():
-                return take(probe, sampling, rival, machine=self._machine)
+                if reference is None:
+                    return take(probe, sampling, rival, machine=self._machine)
+                return take_beside(probe, reference, sampling, rival, machine=self._machine)
 
         return attempt("measure", work)
+
+    def _reference(self, level_ms: float) -> Reference | None:
+        """The engine that candidates are timed beside, built and warmed up when first asked for."""
+        if self._beside is None and self._spec.reference is not None:
+            path = self._spec.reference
+            candidate = Candidate(digest=digest_of(()), edges=(), source=lambda: path)
+            self._beside = self._build(candidate, self._benchmarkers[MAIN]).handle
+            with stopwatch():
+                warm_up(self._probe(self._beside), Sampling())
+        return None if self._beside is None else Reference(self._probe(self._beside), level_ms)
 
     def evaluate(self, handle: int, evaluator: str = MAIN) -> Accuracy | Failed:
         """See `Engines`."""

@@ -21,7 +21,7 @@ from harness.measure.conditions import Machine, disturbance
 from harness.measure.stats import Interval, median_ci
 from harness.run.config import Sampling
 
-__all__ = ["Samples", "fixed_inputs", "take"]
+__all__ = ["FIRST_LOOK", "STEADY", "Samples", "fixed_inputs", "read", "refuse_jumps", "take", "warm_up"]
 
 WINDOW = 5
 """Inferences whose medians are compared to see whether an engine is still warming up."""
@@ -45,6 +45,8 @@ class Samples:
 
     Attributes:
         latency_ms: In order of measurement, outliers included, warm-up excluded.
+        raw_ms: The clock's own figures where `latency_ms` was taken beside a reference; one a turn, like the others.
+        beside_ms: The reference's turns, before the first of `raw_ms` and after each.
         discarded_ms: Readings of a first attempt that was repeated.
         trouble: Why it was repeated; "" where it was not.
         warmup: Inferences before the first reading.
@@ -62,6 +64,8 @@ class Samples:
     stable: bool
     saved: int = 0
     conditions: Mapping[str, float] = field(default_factory=dict)
+    raw_ms: tuple[float, ...] = ()
+    beside_ms: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +98,7 @@ def take(
         MeasureFailed: A reading is not a positive finite number, the clock jumped, or there are too few of them.
     """
     started_s = clock()
-    warmup, steady = _warm_up(probe, sampling)
+    warmup, steady = warm_up(probe, sampling)
     first = counts = _series(probe, sampling, rival, machine)
     if first.trouble:
         counts = _series(probe, sampling, rival, machine)
@@ -126,8 +130,8 @@ def fixed_inputs(types: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], see
         raise MeasureFailed(str(error)) from error
 
 
-def _warm_up(probe: Probe, sampling: Sampling) -> tuple[int, bool]:
-    """Run without counting; the number of inferences, and whether the engine became steady."""
+def warm_up(probe: Probe, sampling: Sampling) -> tuple[int, bool]:
+    """Run an engine without counting; the number of inferences, and whether the engine became steady."""
     readings: list[float] = []
     while sampling.warmup_ms:
         spent_ms, count = sum(readings), len(readings)
@@ -141,7 +145,7 @@ def _warm_up(probe: Probe, sampling: Sampling) -> tuple[int, bool]:
                 return count, False
             missing = WINDOW
         # Doubling keeps the calls few for fast engines and overshoots a slow one by one inference at most.
-        readings += _read(probe, max(1, min(count, missing)))
+        readings += read(probe, max(1, min(count, missing)))
     return len(readings), True
 
 
@@ -164,13 +168,13 @@ def _collect(probe: Probe, sampling: Sampling, rival: Interval | None) -> tuple[
         The readings, and how many more they would have been without a rival, by estimate.
     """
     least = sampling.min_samples if rival is None else min(FIRST_LOOK, sampling.min_samples)
-    readings, saved = _read(probe, least), 0
+    readings, saved = read(probe, least), 0
     while missing := _missing(readings, median := median_ci(readings), sampling):
         if rival is not None and len(readings) >= FIRST_LOOK and median.low > rival.high * (1 + STEADY):
             saved = _expected(readings, median, sampling) - len(readings)
             break
-        readings += _read(probe, missing)
-    _refuse_jumps(readings)
+        readings += read(probe, missing)
+    refuse_jumps(readings)
     return readings, saved
 
 
@@ -205,7 +209,12 @@ def _drift(readings: list[float]) -> str:
     return f"drift: the first half took {first.value:.4g} ms, the second {second.value:.4g} ms"
 
 
-def _refuse_jumps(readings: list[float]) -> None:
+def refuse_jumps(readings: list[float]) -> None:
+    """Refuse readings that only a clock that jumped can have given.
+
+    Raises:
+        MeasureFailed: One is a thousand times its engine's median, or a thousandth.
+    """
     middle = float(np.median(readings))
     low, high = min(readings), max(readings)
     jumped = low if low < middle / JUMP else high if high > max(JUMP * middle, JUMP_MS) else None
@@ -213,8 +222,12 @@ def _refuse_jumps(readings: list[float]) -> None:
         raise MeasureFailed(f"the clock jumped: a reading of {jumped:g} ms where {middle:g} ms is the median")
 
 
-def _read(probe: Probe, count: int) -> list[float]:
-    """Readings of the probe, checked."""
+def read(probe: Probe, count: int) -> list[float]:
+    """Readings of the probe, checked.
+
+    Raises:
+        MeasureFailed: One that no engine can have, or not as many as were asked for.
+    """
     readings = [float(value) for value in probe.sample(count)]
     if len(readings) != count:
         raise MeasureFailed(f"the benchmarker gave {len(readings)} readings where {count} were asked for")

@@ -95,9 +95,12 @@ class Sandbox:
             self._next_handle = built.handle + 1
         return built  # type: ignore[no-any-return]
 
-    def sample(self, handle: int, sampling: Sampling, rival: Interval | None = None) -> Samples | Failed:
-        """See `Engines`."""
-        return self._lost(handle, "measure") or self._call("sample", self._limits.measure_s, handle, sampling, rival)
+    def sample(
+        self, handle: int, sampling: Sampling, rival: Interval | None = None, level_ms: float | None = None
+    ) -> Samples | Failed:
+        """See `Engines`; the first engine that is timed beside the reference waits for that to be built."""
+        limit_s = self._limits.measure_s + (self._limits.build_s if level_ms else 0.0)
+        return self._lost(handle, "measure") or self._call("sample", limit_s, handle, sampling, rival, level_ms)
 
     def evaluate(self, handle: int, evaluator: str = MAIN) -> Accuracy | Failed:
         """See `Engines`."""

@@ -143,6 +143,8 @@ class Sampling(_Frozen):
         max_samples: At most so many.
         max_ms: Stop after so long, when min_samples are there.
         target: Stop when the 95 % interval of the median is narrower than this share of it.
+        beside: Whether a candidate is timed in turns with the float model, which takes the machine's pace out of its
+            readings and twice the time; "auto": where the A/A floor is above 2 %.
     """
 
     warmup_ms: Annotated[float, Field(ge=0)] = 50.0
@@ -150,6 +152,7 @@ class Sampling(_Frozen):
     max_samples: Annotated[int, Field(ge=3)] = 200
     max_ms: Annotated[float, Field(gt=0)] = 400.0
     target: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    beside: Literal["auto", "always", "never"] = "auto"
 
 
 class Confirmation(_Frozen):
@@ -207,9 +210,7 @@ class Experiment(_Frozen):
         Use(use=name) for name in INITIAL
     )
     baselines: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_distinct)] = BASELINES
-    transfer: Annotated[
-        tuple[Literal["backends", "models"], ...], Field(strict=False), AfterValidator(_distinct)
-    ] = ()
+    transfer: Annotated[tuple[Literal["backends", "models"], ...], Field(strict=False), AfterValidator(_distinct)] = ()
     budget: Budget = Budget()
     sampling: Sampling = Sampling()
     confirmation: Confirmation = Confirmation()

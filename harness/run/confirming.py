@@ -9,14 +9,14 @@ import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from harness.api import Candidate
 from harness.errors import UserError
 from harness.graph.files import file_digest
-from harness.measure.confirm import GROUP, TWIN, Dropped, Event, confirm, decode_event, encode_event, summarise
+from harness.measure.confirm import GROUP, TWIN, Block, Dropped, Event, confirm, decode_event, encode_event, summarise
 from harness.measure.confirm import Row as Turn
 from harness.measure.engines import WorkerSpec
 from harness.measure.site import OpenEngines
@@ -27,14 +27,16 @@ from harness.run.observe import Observer
 from harness.run.rows import FLOAT_ROW, Row, Table, read_json, write_json
 from search.space import digest_of
 
-__all__ = ["confirm_rows", "noise_floor", "read_events", "read_floor"]
+__all__ = ["confirm_rows", "level", "noise_floor", "read_events", "read_floor"]
 
 _Key = tuple[int, int, str, int]
 """A turn: build, group, row, round."""
 SEED = 0
 """Of the order of turns; it has nothing to do with the seeds of searches."""
-FLOOR_PLAN = Confirmation(builds=3, rounds=4, samples=5)
+FLOOR_PLAN = Confirmation(builds=3, rounds=12, samples=3)
 """Of the floor before the searches; the confirmation's own twin adds to it."""
+RESTLESS = 0.02
+"""A floor above this makes up for the price of timing every candidate beside the baseline."""
 
 
 def noise_floor(
@@ -84,6 +86,19 @@ def read_floor(folder: Path) -> float:
     """The floor that was measured before a cell's searches; 0 where none was."""
     path = folder / "floor.json"
     return float(read_json(path).get("floor", 0.0)) if path.exists() else 0.0
+
+
+def level(folder: Path, beside: Literal["auto", "always", "never"]) -> float | None:
+    """The baseline's latency in milliseconds where candidates are to be timed beside it; None: each alone.
+
+    Args:
+        beside: What the experiment wants; "auto": where the baseline, against itself, differs by more than `RESTLESS`.
+    """
+    record = read_json(folder / "floor.json")
+    if beside == "never" or (beside == "auto" and float(record["floor"]) <= RESTLESS):
+        return None
+    events = [decode_event(json.dumps(event)) for event in record["events"]]
+    return float(np.median([np.median(event.samples_ms) for event in events if isinstance(event, Block)]))
 
 
 def confirm_rows(

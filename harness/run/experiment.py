@@ -38,7 +38,7 @@ from harness.run.claim import claimed
 from harness.run.compare import refuse_changes
 from harness.run.compose import Cell, compose
 from harness.run.config import Experiment
-from harness.run.confirming import confirm_rows, noise_floor
+from harness.run.confirming import confirm_rows, level, noise_floor
 from harness.run.engine import SearchTask, Trial, run_search
 from harness.run.finalists import choose
 from harness.run.goal import goal_facts
@@ -140,7 +140,9 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
     cell = compose(experiment, spec, place.base, folder / "work", observer)
     scoring = scoring_of(experiment.objective, spec.model, cell.model, place.base, cell.work)
     benchmarkers = float_benchmarkers(spec.backend, cell.model_file, folder, site.open, observer)
-    worker = WorkerSpec(benchmarkers=benchmarkers, workdir=cell.work, evaluators=scoring.evaluators)
+    worker = WorkerSpec(
+        benchmarkers=benchmarkers, workdir=cell.work, evaluators=scoring.evaluators, reference=cell.model_file
+    )
     with site.open(worker) as engines:
         floor = noise_floor(site.open, worker, cell.model_file, engines.describe(), folder, observer)
         book = ScoreBook(folder, engines, observer, _digest(scoring.facts))
@@ -224,7 +226,10 @@ class _Running:
                 self.experiment.sampling,
                 judge=self.judge,
                 care=Care(
-                    floor=self.floor, racing="racing" not in without, builds=1 if "retakes" in without else BUILDS
+                    floor=self.floor,
+                    racing="racing" not in without,
+                    builds=1 if "retakes" in without else BUILDS,
+                    level_ms=level(self.folder, self.experiment.sampling.beside),
                 ),
             )
 

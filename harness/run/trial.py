@@ -27,11 +27,13 @@ class Care:
         floor: Relative A/A noise floor; a gain within it is not worth a second look.
         racing: An engine that is clearly slower than the incumbent is timed no further.
         builds: Of a surprise at most; 1: it is believed at once.
+        level_ms: The baseline's latency, where the machine is so restless that candidates are timed beside it.
     """
 
     floor: float = 0.0
     racing: bool = True
     builds: int = BUILDS
+    level_ms: float | None = None
 
 
 def attempt_with(
@@ -92,12 +94,16 @@ class _Trial:
         if isinstance(built, Failed):
             return built
         try:
-            samples = self.engines.sample(built.handle, self.sampling, rival if self.care.racing else None)
+            samples = self.engines.sample(
+                built.handle, self.sampling, rival if self.care.racing else None, self.care.level_ms
+            )
             if isinstance(samples, Failed):
                 return samples
             measured = Measured(
                 samples_ms=samples.latency_ms,
                 discarded_ms=samples.discarded_ms,
+                raw_ms=samples.raw_ms,
+                beside_ms=samples.beside_ms,
                 trouble=samples.trouble,
                 warmup=samples.warmup,
                 stable=samples.stable,

@@ -189,7 +189,7 @@ def test_only_one_is_timed_and_what_runs_beside_it_is_as_the_gate_says(gate: Gat
         def build(self, candidate: Candidate, benchmarker: str) -> None:
             self._do("build")
 
-        def sample(self, handle: int, sampling: Any, rival: Any) -> None:
+        def sample(self, handle: int, sampling: Any, rival: Any, level_ms: Any) -> None:
             self._do("sample")
 
     def work() -> None:

@@ -38,7 +38,9 @@ class Bench:
             return Failed(stage="build", reason="no")
         return Built(handle=0, build_s=0.5, info={"left": len(self.builds)})
 
-    def sample(self, handle: int, sampling: Sampling, rival: Interval | None = None) -> Samples | Failed:
+    def sample(
+        self, handle: int, sampling: Sampling, rival: Interval | None = None, level_ms: float | None = None
+    ) -> Samples | Failed:
         value = self.builds.pop(0)
         if isinstance(value, str):
             return Failed(stage="measure", reason="no")

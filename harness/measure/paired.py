@@ -1,0 +1,104 @@
+"""Sampling beside a reference: the machine's pace taken out of a candidate's readings.
+
+Machines change their speed within a second: a sibling thread that works, a neighbour in the cloud, a clock that
+follows the heat. Readings of two engines that were taken in short alternating turns share what the machine did, so
+their ratio does not (a control variate; Kalibera and Jones, ISMM 2013, section 9, on ratios of paired readings). On
+the machine of the committed tables turns of 50 ms differ by a third, their ratios to the turns beside them by a tenth.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness.api import Probe
+from harness.measure.conditions import Machine
+from harness.measure.sampling import FIRST_LOOK, STEADY, Samples, read, refuse_jumps, warm_up
+from harness.measure.stats import Interval, median_ci
+from harness.run.config import Sampling
+
+__all__ = ["Reference", "take_beside"]
+
+TURN_MS = 10.0
+"""Least time of a turn: many short ones beat few long ones, and each costs an inference that only warms the caches."""
+TURN = 2
+"""Inferences of a turn at least, the one that warms the caches not counted."""
+SHARE = 2.0
+"""A candidate beside a reference gets so many times the time of one alone, the reference's turns included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What candidates are timed beside.
+
+    Attributes:
+        probe: Its engine, warmed up.
+        level_ms: Its latency at the machine's usual pace. It only sets the scale, and is the same for a whole search.
+    """
+
+    probe: Probe
+    level_ms: float
+
+
+def take_beside(
+    probe: Probe,
+    reference: Reference,
+    sampling: Sampling,
+    rival: Interval | None = None,
+    *,
+    machine: Machine | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Samples:
+    """Time an engine in turns with a reference that is always the same.
+
+    Every turn of the candidate lies between two of the reference. Its latency is the median of its inferences over the
+    mean of those two turns, times the level. Turns go on until the 95 % interval of their median is narrower than
+    `target`, the race is lost, or the time is up.
+
+    Args:
+        rival: The incumbent's latency in milliseconds, on the same scale.
+
+    Raises:
+        MeasureFailed: As `harness.measure.sampling.take`.
+    """
+    started_s = clock()
+    warmup, steady = warm_up(probe, sampling)
+    beside = [_turn(reference.probe)]
+    raw: list[float] = []
+    paced: list[float] = []
+    spent_ms, cap_ms = 0.0, SHARE * sampling.max_ms
+    saved = 0
+    while len(raw) < FIRST_LOOK or spent_ms < cap_ms:
+        raw.append(_turn(probe))
+        beside.append(_turn(reference.probe))
+        paced.append(raw[-1] * reference.level_ms / (0.5 * (beside[-2] + beside[-1])))
+        spent_ms += (TURN + 1) * (raw[-1] + beside[-1])
+        if len(raw) < FIRST_LOOK:
+            continue
+        median = median_ci(paced)
+        if median.relative_width <= sampling.target:
+            break
+        if rival is not None and median.low > rival.high * (1 + STEADY):
+            saved = math.floor((cap_ms - spent_ms) / spent_ms * len(raw)) * TURN if spent_ms < cap_ms else 0
+            break
+    refuse_jumps(raw)
+    return Samples(
+        latency_ms=tuple(paced),
+        raw_ms=tuple(raw),
+        beside_ms=tuple(beside),
+        warmup=warmup,
+        measure_s=max(0.0, clock() - started_s),
+        stable=steady,
+        saved=saved,
+        conditions=machine.read().facts() if machine is not None else {},
+    )
+
+
+def _turn(probe: Probe) -> float:
+    """Median latency of one turn; its first inference brings the engine back into the caches."""
+    first = read(probe, 1)[0]
+    return float(np.median(read(probe, max(TURN, math.ceil(TURN_MS / first)))))
