@@ -83,6 +83,9 @@ def write_calibration(images: Path, output: Path, preprocess: Mapping[str, Any],
     part = output.with_name(f"{output.name}.{os.getpid()}.part")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"-o {output}: cannot be written: {error.strerror or error}") from error
+    try:
         file = np.lib.format.open_memmap(part, mode="w+", dtype=np.float32, shape=(len(chosen), 3, *size))
         for row, index in enumerate(chosen):
             file[row] = prepare.prepare(data.image(int(index)), size).tensor

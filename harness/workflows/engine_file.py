@@ -45,7 +45,7 @@ class EngineFacts:
     @property
     def types(self) -> Types:
         """Element type and shape of each input."""
-        return {name: (kind, tuple(shape)) for name, (kind, shape) in self.inputs.items()}
+        return self.inputs
 
 
 def save_engine(model: Path, path: Path, facts: EngineFacts) -> EngineFacts:
@@ -83,9 +83,8 @@ def read_facts(path: Path) -> EngineFacts | None:
         body = json.loads(beside.read_text(encoding="utf-8"))
         if body.pop("schema") != SCHEMA:
             raise ValueError("another schema")
-        facts = EngineFacts(**body)
-        if not all(isinstance(kind, str) and all(isinstance(n, int) for n in s) for kind, s in facts.inputs.values()):
-            raise ValueError("inputs are no shapes")
+        inputs = {name: (str(kind), tuple(map(int, shape))) for name, (kind, shape) in body["inputs"].items()}
+        facts = EngineFacts(**{**body, "inputs": inputs, "precisions": tuple(body["precisions"])})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{beside}: damaged ({error}); build the engine again with qdq gen-trt-engine") from error
     if facts.sha256 != _sha256(path):

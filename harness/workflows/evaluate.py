@@ -28,7 +28,7 @@ from harness.workflows.spec import Dataset, EvaluateSection, Spec, section
 
 __all__ = ["Scored", "evaluate", "source_of"]
 
-LOST = 0.01
+LOST = 0.1
 """A float model that scores less has the classes of other labels, or another preprocessing: its evaluator says."""
 
 

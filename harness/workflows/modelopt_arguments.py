@@ -99,21 +99,21 @@ def modelopt_arguments(section: QuantizeSection, layers: Sequence[Layer], nodes:
     """
     check_arguments(section.backend_kwargs)
     mode = _mode(layers)
-    wanted = [layer for layer in layers if not _is_native(layer)]
-    native = [layer for layer in layers if _is_native(layer)]
-    out = skipped(nodes, section.skip_names)
+    found = assigned(nodes, layers, DEFAULT_OPS[mode])
+    native = [node for node, layer in zip(nodes, found, strict=True) if layer and _is_native(layer)]
+    wanted = [node for node, layer in zip(nodes, found, strict=True) if layer and not _is_native(layer)]
+    others = {node.op for node, layer in zip(nodes, found, strict=True) if layer is None or not _is_native(layer)}
+    whole = {node.op for node in native} - others
+    names = {node.name for node in native if node.op not in whole} | skipped(nodes, section.skip_names)
     arguments: dict[str, Any] = {
         "quantize_mode": mode,
         "calibration_method": METHODS[section.algorithm],
         "calibration_eps": providers(section.device),
         "log_level": "WARNING",
-        **_wanted(wanted, nodes, mode),
+        **_wanted([layer for layer in layers if not _is_native(layer)], nodes, wanted),
+        **({"op_types_to_exclude": sorted(whole)} if whole else {}),
+        **({"nodes_to_exclude": excluded(sorted(names - {""}))} if names - {""} else {}),
     }
-    kept = {node.name for node, layer in zip(nodes, assigned(nodes, native, ()), strict=True) if layer}
-    if ops := sorted({n.op for n in nodes if any(is_operator(layer, [n]) for layer in native)}):
-        arguments["op_types_to_exclude"] = ops
-    if names := sorted((out | kept) - {""}):
-        arguments["nodes_to_exclude"] = excluded(names)
     return {**arguments, **section.backend_kwargs}
 
 
@@ -157,10 +157,8 @@ def _mode(layers: Sequence[Layer]) -> str:
     return MODES[first]
 
 
-def _wanted(layers: Sequence[Layer], nodes: Sequence[Named], mode: str) -> dict[str, Any]:
+def _wanted(layers: Sequence[Layer], nodes: Sequence[Named], chosen: Sequence[Named]) -> dict[str, Any]:
     """Operators or nodes to quantize; nothing where ModelOpt's defaults are meant."""
-    found = assigned(nodes, layers, DEFAULT_OPS[mode])
-    chosen = [node for node, layer in zip(nodes, found, strict=True) if layer]
     if any(layer.module_name == EVERYTHING for layer in layers):
         return {}
     if not chosen:

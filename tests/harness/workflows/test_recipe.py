@@ -1,0 +1,44 @@
+"""The YOLO recipe: from a user's two paths to one table of mAP and latency."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from harness.cli import app
+from harness.run.check import check_experiment
+from harness.run.config import parse_experiment, to_yaml
+
+EXPERIMENTS = Path(__file__).resolve().parents[3] / "experiments"
+
+
+def recipe(detector: Path, coco: Path) -> str:
+    """The committed file with its two paths changed, as its own text says; and the preprocessing of the made-up images."""
+    text = (EXPERIMENTS / "yolo11_recipe.yaml").read_text(encoding="utf-8")
+    body = text[text.index("experiment:") :]
+    return body.replace("yolo11n.onnx", str(detector)).replace(" coco/", f" {coco}/").replace("count: 500", "count: 16")
+
+
+def test_two_paths_are_all_that_is_changed(detector: Path, coco: Path, tmp_path: Path) -> None:
+    config = parse_experiment(recipe(detector, coco), "recipe")
+    check_experiment(config, tmp_path)
+    assert config.precision == ("int8", "fp8")
+    assert {"all", "linear", "modelopt_ptq"} <= set(config.baselines)
+
+
+@pytest.mark.slow
+def test_the_recipe_ends_in_a_table_of_map_and_latency(detector: Path, coco: Path, tmp_path: Path) -> None:
+    """Cut to what a test has time for: no PTQ tools, two evaluations beyond the seeds."""
+    config = parse_experiment(recipe(detector, coco), "recipe")
+    changes = {"initial": "none", "baselines": ["all", "linear"], "precision": ["int8"], "searchers": ["random"],
+               "budget": {"evaluations": [2]}, "confirmation": {"builds": 3, "rounds": 2, "samples": 3}}  # fmt: skip
+    short = type(config).model_validate({**config.model_dump(), **changes})
+    (tmp_path / "recipe.yaml").write_text(to_yaml(short), encoding="utf-8")
+    done = CliRunner().invoke(app, ["run", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    table = (tmp_path / "out/report/main.md").read_text(encoding="utf-8")
+    for method in ("float", "all", "linear", "random"):
+        assert re.search(rf"\| {method} +\|.*\| mAP 0\.\d+ ", table), table
