@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 from harness.cuda.device import Cuda
 from harness.errors import CandidateError, MeasureFailed
@@ -62,16 +63,20 @@ class GpuTimer:
             is timed as it is.
         flush_bytes: Above 0: overwrite so much memory before each query, outside of its events, so that the L2 cache is
             cold. Such readings are of another kind: never put them beside warm ones.
+        stream: A stream that what is timed is bound to already; None: one of the timer's own.
 
     Attributes:
         why_eager: Why no graph was made; "" where there is one, or none was wanted.
     """
 
-    def __init__(self, cuda: Cuda, enqueue: Enqueue, *, graph: bool = True, flush_bytes: int = 0) -> None:
+    def __init__(
+        self, cuda: Cuda, enqueue: Enqueue, *, graph: bool = True, flush_bytes: int = 0, stream: Any = None
+    ) -> None:
         self._cuda = cuda
         self._enqueue = enqueue
         self._wanted = graph
         self._flush_bytes = flush_bytes
+        self._given = stream
         self._events: list[tuple[object, object]] = []
         self._graph: object | None = None
         self._scratch: object | None = None
@@ -79,8 +84,9 @@ class GpuTimer:
 
     def __enter__(self) -> GpuTimer:
         call, api = self._cuda.call, self._cuda.api
-        # The default stream would wait for others.
-        self._stream = call("cudaStreamCreateWithFlags", api.cudaStreamNonBlocking)
+        self._stream = self._given
+        if self._given is None:  # not the default stream, which would wait for others
+            self._stream = call("cudaStreamCreateWithFlags", api.cudaStreamNonBlocking)
         try:
             self._events = [(self._event(), self._event()) for _ in range(DEPTH + 1)]
             if self._flush_bytes:
@@ -106,7 +112,8 @@ class GpuTimer:
         for pair in self._events:
             for event in pair:
                 call("cudaEventDestroy", event)
-        call("cudaStreamDestroy", self._stream)
+        if self._given is None:
+            call("cudaStreamDestroy", self._stream)
 
     def read(self, n: int) -> Readings:
         """Time n queries.

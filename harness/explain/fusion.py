@@ -98,10 +98,19 @@ def _homes(layers: Sequence[Layer], asked: Asked) -> dict[str, Layer]:
     found: dict[str, Layer] = {}
     for layer in layers:
         computes = kind_of(layer, asked.pairs, asked.operators) == "compute"
-        for name in (*layer.origin, layer.name):
+        for origin in (*layer.origin, layer.name):
+            name = _node(origin, asked) if computes else origin
             if name in asked.linear and (computes or name not in found):
                 found[name] = layer
     return found
+
+
+def _node(origin: str, asked: Asked) -> str:
+    """The model's node that a name stands for: runtimes add parts, as in "MatMul_7/DequantizationMultiply"."""
+    name = origin
+    while name and name not in asked.operators:
+        name = name.rpartition("/")[0]
+    return name or origin
 
 
 def _why_float(name: str, asked: Asked, quantize_outputs: bool, precision: dict[str, str]) -> str:
