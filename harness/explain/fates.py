@@ -56,15 +56,17 @@ def fates_of(resolved: Resolved, model: Model, layers: Sequence[Layer]) -> Itera
     names = {node.name for node in model.nodes}
     for edge, precision in resolved:
         layer = owner.get(edge.consumer) if edge.consumer in names else None
-        if layer is None or not layer.precision:
-            fate = "unknown"
-        else:
-            fate = "fused" if is_low(layer.precision) else "alone"
         yield Fate(
             tensor=edge.tensor,
             consumer=edge.consumer,
             slot=edge.slot,
             precision=precision,
-            fate=fate,
+            fate=_fate(layer),
             layer="" if layer is None else f"{layer.kind} ({layer.precision})",
         )
+
+
+def _fate(layer: Layer | None) -> str:
+    if layer is None or not layer.precision:
+        return "unknown"
+    return "fused" if is_low(layer.precision) else "alone"

@@ -73,11 +73,9 @@ def _kept(cell: CellResults) -> dict[str, Any] | None:
         body = json.loads(path.read_text(encoding="utf-8"))
         if body["schema"] != SCHEMA:
             return None
-        current = {row for row, sha256 in body["rows"].items() if row in cell.rows and cell.rows[row].sha256 == sha256}
-        return {
-            "scene": dict(body["scene"]),
-            "marks": {row: body["marks"][row] for row in body["marks"].keys() & current},
-        }
+        shas = {row: facts.sha256 for row, facts in cell.rows.items()}
+        current = [row for row in body["marks"] if row in shas and body["rows"][row] == shas[row]]
+        return {"scene": dict(body["scene"]), "marks": {row: body["marks"][row] for row in current}}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.warning("%s: damaged, so there is no graph: %s", path, error)
         return None

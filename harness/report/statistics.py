@@ -74,8 +74,9 @@ def ranks_of(values: pd.DataFrame) -> Ranks:
     mean = dict(sorted(zip(map(str, values.columns), ranks.tolist(), strict=True), key=lambda pair: pair[1]))
     p_value = critical = None
     if blocks >= ENOUGH and methods > 2:
-        p_value = float(friedmanchisquare(*values.to_numpy(dtype=float).T).pvalue)
-        p_value = 1.0 if math.isnan(p_value) else p_value  # all methods equal in every block
+        with np.errstate(invalid="ignore"):  # all methods equal in every block
+            p_value = float(friedmanchisquare(*values.to_numpy(dtype=float).T).pvalue)
+        p_value = 1.0 if math.isnan(p_value) else p_value
         q = float(studentized_range.ppf(0.95, methods, np.inf)) / math.sqrt(2)
         critical = q * math.sqrt(methods * (methods + 1) / (6 * blocks))
     return Ranks(mean=mean, blocks=blocks, p_value=p_value, critical_difference=critical)

@@ -1,0 +1,195 @@
+"""What is said of searchers over all cells, of placements that were moved, and of fronts that grew."""
+
+import json
+import shutil
+from dataclasses import asdict
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from harness.api import Layer
+from harness.records import Asked, Measured, Told
+from harness.report.drawing import draw
+from harness.report.layers import waterfall_frame
+from harness.report.render import render, write_tables
+from harness.report.results import load
+from harness.report.scenes import graph_of
+from harness.report.study import ablation_frame, pair_frame, ranks, score_frame
+from harness.report.transfer import likeness_frame, transfer_frame
+from harness.report.volumes import volume_frame
+from harness.run.journal import Journal
+from harness.run.rows import Pick, write_json
+
+CELL = "net-openvino-int8"
+YAML = """
+experiment: small
+models: [{use: net.onnx, label: net}]
+backends: [{use: openvino, label: one}, {use: openvino, label: two}]
+searchers: [random, tpe, {use: tpe, label: bare, params: {n_startup_trials: 3}, without: [racing, retakes]}]
+baselines: [all]
+budget: {evaluations: [3]}
+seeds: [0, 1]
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+CHOSEN = {"random": ("bb", "bb"), "tpe": ("aa", "aa"), "bare": ("aa", "bb")}
+
+
+def write_search(path, latencies_ms):
+    with Journal(path, {}) as journal:
+        for number, ms in enumerate(latencies_ms):
+            origin = "seed:float" if not number else "searcher"
+            outcome = Measured(samples_ms=(ms,) * 7, build_s=1.0, measure_s=1.0, metrics={"top1": 0.8 - 0.01 * number})
+            journal.append(Asked(number=number, choices=(number,), digest=str(number), origin=origin))
+            journal.append(Told(number=number, outcome=outcome, elapsed_s=10.0 * (number + 1)))
+
+
+@pytest.fixture
+def study(tmp_path, cell_maker, confirmation_maker):
+    """Two cells of one model: tpe is best everywhere; what is best on one is second on two."""
+    (tmp_path / "experiment.yaml").write_text(YAML)
+    latency_ms = {
+        "one": {"A/A twin": 8.0, "float": 8.0, "all": 5.0, "aa": 4.0, "bb": 6.0, "cc": 7.0},
+        "two": {"A/A twin": 8.0, "float": 8.0, "all": 4.0, "aa": 2.0, "bb": 4.5, "cc": 7.5},
+    }
+    for label, confirmed in latency_ms.items():
+        cell = cell_maker(tmp_path, f"net-{label}-int8", precision="int8")
+        shutil.rmtree(cell / "runs")
+        (cell / "runs").mkdir()
+        picks = [Pick(method="float", kind="float", row="float"), Pick(method="all", kind="baseline", row="all")]
+        for method, rows in CHOSEN.items():
+            for seed, row in enumerate(rows):
+                curve = [8.0, 7.0, 6.0, 5.0] if method == "random" else [8.0, 4.0, 4.0, 4.0]
+                write_search(cell / "runs" / f"{method}-{seed}.jsonl", curve)
+                search_ms = 5.0 if method == "random" else 4.0
+                picks.append(
+                    Pick(method=method, kind="search", row=row, seed=seed, budget=3, search_ms=search_ms, minutes=1.0)
+                )
+        body = json.loads((cell / "rows.json").read_text())
+        extra = {**body["rows"][-1], "id": "cc", "file": "cc.onnx", "sha256": "sha of cc"}
+        write_json(cell / "rows.json", {"rows": [*body["rows"], extra], "picks": [asdict(pick) for pick in picks]})
+        confirmation_maker(cell, confirmed)
+    return tmp_path
+
+
+def test_scores_say_how_much_of_what_random_search_leaves_was_found(study):
+    found = score_frame(load(study)).set_index(["cell", "searcher"])["score"]
+    assert found["net-one-int8", "tpe"] == pytest.approx(1.0)
+    assert "random" not in found.index.get_level_values("searcher")
+
+
+def test_pairs_and_ranks_go_over_cells(study):
+    pairs = pair_frame(load(study)).set_index(["first", "second"])
+    assert pairs.loc[("random", "tpe"), "blocks"] == 2
+    assert pairs.loc[("random", "tpe"), "ratio"] == pytest.approx(np.sqrt(4 / 6 * 2 / 4.5))
+    assert pairs.loc[("random", "tpe"), "chance"] == 0.0
+    found = ranks(load(study))
+    assert list(found.mean) == ["tpe", "bare", "random"]
+    assert found.blocks == 2
+
+
+def test_variants_are_compared_with_the_plain_searcher(study):
+    found = ablation_frame(load(study)).to_dict("records")
+    assert len(found) == 1
+    row = found[0]
+    assert (row["reference"], row["variant"], row["cells"]) == ("tpe", "bare", 2)
+    assert row["params"] == "n_startup_trials=3, without=racing and retakes"
+    assert row["ratio"] < 1
+    assert row["chance"] == pytest.approx(0.25)
+
+
+def test_placements_are_followed_to_the_other_backend(study):
+    found = transfer_frame(load(study)).set_index(["source", "target"])
+    assert found.loc[("one", "one"), "share"] == pytest.approx(1.0)
+    assert found.loc[("one", "two"), "speedup"] == pytest.approx(4.0)
+    assert found.loc[("two", "one"), "speedup"] == pytest.approx(2.0)
+    assert set(found["row"]) == {"aa"}
+    alike = likeness_frame(load(study))
+    assert alike["rows"].item() == 4
+    assert alike["spearman"].item() == pytest.approx(1.0)
+
+
+def test_a_placement_that_was_brought_over_by_name_is_found(study):
+    cell = study / "net-two-int8"
+    body = json.loads((cell / "rows.json").read_text())
+    body["rows"] = [row for row in body["rows"] if row["id"] != "aa"]
+    picks = [pick for pick in body["picks"] if pick["row"] != "aa"]
+    brought = asdict(Pick(method="from_one", kind="baseline", row="cc"))
+    write_json(cell / "rows.json", {"rows": body["rows"], "picks": [*picks, brought]})
+    found = transfer_frame(load(study)).set_index(["source", "target"])
+    assert found.loc[("one", "two"), "row"] == "cc"
+    assert found.loc[("one", "two"), "speedup"] == pytest.approx(8 / 7.5)
+
+
+def test_the_front_grows_and_stays_a_share_of_its_box(study):
+    found = volume_frame(load(study).cells)
+    part = found[(found["cell"] == "net-one-int8") & (found["searcher"] == "random") & (found["seed"] == 0)]
+    assert part["volume"].is_monotonic_increasing
+    assert part["volume"].tolist() == pytest.approx([0.0, 1 / 8 * 2 / 3, 1 / 8 * 2 / 3 + 1 / 8 * 1 / 3, 1 / 8])
+    assert found["volume"].between(0, 1).all()
+
+
+def test_every_table_and_picture_of_a_study_is_written(study):
+    names = {table.name for table in write_tables(load(study), study / "report")}
+    assert {"score", "pairs", "ablation", "transfer", "volume"} <= names
+    text = (study / "report" / "pairs.md").read_text()
+    assert "No test: 2 cells are too few" in text
+    assert "Mean ranks over the 2 cells" in text
+    transfer = (study / "report" / "transfer.md").read_text()
+    assert "run on two" in transfer
+    assert "rank correlation of latencies on one and two: +1.00 over 4 placements" in transfer
+    pictures = draw(load(study), study / "report")
+    assert [picture.path.name for picture in pictures] == ["ranks.svg", "transfer-net-int8.svg"]
+    assert all(picture.path.with_suffix(".png").exists() for picture in pictures)
+
+
+def test_a_fresh_clone_renders_the_same_graph_without_the_models(with_models):
+    render(with_models)
+    page = (with_models / "report" / "index.html").read_text()
+    kept = (with_models / CELL / "graph.json").read_bytes()
+    shutil.rmtree(with_models / CELL / "models")
+    render(with_models)
+    assert (with_models / "report" / "index.html").read_text() == page
+    assert (with_models / CELL / "graph.json").read_bytes() == kept
+    body = json.loads(kept)
+    body["rows"]["all"] = "of another file"
+    (with_models / CELL / "graph.json").write_text(json.dumps(body))
+    render(with_models)
+    assert '"all":[[' not in (with_models / "report" / "index.html").read_text()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": 7}', '{"schema": 1, "rows": 3}'])
+def test_a_damaged_graph_costs_the_graph_alone(folder, text):
+    (folder / CELL / "graph.json").write_text(text)
+    assert graph_of(load(folder).cells[0]) is None
+
+
+def layer(name, time_ms, *origin, kind="Convolution"):
+    return Layer(name=name, kind=kind, precision="f32", time_ms=time_ms, origin=origin)
+
+
+def test_layers_that_share_a_node_are_one_part_of_the_waterfall():
+    before = [layer("c1", 3.0, "conv1", "relu1"), layer("c2", 2.0, "conv2")]
+    after = [
+        layer("q1", 1.0, "conv1", "x@qdq.s8"), layer("r1", 0.5, "relu1"), layer("c2", 0.8, "conv2"),
+        layer("re", 0.2, kind="Reorder"),
+    ]  # fmt: skip
+    found = waterfall_frame(before, after).set_index("part")
+    assert found.loc["Convolution relu1", ["before_ms", "after_ms"]].tolist() == pytest.approx([3.0, 1.5])
+    assert found.loc["added: Reorder", "change_ms"] == pytest.approx(0.2)
+    assert found["before_ms"].sum() == pytest.approx(5.0)
+    assert found["after_ms"].sum() == pytest.approx(2.5)
+    short = waterfall_frame(before, after, most=1)
+    assert short["part"].tolist()[1] == "all others (2)"
+    assert short["change_ms"].sum() == pytest.approx(-2.5)
+    assert waterfall_frame([layer("c1", None, "conv1")], after).empty
+
+
+def test_frames_of_a_study_are_there_in_python(study):
+    import harness.report
+
+    frames = harness.report.load(study)
+    assert isinstance(frames.transfer, pd.DataFrame)
+    assert len(frames.pairs) == 3
+    assert len(frames.scores) == 4
+    assert len(frames.ablation) == 1
