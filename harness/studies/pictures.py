@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,18 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
+from harness.records import Failed
 from harness.studies.landscape import Landscape, RandomCurve
 from harness.studies.noise import Components, Floats
 from harness.studies.replay import Replayed
+from harness.studies.sensitivity import Effect, Sensitivities, Unit
 
-__all__ = ["draw_curves", "draw_noise"]
+__all__ = ["draw_curves", "draw_noise", "draw_sensitivities"]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 """Told apart by colour-blind readers too (Okabe and Ito 2008)."""
+NAMED = 5
+"""Units with a name beside their dots."""
 LINES = ("-", "--", "-.", ":")
 
 
@@ -70,6 +74,45 @@ def draw_curves(landscape: Landscape, curve: RandomCurve, replayed: Sequence[Rep
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25)
         axes.legend(frameon=False)
+
+
+def draw_sensitivities(found: Sensitivities, path: Path) -> None:
+    """Fidelity lost against microseconds gained, one dot a unit: alone, and as what leaving it out gives and costs.
+
+    The colour is the role, the bars the 95 % intervals; the most rewarding units are named.
+
+    Args:
+        found: The units, best first.
+        path: PNG to write.
+    """
+    roles = list(dict.fromkeys(each.unit.role for each in found.units))
+    colours = {role: COLOURS[index % len(COLOURS)] for index, role in enumerate(roles)}
+    with _saved(path, columns=(2, 2)) as (left, right):
+        _dots(left, [(each.unit, each.alone) for each in found.units], 0.0, colours)
+        _dots(right, [(each.unit, each.left_out) for each in found.units], found.full_db or 0.0, colours)
+        left.set_title("alone in the float model")
+        left.set_ylabel("SQNR, dB (lower: more is lost)")
+        right.set_title("left out of the full model")
+        right.set_ylabel("SQNR regained, dB")
+        for role, colour in colours.items():
+            left.plot([], [], "o", color=colour, label=role)
+        left.legend(frameon=False, fontsize=7)
+
+
+def _dots(
+    axes: Any, effects: Sequence[tuple[Unit, Effect | Failed]], base_db: float, colours: Mapping[str, str]
+) -> None:
+    for rank, (unit, effect) in enumerate(effects):
+        if isinstance(effect, Failed) or effect.gain_us is None:
+            continue
+        gain, place = effect.gain_us, (effect.gain_us.value, effect.sqnr_db - base_db)
+        reach = [[max(0.0, gain.value - gain.low)], [max(0.0, gain.high - gain.value)]]
+        axes.errorbar(*place, xerr=reach, fmt="o", ms=4, color=colours[unit.role], linewidth=0.6, alpha=0.8)
+        if rank < NAMED:
+            axes.annotate(unit.name[:20], place, fontsize=6, xytext=(3, 3), textcoords="offset points")
+    axes.axvline(0, color="0.6", linewidth=0.8)
+    axes.set_xlabel("microseconds gained by quantizing it")
+    axes.grid(alpha=0.25)
 
 
 @contextmanager

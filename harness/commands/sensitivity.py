@@ -1,0 +1,63 @@
+"""`qdq sensitivity`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.commands.terminal import param_option, shape_option, table
+
+__all__ = ["sensitivity"]
+
+
+class By(StrEnum):
+    """What is quantized together."""
+
+    pattern = "pattern"
+    point = "point"
+
+
+def sensitivity(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="ONNX file, zoo:NAME, assets:PATH, or an experiment file (.yaml) with one cell.", show_default=False
+        ),
+    ],
+    by: Annotated[By, typer.Option(help="What is quantized, or left out, at a time.")] = By.pattern,
+    backend: Annotated[str | None, typer.Option(help="Benchmarker [default: openvino].", show_default=False)] = None,
+    param: Annotated[list[str] | None, typer.Option(help="Parameter of the backend, NAME=VALUE; repeat.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="Input shape as NAME:1x3x224x224; repeat per input.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="int8, fp8 or mixed [default: int8].", show_default=False)
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples that outputs are compared on.")] = 8,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder [default: sensitivity-MODEL-BACKEND-PRECISION].", show_default=False)
+    ] = None,
+) -> None:
+    """Show what each pattern, or each point, does to latency and fidelity: alone, and left out of a full model.
+
+    Writes a plot, and sensitivity.json, from which searches can start: {use: sensitivity, params: {path: ...}}.
+
+    Example: `qdq sensitivity zoo:resnet18 --param precision=f32`
+    """
+    from harness.show import Terminal
+    from harness.studies.cell import study_of
+    from harness.studies.sensitivity_report import sensitivity_report
+
+    study = study_of(
+        model,
+        backend=backend,
+        params=dict(param_option(text) for text in param or []),
+        shapes=dict(shape_option(text) for text in shape or []),
+        precision=precision,
+    )
+    folder = out or Path(f"sensitivity-{study.spec.name}")
+    with Terminal() as terminal:
+        header, rows, notes = sensitivity_report(study, by.value, folder, terminal, samples)
+    table(header, rows)
+    typer.echo("\n".join(notes))

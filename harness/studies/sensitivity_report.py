@@ -1,0 +1,66 @@
+"""Sensitivities as a table, a plot and JSON."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from harness.measure.stats import Interval
+from harness.records import Failed
+from harness.run.journal import writing
+from harness.run.observe import Observer
+from harness.studies.cell import Study
+from harness.studies.pictures import draw_sensitivities
+from harness.studies.sensitivity import By, Effect, Sensitivities, measure, to_json
+
+__all__ = ["sensitivity_report"]
+
+HEADER = ("unit", "precision", "role", "edges", "alone us [CI]", "alone dB", "left out us [CI]", "left out dB")
+
+
+def sensitivity_report(
+    study: Study, by: By, folder: Path, observer: Observer, samples: int
+) -> tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]:
+    """Measure, write `sensitivity.json` and `sensitivity.png` into a folder, and give the table with its notes.
+
+    Raises:
+        UserError: Anything in the study that cannot be used, or the folder cannot be written.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    found = measure(study, by, folder, observer, samples=samples)
+    to_json(found, folder / "sensitivity.json")
+    with writing(folder):
+        draw_sensitivities(found, folder / "sensitivity.png")
+    shutil.rmtree(folder / "work", ignore_errors=True)
+    return HEADER, [_row(found, index) for index in range(len(found.units))], list(_notes(found, folder))
+
+
+def _row(found: Sensitivities, index: int) -> tuple[str, ...]:
+    each = found.units[index]
+    unit = each.unit
+    left_out = each.left_out
+    regained = "-" if isinstance(left_out, Failed) else f"{left_out.sqnr_db - (found.full_db or 0.0):+.1f}"
+    alone = "-" if isinstance(each.alone, Failed) else f"{each.alone.sqnr_db:.1f}"
+    return unit.name, unit.precision, unit.role, str(unit.edges), _gain(each.alone), alone, _gain(left_out), regained
+
+
+def _gain(effect: Effect | Failed) -> str:
+    if isinstance(effect, Failed):
+        return f"failed: {effect.stage}"
+    return "accuracy only" if effect.gain_us is None else _shown(effect.gain_us)
+
+
+def _shown(interval: Interval) -> str:
+    return f"{interval.value:+.0f} [{interval.low:+.0f}, {interval.high:+.0f}]"
+
+
+def _notes(found: Sensitivities, folder: Path) -> list[str]:
+    full = "cannot be built" if found.full_db is None else f"has {found.full_db:.1f} dB"
+    notes = [
+        "Alone: quantized in the float model; microseconds gained and the SQNR that is left. Left out: of the model "
+        f"with everything quantized, which {full}; microseconds lost and SQNR regained. Best gain per noise first.",
+    ]
+    if found.calibrated_on == "random data":
+        notes.append("No calibration data given: fidelity on random data, not to be trusted.")
+    return [*notes, f"{folder / 'sensitivity.json'} and {folder / 'sensitivity.png'} have it all."]
