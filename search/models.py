@@ -48,7 +48,7 @@ class _Fitted:
     mean: float
     scale: float
     mix: Vector
-    root: Matrix
+    inverse: Matrix
     weights: Vector
 
 
@@ -73,7 +73,7 @@ class GaussianProcess:
         kernel = np.tensordot(mix, parts, axes=1)
         solved = [_solved(kernel + np.diag(nugget + noise), targets) for nugget in NUGGETS]
         _, root, weights = max(solved, key=lambda found: found[0])
-        self._fitted = _Fitted(rows, mean, scale, mix, root, weights)
+        self._fitted = _Fitted(rows, mean, scale, mix, np.linalg.inv(root), weights)
 
     def predict(self, rows: Described) -> tuple[Vector, Vector]:
         """See `Regressor`."""
@@ -81,7 +81,7 @@ class GaussianProcess:
         if fitted is None:
             raise ValueError("predict needs a fit first")
         across = np.tensordot(fitted.mix, _kernels(rows, fitted.rows), axes=1)
-        inner = np.linalg.solve(fitted.root, across.T)
+        inner = fitted.inverse @ across.T
         variance = np.maximum(fitted.mix @ _diagonals(rows) - (inner**2).sum(axis=0), 1e-10)
         return fitted.mean + fitted.scale * (across @ fitted.weights), fitted.scale * np.sqrt(variance)
 
@@ -89,7 +89,7 @@ class GaussianProcess:
 def _solved(covariance: Matrix, targets: Vector) -> tuple[float, Matrix, Vector]:
     """Log marginal likelihood but for a constant, Cholesky root of the covariance, weights of the observations."""
     root: Matrix = np.asarray(np.linalg.cholesky(covariance), dtype=np.float64)
-    weights: Vector = np.linalg.solve(root.T, np.linalg.solve(root, targets))
+    weights: Vector = np.linalg.solve(covariance, targets)
     evidence = -0.5 * float(targets @ weights) - float(np.log(np.diag(root)).sum())
     return round(evidence, 6), root, weights  # rounded: another library's last bit must not choose another nugget
 

@@ -21,7 +21,7 @@ def assign(placement: Placement, indices: Iterable[int], choice: int, space: Spa
     """The placement with one choice at all these dimensions, or their last one where they have fewer."""
     choices = list(placement.choices)
     for index in indices:
-        choices[index] = min(choice, space.sizes[index] - 1)
+        choices[index] = choice if choice < 2 else min(choice, space.sizes[index] - 1)  # every dimension has two
     return Placement(tuple(choices))
 
 

@@ -110,11 +110,11 @@ class AutoSearcher:
         advisor.learn(self._archive, list(self._asked.values()))
         base = self._archive.best(1)[0].placement
         moves = self._drawn_moves(self._candidates // 2)
-        near = [self._after(base, move) for move in moves]
-        first = list(dict.fromkeys([*near, *self._further()]))
+        near = {move: self._after(base, move) for move in moves}
+        first = list(dict.fromkeys([*near.values(), *self._further()]))
         advice = advisor.advise(first)
         gains = dict(zip(first, advice.worth, strict=True))
-        best_moves = sorted(moves, key=lambda move: -gains[self._after(base, move)])
+        best_moves = sorted(moves, key=lambda move: -gains[near[move]])
         second = list(dict.fromkeys(self._combined(base, best_moves[:PARTNERS], advisor)))
         pool = [(first, advice), (second, advisor.advise(second))] if second else [(first, advice)]
         fresh = [found for found in (_best_new(candidates, a, advisor) for candidates, a in pool) if found]
