@@ -142,8 +142,13 @@ def decode(text: str) -> Line:
 
 
 def _tuples(body: dict[str, Any]) -> dict[str, Any]:
-    return {key: _tuple(value) for key, value in body.items()}
+    for key, value in body.items():
+        if type(value) is list:
+            body[key] = _tuple(value)
+    return body
 
 
-def _tuple(value: Any) -> Any:
-    return tuple(_tuple(entry) for entry in value) if isinstance(value, list) else value
+def _tuple(value: list[Any]) -> tuple[Any, ...]:
+    if value and type(value[0]) is list:
+        return tuple(_tuple(entry) for entry in value)
+    return tuple(value)

@@ -115,8 +115,7 @@ class _Search:
         self._duplicates_in_a_row = 0
         self._best: Interval | None = None
         self._scored: list[Scored] = []
-        before = [entry.told.elapsed_s for entry in journal.entries if entry.told is not None]
-        self._spent_s = max(before, default=0.0)
+        self._spent_s = journal.elapsed_s
         self._started_s = time.monotonic()
 
     def run(self) -> None:

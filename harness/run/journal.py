@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import re
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
@@ -23,6 +25,7 @@ from harness.run.compare import refuse_changes
 
 __all__ = ["RETRY", "Entry", "Journal", "append_line", "cut_torn_line", "read_journal", "writing"]
 
+_HEAD = re.compile(rb'\{"kind":"(asked|told)","number":(\d+),')
 RETRY = "retry"
 """Origin of a proposal that is a failed one once more, because somebody asked for it; it costs no budget."""
 
@@ -36,7 +39,7 @@ class Entry:
 
 
 class Journal:
-    """An open journal: what was there already, and a handle that appends.
+    """An open journal: what was there already, read where it is asked for, and a handle that appends.
 
     Raises:
         UserError: The file belongs to another run (the difference is shown), to another schema, or
@@ -49,15 +52,20 @@ class Journal:
         if path.exists():
             cut_torn_line(path)
         fresh = not path.exists() or path.stat().st_size == 0
-        if fresh:
-            self.entries: tuple[Entry, ...] = ()
-        else:
+        self._before: _Entries | None = None
+        if not fresh:
             _check_header(path, fingerprint)
-            self.entries = tuple(read_journal(path))
+            self._before = _Entries(path)
+        self.entries: Sequence[Entry] = self._before or ()
         self._file = path.open("ab", buffering=0)
         if fresh:
             header = {"kind": "header", "schema": SCHEMA, "fingerprint": dict(fingerprint)}
             append_line(self._file, json.dumps(header, separators=(",", ":"), sort_keys=True), path)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Wall-clock that the run took so far, as the last outcome tells."""
+        return self._before.elapsed_s() if self._before else 0.0
 
     def append(self, line: Line) -> None:
         """Write one line; when this returns, an outcome is on the disk.
@@ -74,6 +82,73 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+        if self._before is not None:
+            self._before.close()
+
+
+class _Entries(Sequence[Entry]):
+    """Entries of a file, found by the places of their lines: a million lines are an index, not a million objects."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("rb")
+        self._asked = array("q")
+        self._told = array("q")
+        self._last = -1
+        place = len(self._file.readline())
+        for number, raw in enumerate(self._file, 2):
+            told, which = _head(raw, path, number)
+            places = self._told if told else self._asked
+            if told:
+                if which >= len(self._asked) or self._told[which] >= 0:
+                    raise UserError(f"{path}, line {number}: an outcome without its proposal")
+                places[which] = self._last = place
+            else:
+                if which != len(self._asked):
+                    raise UserError(f"{path}, line {number}: proposal {which} stands where {len(self._asked)} belongs")
+                self._asked.append(place)
+                self._told.append(-1)
+            place += len(raw)
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return tuple(self[each] for each in range(*index.indices(len(self))))
+        asked, told = self._line(self._asked[index]), self._told[index]
+        return Entry(asked=asked, told=None if told < 0 else self._line(told))
+
+    def elapsed_s(self) -> float:
+        """See `Journal`."""
+        return 0.0 if self._last < 0 else float(self._line(self._last).elapsed_s)
+
+    def _line(self, place: int) -> Any:
+        self._file.seek(place)
+        try:
+            return decode(self._file.readline().decode())
+        except ValueError as error:
+            raise _damaged(f"{self._path}, byte {place}", error) from error
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+
+def _head(raw: bytes, path: Path, number: int) -> tuple[bool, int]:
+    """Whether a line tells an outcome, and the number of its proposal; most of the line is not looked at."""
+    match = _HEAD.match(raw)
+    if match is not None:
+        return match[1] == b"told", int(match[2])
+    try:
+        line = decode(raw.decode())
+    except ValueError as error:
+        raise _damaged(f"{path}, line {number}", error) from error
+    return isinstance(line, Told), line.number
+
+
+def _damaged(where: str, error: ValueError) -> UserError:
+    return UserError(f"{where}: {error}; move the file away to start this run anew")
 
 
 @contextmanager
@@ -176,9 +251,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Line]]:
                 try:
                     yield number, decode(raw.decode())
                 except ValueError as error:
-                    raise UserError(
-                        f"{path}, line {number}: {error}; move the file away to start this run anew"
-                    ) from error
+                    raise _damaged(f"{path}, line {number}", error) from error
 
 
 def _read_header(raw: bytes, path: Path) -> Mapping[str, Any]:
