@@ -18,6 +18,7 @@ from harness.paths import locate
 from harness.run.foreign import Foreign
 from harness.run.observe import Observer
 from harness.run.plan import CellSpec
+from harness.run.prior import ladder, read_prior
 from harness.run.starts import ROLES, Start, placed
 from search.space import Edge, Placement, Space
 
@@ -42,7 +43,9 @@ def check_files(starts: Sequence[Start], base: Path) -> None:
     """
     imported(starts, base)
     for start in starts:
-        if start.use == "pattern_cache":
+        if start.use == "sensitivity":
+            read_prior(locate(start.params["path"], base))
+        elif start.use == "pattern_cache":
             read_cache(locate(start.params["path"], base))
 
 
@@ -78,6 +81,8 @@ class Seeding:
             yield start.name, trt_guide(self.space, self.model)
         elif start.use == "pattern_cache":
             yield from self._cached(start)
+        elif start.use == "sensitivity":
+            yield from self._ladder(start)
         elif start.name in self.foreign:
             yield from self._read_back(start.name, self.foreign[start.name].path)
         else:
@@ -101,8 +106,19 @@ class Seeding:
         found = placements(cache, self.space, origin, int(start.params.get("limit", 1)))
         if not found:
             self.observer.say(f"{self.model.source}: {start.name}: the pattern cache knows none of its patterns")
-        for rank, placement in enumerate(found, start=1):
-            yield (start.name if rank == 1 else f"{start.name}-{rank}"), placement
+        yield from _numbered(start, found)
+
+    def _ladder(self, start: Start) -> Iterator[tuple[str, Placement]]:
+        units = read_prior(locate(start.params["path"], self.base))
+        found = ladder(units, self.space, int(start.params.get("limit", 1)))
+        if not found:
+            self.observer.say(f"{self.model.source}: {start.name}: nothing in it gained that this model has")
+        yield from _numbered(start, found)
+
+
+def _numbered(start: Start, found: Sequence[Placement]) -> Iterator[tuple[str, Placement]]:
+    for rank, placement in enumerate(found, start=1):
+        yield (start.name if rank == 1 else f"{start.name}-{rank}"), placement
 
 
 def trt_guide(space: Space, model: Model) -> Placement:

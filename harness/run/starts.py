@@ -23,11 +23,12 @@ ROLES: Mapping[str, frozenset[str]] = {
 TOOLS = ("modelopt_ptq", "ort_static")
 """Placements of PTQ tools, made for each model."""
 
-FILES = ("import", "pattern_cache")
-"""Placements from a file, `params: {path: ...}`: a Q/DQ model of one's own, and what earlier searches learned."""
+FILES = ("import", "pattern_cache", "sensitivity")
+"""Placements from a file, `params: {path: ...}`: a Q/DQ model of one's own, what earlier searches learned, and what
+`qdq sensitivity` measured."""
 
 MOST = 32
-"""Placements that one pattern cache may give."""
+"""Placements that one file may give."""
 
 
 def _is_path(value: Any) -> bool:
@@ -48,6 +49,7 @@ _MEANT = {"path": "the name of a file", "limit": f"1 to {MOST}"}
 _PARAMS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "import": {"path": _is_path},
     "pattern_cache": {"path": _is_path, "limit": _is_limit},
+    "sensitivity": {"path": _is_path, "limit": _is_limit},
 }
 
 
