@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,10 +54,15 @@ def save_engine(model: Path, path: Path, facts: EngineFacts) -> EngineFacts:
         UserError: The runtime is not there, refuses the model, cannot write engines, or the folder cannot be made.
     """
     runtime = _runtime(facts.backend, facts.params)
+    save = getattr(runtime, "save", None)
+    if save is None:
+        raise UserError(
+            f"backend {facts.backend!r} cannot write engines to a file; use openvino, onnxruntime or tensorrt"
+        )
     candidate = Candidate(digest=model.stem, edges=(), source=lambda: model)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(runtime, candidate, path)
+        save(candidate, path)
         written = EngineFacts(**{**asdict(facts), "sha256": _sha256(path), "describe": dict(runtime.describe())})
         _beside(path).write_text(json.dumps({"schema": SCHEMA, **asdict(written)}, indent=1), encoding="utf-8")
     except CandidateError as error:
@@ -100,28 +104,15 @@ def load_engine(path: Path, facts: EngineFacts) -> tuple[Benchmarker, Artifact]:
     """
     runtime = _runtime(facts.backend, facts.params)
     load = getattr(runtime, "load", None)
-    candidate = Candidate(digest=path.stem, edges=(), source=lambda: path)
+    if load is None:
+        raise UserError(f"backend {facts.backend!r} cannot read engines from a file")
     try:
-        artifact: Artifact = runtime.build(candidate, path.parent) if load is None else load(path)
+        artifact: Artifact = load(path)
     except CandidateError as error:
         raise UserError(
             f"{path}: {error}; an engine runs with the version and on the kind of device that built it: build it again"
         ) from error
     return runtime, artifact
-
-
-def _write(runtime: Benchmarker, candidate: Candidate, path: Path) -> None:
-    """By the benchmarker's own `save`; an engine that can write itself (TensorRT's) needs none."""
-    save = getattr(runtime, "save", None)
-    if save is not None:
-        save(candidate, path)
-        return
-    with tempfile.TemporaryDirectory(prefix="qdq-engine-") as scratch:
-        engine = runtime.build(candidate, Path(scratch)).engine
-    if not hasattr(engine, "serialize"):
-        name = runtime.describe().get("name")
-        raise UserError(f"backend {name!r} cannot write engines to a file; use openvino, onnxruntime or tensorrt")
-    path.write_bytes(memoryview(engine.serialize()))
 
 
 def _runtime(use: str, params: dict[str, Any]) -> Benchmarker:

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from harness import zoo
-from harness.api import Accuracy, Artifact
+from harness.api import Accuracy
 from harness.cli import app
 from harness.errors import UserError
 from harness.graph.build import GraphBuilder
@@ -51,7 +51,9 @@ def quantized(detector: Path, calibration: Path, tmp_path_factory: pytest.TempPa
 quantize:
   model_path: {detector}
   backend: qdq
-  layers: [{{module_name: "[RST][el]*", activations: {{dtype: int8}}}}, {{module_name: Concat, activations: {{dtype: int8}}}}]
+  layers:
+    - {{module_name: "[RST][el]*", activations: {{dtype: int8}}}}
+    - {{module_name: Concat, activations: {{dtype: int8}}}}
 dataset: {{calibration_data: {calibration}}}
 """
     spec, folder = parse_spec(text, "s"), tmp_path_factory.mktemp("quantized")
@@ -92,7 +94,9 @@ def test_a_large_drop_names_layers_and_leaving_them_native_helps(
 quantize:
   model_path: {detector}
   backend: qdq
-  layers: [{{module_name: "[RST][el]*", activations: {{dtype: int8}}}}, {{module_name: Concat, activations: {{dtype: int8}}}}]
+  layers:
+    - {{module_name: "[RST][el]*", activations: {{dtype: int8}}}}
+    - {{module_name: Concat, activations: {{dtype: int8}}}}
   skip_names: {json.dumps(names)}
 dataset: {{calibration_data: {calibration}}}
 """
@@ -194,35 +198,13 @@ def test_engines_that_are_damaged_or_of_another_file(detector: Path, coco: Path,
         score(asked, tmp_path)
 
 
-class FakeEngine:
-    """What TensorRT's engine has."""
-
-    def serialize(self) -> bytes:
-        return b"plan"
-
-
-class FakeRuntime:
-    """A benchmarker without `save`, as TensorRT's is; another whose engine cannot write itself."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def build(self, candidate: Any, workdir: Path) -> Artifact:
-        return Artifact(engine=self._engine)
-
-    def describe(self) -> dict[str, Any]:
-        return {"name": "fake"}
-
-
-def test_engines_that_write_themselves(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backends_without_engine_files(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = EngineFacts(backend="fake", params={}, inputs={}, onnx_file="m", precisions=(), describe={})
-    monkeypatch.setattr(engine_file, "_runtime", lambda use, params: FakeRuntime(FakeEngine()))
-    written = engine_file.save_engine(small, tmp_path / "m.plan", facts)
-    assert (tmp_path / "m.plan").read_bytes() == b"plan"
-    assert read_facts(tmp_path / "m.plan") == written
-    monkeypatch.setattr(engine_file, "_runtime", lambda use, params: FakeRuntime(object()))
+    monkeypatch.setattr(engine_file, "_runtime", lambda use, params: object())
     with pytest.raises(UserError, match=r"backend 'fake' cannot write engines to a file; use openvino, onnxruntime"):
         engine_file.save_engine(small, tmp_path / "m.plan", facts)
+    with pytest.raises(UserError, match=r"backend 'fake' cannot read engines from a file"):
+        engine_file.load_engine(small, facts)
 
 
 def test_what_tensorrt_is_told(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

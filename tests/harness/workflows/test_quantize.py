@@ -194,6 +194,18 @@ def test_without_data_random_numbers_are_used_and_said(
     assert "random numbers are used (dummy data): do not trust any accuracy" in caplog.text
 
 
+def test_the_images_of_the_evaluation_are_taken_and_said(
+    detector: Path, coco: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = f"""
+quantize: {{model_path: {detector}, backend: qdq, layers: [{layer("Conv", INT8)}]}}
+dataset: {{test_data_sources: {{image_dir: {coco}/val2017}}, preprocess: shapes, samples: 2}}
+"""
+    spec = parse_spec(text, "s")
+    assert quantize(section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path).calibrated_on.startswith("2 sam")
+    assert "the accuracy on them will look better than it is on others" in caplog.text
+
+
 @pytest.mark.parametrize(
     "case",
     [

@@ -16,7 +16,7 @@ EXPERIMENTS = Path(__file__).resolve().parents[3] / "experiments"
 
 
 def recipe(detector: Path, coco: Path) -> str:
-    """The committed file with its two paths changed, as its own text says; and the preprocessing of the made-up images."""
+    """The committed file with its two paths changed, as its own text says."""
     text = (EXPERIMENTS / "yolo11_recipe.yaml").read_text(encoding="utf-8")
     body = text[text.index("experiment:") :]
     return body.replace("yolo11n.onnx", str(detector)).replace(" coco/", f" {coco}/").replace("count: 500", "count: 16")
