@@ -1,0 +1,43 @@
+"""Benchmarkers on a machine that has a simulated GPU and TensorRT: `use: fake_machine:TensorRT11`."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fake_cuda import FakeCuda
+from fake_trt import FakeTensorRT
+
+from harness.benchmarkers import tensorrt
+from harness.cuda.device import Cuda, Device
+from harness.tensorrt.cache import TimingCache
+from harness.tensorrt.library import open_library
+
+
+class TensorRT10(tensorrt.TensorRTBenchmarker):
+    """TensorRT 10 in this process."""
+
+    in_process = True
+    major: ClassVar[int] = 10
+
+    @cached_property
+    def _ready(self) -> Any:
+        api = FakeCuda()
+        fake = FakeTensorRT(self.major, api)
+        device = Device(
+            index=0, name="Fake GPU", uuid="", capability=(8, 9), l2_bytes=2**20, memory_bytes=2**30, driver="12.8"
+        )
+        cache = TimingCache("cold", Path(tempfile.gettempdir()) / "none")
+        return tensorrt._Ready(library=open_library(lambda: fake), cuda=Cuda(api), device=device, cache=cache)
+
+    def describe(self) -> dict[str, Any]:
+        """Without further float precisions: a row for each would be cast and built many times."""
+        return {name: value for name, value in super().describe().items() if name != "float_params"}
+
+
+class TensorRT11(TensorRT10):
+    """TensorRT 11 in this process."""
+
+    major = 11
