@@ -29,7 +29,7 @@ COLUMNS = (
     "cell", "model", "backend", "device", "precision", "quantized", "method", "latency_ms", "latency_low_ms",
     "latency_high_ms", "speedup", "speedup_low", "speedup_high", "metric", "score", "drop", "drop_low", "drop_high",
     "pairs", "builds_ok", "builds", "minutes", "verdict", "reason", "decision", "seed", "budget", "search_ms",
-    "shrinkage", "row", "sha256", "best", "tied",
+    "shrinkage", "scored", "agreement", "row", "sha256", "best", "tied",
 )  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def _missing(facts: dict[str, Any], method: str) -> dict[str, Any]:
 def _obeys(cell: CellResults, line: Mapping[str, Any]) -> bool:
     """The bound on accuracy, where there is one, was looked at and holds."""
     goal = cell.goal
-    return goal.metric is None or (line["score"] is not None and goal.violation({goal.metric: line["score"]}) == 0.0)
+    return goal.metric is None or (line["drop"] is not None and goal.excess(line["drop"]) == 0.0)
 
 
 def _decision(cell: CellResults, line: Mapping[str, Any]) -> str:
@@ -172,6 +172,8 @@ def _line(cell: CellResults, pick: Pick) -> dict[str, Any]:
         "budget": pick.budget,
         "search_ms": pick.search_ms,
         "shrinkage": _shrinkage(cell, pick),
+        "scored": pick.scored,
+        "agreement": pick.agreement,
         "row": pick.row,
         "sha256": None if row is None else row.sha256,
     }

@@ -69,8 +69,25 @@ def main_note(results: Results) -> str:
     ]
     if random:
         lines.append(f"Calibrated on random data (no accuracy): {', '.join(random)}.")
+    if halves := [cell.name for cell in results.cells if cell.facts.get("halves")]:
+        lines.append(
+            f"Searches saw one half of the evaluator's data, scores and drops are of the other: {', '.join(halves)}."
+        )
+    lines += [f"Full evaluations of {cell.name}: {text}." for cell in results.cells if (text := _looks(cell))]
     lines += [f"Calibration of {c.name}: {text}." for c in results.cells for text in c.remarks]
     return "\n".join([*lines, *filter(None, [partial(results)])])
+
+
+def _looks(cell: CellResults) -> str:
+    """How often each search looked at the metric, and how far its proxy agreed; "" where none did."""
+    largest = max((pick.budget or 0 for pick in cell.picks), default=0)
+    picks = [p for p in cell.picks if p.rank == 0 and p.budget == largest and p.scored is not None]
+    shown = [
+        f"{pick.method} {pick.scored} of {largest}"
+        + ("" if pick.agreement is None else f" (rank correlation of proxy and metric {pick.agreement:+.2f})")
+        for pick in picks
+    ]
+    return ", ".join(shown)
 
 
 def _denominator(cells: Iterable[CellResults]) -> str:
