@@ -1,0 +1,152 @@
+"""--accept-changes, --retry-failed, and who holds a results folder: what a user sees when an experiment goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from harness.cli import main
+from harness.graph.build import GraphBuilder
+from harness.report.frames import main_frame
+from harness.report.results import load
+from harness.run.claim import claimed
+from harness.run.config import load_experiment
+from harness.run.journal import RETRY, read_journal
+
+EXPERIMENT = """
+experiment: small
+models: [{use: net.onnx, calibration: {samples: 2}}]
+backends: [{use: simulated, params: {seed: 5, noise: 0.0, failure_rate: 0.3}}]
+searchers: [random]
+initial: [float, linear]
+baselines: [linear]
+budget: {evaluations: [12]}
+seeds: [0]
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+CELL = "net-simulated-int8"
+
+
+def qdq(*arguments: str) -> int:
+    try:
+        main(list(arguments))
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sections")
+    builder = GraphBuilder("net", seed=1)
+    x = builder.input("x", (1, 3, 16, 16))
+    for channels in (8, 8, 12):
+        x = builder.op("Relu", builder.conv(x, channels, 3, pad=1))
+    builder.output(builder.op("GlobalAveragePool", x))
+    builder.save(folder / "net.onnx")
+    (folder / "small.yaml").write_text(EXPERIMENT)
+    assert qdq("run", str(folder / "small.yaml"), "--out", str(folder / "out")) == 0
+    return folder
+
+
+@pytest.fixture
+def copy(done: Path, tmp_path: Path) -> Path:
+    shutil.copytree(done, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def age(copy: Path) -> None:
+    """As if the results were begun with another version of NumPy."""
+    path = copy / "out" / CELL / "env.json"
+    facts = json.loads(path.read_text())
+    facts["packages"]["numpy"] = "1.0"
+    path.write_text(json.dumps(facts))
+
+
+def test_changed_versions_are_refused_with_the_difference_and_the_way_on(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    age(copy)
+    assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 2
+    error = capsys.readouterr().err
+    assert "packages.numpy: '1.0' -> " in error
+    assert "--accept-changes" in error
+
+
+def test_an_accepted_change_begins_a_new_section_of_the_table(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    age(copy)
+    before = (copy / "out" / CELL / "runs" / "random-0.jsonl").read_bytes()
+    assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out"), "--accept-changes") == 0
+    assert f"accepted: {CELL}.1 keeps what was measured before" in capsys.readouterr().err
+    assert (copy / "out" / f"{CELL}.1" / "runs" / "random-0.jsonl").read_bytes() == before
+    frame = main_frame(load(copy / "out"))
+    assert set(frame["cell"]) == {CELL, f"{CELL}.1"}
+    assert (frame.groupby("cell")["method"].count() == 3).all()
+    assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0, "and it goes on without the flag"
+
+
+def test_more_seeds_go_on_with_what_is_there(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (copy / "small.yaml").write_text(EXPERIMENT.replace("seeds: [0]", "seeds: [0, 1]"))
+    assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 2
+    assert "different: seeds); use another --out, or --accept-changes" in capsys.readouterr().err
+    before = (copy / "out" / CELL / "runs" / "random-0.jsonl").read_bytes()
+    assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out"), "--accept-changes") == 0
+    assert (copy / "out" / CELL / "runs" / "random-0.jsonl").read_bytes() == before
+    assert (copy / "out" / CELL / "runs" / "random-1.jsonl").exists()
+    assert not (copy / "out" / f"{CELL}.1").exists(), "nothing that was measured became another thing"
+    assert "seeds:\n- 0\n" in (copy / "out" / "experiment.1.yaml").read_text()
+
+
+def test_another_executor_is_the_same_experiment_unless_the_window_differs(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(copy / "out")
+    (copy / "small.yaml").write_text(f"{EXPERIMENT}executor: {{use: local, workers: 3, window: 1}}\n")
+    assert qdq("run", str(copy / "small.yaml"), "--out", out) == 0
+    (copy / "small.yaml").write_text(f"{EXPERIMENT}executor: {{use: local, workers: 2}}\n")
+    assert qdq("run", str(copy / "small.yaml"), "--out", out) == 2
+    assert "window: None -> 3" in capsys.readouterr().err
+
+
+def test_failed_trials_are_tried_once_more_when_asked(copy: Path) -> None:
+    path = copy / "out" / CELL / "runs" / "random-0.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    failed = sum('"status":"failed"' in line for line in lines)
+    assert failed
+    assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out"), "--retry-failed") == 0
+    retried = [entry for entry in read_journal(path) if entry.asked.origin == RETRY]
+    assert len(retried) == failed
+    assert path.read_text().startswith("".join(lines)), "what was there stays there"
+    assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0
+
+
+def test_who_holds_a_folder_is_said(done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with claimed(tmp_path / "out", load_experiment(done / "small.yaml")):
+        assert qdq("run", str(done / "small.yaml"), "--out", str(tmp_path / "out")) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert re.search(rf"process {os.getpid()} of \w+ on \S+, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d", error)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system that nobody can write to")
+def test_a_read_only_folder_is_said_at_once(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert qdq("run", str(done / "small.yaml"), "--out", "/proc/self/out") == 2
+    error = capsys.readouterr().err
+    assert "/proc/self/out: cannot be written (" in error
+    assert "use another --out" in error
+
+
+def test_a_clock_that_jumps_changes_nothing(done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    now, calls = time.time(), iter(range(10**9))
+    monkeypatch.setattr(time, "time", lambda: now + (-1) ** next(calls) * 86400.0)
+    assert qdq("run", str(done / "small.yaml"), "--out", str(tmp_path / "out")) == 0
+    frames = [main_frame(load(out)).drop(columns="minutes").astype(str) for out in (done / "out", tmp_path / "out")]
+    assert frames[0].equals(frames[1])
+    minutes = main_frame(load(tmp_path / "out"))["minutes"].dropna()
+    assert ((minutes >= 0) & (minutes < 10)).all()
