@@ -7,7 +7,7 @@ loaded, and evaluators are made. Nothing is built or measured, and no image is p
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from harness import registry, zoo
 from harness.api import PeerTask
 from harness.errors import CandidateError, UserError, nearest
-from harness.evaluators.datasets import Arrays, Dataset, open_data
+from harness.evaluators.datasets import HALVES, Arrays, Dataset, open_data
 from harness.evaluators.feeding import batches
 from harness.evaluators.inputs import evaluator_params
 from harness.evaluators.intervals import too_few
@@ -64,7 +64,8 @@ def check_experiment(experiment: Experiment, base: Path) -> tuple[str, ...]:
         _check_objective(experiment.objective, model)
         with _at(f"model {model.name!r}"):
             _check_model(model, base, data)
-            remarks += [f"model {model.name!r}: {remark}" for remark in _remarks(model, base, data)]
+            halves = HALVES if experiment.objective.halves else (None,)
+            remarks += [f"model {model.name!r}: {remark}" for remark in _remarks(model, base, data, halves)]
     return tuple(remarks)
 
 
@@ -150,8 +151,11 @@ def _check_evaluator(evaluator: Use, preprocess: Use | None, data: _Data) -> Non
         registry.check_params("decoder", name, settings, given=("outputs", "prepared", "size"))
 
 
-def _remarks(model: ModelSpec, base: Path, data: _Data) -> Iterator[str]:
+def _remarks(model: ModelSpec, base: Path, data: _Data, halves: Sequence[str | None]) -> Iterator[str]:
     """Give the model its data, where there are some.
+
+    Args:
+        halves: Those of the evaluator's data that are used; None: all of it.
 
     Raises:
         UserError: Data and model do not fit.
@@ -166,14 +170,19 @@ def _remarks(model: ModelSpec, base: Path, data: _Data) -> Iterator[str]:
             with _at("calibration"):
                 batches(data.check(model.calibration.data), preprocess, input_types(loaded), model.calibration.samples)
         with _at("evaluator"):
-            use = evaluator_use(model, loaded, base, Path(scratch))
-            if use is None:
-                return
-            made = registry.guarded(f"evaluator {use.use!r}", lambda: registry.create("evaluator", use.use, use.params))
+            uses = [evaluator_use(model, loaded, base, Path(scratch), half) for half in halves]
+            made = [_made(use) for use in uses if use is not None]
+    if not made:
+        return
     if model.calibration.data is None:
         yield "no calibration data given, random data is used: do not trust any accuracy"
-    if isinstance(made, Sized) and (note := too_few(len(made))):
-        yield f"evaluator: {note}"
+    for half, evaluator in zip(halves, made, strict=True):
+        if isinstance(evaluator, Sized) and (note := too_few(len(evaluator))):
+            yield f"evaluator{'' if half is None else f', {half} half'}: {note}"
+
+
+def _made(use: Use) -> Any:
+    return registry.guarded(f"evaluator {use.use!r}", lambda: registry.create("evaluator", use.use, use.params))
 
 
 class _Data:

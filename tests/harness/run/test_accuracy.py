@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,16 @@ def test_a_run_that_goes_on_asks_nobody_twice(front: Path, folder: Path) -> None
     before = {path: path.read_bytes() for path in (*front.glob("runs/*"), front / "accuracy.json")}
     assert qdq("run", str(folder / "front.yaml"), "--out", str(folder / "front")) == 0
     assert before == {path: path.read_bytes() for path in before}
+
+
+def test_a_half_with_few_samples_is_named_beforehand(folder: Path, capsys: Any) -> None:
+    file = folder / "few.yaml"
+    text = EXPERIMENT.replace("OBJECTIVE", "{max_drop: 0.1, halves: true}").replace("SEARCHER", "random")
+    file.write_text(text.replace("path: labelled.npz", "path: labelled.npz, count: 30"))
+    assert qdq("run", str(file), "--check") == 0
+    error = capsys.readouterr().err
+    assert re.search(r"model 'net': evaluator, search half: only \d+ images: the interval is too wide", error)
+    assert re.search(r"model 'net': evaluator, report half: only \d+ images: the interval is too wide", error)
 
 
 @pytest.fixture
