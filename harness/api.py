@@ -74,7 +74,11 @@ class Layer:
 
 
 class Probe(Protocol):
-    """An opened engine, ready to run."""
+    """An opened engine, ready to run.
+
+    One that knows what its device did (a GPU's clocks, heat) has `conditions() -> Mapping[str, float]`, asked after
+    readings were taken.
+    """
 
     def sample(self, n: int) -> Sequence[float]:
         """Run n inferences on fixed inputs and return the latency of each, in milliseconds."""
@@ -142,6 +146,7 @@ class Peer(Protocol):
        Each model is told before the next is asked for, and costs what any evaluation costs.
     2. The same task and the same tells give the same files, byte for byte: a run is resumed by running it again.
     3. `BuildFailed`, raised on entering or asking, ends the peer's search and nothing else.
+    4. One that an experiment names as `package.module:Class` has the class attribute `kind = "peer"`.
     """
 
     def ask(self) -> Path | None:

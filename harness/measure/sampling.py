@@ -53,7 +53,7 @@ class Samples:
         measure_s: Wall-clock of it all.
         stable: Warm-up ended in a steady state, and nothing speaks against the readings that count.
         saved: Inferences that racing saved, an estimate.
-        conditions: Clock in MHz, temperature in °C, load average; those that can be read.
+        conditions: Clock in MHz, temperature in °C, load average; those that can be read; and what the probe tells.
     """
 
     latency_ms: tuple[float, ...]
@@ -158,7 +158,8 @@ def _series(probe: Probe, sampling: Sampling, rival: Interval | None, machine: M
     readings, saved = _collect(probe, sampling, rival)
     after = machine.read()
     trouble = disturbance(before, after) or _drift(readings)
-    return _Series(readings=readings, saved=saved, trouble=trouble, conditions=after.facts())
+    own = getattr(probe, "conditions", dict)
+    return _Series(readings=readings, saved=saved, trouble=trouble, conditions={**after.facts(), **own()})
 
 
 def _collect(probe: Probe, sampling: Sampling, rival: Interval | None) -> tuple[list[float], int]:

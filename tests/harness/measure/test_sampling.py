@@ -234,3 +234,18 @@ def test_fixed_inputs_are_the_same_each_time_and_fit_every_type() -> None:
 def test_text_inputs_are_refused() -> None:
     with pytest.raises(MeasureFailed, match=r"input 'words' is of type 'str256': .* cannot be timed"):
         fixed_inputs({"words": (np.dtype("U8"), (1,))})
+
+
+def test_a_probe_may_tell_what_its_device_did() -> None:
+    class Telling:
+        def sample(self, n: int) -> list[float]:
+            return [1.0] * n
+
+        def infer(self, feeds: object) -> dict[str, object]:
+            return {}
+
+        def conditions(self) -> dict[str, float]:
+            return {"gpu_mhz": 1980.0}
+
+    samples = take(Telling(), Sampling(warmup_ms=0, min_samples=3, max_samples=3), machine=Machine())
+    assert samples.conditions["gpu_mhz"] == 1980.0
