@@ -26,7 +26,7 @@ FINGERPRINT = (
     "model_sha256", "backend", "precision", "space", "dialect", "calibration", "ranges", "sampling", "goal",
     "evaluator", "preprocess", "qdq_bench",
 )  # fmt: skip
-PASSING = ("load_average",)
+PASSING = ("load_average", "mhz", "temperature_c", "clocks.sm", "temperature.gpu", "power.draw")
 """Of an environment: differs from minute to minute."""
 NOTE = (
     "Ratio: latency in the first folder over that in the second, so above 1 the second is faster; 95 % interval, "
@@ -173,5 +173,11 @@ def differences(first: Results, second: Results) -> Iterator[str]:
 
 
 def _facts(cell: CellResults) -> dict[str, Any]:
-    lasting = {key: value for key, value in cell.environment.items() if key not in PASSING}
-    return {"environment": lasting, **{key: cell.facts.get(key) for key in FINGERPRINT}}
+    return {"environment": _lasting(cell.environment), **{key: cell.facts.get(key) for key in FINGERPRINT}}
+
+
+def _lasting(facts: Any) -> Any:
+    """Facts without those that pass."""
+    if isinstance(facts, Mapping):
+        return {key: _lasting(value) for key, value in facts.items() if key not in PASSING}
+    return [_lasting(value) for value in facts] if isinstance(facts, list) else facts
