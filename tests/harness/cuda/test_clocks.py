@@ -1,0 +1,74 @@
+"""What NVML tells of a GPU, through a stand-in; and what is left where it tells nothing."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness.cuda.clocks import Clocks
+
+
+class Nvml(SimpleNamespace):
+    """The module pynvml of a machine with one GPU.
+
+    Args:
+        reasons: Bits of what holds the clocks back.
+        old: Knows NVML's older word for them alone.
+    """
+
+    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
+
+    class NVMLError(Exception):
+        """An error of NVML."""
+
+    def __init__(self, reasons: int = 0, old: bool = False) -> None:
+        name = "Throttle" if old else "Event"
+        super().__init__(**{f"nvmlDeviceGetCurrentClocks{name}Reasons": lambda handle: reasons})
+
+    def nvmlInit(self) -> None:
+        """Nothing to do."""
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if uuid != "GPU-1":
+            raise self.NVMLError("Not Found")
+        return uuid
+
+    def nvmlDeviceGetClockInfo(self, handle: str, kind: int) -> int:
+        return {1: 1980, 2: 2619}[kind]
+
+    def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:
+        return 41
+
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> Any:
+        raise self.NVMLError("Not Supported")
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_clocks_heat_and_what_holds_them_back(old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(reasons=0x1 | 0x4 | 0x40, old=old))
+    found = Clocks("GPU-1").read()
+    assert found.held_back == ("power cap", "heat (hardware)")  # idleness is no reason
+    assert found.facts() == {
+        "gpu_mhz": 1980.0,
+        "gpu_memory_mhz": 2619.0,
+        "gpu_temperature_c": 41.0,
+        "gpu_held_back": 2.0,
+    }
+
+
+@pytest.mark.parametrize("module", [None, Nvml()])
+def test_nothing_is_told_without_nvml_or_of_another_gpu(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    assert Clocks("GPU-2").read().facts() == {}
+
+
+def test_the_real_module_has_these_names() -> None:
+    pynvml = pytest.importorskip("pynvml")
+    names = ("nvmlInit", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetClockInfo", "nvmlDeviceGetTemperature",
+             "nvmlDeviceGetPowerUsage", "nvmlDeviceGetCurrentClocksEventReasons", "NVML_CLOCK_SM", "NVML_CLOCK_MEM",
+             "NVML_TEMPERATURE_GPU", "NVMLError")  # fmt: skip
+    assert [name for name in names if not hasattr(pynvml, name)] == []
+    assert Clocks("GPU-none").read().facts() == {}
