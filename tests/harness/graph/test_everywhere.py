@@ -1,0 +1,57 @@
+"""Every model of the zoo and of the assets, in every dialect, at every precision: the whole way there and back."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness import zoo
+from harness.graph.dialects import ONNXRUNTIME, OPENVINO, TENSORRT
+from harness.graph.diff import diff
+from harness.graph.importer import import_qdq
+from harness.graph.insert import Inserter
+from harness.graph.load import load
+from harness.graph.regions import discover
+from harness.graph.space import build_space
+
+CASES = [(OPENVINO, "int8"), (OPENVINO, "fp8"), (ONNXRUNTIME, "int8"), (TENSORRT, "int8"), (TENSORRT, "fp8")]
+SHAPES = {
+    "deit_tiny_patch16_224": {"input": "1x3x224x224"},
+    "mobilenet_v1_0.75_224": {"input": "1x3x224x224"},
+    "squeezenet1.1": {"data": "1x3x224x224"},
+}
+ASSETS = ("deeplabv3_mnv2_voc_513", "nanodet_m_320", "yolox_nano", *SHAPES)
+LONGER = {"resnet50", "encoder48"}
+"""They have the blocks of resnet18 and encoder6."""
+
+
+def assert_there_and_back(path: Path) -> None:
+    model = load(path, source=path.stem, shapes=SHAPES.get(path.stem, {}), min_opset=19)
+    root = discover(model)
+    assert sorted(node for leaf in root.leaves() for node in leaf.nodes) == list(range(len(model.nodes)))
+    ranges = {tensor: (-1.0, 2.0) for tensor in model.types}
+    for dialect, precision in CASES:
+        space = build_space(model, dialect, precisions=(precision,), root=root)
+        inserter = Inserter(model, dialect, ranges)
+        for placement in (space.everywhere(), space.random(np.random.default_rng(0))):
+            asked = space.resolve(placement)
+            proto = inserter.insert(asked)
+            assert diff(asked, proto) == ((), ())
+            found = import_qdq(proto, model)
+            assert found == dict(asked)
+            assert space.digest(space.nearest(found)) == space.digest(placement)
+
+
+@pytest.mark.parametrize("name", [name for name in zoo.names() if name not in LONGER])
+def test_models_of_the_zoo(name: str, tmp_path: Path) -> None:
+    assert_there_and_back(zoo.write(name, tmp_path / f"{name}.onnx"))
+
+
+@pytest.mark.assets
+@pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
+@pytest.mark.parametrize("name", ASSETS)
+def test_real_models(name: str) -> None:
+    assert_there_and_back(Path(os.environ["QDQ_ASSETS"]) / "models" / f"{name}.onnx")
