@@ -106,7 +106,7 @@ def anytime(
         axes.set_ylabel("speedup over the float baseline")
         axes.set_title(title)
         axes.xaxis.set_major_locator(MaxNLocator(integer=over == "evaluations"))
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, loc="lower right")
 
 
 def _legend_of(confirmed: pd.DataFrame | None) -> str:

@@ -38,7 +38,7 @@ def waterfall(parts: pd.DataFrame, title: str, path: Path) -> None:
         labels = ["float", *(name_lines(name[:60], 34) for name in parts["part"]), "this placement"]
         axes.set_yticks(range(len(labels)), labels, fontsize=7.5)
         axes.set_ylim(len(labels) - 0.4, -0.6)
-        axes.set_xlim(0, 1.15 * max(before, after))
+        axes.set_xlim(0, 1.25 * max(before, after))
         axes.set_xlabel("time of the layers as the runtime counts it, ms\nblue: shorter; orange, hatched: longer")
         axes.set_title(title)
 

@@ -111,4 +111,4 @@ def volumes(
         axes.set_ylabel("hypervolume of latency and accuracy")
         axes.set_title(title)
         axes.xaxis.set_major_locator(MaxNLocator(integer=over == "evaluations"))
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, loc="lower right")

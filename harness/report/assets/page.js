@@ -24,12 +24,13 @@ for (const table of document.querySelectorAll("table.sortable")) {
 }
 
 for (const host of document.querySelectorAll("[data-charts]")) {
-  const { charts } = cells[Number(host.dataset.charts)];
+  const { charts } = cells[Number(host.dataset.charts)], drawn = [...host.children];
   anytimeChart(host, charts, "evaluations", colours);
   anytimeChart(host, charts, "minutes", colours);
   volumeChart(host, charts, colours);
   latencyChart(host, charts, colours);
   paretoChart(host, charts, colours);
+  host.append(...drawn);
   if (!host.childElementCount) host.append(element("p", { class: "quiet" }, "Nothing to draw yet."));
 }
 

@@ -6,7 +6,9 @@ import shutil
 
 import pytest
 
+from harness.measure.stats import Interval
 from harness.report import render
+from harness.report.explained import Effect, Explanation, write_explanation
 from harness.report.page import index
 from harness.report.results import load
 from harness.report.scenes import graph_of
@@ -138,3 +140,24 @@ def test_a_legend_switches_its_series_off(folder, browser):
     browser.run(f"{key}.click()")
     assert browser.run(f"{key}.getAttribute('aria-pressed')") == "false"
     assert browser.run("[...document.querySelectorAll('svg g')].some(g => g.style.display === 'none')")
+
+
+def test_what_was_explained_is_told_where_it_is_clicked(with_models, browser):
+    scene = graph_of(load(with_models).cells[0])["scene"]
+    place, pattern = next((i, p) for i, p in enumerate(scene["patterns"]) if p["points"])
+    known = {"pattern": pattern["signature"], "operators": "Conv", "pairs": 2}
+    ratio = Interval(value=1.25, low=1.2, high=1.3)
+    found = Explanation(
+        row="aa", sha256="sha of aa", method="random", pairs=5, speedup=ratio, floor=0.01, minimal=None,
+        patterns=(Effect(part=pattern["signature"], ratio=ratio, **known),),
+        points=(Effect(part=pattern["points"][0]["name"], ratio=None, reason="<b>gone</b>", **known),),
+    )  # fmt: skip
+    write_explanation(found, with_models / CELL)
+    browser.open(page_of(with_models))
+    region = next(i for i, region in enumerate(scene["regions"]) if region[4] == place)
+    facts = f"regionFacts(cells[0].graph.scene, {region}, cells[0].graph.marks.{{0}}, cells[0].effects.{{0}})"
+    said = browser.run(f"{facts.format('aa')}.map(e => e.textContent).join(' | ')")
+    assert "Effect: without it +25.0 % [+20.0, +30.0] time" in said
+    assert "not measured: <b>gone</b>" in said
+    assert "not measured for this row" in browser.run(f"{facts.format('all')}.map(e => e.textContent).join(' | ')")
+    assert browser.errors == []
