@@ -60,13 +60,16 @@ def _plugins(kind: str, installed: Callable[..., Iterable[EntryPoint]], path: tu
 
 
 def kind_of(use: str, kinds: Sequence[str]) -> str:
-    """Of which of several kinds a plug-in is; `package.module:Attribute` is of the first.
+    """Of which of several kinds a plug-in is.
+
+    What `package.module:Attribute` names may have an attribute `kind` that says so; it is of the first kind otherwise.
 
     Raises:
-        UserError: Of none of them; the text gives the nearest names of all.
+        UserError: Of none of them (the text gives the nearest names of all), or it cannot be loaded.
     """
     if ":" in use:
-        return kinds[0]
+        kind = getattr(load(kinds[0], use), "kind", kinds[0])
+        return kind if kind in kinds else kinds[0]
     names = {kind: {plugin.name for plugin in plugins(kind)} for kind in kinds}
     for kind, known in names.items():
         if use in known:

@@ -140,3 +140,85 @@ def test_what_cannot_be_run_is_refused_beforehand(folder, capsys, line, message)
     (folder / "wrong.yaml").write_text(text + line + "\n")
     assert qdq("run", str(folder / "wrong.yaml"), "--check") == 2
     assert message in capsys.readouterr().err.replace("\n", " ")
+
+
+PEER = '''
+from contextlib import contextmanager
+from pathlib import Path
+from harness.api import Artifact
+from harness.errors import BuildFailed
+from harness.graph.build import GraphBuilder
+
+
+class Scales:
+    """A model takes a microsecond a byte."""
+
+    in_process = True
+    dialect = "openvino"
+
+    def build(self, candidate, workdir):
+        return Artifact(engine=candidate.source().stat().st_size / 1000)
+
+    @contextmanager
+    def open(self, artifact):
+        self.latency_ms = artifact.engine
+        yield self
+
+    def sample(self, n):
+        return [self.latency_ms] * n
+
+    def describe(self):
+        return {"name": "scales", "version": "1", "device": "scales", "options": {}, "float_precision": "f32"}
+
+
+class Bringer:
+    """Brings one model a channel count; breaks at the last."""
+
+    kind = "peer"
+
+    def __init__(self, task, *, channels):
+        self._task, self._left = task, list(channels)
+
+    def __enter__(self):
+        self._task.workdir.mkdir(parents=True)
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def ask(self):
+        if not self._left:
+            return None
+        count = self._left.pop(0)
+        if not count:
+            raise BuildFailed("no channels, no model")
+        builder = GraphBuilder("brought", seed=count)
+        x = builder.input("x", (1, 8, 16, 16))
+        builder.output(builder.conv(x, count, 3, pad=1))
+        return builder.save(self._task.workdir / "next.onnx")
+
+    def tell(self, latency_ms):
+        with Path(__file__).with_name("told.txt").open("a") as told:
+            told.write(f"{latency_ms:.2f} ")
+'''
+
+
+def test_a_peer_is_journalled_counted_and_resumed_like_any_search(folder, capsys):
+    (folder / "bringing.py").write_text(PEER)
+    text = "experiment: peer\nmodels: [{use: net.onnx, calibration: {samples: 2}}]\n"
+    text += "backends: [{use: 'bringing:Scales', label: scales}]\nsearchers:\n"
+    text += "  - {use: 'bringing:Bringer', label: peer, params: {channels: [4, 5, 4, 6, 0, 7]}}\n"
+    text += "  - {use: 'bringing:Bringer', label: broken, params: {channels: [0]}}\n"
+    text += "initial: [float]" + EXPERIMENT.partition("initial: [float, all, linear]")[2]
+    cell = run(folder, text, "peer") / "net-scales-int8"
+    entries = journal(cell, "peer-0")
+    assert [entry.asked.choices for entry in entries] == [(0,), (1,), (2,), (3,), (4,)]
+    assert [entry.asked.duplicate_of for entry in entries] == [None, None, 0, None, None]
+    assert entries[4].told.outcome.reason == "no channels, no model"
+    picks = {pick.method: pick for pick in read_rows(cell)[1]}
+    assert picks["broken"].reason == "nothing measured; build: no channels, no model"
+    assert picks["peer"].row == "float", "none of them has a Q/DQ pair"
+    before = (folder / "told.txt").read_text()
+    assert qdq("run", str(folder / "peer.yaml"), "--out", str(folder / "peer")) == 0
+    assert journal(cell, "peer-0") == entries
+    assert (folder / "told.txt").read_text() == 2 * before, "a resumed peer is told the same again"
