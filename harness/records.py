@@ -127,7 +127,10 @@ def decode(text: str) -> Line:
     Raises:
         ValueError: Not one of ours; the text says what is wrong with it.
     """
-    body = json.loads(text)
+    try:
+        body = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"nested too deep: {text[:80]}") from error
     if not isinstance(body, dict) or body.get("kind") not in _KINDS:
         raise ValueError(f"not a journal line of schema {SCHEMA}: {text[:80]}")
     kind = body.pop("kind")

@@ -124,7 +124,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({error}); move the file away to have it made again") from error
     if not isinstance(body, dict):
         raise UserError(f"{path}: not a file of qdq-bench; move it away to have it made again")

@@ -1,0 +1,174 @@
+"""YAML, caches, states, journals, names and plug-ins from strangers: data at most, else refused with one message."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness import registry
+from harness.autotune.state import read_state
+from harness.errors import UserError
+from harness.graph.cache_file import read_cache
+from harness.run.config import parse_experiment
+from harness.run.journal import read_journal
+from harness.run.rows import read_json
+
+FUZZ = int(os.environ.get("QDQ_FUZZ", "300"))
+VALID = """
+experiment: small
+models: [{use: net.onnx, label: net, calibration: {samples: 2}}]
+backends: [{use: simulated, params: {seed: 5}}]
+searchers: [random, {use: tpe, label: tpe5}]
+budget: {evaluations: [25, 50]}
+executor: {use: local, workers: 2}
+matrix: {backends.params.seed: [1, 2]}
+"""
+PAYLOADS = (
+    "!!python/object/apply:os.system ['touch pwned']",
+    "!!python/object/new:subprocess.Popen [['touch', 'pwned']]",
+    "!!python/name:os.system",
+    "!!python/module:os",
+    "!<tag:yaml.org,2002:python/object/apply:os.system> ['touch pwned']",
+)
+BOMB = "a: &a [x, x]\n" + "".join(
+    f"{c}: &{c} [{', '.join([f'*{p}'] * 9)}]\n" for p, c in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize("reader", ["experiment", "cache", "state"])
+def test_yaml_makes_no_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, payload: str, reader: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "file.yaml"
+    path.write_text(f"experiment: {payload}\nmodels: [net.onnx]\n")
+    with pytest.raises(UserError, match=r"file\.yaml"):
+        _read(reader, path)
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize("reader", ["experiment", "cache", "state"])
+@pytest.mark.parametrize(
+    "text", [BOMB, "a: " + "[" * 100_000, "a: " + "{a: " * 5_000, "? " * 5_000, "\0", "a: 'x\n" * 50]
+)
+def test_bombs_and_nesting_without_end_are_refused_quickly(tmp_path: Path, reader: str, text: str) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"file\.yaml"):
+        _read(reader, path)
+
+
+@pytest.mark.parametrize("reader", ["cache", "state"])
+def test_a_file_larger_than_ours_ever_are_is_not_read(tmp_path: Path, reader: str) -> None:
+    path = tmp_path / "file.yaml"
+    with path.open("wb") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(UserError, match=r"file\.yaml: 1073741824 bytes, but at most"):
+        _read(reader, path)
+
+
+def _said(work: Callable[[], object]) -> str:
+    """ "read", or the one message of a refusal."""
+    try:
+        work()
+    except UserError as error:
+        return str(error)
+    return "read"
+
+
+def _read(reader: str, path: Path) -> object:
+    if reader == "experiment":
+        return parse_experiment(path.read_text(), str(path))
+    return read_cache(path) if reader == "cache" else read_state(path, {})
+
+
+def test_mutated_experiments_are_read_or_refused() -> None:
+    rng = random.Random(7)
+    outcomes = set()
+    for _ in range(FUZZ):
+        data = list(VALID)
+        for _ in range(rng.randint(1, 6)):
+            at = rng.randrange(len(data))
+            data[at : at + rng.randint(0, 3)] = rng.choices(
+                [*sorted(set(VALID)), "&", "*", "!", "\t", "é", "\x85", "%"], k=rng.randint(0, 3)
+            )
+        outcomes.add(_said(lambda data=data: parse_experiment("".join(data), "e.yaml"))[:6])  # type: ignore[misc]
+    assert outcomes == {"read", "e.yaml"}
+
+
+def test_mutated_journals_are_read_or_refused(tmp_path: Path) -> None:
+    told = '{"kind":"told","number":0,"outcome":{"status":"failed","stage":"build","reason":"x"},"elapsed_s":1.0}'
+    asked = '{"kind":"asked","number":0,"choices":[0,1],"digest":"d","origin":"searcher","duplicate_of":null}'
+    whole = "\n".join(['{"kind":"header","schema":1,"fingerprint":{}}', asked, told, ""]).encode()
+    rng = random.Random(7)
+    path = tmp_path / "j.jsonl"
+    for _ in range(FUZZ):
+        data = bytearray(whole)
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        path.write_bytes(bytes(data))
+        said = _said(lambda: list(read_journal(path)))
+        assert said == "read" or "j.jsonl" in said
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\x80\x04\x95", b"{", b"\xff\xfe", b'{"a": ' * 100_000])
+def test_damaged_json_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "rows.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"rows\.json"):
+        read_json(path)
+
+
+def test_a_pickle_is_never_loaded(tmp_path: Path) -> None:
+    """Nothing in the harness unpickles a file; only the pipe between the driver and its own workers carries pickles."""
+    root = Path(registry.__file__).parent
+    users = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        if any(
+            word in path.read_text()
+            for word in ("pickle.load", "allow_pickle=True", "marshal.load", "shelve.open", "yaml.unsafe")
+        )
+    }
+    assert users == set()
+
+
+@pytest.mark.parametrize(
+    "use",
+    ["../evil:Thing", "/tmp/evil.py:X", "..evil:X", "evil/../x:Thing", "os:system;x", ":", "a:", ":b", "a b:c", "é\0:x"],
+)  # fmt: skip
+def test_plug_in_names_are_names_and_no_paths(tmp_path: Path, use: str) -> None:
+    (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
+    with pytest.raises(UserError, match="searcher "):
+        registry.create("searcher", use, {})
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "x" * 101, "a\nb", "<script>", "\\input{x}", "-rf"])
+def test_names_that_become_folders_are_refused(name: str) -> None:
+    for text in (
+        VALID.replace("experiment: small", f"experiment: {json.dumps(name)}"),
+        VALID.replace("label: net", f"label: {json.dumps(name)}"),
+        VALID.replace("label: tpe5", f"label: {json.dumps(name)}"),
+    ):
+        with pytest.raises(UserError, match="is no folder name"):
+            parse_experiment(text, "e.yaml")
+
+
+def test_nothing_is_sent_anywhere() -> None:
+    """A process that loads the runtimes opens no connection; what would report is switched off."""
+    code = (
+        "import socket, sys\n"
+        "def refuse(*a, **k): raise SystemExit('a connection was opened')\n"
+        "socket.socket.connect = refuse\nsocket.create_connection = refuse\n"
+        "from harness.registry import load\n"
+        "for name in ('openvino', 'onnxruntime', 'simulated'):\n"
+        "    load('benchmarker', name)().describe()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
