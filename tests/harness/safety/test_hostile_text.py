@@ -141,7 +141,7 @@ def test_a_pickle_is_never_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "use",
-    ["../evil:Thing", "/tmp/evil.py:X", "..evil:X", "evil/../x:Thing", "os:system;x", ":", "a:", ":b", "a b:c", "é\0:x"],
+    ["../evil:Thing", "/tmp/evil.py:X", "..evil:X", "evil/../x:Thing", "os:system;x", ":", "a:", ":b", "a b:c", "\0:x"],
 )  # fmt: skip
 def test_plug_in_names_are_names_and_no_paths(tmp_path: Path, use: str) -> None:
     (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
