@@ -2,6 +2,7 @@
 
 Run with `pytest tests/benchmarks/test_insert_benchmark.py --benchmark-enable`; figures to reach are 10 ms for
 ResNet-50 and 20 ms for the decomposed encoder of about 4,200 nodes. Every round writes another random placement.
+On a machine that does other things too, add `--benchmark-timer=time.process_time`.
 """
 
 from __future__ import annotations
