@@ -49,6 +49,8 @@ COLUMNS = pa.schema([
     ("choices", pa.list_(pa.int8())),
     ("samples_ms", pa.list_(pa.float32())),
     ("discarded_ms", pa.list_(pa.float32())),
+    ("raw_ms", pa.list_(pa.float32())),
+    ("beside_ms", pa.list_(pa.float32())),
     ("trouble", pa.string()),
     ("conditions", pa.map_(pa.string(), pa.float64())),
     ("warmup", pa.int32()),
@@ -61,7 +63,8 @@ COLUMNS = pa.schema([
     ("failed_stage", pa.string()),
     ("failed_reason", pa.string()),
 ])  # fmt: skip
-PLAIN = ("samples_ms", "discarded_ms", "trouble", "warmup", "stable", "build_s", "measure_s", "evaluate_s")
+READINGS = ("samples_ms", "discarded_ms", "raw_ms", "beside_ms")
+PLAIN = (*READINGS, "trouble", "warmup", "stable", "build_s", "measure_s", "evaluate_s")
 """Fields of `Measured` that are columns as they stand. What one engine has no use for is not kept: readings of other
 builds, which are taken only where there is an incumbent."""
 
@@ -284,12 +287,7 @@ def _decoded(line: dict[str, Any]) -> Row:
     if line["failed_stage"] is not None:
         failed = Failed(stage=line["failed_stage"], reason=line["failed_reason"] or "", wall_s=line["build_s"] or 0.0)
         return Row(number=line["number"], choices=choices, outcome=failed)
-    measured = Measured(
-        samples_ms=tuple(line["samples_ms"]),
-        discarded_ms=tuple(line["discarded_ms"]),
-        metrics=dict(line["metrics"]),
-        conditions=dict(line["conditions"]),
-        info=json.loads(line["info"]),
-        **{name: line[name] for name in PLAIN if not name.endswith("_ms")},
-    )
+    plain: dict[str, Any] = {name: tuple(line[name]) if name in READINGS else line[name] for name in PLAIN}
+    maps: dict[str, Any] = {name: dict(line[name]) for name in ("metrics", "conditions")}
+    measured = Measured(**plain, **maps, info=json.loads(line["info"]))
     return Row(number=line["number"], choices=choices, outcome=measured)

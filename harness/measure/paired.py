@@ -27,6 +27,8 @@ TURN_MS = 10.0
 """Least time of a turn: many short ones beat few long ones, and each costs an inference that only warms the caches."""
 TURN = 2
 """Inferences of a turn at least, the one that warms the caches not counted."""
+MOST = 200
+"""Inferences of a turn at most."""
 SHARE = 2.0
 """A candidate beside a reference gets so many times the time of one alone, the reference's turns included."""
 
@@ -67,14 +69,15 @@ def take_beside(
     """
     started_s = clock()
     warmup, steady = warm_up(probe, sampling)
-    beside = [_turn(reference.probe)]
+    candidate, company = _Side(probe), _Side(reference.probe)
+    beside = [company.turn()]
     raw: list[float] = []
     paced: list[float] = []
     spent_ms, cap_ms = 0.0, SHARE * sampling.max_ms
     saved = 0
     while len(raw) < FIRST_LOOK or spent_ms < cap_ms:
-        raw.append(_turn(probe))
-        beside.append(_turn(reference.probe))
+        raw.append(candidate.turn())
+        beside.append(company.turn())
         paced.append(raw[-1] * reference.level_ms / (0.5 * (beside[-2] + beside[-1])))
         spent_ms += (TURN + 1) * (raw[-1] + beside[-1])
         if len(raw) < FIRST_LOOK:
@@ -98,7 +101,20 @@ def take_beside(
     )
 
 
-def _turn(probe: Probe) -> float:
-    """Median latency of one turn; its first inference brings the engine back into the caches."""
-    first = read(probe, 1)[0]
-    return float(np.median(read(probe, max(TURN, math.ceil(TURN_MS / first)))))
+class _Side:
+    """One of the two engines that take turns."""
+
+    def __init__(self, probe: Probe) -> None:
+        self._probe = probe
+        self._least_ms = math.inf
+
+    def turn(self) -> float:
+        """Median latency of one turn; its first inference brings the engine back into the caches.
+
+        How many there are goes by the fastest inference so far, so that one that was interrupted does not cut its turn
+        short.
+        """
+        self._least_ms = min(self._least_ms, *read(self._probe, 1))
+        readings = read(self._probe, min(MOST, max(TURN, math.ceil(TURN_MS / self._least_ms))))
+        self._least_ms = min(self._least_ms, *readings)
+        return float(np.median(readings))

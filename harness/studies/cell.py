@@ -104,7 +104,9 @@ def open_study(study: Study, folder: Path, observer: Observer) -> tuple[Cell, Wo
     found = float_benchmarkers(study.spec.backend, cell.model_file, folder, open_worker, observer)
     evaluator = evaluator_use(study.spec.model, cell.model, study.base, cell.work)
     evaluators = {} if evaluator is None else {MAIN: evaluator}
-    return cell, WorkerSpec(benchmarkers={MAIN: found[MAIN]}, workdir=cell.work, evaluators=evaluators)
+    return cell, WorkerSpec(
+        benchmarkers={MAIN: found[MAIN]}, workdir=cell.work, evaluators=evaluators, reference=cell.model_file
+    )
 
 
 def _parse(described: Mapping[str, Any]) -> Experiment:

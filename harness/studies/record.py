@@ -8,6 +8,7 @@ import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +26,7 @@ from harness.records import Failed
 from harness.run.claim import claimed
 from harness.run.compare import refuse_changes
 from harness.run.compose import Cell
+from harness.run.confirming import level, noise_floor
 from harness.run.engine import SearchTask, Trial, run_search
 from harness.run.goal import Goal
 from harness.run.journal import Journal, writing
@@ -32,7 +34,7 @@ from harness.run.judge import Judge
 from harness.run.observe import Observer
 from harness.run.rows import read_json, write_json
 from harness.run.scores import ScoreBook
-from harness.run.trial import attempt_with
+from harness.run.trial import Care, attempt_with
 from harness.studies.cell import Study, open_study
 from harness.tables import MAX_PLACEMENTS, Facts, Row, Subspace, read_table, space_digest, write_table
 from search.api import Observation
@@ -69,8 +71,13 @@ def record(study: Study, out: Path, dimensions: int, observer: Observer) -> Path
         machine = environment()
         _begun(folder / "env.json", decisive(machine))
         cell, worker = open_study(study, folder, observer)
-        with open_engines(worker, study.experiment.limits) as engines:
-            recording = _Recording(study=study, cell=cell, engines=engines, folder=folder, observer=observer)
+        opened = partial(open_engines, limits=study.experiment.limits)
+        with opened(worker) as engines:
+            noise_floor(opened, worker, cell.model_file, engines.describe(), folder, observer)
+            level_ms = level(folder, study.experiment.sampling.beside)
+            recording = _Recording(
+                study=study, cell=cell, engines=engines, folder=folder, observer=observer, level_ms=level_ms
+            )
             if worker.evaluators:
                 recording.prepare()
             rows, facts = recording.run(dimensions)
@@ -86,13 +93,18 @@ def record(study: Study, out: Path, dimensions: int, observer: Observer) -> Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recording:
-    """One table while it is measured."""
+    """One table while it is measured.
+
+    Attributes:
+        level_ms: See `harness.run.confirming.level`.
+    """
 
     study: Study
     cell: Cell
     engines: Engines
     folder: Path
     observer: Observer
+    level_ms: float | None = None
 
     def prepare(self) -> None:
         """Let the evaluator see the float model's engine.
@@ -175,7 +187,8 @@ class _Recording:
         """An attempt that scores everything, for a table knows no incumbent that could not be beaten."""
         evaluator = self.study.spec.model.evaluator
         judge = None if evaluator is None else Judge(goal=Goal(metric=evaluator.use, max_drop=None))
-        attempt = attempt_with(self.engines, self.study.experiment.sampling, judge=judge)
+        care = Care(level_ms=self.level_ms)
+        attempt = attempt_with(self.engines, self.study.experiment.sampling, judge=judge, care=care)
         return lambda candidate, _: attempt(candidate, None)
 
     def _evaluator(self) -> Any:

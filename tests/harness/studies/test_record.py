@@ -90,7 +90,8 @@ def test_a_recording_that_was_cut_off_goes_on(model: Path, tmp_path: Path, monke
         recorded(model, tmp_path / "cut.parquet", dimensions=3)
     assert not (tmp_path / "cut.parquet").exists()
     resumed = recorded(model, tmp_path / "cut.parquet", dimensions=3)
-    assert len(built) == len(set(built)) == len(whole.rows) + 1
+    once = built[6:]  # before, the noise floor has built the float model six times
+    assert len(once) == len(set(once)) == len(whole.rows) + 1
     assert {d: r.choices for d, r in resumed.rows.items()} == {d: r.choices for d, r in whole.rows.items()}
     built.clear()
     recorded(model, tmp_path / "cut.parquet", dimensions=3)
@@ -132,7 +133,8 @@ def test_fidelity_is_recorded_of_every_placement_on_a_real_runtime(model: Path, 
     for outcome in outcomes:
         assert isinstance(outcome, Measured)
         assert outcome.build_s > 0
-        assert 7 <= len(outcome.samples_ms) <= 15
+        assert len(outcome.samples_ms) >= 6
+        assert len(outcome.beside_ms) in (0, len(outcome.raw_ms) + 1), "alone, or in turns with the float model"
         assert set(outcome.metrics) == {"sqnr_db", "cosine", "kl"}
     assert table.facts.backend["options"]["precision"] == "f32"
 
