@@ -23,6 +23,7 @@ def evaluate(
     Example: `qdq evaluate baseline.yaml quantized.yaml`
     """
     from harness.commands.terminal import importable, table
+    from harness.show import Terminal
     from harness.workflows.comparison import advice, compared
     from harness.workflows.evaluate import evaluate as run
     from harness.workflows.spec import read_spec
@@ -37,5 +38,7 @@ def evaluate(
     for line, (path, spec) in zip(lines, found.items(), strict=True):
         known = line.scored.model in models
         models.add(line.scored.model)
-        if suggest and not known and (said := advice(line, spec.dataset, path.resolve().parent)):
-            typer.echo("\n".join(said))
+        if suggest and not known:
+            with Terminal() as terminal:
+                said = advice(line, spec.dataset, path.resolve().parent, terminal)
+            typer.echo("\n".join(said), nl=bool(said))

@@ -13,6 +13,7 @@ from harness.evaluators.intervals import drop_estimate, metric_estimate, too_few
 from harness.graph.declared import read_declared
 from harness.measure.stats import Interval
 from harness.run.config import Use
+from harness.run.observe import Observer
 from harness.workflows.evaluate import Scored
 from harness.workflows.feeds import calibration_feeds
 from harness.workflows.layout import decoder_of
@@ -68,20 +69,21 @@ def compared(found: Sequence[Scored]) -> tuple[Line, ...]:
     return tuple(lines)
 
 
-def advice(line: Line, dataset: Dataset, base: Path) -> list[str]:
+def advice(line: Line, dataset: Dataset, base: Path, observer: Observer) -> list[str]:
     """Which layers to leave native, as lines; nothing where the drop is acceptable or there are no Q/DQ pairs.
 
     Args:
         line: A row.
         dataset: Section `dataset` of its spec, whose images the layers are tried on.
         base: Folder that relative paths start from.
+        observer: Sees how far it is.
     """
     drop, path = line.drop, line.scored.model
     if drop is None or drop.value <= ACCEPTABLE or path is None or not line.scored.precisions:
         return []
     head = [f"{line.scored.name}: the drop, {drop.value:.4f}, is above {ACCEPTABLE:.2f}; leave some layers native:"]
     try:
-        return head + suggestion(rank(path, _feeds(path, dataset, base)))
+        return head + suggestion(rank(path, _feeds(path, dataset, base), observer))
     except CandidateError as error:
         return [*head, f"(which ones cannot be said: {error})"]
 

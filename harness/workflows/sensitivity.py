@@ -16,6 +16,7 @@ from harness.api import Array, Benchmarker, Candidate
 from harness.errors import EvaluationFailed
 from harness.evaluators.fidelity import compare
 from harness.graph.bypass import Bypass
+from harness.run.observe import Observer
 
 __all__ = ["Sensitivity", "rank", "suggestion"]
 
@@ -38,12 +39,13 @@ class Sensitivity:
     sqnr_db: float
 
 
-def rank(path: Path, feeds: Iterable[Mapping[str, Array]]) -> tuple[Sensitivity, ...]:
+def rank(path: Path, feeds: Iterable[Mapping[str, Array]], observer: Observer) -> tuple[Sensitivity, ...]:
     """The layers of a Q/DQ model, the worst first.
 
     Args:
         path: The model; it is run by ONNX Runtime without its optimizers, so that any precision is emulated.
         feeds: Inputs; a few are enough.
+        observer: Sees how far it is: each layer is a build of its own.
 
     Raises:
         CandidateError: The model does not run.
@@ -52,7 +54,10 @@ def rank(path: Path, feeds: Iterable[Mapping[str, Array]]) -> tuple[Sensitivity,
     inputs = list(itertools.islice(feeds, FEEDS))
     runtime: Benchmarker = registry.create("benchmarker", "onnxruntime", {"optimization": "disabled"})
     found = []
-    with tempfile.TemporaryDirectory(prefix="qdq-sensitivity-") as scratch:
+    with (
+        tempfile.TemporaryDirectory(prefix="qdq-sensitivity-") as scratch,
+        observer.work(f"{path.name}: each layer quantized alone", len(bypass.nodes)) as step,
+    ):
         file = Path(scratch) / "variant.onnx"
         expected = _outputs(runtime, bypass.write(frozenset(), file), inputs)
         for node in bypass.nodes:
@@ -61,6 +66,7 @@ def rank(path: Path, feeds: Iterable[Mapping[str, Array]]) -> tuple[Sensitivity,
                 figures = [compare(e, o)["sqnr_db"] for e, o in zip(expected, outputs, strict=True)]
             except EvaluationFailed:
                 figures = [-np.inf]
+            step.advance()
             found.append(Sensitivity(node=node, sqnr_db=float(np.mean(figures))))
     return tuple(sorted(found, key=lambda layer: layer.sqnr_db))
 

@@ -16,6 +16,7 @@ from harness.cli import app
 from harness.errors import UserError
 from harness.graph.build import GraphBuilder
 from harness.run.config import Use
+from harness.run.observe import Silent
 from harness.workflows import engine as engines
 from harness.workflows import engine_file
 from harness.workflows.comparison import advice, compared
@@ -86,7 +87,7 @@ def test_a_large_drop_names_layers_and_leaving_them_native_helps(
     assert line.drop is not None
     assert line.drop.low > 0.01
     spec = parse_spec(f"evaluate: {{onnx_file: {quantized}}}\n{data(coco)}", "s")
-    lines = advice(line, spec.dataset, tmp_path)
+    lines = advice(line, spec.dataset, tmp_path, Silent())
     assert lines[0].startswith("int8: the drop, 0.")
     assert lines[1].startswith("skip_names:")
     names = [entry.split('"')[1] for entry in lines[2:]]
