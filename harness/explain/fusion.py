@@ -37,6 +37,7 @@ class Explanation:
     Attributes:
         runtime: Its name and version.
         layers: Of the engine, in order.
+        fused: How many Q and DQ of the file each layer took in, by the layer's name; those that took none are absent.
         precision: Of the layer that each linear operator runs in, by the operator's name; "" where it was not found.
         asked: How many linear operators have data and weight quantized in the file.
         findings: The most expensive first.
@@ -45,6 +46,7 @@ class Explanation:
 
     runtime: str
     layers: tuple[Layer, ...]
+    fused: dict[str, int]
     precision: dict[str, str]
     asked: int
     findings: tuple[Finding, ...]
@@ -86,11 +88,21 @@ def explain_layers(
     return Explanation(
         runtime=runtime,
         layers=tuple(layers),
+        fused=_fused(layers, asked),
         precision=precision,
         asked=sum(data is not None and weight is not None for data, weight in asked.linear.values()),
         findings=tuple(sorted(findings, key=lambda finding: -(finding.time_ms or 0.0))),
         whole_ms=whole_ms,
     )
+
+
+def _fused(layers: Sequence[Layer], asked: Asked) -> dict[str, int]:
+    counts = {
+        layer.name: sum(name in asked.pairs for name in layer.origin)
+        for layer in layers
+        if kind_of(layer, asked.pairs, asked.operators) != "qdq"
+    }
+    return {name: count for name, count in counts.items() if count}
 
 
 def _homes(layers: Sequence[Layer], asked: Asked) -> dict[str, Layer]:

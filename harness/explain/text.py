@@ -44,7 +44,8 @@ def lines(found: Explanation, top: int) -> Iterator[str]:
     yield f"Where the time goes ({sum(layer.time_ms or 0.0 for layer in timed):.3f} ms in all layers):"
     for layer in timed[:top]:
         mark = "*" if is_low(layer.precision) else " "
-        yield f"  {_ms(layer.time_ms)} {mark} {layer.kind} {layer.precision} {layer.name}"
+        taken = f" (+{found.fused[layer.name]} Q/DQ)" if layer.name in found.fused else ""
+        yield f"  {_ms(layer.time_ms)} {mark} {layer.kind} {layer.precision} {layer.name}{taken}"
 
 
 def change_lines(before: Explanation, after: Explanation, changes: Sequence[Change], top: int) -> Iterator[str]:
