@@ -84,20 +84,21 @@ def build_plan(
     """
     trt = library.trt
     library.said.clear()
-    with trt.Builder(library.log) as builder, builder.create_network(_network_flags(library, options)) as network:
-        with trt.OnnxParser(network, library.log) as parser:
-            parsed = parser.parse(model) if isinstance(model, bytes) else parser.parse_from_file(str(model))
-            if not parsed:
-                raise BuildFailed(f"TensorRT cannot parse the model: {'; '.join(_errors(parser)) or library.words()}")
-        with builder.create_builder_config() as config:
-            _configure(library, config, options, quantized)
-            _add_profile(library, builder, network, config, options.profiles)
-            cache.enter(library, config)
-            built = builder.build_serialized_network(network, config)
-            if built is None:
-                raise BuildFailed(f"TensorRT builds no engine: {library.words()}")
-            content = bytes(built)
-            cache.leave(config)
+    builder = trt.Builder(library.log)
+    network = builder.create_network(_network_flags(library, options))
+    parser = trt.OnnxParser(network, library.log)  # owns the weights: it lives until the engine is built
+    parsed = parser.parse(model) if isinstance(model, bytes) else parser.parse_from_file(str(model))
+    if not parsed:
+        raise BuildFailed(f"TensorRT cannot parse the model: {'; '.join(_errors(parser)) or library.words()}")
+    config = builder.create_builder_config()
+    _configure(library, config, options, quantized)
+    _add_profile(library, builder, network, config, options.profiles)
+    cache.enter(library, config)
+    built = builder.build_serialized_network(network, config)
+    if built is None:
+        raise BuildFailed(f"TensorRT builds no engine: {library.words()}")
+    content = bytes(built)
+    cache.leave(config)
     return Plan(
         content=content,
         info={
