@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UserError
+from harness.errors import CandidateError, UserError
 from harness.graph.declared import Declared, fix_shapes
 from harness.run.config import Use
 from harness.workflows.engine_file import EngineFacts, save_engine
@@ -78,7 +78,12 @@ def _by_tensorrt(
         **extra,
     }
     types = static_types(declared, static_shapes(declared, options.opt_batch_size, dataset.shapes))
-    return save_engine(path, target, _facts(section, declared, Use(use=TENSORRT, params=params), types))
+    try:
+        return save_engine(path, target, _facts(section, declared, Use(use=TENSORRT, params=params), types))
+    except UserError as error:
+        if isinstance(error.__cause__, CandidateError):  # TensorRT is here, and refuses the model
+            raise
+        raise UserError(f"{error}; or build without TensorRT: --backend openvino or --backend onnxruntime") from error
 
 
 def _profiles(declared: Declared, options: TensorRTOptions, dataset: Dataset) -> dict[str, dict[str, str]]:
