@@ -68,10 +68,10 @@ def _draw_study(results: Results, out: Path) -> Iterator[Picture]:
         plots_study.critical_difference(found, "Searchers by mean rank", out / "ranks")
         yield Picture(title="Searchers by mean rank", cell="", path=out / "ranks.svg")
     transfer = transfer_frame(results)
-    for (model, precision), part in transfer.groupby(["model", "precision"], sort=False):
-        name = f"transfer-{_file(f'{model}-{precision}')}"
-        plots_study.transfer_map(part, f"{model}, {precision}", out / name)
-        yield Picture(title=f"Transfer of {model}, {precision}", cell="", path=out / f"{name}.svg")
+    for (_, within, precision), part in transfer.groupby(["across", "within", "precision"], sort=False):
+        name = f"transfer-{_file(f'{within}-{precision}')}"
+        plots_study.transfer_map(part, f"{within}, {precision}", out / name)
+        yield Picture(title=f"Transfer: {within}, {precision}", cell="", path=out / f"{name}.svg")
 
 
 def _draw_searches(cell: CellResults, marks: pd.DataFrame, out: Path) -> None:

@@ -29,7 +29,7 @@ __all__ = ["index"]
 
 WORDS = frozenset({
     "model", "device", "precision", "method", "verdict", "decision", "cell", "searcher", "placement", "first", "second",
-    "reference", "variant", "parameters", "on",
+    "reference", "variant", "parameters", "on", "in",
 })  # fmt: skip
 """Columns that are sorted as text; all others by their first number."""
 KINDS = ("faster", "tie", "slower", "missing", "without a figure")

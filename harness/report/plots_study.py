@@ -65,7 +65,7 @@ def transfer_map(transfer: pd.DataFrame, title: str, path: Path) -> None:
     """Heat map of the share of the target's own best gain, with the speedup written in each field.
 
     Args:
-        transfer: Of one model and precision: source, target, speedup, share; see `harness.report.transfer`.
+        transfer: Of one family: source, target, speedup, share; see `harness.report.transfer`.
         title: Shown above the axes.
         path: Where to write, without suffix.
     """

@@ -37,6 +37,10 @@ TRANSFER_NOTE = (
     "The placement that the searches liked best on the backend of the row, run on that of the column: confirmed "
     "speedup over the column's float baseline [95 %], and its share of the gain of the column's own best."
 )
+INHERITED_NOTE = (
+    "What the searches learned of the patterns of the row's model, put into the column's model by the pattern cache: "
+    "confirmed speedup over its float baseline [95 %], and the share of the gain of its own best."
+)
 VOLUME_NOTE = (
     "Hypervolume of latency and accuracy at the end of the search, as a share of the box between the ideal (no time, "
     "no loss) and the float model's latency with the largest loss seen in the cell: median over seeds [95 % "
@@ -116,25 +120,35 @@ def _ablation(ablation: pd.DataFrame) -> Table:
 
 
 def _transfers(transfer: pd.DataFrame, likeness: pd.DataFrame) -> Iterator[Table]:
-    lines = []
-    for (model, precision), part in transfer.groupby(["model", "precision"], sort=False):
-        targets = list(dict.fromkeys(part["target"]))
-        for source in dict.fromkeys(part["source"]):
-            line = {"model": str(model), "precision": str(precision), "found on": str(source)}
-            for target in targets:
-                there = part[(part["source"] == source) & (part["target"] == target)].to_dict("records")
-                line[f"run on {target}"] = _moved(there[0]) if there else MISSING
-            lines.append(line)
-    cells = pd.DataFrame(lines).fillna(MISSING)
     alike = [
         f"{row['model']}, {row['precision']}: rank correlation of latencies on {row['first']} and {row['second']}: "
         f"{row['spearman']:+.2f} over {row['rows']} placements."
         for row in likeness.to_dict("records")
     ]
+    between = transfer[transfer["across"] == "backends"]
     yield Table(
-        name="transfer", title="Transfer between backends", cells=cells, raw=transfer,
+        name="transfer", title="Transfer between backends", cells=_matrix(between, "model", "on"), raw=between,
         note="\n".join([TRANSFER_NOTE, *alike]),
     )  # fmt: skip
+    among = transfer[transfer["across"] == "models"]
+    yield Table(
+        name="transfer_models", title="Transfer between models", cells=_matrix(among, "backend", "in"), raw=among,
+        note=INHERITED_NOTE,
+    )  # fmt: skip
+
+
+def _matrix(transfer: pd.DataFrame, within: str, word: str) -> pd.DataFrame:
+    """One row a source, one column a target."""
+    lines = []
+    for (group, precision), part in transfer.groupby(["within", "precision"], sort=False):
+        for source in dict.fromkeys(part["source"]):
+            line = {within: str(group), "precision": str(precision), f"found {word}": str(source)}
+            for row in part[part["source"] == source].to_dict("records"):
+                line[f"run {word} {row['target']}"] = _moved(row)
+            lines.append(line)
+    cells = pd.DataFrame(lines)
+    order = [c for target in dict.fromkeys(transfer["target"]) if (c := f"run {word} {target}") in cells]
+    return cells[[*cells.columns[:3], *order]].fillna(MISSING) if len(cells) else cells
 
 
 def _moved(row: dict[Any, Any]) -> str:

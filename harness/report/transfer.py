@@ -1,4 +1,4 @@
-"""Placements found on one runtime and run on another: the transfer matrix, and how alike two runtimes rank."""
+"""Placements found in one cell and run in another: the transfer matrix, and how alike two runtimes rank."""
 
 from __future__ import annotations
 
@@ -19,33 +19,45 @@ FEWEST = 4
 
 
 def transfer_frame(results: Results) -> pd.DataFrame:
-    """What the best placement of each cell gives in the others of the same model and precision, and at home.
+    """What the best placement of each cell gives elsewhere, and at home: on other backends, and in other models.
 
-    The best is the finalist with the lowest latency by its own search. Elsewhere it is the row that has the same
-    resolved edges, or that was brought over under the name of the cell.
+    The best is the finalist with the lowest latency by its own search. Elsewhere it is the row that was brought over
+    from there ("from_" and the name of the backend or model), else on another backend the row with the same resolved
+    edges.
 
     Returns:
-        Columns model, precision, source, target (names of backends), method, row, speedup, low, high, verdict, and
-        share: the gain in time there over that of the target's own best placement, 1 at home.
+        Columns across ("backends" or "models"), within (what is the same: the model, or the backend), precision,
+        source, target, method, row, speedup, low, high, verdict, and share: the gain in time there over that of the
+        target's own best placement, 1 at home. Without any line where nothing was moved.
     """
     lines = []
-    for (model, precision), cells in _families(results).items():
-        for source, target in itertools.product(cells, cells):
-            pick = _best(source)
-            if pick is not None and (line := _moved(pick, source, target)) is not None:
-                names = {"source": backend_of(source), "target": backend_of(target)}
-                lines.append({"model": model, "precision": precision, **names, **line})
+    for across in ("backends", "models"):
+        for (within, precision), cells in _families(results, across).items():
+            facts = {"across": across, "within": within, "precision": precision}
+            found = [
+                {**facts, "source": _name(source, across), "target": _name(target, across), **line}
+                for source, target in itertools.product(cells, cells)
+                if (line := _moved(source, target, across)) is not None
+            ]
+            if any(line["source"] != line["target"] for line in found):
+                lines += found
     columns = [
-        "model", "precision", "source", "target", "method", "row", "speedup", "low", "high", "verdict", "share",
+        "across", "within", "precision", "source", "target", "method", "row", "speedup", "low", "high", "verdict",
+        "share",
     ]  # fmt: skip
     return pd.DataFrame(lines, columns=columns)
 
 
-def _families(results: Results) -> dict[tuple[str, str], list[CellResults]]:
-    """Cells that differ in their backend alone."""
+def _name(cell: CellResults, across: str) -> str:
+    return backend_of(cell) if across == "backends" else str(cell.facts["model"])
+
+
+def _families(results: Results, across: str) -> dict[tuple[str, str], list[CellResults]]:
+    """Cells that differ in their backend alone, or in their model alone."""
+    other = "models" if across == "backends" else "backends"
     found: dict[tuple[str, str], list[CellResults]] = defaultdict(list)
     for cell in results.cells:
-        found[str(cell.facts["model"]), str(cell.facts["precision"])].append(cell)
+        found[_name(cell, other), str(cell.facts["precision"])].append(cell)
     return {key: cells for key, cells in found.items() if len(cells) > 1}
 
 
@@ -55,26 +67,26 @@ def _best(cell: CellResults) -> Pick | None:
     return min(found, key=lambda pick: pick.search_ms or 0.0, default=None)
 
 
-def _moved(pick: Pick, source: CellResults, target: CellResults) -> dict[str, Any] | None:
-    row = pick.row if source is target else _counterpart(pick, source, target)
-    if row is None or row not in target.summaries:
+def _moved(source: CellResults, target: CellResults, across: str) -> dict[str, Any] | None:
+    pick, own = _best(source), _best(target)
+    row = None if pick is None else pick.row if source is target else _counterpart(pick, source, target, across)
+    if pick is None or row is None or row not in target.summaries:
         return None
-    summary, own = target.summaries[row], _best(target)
-    best = None if own is None else target.summaries[own.row].speedup.value
-    speedup = summary.speedup
+    speedup, best = target.summaries[row].speedup, None if own is None else target.summaries[own.row].speedup.value
     return {
         "method": pick.method, "row": row, "speedup": speedup.value, "low": speedup.low, "high": speedup.high,
-        "verdict": summary.verdict,
+        "verdict": target.summaries[row].verdict,
         "share": None if best is None or best <= 1 else (1 - 1 / speedup.value) / (1 - 1 / best),
     }  # fmt: skip
 
 
-def _counterpart(pick: Pick, source: CellResults, target: CellResults) -> str | None:
-    """The target's row that is the source's placement."""
-    if pick.row in target.rows:
-        return pick.row
-    names = (source.name, backend_of(source), f"from_{source.name}", f"from_{backend_of(source)}")
-    return next((other.row for other in target.picks if other.kind == "baseline" and other.method in names), None)
+def _counterpart(pick: Pick, source: CellResults, target: CellResults, across: str) -> str | None:
+    """The target's row that is the source's placement; None where nobody brought it there."""
+    name = f"from_{_name(source, across)}"
+    brought = next((p.row for p in target.picks if p.kind == "baseline" and p.method == name and p.row), None)
+    if brought is not None or across == "models":
+        return brought
+    return pick.row if pick.row in target.rows else None
 
 
 def likeness_frame(results: Results) -> pd.DataFrame:
@@ -86,7 +98,7 @@ def likeness_frame(results: Results) -> pd.DataFrame:
     from scipy.stats import spearmanr
 
     lines = []
-    for (model, precision), cells in _families(results).items():
+    for (model, precision), cells in _families(results, "backends").items():
         for one, two in itertools.combinations(cells, 2):
             shared = [row for row in one.summaries if row in two.summaries and not row.startswith(FLOAT_ROW)]
             if len(shared) < FEWEST:

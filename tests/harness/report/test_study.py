@@ -114,6 +114,7 @@ def test_a_placement_that_was_brought_over_by_name_is_found(study):
     body = json.loads((cell / "rows.json").read_text())
     body["rows"] = [row for row in body["rows"] if row["id"] != "aa"]
     picks = [pick for pick in body["picks"] if pick["row"] != "aa"]
+    assert transfer_frame(load(study)).set_index(["source", "target"]).loc[("one", "two"), "row"] == "aa"
     brought = asdict(Pick(method="from_one", kind="baseline", row="cc"))
     write_json(cell / "rows.json", {"rows": body["rows"], "picks": [*picks, brought]})
     found = transfer_frame(load(study)).set_index(["source", "target"])
@@ -193,3 +194,20 @@ def test_frames_of_a_study_are_there_in_python(study):
     assert len(frames.pairs) == 3
     assert len(frames.scores) == 4
     assert len(frames.ablation) == 1
+
+
+def test_what_a_model_learned_is_followed_to_another_model(study, cell_maker):
+    path = study / "experiment.yaml"
+    path.write_text(path.read_text().replace("label: net}]", "label: net}, {use: big.onnx, label: big}]"))
+    cell = cell_maker(study, "big-one-int8", model="big")
+    body = json.loads((cell / "rows.json").read_text())
+    brought = asdict(Pick(method="from_net", kind="baseline", row="bb"))
+    write_json(cell / "rows.json", {**body, "picks": [*body["picks"], brought]})
+    found = transfer_frame(load(study))
+    found = found[found["across"] == "models"].set_index(["source", "target"])
+    assert found.loc[("net", "big"), "speedup"] == pytest.approx(8 / 5)
+    assert found.loc[("net", "big"), "share"] == pytest.approx((1 - 5 / 8) / (1 - 4 / 8))
+    assert ("big", "net") not in found.index
+    write_tables(load(study), study / "report")
+    text = (study / "report" / "transfer_models.md").read_text()
+    assert "run in big" in text
