@@ -73,7 +73,8 @@ class GaussianProcess:
         kernel = np.tensordot(mix, parts, axes=1)
         solved = [_solved(kernel + np.diag(nugget + noise), targets) for nugget in NUGGETS]
         _, root, weights = max(solved, key=lambda found: found[0])
-        self._fitted = _Fitted(rows, mean, scale, mix, np.linalg.inv(root), weights)
+        inverse = np.asarray(np.linalg.inv(root), dtype=np.float64)
+        self._fitted = _Fitted(rows, mean, scale, mix, inverse, weights)
 
     def predict(self, rows: Described) -> tuple[Vector, Vector]:
         """See `Regressor`."""
@@ -89,7 +90,7 @@ class GaussianProcess:
 def _solved(covariance: Matrix, targets: Vector) -> tuple[float, Matrix, Vector]:
     """Log marginal likelihood but for a constant, Cholesky root of the covariance, weights of the observations."""
     root: Matrix = np.asarray(np.linalg.cholesky(covariance), dtype=np.float64)
-    weights: Vector = np.linalg.solve(covariance, targets)
+    weights: Vector = np.asarray(np.linalg.solve(covariance, targets), dtype=np.float64)
     evidence = -0.5 * float(targets @ weights) - float(np.log(np.diag(root)).sum())
     return round(evidence, 6), root, weights  # rounded: another library's last bit must not choose another nugget
 
