@@ -13,6 +13,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import onnx
@@ -107,7 +108,8 @@ def rewritten(raw: bytes, rng: random.Random) -> bytes:
     proto = onnx.ModelProto.FromString(raw)
     graph = proto.graph
     for _ in range(rng.randint(1, 3)):
-        rng.choice([_shape, _rename, _retype, _attribute, _drop, _version])(graph, proto, rng)
+        with suppress(IndexError):  # the part that it would change was dropped before
+            rng.choice([_shape, _rename, _retype, _attribute, _drop, _version])(graph, proto, rng)
     return proto.SerializeToString()
 
 
@@ -197,8 +199,8 @@ def batch(folder: Path, numbers: range) -> str:
         rng = random.Random(f"{SEED} {number}")
         mutation = MUTATIONS[number % len(MUTATIONS)]
         path = folder / "hostile.onnx"
-        path.write_bytes(mutation(rng.choice(models), rng))
         (folder / "at").write_text(f"{number} {mutation.__name__}")
+        path.write_bytes(mutation(rng.choice(models), rng))
         started_s = time.process_time()
         try:
             found[use(path)] += 1
