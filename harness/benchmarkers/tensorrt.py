@@ -15,12 +15,12 @@ from harness.cuda.clocks import Clocks
 from harness.cuda.device import Cuda, Device, open_device
 from harness.cuda.timing import flush_bytes
 from harness.errors import BuildFailed, UserError
+from harness.graph.tensorrt_file import cast_model, has_qdq, read_structure, refuse_unusable
 from harness.paths import cache_folder
 from harness.tensorrt.building import BuildOptions, Plan, Typing, build_plan, check_typing, load_engine
 from harness.tensorrt.cache import POLICIES, CachePolicy, TimingCache, cache_file
 from harness.tensorrt.inspection import read_layers
 from harness.tensorrt.library import Library, open_library
-from harness.tensorrt.models import cast_model, has_qdq, read_structure, refuse_unusable
 from harness.tensorrt.profiles import read_profiles
 from harness.tensorrt.running import EngineProbe, Loaded, layer_times
 
@@ -159,7 +159,7 @@ class TensorRTBenchmarker:
         Casting a cast file gives that file, so whoever delivers this one delivers what was timed.
 
         Raises:
-            BuildFailed: See `harness.tensorrt.models.cast_model`.
+            BuildFailed: See `harness.graph.tensorrt_file.cast_model`.
         """
         return path if self._options.typing == "weak" else cast_model(path, self._options.precision, folder)
 

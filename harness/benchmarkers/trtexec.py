@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import onnx
-from onnx import helper
 
 from harness.api import Array, Artifact, Candidate, Layer
 from harness.cuda.device import Device, open_device
 from harness.errors import BuildFailed, CandidateError, MeasureFailed, UserError
+from harness.graph.tensorrt_file import cast_model, has_qdq, read_structure, refuse_unusable, types_of_ends
 from harness.measure.host import plain
 from harness.paths import cache_folder
 from harness.tensorrt.building import BuildOptions, Typing
@@ -33,7 +32,6 @@ from harness.tensorrt.flags import (
 )
 from harness.tensorrt.inspection import read_layers
 from harness.tensorrt.library import STRONG_ONLY
-from harness.tensorrt.models import cast_model, has_qdq, read_structure, refuse_unusable
 from harness.tensorrt.profiles import read_profiles
 from harness.tensorrt.tool import end_of, find_trtexec, run_trtexec
 
@@ -154,12 +152,8 @@ class TrtexecBenchmarker:
         output = self._run([*flags, *self._cache_flags(workdir)], BuildFailed)
         if not plan.is_file():
             raise BuildFailed(f"trtexec wrote no engine: {end_of(output)}")
-        types = {value.name: _dtype(value) for value in (*structure.graph.input, *structure.graph.output)}
-        engine = _Engine(
-            plan=plan,
-            inputs={value.name: types[value.name] for value in structure.graph.input},
-            outputs={value.name: types[value.name] for value in structure.graph.output},
-        )
+        inputs, outputs = types_of_ends(structure)
+        engine = _Engine(plan=plan, inputs=inputs, outputs=outputs)
         return Artifact(engine=engine, info={"plan_bytes": plan.stat().st_size, "flags": flags[3:]})
 
     @contextmanager
@@ -285,8 +279,3 @@ class _Probe:
         self._taken_s = time.monotonic()
         if len(self._left) < n:
             raise MeasureFailed(f"trtexec gave {len(self._left)} readings where {n} were asked for")
-
-
-def _dtype(value: onnx.ValueInfoProto) -> np.dtype[Any]:
-    dtype: np.dtype[Any] = np.dtype(helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
-    return dtype

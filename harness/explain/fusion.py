@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from harness.api import Layer
 from harness.explain.kinds import is_low, kind_of
-from harness.explain.reading import QUANTIZE, Asked
+from harness.graph.asked import QUANTIZE, Asked
 
 __all__ = ["Explanation", "Finding", "explain_layers"]
 

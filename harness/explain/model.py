@@ -14,7 +14,7 @@ from harness import registry, zoo
 from harness.api import Artifact, Benchmarker, Candidate
 from harness.errors import CandidateError, UserError
 from harness.explain.fusion import Explanation, explain_layers
-from harness.explain.reading import read_asked
+from harness.graph.asked import read_asked
 from harness.graph.files import file_digest
 from harness.paths import locate
 from harness.run.config import Use

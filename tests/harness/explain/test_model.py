@@ -17,8 +17,8 @@ from harness.cli import main
 from harness.errors import UserError
 from harness.explain.fusion import explain_layers
 from harness.explain.model import compare, explain_model
-from harness.explain.reading import read_asked
 from harness.explain.text import lines
+from harness.graph.asked import read_asked
 from harness.graph.build import GraphBuilder
 from harness.graph.dialects import Dialect
 from harness.graph.insert import Inserter

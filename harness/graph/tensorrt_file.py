@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from harness.errors import BuildFailed
 from harness.graph.load import write
 
-__all__ = ["FP8_CAPABILITY", "cast_model", "float_type", "has_qdq", "read_structure", "refuse_unusable"]
+__all__ = [
+    "FP8_CAPABILITY", "cast_model", "float_type", "has_qdq", "read_structure", "refuse_unusable", "types_of_ends",
+]  # fmt: skip
 
 FP8_CAPABILITY = (8, 9)
 LARGEST_BYTES = 2**31 - 1
@@ -50,6 +52,16 @@ def read_structure(path: Path) -> onnx.ModelProto:
 def has_qdq(proto: onnx.ModelProto) -> bool:
     """Whether any tensor of the main graph is dequantized."""
     return any(node.op_type == "DequantizeLinear" for node in proto.graph.node)
+
+
+def types_of_ends(proto: onnx.ModelProto) -> tuple[dict[str, np.dtype[Any]], dict[str, np.dtype[Any]]]:
+    """NumPy's element type of each input, and of each output."""
+
+    def types(values: Any) -> dict[str, np.dtype[Any]]:
+        kinds = {value.name: value.type.tensor_type.elem_type for value in values}
+        return {name: np.dtype(helper.tensor_dtype_to_np_dtype(kind)) for name, kind in kinds.items()}
+
+    return types(proto.graph.input), types(proto.graph.output)
 
 
 def float_type(proto: onnx.ModelProto) -> str:

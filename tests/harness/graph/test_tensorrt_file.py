@@ -11,13 +11,13 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from harness.errors import BuildFailed
+from harness.graph import tensorrt_file as models
 from harness.graph.build import GraphBuilder
 from harness.graph.dialects import TENSORRT
 from harness.graph.insert import Inserter
 from harness.graph.load import load
 from harness.graph.space import build_space
-from harness.tensorrt import models
-from harness.tensorrt.models import cast_model, float_type, has_qdq, read_structure, refuse_unusable
+from harness.graph.tensorrt_file import cast_model, float_type, has_qdq, read_structure, refuse_unusable
 from harness.tensorrt.profiles import read_profiles
 
 HOPPER, AMPERE = (9, 0), (8, 0)
