@@ -98,9 +98,9 @@ class SearcherContract:
         searcher = self.make(space, 0)
         for placement in common_seeds(space):
             searcher.tell(objective.observe(placement))
-        for _ in range(3):
+        for _ in range(2):
             waiting = list(searcher.ask(5))
-            while len(waiting) < 40 and (more := searcher.ask(5)):
+            while len(waiting) < 15 and (more := searcher.ask(5)):
                 waiting.extend(more)
             assert waiting, "an empty ask says 'not yet' only while outcomes are awaited; here none were"
             assert len({space.digest(p) for p in waiting}) == len(waiting), "a full window holds a placement twice"
