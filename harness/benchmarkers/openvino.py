@@ -42,7 +42,7 @@ class OpenVINOBenchmarker:
         ValueError: More threads than cores, an unknown precision, or BF16 on a CPU without it.
     """
 
-    accuracy_only = frozenset({"fp8"})
+    accuracy_only = frozenset({"fp8", "fp8e5m2"})
     """CPUs have no FP8 kernels: OpenVINO converts to float and back, so accuracies are true and latencies are not."""
 
     def __init__(self, threads: int = 1, precision: Precision = "auto", profile: bool = False) -> None:

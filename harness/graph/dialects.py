@@ -88,7 +88,7 @@ OPENVINO = Dialect(
     name="openvino",
     unsigned_positive=True,
     affine_ops=CONVOLUTIONS,
-    precisions=frozenset({"int8", "fp8"}),
+    precisions=frozenset({"int8", "fp8", "fp8e5m2"}),
 )
 
 # ONNX Runtime's CPU kernels (MLAS) are fastest with UINT8 activations times INT8 weights; QDQ operator groups are

@@ -201,7 +201,7 @@ class Experiment(_Frozen):
     description: str = ""
     models: _some(ModelSpec)  # type: ignore[valid-type]
     backends: _some(Use) = (Use(use="openvino"),)  # type: ignore[valid-type]
-    precision: _various(Literal["int8", "fp8", "mixed"]) = ("int8",)  # type: ignore[valid-type]
+    precision: _various(Literal["int8", "fp8", "fp8e5m2", "mixed"]) = ("int8",)  # type: ignore[valid-type]
     sharing: Literal["pattern", "region"] = "pattern"
     objective: Objective = Objective()
     searchers: _some(Method) = (Method(use="auto"),)  # type: ignore[valid-type]

@@ -58,6 +58,9 @@ from harness.run.trial import BUILDS, Care, attempt_with
 
 __all__ = ["run_experiment"]
 
+LATER = frozenset({"fp8e5m2"})
+"""Precisions that a dialect has come to offer beside others, which changes no candidate of a cell."""
+
 
 def run_experiment(
     experiment: Experiment,
@@ -262,13 +265,14 @@ class _Running:
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be the same for a run to go on."""
+        dialect = self.cell.dialect
         return {
             "model_sha256": self.cell.model.sha256,
             "backend": dict(self.engines.describe()),
             "precision": self.cell.spec.precision,
             "space": hashlib.sha256(repr(self.cell.space.dimensions).encode()).hexdigest()[:16],
             "seeds": {seed.name: self.cell.space.digest(seed.placement) for seed in self.cell.seeds},
-            "dialect": _digest(asdict(self.cell.dialect)),
+            "dialect": _digest({**asdict(dialect), "precisions": dialect.precisions - LATER}),
             "calibration": self.cell.spec.model.calibration.model_dump(mode="json"),
             "ranges": _digest(self.cell.ranges),
             "sampling": self.experiment.sampling.model_dump(mode="json"),

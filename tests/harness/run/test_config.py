@@ -59,7 +59,10 @@ def test_plan_runs_every_searcher_at_the_first_seed_before_the_second():
         (MINIMAL + "models: [b]", "duplicate key 'models'"),
         ("experiment: e\nmodels: []", "models: a list here needs at least one entry, but got []"),
         (MINIMAL + "seeds: [x]", "seeds.0: Input should be a valid integer, but got 'x'"),
-        (MINIMAL + "precision: [int4]", "precision.0: Input should be 'int8', 'fp8' or 'mixed', but got 'int4'"),
+        (
+            MINIMAL + "precision: [int4]",
+            "precision.0: Input should be 'int8', 'fp8', 'fp8e5m2' or 'mixed', but got 'int4'",
+        ),
         (MINIMAL + "budget: {evaluations: [0]}", "budget.evaluations.0: Input should be greater than or equal to 1"),
         ("experiment: e", "models: this key is required"),
         ("experiment: ../up\nmodels: [a]", "'../up' is no folder name"),
