@@ -34,6 +34,9 @@ from search.space import Placement, Space
 
 __all__ = ["OPSET", "Cell", "compose", "evaluator_use", "open_model"]
 
+UNCALIBRATED = 12.7
+"""Bound of every range where operators of a plug-in keep the model from being run for calibration."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
@@ -221,8 +224,16 @@ def _ranges(space: Space, model: Model, model_file: Path, feeds: _Feeds, observe
     tensors = {e.tensor for d in space.dimensions for e in d.edges if e.tensor not in model.constants}
     if feeds.description == "random data":
         observer.say(f"{model.source}: no calibration data given, random data is used: do not trust any accuracy")
-    with observer.work(f"calibrate {model.source}", feeds.count) as step:
-        ranges = cached_ranges(feeds.key, model_file, sorted(tensors), feeds, progress=lambda _: step.advance())
+    try:
+        with observer.work(f"calibrate {model.source}", feeds.count) as step:
+            ranges = cached_ranges(feeds.key, model_file, sorted(tensors), feeds, progress=lambda _: step.advance())
+    except UserError as error:
+        if feeds.description != "random data" or not any(node.opaque for node in model.nodes):
+            raise
+        observer.say(
+            f"{model.source}: every scale is {UNCALIBRATED / 127:g}, for the calibration cannot run it: {error}"
+        )
+        return dict.fromkeys(tensors, (-UNCALIBRATED, UNCALIBRATED))
     for remark in remarks(ranges):
         observer.say(f"{model.source}: {remark}")
     return ranges

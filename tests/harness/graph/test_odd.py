@@ -143,7 +143,7 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 """
 
 
-@pytest.mark.parametrize("op", ["If", "Loop", "LSTM"])
+@pytest.mark.parametrize("op", ["If", "Loop", "LSTM", "Whirl"])
 def test_a_run_says_so_too_and_leaves_those_parts_alone(
     op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
