@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -114,6 +114,7 @@ def _prepare(proto: onnx.ModelProto, source: str, sha256: str, shapes: Shapes, m
     halves = _HALVES_OPSET if _has_halves(proto.graph, weights) else 0
     proto = _upgrade(proto, weights, max(min_opset, halves), source)
     unmask(proto)
+    _check_again(proto, unknown, source)
     proto = infer(proto, source)
     while shapes_to_constants(proto.graph):
         _clean(proto, weights, source)
@@ -186,6 +187,21 @@ def _check(proto: onnx.ModelProto, source: str) -> None:
     except checker.ValidationError as error:
         text = " ".join(str(error).split())
         raise UserError(f"{source}: no valid ONNX model: {text}; export the model again") from error
+
+
+def _check_again(proto: onnx.ModelProto, unknown: Collection[str], source: str) -> None:
+    """Check operators that were unknown and that the newer opset defines: shape inference (onnx 1.21) believes them."""
+    opsets = _opsets(proto)
+    context = checker.DEFAULT_CONTEXT.__class__()
+    context.ir_version, context.opset_imports = proto.ir_version, opsets
+    for graph in graphs(proto.graph):
+        for node in graph.node:
+            if f"{node.domain or 'ai.onnx'}.{node.op_type}" in unknown and is_known(node, opsets):
+                try:
+                    checker.check_node(node, context)
+                except checker.ValidationError as error:
+                    text = " ".join(str(error).split())
+                    raise UserError(f"{source}: no valid ONNX model: {text}; export the model again") from error
 
 
 def _upgrade(proto: onnx.ModelProto, weights: Weights, min_opset: int, source: str) -> onnx.ModelProto:
