@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from harness.graph.diff import pairs_in, precisions_in
 from harness.graph.files import copy_model, file_digest
@@ -16,7 +15,7 @@ from harness.run.engine import Goal
 from harness.run.journal import Entry, read_journal, writing
 from harness.run.methods import is_peer, peer_model, seen_by
 from harness.run.plan import RunSpec
-from harness.run.readback import Evaluated, leaders, looks
+from harness.run.readback import Evaluated, leaders, looks, minutes, within
 from harness.run.rows import ACCURACY_ONLY, FLOAT_ROW, Pick, Row, Table, write_json
 from harness.run.starts import placed
 from harness.run.transfer import Guest
@@ -139,7 +138,7 @@ def _found(experiment: Experiment, cell: Cell, goal: Goal, folder: Path, exporte
         entries = tuple(read_journal(folder / "runs" / f"{run.name}.jsonl"))
         for budget in experiment.budget.evaluations:
             best = leaders(entries, goal, budget, _count(experiment, goal) if budget == largest else 1)
-            seen = looks(_within(entries, budget), goal)
+            seen = looks(within(entries, budget), goal)
             for rank, trial in enumerate(best):
                 yield Pick(
                     method=run.searcher.name,
@@ -148,7 +147,7 @@ def _found(experiment: Experiment, cell: Cell, goal: Goal, folder: Path, exporte
                     seed=run.seed,
                     budget=budget,
                     rank=rank,
-                    minutes=_minutes(entries, budget),
+                    minutes=minutes(entries, budget),
                     search_ms=trial.latency_ms,
                     scored=seen.full if seen.full else None,
                     agreement=seen.agreement,
@@ -161,10 +160,6 @@ def _count(experiment: Experiment, goal: Goal) -> int:
     """How many placements of a search are confirmed."""
     top_k = experiment.confirmation.top_k
     return max(top_k, FRONT) if goal.minimize == "pareto" else top_k
-
-
-def _within(entries: Sequence[Entry], budget: int) -> list[Entry]:
-    return [entry for entry in entries if entry.told is not None][:budget]
 
 
 def _row(run: RunSpec, trial: Evaluated, cell: Cell, exporter: _Exporter) -> str:
@@ -185,8 +180,3 @@ def _reason(entries: Sequence[Entry]) -> str:
 
 def _nothing(run: RunSpec, budget: int, reason: str) -> Pick:
     return Pick(method=run.searcher.name, kind="search", row="", seed=run.seed, budget=budget, reason=reason)
-
-
-def _minutes(entries: tuple[Any, ...], budget: int) -> float:
-    told = [entry.told.elapsed_s for entry in _within(entries, budget) if entry.told is not None]
-    return (told[-1] if told else 0.0) / 60

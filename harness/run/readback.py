@@ -9,13 +9,15 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from harness.measure.stats import median_ci
-from harness.records import Measured
+from harness.records import Measured, Told
 from harness.run.goal import PROXY, Goal, eligible, score_of, scored_of
 from harness.run.journal import RETRY, Entry
 from search.api import Score
 from search.pareto import fronts
 
-__all__ = ["Evaluated", "Looks", "evaluated", "incumbents", "leaders", "looks"]
+__all__ = [
+    "Evaluated", "Looks", "counted", "evaluated", "improves", "incumbents", "leaders", "looks", "minutes", "within",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,23 +39,39 @@ class Evaluated:
     score: Score
 
 
+def counted(entries: Iterable[Entry]) -> Iterator[tuple[int, Entry, Told]]:
+    """The entries that have an outcome, with the evaluations spent until then: duplicates and retries cost none."""
+    spent = 0
+    for entry in entries:
+        if entry.told is not None:
+            spent += entry.asked.origin != RETRY
+            yield spent, entry, entry.told
+
+
+def within(entries: Iterable[Entry], evaluations: int) -> list[Entry]:
+    """The entries whose outcomes came before more evaluations were spent."""
+    return [entry for spent, entry, _ in counted(entries) if spent <= evaluations]
+
+
+def minutes(entries: Iterable[Entry], evaluations: int) -> float:
+    """Wall-clock until the last of so many had come; with several at once that need not be the last proposal's."""
+    return max((told.elapsed_s for spent, _, told in counted(entries) if spent <= evaluations), default=0.0) / 60
+
+
 def evaluated(entries: Iterable[Entry], goal: Goal) -> Iterator[Evaluated]:
     """The evaluations that worked, in order; duplicates are free and left out."""
-    spent, elapsed_s = 0, 0.0
-    for entry in entries:
-        if entry.told is None:
-            continue
-        spent += entry.asked.origin != RETRY
-        elapsed_s = max(elapsed_s, entry.told.elapsed_s)
-        score = score_of(entry.told.outcome, goal)
-        if isinstance(score, Score) and isinstance(entry.told.outcome, Measured):
+    elapsed_s = 0.0
+    for spent, entry, told in counted(entries):
+        elapsed_s = max(elapsed_s, told.elapsed_s)
+        score = score_of(told.outcome, goal)
+        if isinstance(score, Score) and isinstance(told.outcome, Measured):
             yield Evaluated(
                 evaluations=spent,
                 elapsed_s=elapsed_s,
                 digest=entry.asked.digest,
                 choices=entry.asked.choices,
                 origin=entry.asked.origin,
-                latency_ms=median_ci(entry.told.outcome.samples_ms).value,
+                latency_ms=median_ci(told.outcome.samples_ms).value,
                 score=score,
             )
 
@@ -62,9 +80,14 @@ def incumbents(entries: Iterable[Entry], goal: Goal) -> Iterator[Evaluated]:
     """Each evaluation that became the incumbent, in order."""
     best: Evaluated | None = None
     for trial in evaluated(entries, goal):
-        if eligible(trial.score) and (best is None or trial.score.objective < best.score.objective):
+        if improves(trial, best):
             best = trial
             yield trial
+
+
+def improves(trial: Evaluated, best: Evaluated | None) -> bool:
+    """Whether an evaluation becomes the incumbent in place of `best`."""
+    return eligible(trial.score) and (best is None or trial.score.objective < best.score.objective)
 
 
 def leaders(entries: Iterable[Entry], goal: Goal, evaluations: int, count: int) -> list[Evaluated]:
