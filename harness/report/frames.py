@@ -12,9 +12,9 @@ import pandas as pd
 
 from harness.evaluators.intervals import accuracy_of, drop_estimate
 from harness.measure.stats import Interval
-from harness.records import Measured
 from harness.report.results import CellResults, Results
 from harness.report.samples import indistinct
+from harness.report.searches import Search
 from harness.report.searching import float_ms
 from harness.run.plan import CellSpec
 from harness.run.rows import FLOAT_ROW, Pick
@@ -205,7 +205,7 @@ def _drop(cell: CellResults, row: str) -> Interval | None:
 def _shrinkage(cell: CellResults, pick: Pick) -> float | None:
     """By how much the confirmed speedup is less than the one that the search saw: what choosing by luck had added."""
     summary = cell.summaries.get(pick.row)
-    search = next((s for s in cell.searches if (s.searcher, s.seed) == (pick.method, pick.seed)), None)
+    search = _search(cell, pick)
     base_ms = None if search is None else float_ms(cell, search)
     if summary is None or base_ms is None or pick.search_ms is None:
         return None
@@ -215,11 +215,14 @@ def _shrinkage(cell: CellResults, pick: Pick) -> float | None:
 def _builds(cell: CellResults, pick: Pick) -> tuple[int, int]:
     """Builds that worked, of those tried: in the search for a searcher, in the confirmation for the others."""
     if pick.kind == "search":
-        entries = next((s.entries for s in cell.searches if (s.searcher, s.seed) == (pick.method, pick.seed)), ())
-        told = [entry.told.outcome for entry in entries if entry.told is not None]
-        return sum(isinstance(outcome, Measured) for outcome in told), len(told)
+        search = _search(cell, pick)
+        return (0, 0) if search is None else (search.good, search.evaluations)
     summary = cell.summaries.get(pick.row)
     return (0, cell.lost.get(pick.row, 0)) if summary is None else (summary.builds_ok, summary.builds)
+
+
+def _search(cell: CellResults, pick: Pick) -> Search | None:
+    return next((s for s in cell.searches if (s.searcher, s.seed) == (pick.method, pick.seed)), None)
 
 
 def _verdict(cell: CellResults, pick: Pick) -> tuple[str, str]:

@@ -6,7 +6,6 @@ import numpy as np
 import pandas as pd
 
 from harness.report.results import CellResults
-from harness.run.readback import evaluated
 
 __all__ = ["bounded", "tried_frame"]
 
@@ -23,10 +22,5 @@ def bounded(main: pd.DataFrame) -> pd.DataFrame:
 
 def tried_frame(cell: CellResults) -> pd.DataFrame:
     """Latency and metric of every candidate that a search scored, by the search's own samples."""
-    lines = [
-        (trial.score.objective, trial.score.metrics[cell.metric])
-        for search in cell.searches
-        for trial in evaluated(search.entries, cell.paced)
-        if cell.metric is not None and cell.metric in trial.score.metrics
-    ]
+    lines = [(found.latency_ms, found.value) for search in cell.searches for found in search.looked]
     return pd.DataFrame(lines, columns=["latency_ms", "score"]).drop_duplicates()

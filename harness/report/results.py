@@ -13,31 +13,17 @@ from harness.errors import UserError
 from harness.measure.confirm import RowSummary, summarise
 from harness.measure.events import Dropped, Event
 from harness.records import SCHEMA, Failed
+from harness.report.searches import Search, read_search
 from harness.report.stored import Stored, read_stored
 from harness.run.confirming import read_events, read_floor
 from harness.run.goal import Goal
-from harness.run.journal import Entry, read_journal
 from harness.run.rows import FLOAT_ROW, Pick, Row, read_rows
 from harness.run.scores import read_scores
 
-__all__ = ["CellResults", "Results", "Search", "load"]
+__all__ = ["CellResults", "Results", "load"]
 
 T = TypeVar("T")
 JOURNAL = re.compile(r"(?P<searcher>.+)-(?P<seed>\d+)\.jsonl")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
-    """One search as far as it came.
-
-    Attributes:
-        path: Its journal.
-    """
-
-    searcher: str
-    seed: int
-    entries: tuple[Entry, ...]
-    path: Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +68,7 @@ class CellResults:
     @property
     def goal(self) -> Goal:
         """What the searches minimised."""
-        known = {field.name for field in fields(Goal)}
-        return Goal(**{key: value for key, value in self.facts["goal"].items() if key in known})
-
-    @property
-    def paced(self) -> Goal:
-        """The goal as readers of latency want it: the same bounds, but the fastest counts, whatever was minimised."""
-        return replace(self.goal, minimize="latency")
+        return _goal(self.facts)
 
     @property
     def allowed(self) -> float | None:
@@ -180,11 +160,13 @@ def load(folder: Path) -> Results:
 
 def _cell(folder: Path, stored: Stored) -> CellResults:
     facts = _facts(folder)
+    goal = _read(folder / "cell.json", lambda: _goal(facts))
     rows, picks = _read(folder / "rows.json", lambda: read_rows(folder))
     events = read_events(folder)
     lost = {(event.row, event.build) for event in events if isinstance(event, Dropped)}
     floor = read_floor(folder)
     summary = summarise(events, baseline=FLOAT_ROW, floor=floor) if events else None
+    paced = replace(goal, minimize="latency")  # the same bounds, but the fastest counts, whatever was minimised
     builds = _builds(folder / "confirm.jsonl") or (stored.builds if events else None)
     return CellResults(
         folder=folder,
@@ -192,7 +174,7 @@ def _cell(folder: Path, stored: Stored) -> CellResults:
         environment=_environment(folder / "env.json"),
         rows={row.id: row for row in rows},
         picks=picks,
-        searches=_searches(folder / "runs", stored.searchers),
+        searches=_searches(folder / "runs", paced, facts.get("metric"), stored.searchers),
         scores=_read(folder / "accuracy.json", lambda: read_scores(folder)),
         events=events,
         summaries={} if summary is None else summary.rows,
@@ -236,11 +218,16 @@ def _builds(path: Path) -> int | None:
     return builds if isinstance(builds, int) else None
 
 
-def _searches(runs: Path, searchers: tuple[str, ...]) -> tuple[Search, ...]:
+def _goal(facts: Mapping[str, Any]) -> Goal:
+    known = {field.name for field in fields(Goal)}
+    return Goal(**{key: value for key, value in dict(facts["goal"]).items() if key in known})
+
+
+def _searches(runs: Path, goal: Goal, metric: object, searchers: tuple[str, ...]) -> tuple[Search, ...]:
     order = {name: place for place, name in enumerate(searchers)}
     named = [(path, match) for path in runs.glob("*.jsonl") if (match := JOURNAL.fullmatch(path.name))]
     found = [
-        Search(searcher=match["searcher"], seed=int(match["seed"]), entries=tuple(read_journal(path)), path=path)
+        read_search(path, match["searcher"], int(match["seed"]), goal, None if metric is None else str(metric))
         for path, match in named
         if _has_a_line(path)
     ]

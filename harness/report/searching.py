@@ -10,15 +10,15 @@ import numpy as np
 import pandas as pd
 
 from harness.measure.stats import Interval, median_ci
-from harness.records import Measured, Told
-from harness.report.results import CellResults, Results, Search
-from harness.run.readback import incumbents
+from harness.report.results import CellResults, Results
+from harness.report.searches import Search
 from harness.run.rows import FLOAT_ROW
 
 __all__ = ["TARGETS", "budget_frame", "cost_frame", "curve_frame", "final_speedups", "float_ms", "target_frame"]
 
 TARGETS = (0.95, 0.99)
 """Shares of the best gain that any search of the cell found."""
+CURVE = ["cell", "searcher", "seed", "evaluations", "minutes", "speedup"]
 
 
 def budget_frame(results: Results) -> pd.DataFrame:
@@ -65,59 +65,40 @@ def cost_frame(results: Results) -> pd.DataFrame:
     `saved` are the readings that racing spared, an estimate; `surprises` the candidates that were built again before
     anyone believed them; `disturbed` those whose first readings were thrown away.
     """
-    return pd.DataFrame([_cost(cell, search) for cell in results.cells for search in cell.searches if _told(search)])
+    return pd.DataFrame([_cost(cell, search) for cell in results.cells for search in cell.searches if search.elapsed_s])
 
 
 def _cost(cell: CellResults, search: Search) -> dict[str, Any]:
-    told = _told(search)
-    good = [t.outcome for t in told if isinstance(t.outcome, Measured)]
-    spent = {
-        "build_s": sum(outcome.build_s for outcome in good),
-        "sampling_s": sum(outcome.measure_s for outcome in good),
-        "evaluation_s": sum(outcome.evaluate_s for outcome in good),
-        "failures_s": sum(t.outcome.wall_s for t in told if not isinstance(t.outcome, Measured)),
-    }
-    readings = {
-        "readings": sum(len(o.samples_ms) + sum(len(more) for more in o.retaken_ms) for o in good),
-        "saved": sum(outcome.saved for outcome in good),
-        "surprises": sum(bool(outcome.retaken_ms) for outcome in good),
-        "disturbed": sum(bool(outcome.trouble) for outcome in good),
-    }
-    total_s = told[-1].elapsed_s
+    total_s = search.elapsed_s[-1]
+    spent = {name: search.cost.get(name, 0.0) for name in ("build_s", "sampling_s", "evaluation_s", "failures_s")}
+    counts = {name: search.cost.get(name, 0) for name in ("readings", "saved", "surprises", "disturbed")}
     return {
-        "cell": cell.name, "searcher": search.searcher, "seed": search.seed, "evaluations": len(told),
+        "cell": cell.name, "searcher": search.searcher, "seed": search.seed, "evaluations": search.evaluations,
         "total_s": total_s, **spent, "harness_s": max(0.0, total_s - sum(spent.values())),
-        **readings,
+        **counts,
     }  # fmt: skip
-
-
-def _told(search: Search) -> list[Told]:
-    """Outcomes in order; duplicates cost nothing and have none."""
-    return [entry.told for entry in search.entries if entry.told is not None]
 
 
 def curve_frame(cells: Iterable[CellResults]) -> pd.DataFrame:
     """Incumbent after each evaluation of every search, as speedup over the float seed's own samples."""
-    lines = [line for cell in cells for line in _curves(cell)]
-    return pd.DataFrame(lines, columns=["cell", "searcher", "seed", "evaluations", "minutes", "speedup"])
+    curves = [_curve(cell, search) for cell in cells for search in cell.searches]
+    filled = [curve for curve in curves if len(curve)]
+    return pd.concat(filled, ignore_index=True) if filled else pd.DataFrame(columns=CURVE)
 
 
-def _curves(cell: CellResults) -> list[dict[str, Any]]:
-    lines = []
-    for search in cell.searches:
-        base_ms = float_ms(cell, search)
-        objectives = {step.evaluations: step.score.objective for step in incumbents(search.entries, cell.paced)}
-        best = None
-        for number, told in enumerate(_told(search), 1):
-            best = objectives.get(number, best)
-            if best is not None and base_ms is not None:
-                lines.append(
-                    {
-                        "cell": cell.name, "searcher": search.searcher, "seed": search.seed, "evaluations": number,
-                        "minutes": told.elapsed_s / 60, "speedup": base_ms / best,
-                    }
-                )  # fmt: skip
-    return lines
+def _curve(cell: CellResults, search: Search) -> pd.DataFrame:
+    base_ms = float_ms(cell, search)
+    if base_ms is None or not search.steps:
+        return pd.DataFrame(columns=CURVE)
+    first, best_ms = search.steps[0].evaluations, np.full(search.evaluations, np.inf)
+    for step in search.steps:  # of an evaluation and its retry the better one
+        best_ms[step.evaluations - 1] = min(best_ms[step.evaluations - 1], step.score.objective)
+    figures = {
+        "cell": cell.name, "searcher": search.searcher, "seed": search.seed,
+        "evaluations": np.arange(1, search.evaluations + 1), "minutes": np.array(search.elapsed_s) / 60,
+        "speedup": base_ms / np.minimum.accumulate(best_ms),
+    }  # fmt: skip
+    return pd.DataFrame(figures, columns=CURVE)[first - 1 :]
 
 
 def target_frame(results: Results) -> pd.DataFrame:
@@ -131,7 +112,7 @@ def target_frame(results: Results) -> pd.DataFrame:
         searches: dict[str, list[Search]] = {}
         for search in cell.searches:
             searches.setdefault(search.searcher, []).append(search)
-        steps = [step for search in cell.searches for step in incumbents(search.entries, cell.paced)]
+        steps = [step for search in cell.searches for step in search.steps]
         best_ms = min((step.score.objective for step in steps), default=math.inf)
         for searcher, found in searches.items() if math.isfinite(best_ms) else ():
             for share in TARGETS:
@@ -151,7 +132,7 @@ def target_frame(results: Results) -> pd.DataFrame:
 def _spent_until(cell: CellResults, search: Search, best_ms: float, share: float) -> tuple[float, float]:
     """Evaluations and minutes until the gain over the float model reached a share of the best; infinite if never."""
     base_ms = float_ms(cell, search)
-    for step in incumbents(search.entries, cell.paced):
+    for step in search.steps:
         if base_ms is not None and base_ms - step.score.objective >= share * (base_ms - best_ms):
             return step.evaluations, step.elapsed_s / 60
     return math.inf, math.inf
@@ -165,8 +146,7 @@ def _middle(values: Iterable[float]) -> Interval:
 
 def float_ms(cell: CellResults, search: Search) -> float | None:
     """The float model's latency in this search; where it was no seed of it, the confirmed one."""
-    for entry in search.entries:
-        if not any(entry.asked.choices) and entry.told is not None and isinstance(entry.told.outcome, Measured):
-            return median_ci(entry.told.outcome.samples_ms).value
+    if search.float_ms is not None:
+        return search.float_ms
     summary = cell.summaries.get(FLOAT_ROW)
     return None if summary is None else summary.latency_ms.value

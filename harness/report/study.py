@@ -59,11 +59,7 @@ def _relative(curves: pd.DataFrame, last: int) -> np.ndarray[Any, np.dtype[np.fl
 
 def _initial(cell: CellResults) -> int:
     """Evaluations that went to the initial placements, which all searches of a cell share."""
-    counts = [
-        sum(entry.told is not None and entry.asked.origin.startswith("seed:") for entry in search.entries)
-        for search in cell.searches
-    ]
-    return min(counts, default=0)
+    return min((search.initial for search in cell.searches), default=0)
 
 
 def pair_frame(results: Results) -> pd.DataFrame:

@@ -15,6 +15,7 @@ from harness.report.frames import main_frame
 from harness.report.results import CellResults, Results
 from harness.report.samples import counted
 from harness.report.shown import tables_of
+from harness.run.journal import read_journal
 from harness.run.rows import FLOAT_ROW
 
 __all__ = ["Traced", "row_of", "trace"]
@@ -160,7 +161,7 @@ def _trials(cell: CellResults, searcher: str, seed: int) -> Iterator[str]:
         if (search.searcher, search.seed) != (searcher, seed):
             continue
         yield f"{search.path}; one line a trial"
-        for entry in search.entries:
+        for entry in read_journal(search.path):
             if entry.told is None:
                 continue
             outcome = entry.told.outcome

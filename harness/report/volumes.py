@@ -7,9 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from harness.report.results import CellResults, Search
+from harness.report.results import CellResults
+from harness.report.searches import Looked, Search
 from harness.report.searching import float_ms
-from harness.run.readback import Evaluated, evaluated
 from harness.run.rows import FLOAT_ROW
 from search.pareto import hypervolume
 
@@ -46,23 +46,20 @@ def _lines(cell: CellResults) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
-def _losses(cell: CellResults, search: Search) -> Iterator[tuple[Evaluated, float]]:
+def _losses(cell: CellResults, search: Search) -> Iterator[tuple[Looked, float]]:
     """The evaluations that were scored, with their loss against the float model; none where that has no score."""
-    metric = str(cell.metric)
-    trials = [trial for trial in evaluated(search.entries, cell.paced) if metric in trial.score.metrics]
-    own = next((trial.score.metrics[metric] for trial in trials if not any(trial.choices)), None)
-    reference = cell.score(FLOAT_ROW) if own is None else own
+    reference = cell.score(FLOAT_ROW) if search.float_value is None else search.float_value
     if reference is None:
         return
-    for trial in trials:
-        drop = reference - trial.score.metrics[metric]
+    for trial in search.looked:
+        drop = reference - trial.value
         yield trial, max(0.0, drop if cell.higher_is_better else -drop)
 
 
-def _grown(trials: list[tuple[Evaluated, float]], base_ms: float, worst: float) -> Iterator[tuple[Evaluated, float]]:
+def _grown(trials: list[tuple[Looked, float]], base_ms: float, worst: float) -> Iterator[tuple[Looked, float]]:
     front: list[tuple[float, float]] = []
     for trial, loss in trials:
-        own = (trial.score.objective / base_ms, loss / worst)
+        own = (trial.latency_ms / base_ms, loss / worst)
         if not any(known[0] <= own[0] and known[1] <= own[1] for known in front):
             front = [known for known in front if own[0] > known[0] or own[1] > known[1]] + [own]
         yield trial, hypervolume(front, (1.0, 1.0))

@@ -1,0 +1,143 @@
+"""What a report keeps of a search: a few figures of each evaluation; the raw samples stay in the journal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.records import Measured, Outcome
+from harness.run.goal import Goal
+from harness.run.journal import RETRY, Entry, read_journal
+from harness.run.readback import Evaluated, counted, evaluated, improves
+
+__all__ = ["Looked", "Search", "read_search"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looked:
+    """An evaluation whose metric was measured.
+
+    Attributes:
+        evaluations: See `harness.run.readback.Evaluated`, as for `elapsed_s` and `latency_ms`.
+        value: Of the metric.
+    """
+
+    evaluations: int
+    elapsed_s: float
+    latency_ms: float
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """One search as far as it came; duplicates and retries are no evaluations.
+
+    Attributes:
+        path: Its journal.
+        elapsed_s: Wall-clock after each evaluation, which never goes back; a retry's belongs to the last before it.
+        good: Evaluations that worked.
+        initial: Evaluations that went to initial placements.
+        steps: Each evaluation that became the incumbent, the fastest one that obeys the bounds.
+        looked: Those whose metric was measured, in order.
+        float_ms: Latency of the float model by this search's own samples; None where it was not measured here.
+        float_value: The float model's metric, in the same way.
+        cost: Seconds spent and readings taken, retries included; see `harness.report.searching.cost_frame`.
+    """
+
+    searcher: str
+    seed: int
+    path: Path
+    elapsed_s: tuple[float, ...]
+    good: int
+    initial: int
+    steps: tuple[Evaluated, ...]
+    looked: tuple[Looked, ...]
+    float_ms: float | None
+    float_value: float | None
+    cost: Mapping[str, float]
+
+    @property
+    def evaluations(self) -> int:
+        """How many were spent."""
+        return len(self.elapsed_s)
+
+
+def read_search(path: Path, searcher: str, seed: int, goal: Goal, metric: str | None) -> Search:
+    """Read a search's journal once, line by line.
+
+    Args:
+        goal: Says which evaluation is the incumbent.
+        metric: The evaluator's figure; None where nothing was scored.
+
+    Raises:
+        UserError: The journal is damaged, or of another schema.
+    """
+    tally, name = _Tally(), metric or ""
+    steps, looked, floats = list[Evaluated](), list[Looked](), list[Evaluated]()
+    for trial in evaluated(tally.counting(read_journal(path)), goal):
+        if improves(trial, steps[-1] if steps else None):
+            steps.append(trial)
+        if name in trial.score.metrics:
+            looked.append(
+                Looked(
+                    evaluations=trial.evaluations,
+                    elapsed_s=trial.elapsed_s,
+                    latency_ms=trial.latency_ms,
+                    value=trial.score.metrics[name],
+                )
+            )
+        if not any(trial.choices):
+            floats.append(trial)
+    return Search(
+        searcher=searcher,
+        seed=seed,
+        path=path,
+        elapsed_s=tuple(tally.elapsed_s),
+        good=tally.good,
+        initial=tally.initial,
+        steps=tuple(steps),
+        looked=tuple(looked),
+        float_ms=next((trial.latency_ms for trial in floats), None),
+        float_value=next((trial.score.metrics[name] for trial in floats if name in trial.score.metrics), None),
+        cost=dict(tally.cost),
+    )
+
+
+class _Tally:
+    """Adds up what passes by."""
+
+    def __init__(self) -> None:
+        self.elapsed_s: list[float] = []
+        self.good = 0
+        self.initial = 0
+        self.cost: Counter[str] = Counter()
+
+    def counting(self, entries: Iterable[Entry]) -> Iterator[Entry]:
+        """The same entries; each is counted before it is passed on."""
+        latest_s = 0.0
+        for spent, entry, told in counted(entries):
+            latest_s = max(latest_s, told.elapsed_s)
+            if entry.asked.origin == RETRY:
+                self.elapsed_s[spent - 1 :] = [latest_s]
+            else:
+                self.elapsed_s.append(latest_s)
+                self.good += isinstance(told.outcome, Measured)
+                self.initial += entry.asked.origin.startswith("seed:")
+            self.cost.update(_cost(told.outcome))
+            yield entry
+
+
+def _cost(outcome: Outcome) -> dict[str, float]:
+    if not isinstance(outcome, Measured):
+        return {"failures_s": outcome.wall_s}
+    return {
+        "build_s": outcome.build_s,
+        "sampling_s": outcome.measure_s,
+        "evaluation_s": outcome.evaluate_s,
+        "readings": len(outcome.samples_ms) + sum(len(more) for more in outcome.retaken_ms),
+        "saved": outcome.saved,
+        "surprises": bool(outcome.retaken_ms),
+        "disturbed": bool(outcome.trouble),
+    }

@@ -1,0 +1,81 @@
+"""What reports take from journals: each evaluation in figures, however many there are; retries are none."""
+
+import json
+import tracemalloc
+
+import pytest
+
+from harness.errors import UserError
+from harness.records import Asked, Failed, Measured, Told, encode
+from harness.report.frames import main_frame
+from harness.report.results import load
+from harness.report.searches import read_search
+from harness.report.searching import cost_frame, curve_frame
+from harness.run.goal import Goal
+from harness.run.journal import RETRY, Journal
+
+CELL = "net-openvino-int8"
+
+
+def measured(latency_ms: float, **metrics: float) -> Measured:
+    return Measured(samples_ms=(latency_ms,) * 7, build_s=1.0, measure_s=2.0, metrics=metrics)
+
+
+def once_more(path, outcome, elapsed_s):
+    """Attempt the third proposal of a journal of `conftest` again."""
+    with Journal(path, {}) as journal:
+        journal.append(Asked(number=3, choices=(2,), digest="2", origin=RETRY))
+        journal.append(Told(number=3, outcome=outcome, elapsed_s=elapsed_s))
+
+
+def test_a_retry_is_no_evaluation_and_its_time_and_its_find_count(folder):
+    before = cost_frame(load(folder)).set_index(["searcher", "seed"]).loc[("random", 0)]
+    once_more(folder / CELL / "runs" / "random-0.jsonl", measured(2.0, top1=0.8), 90.0)
+    results = load(folder)
+    line = main_frame(results).set_index("method").loc["random"]
+    assert (line["builds_ok"], line["builds"]) == (2, 3)
+    cost = cost_frame(results).set_index(["searcher", "seed"]).loc[("random", 0)]
+    assert (cost["evaluations"], cost["total_s"]) == (3, 90.0)
+    assert cost["build_s"] == before["build_s"] + 1.0
+    curve = curve_frame(results.cells)
+    own = curve[(curve["searcher"] == "random") & (curve["seed"] == 0)]
+    assert own["evaluations"].tolist() == [1, 2, 3]
+    assert own["minutes"].tolist() == pytest.approx([10 / 60, 20 / 60, 1.5])
+    assert own["speedup"].tolist() == [1.0, 2.0, 4.0]
+
+
+def test_a_search_without_an_incumbent_has_no_curve_and_its_cost(folder):
+    runs = folder / CELL / "runs"
+    with Journal(runs / "tpe-0.jsonl", {}) as journal:
+        journal.append(Asked(number=0, choices=(1,), digest="1", origin="searcher"))
+        journal.append(Told(number=0, outcome=Failed(stage="build", reason="no", wall_s=3.0), elapsed_s=4.0))
+    results = load(folder)
+    assert set(curve_frame(results.cells)["searcher"]) == {"random"}
+    cost = cost_frame(results).set_index("searcher").loc["tpe"]
+    assert (cost["evaluations"], cost["failures_s"], cost["readings"], cost["harness_s"]) == (1, 3.0, 0, 1.0)
+
+
+def test_a_goal_that_is_none_is_named_with_its_file(folder):
+    path = folder / CELL / "cell.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "goal": ["x"]}))
+    with pytest.raises(UserError, match=r"cell.json: damaged \(.*move it away"):
+        load(folder)
+
+
+def test_raw_samples_stay_in_the_file(tmp_path):
+    path, count = tmp_path / "random-0.jsonl", 400
+    with Journal(path, {}):
+        pass
+    with path.open("a") as file:
+        for number in range(count):
+            asked = Asked(number=number, choices=(number % 2,) * 60, digest=str(number), origin="searcher")
+            samples_ms = tuple(5.0 + (number * sample) % 997 / 1000 for sample in range(500))
+            outcome = Measured(samples_ms=samples_ms, build_s=0.1, measure_s=0.1)
+            file.write(f"{encode(asked)}\n{encode(Told(number=number, outcome=outcome, elapsed_s=float(number)))}\n")
+    tracemalloc.start()
+    search = read_search(path, "random", 0, Goal(), None)
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (search.evaluations, search.good, search.cost["readings"]) == (count, count, 500 * count)
+    assert kept < 200 * count
+    assert peak < path.stat().st_size / 4
