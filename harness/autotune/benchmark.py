@@ -38,7 +38,7 @@ _CURRENT: ContextVar[Benchmark | None] = ContextVar("benchmark", default=None)
 _LIMITS = Limits(build_s=1800, measure_s=3600)
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "plugin_libraries": ("plugin_libraries", "plugins"),
-    "timing_cache_file": ("timing_cache_file", "timing_cache"),
+    "timing_cache_file": ("timing_cache_file",),
     "trtexec_args": ("trtexec_args", "extra_args", "args"),
 }
 """What ModelOpt calls an option of TensorRT, and what a benchmarker's constructor may."""

@@ -34,8 +34,9 @@ def delivered(proto: onnx.ModelProto) -> dict[Edge, str]:
     return _Reader(proto).edges()
 
 
-def diff(asked: Resolved, proto: onnx.ModelProto) -> tuple[Resolved, Resolved]:
+def diff(asked: Resolved, source: Path | onnx.ModelProto) -> tuple[Resolved, Resolved]:
     """Edges that were asked but are not in the model, and edges in the model that nobody asked; both sorted."""
+    proto = onnx.load(source, load_external_data=False) if isinstance(source, Path) else source
     wanted, found = set(asked), set(delivered(proto).items())
     return tuple(sorted(wanted - found)), tuple(sorted(found - wanted))
 

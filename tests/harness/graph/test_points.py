@@ -259,7 +259,7 @@ def test_grouped_convolutions_have_no_fp8() -> None:
     model = finish(g, g.conv(x, 8, 3, groups=-1))
     assert rule(model, TENSORRT, "Conv", precision="fp8") == "grouped fp8"
     assert found(model, TENSORRT, "Conv")[0].precisions == ("int8",)
-    assert found(model, OPENVINO, "Conv")[0].precisions == ("int8", "fp8")
+    assert found(model, OPENVINO, "Conv")[0].precisions == ("int8", "fp8e5m2", "fp8")
 
 
 def test_a_precision_that_the_runtime_lacks() -> None:
