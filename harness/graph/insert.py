@@ -2,15 +2,16 @@
 
 Activations get one pair per tensor and precision, right behind the tensor's producer and shared by every selected
 consumer; constants get their quantized form behind a DequantizeLinear; float consumers keep the float tensor. The
-graph is never sorted or imported again: see `harness.graph.encoding.wire`.
+graph is never sorted or imported again: see `harness.graph.encoding.forms`, and `wire` beside it.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import onnx
 from onnx import checker
@@ -21,44 +22,38 @@ from harness.graph.dialects import Dialect
 from harness.graph.diff import diff
 from harness.graph.encoding import wire
 from harness.graph.encoding.constants import Constants, Stored
-from harness.graph.encoding.requests import Requests, Site
+from harness.graph.encoding.forms import Encoder, Forms, Mark, NodeForm, PairForm
+from harness.graph.encoding.requests import OUTSIDE, Asked, Requests
 from harness.graph.encoding.scales import Scales
-from harness.graph.encoding.wire import TAG, UNROUNDED
+from harness.graph.encoding.wire import TAG
 from harness.graph.load import write as write_model
 from harness.graph.model import Model, Node
 from search.space import Resolved, digest_of
 
 __all__ = ["Inserter"]
 
-_AHEAD = -1
-"""Position of what stands before the first node."""
 
-
-@dataclass(slots=True)
 class _Draft:
-    """What a placement changes.
+    """What a placement gives.
 
-    Attributes:
-        sites: Precision by input (node index and slot).
-        shared: Groups of tensors that share one scale, see `Scales.group`.
-        added: Encoded nodes by the index of the node that they follow.
-        inputs: New input names by node index and slot.
-        outputs: New output names by node index and number.
-        small: Encoded scales and zero points of activations by name.
-        stored: Quantized constants by their dequantized tensor.
-        replaced: How often a constant of the float model gave way to a quantized one.
-        pairs: See `Inserter.pairs`.
+    Args:
+        nodes: The nodes of the model.
+        behind: The pairs behind each of them, and last those behind the model's inputs.
     """
 
-    sites: dict[Site, str] = field(default_factory=dict)
-    shared: frozenset[str] = frozenset()
-    added: dict[int, list[bytes]] = field(default_factory=lambda: defaultdict(list))
-    inputs: dict[int, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
-    outputs: dict[int, dict[int, str]] = field(default_factory=dict)
-    small: dict[str, bytes] = field(default_factory=dict)
-    stored: dict[str, Stored] = field(default_factory=dict)
-    replaced: Counter[str] = field(default_factory=Counter)
-    pairs: int = 0
+    def __init__(self, nodes: list[NodeForm], behind: list[PairForm]) -> None:
+        self.nodes = nodes
+        self.behind = behind
+        self.stored: dict[str, Stored] = {}
+        for form in nodes:
+            if form.stored:
+                self.stored.update(form.stored)
+
+    @property
+    def pairs(self) -> int:
+        """See `Inserter.pairs`."""
+        activations = sum(form.pairs for form in self.behind)
+        return activations + len(self.stored) - sum(form.biases for form in self.nodes)
 
 
 class Inserter:
@@ -79,18 +74,16 @@ class Inserter:
             raise UserError(f"{model.source}: tensor {marked[0]!r} says that Q/DQ pairs are inserted already")
         self._model = model
         self._dialect = dialect
-        self._asked = Requests(model, dialect)
         self._scales = Scales(model, dialect, ranges)
         self._constants = Constants(model, dialect)
-        self._concats = {
-            node.index: frozenset(slot for slot, name in enumerate(node.inputs) if name not in model.constants)
-            for node in model.nodes
-            if node.op == "Concat"
-        }
+        encoder = Encoder(model, dialect, self._scales, self._constants)
+        outside = Forms(partial(encoder.precisions, kind="quantized"))
+        self._readers: list[Forms[Any]] = [*(Forms(partial(encoder.node, n.index)) for n in model.nodes), outside]
+        self._makers = [Forms(encoder.behind) for _ in self._readers]
+        self._requests = Requests(model, dialect, self._readers, self._makers)
+        self._concats = {node.index: self._activations(node) for node in model.nodes if node.op == "Concat"}
         self._uses = Counter(name for node in model.nodes for name in (*node.inputs, *node.captures))
         self._uses.update(model.outputs)
-        self._pieces = [wire.NodePieces(proto) for proto in model.proto.graph.node]
-        self._unchanged = [piece.unchanged for piece in self._pieces]
         self._headers = wire.header(model.proto), wire.header(model.proto.graph)
 
     def insert(self, resolved: Resolved) -> onnx.ModelProto:
@@ -159,77 +152,56 @@ class Inserter:
             raise AssertionError(f"{self._model.source}: insertion gave no valid ONNX: {error}") from error
 
     def _draft(self, resolved: Resolved) -> _Draft:
-        draft, asked = _Draft(), self._asked.sort(resolved)
-        draft.sites = asked.sites
-        draft.shared = self._shared(draft)
-        for tensor in asked.finals:
-            self._free_name(draft, tensor)
-        for (tensor, precision), sites in asked.activations.items():
-            self._add_pair(draft, tensor, precision, asked.finals.get(tensor), sites)
-        nodes = self._model.nodes
-        for index, slot in asked.constants:
-            self._add_constant(draft, nodes[index], slot)
-        biases = len(draft.replaced) - len({nodes[index].inputs[slot] for index, slot in asked.constants})
-        draft.pairs = len(asked.activations) + len(draft.stored) - biases
-        return draft
+        asked = self._requests.sort(resolved)
+        for tensor, precision in self._finals(asked):
+            self._mark(asked, tensor, "final", precision)
+            maker = self._model.producer[tensor]
+            asked.read[maker] |= self._readers[maker].bit(Mark("renamed", tensor))
+        for group in self._shared(asked):
+            for tensor in self._scales.members(group):
+                self._mark(asked, tensor, "shared")
+        nodes = [forms[state] for forms, state in zip(self._readers[:OUTSIDE], asked.read, strict=False)]
+        behind = [forms[state] for forms, state in zip(self._makers, asked.made, strict=True)]
+        return _Draft(nodes, behind)
 
-    def _shared(self, draft: _Draft) -> frozenset[str]:
+    def _activations(self, node: Node) -> tuple[int, ...]:
+        """The bits that tell of each activation a node reads that it is quantized, at whatever precision."""
+        slots = (slot for slot, name in enumerate(node.inputs) if name not in self._model.constants)
+        bit = self._readers[node.index].bit
+        return tuple(sum(bit(Mark("quantized", slot, p)) for p in self._dialect.precisions) for slot in slots)
+
+    def _finals(self, asked: Asked) -> list[tuple[str, str]]:
+        """The tensors that leave the model quantized, with their precision."""
+        slots = self._readers[OUTSIDE][asked.read[OUTSIDE]]
+        return [(self._model.outputs[int(slot)], precision) for slot, precision in sorted(slots.items())]
+
+    def _shared(self, asked: Asked) -> set[str]:
         """Groups of tensors around a Concat whose inputs are all quantized."""
-        return frozenset(
+        return {
             self._scales.group(self._model.nodes[index].outputs[0])
             for index, slots in self._concats.items()
-            if slots and all((index, slot) in draft.sites for slot in slots)
-        )
+            if slots and all(asked.read[index] & slot for slot in slots)
+        }
 
-    def _free_name(self, draft: _Draft, tensor: str) -> None:
-        """Free the name of a model output for its DequantizeLinear; float consumers follow the float tensor."""
-        producer = self._model.producer[tensor]
-        number = self._model.nodes[producer].outputs.index(tensor)
-        draft.outputs.setdefault(producer, {})[number] = tensor + UNROUNDED
+    def _mark(self, asked: Asked, tensor: str, kind: Literal["final", "shared"], precision: str = "") -> None:
+        """Tell something of a tensor to those who read it and to the one who makes it."""
         for index, slot in self._model.consumers.get(tensor, ()):
-            draft.inputs[index][slot] = tensor + UNROUNDED
-
-    def _add_pair(self, draft: _Draft, tensor: str, precision: str, final: str | None, sites: Iterable[Site]) -> None:
-        """Put a pair behind a tensor's producer; `final` is the precision at which the tensor leaves the model."""
-        shared = bool(draft.shared) and self._is_shared(draft, tensor)
-        pair = self._scales.pair(tensor, precision, shared=shared, final=final)
-        draft.added[self._model.producer.get(tensor, _AHEAD)].append(pair.nodes)
-        draft.small.update(pair.grid)
-        for index, slot in sites:
-            draft.inputs[index][slot] = pair.output
-
-    def _add_constant(self, draft: _Draft, node: Node, slot: int) -> None:
-        """Put the quantized form of a constant in its place; some dialects quantize the bias with the weight."""
-        precision = draft.sites[node.index, slot]
-        data = draft.sites.get((node.index, 0))
-        if node.op not in self._dialect.linear_ops:
-            tensor = node.inputs[slot]
-            scale = self._scales.of(tensor, precision, shared=self._is_shared(draft, tensor))
-            found = {slot: self._constants.operand(tensor, precision, *scale)}
-        elif slot == 1 and self._dialect.bias == "int32" and precision == data == "int8":
-            shared = self._is_shared(draft, node.inputs[0])
-            found = self._constants.weight_and_bias(node, self._scales.of(node.inputs[0], "int8", shared=shared)[0])
-        else:
-            found = {slot: self._constants.weight(node, slot, precision)}
-        for place, stored in found.items():
-            draft.stored[stored.output] = stored
-            draft.inputs[node.index][place] = stored.output
-            draft.replaced[node.inputs[place]] += 1
-
-    def _is_shared(self, draft: _Draft, tensor: str) -> bool:
-        return bool(draft.shared) and self._scales.group(tensor) in draft.shared
+            asked.read[index] |= self._readers[index].bit(Mark(kind, slot, precision))
+        maker = self._model.producer.get(tensor, OUTSIDE)
+        asked.made[maker] |= self._makers[maker].bit(Mark(kind, tensor, precision))
 
     def _dropped(self, draft: _Draft) -> frozenset[str]:
         """Constants of the float model that nothing reads any more."""
-        return frozenset(name for name, count in draft.replaced.items() if count >= self._uses[name])
+        replaced = Counter(name for form in draft.nodes if form.replaced for name in form.replaced)
+        return frozenset(name for name, count in replaced.items() if count >= self._uses[name])
 
     def _graph(self, draft: _Draft) -> list[bytes]:
         """The pieces of the graph, but for its constants."""
-        nodes = self._unchanged.copy()
-        for index in {**draft.inputs, **draft.outputs}:
-            nodes[index] = self._pieces[index].rewired(draft.inputs.get(index, {}), draft.outputs.get(index, {}))
-        for index, pairs in draft.added.items():
-            if index != _AHEAD:
-                nodes[index] += b"".join(pairs)
-        ahead = [*draft.added.get(_AHEAD, ()), *(stored.node for stored in draft.stored.values())]
-        return [self._headers[1], *ahead, *nodes, *draft.small.values()]
+        ahead = [self._headers[1], draft.behind[OUTSIDE].nodes, *(stored.node for stored in draft.stored.values())]
+        pairs = zip(draft.nodes, draft.behind[:OUTSIDE], strict=True)
+        nodes = [piece for form, after in pairs for piece in (form.node, after.nodes)]
+        grid: dict[str, bytes] = {}
+        for form in draft.behind:
+            if form.pairs:
+                grid.update(form.grid)
+        return [*ahead, *nodes, *grid.values()]

@@ -1,38 +1,38 @@
-"""What a placement asks of a model: checked, and sorted by the tensors that get Q/DQ pairs."""
+"""What a placement asks of a model: checked, and told to the nodes that read and make the tensors."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from harness.errors import UserError
 from harness.graph.dialects import Dialect
+from harness.graph.encoding.forms import Forms, Mark
 from harness.graph.model import Model, Node
 from search.space import Edge, Resolved
 
-__all__ = ["Asked", "Requests", "Site"]
+__all__ = ["OUTSIDE", "Asked", "Requests"]
 
-Site = tuple[int, int]
-"""An input of the model: index of the node, and slot."""
+OUTSIDE = -1
+"""What makes the inputs of the model, and reads its outputs: the row behind those of the nodes."""
 
 _FLOATS = frozenset({"float", "float16", "bfloat16"})
+_Place = tuple[int, int, int, int]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Asked:
-    """A placement, sorted.
+    """A placement as the marks (see `Forms`) of each node, by its index, and of `OUTSIDE`.
 
     Attributes:
-        sites: Precision by input.
-        activations: Who reads the pair of a tensor at a precision; nobody where the tensor only leaves the model.
-        constants: Inputs that read a quantized constant.
-        finals: Precision of the tensors that leave the model quantized.
+        read: On what it reads.
+        made: On what it makes.
     """
 
-    sites: dict[Site, str] = field(default_factory=dict)
-    activations: dict[tuple[str, str], list[Site]] = field(default_factory=dict)
-    constants: list[Site] = field(default_factory=list)
-    finals: dict[str, str] = field(default_factory=dict)
+    read: list[int]
+    made: list[int]
 
 
 class Requests:
@@ -41,47 +41,50 @@ class Requests:
     Args:
         model: The float model.
         dialect: Whose precisions are offered.
+        readers: Forms of what reads, by node, and of `OUTSIDE`; here they only tell the bits of marks.
+        makers: Likewise of what makes.
     """
 
-    def __init__(self, model: Model, dialect: Dialect) -> None:
+    def __init__(
+        self, model: Model, dialect: Dialect, readers: Sequence[Forms[Any]], makers: Sequence[Forms[Any]]
+    ) -> None:
         self._model = model
         self._dialect = dialect
+        self._readers = readers
+        self._makers = makers
         self._index = {node.name: node.index for node in model.nodes}
-        self._known: dict[tuple[str, int, str, str], tuple[Site, tuple[str, str] | None]] = {}
+        self._known: dict[tuple[str, str, int, str], _Place] = {}
 
     def sort(self, resolved: Resolved) -> Asked:
         """Sort the edges of a placement.
 
         Raises:
-            UserError: An edge is not one of this model's, cannot be quantized, or is asked for at two precisions.
+            UserError: An edge is not one of this model's, cannot be quantized, or is asked for twice.
         """
-        asked, known = Asked(), self._known
-        sites, activations = asked.sites, asked.activations
+        known, read, made = self._known, [0] * len(self._readers), [0] * len(self._makers)
         for edge, precision in resolved:
-            if not edge.consumer:
-                asked.finals[self._final(edge, precision)] = precision
-                activations.setdefault((edge.tensor, precision), [])
-                continue
-            key = (edge.consumer, edge.slot, edge.tensor, precision)
-            found = known.get(key)
-            if found is None:
-                found = known[key] = self._place(edge, precision)
-            site, source = found
-            sites[site] = precision
-            if source is None:
-                asked.constants.append(site)
-            elif source in activations:
-                activations[source].append(site)
-            else:
-                activations[source] = [site]
-        if len(sites) + len(asked.finals) < len(resolved):
+            key = (edge.tensor, edge.consumer, edge.slot, precision)
+            place = known.get(key)
+            if place is None:
+                place = known[key] = self._place(edge, precision)
+            reader, slot, maker, tensor = place
+            read[reader] |= slot
+            made[maker] |= tensor
+        if sum(map(int.bit_count, read)) < len(resolved):
             raise UserError(f"{self._model.source}: the placement asks for one edge twice")
-        return asked
+        return Asked(read, made)
 
-    def _place(self, edge: Edge, precision: str) -> tuple[Site, tuple[str, str] | None]:
-        """Where an edge leads, and the pair that it needs; None for a constant, which is stored quantized."""
-        source = None if edge.tensor in self._model.constants else (edge.tensor, precision)
-        return (self._consumer(edge, precision).index, edge.slot), source
+    def _place(self, edge: Edge, precision: str) -> _Place:
+        """Who reads an edge and who makes its tensor, each with the bit to set; constants need no pair there."""
+        if edge.consumer:
+            reader, slot = self._consumer(edge, precision).index, edge.slot
+        else:
+            reader, slot = OUTSIDE, self._model.outputs.index(self._final(edge, precision))
+        read = self._readers[reader].bit(Mark("quantized", slot, precision))
+        if edge.tensor in self._model.constants:
+            return reader, read, OUTSIDE, 0
+        maker = self._model.producer.get(edge.tensor, OUTSIDE)
+        return reader, read, maker, self._makers[maker].bit(Mark("quantized", edge.tensor, precision))
 
     def _consumer(self, edge: Edge, precision: str) -> Node:
         """The node that an edge leads into."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -89,6 +89,10 @@ class Scales:
     def group(self, tensor: str) -> str:
         """A name for the tensors that share a scale with this one where a Concat among them is quantized."""
         return self._group.get(tensor, tensor)
+
+    def members(self, group: str) -> Sequence[str]:
+        """The tensors of a group."""
+        return self._members[group]
 
     def of(self, tensor: str, precision: str, *, shared: bool = False) -> tuple[Array, Array]:
         """Scale and zero point of a tensor, as scalars; the scale has the tensor's type and is positive.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -41,19 +41,23 @@ _ALIGNMENT = 64  # bytes; a cache line, so that runtimes can use mapped weights 
 
 def record(number: int, payload: bytes) -> bytes:
     """One length-delimited field with a number below 16."""
-    size = len(payload)
+    return _head(number, len(payload)) + payload
+
+
+def _head(number: int, size: int) -> bytes:
+    """What stands in front of a field of this many bytes."""
     head = bytearray((number << 3 | 2,))
     while size > 0x7F:
         head.append(size & 0x7F | 0x80)
         size >>= 7
     head.append(size)
-    return bytes(head) + payload
+    return bytes(head)
 
 
 class NodePieces:
     """An encoded node, some of whose inputs and outputs can get other names."""
 
-    __slots__ = ("_known", "_outputs", "_parts", "unchanged")
+    __slots__ = ("_outputs", "_parts")
 
     def __init__(self, proto: NodeProto) -> None:
         self._parts = [_text(_INPUT, name) for name in proto.input] + [_text(_OUTPUT, name) for name in proto.output]
@@ -63,23 +67,15 @@ class NodePieces:
         rest.ClearField("input")
         rest.ClearField("output")
         self._parts.append(rest.SerializeToString(deterministic=True))
-        self._known: dict[tuple[tuple[int, str], ...], bytes] = {}
-        self.unchanged = self.rewired({}, {})
 
     def rewired(self, inputs: Mapping[int, str], outputs: Mapping[int, str]) -> bytes:
-        """The node as a record of its graph, with new names at some inputs and outputs; made once."""
-        key = tuple(inputs.items())
-        if outputs:
-            key += tuple((-1 - number, name) for number, name in outputs.items())
-        known = self._known.get(key)
-        if known is None:
-            parts = self._parts.copy()
-            for slot, name in inputs.items():
-                parts[slot] = _text(_INPUT, name)
-            for number, name in outputs.items():
-                parts[self._outputs + number] = _text(_OUTPUT, name)
-            known = self._known[key] = record(_NODE, b"".join(parts))
-        return known
+        """The node as a record of its graph, with new names at some inputs and outputs."""
+        parts = self._parts.copy()
+        for slot, name in inputs.items():
+            parts[slot] = _text(_INPUT, name)
+        for number, name in outputs.items():
+            parts[self._outputs + number] = _text(_OUTPUT, name)
+        return record(_NODE, b"".join(parts))
 
 
 def node(op: str, inputs: Iterable[str], output: str, *, attributes: bytes = b"", name: str = "") -> bytes:
@@ -116,9 +112,9 @@ def header(message: GraphProto | ModelProto) -> bytes:
     return encoded
 
 
-def model(model_header: bytes, graph: Iterable[bytes]) -> bytes:
+def model(model_header: bytes, graph: Sequence[bytes]) -> bytes:
     """A whole model from its header and the pieces of its graph."""
-    return model_header + record(_GRAPH, b"".join(graph))
+    return b"".join((model_header, _head(_GRAPH, sum(map(len, graph))), *graph))
 
 
 class DataFile:

@@ -324,6 +324,26 @@ def test_the_same_placement_gives_the_same_bytes_whatever_came_before(tmp_path: 
     assert first.read_bytes() == second.read_bytes()
 
 
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+@pytest.mark.parametrize("net", ["conv", "attention"])
+def test_an_inserter_that_has_made_other_placements_makes_what_a_fresh_one_makes(net: str, dialect: Dialect) -> None:
+    model, ranges = ready(net)
+    warm, rng = Inserter(model, dialect, ranges), np.random.default_rng(0)
+    offered = ["", *sorted(dialect.precisions)]
+    for _ in range(12):
+        choices = [(edge, offered[int(rng.integers(len(offered)))]) for edge in legal(model, dialect)]
+        asked = tuple(sorted((edge, precision) for edge, precision in choices if precision))
+        assert warm.insert(asked) == Inserter(model, dialect, ranges).insert(asked)
+
+
+@pytest.mark.parametrize("other", ["int8", "fp8"])
+def test_an_edge_is_asked_for_once(other: str) -> None:
+    model, ranges = ready("attention")
+    for wanted, _ in (edge(model, "q"), edge(model, "q", 1), (Edge("features", "", 0), "int8")):
+        with pytest.raises(UserError, match="attention: the placement asks for one edge twice"):
+            Inserter(model, OPENVINO, ranges).insert(((wanted, "int8"), (wanted, other)))
+
+
 def test_an_exported_model_stands_alone(tmp_path: Path) -> None:
     model, ranges = ready("conv")
     asked = everything(model, OPENVINO)
