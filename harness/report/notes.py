@@ -75,6 +75,7 @@ def main_note(results: Results) -> str:
         )
     lines += [f"Full evaluations of {cell.name}: {text}." for cell in results.cells if (text := _looks(cell))]
     lines += [f"Calibration of {c.name}: {text}." for c in results.cells for text in c.remarks]
+    lines += [f"Starts of {c.name}: {text}." for c in results.cells for text in c.cache_remarks]
     return "\n".join([*lines, *filter(None, [partial(results)])])
 
 

@@ -85,8 +85,12 @@ class CellResults:
     @property
     def remarks(self) -> tuple[str, ...]:
         """What is odd about the activations on calibration data."""
-        found = self.facts.get("calibration_remarks")
-        return tuple(str(text) for text in found) if isinstance(found, list) else ()
+        return _sentences(self.facts.get("calibration_remarks"))
+
+    @property
+    def cache_remarks(self) -> tuple[str, ...]:
+        """Which schemes of pattern caches were measured elsewhere."""
+        return _sentences(self.facts.get("cache_remarks"))
 
     @property
     def higher_is_better(self) -> bool:
@@ -216,6 +220,10 @@ def _builds(path: Path) -> int | None:
     plan = header.get("plan") if isinstance(header, dict) else None
     builds = plan.get("builds") if isinstance(plan, dict) else None
     return builds if isinstance(builds, int) else None
+
+
+def _sentences(found: object) -> tuple[str, ...]:
+    return tuple(str(text) for text in found) if isinstance(found, list) else ()
 
 
 def _goal(facts: Mapping[str, Any]) -> Goal:

@@ -23,6 +23,7 @@ from harness.graph.regions import discover
 from harness.graph.space import build_space
 from harness.report.picture import marks_of, scene_of
 from harness.report.results import CellResults
+from harness.run.plan import precisions_of
 from harness.run.rows import FLOAT_ROW, write_text
 from search.space import Dimension
 
@@ -83,15 +84,22 @@ def _kept(cell: CellResults) -> dict[str, Any] | None:
 
 def _dimensions(cell: CellResults, model: Model) -> tuple[Dimension, ...]:
     """Insertion points as the runtime's dialect has them; none where its plug-in is not installed any more."""
-    name = str(cell.facts["backend"].get("name"))
     try:
-        dialect: Any = registry.load("dialect", getattr(registry.load("benchmarker", name), "dialect", name))
+        dialect: Any = registry.load("dialect", _dialect(cell.facts))
     except UserError as error:
         logger.warning("%s: no insertion points on the page: %s", cell.name, error)
         return ()
     if not isinstance(dialect, Dialect):
         return ()
-    return build_space(model, dialect, precisions=(str(cell.facts["precision"]),)).dimensions
+    return build_space(model, dialect, precisions=precisions_of(str(cell.facts["precision"]))).dimensions
+
+
+def _dialect(facts: Mapping[str, Any]) -> str:
+    """The dialect that the run had; where that was not written down yet, by the name that its runtime goes by."""
+    if "dialect_use" in facts:
+        return str(facts["dialect_use"])
+    name = str(facts["backend"].get("name"))
+    return str(getattr(registry.load("benchmarker", name), "dialect", name))
 
 
 def _marks(cell: CellResults, model: Model) -> Mapping[str, list[list[Any]]]:

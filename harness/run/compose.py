@@ -32,7 +32,7 @@ from harness.run.seeding import Seeding, imported
 from harness.run.starts import EXTREME
 from search.space import Placement, Space
 
-__all__ = ["OPSET", "Cell", "compose", "evaluator_use", "open_model"]
+__all__ = ["OPSET", "Cell", "compose", "dialect_use", "evaluator_use", "open_model"]
 
 UNCALIBRATED = 12.7
 """Bound of every range where operators of a plug-in keep the model from being run for calibration."""
@@ -49,6 +49,7 @@ class Cell:
         placements: By name, those of the seeds and of the fixed baselines.
         calibrated_on: What the ranges were taken from, for the tables.
         remarks: What is odd about the activations on calibration data, for the tables.
+        cache_remarks: Which schemes of pattern caches were measured elsewhere, for the tables.
         foreign: Models of the PTQ tools, and imported ones.
         work: Scratch folder for candidates.
         accuracy_only: Precisions that the device only emulates.
@@ -68,6 +69,7 @@ class Cell:
     remarks: tuple[str, ...]
     work: Path
     accuracy_only: frozenset[str] = frozenset()
+    cache_remarks: tuple[str, ...] = ()
 
     @property
     def searched(self) -> Space:
@@ -154,6 +156,7 @@ def compose(experiment: Experiment, spec: CellSpec, base: Path, work: Path, obse
         remarks=remarks(observed),
         work=work,
         accuracy_only=accuracy_only.intersection(spec.precisions),
+        cache_remarks=seeding.strangers(starts),
     )
 
 
@@ -209,6 +212,11 @@ class _Feeds:
             percentile=self.settings.percentile,
             samples=self.settings.samples,
         )
+
+
+def dialect_use(backend: Use) -> str:
+    """The dialect that a backend has with its parameters, as the registry knows it."""
+    return str(getattr(registry.create("benchmarker", backend.use, backend.params), "dialect", backend.use))
 
 
 def _runtime(backend: Use) -> tuple[Dialect, frozenset[str]]:

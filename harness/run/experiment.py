@@ -36,7 +36,7 @@ from harness.measure.site import Site, Workers
 from harness.records import SCHEMA
 from harness.run.claim import claimed
 from harness.run.compare import refuse_changes
-from harness.run.compose import Cell, compose
+from harness.run.compose import Cell, compose, dialect_use
 from harness.run.config import Experiment
 from harness.run.confirming import confirm_rows, level, noise_floor
 from harness.run.engine import SearchTask, Trial, run_search
@@ -295,6 +295,8 @@ class _Running:
             "calibrated_on": self.cell.calibrated_on,
             "accuracy_only": sorted(self.cell.accuracy_only),
             "calibration_remarks": list(self.cell.remarks),
+            "cache_remarks": list(self.cell.cache_remarks),
+            "dialect_use": dialect_use(self.cell.spec.backend),
             "placements": {name: list(placement.choices) for name, placement in self.cell.placements.items()},
             "metric": self.scoring.metric,
             "higher_is_better": self.scoring.higher_is_better,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from harness import registry
 from harness.errors import UserError
-from harness.graph.cache import Origin, placements, strangers
+from harness.graph.cache import Origin, PatternCache, placements, strangers
 from harness.graph.cache_file import read_cache
 from harness.graph.diff import pairs_in
 from harness.graph.importer import import_qdq
@@ -96,14 +96,27 @@ class Seeding:
         except UserError as error:
             self.observer.say(f"{self.model.source}: the placement of {name} cannot be read back: {error}")
 
-    def _cached(self, start: Start) -> Iterator[tuple[str, Placement]]:
+    def strangers(self, starts: Sequence[Start]) -> tuple[str, ...]:
+        """Which schemes of the pattern caches among the entries were measured elsewhere.
+
+        Raises:
+            UserError: A pattern cache cannot be read.
+        """
+        caches = {start.name: self._cache(start) for start in starts if start.use == "pattern_cache"}
+        return tuple(f"{name}: {text}" for name, cache in caches.items() for text in strangers(cache, self._origin()))
+
+    def _cache(self, start: Start) -> PatternCache:
+        return read_cache(locate(start.params["path"], self.base))
+
+    def _origin(self) -> Origin:
         backend = self.spec.backend
         facts = registry.create("benchmarker", backend.use, backend.params).describe()
-        origin = Origin(backend=facts["name"], precision=self.spec.precision, device=str(facts.get("device", "")))
-        cache = read_cache(locate(start.params["path"], self.base))
-        for sentence in strangers(cache, origin):
-            self.observer.say(f"{self.model.source}: {start.name}: {sentence}")
-        found = placements(cache, self.space, origin, int(start.params.get("limit", 1)))
+        return Origin(backend=facts["name"], precision=self.spec.precision, device=str(facts.get("device", "")))
+
+    def _cached(self, start: Start) -> Iterator[tuple[str, Placement]]:
+        for sentence in self.strangers((start,)):
+            self.observer.say(f"{self.model.source}: {sentence}")
+        found = placements(self._cache(start), self.space, self._origin(), int(start.params.get("limit", 1)))
         if not found:
             self.observer.say(f"{self.model.source}: {start.name}: the pattern cache knows none of its patterns")
         yield from _numbered(start, found)

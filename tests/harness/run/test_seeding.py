@@ -14,6 +14,8 @@ from harness.graph.load import load
 from harness.graph.patterns import find_patterns
 from harness.graph.regions import discover
 from harness.graph.space import build_space
+from harness.report.notes import main_note
+from harness.report.results import load as load_results
 from harness.run.check import check_experiment
 from harness.run.config import load_experiment, parse_experiment
 from harness.run.experiment import run_experiment
@@ -151,6 +153,24 @@ def test_a_pattern_cache_gives_its_best_schemes(folder, model, space):
     found = seeding(folder, model, space, initial, observer=listening)
     assert space.digest(found["pattern_cache"]["pattern_cache"]) == space.digest(best)
     assert any("measured with backend 'elsewhere'" in sentence for sentence in listening.said)
+    cell = run(written(folder, "cached.yaml", initial), folder / "cached")
+    marked = json.loads((cell / "cell.json").read_text())["cache_remarks"]
+    assert marked == [
+        "pattern_cache: the pattern cache has schemes measured with backend 'elsewhere' instead of 'simulated': "
+        "good starts at best"
+    ]
+    assert f"Starts of net-simulated-int8: {marked[0]}." in main_note(load_results(folder / "cached"))
+
+
+def test_what_one_run_leaves_warms_the_next_which_is_not_marked(folder):
+    first = run(written(folder, "first.yaml", "[float, all]"), folder / "first")
+    initial = "[float, {use: pattern_cache, params: {path: first/net-simulated-int8/patterns.yaml, limit: 2}}]"
+    assert (first / "patterns.yaml").exists()
+    cell = run(written(folder, "second.yaml", initial), folder / "second")
+    entries = list(read_journal(cell / "runs" / "random-0.jsonl"))
+    assert [entry.asked.origin for entry in entries[:2]] == ["seed:float", "seed:pattern_cache"]
+    assert any(entries[1].asked.choices)
+    assert json.loads((cell / "cell.json").read_text())["cache_remarks"] == []
 
 
 @pytest.mark.parametrize(
