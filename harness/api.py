@@ -95,15 +95,19 @@ class Benchmarker(Protocol):
 
     1. `build` raises `BuildFailed` with the runtime's own words where the model is refused.
     2. `open` yields a probe whose `sample` measures inference alone: no build, no copy of weights.
-    3. `describe` gives JSON-able facts and never raises: `name`, `version`, `device`, `options`, and
-       `float_precision` (what float operations run in). A runtime that can run them in several gives
-       `float_params` (precision to constructor parameters), and `float_open` where the parameters leave
-       the choice to the harness, which then takes the fastest.
+    3. `describe` gives JSON-able facts, and raises `UserError` alone, where the runtime or its device is missing (the
+       constructor never looks for them; the harness describes before anything that takes long): `name`, `version`,
+       `device`, `options`, and `float_precision` (what float operations run in). A runtime that can run them in
+       several gives `float_params` (precision to constructor parameters), and `float_open` where the parameters
+       leave the choice to the harness, which then takes the fastest.
     4. The attribute `dialect` names the Q/DQ dialect that it reads; by default the one called like the
        benchmarker. The class attribute `in_process = True` says that there is nothing to isolate, and
        `accuracy_only` is the set of precisions that the device emulates: they are built and scored, never timed.
     5. One that can keep an engine has `save(candidate: Candidate, path: Path)` and `load(path: Path) -> Artifact`.
     6. One that can tell what became of the model has `layers(artifact: Artifact) -> Sequence[Layer]`.
+    7. One that reads another file than it is given (float operations cast to FP16) has `cast(path: Path, folder: Path)
+       -> Path`, which gives that file, made in the folder, and of that file itself. The harness casts the float model
+       once, searches and delivers in that form, and `build` is given it.
     """
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:

@@ -154,9 +154,7 @@ class TensorRTBenchmarker:
         return Artifact(engine=load_engine(self._ready.library, _content(path), path.name), info={"plan": path.name})
 
     def cast(self, path: Path, folder: Path) -> Path:
-        """The file that is parsed: the candidate's own, or at FP16 or BF16 a cast one beside it.
-
-        Casting a cast file gives that file, so whoever delivers this one delivers what was timed.
+        """See `harness.api.Benchmarker`: at FP16 and BF16 a cast file, unless TensorRT chooses the types itself.
 
         Raises:
             BuildFailed: See `harness.graph.tensorrt_file.cast_model`.

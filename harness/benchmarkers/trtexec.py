@@ -65,6 +65,7 @@ class TrtexecBenchmarker:
         workspace_gb: Scratch memory, in units of 10^9 bytes; None: all there is.
         optimization_level: 0 to 5; None: trtexec's default.
         timing_cache: "cold", "shared" or "frozen".
+        timing_cache_file: Its file; by default one for each trtexec and kind of GPU in the cache folder.
         cuda_graph: Time the engine as a CUDA graph.
         warm_up_ms: Of each run of trtexec.
         timeout_s: Longest run of trtexec.
@@ -89,6 +90,7 @@ class TrtexecBenchmarker:
         workspace_gb: float | None = None,
         optimization_level: int | None = None,
         timing_cache: CachePolicy = "shared",
+        timing_cache_file: str | None = None,
         cuda_graph: bool = True,
         warm_up_ms: float = 200.0,
         timeout_s: float = 600.0,
@@ -113,7 +115,7 @@ class TrtexecBenchmarker:
             profiles=read_profiles(profiles or {}),
             detailed=profile,
         )
-        self._policy, self._graph = timing_cache, cuda_graph
+        self._policy, self._cache_file, self._graph = timing_cache, timing_cache_file, cuda_graph
         self.warm_up_ms, self._timeout_s = warm_up_ms, timeout_s
 
     @cached_property
@@ -146,7 +148,7 @@ class TrtexecBenchmarker:
         path = candidate.source()
         structure = read_structure(path)
         refuse_unusable(structure, path, self._gpu.capability)
-        parsed = path if self._options.typing == "weak" else cast_model(path, self._options.precision, workdir)
+        parsed = self.cast(path, workdir)
         plan = workdir / "model.plan"
         flags = build_flags(parsed, plan, self._options, self._major, quantized=has_qdq(structure))
         output = self._run([*flags, *self._cache_flags(workdir)], BuildFailed)
@@ -155,6 +157,14 @@ class TrtexecBenchmarker:
         inputs, outputs = types_of_ends(structure)
         engine = _Engine(plan=plan, inputs=inputs, outputs=outputs)
         return Artifact(engine=engine, info={"plan_bytes": plan.stat().st_size, "flags": flags[3:]})
+
+    def cast(self, path: Path, folder: Path) -> Path:
+        """See `harness.api.Benchmarker`: at FP16 and BF16 a cast file, unless TensorRT chooses the types itself.
+
+        Raises:
+            BuildFailed: See `harness.graph.tensorrt_file.cast_model`.
+        """
+        return path if self._options.typing == "weak" else cast_model(path, self._options.precision, folder)
 
     @contextmanager
     def open(self, artifact: Artifact) -> Iterator[_Probe]:
@@ -215,7 +225,8 @@ class TrtexecBenchmarker:
         """Arguments for the timing cache: trtexec writes back what it reads, so a frozen one is read as a copy."""
         if self._policy == "cold":
             return []
-        file = cache_file(cache_folder(), f"trtexec-{self._tool[1]}", self._gpu)
+        default = cache_file(cache_folder(), f"trtexec-{self._tool[1]}", self._gpu)
+        file = Path(self._cache_file).expanduser() if self._cache_file else default
         if self._policy == "frozen":
             if not file.is_file():
                 raise UserError(f"timing cache {file}: no such file, and a frozen cache is never made; run shared once")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto, helper, numpy_helper
 
 from harness.errors import BuildFailed
+from harness.graph.files import file_digest, move_model
 from harness.graph.load import write
 
 __all__ = [
@@ -29,6 +31,8 @@ LARGEST_BYTES = 2**31 - 1
 """Protobuf reads no more; neither can a model be cast that has more weights."""
 FLOATS = {TensorProto.FLOAT: "f32", TensorProto.FLOAT16: "f16", TensorProto.BFLOAT16: "bf16"}
 LOW_PRECISION = {"f16": "fp16", "bf16": "bf16"}
+CAST_TO = "qdq_bench.cast_to"
+"""Metadata of a cast file, and of what is inserted into it: where all weights are INT8, nothing else would tell."""
 
 
 def read_structure(path: Path) -> onnx.ModelProto:
@@ -67,8 +71,11 @@ def types_of_ends(proto: onnx.ModelProto) -> tuple[dict[str, np.dtype[Any]], dic
 def float_type(proto: onnx.ModelProto) -> str:
     """What most floating-point constants are: "f32", "f16" or "bf16"; "f32" where there are none.
 
-    Most: operators that know no FP16 stay FP32 in a model that was cast.
+    Most: operators that know no FP16 stay FP32 in a model that was cast. A file that was cast here says so.
     """
+    said = next((entry.value for entry in proto.metadata_props if entry.key == CAST_TO), None)
+    if said in LOW_PRECISION:
+        return str(said)
     sizes: Counter[str] = Counter()
     for tensor in _constants(proto).values():
         if tensor.data_type in FLOATS:
@@ -105,7 +112,8 @@ def cast_model(path: Path, precision: str, folder: Path) -> Path:
     """The model at FP16 or BF16 with inputs and outputs as they were; the file itself where it is so already.
 
     By ModelOpt's autocast, every operator that can be so. A cast file is cast to itself: what this gives can be given
-    again. Q/DQ scales follow the type of their tensors; the default operator set becomes 19 (FP16) or 22 (BF16).
+    again. Q/DQ scales follow the type of their tensors; the default operator set becomes 19 (FP16) or 22 (BF16). It
+    takes seconds, so what the folder has of this content is used again.
 
     Args:
         path: An ONNX file.
@@ -117,6 +125,9 @@ def cast_model(path: Path, precision: str, folder: Path) -> Path:
     """
     if precision not in LOW_PRECISION or float_type(read_structure(path)) == precision:
         return path
+    target = folder / f"{path.stem}.{file_digest(path)[:16]}.{precision}.onnx"
+    if target.exists():
+        return target
     if _weight_bytes(path) > LARGEST_BYTES:
         raise BuildFailed(
             f"{path.name}: more than 2 GB of weights cannot be cast to {precision} here; cast the model beforehand "
@@ -138,7 +149,11 @@ def cast_model(path: Path, precision: str, folder: Path) -> Path:
         raise BuildFailed(
             f"{path.name}: ModelOpt cannot cast it to {precision}: {type(error).__name__}: {error}"
         ) from error
-    return write(cast, folder / f"{path.stem}.{precision}.onnx")
+    onnx.helper.set_model_props(cast, {**{p.key: p.value for p in cast.metadata_props}, CAST_TO: precision})
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder) as scratch:  # an interrupted file would be taken for a whole one
+        move_model(write(cast, Path(scratch) / target.name), target)
+    return target
 
 
 def _weight_bytes(path: Path) -> int:

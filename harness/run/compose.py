@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ from harness.evaluators.datasets import open_data
 from harness.evaluators.feeding import batches
 from harness.evaluators.preprocess import preprocess_fingerprint
 from harness.feeds import random_feeds
+from harness.graph.casting import CastInserter, carried
 from harness.graph.dialects import Dialect
 from harness.graph.insert import Inserter
-from harness.graph.load import save
+from harness.graph.load import load, save
 from harness.graph.model import Model
 from harness.graph.space import build_space
+from harness.measure.engines import MAIN
 from harness.run.config import Experiment, ModelSpec, Use
 from harness.run.engine import Seed
 from harness.run.foreign import PTQ, Foreign, Order, extreme_form, quantize_with
@@ -30,7 +32,8 @@ from harness.run.observe import Observer
 from harness.run.plan import CellSpec
 from harness.run.seeding import Seeding, imported
 from harness.run.starts import EXTREME
-from search.space import Placement, Space
+from harness.run.strongest import CAST, parsed
+from search.space import Placement, Resolved, Space
 
 __all__ = ["OPSET", "Cell", "compose", "dialect_use", "evaluator_use", "open_model"]
 
@@ -43,7 +46,9 @@ class Cell:
     """Everything that the searches of one cell share.
 
     Attributes:
-        model_file: The cleaned float model: the baseline, and what other tools quantize.
+        model: The cleaned float model, which the space is of.
+        float_file: Its file: what is calibrated, and what other tools quantize.
+        model_file: The baseline: the same, or its cast form, see `at`.
         seeds: What every searcher is told first.
         ranges: Lowest and highest value of each activation, from the calibration.
         placements: By name, those of the seeds and of the fixed baselines.
@@ -53,10 +58,13 @@ class Cell:
         foreign: Models of the PTQ tools, and imported ones.
         work: Scratch folder for candidates.
         accuracy_only: Precisions that the device only emulates.
+        benchmarkers: The backend at each float precision, the baseline's as `MAIN`; none before `at`.
+        cast: The model as `model_file` has it, where that is not `model`.
     """
 
     spec: CellSpec
     model: Model
+    float_file: Path
     model_file: Path
     space: Space
     dialect: Dialect
@@ -70,6 +78,30 @@ class Cell:
     work: Path
     accuracy_only: frozenset[str] = frozenset()
     cache_remarks: tuple[str, ...] = ()
+    benchmarkers: Mapping[str, Use] = field(default_factory=dict)
+    cast: Model | None = None
+
+    def at(self, benchmarkers: Mapping[str, Use]) -> Cell:
+        """The cell with the backend at its float precisions.
+
+        Where that reads another form of files than float32 (see `harness.api.Benchmarker.cast`), the float model is
+        cast once and Q/DQ pairs go into the cast model, so that what is searched, delivered and measured is one file.
+        """
+        cell = replace(self, benchmarkers=benchmarkers)
+        file = cell.parsed(self.float_file)
+        if file == self.float_file:
+            return cell
+        cast = load(file, source=self.model.source, min_opset=OPSET)
+        return replace(cell, model_file=file, cast=cast, inserter=CastInserter(cast, self.dialect, self.ranges))
+
+    def parsed(self, path: Path, benchmarker: str = MAIN) -> Path:
+        """The file that a benchmarker reads where it is given this one."""
+        use = self.benchmarkers.get(benchmarker)
+        return path if use is None else parsed(use, path, self.work / CAST)
+
+    def in_file(self, resolved: Resolved) -> Resolved:
+        """Quantized edges as the cell's files name them."""
+        return resolved if self.cast is None else carried(resolved, self.cast)
 
     @property
     def searched(self) -> Space:
@@ -144,6 +176,7 @@ def compose(experiment: Experiment, spec: CellSpec, base: Path, work: Path, obse
     return Cell(
         spec=spec,
         model=model,
+        float_file=model_file,
         model_file=model_file,
         space=space,
         dialect=dialect,
@@ -220,8 +253,13 @@ def dialect_use(backend: Use) -> str:
 
 
 def _runtime(backend: Use) -> tuple[Dialect, frozenset[str]]:
-    """The dialect that a benchmarker names, else the one called like it, and the precisions that it only emulates."""
+    """The dialect that a benchmarker names, else the one called like it, and the precisions that it only emulates.
+
+    Raises:
+        UserError: It names no dialect, or its runtime or device is missing: nobody calibrates for minutes to hear that.
+    """
     benchmarker = registry.create("benchmarker", backend.use, backend.params)
+    benchmarker.describe()
     dialect: Any = registry.load("dialect", getattr(benchmarker, "dialect", backend.use))
     if not isinstance(dialect, Dialect):
         raise UserError(f"dialect of backend {backend.use!r}: a harness.graph.dialects.Dialect, but got {dialect!r}")

@@ -142,7 +142,8 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
     _begun(folder / "env.json", site.environment(place.commit), decisive)
     cell = compose(experiment, spec, place.base, folder / "work", observer)
     scoring = scoring_of(experiment.objective, spec.model, cell.model, place.base, cell.work)
-    benchmarkers = float_benchmarkers(spec.backend, cell.model_file, folder, site.open, observer)
+    benchmarkers = float_benchmarkers(spec.backend, cell.float_file, folder, site.open, observer)
+    cell = cell.at(benchmarkers)
     worker = WorkerSpec(
         benchmarkers=benchmarkers, workdir=cell.work, evaluators=scoring.evaluators, reference=cell.model_file
     )

@@ -84,15 +84,20 @@ class _Exporter:
         """Row of a model that is there already."""
         if row not in self.rows:
             with writing(self._models / f"{row}.onnx"):
-                target = copy_model(path, self._models, f"{row}.onnx")
+                target = copy_model(self._cell.parsed(path), self._models, f"{row}.onnx")
             self._add(row, target, pairs)
         return row
 
     def float_at(self, precision: str) -> str:
         """Row of the float model at another precision than the baseline's."""
-        row = replace(self.rows[FLOAT_ROW], id=f"{FLOAT_ROW}-{precision}", benchmarker=precision)
-        self.rows[row.id] = row
-        return row.id
+        name, path = f"{FLOAT_ROW}-{precision}", self._cell.parsed(self._cell.float_file, precision)
+        row = replace(self.rows[FLOAT_ROW], id=name, benchmarker=precision)
+        if path != self._cell.model_file:  # a runtime that reads files of another type at each precision
+            with writing(self._models / f"{name}.onnx"):
+                target = copy_model(path, self._models, f"{name}.onnx")
+            row = replace(row, file=target.name, sha256=file_digest(target))
+        self.rows[name] = row
+        return name
 
     def _add(self, row: str, path: Path, pairs: int, choices: tuple[int, ...] | None = None) -> None:
         emulated = self._cell.accuracy_only

@@ -86,7 +86,7 @@ def _open_peer(run: RunSpec, cell: Cell, base: Path, keep: int) -> Iterator[Sear
     folder = _folder(run, cell)
     make: Any = registry.load("peer", run.searcher.use)
     task = PeerTask(
-        model=cell.model_file,
+        model=cell.float_file,
         workdir=folder / "work",
         precision=cell.spec.precisions[0],
         seed=run.seed,

@@ -26,7 +26,7 @@ class Row:
     """One model file that is timed and scored.
 
     Attributes:
-        id: "float", "float-PRECISION" (the same file at another float precision), the name of a PTQ tool, or a
+        id: "float", "float-PRECISION" (the float model at another float precision), the name of a PTQ tool, or a
             placement's digest.
         file: Name in the cell's folder `models`.
         sha256: Of that file, external data included.

@@ -16,19 +16,42 @@ import numpy as np
 
 from harness import registry
 from harness.api import Candidate
+from harness.errors import BuildFailed
 from harness.graph.files import file_digest
 from harness.measure.confirm import Row, confirm, encode_event, summarise
 from harness.measure.engines import MAIN, WorkerSpec
 from harness.measure.site import OpenEngines
 from harness.run.compare import refuse_changes
 from harness.run.config import Confirmation, Use
+from harness.run.journal import writing
 from harness.run.observe import Observer
 from harness.run.rows import read_json, write_json
 from search.space import digest_of
 
-__all__ = ["float_benchmarkers"]
+__all__ = ["CAST", "float_benchmarkers", "parsed"]
 
 PLAN = Confirmation(builds=3, rounds=3, samples=5)
+CAST = "cast"
+"""Folder, in a cell's scratch folder, of what `parsed` makes."""
+
+
+def parsed(use: Use, path: Path, folder: Path) -> Path:
+    """The file that a benchmarker reads where it is given this one: to deliver it is to deliver what was measured.
+
+    Args:
+        folder: Keeps what is made, so that it is made once.
+
+    Returns:
+        The file itself where there is no other, or none can be made: its build fails then, and says why.
+    """
+    cast = getattr(registry.create("benchmarker", use.use, use.params), "cast", None)
+    if cast is None:
+        return path
+    try:
+        with writing(folder):
+            return Path(cast(path, folder))
+    except BuildFailed:
+        return path
 
 
 def float_benchmarkers(
@@ -81,8 +104,8 @@ def _measure(
     offered: Mapping[str, Use], model_file: Path, folder: Path, open_engines: OpenEngines, observer: Observer
 ) -> dict[str, Any]:
     first, *others = offered
-    candidate = Candidate(digest=digest_of(()), edges=(), source=lambda: model_file)
-    rows = {precision: Row(name=precision, candidate=candidate, benchmarker=precision) for precision in offered}
+    files = {name: parsed(use, model_file, folder / "work" / CAST) for name, use in offered.items()}
+    rows = {name: Row(name=name, candidate=_candidate(file), benchmarker=name) for name, file in files.items()}
     worker = WorkerSpec(benchmarkers={**offered, MAIN: offered[first]}, workdir=folder / "work")
     with observer.work(f"float at {', '.join(offered)}", PLAN.builds * PLAN.rounds * (len(offered) + 1)) as step:
         events = []
@@ -104,3 +127,7 @@ def _measure(
         "latency_ms": latency_ms,
         "events": [json.loads(encode_event(event)) for event in events],
     }
+
+
+def _candidate(file: Path) -> Candidate:
+    return Candidate(digest=digest_of(()), edges=(), source=lambda: file)

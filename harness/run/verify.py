@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 
 from harness.api import Accuracy, Candidate
 from harness.errors import UserError
@@ -111,12 +110,13 @@ class _Again:
     def checks(self, base: Path, observer: Observer) -> Iterator[Check]:
         bare = self.experiment.model_copy(update={"initial": (), "baselines": ()})
         cell = compose(bare, self.spec, base, self.scratch / "work", observer)
-        yield self._edges(cell)
         scoring = scoring_of(self.experiment.objective, self.spec.model, cell.model, base, cell.work)
         recorded = self.results.folder / "float.json"
         if recorded.exists():
             shutil.copy(recorded, self.scratch)
-        benchmarkers = float_benchmarkers(self.spec.backend, cell.model_file, self.scratch, self._open, observer)
+        benchmarkers = float_benchmarkers(self.spec.backend, cell.float_file, self.scratch, self._open, observer)
+        cell = cell.at(benchmarkers)
+        yield self._edges(cell)
         evaluators = {name: use for name, use in scoring.evaluators.items() if name == MAIN}
         worker = WorkerSpec(benchmarkers=benchmarkers, workdir=cell.work, evaluators=evaluators)
         known = self.results.scores.get(self.row.id, {}).get("metrics")
@@ -142,7 +142,7 @@ class _Again:
             text = f"{self.row.pairs} Q/DQ pairs recorded, {pairs} in the file"
             return Check(what="edges", holds=pairs == self.row.pairs, found=text)
         asked = cell.space.resolve(cell.space.validate(Placement(self.row.choices)))
-        missing, extra = diff(asked, onnx.load(self.file, load_external_data=False))
+        missing, extra = diff(cell.in_file(asked), self.file)
         text = f"{len(asked)} asked, {len(missing)} of them missing, {len(extra)} that nobody asked"
         return Check(what="edges", holds=not (missing or extra), found=text)
 

@@ -101,7 +101,8 @@ def open_study(study: Study, folder: Path, observer: Observer) -> tuple[Cell, Wo
     """
     cell = compose(study.experiment, study.spec, study.base, folder / "work", observer)
     open_worker = partial(open_engines, limits=study.experiment.limits)
-    found = float_benchmarkers(study.spec.backend, cell.model_file, folder, open_worker, observer)
+    found = float_benchmarkers(study.spec.backend, cell.float_file, folder, open_worker, observer)
+    cell = cell.at(found)
     evaluator = evaluator_use(study.spec.model, cell.model, study.base, cell.work)
     evaluators = {} if evaluator is None else {MAIN: evaluator}
     return cell, WorkerSpec(

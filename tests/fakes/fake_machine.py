@@ -21,6 +21,7 @@ class TensorRT10(tensorrt.TensorRTBenchmarker):
 
     in_process = True
     major: ClassVar[int] = 10
+    offered: ClassVar[frozenset[str]] = frozenset()
 
     @cached_property
     def _ready(self) -> Any:
@@ -33,11 +34,25 @@ class TensorRT10(tensorrt.TensorRTBenchmarker):
         return tensorrt._Ready(library=open_library(lambda: fake), cuda=Cuda(api), device=device, cache=cache)
 
     def describe(self) -> dict[str, Any]:
-        """Without further float precisions: a row for each would be cast and built many times."""
-        return {name: value for name, value in super().describe().items() if name != "float_params"}
+        """With few float precisions: a row for each would be cast and built many times."""
+        facts = dict(super().describe())
+        offered = {name: params for name, params in facts.pop("float_params").items() if name in self.offered}
+        return {**facts, "float_params": offered} if offered else facts
 
 
 class TensorRT11(TensorRT10):
     """TensorRT 11 in this process."""
 
     major = 11
+
+
+class HalfAndFull10(TensorRT10):
+    """TensorRT 10 with FP16 and FP32."""
+
+    offered = frozenset({"f16", "f32"})
+
+
+class HalfAndFull11(TensorRT11):
+    """TensorRT 11 with FP16 and FP32."""
+
+    offered = frozenset({"f16", "f32"})

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import modelopt.onnx.autocast.convert as autocast
 import onnx
 import pytest
 
+from harness.benchmarkers import tensorrt
 from harness.graph.build import GraphBuilder
+from harness.graph.files import file_digest
+from harness.graph.tensorrt_file import read_structure
 from harness.run.config import parse_experiment
 from harness.run.experiment import run_experiment
 from harness.run.observe import Silent
+from harness.run.verify import verify
 
 YAML = """
 experiment: trt
@@ -19,35 +25,95 @@ models:
   - use: {model}
     label: net
     evaluator: {{use: fidelity, params: {{samples: 2}}}}
-backends: [{{use: 'fake_machine:TensorRT{major}', label: tensorrt, params: {{precision: f32}}}}]
+backends: [{{use: 'fake_machine:{backend}', label: tensorrt, params: {{precision: {precision}}}}}]
 precision: [int8]
 searchers: [random]
 initial: none
-baselines: [all, linear]
+baselines: [{baselines}]
 budget: {{evaluations: [3]}}
 sampling: {{warmup_ms: 0, min_samples: 3, max_samples: 3}}
 confirmation: {{builds: 3, rounds: 2, samples: 3}}
 """
 
 
-@pytest.mark.parametrize("major", [10, 11])
-def test_a_whole_experiment(major: int, tmp_path: Path) -> None:
+def run(folder: Path, **choices: str) -> Path:
+    """The folder of the only cell of an experiment that was run."""
     builder = GraphBuilder("net", seed=1)
     x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3, pad=1))
     builder.output(builder.conv(x, 2, 1), name="y")
-    model = builder.save(tmp_path / "net.onnx")
-    experiment = parse_experiment(YAML.format(model=model, major=major), "test")
-    out = tmp_path / "out"
-    run_experiment(experiment, base=tmp_path, out=out, observer=Silent())
+    text = YAML.format(model=builder.save(folder / "net.onnx"), **choices)
+    out = folder / "out"
+    out.mkdir(exist_ok=True)
+    (out / "experiment.yaml").write_text(text)
+    run_experiment(parse_experiment(text, "test"), base=folder, out=out, observer=Silent())
     (cell,) = [path for path in out.iterdir() if (path / "rows.json").exists()]
-    rows = json.loads((cell / "rows.json").read_text())["rows"]
+    return cell
+
+
+def rows_of(cell: Path) -> dict[str, Any]:
+    return {row["id"]: row for row in json.loads((cell / "rows.json").read_text())["rows"]}
+
+
+@pytest.mark.parametrize("major", [10, 11])
+def test_a_whole_experiment(major: int, tmp_path: Path) -> None:
+    cell = run(tmp_path, backend=f"TensorRT{major}", precision="f32", baselines="all, linear")
     facts = json.loads((cell / "cell.json").read_text())
     assert facts["backend"]["version"].startswith(f"{major}.")
     events = [json.loads(line) for line in (cell / "confirm.jsonl").read_text().splitlines()]
     assert not [event for event in events if "failed" in json.dumps(event).lower()]
-    files = {row["file"] for row in rows}
+    files = {row["file"] for row in rows_of(cell).values()}
     assert len(files) > 1
     for name in files:
         proto = onnx.load(cell / "models" / name)
         zeros = {t.data_type for t in proto.graph.initializer if t.name.startswith("@qdq.zero")}
         assert zeros <= {onnx.TensorProto.INT8}
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str]]:
+    """Each file that TensorRT was given, with its hash."""
+    found: list[tuple[Path, str]] = []
+    build = tensorrt.build_plan
+
+    def noting(library: Any, path: Path, *args: Any, **options: Any) -> Any:
+        found.append((path, file_digest(path)))
+        return build(library, path, *args, **options)
+
+    monkeypatch.setattr(tensorrt, "build_plan", noting)
+    return found
+
+
+@pytest.mark.parametrize("major", [10, 11])
+def test_at_fp16_the_delivered_files_are_those_that_tensorrt_read(
+    major: int, tmp_path: Path, parsed: list[tuple[Path, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    casts: list[str] = []
+    convert = autocast.convert_to_f16
+
+    def counting(model: onnx.ModelProto, **options: Any) -> onnx.ModelProto:
+        casts.append(options["low_precision_type"])
+        return convert(model, **options)
+
+    monkeypatch.setattr(autocast, "convert_to_f16", counting)
+    cell = run(tmp_path, backend=f"HalfAndFull{major}", precision="f16", baselines="all, linear, ort_static")
+    assert casts == ["fp16"] * 2  # the float model and the PTQ tool's; no candidate
+    rows = rows_of(cell)
+    assert {"float", "float-f32", "ort_static"} < rows.keys()
+    confirmed = {digest for path, digest in parsed if path.parent == cell / "models"}
+    assert confirmed == {row["sha256"] for row in rows.values()}
+    for name, row in rows.items():
+        file = cell / "models" / row["file"]
+        assert file_digest(file) == row["sha256"]
+        proto = read_structure(file)
+        kinds = {t.data_type for t in proto.graph.initializer} - {onnx.TensorProto.INT8, onnx.TensorProto.INT64}
+        assert kinds == {onnx.TensorProto.FLOAT if name == "float-f32" else onnx.TensorProto.FLOAT16}, name
+        ends = {v.type.tensor_type.elem_type for v in (*proto.graph.input, *proto.graph.output)}
+        assert ends == {onnx.TensorProto.FLOAT}
+
+
+def test_a_delivered_fp16_file_can_be_verified(tmp_path: Path) -> None:
+    cell = run(tmp_path, backend="TensorRT11", precision="f16", baselines="all")
+    row = next(row for row in rows_of(cell).values() if row["choices"] and any(row["choices"]))
+    checks = verify(cell / "models" / row["file"], Silent(), base=tmp_path)
+    assert {check.what: check.holds for check in checks} == dict.fromkeys([c.what for c in checks], True), checks
+    assert {"file", "edges", "accuracy"} <= {check.what for check in checks}
