@@ -88,6 +88,11 @@ def _is_float(model: Model, tensor: str) -> bool:
     return known is not None and known.dtype in FLOATS
 
 
+def _is_unfit_half(site: Site) -> bool:
+    known = site.model.types.get(site.tensor)
+    return known is not None and known.dtype == "float16" and not site.dialect.float16
+
+
 def _is_scalar(site: Site) -> bool:
     known = site.model.types.get(site.tensor)
     return known is not None and not known.shape
@@ -247,6 +252,7 @@ RULES: tuple[Rule, ...] = (
         "Only float32 and float16 tensors: integers, booleans and tensors of unknown type stay as they are.",
         lambda s: not s.linear and not _is_float(s.model, s.tensor),
     ),
+    Rule("float16", "The runtime computes wrong results from Q/DQ in float16.", _is_unfit_half),
     Rule("scalar", "A tensor without dimensions is not quantized.", _is_scalar),
     Rule(
         "one scale", "All inputs of a Concat share a scale: one point, at its first activation.", _is_later_concat_input

@@ -95,6 +95,11 @@ def _say_left_float(model: Model, dialect: Dialect) -> None:
         logger.warning(
             "%s: dialect %s has no point at %s: they stay float", model.source, dialect.name, ", ".join(without)
         )
+    if not dialect.float16 and any(kind.dtype == "float16" for kind in model.types.values()):
+        logger.warning(
+            "%s: its tensors in float16 stay as they are in dialect %s; to quantize them, export the model in float32",
+            model.source, dialect.name,
+        )  # fmt: skip
 
 
 def _wanted(kinds: Iterable[PointKind] | None, dialect: Dialect) -> frozenset[PointKind]:
@@ -113,6 +118,7 @@ class _Drafter:
         # A subgraph would read the quantized value, where the model asks for the output alone.
         ends = frozenset(model.outputs) - model.captured
         self._ends = ends if dialect.quantize_outputs else frozenset()
+        self._types = FLOATS if dialect.float16 else FLOATS - {"float16"}
         self._by_edge = {(p.node, e.slot): p for found in points for p in found for e in p.edges}
 
     def draft(self, kind: PointKind, patterns: Sequence[Pattern]) -> Iterator[_Draft]:
@@ -165,7 +171,7 @@ class _Drafter:
 
     def _end(self, tensor: str) -> list[Edge]:
         known = self._model.types.get(tensor)
-        legal = tensor in self._ends and known is not None and known.dtype in FLOATS and known.shape
+        legal = tensor in self._ends and known is not None and known.dtype in self._types and known.shape
         return [Edge(tensor, "", 0)] if legal else []
 
 

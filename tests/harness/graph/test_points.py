@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from harness.graph.build import GraphBuilder
-from harness.graph.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
+from harness.graph.dialects import ONNXRUNTIME, ONNXRUNTIME_S8, OPENVINO, TENSORRT, Dialect
 from harness.graph.legality import RULES, broken_rule
 from harness.graph.load import from_proto
 from harness.graph.model import Model, Node
-from harness.graph.points import Point, points_of
+from harness.graph.points import Point, points_of, refusals
+from harness.graph.space import build_space
 from search.space import Edge
 
 DIALECTS = [TENSORRT, OPENVINO, ONNXRUNTIME]
@@ -104,6 +105,18 @@ def test_half_precision_is_floating_point_and_double_is_not() -> None:
     for dtype, verdict in (("float16", "legal"), ("double", "type")):
         g, x = start((4, 4), dtype)
         assert rule(finish(g, g.op("Relu", x)), OPENVINO, "Relu") == verdict
+
+
+@pytest.mark.parametrize("dialect", [ONNXRUNTIME, ONNXRUNTIME_S8], ids=lambda d: d.name)
+def test_onnx_runtime_is_given_no_pairs_in_half_precision(dialect: Dialect, caplog: pytest.LogCaptureFixture) -> None:
+    g, x = start((4, 8), "float16")
+    weight = g.const(np.ones((8, 4), np.float16))
+    model = finish(g, g.op("Gemm", g.op("Relu", x), weight, g.const(np.ones(4, np.float16))))
+    assert rule(model, dialect, "Gemm") == "float16"
+    assert {broken.name for _, broken in refusals(model, dialect)} == {"float16", "together", "bias"}
+    assert not len(build_space(model, dialect))
+    assert f"m: its tensors in float16 stay as they are in dialect {dialect.name}; to quantize" in caplog.text
+    assert rule(model, OPENVINO, "Gemm") == "legal"
 
 
 def test_unknown_types_stay_float() -> None:
