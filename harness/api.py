@@ -99,7 +99,8 @@ class Benchmarker(Protocol):
        constructor never looks for them; the harness describes before anything that takes long): `name`, `version`,
        `device`, `options`, and `float_precision` (what float operations run in). A runtime that can run them in
        several gives `float_params` (precision to constructor parameters), and `float_open` where the parameters
-       leave the choice to the harness, which then takes the fastest.
+       leave the choice to the harness, which then takes the fastest. A `note` is a sentence that stands below every
+       table with its figures, which no mean pools with those of others.
     4. The attribute `dialect` names the Q/DQ dialect that it reads; by default the one called like the
        benchmarker. The class attribute `in_process = True` says that there is nothing to isolate, and
        `accuracy_only` is the set of precisions that the device emulates: they are built and scored, never timed.

@@ -8,7 +8,7 @@ from harness.report.results import CellResults, Results
 
 __all__ = [
     "BUDGET_NOTE", "COST_NOTE", "FINALIST_NOTE", "PRECISION_NOTE", "SIDE_NOTE", "TARGET_NOTE", "VARIANCE_NOTE",
-    "main_note", "partial",
+    "backend_notes", "main_note", "partial",
 ]  # fmt: skip
 
 BUDGET_NOTE = (
@@ -48,6 +48,12 @@ def partial(results: Results) -> str:
     """What a run that has not ended still lacks; "" where nothing."""
     names = [cell.name for cell in results.cells if not cell.complete] + list(results.waiting)
     return f"UNFINISHED, so this is partial: {', '.join(names)}; run the same command again to go on." if names else ""
+
+
+def backend_notes(cells: Iterable[CellResults]) -> tuple[str, ...]:
+    """What backends have to say below every table with their figures; a line each."""
+    told = {cell.note: str(cell.facts["backend"].get("name")) for cell in cells if cell.note}
+    return tuple(f"{name}: {note}." for note, name in told.items())
 
 
 def main_note(results: Results) -> str:

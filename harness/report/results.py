@@ -93,6 +93,11 @@ class CellResults:
         return _sentences(self.facts.get("cache_remarks"))
 
     @property
+    def note(self) -> str:
+        """What the backend has to say below its figures; "" where nothing."""
+        return " ".join(_sentences([self.facts["backend"].get("note", "")]))
+
+    @property
     def higher_is_better(self) -> bool:
         """Direction of the metric."""
         return bool(self.facts.get("higher_is_better", self.facts["goal"].get("higher_is_better", True)))
@@ -123,6 +128,11 @@ class Results:
     stored: Stored
     cells: tuple[CellResults, ...]
     waiting: tuple[str, ...]
+
+    @property
+    def pooled(self) -> tuple[CellResults, ...]:
+        """Cells of which means are taken: where only some backends have a note, theirs are left out."""
+        return tuple(cell for cell in self.cells if not cell.note) or self.cells
 
     @property
     def complete(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -18,6 +19,7 @@ from harness.report.notes import (
     SIDE_NOTE,
     TARGET_NOTE,
     VARIANCE_NOTE,
+    backend_notes,
     main_note,
 )
 from harness.report.results import Results
@@ -53,7 +55,8 @@ def tables_of(results: Results) -> Iterator[Table]:
         *study_tables(results),
         _variance(variance_frame(results)),
     )
-    return (table for table in found if len(table.cells))
+    told = backend_notes(results.cells)
+    return (replace(table, note="\n".join([table.note, *told])) for table in found if len(table.cells))
 
 
 def _told_apart(main: pd.DataFrame) -> pd.DataFrame:

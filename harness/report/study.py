@@ -69,7 +69,7 @@ def pair_frame(results: Results) -> pd.DataFrame:
 
 def _by_searcher(results: Results) -> dict[str, dict[str, Sequence[float]]]:
     found: dict[str, dict[str, Sequence[float]]] = {name: {} for name in results.stored.searchers}
-    for cell in results.cells:
+    for cell in results.pooled:
         for searcher, speedups in final_speedups(cell).items():
             found.setdefault(searcher, {})[cell.name] = list(speedups.values())
     return {name: blocks for name, blocks in found.items() if blocks}
@@ -108,7 +108,7 @@ def ablation_frame(results: Results) -> pd.DataFrame:
 
 def _ablated(results: Results, reference: str, variant: str) -> dict[str, Any] | None:
     ratios, chances = [], []
-    for cell in results.cells:
+    for cell in results.pooled:
         found = final_speedups(cell)
         own, other = found.get(variant, {}), found.get(reference, {})
         if shared := [seed for seed in own if seed in other]:

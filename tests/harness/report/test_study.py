@@ -15,6 +15,7 @@ from harness.report.layers import waterfall_frame
 from harness.report.render import render, write_tables
 from harness.report.results import load
 from harness.report.scenes import graph_of
+from harness.report.shown import tables_of
 from harness.report.study import ablation_frame, pair_frame, ranks, score_frame
 from harness.report.transfer import likeness_frame, transfer_frame
 from harness.report.volumes import volume_frame
@@ -96,6 +97,20 @@ def test_variants_are_compared_with_the_plain_searcher(study):
     assert row["params"] == "n_startup_trials=3, without=racing and retakes"
     assert row["ratio"] < 1
     assert row["chance"] == pytest.approx(0.25)
+
+
+def test_figures_of_a_backend_with_a_note_are_in_no_mean_with_others(study):
+    path = study / "net-two-int8" / "cell.json"
+    facts = json.loads(path.read_text())
+    note = "experimental; never pooled with TensorRT's"
+    write_json(path, {**facts, "backend": {**facts["backend"], "name": "tensorrt_rtx", "note": note}})
+    results = load(study)
+    pairs = pair_frame(results).set_index(["first", "second"])
+    assert pairs.loc[("random", "tpe"), "blocks"] == 1
+    assert pairs.loc[("random", "tpe"), "ratio"] == pytest.approx(4 / 6)
+    assert ablation_frame(results)["cells"].tolist() == [1]
+    for table in tables_of(results):
+        assert table.note.splitlines().count(f"tensorrt_rtx: {note}.") == 1, table.name
 
 
 def test_placements_are_followed_to_the_other_backend(study):
