@@ -6,7 +6,7 @@ passes serialize the model, which ends at 2 GiB, and protobuf copies a tensor wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -122,45 +122,91 @@ def lower_constants(graph: onnx.GraphProto) -> None:
 
 
 def tidy(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weights, source: str) -> None:
-    """Sort, fold constants and drop what no output needs, in place, through onnx-graphsurgeon.
+    """Sort, fold constants and drop what no output needs, in place.
 
-    It decides on a copy; its decisions are carried back, so that attributes, types and weights are
-    exactly those of the file. Nodes with subgraphs and unknown operators are shown to it as black
+    onnx-graphsurgeon sorts and folds, and is shown no more than that takes: it copies what it is shown, several times.
+    Attributes, types and weights stay exactly those of the file. Nodes with subgraphs and unknown operators are black
     boxes with their captured tensors as further inputs. Node names must be unique.
 
     Raises:
         UserError: The graph has a cycle.
     """
-    shown = onnx.ModelProto(graph=onnx.GraphProto(name=graph.name or "main"), ir_version=10)
-    shown.opset_import.extend(helper.make_opsetid(domain, version) for domain, version in opsets.items())
-    shown.graph.output.extend(graph.output)
-    shown.graph.initializer.extend(graph.initializer)
-    shown.graph.sparse_initializer.extend(graph.sparse_initializer)
     boxed = {node.name for node in graph.node if any(subgraphs(node)) or not is_known(node, opsets)}
-    shown.graph.node.extend(_box(node) if node.name in boxed else node for node in graph.node)
-    foldable = _foldable(shown.graph, weights)
-    needed = {name: weights[name] for node in foldable for name in node.input if name in weights}
-    shown.graph.initializer.extend(needed.values())
-    # Inputs need not be shown, and must not be: it compares each of them with every tensor (onnx-graphsurgeon 0.6).
-    names = {node.name for node in foldable}
+    shown = [_box(node) if node.name in boxed else node for node in graph.node]
+    outputs = [value.name for value in graph.output]
     try:
         with G_LOGGER.suppress(G_LOGGER.CRITICAL + 1):
-            surgeon = gs.import_onnx(shown)
-            if not _is_sorted(shown.graph):  # an order that is right is kept, as the file's author meant it
-                surgeon.toposort()
-            if foldable:
-                with _quiet_runtime():
-                    surgeon.fold_constants(
-                        fold_shapes=False,
-                        recurse_subgraphs=False,
-                        flatten_subgraphs=False,
-                        size_threshold=FOLD_BYTES,
-                        should_exclude_node=lambda node: node.name not in names,
-                    )
-            surgeon.cleanup()
+            if not _is_sorted(shown):  # an order that is right is kept, as the file's author meant it
+                shown = _sorted(shown, opsets, outputs)
+            constants = {tensor.name: tensor for tensor in graph.initializer} | weights
+            computed, values = _folded(shown, opsets, constants, outputs)
     except OnnxGraphSurgeonException as error:
         raise UserError(f"{source}: its nodes cannot be put in order: {error}; export the model again") from error
-    _carry_back(graph, surgeon, boxed, weights)
+    used, kept = set(outputs), []
+    by_name = {node.name: node for node in graph.node}
+    for node in reversed(shown):
+        if node.name not in computed and not used.isdisjoint(node.output):
+            used.update(node.input)
+            kept.append(by_name[node.name])
+    initializers = [tensor for tensor in graph.initializer if tensor.name in used]
+    initializers += [numpy_helper.from_array(value, name) for name, value in values.items() if name in used]
+    _replace(graph.node, kept[::-1])
+    _replace(graph.initializer, initializers)
+
+
+def _sorted(nodes: list[onnx.NodeProto], opsets: dict[str, int], outputs: Iterable[str]) -> list[onnx.NodeProto]:
+    surgeon = _surgeon(nodes, opsets, outputs)
+    surgeon.toposort()
+    by_name = {node.name: node for node in nodes}
+    return [by_name[node.name] for node in surgeon.nodes]
+
+
+def _folded(
+    nodes: list[onnx.NodeProto], opsets: dict[str, int], constants: Weights, outputs: list[str]
+) -> tuple[set[str], dict[str, np.ndarray[Any, Any]]]:
+    """Compute what depends on constants alone.
+
+    Returns:
+        Names of the nodes that are not needed any more, and values of tensors that they made.
+    """
+    foldable = _foldable(nodes, constants.keys())
+    if not foldable:
+        return set(), {}
+    names = {node.name for node in foldable}
+    made = {name for node in foldable for name in node.output if name}
+    read = dict.fromkeys(name for node in nodes if node.name not in names for name in node.input if name in made)
+    reader = onnx.NodeProto(name=_BOX, op_type="Reader", domain=_BOX, input=list(read), output=[_BOX])
+    needed = dict.fromkeys(name for node in foldable for name in node.input if name in constants)
+    surgeon = _surgeon(
+        [*foldable, reader], opsets, [_BOX, *(n for n in outputs if n in made)], [constants[n] for n in needed]
+    )
+    with _quiet_runtime():
+        surgeon.fold_constants(
+            fold_shapes=False,
+            recurse_subgraphs=False,
+            flatten_subgraphs=False,
+            size_threshold=FOLD_BYTES,
+            should_exclude_node=lambda node: node.name not in names,
+        )
+    surgeon.cleanup()
+    computed = {t.name: t for t in surgeon.tensors().values() if isinstance(t, gs.Constant) and t.name not in constants}
+    values = {name: np.asarray(tensor.values) for name, tensor in computed.items()}
+    return names - {node.name for node in surgeon.nodes}, values
+
+
+def _surgeon(
+    nodes: Iterable[onnx.NodeProto],
+    opsets: dict[str, int],
+    outputs: Iterable[str],
+    constants: Iterable[onnx.TensorProto] = (),
+) -> gs.Graph:
+    imports = [helper.make_opsetid(domain, version) for domain, version in opsets.items()]
+    shown = onnx.ModelProto(graph=onnx.GraphProto(name="shown"), ir_version=10, opset_import=imports)
+    shown.graph.node.extend(nodes)
+    shown.graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
+    shown.graph.initializer.extend(constants)
+    # Inputs need not be shown, and must not be: it compares each of them with every tensor (onnx-graphsurgeon 0.6).
+    return gs.import_onnx(shown)
 
 
 @contextmanager
@@ -176,20 +222,20 @@ def _quiet_runtime() -> Iterator[None]:
         onnxruntime.set_default_logger_severity(warning)
 
 
-def _is_sorted(graph: onnx.GraphProto) -> bool:
-    later = {name for node in graph.node for name in node.output if name}
-    for node in graph.node:
+def _is_sorted(nodes: Iterable[onnx.NodeProto]) -> bool:
+    later = {name for node in nodes for name in node.output if name}
+    for node in nodes:
         if not later.isdisjoint(node.input):
             return False
         later.difference_update(node.output)
     return True
 
 
-def _foldable(graph: onnx.GraphProto, weights: Weights) -> list[onnx.NodeProto]:
-    """Nodes that depend on constants alone (in a graph out of order perhaps not all of them)."""
-    constants = {tensor.name for tensor in graph.initializer} | weights.keys() | {""}
+def _foldable(nodes: Iterable[onnx.NodeProto], known: Iterable[str]) -> list[onnx.NodeProto]:
+    """Nodes that depend on constants alone."""
+    constants = {*known, ""}
     found = []
-    for node in graph.node:
+    for node in nodes:
         if constants.issuperset(node.input) and node.domain != _BOX and node.op_type not in _NOT_FOLDED:
             constants.update(node.output)
             found.append(node)
@@ -199,26 +245,6 @@ def _foldable(graph: onnx.GraphProto, weights: Weights) -> list[onnx.NodeProto]:
 def _box(node: onnx.NodeProto) -> onnx.NodeProto:
     inputs = [*node.input, *sorted(captures(node))]
     return onnx.NodeProto(name=node.name, op_type=node.op_type, domain=_BOX, input=inputs, output=node.output)
-
-
-def _carry_back(graph: onnx.GraphProto, surgeon: gs.Graph, boxed: set[str], weights: Weights) -> None:
-    by_name = {node.name: node for node in graph.node}
-    nodes = []
-    for decided in surgeon.nodes:
-        node = by_name[decided.name]
-        if node.name not in boxed:
-            _replace(node.input, [tensor.name for tensor in decided.inputs])
-        nodes.append(node)
-    known = {tensor.name: tensor for tensor in graph.initializer}
-    constants = [t for t in surgeon.tensors().values() if isinstance(t, gs.Constant)]
-    elsewhere = {tensor.values.name for tensor in graph.sparse_initializer} | weights.keys()
-    initializers = [
-        known[t.name] if t.name in known else numpy_helper.from_array(np.asarray(t.values), t.name)
-        for t in constants
-        if t.name not in elsewhere
-    ]
-    _replace(graph.node, nodes)
-    _replace(graph.initializer, initializers)
 
 
 def _replace(field: Any, values: list[Any]) -> None:
