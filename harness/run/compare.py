@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError
 
-__all__ = ["ADVICE", "Changed", "changes", "refuse_changes", "same"]
+__all__ = ["ADVICE", "Changed", "changes", "facts_digest", "refuse_changes", "same"]
 
 ADVICE = "use another --out, or --accept-changes to begin a new section of the table here"
 
@@ -39,6 +40,15 @@ def changes(there: Any, here: Any, where: str = "") -> Iterator[str]:
 def same(one: Any, other: Any) -> bool:
     """Whether two values that JSON can hold are equal; a NaN, wherever it stands, equals itself."""
     return bool(one == other) or json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def facts_digest(facts: Any) -> str:
+    """Of anything that JSON can hold, and of sets: the same in every process."""
+
+    def plain(value: Any) -> Any:
+        return sorted(value) if isinstance(value, Set) else repr(value)
+
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=plain).encode()).hexdigest()[:16]
 
 
 def refuse_changes(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """The experiment YAML as frozen values. Unknown keys, duplicate keys and wrong types are errors.
 
-Every default of an experiment stands here and nowhere else.
+Every default of an experiment stands here, or with the sections `objective`, `executing`, `measuring` and `starts`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from harness.errors import UserError, nearest
 from harness.run.document import read_document
 from harness.run.executing import ExecutorSpec
+from harness.run.measuring import Confirmation, Limits, Sampling
 from harness.run.objective import Objective
 from harness.run.starts import BASELINES, INITIAL, check_baselines, check_starts, listed, seeds_of
 
@@ -132,52 +133,6 @@ class Budget(_Frozen):
         tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, strict=False), AfterValidator(_distinct)
     ] = (25, 50)
     minutes: Annotated[float, Field(gt=0)] | None = None
-
-
-class Sampling(_Frozen):
-    """How long one engine is timed during a search; one that is clearly slower than the incumbent gets less.
-
-    Attributes:
-        warmup_ms: Run at least so long before the first sample counts.
-        min_samples: At least so many samples.
-        max_samples: At most so many.
-        max_ms: Stop after so long, when min_samples are there.
-        target: Stop when the 95 % interval of the median is narrower than this share of it.
-        beside: Whether a candidate is timed in turns with the float model, which takes the machine's pace out of its
-            readings and twice the time; "auto": where the A/A floor is above 2 %.
-    """
-
-    warmup_ms: Annotated[float, Field(ge=0)] = 50.0
-    min_samples: Annotated[int, Field(ge=3)] = 11
-    max_samples: Annotated[int, Field(ge=3)] = 200
-    max_ms: Annotated[float, Field(gt=0)] = 400.0
-    target: Annotated[float, Field(gt=0, lt=1)] = 0.01
-    beside: Literal["auto", "always", "never"] = "auto"
-
-
-class Confirmation(_Frozen):
-    """How winners and baselines are timed again: fresh processes, fresh builds, interleaved.
-
-    Attributes:
-        builds: Fresh builds of each row.
-        rounds: Rounds within one build; every row is sampled once a round, in random order.
-        samples: Inferences of one row in one round, at least; short ones go on for 50 ms.
-        top_k: Best placements of each search that are confirmed.
-    """
-
-    builds: Annotated[int, Field(ge=3)] = 5
-    rounds: Annotated[int, Field(ge=2)] = 20
-    samples: Annotated[int, Field(ge=3)] = 3
-    top_k: Annotated[int, Field(ge=1)] = 1
-
-
-class Limits(_Frozen):
-    """What one candidate, or the worker that has it, may take before it counts as failed; 1 GB is 10^9 bytes."""
-
-    build_s: Annotated[float, Field(gt=0)] = 300.0
-    measure_s: Annotated[float, Field(gt=0)] = 120.0
-    evaluate_s: Annotated[float, Field(gt=0)] = 1800.0
-    memory_gb: Annotated[float, Field(gt=0)] = 16.0
 
 
 def _not_empty(value: Any) -> Any:

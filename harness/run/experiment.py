@@ -16,50 +16,37 @@ A results folder holds, for each cell:
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
-from collections.abc import Callable, Mapping, Set
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from harness.cluster import open_site
 from harness.errors import UserError
-from harness.measure.engines import MAIN, Engines, WorkerSpec
-from harness.measure.executor import Attempt, at_once
+from harness.measure.engines import MAIN, WorkerSpec
+from harness.measure.executor import at_once
 from harness.measure.provenance import decisive, git_commit
-from harness.measure.site import Site, Workers
-from harness.records import SCHEMA
+from harness.measure.site import Site
 from harness.run.claim import claimed
-from harness.run.compare import refuse_changes
-from harness.run.compose import Cell, compose, dialect_use
+from harness.run.compare import facts_digest, refuse_changes
+from harness.run.compose import compose
 from harness.run.config import Experiment
-from harness.run.confirming import confirm_rows, level, noise_floor
-from harness.run.engine import SearchTask, Trial, run_search
+from harness.run.confirming import confirm_rows, noise_floor
 from harness.run.finalists import choose
-from harness.run.goal import goal_facts
-from harness.run.journal import Journal
-from harness.run.judge import Judge
-from harness.run.live import LIVE, live_study
-from harness.run.methods import open_search
-from harness.run.observe import Observer, Step
-from harness.run.plan import CellSpec, RunSpec, plan
+from harness.run.observe import Observer
+from harness.run.plan import CellSpec, plan
 from harness.run.rows import read_json, write_json
+from harness.run.running import Running
 from harness.run.scores import ScoreBook
-from harness.run.scoring import Scoring, scoring_of
+from harness.run.scoring import scoring_of
 from harness.run.sections import in_sections
 from harness.run.strongest import float_benchmarkers
 from harness.run.transfer import guests, remember
-from harness.run.trial import BUILDS, Care, attempt_with
 
 __all__ = ["run_experiment"]
-
-LATER = frozenset({"fp8e5m2"})
-"""Precisions that a dialect has come to offer beside others, which changes no candidate of a cell."""
 
 
 def run_experiment(
@@ -149,9 +136,9 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
     )
     with site.open(worker) as engines:
         floor = noise_floor(site.open, worker, cell.model_file, engines.describe(), folder, observer)
-        book = ScoreBook(folder, engines, observer, _digest(scoring.facts))
+        book = ScoreBook(folder, engines, observer, facts_digest(scoring.facts))
         goal = scoring.goal(book, cell.model_file, folder / "floor.json")
-        running = _Running(
+        running = Running(
             experiment=experiment,
             cell=cell,
             base=place.base,
@@ -194,125 +181,3 @@ def _begun(path: Path, facts: dict[str, Any], decisive: Callable[[Mapping[str, A
         refuse_changes(path, decisive(read_json(path)), decisive(facts))
     else:
         write_json(path, facts)
-
-
-def _digest(facts: Any) -> str:
-    """Of anything that JSON can hold, and of sets: the same in every process."""
-
-    def plain(value: Any) -> Any:
-        return sorted(value) if isinstance(value, Set) else repr(value)
-
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=plain).encode()).hexdigest()[:16]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Running:
-    """One cell while its searches run."""
-
-    experiment: Experiment
-    cell: Cell
-    base: Path
-    engines: Engines
-    scoring: Scoring
-    judge: Judge
-    floor: float
-    folder: Path
-    observer: Observer
-
-    def search(self, run: RunSpec, workers: Workers, retry_failed: bool) -> None:
-        """Run one search, or what is left of it."""
-        budget, without = self.experiment.budget, run.searcher.without
-        window = self.experiment.executor.width
-
-        def attempt(engines: Engines) -> Attempt:
-            return attempt_with(
-                engines,
-                self.experiment.sampling,
-                judge=self.judge,
-                care=Care(
-                    floor=self.floor,
-                    racing="racing" not in without,
-                    builds=1 if "retakes" in without else BUILDS,
-                    level_ms=level(self.folder, self.experiment.sampling.beside),
-                ),
-            )
-
-        method = run.searcher.model_dump(exclude=None if without else {"without"})
-        fingerprint = {**self.fingerprint(), "searcher": method, "seed": run.seed}
-        if window > 1:  # as long as it was always 1, it was not written down
-            fingerprint["window"] = window
-        one_winner = self.experiment.objective.minimize == "latency"
-        keep = self.experiment.confirmation.top_k if one_winner else max(budget.evaluations)
-        with (
-            open_search(run, self.cell, self.base, keep) as search,
-            Journal(self.folder / "runs" / f"{run.name}.jsonl", fingerprint) as journal,
-            self.observer.work(f"{self.cell.spec.name} {run.name}", max(budget.evaluations)) as step,
-            workers.lane(attempt) as executor,
-        ):
-            task = SearchTask(
-                space=search.space,
-                searcher=search.searcher,
-                seeds=search.seeds,
-                candidate=search.candidate,
-                goal=self.judge.goal,
-                evaluations=max(budget.evaluations),
-                seconds=None if budget.minutes is None else budget.minutes * 60,
-                window=window,
-                retry_failed=retry_failed,
-            )
-            name, file = f"{self.cell.spec.name}/{run.name}", self.folder.parent / LIVE
-            live = live_study(file, name, search.space, self.judge.goal, fresh=not journal.entries)
-            run_search(task, executor, journal, _watch(step, live))
-
-    def fingerprint(self) -> dict[str, Any]:
-        """What must be the same for a run to go on."""
-        dialect = self.cell.dialect
-        return {
-            "model_sha256": self.cell.model.sha256,
-            "backend": dict(self.engines.describe()),
-            "precision": self.cell.spec.precision,
-            "space": hashlib.sha256(repr(self.cell.space.dimensions).encode()).hexdigest()[:16],
-            "seeds": {seed.name: self.cell.space.digest(seed.placement) for seed in self.cell.seeds},
-            "dialect": _digest({**asdict(dialect), "precisions": dialect.precisions - LATER}),
-            "calibration": self.cell.spec.model.calibration.model_dump(mode="json"),
-            "ranges": _digest(self.cell.ranges),
-            "sampling": self.experiment.sampling.model_dump(mode="json"),
-            "goal": goal_facts(self.judge.goal),
-            **self.scoring.facts,
-            "qdq_bench": version("qdq-bench"),
-        }
-
-    def facts(self) -> dict[str, Any]:
-        """What readers of the results need to know about the cell."""
-        return {
-            "schema": SCHEMA,
-            "config": _digest(self.experiment.model_dump(mode="json", exclude={"description", "executor"})),
-            "cell": self.cell.spec.name,
-            "model": self.cell.spec.model.name,
-            "source": self.cell.spec.model.use,
-            "nodes": len(self.cell.model.nodes),
-            "dimensions": len(self.cell.space),
-            "patterns": len(self.cell.space.groups),
-            "calibrated_on": self.cell.calibrated_on,
-            "accuracy_only": sorted(self.cell.accuracy_only),
-            "calibration_remarks": list(self.cell.remarks),
-            "cache_remarks": list(self.cell.cache_remarks),
-            "dialect_use": dialect_use(self.cell.spec.backend),
-            "placements": {name: list(placement.choices) for name, placement in self.cell.placements.items()},
-            "metric": self.scoring.metric,
-            "higher_is_better": self.scoring.higher_is_better,
-            **self.fingerprint(),
-        }
-
-
-def _watch(step: Step, live: Callable[[Trial], None]) -> Callable[[Trial], None]:
-    spent = 0
-
-    def watch(trial: Trial) -> None:
-        nonlocal spent
-        live(trial)
-        if trial.evaluations > spent:
-            spent = trial.evaluations
-            step.advance("" if trial.best_ms is None else f"best {trial.best_ms:.3f} ms")
-
-    return watch
