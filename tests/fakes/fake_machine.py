@@ -12,6 +12,7 @@ from fake_trt import FakeTensorRT
 
 from harness.benchmarkers import tensorrt
 from harness.cuda.device import Cuda, Device
+from harness.errors import UserError
 from harness.tensorrt.cache import TimingCache
 from harness.tensorrt.library import open_library
 
@@ -56,3 +57,11 @@ class HalfAndFull11(TensorRT11):
     """TensorRT 11 with FP16 and FP32."""
 
     offered = frozenset({"f16", "f32"})
+
+
+class NoDriver(TensorRT11):
+    """TensorRT 11 without a GPU."""
+
+    @cached_property
+    def _ready(self) -> Any:
+        raise UserError("no NVIDIA driver is loaded on this machine; install one, then check it by nvidia-smi")

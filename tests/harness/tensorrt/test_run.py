@@ -11,9 +11,11 @@ import onnx
 import pytest
 
 from harness.benchmarkers import tensorrt
+from harness.errors import UserError
 from harness.graph.build import GraphBuilder
 from harness.graph.files import file_digest
 from harness.graph.tensorrt_file import read_structure
+from harness.run.check import check_experiment
 from harness.run.config import parse_experiment
 from harness.run.experiment import run_experiment
 from harness.run.observe import Silent
@@ -117,3 +119,17 @@ def test_a_delivered_fp16_file_can_be_verified(tmp_path: Path) -> None:
     checks = verify(cell / "models" / row["file"], Silent(), base=tmp_path)
     assert {check.what: check.holds for check in checks} == dict.fromkeys([c.what for c in checks], True), checks
     assert {"file", "edges", "accuracy"} <= {check.what for check in checks}
+
+
+def test_a_missing_driver_is_said_before_anything_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the model was opened first")
+
+    monkeypatch.setattr("harness.run.compose.open_model", late)
+    with pytest.raises(UserError, match=r"no NVIDIA driver is loaded on this machine; install one"):
+        run(tmp_path, backend="NoDriver", precision="auto", baselines="all, modelopt_ptq")
+
+
+def test_the_check_of_an_experiment_needs_no_driver(tmp_path: Path) -> None:
+    text = YAML.format(model="zoo:resnet18", backend="NoDriver", precision="auto", baselines="all")
+    assert check_experiment(parse_experiment(text.replace("evaluator", "# evaluator"), "test"), tmp_path) == ()
