@@ -1,6 +1,7 @@
 """The command line: flags and defaults, files, going on after Ctrl-C, and what it says to mistakes."""
 
 import importlib
+import sys
 
 import numpy as np
 import onnx
@@ -191,7 +192,6 @@ def test_a_model_that_fails_everywhere_but_as_float_stays_float(folder, runtime)
         (("-m", "model.onnx", "--seed", "-1"), "--seed is at least 0, but got -1"),
         (("-m", "model.onnx", "--searcher", "evolutionry"), "did you mean 'evolutionary'"),
         (("-m", "model.onnx", "--backend", "openvin"), "did you mean 'openvino'"),
-        (("-m", "model.onnx", "--backend", "tensorrt"), "NVIDIA"),
         (("-m", "model.onnx", "--use_trtexec"), "no program trtexec on PATH"),
         (("-m", "model.onnx", "--use_trtexec", "--backend", "openvino"), "choose one"),
         (("-m", "model.onnx", "--plugin_libraries", "none.so"), "none.so: no such file"),
@@ -218,6 +218,12 @@ def test_mistakes_end_with_one_message_and_exit_code_2(folder, runtime, capsys, 
     (folder / "empty.txt").write_text("# nothing\n")
     assert qdq(*arguments) == 2
     assert says in capsys.readouterr().err
+
+
+def test_tensorrt_without_its_software_says_what_brings_it(folder, runtime, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    assert qdq("-m", "model.onnx", "--backend", "tensorrt") == 2
+    assert "pip install -e '.[tensorrt]' brings cuda-python" in capsys.readouterr().err
 
 
 def test_a_dynamic_input_is_fixed_and_a_state_of_another_shape_is_refused(folder, runtime, capsys):
