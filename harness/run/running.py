@@ -120,6 +120,7 @@ class Running:
             "model": self.cell.spec.model.name,
             "source": self.cell.spec.model.use,
             "nodes": len(self.cell.model.nodes),
+            "inputs": {name: list(self.cell.model.types[name].shape) for name in self.cell.model.inputs},
             "dimensions": len(self.cell.space),
             "patterns": len(self.cell.space.groups),
             "calibrated_on": self.cell.calibrated_on,
