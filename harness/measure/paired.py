@@ -73,20 +73,20 @@ def take_beside(
     beside = [company.turn()]
     raw: list[float] = []
     paced: list[float] = []
-    spent_ms, cap_ms = 0.0, SHARE * sampling.max_ms
+    cap_ms = SHARE * sampling.max_ms
     saved = 0
-    while len(raw) < FIRST_LOOK or spent_ms < cap_ms:
+    while len(raw) < FIRST_LOOK or candidate.spent_ms + company.spent_ms < cap_ms:
         raw.append(candidate.turn())
         beside.append(company.turn())
         paced.append(raw[-1] * reference.level_ms / (0.5 * (beside[-2] + beside[-1])))
-        spent_ms += (TURN + 1) * (raw[-1] + beside[-1])
         if len(raw) < FIRST_LOOK:
             continue
         median = median_ci(paced)
         if median.relative_width <= sampling.target:
             break
         if rival is not None and median.low > rival.high * (1 + STEADY):
-            saved = math.floor((cap_ms - spent_ms) / spent_ms * len(raw)) * TURN if spent_ms < cap_ms else 0
+            share_left = max(0.0, cap_ms / (candidate.spent_ms + company.spent_ms) - 1)
+            saved = math.floor(share_left * candidate.counted)
             break
     refuse_jumps(raw)
     return Samples(
@@ -102,11 +102,17 @@ def take_beside(
 
 
 class _Side:
-    """One of the two engines that take turns."""
+    """One of the two engines that take turns.
+
+    Attributes:
+        spent_ms: What its inferences took, those that warm the caches included.
+        counted: Its inferences, without those that warm the caches.
+    """
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
         self._least_ms = math.inf
+        self.spent_ms, self.counted = 0.0, 0
 
     def turn(self) -> float:
         """Median latency of one turn; its first inference brings the engine back into the caches.
@@ -114,7 +120,10 @@ class _Side:
         How many there are goes by the fastest inference so far, so that one that was interrupted does not cut its turn
         short.
         """
-        self._least_ms = min(self._least_ms, *read(self._probe, 1))
+        (first,) = read(self._probe, 1)
+        self._least_ms = min(self._least_ms, first)
         readings = read(self._probe, min(MOST, max(TURN, math.ceil(TURN_MS / self._least_ms))))
         self._least_ms = min(self._least_ms, *readings)
+        self.spent_ms += first + sum(readings)
+        self.counted += len(readings)
         return float(np.median(readings))

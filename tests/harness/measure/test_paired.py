@@ -91,3 +91,13 @@ def test_an_impossible_reference_fails() -> None:
 
     with pytest.raises(MeasureFailed, match="impossible latency of 0 ms"):
         take_beside(Engine(Machine(1), 4.0), Reference(Stopped(), 10.0), Sampling(warmup_ms=20.0))
+
+
+def test_small_engines_get_no_more_time_than_large_ones() -> None:
+    def spent_ms(latency_ms: float) -> float:
+        machine = Machine(7)
+        reference = Reference(Engine(machine, latency_ms), latency_ms)
+        take_beside(Engine(machine, latency_ms), reference, Sampling(warmup_ms=20.0, target=1e-6, max_ms=400.0))
+        return machine.now_ms
+
+    assert spent_ms(0.5) == pytest.approx(spent_ms(10.0), rel=0.15)
