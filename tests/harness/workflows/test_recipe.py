@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,27 +14,35 @@ from harness.cli import app
 from harness.run.check import check_experiment
 from harness.run.config import parse_experiment, to_yaml
 
-EXPERIMENTS = Path(__file__).resolve().parents[3] / "experiments"
+ROOT = Path(__file__).resolve().parents[3]
+RECIPE = ROOT / "experiments/yolo11_recipe.yaml"
+
+
+def told() -> str:
+    """The command that changes the two paths, as the recipe's own text has it."""
+    line = next(line for line in RECIPE.read_text(encoding="utf-8").splitlines() if "sed -e" in line)
+    return line.removeprefix("#").strip()
 
 
 def recipe(detector: Path, coco: Path) -> str:
-    """The committed file with its two paths changed, as its own text says."""
-    text = (EXPERIMENTS / "yolo11_recipe.yaml").read_text(encoding="utf-8")
-    body = text[text.index("experiment:") :]
-    return body.replace("yolo11n.onnx", str(detector)).replace(" coco/", f" {coco}/").replace("count: 500", "count: 8")
+    """The committed file after that command."""
+    ours = told().replace("/models/yolo11n.onnx", str(detector)).replace("/data/coco/", f"{coco}/")
+    command = shlex.split(ours.partition(" experiments/")[0])
+    return subprocess.run([*command, str(RECIPE)], check=True, capture_output=True, text=True).stdout
 
 
 def test_two_paths_are_all_that_is_changed(detector: Path, coco: Path, tmp_path: Path) -> None:
-    config = parse_experiment(recipe(detector, coco), "recipe")
+    config = parse_experiment(recipe(detector, coco).replace("count: 500", "count: 8"), "recipe")
     check_experiment(config, tmp_path)
     assert config.precision == ("int8", "fp8")
-    assert {"all", "linear", "modelopt_ptq"} <= set(config.baselines)
+    assert {"linear", "all", "extreme", "modelopt_ptq", "ort_static"} == set(config.baselines)
+    assert told() in (ROOT / "docs/yolo.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
 def test_the_recipe_ends_in_a_table_of_map_and_latency(detector: Path, coco: Path, tmp_path: Path) -> None:
     """Cut to what a test has time for: no PTQ tools, one evaluation beyond the seed."""
-    config = parse_experiment(recipe(detector, coco), "recipe")
+    config = parse_experiment(recipe(detector, coco).replace("count: 500", "count: 8"), "recipe")
     changes = {"initial": ["float"], "baselines": ["all", "linear"], "precision": ["int8"], "searchers": ["random"],
                "budget": {"evaluations": [2]}, "confirmation": {"builds": 3, "rounds": 2, "samples": 3}}  # fmt: skip
     short = type(config).model_validate({**config.model_dump(), **changes})
