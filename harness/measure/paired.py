@@ -17,7 +17,7 @@ import numpy as np
 
 from harness.api import Probe
 from harness.measure.conditions import Machine
-from harness.measure.sampling import FIRST_LOOK, STEADY, Samples, read, refuse_jumps, warm_up
+from harness.measure.sampling import FIRST_LOOK, STEADY, Samples, read, refuse_jumps, told, warm_up
 from harness.measure.stats import Interval, median_ci
 from harness.run.config import Sampling
 
@@ -97,7 +97,7 @@ def take_beside(
         measure_s=max(0.0, clock() - started_s),
         stable=steady,
         saved=saved,
-        conditions=machine.read().facts() if machine is not None else {},
+        conditions=told(machine.read(), probe) if machine is not None else {},
     )
 
 

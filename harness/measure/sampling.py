@@ -17,11 +17,11 @@ import numpy as np
 from harness.api import Array, Probe
 from harness.errors import MeasureFailed, UserError
 from harness.feeds import random_feeds
-from harness.measure.conditions import Machine, disturbance
+from harness.measure.conditions import Conditions, Machine, disturbance
 from harness.measure.stats import Interval, median_ci
 from harness.run.config import Sampling
 
-__all__ = ["FIRST_LOOK", "STEADY", "Samples", "fixed_inputs", "read", "refuse_jumps", "take", "warm_up"]
+__all__ = ["FIRST_LOOK", "STEADY", "Samples", "fixed_inputs", "read", "refuse_jumps", "take", "told", "warm_up"]
 
 WINDOW = 5
 """Inferences whose medians are compared to see whether an engine is still warming up."""
@@ -157,9 +157,15 @@ def _series(probe: Probe, sampling: Sampling, rival: Interval | None, machine: M
     before = machine.read()
     readings, saved = _collect(probe, sampling, rival)
     after = machine.read()
+    conditions = told(after, probe)
     trouble = disturbance(before, after) or _drift(readings)
-    own = getattr(probe, "conditions", dict)
-    return _Series(readings=readings, saved=saved, trouble=trouble, conditions={**after.facts(), **own()})
+    return _Series(readings=readings, saved=saved, trouble=trouble, conditions=conditions)
+
+
+def told(after: Conditions, probe: Probe) -> dict[str, float]:
+    """What the machine and the probe say of readings that were just taken."""
+    own: Callable[[], Mapping[str, float]] = getattr(probe, "conditions", dict)
+    return {**after.facts(), **own()}
 
 
 def _collect(probe: Probe, sampling: Sampling, rival: Interval | None) -> tuple[list[float], int]:

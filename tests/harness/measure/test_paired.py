@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from harness.errors import MeasureFailed
+from harness.measure.conditions import Conditions
 from harness.measure.paired import Reference, take_beside
 from harness.measure.sampling import take
 from harness.measure.stats import Interval, median_ci
@@ -91,6 +92,32 @@ def test_an_impossible_reference_fails() -> None:
 
     with pytest.raises(MeasureFailed, match="impossible latency of 0 ms"):
         take_beside(Engine(Machine(1), 4.0), Reference(Stopped(), 10.0), Sampling(warmup_ms=20.0))
+
+
+class Still:
+    """A machine that always says the same."""
+
+    def read(self) -> Conditions:
+        return Conditions(at_s=0.0, mhz=3000.0)
+
+
+def test_what_the_device_did_beside_a_reference_is_kept() -> None:
+    class Telling(Engine):
+        def __init__(self, machine: Machine, latency_ms: float, gpu_mhz: float) -> None:
+            super().__init__(machine, latency_ms)
+            self.gpu_mhz, self.asked = gpu_mhz, 0
+
+        def conditions(self) -> dict[str, float]:
+            self.asked += 1
+            return {"gpu_mhz": self.gpu_mhz}
+
+    machine = Machine(3)
+    candidate, reference = Telling(machine, 4.0, 1980.0), Telling(machine, 10.0, 1200.0)
+    sampling = Sampling(warmup_ms=20.0)
+    samples = take_beside(candidate, Reference(reference, 10.0), sampling, machine=Still())
+    assert samples.conditions == {"mhz": 3000.0, "gpu_mhz": 1980.0}, "the candidate's, not the reference's"
+    assert candidate.asked == 1, "after the turns, so that none is disturbed"
+    assert take_beside(candidate, Reference(reference, 10.0), sampling).conditions == {}
 
 
 def test_small_engines_get_no_more_time_than_large_ones() -> None:
