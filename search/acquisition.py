@@ -1,9 +1,10 @@
 """Which of many candidates is worth an evaluation: expected improvement under constraints and failures.
 
 Jones, Schonlau, Welch 1998 (J. Global Optim. 13, eq. 15) for the improvement; Gardner et al. 2014 ("Bayesian
-optimization with inequality constraints", eq. 6) for its product with the probability of being feasible. Proposals
-without an outcome count as measured at their expected value ("kriging believer", Ginsbourger et al. 2010), so that a
-batch spreads.
+optimization with inequality constraints", eq. 6) for its product with the probability of being feasible. Where scores
+have two objectives, the improvement is that of the hypervolume (Emmerich, Deutz, Klinkenberg 2011, "Hypervolume-based
+expected improvement: monotonicity properties and exact computation", IEEE CEC). Proposals without an outcome count as
+measured at their expected value ("kriging believer", Ginsbourger et al. 2010), so that a batch spreads.
 """
 
 from __future__ import annotations
@@ -16,14 +17,28 @@ import numpy as np
 import numpy.typing as npt
 
 from search.api import Placement, Score, Space
-from search.archive import Archive
-from search.features import Features
+from search.archive import Archive, Entry
+from search.features import Described, Features
 from search.models import ADDITIVE, GaussianProcess, Regressor
 
-__all__ = ["Advice", "Advisor", "signed_violations"]
+__all__ = ["Advice", "Advisor", "Front", "expected_growth", "front_of", "signed_violations"]
 
 Vector = npt.NDArray[np.float64]
-Keys = tuple[bytes, ...]
+MARGIN = 0.1
+"""How far the reference point of the hypervolume lies behind the worst of the front, as a share of its range."""
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What a search has attained in two objectives.
+
+    Attributes:
+        steps: The points that no other dominates, shape (points, 2), the first objective rising and the second falling.
+        reference: Up to where a growth counts, in both objectives.
+    """
+
+    steps: Vector
+    reference: Vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +47,8 @@ class Advice:
 
     Attributes:
         keys: Identity of the resolved edges of each.
-        worth: Expected improvement times the probabilities that it builds and that it keeps the constraint.
+        worth: Expected improvement, or growth of the hypervolume, times the probabilities that it builds and that it
+            keeps the constraint.
         objective: Expected logarithm of the objective (the objective itself where one was not positive).
         violation: Expected signed violation, negative where the constraint holds; zeros where none was ever broken.
     """
@@ -50,20 +66,22 @@ class Advice:
 
 
 class Advisor:
-    """Models of objective, violation and failure, learned from an archive; one for each search.
+    """Models of the objectives, violation and failure, learned from an archive; one for each search.
 
     Args:
         space: What is searched.
-        model: Makes the regressors of objective and failure; violations always have a Gaussian process.
+        model: Makes the regressors of objective and failure; violations, and a second objective (the loss of accuracy),
+            always have a Gaussian process. Of more objectives the first two count.
     """
 
     def __init__(self, space: Space, model: Callable[[], Regressor] = GaussianProcess) -> None:
         self._features = Features(space)
         self._objective, self._failure = model(), model()
-        self._violation = GaussianProcess(ADDITIVE)
+        self._second, self._violation = GaussianProcess(ADDITIVE), GaussianProcess(ADDITIVE)
         self.constrained = False  # whether a constraint was broken so far
         self._failing = False
         self._best: float | None = None
+        self._front: Front | None = None  # None where there is one objective
         self.known: set[bytes] = set()
 
     def learn(self, archive: Archive, pending: Sequence[Placement]) -> None:
@@ -83,12 +101,28 @@ class Advisor:
         smooth, _ = self._objective.predict(rows)
         # A lucky reading is no incumbent: what the model makes of it is.
         self._best = float(smooth[eligible].min()) if eligible.any() else None
+        self._learn_front(entries, smooth, pending)
         self._learn_violations([entry.placement for entry in entries], scores)
         self._failing = bool(failed)
         if failed:
             outcomes = np.array([0.0] * len(entries) + [1.0] * len(failed))
             tried = self._features([*(entry.placement for entry in entries), *failed])
             self._failure.fit(tried, outcomes, np.zeros(len(outcomes)))
+
+    def _learn_front(self, entries: Sequence[Entry], firsts: Vector, pending: Sequence[Placement]) -> None:
+        """Fit the second objective; what holds the constraint and what is awaited make the front."""
+        rated = [n for n, entry in enumerate(entries) if len(entry.score.values) > 1]
+        holding = [n for n in rated if entries[n].score.violation == 0]
+        self._front = None
+        if not holding:
+            return
+        seconds = np.array([entries[n].score.values[1] for n in rated])
+        self._second.fit(self._features([entries[n].placement for n in rated]), seconds, np.zeros(len(rated)))
+        attained = [(firsts[n], entries[n].score.values[1]) for n in holding]
+        if pending:
+            rows = self._features(pending)
+            attained += zip(self._objective.predict(rows)[0], self._second.predict(rows)[0], strict=True)
+        self._front = front_of(np.array(attained), np.column_stack([firsts[rated], seconds]))
 
     def _learn_violations(self, placements: Sequence[Placement], scores: Sequence[Score]) -> None:
         signed = signed_violations(scores)
@@ -102,7 +136,7 @@ class Advisor:
         """What the models say; after `learn`."""
         rows = self._features(candidates)
         mean, deviation = self._objective.predict(rows)
-        worth = np.ones(len(mean)) if self._best is None else _improvement(self._best - mean, deviation)
+        worth = self._worth(rows, mean, deviation)
         violation = np.zeros(len(mean))
         if self.constrained:
             violation, doubt = self._violation.predict(rows)
@@ -111,6 +145,14 @@ class Advisor:
             chance, _ = self._failure.predict(rows)
             worth = worth * np.clip(1.0 - chance, 0.0, 1.0)
         return Advice(keys=rows.keys(), worth=worth, objective=mean, violation=violation)
+
+    def _worth(self, rows: Described, mean: Vector, deviation: Vector) -> Vector:
+        if self._best is None:
+            return np.ones(len(mean))
+        if self._front is None:
+            return _improvement(self._best - mean, deviation)
+        second, doubt = self._second.predict(rows)
+        return expected_growth(self._front, np.stack([mean, second]), np.stack([deviation, doubt]))
 
 
 def signed_violations(scores: Sequence[Score]) -> Vector:
@@ -137,6 +179,40 @@ def signed_violations(scores: Sequence[Score]) -> Vector:
     return plain
 
 
+def front_of(attained: Vector, seen: Vector) -> Front:
+    """The front of some points; its reference point lies a little behind its worst in both objectives.
+
+    Args:
+        attained: Shape (points, 2).
+        seen: All that was measured, likewise: it tells the scale where the front is a single point.
+    """
+    ordered = attained[np.lexsort((attained[:, 1], attained[:, 0]))]
+    lowest = np.minimum.accumulate(ordered[:, 1])
+    steps = ordered[np.append(True, ordered[1:, 1] < lowest[:-1])]
+    span = np.ptp(steps, axis=0)
+    span = np.where(span > 0, span, np.maximum(np.ptp(seen, axis=0), 1e-9))
+    return Front(steps, steps.max(axis=0) + MARGIN * span)
+
+
+def expected_growth(front: Front, mean: Vector, deviation: Vector) -> Vector:
+    """By how much the hypervolume of a front is expected to grow by one more point.
+
+    The plane left of the reference point falls into strips between the steps; in each of them the growth is a width
+    times a height, which are independent, and each is an expected improvement (Yang, Emmerich, Deutz, Baeck 2019,
+    "Efficient computation of expected hypervolume improvement using box decomposition algorithms", J. Global Optim. 75,
+    section 3).
+
+    Args:
+        mean: Expected objectives of the candidates, shape (2, candidates), normal and independent.
+        deviation: Their standard deviations, likewise.
+    """
+    ends = np.append(front.steps[:, 0], front.reference[0])
+    heights = np.append(front.reference[1], front.steps[:, 1])
+    widths = np.diff(_improvement(ends[:, None] - mean[0], deviation[0]), axis=0, prepend=0.0)
+    grown: Vector = (widths * _improvement(heights[:, None] - mean[1], deviation[1])).sum(axis=0)
+    return grown
+
+
 def _objectives(scores: Sequence[Score]) -> tuple[Vector, Vector]:
     values = np.array([score.objective for score in scores])
     errors = np.array([score.stderr for score in scores])
@@ -152,4 +228,4 @@ def _improvement(gain: Vector, deviation: Vector) -> Vector:
 
 def _normal(z: Vector) -> Vector:
     """Distribution function of the standard normal."""
-    return 0.5 * (1.0 + np.array([math.erf(value / math.sqrt(2)) for value in z]))
+    return 0.5 * (1.0 + np.array([math.erf(value) for value in (z / math.sqrt(2)).flat]).reshape(z.shape))

@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
 
 from search.api import Failure, Observation, Placement, Score
+from search.pareto import ordered
 
 __all__ = ["Archive", "Entry", "improves"]
 
@@ -113,6 +117,35 @@ class Archive:
     def best(self, k: int) -> tuple[Entry, ...]:
         """The k best scored placements, or as many as there are."""
         return self.ranked[:k]
+
+    @property
+    def several(self) -> bool:
+        """Whether a front is searched: some score has more than one objective."""
+        return any(len(entry.score.values) > 1 for entry in self)
+
+    def spread(self, k: int) -> tuple[Entry, ...]:
+        """Up to k scored placements: by violation, then front by front, and on each front the lonelier first.
+
+        What has fewer objectives than others have stands behind its like: one of its coordinates is not known.
+        """
+        most = max((len(entry.score.values) for entry in self), default=1)
+
+        def standing(entry: Entry) -> tuple[float, bool, bool]:
+            return entry.score.violation, entry.score.assumed, len(entry.score.values) < most
+
+        found: list[Entry] = []
+        for _, alike in groupby(sorted(self, key=standing), key=standing):
+            group = list(alike)
+            values = np.array([entry.score.values for entry in group])
+            errors = np.array([entry.score.stderr for entry in group])
+            found += [group[index] for index in ordered(values, errors, k)]
+            if len(found) >= k:
+                break
+        return tuple(found[:k])
+
+    def leaders(self, k: int) -> tuple[Entry, ...]:
+        """What to go on from: the k best, or where a front is searched those of `spread`."""
+        return self.spread(k) if self.several else self.best(k)
 
     def incumbents(self, k: int, significance: float = 1.0) -> tuple[Entry, ...]:
         """Up to k scored placements, best first, where ties are ties.

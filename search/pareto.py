@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["crowding", "fronts", "hypervolume"]
+__all__ = ["crowding", "fronts", "hypervolume", "ordered"]
 
 Values = npt.NDArray[np.float64]
 
@@ -58,6 +58,21 @@ def crowding(values: Values) -> Values:
         if len(order) > 2 and ordered[-1] > ordered[0]:
             room[order[1:-1]] += (ordered[2:] - ordered[:-2]) / (ordered[-1] - ordered[0])
     return room
+
+
+def ordered(values: Values, noise: Values | None = None, enough: int | None = None) -> npt.NDArray[np.int64]:
+    """Numbers of the points, front by front and on each the lonelier first; equals stay as they are.
+
+    Args:
+        values: Shape (points, coordinates).
+        noise: See `fronts`.
+        enough: See `fronts`; those behind come last.
+    """
+    front = fronts(values, noise, enough)
+    room = np.empty(len(values))
+    for number in np.unique(front):
+        room[front == number] = crowding(values[front == number])
+    return np.lexsort((-room, front))
 
 
 def hypervolume(points: Sequence[Sequence[float]], reference: Sequence[float]) -> float:

@@ -38,6 +38,8 @@ class AutoSearcher:
        constraint also retreats from the fastest placements that break it, block by block in the order of violation
        taken back per latency given away, and advances from the best feasible one in the order of gain per violation.
 
+    Where a front is searched, the best placements are those of the front, see `search.archive.Archive.leaders`.
+
     Args:
         space: What to search.
         seed: Fixes all draws.
@@ -99,7 +101,7 @@ class AutoSearcher:
         return any(all(a == b for a, b in zip(known, rule.choices, strict=True) if a) for known in broken)
 
     def _first_new(self) -> Placement | None:
-        for entry in self._archive.best(BASES):
+        for entry in self._archive.leaders(BASES):
             for indices, choice in (*self._wide, *self._narrow, *self._points):
                 placement = assign(entry.placement, indices, choice, self._space)
                 if self._space.digest(placement) not in self._archive:
@@ -108,7 +110,7 @@ class AutoSearcher:
 
     def _worthiest(self, advisor: Advisor) -> Placement | None:
         advisor.learn(self._archive, list(self._asked.values()))
-        base = self._archive.best(1)[0].placement
+        base = self._base()
         moves = self._drawn_moves(self._candidates // 2)
         near = {move: self._after(base, move) for move in moves}
         first = list(dict.fromkeys([*near.values(), *self._further()]))
@@ -119,6 +121,12 @@ class AutoSearcher:
         pool = [(first, advice), (second, advisor.advise(second))] if second else [(first, advice)]
         fresh = [found for found in (_best_new(candidates, a, advisor) for candidates, a in pool) if found]
         return max(fresh, key=lambda pair: round(pair[0], 12))[1] if fresh else None
+
+    def _base(self) -> Placement:
+        """The best placement; where a front is searched, one of its loneliest, drawn."""
+        leaders = self._archive.leaders(BASES)
+        drawn = int(self._rng.integers(len(leaders))) if self._archive.several else 0
+        return leaders[drawn].placement
 
     def _drawn_moves(self, count: int) -> list[Move]:
         """All wide moves, and as many of the others as there is room for, drawn."""
@@ -144,7 +152,7 @@ class AutoSearcher:
     def _elite(self) -> list[Entry]:
         """The best and those behind it that differ from it and from each other by more than a tenth of the points."""
         kept: list[Entry] = []
-        for entry in self._archive.ranked[: 6 * BASES]:
+        for entry in self._archive.leaders(6 * BASES):
             apart = [_distance(entry.placement, other.placement) for other in kept]
             if not apart or min(apart) > 0.1 * len(self._space):
                 kept.append(entry)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
 import numpy as np
 
 from search.api import Observation, Placement, Space, check_range
-from search.archive import Archive, Entry
+from search.archive import Archive
 from search.moves import crossover_by_group, drawn, mutate_rate, nearby, unseen
-from search.pareto import crowding, fronts
 
 __all__ = ["NSGA2Searcher"]
 
@@ -48,7 +46,7 @@ class NSGA2Searcher:
         self._archive = Archive()
 
     def ask(self, n: int) -> Sequence[Placement]:
-        parents = self._parents()
+        parents = [entry.placement for entry in self._archive.spread(self._population)]
         asked: list[Placement] = []
         while len(asked) < n:
             placement = unseen(lambda: self._child(parents), self._space, self._archive, ATTEMPTS)
@@ -61,20 +59,6 @@ class NSGA2Searcher:
 
     def tell(self, observation: Observation) -> None:
         self._archive.tell(observation)
-
-    def _parents(self) -> list[Placement]:
-        """The best placements by class, front and crowding, best first."""
-        most = max((len(entry.score.values) for entry in self._archive), default=1)
-
-        def standing(entry: Entry) -> tuple[float, bool, bool]:
-            return entry.score.violation, entry.score.assumed, len(entry.score.values) < most
-
-        parents: list[Entry] = []
-        for _, alike in groupby(sorted(self._archive, key=standing), key=standing):
-            parents += _sorted(list(alike), self._population)
-            if len(parents) >= self._population:
-                break
-        return [entry.placement for entry in parents[: self._population]]
 
     def _child(self, parents: Sequence[Placement]) -> Placement:
         if not parents:
@@ -90,13 +74,3 @@ class NSGA2Searcher:
 
     def _drawn(self) -> Placement:
         return drawn(self._space, self._rng, self._rng.random())
-
-
-def _sorted(entries: list[Entry], enough: int) -> list[Entry]:
-    """By front, as far as they are wanted, and within a front the lonelier first; equals stay as they were told."""
-    values = np.array([entry.score.values for entry in entries])
-    front = fronts(values, np.array([entry.score.stderr for entry in entries]), enough)
-    room = np.empty(len(entries))
-    for number in range(front.max() + 1):
-        room[front == number] = crowding(values[front == number])
-    return [entries[index] for index in np.lexsort((-room, front))]

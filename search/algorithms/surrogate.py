@@ -28,7 +28,9 @@ class SurrogateSearcher:
 
     The model of log latency is additive in points, roles, patterns and their shares of the multiply-accumulates, and
     pairwise in neighbours of which one is quantized and the other is not. Candidates are made by moves around the best
-    few placements: blocks (roles, patterns, roles within patterns, what follows them), points, crossovers, draws.
+    few placements: blocks (roles, patterns, roles within patterns, what follows them), points, crossovers, draws. Where
+    scores have two objectives, the best are those of the front, the lonelier first, and what is expected to improve is
+    the hypervolume.
 
     Args:
         space: What to search.
@@ -90,7 +92,7 @@ class SurrogateSearcher:
         return nearby(self._archive.best(1)[0].placement, self._space, self._rng, self._archive)
 
     def _neighbours(self) -> Iterator[Placement]:
-        parents = [entry.placement for entry in self._archive.best(self._parents)]
+        parents = [entry.placement for entry in self._archive.leaders(self._parents)]
         moves, children, flips = (int(share * self._candidates) for share in SHARES)
         for parent in parents:
             yield from islice(self._moved(parent), moves // len(parents))

@@ -138,3 +138,23 @@ def test_objectives_of_a_placement_told_again_are_pooled_one_by_one():
 def test_values_are_the_objectives_or_the_objective_alone():
     assert Score(objective=1.0).values == (1.0,)
     assert Score(objective=1.0, objectives=(1.0, 0.5)).values == (1.0, 0.5)
+
+
+def test_leaders_of_a_front_are_its_ends_first_and_what_has_one_coordinate_comes_behind():
+    archive = filled(told("fast", 1.0), told("slow", 9.0))
+    assert not archive.several
+    assert names(archive.leaders(2)) == ["fast", "slow"]
+    archive = filled(
+        told("fast", 1.0, objectives=(1.0, 9.0)),
+        told("near fast", 1.5, objectives=(1.5, 8.9)),
+        told("middle", 4.0, objectives=(4.0, 4.0)),
+        told("beaten", 5.0, objectives=(5.0, 5.0)),
+        told("exact", 9.0, objectives=(9.0, 1.0)),
+        told("unknown", 0.5, assumed=True),
+        told("broken", 0.1, objectives=(0.1, 0.1), violation=0.1),
+    )
+    assert archive.several
+    found = names(archive.leaders(7))
+    assert set(found[:2]) == {"fast", "exact"}
+    assert found[2:] == ["middle", "near fast", "beaten", "unknown", "broken"]
+    assert names(archive.best(1)) == ["fast"], "best goes by latency, as before"

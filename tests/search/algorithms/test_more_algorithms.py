@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from search.algorithms.annealing import AnnealingSearcher
+from search.algorithms.auto import AutoSearcher
 from search.algorithms.evolutionary import EvolutionarySearcher
 from search.algorithms.exhaustive import ExhaustiveSearcher
 from search.algorithms.local import LocalSearcher
@@ -15,6 +16,7 @@ from search.algorithms.optuna_sampler import OptunaSearcher
 from search.algorithms.per_pattern import PerPatternSearcher
 from search.algorithms.random import RandomSearcher
 from search.algorithms.random_mutation import RandomMutationSearcher
+from search.algorithms.surrogate import SurrogateSearcher
 from search.algorithms.tpe import TPESearcher
 from search.api import Dimension, Edge, Failure, Observation, Placement, Score, Space
 from search.pareto import hypervolume
@@ -207,9 +209,15 @@ def front_volume(make, seed):
     return hypervolume(found, (10.5, 1.5))
 
 
-def test_the_fronts_of_nsga2_hold_more_than_those_of_random_search():
+@pytest.mark.parametrize("make", [NSGA2Searcher, SurrogateSearcher, AutoSearcher])
+def test_fronts_hold_more_than_those_of_random_search(make):
     seeds = range(3)
-    assert sum(front_volume(NSGA2Searcher, s) for s in seeds) > sum(front_volume(RandomSearcher, s) for s in seeds)
+    assert sum(front_volume(make, s) for s in seeds) > sum(front_volume(RandomSearcher, s) for s in seeds)
+
+
+def test_a_model_finds_larger_fronts_than_breeding_does():
+    seeds = range(2)
+    assert sum(front_volume(SurrogateSearcher, s) for s in seeds) > sum(front_volume(NSGA2Searcher, s) for s in seeds)
 
 
 def test_nsga2_breeds_from_the_whole_front_and_from_what_holds_the_constraint():

@@ -1,0 +1,105 @@
+"""What one more evaluation is worth where a front of two objectives is searched."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from search.acquisition import Advisor, expected_growth, front_of
+from search.api import Observation, Placement, Score
+from search.archive import Archive
+from search.pareto import hypervolume
+from search.testing import planted_space
+
+LEVELS = st.integers(0, 8).map(float)
+
+
+def grown(front, points):
+    before = hypervolume(front.steps, front.reference)
+    return np.array([hypervolume([*front.steps, point], front.reference) - before for point in points])
+
+
+def made(*points):
+    return front_of(np.array(points), np.array(points))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(LEVELS, LEVELS), min_size=1, max_size=8))
+def test_without_doubt_the_expected_growth_is_the_growth(points):
+    front = made((0.0, 8.0), (2.0, 3.0), (3.0, 2.5), (8.0, 0.0))
+    candidates = np.array(points) + 0.25
+    found = expected_growth(front, candidates.T, np.full((2, len(points)), 1e-9))
+    assert found == pytest.approx(grown(front, candidates), abs=1e-6)
+
+
+def test_the_expected_growth_is_the_mean_over_what_may_come():
+    front = made((1.0, 4.0), (2.0, 2.0), (5.0, 1.0))
+    mean, deviation = np.array([[2.0, 4.0, 6.0], [3.0, 0.5, 6.0]]), np.array([[0.5, 1.0, 1.0], [1.0, 0.3, 1.0]])
+    draws = np.random.default_rng(0).normal(size=(2000, 2))
+    for column, found in enumerate(expected_growth(front, mean, deviation)):
+        volumes = grown(front, mean[:, column] + deviation[:, column] * draws)
+        assert found == pytest.approx(volumes.mean(), abs=4 * volumes.std() / np.sqrt(len(draws)) + 1e-3)
+
+
+def test_what_others_dominate_changes_nothing():
+    front = made((1.0, 4.0), (2.0, 2.0), (5.0, 1.0))
+    more = made((1.0, 4.0), (3.0, 3.0), (2.0, 2.0), (1.0, 5.0), (5.0, 1.0), (5.0, 1.0))
+    mean, deviation = np.array([[2.0, 4.0], [1.0, 0.5]]), np.ones((2, 2))
+    assert expected_growth(more, mean, deviation) == pytest.approx(expected_growth(front, mean, deviation))
+
+
+def test_a_front_of_one_point_and_one_of_equal_points_can_grow():
+    for front in (
+        made((2.0, 3.0)),
+        made(*[(2.0, 3.0)] * 3),
+        front_of(np.array([(2.0, 3.0)]), np.array([(2.0, 3.0), (9.0, 0.0)])),
+    ):
+        better, worse = expected_growth(front, np.array([[1.0, 3.0], [2.0, 4.0]]), np.full((2, 2), 1e-6))
+        assert better > worse >= 0
+
+
+def told(space, archive, placement, latency_ms, loss, **facts):
+    score = Score(objective=latency_ms, objectives=(latency_ms, loss), **facts)
+    archive.tell(Observation(placement=placement, digest=space.digest(placement), outcome=score))
+
+
+def archive_with_a_gap(space):
+    """Latency falls and loss rises with every point quantized, and nobody looked at the middle."""
+    archive = Archive()
+    count = len(space)
+    for on in (0, 1, 2, count - 2, count - 1, count):
+        told(space, archive, Placement((1,) * on + (0,) * (count - on)), 10.0 - 0.5 * on, 0.02 * on)
+    return archive
+
+
+def test_the_gap_in_a_front_is_worth_more_than_its_neighbours():
+    space = planted_space(10, groups=2)
+    advisor, archive = Advisor(space), archive_with_a_gap(space)
+    advisor.learn(archive, [])
+    middle, beside = Placement((1,) * 5 + (0,) * 5), Placement((0, 1) + (0,) * 8)
+    advice = advisor.advise([middle, beside])
+    assert advice.worth[0] > advice.worth[1]
+
+
+def test_what_is_awaited_is_part_of_the_front():
+    space = planted_space(10, groups=2)
+    advisor, archive = Advisor(space), archive_with_a_gap(space)
+    middle = Placement((1,) * 5 + (0,) * 5)
+    advisor.learn(archive, [])
+    before = advisor.advise([middle]).worth[0]
+    advisor.learn(archive, [middle])
+    assert advisor.advise([middle]).worth[0] < 0.5 * before
+
+
+def test_what_breaks_the_bound_is_no_part_of_the_front():
+    space = planted_space(10, groups=2)
+    archive = Archive()
+    told(space, archive, space.float_placement(), 10.0, 0.0)
+    told(space, archive, space.everywhere(), 5.0, 0.3, violation=0.2, metrics={"top1": 0.5})
+    advisor = Advisor(space)
+    advisor.learn(archive, [])
+    assert advisor.constrained
+    near_float, near_all = Placement((1,) + (0,) * 9), Placement((0,) + (1,) * 9)
+    worth = advisor.advise([near_float, near_all]).worth
+    assert (worth >= 0).all()
+    assert worth[0] > 0
