@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from harness.commands.terminal import table
+from harness.commands.terminal import importable, table
 
 __all__ = ["replay"]
 
@@ -33,6 +33,7 @@ def replay(
     from harness.studies.replay_report import ReplayOrder, replay_all, table_lines
     from harness.tables import read_table
 
+    importable(Path.cwd())
     opened = read_table(recorded)
     order = ReplayOrder(seeds=seeds, budget=budget, initial=tuple(initial or ()), at_least=at_least, model=model)
     typer.echo("\n".join(table_lines(opened)))

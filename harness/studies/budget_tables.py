@@ -13,27 +13,13 @@ from scipy.stats import t as student
 
 from harness.report.statistics import Ranks, compare_pairs, score_against_random
 from harness.report.tables import Table, interval
+from harness.studies.study_file import BudgetStudy
 
-__all__ = ["Block", "BudgetOrder", "Curves", "budget_tables"]
+__all__ = ["Block", "Curves", "budget_tables"]
 
 Floats = npt.NDArray[np.float64]
 GAINS = (0.95, 0.99)
 RANDOM = "random, calculated"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BudgetOrder:
-    """What is to be replayed.
-
-    Attributes:
-        budgets: Evaluations at which searches are compared; they run to the largest.
-        seeds: Searches of each searcher on each table, with seeds from 0.
-        initial: Placements that every search is told first; they cost evaluations.
-    """
-
-    budgets: tuple[int, ...] = (10, 25, 50, 100, 200)
-    seeds: int = 100
-    initial: tuple[str, ...] = ("float", "all", "linear")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +51,12 @@ class Block:
     curves: Mapping[str, Curves]
 
 
-def budget_tables(blocks: Sequence[Block], order: BudgetOrder, ranks: Ranks) -> tuple[Table, ...]:
+def budget_tables(blocks: Sequence[Block], study: BudgetStudy, ranks: Ranks) -> tuple[Table, ...]:
     """All tables of a study; a block is one recorded table with everything that was replayed on it."""
-    return _budget(blocks, order), _reach(blocks, order), _score(blocks, order), _pairs(blocks), _ranking(ranks)
+    return _budget(blocks, study), _reach(blocks, study), _score(blocks, study), _pairs(blocks), _ranking(ranks)
 
 
-def _budget(blocks: Sequence[Block], order: BudgetOrder) -> Table:
+def _budget(blocks: Sequence[Block], study: BudgetStudy) -> Table:
     """Regret at each budget."""
     lines, shown = [], []
     for block in blocks:
@@ -78,21 +64,21 @@ def _budget(blocks: Sequence[Block], order: BudgetOrder) -> Table:
         for name, latency_ms in figures.items():
             line: dict[str, Any] = {"table": block.name, "searcher": name}
             cells = dict(line)
-            for budget in order.budgets:
+            for budget in study.budgets:
                 mean, half = _mean(100 * (latency_ms[:, budget - 1] / block.optimum_ms - 1))
                 line |= {f"regret_{budget}": mean, f"half_width_{budget}": half}
                 cells[f"{budget} evaluations"] = f"{mean:.2f}" if half is None else f"{mean:.2f} ± {half:.2f}"
             lines.append(line)
             shown.append(cells)
     note = (
-        f"Latency of the incumbent above the table's optimum in %: mean over {order.seeds} seeds ± half of its 95 % "
-        f"interval (Student's). The {len(order.initial)} placements that every search is told first count. Random "
+        f"Latency of the incumbent above the table's optimum in %: mean over {_seeds(blocks, study)} ± half of its "
+        f"95 % interval (Student's). The {len(study.initial)} placements that every search is told first count. Random "
         "search is calculated from the table, without them."
     )
     return Table(name="budget", title="Budgets", cells=pd.DataFrame(shown), raw=pd.DataFrame(lines), note=note)
 
 
-def _reach(blocks: Sequence[Block], order: BudgetOrder) -> Table:
+def _reach(blocks: Sequence[Block], study: BudgetStudy) -> Table:
     """Evaluations and minutes until so much of the best gain is there; what never comes is censored at the end."""
     lines, shown = [], []
     for block in blocks:
@@ -115,17 +101,17 @@ def _reach(blocks: Sequence[Block], order: BudgetOrder) -> Table:
             shown.append(cells)
     note = (
         "Evaluations, and recorded minutes of builds and measurements, until a search had so much of the gain from the "
-        f"float model to the table's optimum: median over {order.seeds} seeds; those that never had it within "
-        f"{max(order.budgets)} evaluations count as later than all others. In brackets: how many had it."
+        f"float model to the table's optimum: median over {_seeds(blocks, study)}; those that never had it within "
+        f"{study.most} evaluations count as later than all others. In brackets: how many had it."
     )
     return Table(name="reach", title="Time to the gain", cells=pd.DataFrame(shown), raw=pd.DataFrame(lines), note=note)
 
 
-def _score(blocks: Sequence[Block], order: BudgetOrder) -> Table:
+def _score(blocks: Sequence[Block], study: BudgetStudy) -> Table:
     lines, shown = [], []
     for block in blocks:
         for name, curves in block.curves.items():
-            scores = score_against_random(curves.latency_ms, block.random_ms, block.optimum_ms, len(order.initial))
+            scores = score_against_random(curves.latency_ms, block.random_ms, block.optimum_ms, len(study.initial))
             mean, half = _mean(scores)
             low, high = (None, None) if half is None else (mean - half, mean + half)
             line = {"table": block.name, "searcher": name}
@@ -134,8 +120,8 @@ def _score(blocks: Sequence[Block], order: BudgetOrder) -> Table:
     cells, raw = pd.DataFrame(shown), pd.DataFrame(lines)
     note = (
         "How much of what random search leaves a searcher finds, on average until random search itself has 95 % of the "
-        f"gain (Willemsen et al. 2024): 0 is random search, 1 the optimum at once. Mean over {order.seeds} seeds with "
-        "its 95 % interval; a dash where random search leaves nothing."
+        f"gain (Willemsen et al. 2024): 0 is random search, 1 the optimum at once. Mean over {_seeds(blocks, study)} "
+        "with its 95 % interval; a dash where random search leaves nothing."
     )
     return Table(name="score", title="Score against random search", cells=cells, raw=raw, note=note)
 
@@ -171,6 +157,13 @@ def _ranking(ranks: Ranks) -> Table:
         )
     note = f"Mean rank over {ranks.blocks} tables of what the searchers reached at the largest budget; {test}."
     return Table(name="ranks", title="Ranks", cells=cells, raw=raw, note=note)
+
+
+def _seeds(blocks: Sequence[Block], study: BudgetStudy) -> str:
+    """How many, and who had fewer."""
+    fewer = {name: len(c.latency_ms) for name, c in blocks[0].curves.items() if len(c.latency_ms) != study.seeds}
+    said = ", ".join(f"{name}: {count}" for name, count in fewer.items())
+    return f"{study.seeds} seeds ({said})" if said else f"{study.seeds} seeds"
 
 
 def _mean(values: Floats) -> tuple[float, float | None]:

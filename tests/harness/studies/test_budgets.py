@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,11 +11,14 @@ import pandas as pd
 import pytest
 
 from harness.cli import main
+from harness.registry import check_params
+from harness.run.document import read_document
+from harness.studies.study_file import BudgetStudy
 from harness.tables import Table
 
 MakeTable = Callable[..., Table]
 SEARCHERS = ["--searcher", "random", "--searcher", "local"]
-ORDER = ["--seeds", "4", "--budget", "5", "--budget", "20"]
+ORDER = ["--seeds", "4", "--budget", "5", "--budget", "20", "--workers", "1"]
 
 
 @pytest.fixture
@@ -92,4 +96,93 @@ def test_two_tables_of_one_name_are_refused(
     second = make_table(path=tmp_path / "other" / first.path.name)
     with pytest.raises(SystemExit):
         main(["study", str(first.path), str(second.path), "--out", str(tmp_path / "out")])
-    assert "two tables have one name" in capsys.readouterr().err
+    assert "two tables have one name: made-up" in capsys.readouterr().err
+
+
+STUDY = """
+study: mine
+tables: ["*.parquet"]
+searchers: [random, {use: local, label: tour, seeds: 2}]
+seeds: 4
+budgets: [5, 12]
+"""
+
+
+def test_a_study_is_a_file(tables: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "study.yaml", tmp_path / "out"
+    path.write_text(STUDY)
+    main(["study", str(path), "--out", str(out)])
+    assert "mean over 4 seeds (tour: 2)" in capsys.readouterr().out
+    budget = pd.read_csv(out / "budget.csv")
+    assert list(budget["table"].unique()) == ["one", "two"]
+    assert list(budget["searcher"].unique()) == ["random, calculated", "random", "tour"]
+    curves = [pd.read_parquet(file) for file in (out / "curves").iterdir()]
+    assert sorted(len(curve) for curve in curves) == [2 * 12, 2 * 12, 4 * 12, 4 * 12]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        (STUDY, ["--seeds", "3", "--cold"], "says everything itself; leave out --seeds, --cold, or change the file"),
+        (STUDY.replace("seeds: 4", "sedes: 4"), [], "study.yaml: sedes: Extra inputs are not permitted"),
+        (STUDY.replace("[5, 12]", "[]"), [], "study.yaml: budgets: Tuple should have at least 1 item"),
+        (STUDY.replace("label: tour", "label: random"), [], "two searchers have one name: random"),
+        (
+            STUDY.replace("*.parquet", "none/*.parquet"),
+            [],
+            "tables: nothing is there for 'none/*.parquet'; 'qdq record",
+        ),
+        (STUDY.replace("*.parquet", "none.parquet"), [], "none.parquet: cannot be read: No such file"),
+        ("- a list", [], "is a mapping of keys, but got list"),
+    ],
+)
+def test_a_study_that_is_wrong_says_where(
+    tables: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, options: list[str], message: str
+) -> None:
+    path = tmp_path / "study.yaml"
+    path.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main(["study", str(path), "--out", str(tmp_path / "out"), *options])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_many_workers_find_what_one_does(tables: list[str], tmp_path: Path) -> None:
+    for workers in ("1", "2"):
+        main(["study", *tables, "--out", str(tmp_path / workers), *SEARCHERS, *ORDER[:-1], workers])
+    one, many = (sorted((tmp_path / workers / "curves").iterdir()) for workers in ("1", "2"))
+    assert [path.name for path in one] == [path.name for path in many]
+    for first, second in zip(one, many, strict=True):
+        pd.testing.assert_frame_equal(pd.read_parquet(first), pd.read_parquet(second))
+
+
+def test_more_seeds_keep_the_searches_that_are_done(tables: list[str], tmp_path: Path) -> None:
+    out, order = tmp_path / "out", ["--searcher", "random", "--budget", "5", "--workers", "1"]
+    main(["study", tables[0], "--out", str(out), *order, "--seeds", "10"])
+    (kept,) = (out / "curves").iterdir()
+    written_ns = kept.stat().st_mtime_ns
+    main(["study", tables[0], "--out", str(out), *order, "--seeds", "14"])
+    assert kept.stat().st_mtime_ns == written_ns
+    assert sorted(len(pd.read_parquet(file)) for file in (out / "curves").iterdir()) == [4 * 5, 10 * 5]
+
+
+def test_the_searchers_of_somebody_else_are_replayed_again_once_their_file_changes(
+    tables: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    source = "from search.algorithms.random import RandomSearcher\n\n\nclass Mine(RandomSearcher):\n    pass\n"
+    (tmp_path / "of_somebody_else.py").write_text(source)
+    order = ["--searcher", "of_somebody_else:Mine", "--budget", "5", "--seeds", "2", "--workers", "1"]
+    for text, files in ((source, 1), (source, 1), (f"{source}# changed\n", 2)):
+        (tmp_path / "of_somebody_else.py").write_text(text)
+        main(["study", tables[0], "--out", "out", *order])
+        assert len(list((tmp_path / "out/curves").iterdir())) == files
+
+
+def test_committed_studies_are_valid() -> None:
+    root = Path(__file__).resolve().parents[3]
+    for path in (root / "experiments/studies").glob("*.yaml"):
+        study = BudgetStudy.model_validate(read_document(path.read_text(encoding="utf-8"), path.name))
+        for contender in study.searchers:
+            check_params("searcher", contender.use, contender.params, given=("space", "seed"))

@@ -1,0 +1,188 @@
+"""Many replayed searches in worker processes, kept as files, so that a study goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import multiprocessing
+import re
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from harness.errors import UserError
+from harness.registry import load
+from harness.run.config import Use
+from harness.run.observe import Observer
+from harness.studies.budget_tables import Curves
+from harness.studies.landscape import Landscape
+from harness.studies.replay import Replayed, replay
+from harness.studies.study_file import BudgetStudy, Contender
+from harness.tables import read_table
+
+__all__ = ["Chunk", "chunks_of", "curves_of", "replay_all"]
+
+CHUNK = 10
+"""Searches of one file: what an interruption costs at most, of each worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Some searches of one searcher on one table.
+
+    Attributes:
+        first: Seed of the first search.
+        end: Seed behind the last one.
+        path: What comes of it.
+    """
+
+    table: Path
+    searcher: Use
+    first: int
+    end: int
+    budget: int
+    initial: tuple[str, ...]
+    path: Path
+
+
+def chunks_of(table: Path, contender: Contender, study: BudgetStudy, folder: Path) -> list[Chunk]:
+    """The searches of one searcher on one table.
+
+    The name of a file changes with the table, with what is asked, and with the code of the searchers.
+
+    Raises:
+        UserError: No such searcher, or no such table.
+    """
+    asked = {"use": contender.use, "params": contender.params, "budget": study.most, "initial": study.initial}
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode())
+    for part in (_content(table), _content(_source(contender.use)), _code()):
+        digest.update(part)
+    stem = f"{table.stem}-{re.sub(r'[^A-Za-z0-9._-]+', '-', contender.name)}-{digest.hexdigest()[:12]}"
+    seeds = contender.seeds or study.seeds
+    return [
+        Chunk(
+            table=table,
+            searcher=contender,
+            first=first,
+            end=min(first + CHUNK, seeds),
+            budget=study.most,
+            initial=study.initial,
+            path=folder / f"{stem}-{first}-{min(first + CHUNK, seeds)}.parquet",
+        )
+        for first in range(0, seeds, CHUNK)
+    ]
+
+
+def replay_all(chunks: Sequence[Chunk], workers: int, observer: Observer) -> None:
+    """Replay what has no file yet.
+
+    Raises:
+        UserError: An unknown searcher or placement, or a worker died.
+    """
+    missing = [chunk for chunk in chunks if not chunk.path.exists()]
+    with observer.work("replay", len(missing)) as step:
+        for chunk in _replayed(missing, workers):
+            step.advance(f"{chunk.searcher.name} on {chunk.table.stem}")
+
+
+def curves_of(chunks: Sequence[Chunk]) -> Curves:
+    """What was replayed, all seeds together."""
+    frame = pd.concat([pd.read_parquet(chunk.path) for chunk in chunks])
+    shape = (-1, chunks[0].budget)
+    return Curves(
+        latency_ms=frame["latency_ms"].to_numpy(dtype=float).reshape(shape),
+        elapsed_s=frame["elapsed_s"].to_numpy(dtype=float).reshape(shape),
+    )
+
+
+def _replayed(chunks: Sequence[Chunk], workers: int) -> Iterator[Chunk]:
+    """The chunks as they are done; in this very process where one worker is enough."""
+    if min(workers, len(chunks)) < 2:
+        for chunk in chunks:
+            _replay(chunk)
+            yield chunk
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin) as pool:
+        waiting = {pool.submit(_replay, chunk): chunk for chunk in chunks}
+        try:
+            for done in as_completed(waiting):
+                done.result()
+                yield waiting[done]
+        except BrokenProcessPool as error:
+            raise UserError(
+                "a worker died, perhaps for lack of memory; what is done is kept: run the same command again, with "
+                "--workers 1"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _begin() -> None:
+    """One thread for each worker, which an interrupt ends at once."""
+    from threadpoolctl import threadpool_limits
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threadpool_limits(1)
+
+
+def _replay(chunk: Chunk) -> None:
+    seeds = range(chunk.first, chunk.end)
+    landscape = _landscape(chunk.table, chunk.table.stat().st_mtime_ns)
+    found = replay(landscape, chunk.searcher, seeds=seeds, budget=chunk.budget, initial=chunk.initial)
+    chunk.path.parent.mkdir(parents=True, exist_ok=True)
+    part = chunk.path.with_suffix(".part")
+    _frame(found).to_parquet(part, index=False, compression="zstd")
+    part.replace(chunk.path)
+
+
+@lru_cache(maxsize=1)
+def _landscape(table: Path, _written_ns: int) -> Landscape:
+    """Read once for many chunks, unless it was written again."""
+    return Landscape(read_table(table))
+
+
+def _content(path: Path | None) -> bytes:
+    try:
+        return b"" if path is None else hashlib.sha256(path.read_bytes()).digest()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _source(use: str) -> Path | None:
+    """The file that a searcher is in, which may be somebody else's; None where there is none."""
+    try:
+        file = inspect.getsourcefile(load("searcher", use))
+    except TypeError:
+        return None
+    return None if file is None else Path(file)
+
+
+@lru_cache(maxsize=1)
+def _code() -> bytes:
+    """Digest of the package that the searchers are made of."""
+    digest = hashlib.sha256()
+    spec = find_spec("search")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        for file in sorted(Path(folder).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.digest()
+
+
+def _frame(found: Replayed) -> pd.DataFrame:
+    seeds, budget = found.latency_ms.shape
+    return pd.DataFrame({
+        "seed": np.repeat(found.seeds, budget),
+        "evaluations": np.tile(np.arange(1, budget + 1), seeds),
+        "latency_ms": found.latency_ms.ravel(),
+        "elapsed_s": found.elapsed_s.ravel(),
+    })  # fmt: skip

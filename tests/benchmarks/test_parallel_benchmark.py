@@ -1,0 +1,96 @@
+"""Trials a minute of a search with builds ahead, and whether its timings are those of a serial one.
+
+Run with `pytest tests/benchmarks/test_parallel_benchmark.py --benchmark-enable -s` on a machine that does nothing else
+(two cores or more, about five minutes); it prints the table of docs/measurement.md: ResNet-18 on OpenVINO. The same
+placements are timed one after the other, again so, with two workers whose builds wait while an engine is timed, and
+with two whose builds go on beside it. Figure to reach: 1.3 times the trials a minute, and timings that differ by no
+more than two serial runs do.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.measure.provenance import cores
+from harness.measure.stats import median_ci
+from harness.records import Measured
+from harness.run.config import parse_experiment
+from harness.run.experiment import run_experiment
+from harness.run.journal import read_journal
+from harness.run.observe import Silent
+
+pytestmark = pytest.mark.slow
+EVALUATIONS = 41
+EXPERIMENT = """
+experiment: parallel
+models: [{use: zoo:resnet18, calibration: {samples: 4}}]
+backends: [{use: openvino, params: {threads: 1, precision: f32}}]
+searchers: [random]
+initial: [float]
+baselines: [all]
+budget: {evaluations: [%d]}
+confirmation: {builds: 3, rounds: 2}
+executor: %s
+"""
+WAYS = {
+    "one after the other": "{}",
+    "one after the other, again": "{}",
+    "two workers, timing alone": "{workers: 2}",
+    "two workers, builds beside the timing": "{workers: 2, timing: beside}",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """What a search came to.
+
+    Attributes:
+        latency_ms: By digest.
+    """
+
+    trials_a_minute: float
+    latency_ms: dict[str, float]
+    floor: float
+
+
+def pace(executor: str, out: Path) -> Pace:
+    experiment = parse_experiment(EXPERIMENT % (EVALUATIONS, executor), "parallel")
+    run_experiment(experiment, base=out, out=out, observer=Silent())
+    cell = out / "resnet18-openvino-int8"
+    entries = [entry for entry in read_journal(cell / "runs/random-0.jsonl") if entry.told is not None]
+    elapsed_s = [entry.told.elapsed_s for entry in entries if entry.told is not None]
+    measured = {e.asked.digest: e.told.outcome for e in entries if e.told and isinstance(e.told.outcome, Measured)}
+    return Pace(
+        trials_a_minute=60 * (len(elapsed_s) - 1) / (max(elapsed_s) - min(elapsed_s)),
+        latency_ms={digest: median_ci(outcome.samples_ms).value for digest, outcome in measured.items()},
+        floor=json.loads((cell / "floor.json").read_text())["floor"],
+    )
+
+
+def test_builds_ahead(benchmark: Any, tmp_path: Path) -> None:
+    if benchmark.disabled:
+        pytest.skip("tests/harness/run/test_window.py has the behaviour; enable benchmarks to take the time")
+    pytest.importorskip("openvino")
+    if cores() < 2:
+        pytest.skip("builds ahead need a second core")
+    found = benchmark.pedantic(
+        lambda: {name: pace(way, tmp_path / str(number)) for number, (name, way) in enumerate(WAYS.items())}, rounds=1
+    )
+    serial = next(iter(found.values()))
+    print(
+        f"\n| {EVALUATIONS - 1} placements, ResNet-18 | trials a minute | latency against serial, median [quartiles] |"
+    )
+    print("|---|---|---|")
+    for name, each in found.items():
+        both = sorted(each.latency_ms.keys() & serial.latency_ms.keys())
+        assert len(both) > EVALUATIONS / 2, "the same placements, whoever builds them"
+        changes = [100 * (each.latency_ms[digest] / serial.latency_ms[digest] - 1) for digest in both]
+        low, middle, high = np.quantile(changes, [0.25, 0.5, 0.75])
+        print(f"| {name} | {each.trials_a_minute:.0f} | {middle:+.1f} % [{low:+.1f}, {high:+.1f}] |")
+    print(f"A/A floor: {', '.join(f'{each.floor:.1%}' for each in found.values())}")
