@@ -8,27 +8,24 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 from harness.api import Artifact, Candidate, Layer
 from harness.cuda.clocks import Clocks
 from harness.cuda.device import Cuda, Device, open_device
 from harness.cuda.timing import flush_bytes
-from harness.errors import BuildFailed, UserError
-from harness.graph.tensorrt_file import cast_model, has_qdq, read_structure, refuse_unusable
+from harness.errors import BuildFailed
 from harness.paths import cache_folder
-from harness.tensorrt.building import BuildOptions, Plan, Typing, build_plan, check_typing, load_engine
-from harness.tensorrt.cache import POLICIES, CachePolicy, TimingCache, cache_file
-from harness.tensorrt.inspection import read_layers
+from harness.tensorrt.building import Plan, build_plan, load_engine
+from harness.tensorrt.cache import CachePolicy, TimingCache, cache_file
 from harness.tensorrt.library import Library, open_library
-from harness.tensorrt.profiles import read_profiles
-from harness.tensorrt.running import EngineProbe, Loaded, layer_times
+from harness.tensorrt.options import Precision, Typing, read_options
+from harness.tensorrt.profiling import layers_of
+from harness.tensorrt.running import EngineProbe
+from harness.tensorrt.session import Loaded
 
 __all__ = ["TensorRTBenchmarker"]
 
-Precision = Literal["auto", "f32", "tf32", "f16", "bf16"]
-CAPABILITIES: Mapping[str, tuple[int, int]] = {"f32": (0, 0), "tf32": (8, 0), "f16": (5, 3), "bf16": (8, 0)}
-"""Smallest compute capability that runs a float precision (CUDA C++ programming guide, arithmetic instructions)."""
 ENGINES = (".engine", ".plan", ".trt")
 PROFILED_RUNS = 50
 
@@ -84,22 +81,16 @@ class TensorRTBenchmarker:
         device: int = 0,
         profile: bool = False,
     ) -> None:
-        _check("precision", precision, ("auto", *CAPABILITIES))
-        _check("typing", typing, ("strong", "weak"))
-        _check("timing_cache", timing_cache, POLICIES)
-        _check("optimization_level", optimization_level, (None, *range(6)))
-        if workspace_gb is not None and not workspace_gb > 0:
-            raise ValueError(f"workspace_gb: a positive number, but got {workspace_gb!r}")
-        self._open = precision == "auto"
-        self._options = BuildOptions(
-            precision="f32" if precision == "auto" else precision,
+        self._options = read_options(
+            precision=precision,
             typing=typing,
-            workspace_bytes=None if workspace_gb is None else int(workspace_gb * 1e9),
+            profiles=profiles,
+            workspace_gb=workspace_gb,
             optimization_level=optimization_level,
-            profiles=read_profiles(profiles or {}),
-            detailed=profile,
+            timing_cache=timing_cache,
+            profile=profile,
         )
-        self._policy, self._cache_file = timing_cache, timing_cache_file
+        self._cache_file = timing_cache_file
         self._cuda_graph, self._cold_l2 = cuda_graph, cold_l2
         self._plugins, self._device = tuple(plugins), device
 
@@ -108,12 +99,12 @@ class TensorRTBenchmarker:
         """The device first: without one TensorRT's own messages are about anything else."""
         cuda, device = open_device(self._device)
         library = open_library()
-        check_typing(library, self._options.typing)
-        _check_capability(self._options.precision, device)
+        self._options.check_runtime(f"TensorRT {library.version}", library.major, device)
         library.load_plugins(self._plugins)
         default = cache_file(cache_folder(), library.version, device)
         path = Path(self._cache_file).expanduser() if self._cache_file else default
-        return _Ready(library=library, cuda=cuda, device=device, cache=TimingCache(self._policy, path))
+        cache = TimingCache(self._options.timing_cache, path)
+        return _Ready(library=library, cuda=cuda, device=device, cache=cache)
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
         """Build the candidate's engine, or load it where the candidate's file is one (.engine, .plan, .trt).
@@ -130,10 +121,13 @@ class TensorRTBenchmarker:
         return Artifact(engine=engine, info={**plan.info, "layers": int(engine.num_layers)})
 
     def _plan(self, path: Path, workdir: Path) -> Plan:
-        ready, structure = self._ready, read_structure(path)
-        refuse_unusable(structure, path, ready.device.capability)
-        parsed = self.cast(path, workdir)
-        return build_plan(ready.library, parsed, self._options, ready.cache, quantized=has_qdq(structure))
+        ready = self._ready
+        source = self._options.source(path, workdir, ready.device)
+        try:
+            return build_plan(ready.library, source.path, source.options, ready.cache, quantized=source.quantized)
+        except BuildFailed:
+            ready.cuda.call("cudaDeviceSynchronize")  # ends this worker where the build has left no usable GPU
+            raise
 
     def save(self, candidate: Candidate, path: Path) -> None:
         """Write the candidate's engine to a file for `load`.
@@ -154,12 +148,8 @@ class TensorRTBenchmarker:
         return Artifact(engine=load_engine(self._ready.library, _content(path), path.name), info={"plan": path.name})
 
     def cast(self, path: Path, folder: Path) -> Path:
-        """See `harness.api.Benchmarker`: at FP16 and BF16 a cast file, unless TensorRT chooses the types itself.
-
-        Raises:
-            BuildFailed: See `harness.graph.tensorrt_file.cast_model`.
-        """
-        return path if self._options.typing == "weak" else cast_model(path, self._options.precision, folder)
+        """See `harness.tensorrt.options.BuildOptions.cast`."""
+        return self._options.cast(path, folder)
 
     @contextmanager
     def open(self, artifact: Artifact) -> Iterator[EngineProbe]:
@@ -176,10 +166,7 @@ class TensorRTBenchmarker:
 
         With `profile` each layer has its type, precision, kernel and origin; else its name and time alone.
         """
-        loaded = self._loaded(artifact)
-        inspector = artifact.engine.create_engine_inspector()
-        text = inspector.get_engine_information(loaded.library.trt.LayerInformationFormat.JSON)
-        return read_layers(text, layer_times(loaded, PROFILED_RUNS))
+        return layers_of(self._loaded(artifact), PROFILED_RUNS)
 
     def describe(self) -> Mapping[str, Any]:
         """See `harness.api.Benchmarker`.
@@ -187,30 +174,18 @@ class TensorRTBenchmarker:
         Raises:
             UserError: There is no GPU, driver or TensorRT here: one sentence that says which and what to do.
         """
-        ready, options = self._ready, self._options
-        capability = ".".join(map(str, ready.device.capability))
-        offered = [name for name, least in CAPABILITIES.items() if ready.device.capability >= least]
+        ready = self._ready
         return {
             "name": "tensorrt",
             "version": ready.library.version,
             "device": ready.device.name,
             "options": {
-                "typing": options.typing,
-                "precision": options.precision,
-                "profiles": {name: str(profile) for name, profile in options.profiles.items()},
-                "workspace_bytes": options.workspace_bytes,
-                "optimization_level": options.optimization_level,
-                "timing_cache": self._policy,
+                **self._options.facts(ready.device),
                 "cuda_graph": self._cuda_graph,
                 "l2": "cold" if self._cold_l2 else "warm",
                 "plugins": [Path(name).name for name in self._plugins],
-                "compute_capability": capability,
-                "cuda_driver": ready.device.driver,
-                **({"profile": True} if options.detailed else {}),
             },
-            "float_precision": options.precision,
-            "float_open": self._open,
-            "float_params": {name: {"precision": name} for name in offered},
+            **self._options.float_facts(ready.device),
         }
 
     def _loaded(self, artifact: Artifact) -> Loaded:
@@ -220,21 +195,9 @@ class TensorRTBenchmarker:
             engine=artifact.engine,
             cuda=ready.cuda,
             clocks=Clocks(ready.device.uuid),
-            profiles=self._options.profiles,
             graph=self._cuda_graph,
             flush_bytes=flush_bytes(ready.device.l2_bytes, self._cold_l2),
         )
-
-
-def _check(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}: one of {', '.join(map(str, allowed))}, but got {value!r}")
-
-
-def _check_capability(precision: str, device: Device) -> None:
-    if device.capability < CAPABILITIES[precision]:
-        need, have = (".".join(map(str, pair)) for pair in (CAPABILITIES[precision], device.capability))
-        raise UserError(f"precision: {precision} needs compute capability {need}, {device.name} has {have}")
 
 
 def _content(path: Path) -> bytes:

@@ -34,6 +34,11 @@ REMEDY = (
     "pip install onnxruntime-ep-nv-tensorrt-rtx-cu13 (needs onnxruntime >= 1.24 in an environment of its own without "
     "onnxruntime-gpu, an RTX GPU of generation Ampere or later, and a driver for CUDA 13)"
 )
+NVIDIA = 0x10DE
+"""PCI's number of the vendor: ONNX Runtime finds the plug-in's memory by it (microsoft/onnxruntime#25346).
+
+Memory of one's own cannot be bound from Python: `IOBinding.bind_input` takes no vendor (#26079).
+"""
 NAMES: Mapping[str, str] = {"float": "float32", "double": "float64"}
 
 
@@ -151,24 +156,23 @@ class TensorRTRTXBenchmarker:
 
 
 class _Bound:
-    """A session with its inputs and outputs in device memory of ours."""
+    """A session with its inputs and outputs in the plug-in's device memory."""
 
     def __init__(self, ready: _Ready, session: Any) -> None:
         self._ready, self._session = ready, session
-        self._memory: list[Any] = []
         self._binding = session.io_binding()
         self._run = ready.ort.RunOptions()
         # Without it every run ends with a synchronization, which would be in the readings.
         self._run.add_run_config_entry("disable_synchronize_execution_providers", "1")
         inputs = {value.name: (_dtype(value), tuple(value.shape)) for value in session.get_inputs()}
-        for name, array in fixed_inputs(inputs).items():
-            pointer = self._place(array.nbytes)
-            kind = ready.cuda.api.cudaMemcpyKind.cudaMemcpyHostToDevice
-            ready.cuda.call("cudaMemcpy", pointer, array.ctypes.data, array.nbytes, kind)
-            self._binding.bind_input(name, "cuda", ready.device.index, array.dtype, array.shape, int(pointer))
+        values, place = ready.ort.OrtValue, ("gpu", ready.device.index, NVIDIA)
+        with said(MeasureFailed, "TensorRT-RTX", ready.errors):
+            for name, array in fixed_inputs(inputs).items():
+                self._binding.bind_ortvalue_input(name, values.ortvalue_from_numpy(array, *place))
+            for value in session.get_outputs():
+                made = values.ortvalue_from_shape_and_type(_static(value), _dtype(value), *place)
+                self._binding.bind_ortvalue_output(value.name, made)
         ready.cuda.call("cudaDeviceSynchronize")
-        for value in session.get_outputs():
-            self._output(value)
 
     def enqueue(self, stream: int) -> None:
         """Queue one inference on the session's stream."""
@@ -177,23 +181,8 @@ class _Bound:
 
     def close(self) -> None:
         """Free the memory."""
-        while self._memory:
-            self._ready.cuda.call("cudaFree", self._memory.pop())
-
-    def _output(self, value: Any) -> None:
-        device = self._ready.device.index
-        if not all(isinstance(size, int) for size in value.shape):
-            raise MeasureFailed(
-                f"output {value.name!r}: its size depends on the data, so it cannot be bound beforehand"
-            )
-        dtype, shape = _dtype(value), tuple(value.shape)
-        pointer = self._place(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
-        self._binding.bind_output(value.name, "cuda", device, dtype, shape, int(pointer))
-
-    def _place(self, size: int) -> Any:
-        pointer = self._ready.cuda.call("cudaMalloc", max(1, size))
-        self._memory.append(pointer)
-        return pointer
+        self._binding.clear_binding_inputs()
+        self._binding.clear_binding_outputs()
 
 
 class _Probe:
@@ -202,14 +191,19 @@ class _Probe:
     def __init__(self, ready: _Ready, session: Any, timer: GpuTimer) -> None:
         self._ready, self._session, self._timer = ready, session, timer
         self._clocks = Clocks(ready.device.uuid)
+        self._host_bound = 0.0
 
     def sample(self, n: int) -> Sequence[float]:
         """GPU time of n inferences, by CUDA events."""
-        return self._timer.read(n).gpu_ms
+        readings = self._timer.read(n)
+        self._clocks.look()
+        self._host_bound = readings.host_bound
+        return readings.gpu_ms
 
     def conditions(self) -> Mapping[str, float]:
-        """The GPU's conditions now, and the time of an inference on the host's clock."""
-        return {**self._clocks.read().facts(), "end_to_end_ms": statistics.median(self._timer.end_to_end(5))}
+        """How the GPU did while it was sampled, and what the host adds; see `harness.tensorrt.running`."""
+        end_to_end_ms = statistics.median(self._timer.end_to_end(5))
+        return {**self._clocks.facts(), "host_bound": self._host_bound, "end_to_end_ms": end_to_end_ms}
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """Outputs by name; floating-point ones as float32."""
@@ -242,3 +236,9 @@ def _dtype(value: Any) -> np.dtype[Any]:
     except TypeError:
         raise MeasureFailed(f"{value.name!r}: no memory can be bound for type {value.type}") from None
     return dtype
+
+
+def _static(value: Any) -> tuple[int, ...]:
+    if not all(isinstance(size, int) for size in value.shape):
+        raise MeasureFailed(f"output {value.name!r}: its size depends on the data, so it cannot be bound beforehand")
+    return tuple(value.shape)

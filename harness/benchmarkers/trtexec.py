@@ -10,18 +10,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from harness.api import Array, Artifact, Candidate, Layer
 from harness.cuda.device import Device, open_device
 from harness.errors import BuildFailed, CandidateError, MeasureFailed, UserError
-from harness.graph.tensorrt_file import cast_model, has_qdq, read_structure, refuse_unusable, types_of_ends
+from harness.graph.tensorrt_file import types_of_ends
 from harness.measure.host import plain
 from harness.paths import cache_folder
-from harness.tensorrt.building import BuildOptions, Typing
-from harness.tensorrt.cache import POLICIES, CachePolicy, cache_file
+from harness.tensorrt.cache import CachePolicy, cache_file
 from harness.tensorrt.flags import (
     build_flags,
     check_extra,
@@ -32,13 +31,12 @@ from harness.tensorrt.flags import (
 )
 from harness.tensorrt.inspection import read_layers
 from harness.tensorrt.library import STRONG_ONLY
-from harness.tensorrt.profiles import read_profiles
+from harness.tensorrt.options import Precision, Typing, read_options
+from harness.tensorrt.profiles import Profile
 from harness.tensorrt.tool import end_of, find_trtexec, run_trtexec
 
 __all__ = ["TrtexecBenchmarker"]
 
-Precision = Literal["f32", "tf32", "f16", "bf16"]
-PRECISIONS = ("f32", "tf32", "f16", "bf16")
 LEAST = 50
 """Inferences of one run of trtexec: starting it takes longer than they do."""
 FRESH_S = 1.0
@@ -47,11 +45,30 @@ FRESH_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
-    """A plan with what is needed to run it."""
+    """A plan with what is needed to run it.
+
+    Attributes:
+        profiles: Of dynamic inputs.
+    """
 
     plan: Path
+    profiles: Mapping[str, Profile]
     outputs: Mapping[str, np.dtype[Any]]
     inputs: Mapping[str, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tool:
+    """The program and its GPU."""
+
+    program: str
+    version: str
+    device: Device
+
+    @property
+    def major(self) -> int:
+        """First number of the version."""
+        return int(self.version.partition(".")[0])
 
 
 class TrtexecBenchmarker:
@@ -84,7 +101,7 @@ class TrtexecBenchmarker:
         self,
         *,
         path: str | None = None,
-        precision: Precision = "f16",
+        precision: Precision = "auto",
         typing: Typing = "strong",
         profiles: Mapping[str, Any] | None = None,
         workspace_gb: float | None = None,
@@ -98,45 +115,32 @@ class TrtexecBenchmarker:
         extra: tuple[str, ...] | list[str] = (),
         profile: bool = False,
     ) -> None:
-        for name, value, allowed in (
-            ("precision", precision, PRECISIONS),
-            ("typing", typing, ("strong", "weak")),
-            ("timing_cache", timing_cache, POLICIES),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name}: one of {', '.join(allowed)}, but got {value!r}")
         check_extra(extra, 0)
         self._path, self._extra, self._device = path, tuple(extra), device
-        self._options = BuildOptions(
+        self._options = read_options(
             precision=precision,
             typing=typing,
-            workspace_bytes=None if workspace_gb is None else int(workspace_gb * 1e9),
+            profiles=profiles,
+            workspace_gb=workspace_gb,
             optimization_level=optimization_level,
-            profiles=read_profiles(profiles or {}),
-            detailed=profile,
+            timing_cache=timing_cache,
+            profile=profile,
         )
-        self._policy, self._cache_file, self._graph = timing_cache, timing_cache_file, cuda_graph
+        self._cache_file, self._graph = timing_cache_file, cuda_graph
         self.warm_up_ms, self._timeout_s = warm_up_ms, timeout_s
 
     @cached_property
-    def _tool(self) -> tuple[str, str]:
-        """The program and its version."""
+    def _tool(self) -> _Tool:
+        """The device first: without one trtexec is of no use."""
+        device = open_device(self._device)[1]
         program, version = find_trtexec(self._path)
+        tool = _Tool(program=program, version=version, device=device)
         try:
-            check_extra(self._extra, int(version.partition(".")[0]))
+            check_extra(self._extra, tool.major)
         except ValueError as error:
             raise UserError(f"benchmarker 'trtexec': {error}") from error
-        if self._options.typing == "weak" and int(version.partition(".")[0]) >= STRONG_ONLY:
-            raise UserError(f"typing: weak: trtexec {version} has strongly typed networks alone; use typing: strong")
-        return program, version
-
-    @cached_property
-    def _gpu(self) -> Device:
-        return open_device(self._device)[1]
-
-    @property
-    def _major(self) -> int:
-        return int(self._tool[1].partition(".")[0])
+        self._options.check_runtime(f"trtexec {version}", tool.major, device)
+        return tool
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
         """Build the candidate's engine into the folder.
@@ -145,26 +149,19 @@ class TrtexecBenchmarker:
             BuildFailed: trtexec fails, takes too long, or the model is known to be refused.
             UserError: There is no trtexec or no GPU.
         """
-        path = candidate.source()
-        structure = read_structure(path)
-        refuse_unusable(structure, path, self._gpu.capability)
-        parsed = self.cast(path, workdir)
+        source = self._options.source(candidate.source(), workdir, self._tool.device)
         plan = workdir / "model.plan"
-        flags = build_flags(parsed, plan, self._options, self._major, quantized=has_qdq(structure))
+        flags = build_flags(source.path, plan, source.options, self._tool.major, quantized=source.quantized)
         output = self._run([*flags, *self._cache_flags(workdir)], BuildFailed)
         if not plan.is_file():
             raise BuildFailed(f"trtexec wrote no engine: {end_of(output)}")
-        inputs, outputs = types_of_ends(structure)
-        engine = _Engine(plan=plan, inputs=inputs, outputs=outputs)
+        inputs, outputs = types_of_ends(source.structure)
+        engine = _Engine(plan=plan, profiles=source.options.profiles, inputs=inputs, outputs=outputs)
         return Artifact(engine=engine, info={"plan_bytes": plan.stat().st_size, "flags": flags[3:]})
 
     def cast(self, path: Path, folder: Path) -> Path:
-        """See `harness.api.Benchmarker`: at FP16 and BF16 a cast file, unless TensorRT chooses the types itself.
-
-        Raises:
-            BuildFailed: See `harness.graph.tensorrt_file.cast_model`.
-        """
-        return path if self._options.typing == "weak" else cast_model(path, self._options.precision, folder)
+        """See `harness.tensorrt.options.BuildOptions.cast`."""
+        return self._options.cast(path, folder)
 
     @contextmanager
     def open(self, artifact: Artifact) -> Iterator[_Probe]:
@@ -176,7 +173,7 @@ class TrtexecBenchmarker:
         folder = artifact.engine.plan.parent
         info, times = folder / "layers.json", folder / "profile.json"
         files = [f"--exportLayerInfo={info}", f"--exportProfile={times}"]
-        if self._major < STRONG_ONLY:
+        if self._tool.major < STRONG_ONLY:
             files.append("--separateProfileRun")  # always so in 11
         self.trtexec(artifact.engine, [*files, f"--iterations={LEAST}", "--duration=0"])
         try:
@@ -191,25 +188,18 @@ class TrtexecBenchmarker:
         Raises:
             UserError: There is no trtexec or no GPU here: one sentence that says which and what to do.
         """
-        _, version = self._tool
-        options = self._options
+        tool = self._tool
         return {
             "name": "trtexec",
-            "version": version,
-            "device": self._gpu.name,
+            "version": tool.version,
+            "device": tool.device.name,
             "options": {
-                "typing": options.typing,
-                "precision": options.precision,
-                "profiles": {name: str(profile) for name, profile in options.profiles.items()},
-                "workspace_bytes": options.workspace_bytes,
-                "optimization_level": options.optimization_level,
-                "timing_cache": self._policy,
+                **self._options.facts(tool.device),
                 "cuda_graph": self._graph,
                 "warm_up_ms": self.warm_up_ms,
                 "extra": list(self._extra),
             },
-            "float_precision": options.precision,
-            "float_params": {name: {"precision": name} for name in PRECISIONS},
+            **self._options.float_facts(tool.device),
         }
 
     def trtexec(self, engine: _Engine, arguments: Sequence[str]) -> str:
@@ -218,16 +208,16 @@ class TrtexecBenchmarker:
         Raises:
             MeasureFailed: trtexec fails or takes too long.
         """
-        flags = run_flags(engine.plan, self._options.profiles, self._major, graph=self._graph)
+        flags = run_flags(engine.plan, engine.profiles, self._tool.major, graph=self._graph)
         return self._run([*flags, *arguments], MeasureFailed)
 
     def _cache_flags(self, workdir: Path) -> list[str]:
         """Arguments for the timing cache: trtexec writes back what it reads, so a frozen one is read as a copy."""
-        if self._policy == "cold":
+        if self._options.timing_cache == "cold":
             return []
-        default = cache_file(cache_folder(), f"trtexec-{self._tool[1]}", self._gpu)
+        default = cache_file(cache_folder(), f"trtexec-{self._tool.version}", self._tool.device)
         file = Path(self._cache_file).expanduser() if self._cache_file else default
-        if self._policy == "frozen":
+        if self._options.timing_cache == "frozen":
             if not file.is_file():
                 raise UserError(f"timing cache {file}: no such file, and a frozen cache is never made; run shared once")
             file = Path(shutil.copy(file, workdir / "timing.cache"))
@@ -236,7 +226,7 @@ class TrtexecBenchmarker:
 
     def _run(self, arguments: Sequence[str], failure: type[CandidateError]) -> str:
         return run_trtexec(
-            [self._tool[0], *arguments, f"--device={self._device}", *self._extra], self._timeout_s, failure
+            [self._tool.program, *arguments, f"--device={self._device}", *self._extra], self._timeout_s, failure
         )
 
 

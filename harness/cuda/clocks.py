@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,18 +11,20 @@ from typing import Any
 __all__ = ["Clocks", "GpuConditions"]
 
 HELD_BACK: Mapping[int, str] = {
-    0x4: "power cap",
-    0x8: "hardware slowdown",
-    0x20: "heat (software)",
-    0x40: "heat (hardware)",
-    0x80: "power brake",
+    0x4: "power_cap",
+    0x8: "hardware",
+    0x20: "heat_software",
+    0x40: "heat_hardware",
+    0x80: "power_brake",
 }
 """Bits of NVML's clock event reasons that make readings worse (nvml.h); idleness and wanted clocks are none."""
+LOOK_S = 0.02
+"""A look takes up to a millisecond: there are no more than this allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuConditions:
-    """One look at a GPU; None where it does not tell.
+    """What was seen of a GPU; None where it does not tell.
 
     Attributes:
         mhz: Clock of its multiprocessors.
@@ -32,28 +36,41 @@ class GpuConditions:
     memory_mhz: float | None = None
     temperature_c: float | None = None
     power_w: float | None = None
-    held_back: tuple[str, ...] = ()
+    held_back: frozenset[str] = frozenset()
+
+    def worse(self, other: GpuConditions) -> GpuConditions:
+        """The worse of two looks: the lower clocks, the higher heat and power, and all that held the clocks back."""
+        return GpuConditions(
+            mhz=_of(min, self.mhz, other.mhz),
+            memory_mhz=_of(min, self.memory_mhz, other.memory_mhz),
+            temperature_c=_of(max, self.temperature_c, other.temperature_c),
+            power_w=_of(max, self.power_w, other.power_w),
+            held_back=self.held_back | other.held_back,
+        )
 
     def facts(self) -> dict[str, float]:
-        """What is worth recording beside the readings; the number of reasons that held the clock back among it."""
+        """What is worth recording beside the readings; each reason that held the clock back is 1 under its name."""
         found = {
             "gpu_mhz": self.mhz,
             "gpu_memory_mhz": self.memory_mhz,
             "gpu_temperature_c": self.temperature_c,
             "gpu_power_w": self.power_w,
             "gpu_held_back": float(len(self.held_back)) if self.mhz is not None else None,
+            **{f"gpu_held_back_{reason}": 1.0 for reason in sorted(self.held_back)},
         }
         return {name: value for name, value in found.items() if value is not None}
 
 
 class Clocks:
-    """Reads one GPU's conditions; without NVML (nvidia-ml-py, or a driver) it tells nothing.
+    """Watches one GPU's conditions; without NVML (nvidia-ml-py, or a driver) it tells nothing.
 
     Args:
         uuid: Of the GPU, "GPU-..."; CUDA and NVML number devices differently.
     """
 
     def __init__(self, uuid: str) -> None:
+        self._seen = GpuConditions()
+        self._looked_s = -math.inf
         self._nvml: Any = None
         self._handle: Any = None
         try:
@@ -67,11 +84,22 @@ class Clocks:
             return
         self._nvml = pynvml
 
-    def read(self) -> GpuConditions:
-        """The conditions now."""
+    def look(self) -> None:
+        """See how the GPU does right now, for instance between readings; `facts` tells."""
+        if self._nvml is None or time.monotonic() - self._looked_s < LOOK_S:
+            return
+        self._seen = self._seen.worse(self._read())
+        self._looked_s = time.monotonic()
+
+    def facts(self) -> dict[str, float]:
+        """The worst that was seen since this was asked last, now included; see `GpuConditions.facts`."""
+        self._looked_s = -math.inf
+        self.look()
+        seen, self._seen = self._seen, GpuConditions()
+        return seen.facts()
+
+    def _read(self) -> GpuConditions:
         nvml, handle = self._nvml, self._handle
-        if nvml is None:
-            return GpuConditions()
         power_mw = self._soft(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
         return GpuConditions(
             mhz=self._soft(lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))),
@@ -81,16 +109,21 @@ class Clocks:
             held_back=self._held_back(),
         )
 
-    def _held_back(self) -> tuple[str, ...]:
+    def _held_back(self) -> frozenset[str]:
         """NVML renamed "throttle" to "event"; older drivers know the old name alone."""
         nvml, handle = self._nvml, self._handle
         bits = self._soft(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
         if bits is None:
             bits = self._soft(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
-        return tuple(text for bit, text in HELD_BACK.items() if (bits or 0) & bit)
+        return frozenset(reason for bit, reason in HELD_BACK.items() if (bits or 0) & bit)
 
     def _soft(self, probe: Callable[[], Any]) -> Any:
         try:
             return probe()
         except (self._nvml.NVMLError, AttributeError):  # the latter: an older nvidia-ml-py
             return None
+
+
+def _of(choose: Callable[..., float], one: float | None, other: float | None) -> float | None:
+    known = [value for value in (one, other) if value is not None]
+    return choose(known) if known else None

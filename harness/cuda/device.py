@@ -13,9 +13,9 @@ from harness.errors import MeasureFailed, UserError
 __all__ = ["Cuda", "Device", "import_runtime", "open_device"]
 
 REMEDY = "pip install -e '.[tensorrt]' brings cuda-python"
-BEYOND_REPAIR = frozenset(
-    (700, 702, 710, 714, 715, 716, 717, 718, 719)  # illegal address, time-out, assert, stack, instruction, alignment,
-)  # address space, program counter, launch failure: driver_types.h says "the process must be terminated and relaunched"
+BEYOND_REPAIR = frozenset((214, 700, 702, 710, 714, 715, 716, 717, 718, 719))
+"""Memory error, illegal address, time-out, assert, stack, instruction, alignment, address space, program counter,
+launch failure: driver_types.h says that "the process must be terminated and relaunched"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,7 @@ class Cuda:
         """
         status, *results = getattr(self.api, function)(*args)
         if int(status):
+            self.api.cudaGetLastError()  # or a later launch, of TensorRT for instance, would take it for its own
             text = f"{function}: {_name(self.api, status)}"
             if int(status) in BEYOND_REPAIR:
                 raise SystemExit(f"CUDA: {text}; this process can use the GPU no more")

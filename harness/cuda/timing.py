@@ -9,9 +9,9 @@ which for small models is most of the reading.
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -30,8 +30,6 @@ LEAD = 2
 """Queries ahead of the first that counts: it must not be the one that finds the stream empty."""
 FLUSH = 2
 """Times the L2 cache that is overwritten to make it cold."""
-HOST_BOUND = 0.8
-"""Above this share of GPU time, queuing may be what is timed; trtexec warns from here on (sampleReporting.cpp)."""
 _logger = logging.getLogger(__name__)
 
 
@@ -42,15 +40,18 @@ class Readings:
     Attributes:
         gpu_ms: By events on the device.
         enqueue_ms: The host's time to queue each.
+        waited: Whether the device had come to a query before all of it was queued. Then it may have waited for the host
+            between two events, and the reading is the host's as much as the device's.
     """
 
     gpu_ms: tuple[float, ...]
     enqueue_ms: tuple[float, ...]
+    waited: tuple[bool, ...]
 
     @property
-    def host_bound(self) -> bool:
-        """Whether the host queues so slowly that the GPU may have waited for it within the readings."""
-        return statistics.median(self.enqueue_ms) > HOST_BOUND * statistics.median(self.gpu_ms)
+    def host_bound(self) -> float:
+        """Share of the queries that the device may have waited in."""
+        return sum(self.waited) / len(self.waited)
 
 
 class GpuTimer:
@@ -77,43 +78,30 @@ class GpuTimer:
         self._wanted = graph
         self._flush_bytes = flush_bytes
         self._given = stream
+        self._open = ExitStack()
         self._events: list[tuple[object, object]] = []
         self._graph: object | None = None
         self._scratch: object | None = None
         self.why_eager = ""
 
     def __enter__(self) -> GpuTimer:
-        call, api = self._cuda.call, self._cuda.api
-        self._stream = self._given
-        if self._given is None:  # not the default stream, which would wait for others
-            self._stream = call("cudaStreamCreateWithFlags", api.cudaStreamNonBlocking)
-        try:
-            self._events = [(self._event(), self._event()) for _ in range(DEPTH + 1)]
+        with ExitStack() as opened:  # whatever fails, what was made until then is released
+            self._stream = self._given if self._given is not None else self._made_stream(opened)
+            self._events = [(self._event(opened), self._event(opened)) for _ in range(DEPTH + 1)]
             if self._flush_bytes:
-                self._scratch = call("cudaMalloc", self._flush_bytes)
+                self._scratch = self._made(opened, "cudaMalloc", self._flush_bytes, release="cudaFree")
             self._enqueue(int(self._stream))  # first run: lazy loading and allocation
-            call("cudaStreamSynchronize", self._stream)
+            self._cuda.call("cudaStreamSynchronize", self._stream)
             if self._wanted:
-                self._graph = self._captured()
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
+                self._graph = self._launchable(opened)
+            self._open = opened.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        call = self._cuda.call
-        call("cudaStreamSynchronize", self._stream)
-        if self._graph is not None:
-            call("cudaGraphExecDestroy", self._graph)
-        if self._scratch is not None:
-            call("cudaFree", self._scratch)
-        for pair in self._events:
-            for event in pair:
-                call("cudaEventDestroy", event)
-        if self._given is None:
-            call("cudaStreamDestroy", self._stream)
+        with self._open:
+            self._cuda.call("cudaStreamSynchronize", self._stream)
 
     def read(self, n: int) -> Readings:
         """Time n queries.
@@ -121,13 +109,14 @@ class GpuTimer:
         Raises:
             MeasureFailed: CUDA refuses, or what is timed does.
         """
-        gpu_ms, enqueue_ms = [], []
+        gpu_ms, enqueue_ms, waited = [], [], []
         for number in range(n + LEAD):
             if number >= DEPTH:
                 gpu_ms.append(self._elapsed(number - DEPTH))
             enqueue_ms.append(self._query(number))
+            waited.append(self._reached(number))
         gpu_ms.extend(self._elapsed(number) for number in range(max(0, n + LEAD - DEPTH), n + LEAD))
-        return Readings(gpu_ms=tuple(gpu_ms[LEAD:]), enqueue_ms=tuple(enqueue_ms[LEAD:]))
+        return Readings(gpu_ms=tuple(gpu_ms[LEAD:]), enqueue_ms=tuple(enqueue_ms[LEAD:]), waited=tuple(waited[LEAD:]))
 
     def end_to_end(self, n: int) -> tuple[float, ...]:
         """Host time of n queries in milliseconds, each from queuing to the end of its work, one at a time."""
@@ -174,35 +163,65 @@ class GpuTimer:
         self._cuda.call("cudaEventSynchronize", end)
         return float(self._cuda.call("cudaEventElapsedTime", begin, end))
 
-    def _event(self) -> object:
-        return self._cuda.call("cudaEventCreateWithFlags", self._cuda.api.cudaEventDefault)
+    def _reached(self, number: int) -> bool:
+        """Whether the device has come to the first event of a query.
 
-    def _captured(self) -> object | None:
-        """The enqueue function as an executable graph; None, and `why_eager` says why, where it has none.
-
-        A capture must be ended even where what is captured failed: the stream is of no use otherwise.
+        "Not ready" counts as CUDA's last error, which is taken away: whoever launches next may look for one.
         """
-        call, api = self._cuda.call, self._cuda.api
-        mode = api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
-        graph = None
+        api = self._cuda.api
+        (status,) = api.cudaEventQuery(self._events[number % len(self._events)][0])
+        api.cudaGetLastError()
+        return not int(status)
+
+    def _made(self, opened: ExitStack, function: str, *args: object, release: str) -> object:
+        """What a function makes; it is released with all the rest."""
+        made: object = self._cuda.call(function, *args)
+        opened.callback(self._cuda.call, release, made)
+        return made
+
+    def _made_stream(self, opened: ExitStack) -> Any:
+        """Not the default stream, which would wait for others."""
+        flags = self._cuda.api.cudaStreamNonBlocking
+        return self._made(opened, "cudaStreamCreateWithFlags", flags, release="cudaStreamDestroy")
+
+    def _event(self, opened: ExitStack) -> object:
+        flags = self._cuda.api.cudaEventDefault
+        return self._made(opened, "cudaEventCreateWithFlags", flags, release="cudaEventDestroy")
+
+    def _launchable(self, opened: ExitStack) -> object | None:
+        """The enqueue function as an executable graph; None, and `why_eager` says why, where it has none."""
+        call = self._cuda.call
         try:
-            call("cudaStreamBeginCapture", self._stream, mode)
+            graph = self._captured()
             try:
-                self._enqueue(int(self._stream))
+                made = self._made(opened, "cudaGraphInstantiate", graph, 0, release="cudaGraphExecDestroy")
             finally:
-                graph = call("cudaStreamEndCapture", self._stream)
-            made: object = call("cudaGraphInstantiate", graph, 0)
+                call("cudaGraphDestroy", graph)
             call("cudaGraphUpload", made, self._stream)
             call("cudaStreamSynchronize", self._stream)
         except CandidateError as error:
-            api.cudaGetLastError()  # or the next call would report it once more
+            self._cuda.api.cudaGetLastError()  # or the next call would report it once more
             self.why_eager = str(error)
             _logger.warning("no CUDA graph: %s", error)
             return None
-        finally:
-            if graph is not None:
-                api.cudaGraphDestroy(graph)
         return made
+
+    def _captured(self) -> object:
+        """What the enqueue function queues, as a graph.
+
+        A capture is ended even where what is captured failed, or the stream would be of no use. The first error counts.
+        """
+        call, api = self._cuda.call, self._cuda.api
+        call("cudaStreamBeginCapture", self._stream, api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
+        try:
+            self._enqueue(int(self._stream))
+        except BaseException:
+            status, graph = api.cudaStreamEndCapture(self._stream)
+            if not int(status):
+                api.cudaGraphDestroy(graph)
+            raise
+        ended: object = call("cudaStreamEndCapture", self._stream)
+        return ended
 
 
 def flush_bytes(l2_bytes: int, cold_l2: bool) -> int:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
@@ -23,12 +23,16 @@ from harness.graph.files import file_digest, move_model
 from harness.graph.load import write
 
 __all__ = [
-    "FP8_CAPABILITY", "cast_model", "float_type", "has_qdq", "read_structure", "refuse_unusable", "types_of_ends",
+    "FP8_CAPABILITY", "Structure", "cast_model", "float_type", "has_fp8", "has_qdq", "read_structure",
+    "refuse_unusable", "shapes_of_inputs", "types_of_ends",
 ]  # fmt: skip
 
+Structure: TypeAlias = onnx.ModelProto
+"""A model without its external data."""
 FP8_CAPABILITY = (8, 9)
 LARGEST_BYTES = 2**31 - 1
 """Protobuf reads no more; neither can a model be cast that has more weights."""
+FP8 = frozenset((TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2))
 FLOATS = {TensorProto.FLOAT: "f32", TensorProto.FLOAT16: "f16", TensorProto.BFLOAT16: "bf16"}
 LOW_PRECISION = {"f16": "fp16", "bf16": "bf16"}
 CAST_TO = "qdq_bench.cast_to"
@@ -58,6 +62,21 @@ def has_qdq(proto: onnx.ModelProto) -> bool:
     return any(node.op_type == "DequantizeLinear" for node in proto.graph.node)
 
 
+def has_fp8(proto: onnx.ModelProto) -> bool:
+    """Whether any constant, zero points among them, is FP8."""
+    return any(tensor.data_type in FP8 for tensor in _constants(proto).values())
+
+
+def shapes_of_inputs(proto: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
+    """Shape of each input, -1 where it is dynamic; initializers that are listed as inputs are none."""
+    constants = {tensor.name for tensor in proto.graph.initializer}
+    return {
+        value.name: tuple(dim.dim_value if dim.dim_value > 0 else -1 for dim in value.type.tensor_type.shape.dim)
+        for value in proto.graph.input
+        if value.name not in constants
+    }
+
+
 def types_of_ends(proto: onnx.ModelProto) -> tuple[dict[str, np.dtype[Any]], dict[str, np.dtype[Any]]]:
     """NumPy's element type of each input, and of each output."""
 
@@ -65,7 +84,8 @@ def types_of_ends(proto: onnx.ModelProto) -> tuple[dict[str, np.dtype[Any]], dic
         kinds = {value.name: value.type.tensor_type.elem_type for value in values}
         return {name: np.dtype(helper.tensor_dtype_to_np_dtype(kind)) for name, kind in kinds.items()}
 
-    return types(proto.graph.input), types(proto.graph.output)
+    own = shapes_of_inputs(proto)
+    return types(v for v in proto.graph.input if v.name in own), types(proto.graph.output)
 
 
 def float_type(proto: onnx.ModelProto) -> str:
@@ -178,8 +198,9 @@ def _constants(proto: onnx.ModelProto) -> dict[str, TensorProto]:
 
 def _trouble(node: Any, constants: dict[str, TensorProto], folder: Path, capability: tuple[int, int]) -> str:
     """Why TensorRT will not take a Q or DQ; "" where nothing speaks against it."""
-    zero = constants.get(node.input[2]) if len(node.input) > 2 else None
-    kind = zero.data_type if zero is not None else _stored(node, constants)
+    named = node.input[2] if len(node.input) > 2 else ""
+    zero = constants.get(named)
+    kind = zero.data_type if zero is not None else 0 if named else _stored(node, constants)
     if kind == TensorProto.UINT8:
         return "is UINT8; TensorRT takes INT8 alone: quantize in dialect tensorrt, or symmetric and signed"
     if kind == TensorProto.INT32:

@@ -4,41 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from harness.errors import BuildFailed, UserError
+from harness.errors import BuildFailed
 from harness.tensorrt.cache import TimingCache
-from harness.tensorrt.library import STRONG_ONLY, Library
-from harness.tensorrt.profiles import Profile, shown
+from harness.tensorrt.library import Library
+from harness.tensorrt.options import BuildOptions
+from harness.tensorrt.profiles import Profile
 
-__all__ = ["BuildOptions", "Plan", "Typing", "build_plan", "check_typing", "load_engine"]
+__all__ = ["Plan", "build_plan", "load_engine"]
 
-Typing = Literal["strong", "weak"]
 AVG_TIMING = 8
 """Runs of each kernel that TensorRT averages when it chooses; trtexec's default, the API's is 1."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuildOptions:
-    """What does not change from candidate to candidate.
-
-    Attributes:
-        precision: What float operations run in: "f32", "tf32", "f16" or "bf16".
-        typing: "strong": the file's types are the engine's. "weak" (10.x): TensorRT may choose lower ones.
-        workspace_bytes: Scratch memory that kernels may take; None: all of the device's.
-        optimization_level: 0 to 5; None: TensorRT's default (3).
-        profiles: By input that is dynamic.
-        detailed: Record every layer for inspection; not for engines that are timed.
-    """
-
-    precision: str
-    typing: Typing = "strong"
-    workspace_bytes: int | None = None
-    optimization_level: int | None = None
-    profiles: Mapping[str, Profile] = field(default_factory=dict)
-    detailed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,19 +32,6 @@ class Plan:
     info: Mapping[str, Any]
 
 
-def check_typing(library: Library, typing: Typing) -> None:
-    """Refuse weak typing where there is none.
-
-    Raises:
-        UserError: TensorRT 11 or later.
-    """
-    if typing == "weak" and library.major >= STRONG_ONLY:
-        raise UserError(
-            f"typing: weak: TensorRT {library.version} has no weakly typed networks any more (11.0 removed them with "
-            "the builder's precision flags); use typing: strong, where the ONNX file says what runs in which type"
-        )
-
-
 def build_plan(
     library: Library, model: Path | bytes, options: BuildOptions, cache: TimingCache, *, quantized: bool
 ) -> Plan:
@@ -74,7 +40,7 @@ def build_plan(
     Args:
         library: TensorRT.
         model: A file, external data beside it; or the whole model.
-        options: See `BuildOptions`.
+        options: Their profiles are those of the dynamic inputs, see `harness.tensorrt.profiles.fitted`.
         cache: See `TimingCache`.
         quantized: The model has Q/DQ pairs; a weakly typed network must be told.
 
@@ -92,7 +58,7 @@ def build_plan(
         raise BuildFailed(f"TensorRT cannot parse the model: {'; '.join(_errors(parser)) or library.words()}")
     config = builder.create_builder_config()
     _configure(library, config, options, quantized)
-    _add_profile(library, builder, network, config, options.profiles)
+    _add_profile(library, builder, config, options.profiles)
     cache.enter(library, config)
     built = builder.build_serialized_network(network, config)
     if built is None:
@@ -163,25 +129,11 @@ def _weak_flags(precision: str, quantized: bool) -> Iterator[str]:
         yield "INT8"
 
 
-def _add_profile(library: Library, builder: Any, network: Any, config: Any, profiles: Mapping[str, Profile]) -> None:
-    declared = {}
-    for index in range(network.num_inputs):
-        tensor = network.get_input(index)
-        declared[tensor.name] = tuple(int(size) for size in tensor.shape)
-    unknown = [name for name in profiles if name not in declared]
-    if unknown:
-        raise BuildFailed(f"profile of {unknown[0]!r}: the model's inputs are {', '.join(declared)}")
-    dynamic = {name: shape for name, shape in declared.items() if -1 in shape}
-    for name, shape in dynamic.items():
-        if name not in profiles:
-            raise BuildFailed(f"input {name!r} has the dynamic shape {shown(shape)}; make it static, or give a profile")
-    for name, profile in profiles.items():
-        profile.check(name, declared[name])
-    if not dynamic:
+def _add_profile(library: Library, builder: Any, config: Any, profiles: Mapping[str, Profile]) -> None:
+    if not profiles:
         return
     made = builder.create_optimization_profile()
-    for name in dynamic:
-        profile = profiles[name]
+    for name, profile in profiles.items():
         made.set_shape(name, profile.min, profile.opt, profile.max)
     if config.add_optimization_profile(made) < 0:
         raise BuildFailed(f"TensorRT refuses the profile: {library.words()}")

@@ -72,10 +72,10 @@ class TimingCache:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            others = self._read()
-            if others:
-                # False: what is there was made elsewhere; it has been refused at the beginning of this build already.
-                cache.combine(config.create_timing_cache(others), False)
+            content = self._read()
+            others = config.create_timing_cache(content) if content else None
+            if others is not None:  # what is damaged by now is replaced
+                cache.combine(others, False)  # False: of another TensorRT or GPU, it is refused
             _replace(self.path, bytes(cache.serialize()))
         except OSError as error:
             raise UserError(f"timing cache {self.path}: cannot be written ({error.strerror or error})") from error

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import BuildFailed, MeasureFailed
-from harness.tensorrt.building import BuildOptions
 from harness.tensorrt.library import STRONG_ONLY
+from harness.tensorrt.options import BuildOptions
 from harness.tensorrt.profiles import Profile, shown
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.errors import BuildFailed, MeasureFailed
 
-__all__ = ["Profile", "read_profiles"]
+__all__ = ["Profile", "Shape", "fitted", "read_profiles", "shown"]
 
 Shape = tuple[int, ...]
 KEYS = ("min", "opt", "max")
@@ -22,16 +22,30 @@ class Profile:
     opt: Shape
     max: Shape
 
+    def covers(self, shape: Shape) -> bool:
+        """Whether a shape lies within."""
+        return len(shape) == len(self.opt) and all(
+            low <= size <= high for low, size, high in zip(self.min, shape, self.max, strict=True)
+        )
+
     def check(self, name: str, declared: Shape) -> None:
-        """Refuse a profile that does not fit an input.
+        """Refuse a profile that is of no use for an input.
 
         Args:
             name: Of the input.
             declared: Its shape in the model, -1 where it is dynamic.
 
         Raises:
-            BuildFailed: Another rank, or another size where the model has a fixed one.
+            BuildFailed: Another rank, another size where the model has a fixed one, or, for an input that is static,
+                not the shape that it was calibrated and is timed at.
         """
+        if -1 not in declared:
+            if not self.covers(declared):
+                raise BuildFailed(
+                    f"profile of {name!r}: {self} does not cover {shown(declared)}, the shape that the model was "
+                    "calibrated at and is fixed to"
+                )
+            return
         fits = len(declared) == len(self.opt) and all(
             size in (-1, wanted)
             for shape in (self.min, self.opt, self.max)
@@ -46,10 +60,7 @@ class Profile:
         Raises:
             MeasureFailed: With both.
         """
-        inside = len(shape) == len(self.opt) and all(
-            low <= size <= high for low, size, high in zip(self.min, shape, self.max, strict=True)
-        )
-        if not inside:
+        if not self.covers(shape):
             raise MeasureFailed(f"input {name!r} is {shown(shape)}, the profile takes {self}")
 
     def __str__(self) -> str:
@@ -62,7 +73,30 @@ def read_profiles(spec: Mapping[str, Any]) -> dict[str, Profile]:
     Raises:
         ValueError: A key or shape that is none, or min <= opt <= max does not hold.
     """
-    return {name: _profile(name, shapes) for name, shapes in spec.items()}
+    if not isinstance(spec, Mapping):
+        raise ValueError(f"profiles: {{INPUT: {{min: 1x3x224x224, opt: ..., max: ...}}}}, but got {spec!r}")
+    return {str(name): _profile(str(name), shapes) for name, shapes in spec.items()}
+
+
+def fitted(profiles: Mapping[str, Profile], declared: Mapping[str, Shape]) -> dict[str, Profile]:
+    """The profiles that a model needs: of those inputs that are dynamic.
+
+    Args:
+        profiles: As they were given.
+        declared: Shape of each input in the model, -1 where it is dynamic.
+
+    Raises:
+        BuildFailed: One is of no input or does not fit it; a dynamic input has none.
+    """
+    for name, profile in profiles.items():
+        if name not in declared:
+            raise BuildFailed(f"profile of {name!r}: the model's inputs are {', '.join(declared)}")
+        profile.check(name, declared[name])
+    dynamic = {name: shape for name, shape in declared.items() if -1 in shape}
+    for name, shape in dynamic.items():
+        if name not in profiles:
+            raise BuildFailed(f"input {name!r} has the dynamic shape {shown(shape)}; make it static, or give a profile")
+    return {name: profiles[name] for name in dynamic}
 
 
 def shown(shape: Shape) -> str:
@@ -72,7 +106,7 @@ def shown(shape: Shape) -> str:
 
 def _profile(name: str, shapes: Any) -> Profile:
     where = f"profiles.{name}"
-    if not isinstance(shapes, Mapping) or sorted(shapes) != sorted(KEYS):
+    if not isinstance(shapes, Mapping) or sorted(map(str, shapes)) != sorted(KEYS):
         raise ValueError(f"{where}: the keys min, opt and max with a shape each, but got {shapes!r}")
     low, best, high = (_shape(f"{where}.{key}", shapes[key]) for key in KEYS)
     if not len(low) == len(best) == len(high) or not all(a <= b <= c for a, b, c in zip(low, best, high, strict=True)):

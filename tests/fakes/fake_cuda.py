@@ -27,7 +27,7 @@ NAMES = frozenset(
     cudaSetDevice cudaGetDeviceCount cudaGetDeviceProperties cudaDeviceGetAttribute cudaDeviceAttr
     cudaDeviceSynchronize cudaDriverGetVersion cudaRuntimeGetVersion cudaGetErrorName cudaGetErrorString
     cudaGetLastError cudaError_t cudaSuccess cudaErrorMemoryAllocation cudaErrorInsufficientDriver cudaErrorNoDevice
-    cudaErrorIllegalAddress cudaErrorStreamCaptureInvalidated cudaErrorStreamCaptureUnsupported
+    cudaErrorNotReady cudaErrorIllegalAddress cudaErrorStreamCaptureInvalidated cudaErrorStreamCaptureUnsupported
     """.split()  # noqa: SIM905
 )
 
@@ -37,6 +37,7 @@ class Status(IntEnum):
     cudaErrorMemoryAllocation = 2
     cudaErrorInsufficientDriver = 35
     cudaErrorNoDevice = 100
+    cudaErrorNotReady = 600
     cudaErrorIllegalAddress = 700
     cudaErrorStreamCaptureUnsupported = 900
     cudaErrorStreamCaptureInvalidated = 901
@@ -51,6 +52,10 @@ class FakeCuda:
         memory_bytes: Of the device.
         host_us: What a call costs the host.
         capability: Of the device.
+
+    Attributes:
+        last: The error that cudaGetLastError would take away.
+        failing: What functions answer instead of doing their work.
     """
 
     cudaError_t = Status
@@ -78,6 +83,7 @@ class FakeCuda:
         self.events: dict[int, float] = {}
         self.graphs: dict[int, list[tuple[float, Callable[[], None]]]] = {}
         self.captured: dict[int, list[tuple[float, Callable[[], None]]]] = {}
+        self.last = Status.cudaSuccess
         self._next = 1000
 
     def __getattr__(self, name: str) -> Any:
@@ -96,8 +102,11 @@ class FakeCuda:
             self.host_ms += self.host_us / 1000
             status = self.failing.get(name, Status.cudaSuccess)
             if status:
-                return (status, None)
-            return (Status.cudaSuccess, *found(*args)) if name not in DIRECT else found(*args)
+                answer: tuple[Any, ...] = (status, None)
+            else:
+                answer = (Status.cudaSuccess, *found(*args)) if name not in DIRECT else found(*args)
+            self.last = Status.cudaSuccess if name == "cudaGetLastError" else answer[0] or self.last
+            return answer
 
         return called
 
@@ -206,6 +215,9 @@ class FakeCuda:
         self.host_ms = max(self.host_ms, self.events[event])
         return ()
 
+    def cudaEventQuery(self, event: int) -> tuple[Any, ...]:
+        return (Status.cudaSuccess if self.events[event] <= self.host_ms else Status.cudaErrorNotReady,)
+
     def cudaEventElapsedTime(self, start: int, end: int) -> tuple[Any, ...]:
         assert self.events[end] <= self.host_ms, "read before the event has happened"
         return (self.events[end] - self.events[start],)
@@ -252,7 +264,7 @@ class FakeCuda:
 DIRECT = frozenset(
     """
     cudaGetDeviceCount cudaDriverGetVersion cudaRuntimeGetVersion cudaGetErrorName cudaGetErrorString
-    cudaGetLastError cudaMalloc
+    cudaGetLastError cudaMalloc cudaEventQuery
     """.split()  # noqa: SIM905
 )
 """Functions of the fake that give their status themselves."""

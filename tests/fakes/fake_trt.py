@@ -69,6 +69,7 @@ class FakeTensorRT:
         calls: What was called, "Class.method", in order, with its arguments.
         refuse: Words that the builder refuses every network with; "" for none.
         layers: What the engine inspector answers.
+        on_host: Inputs and outputs that hold shapes.
     """
 
     def __init__(self, major: int, cuda: FakeCuda) -> None:
@@ -80,6 +81,7 @@ class FakeTensorRT:
         self.layers = json.dumps({"Layers": [], "Bindings": []})
         self.plugins: dict[str, bool] = {}
         self.gpu_memory_full = False
+        self.on_host: set[str] = set()
         for name in self._names["__module__"]:
             members = [m for m in self._names.get(name, ()) if m.isupper()]
             if name in BEHAVIOUR:
@@ -256,6 +258,9 @@ class _Config:
         return len(self._profiles) - 1
 
     def create_timing_cache(self, content: bytes) -> Any:
+        if content == b"damaged":
+            self._fake.said("the magic tag does not match")
+            return None
         cache = self._fake.ITimingCache()
         cache._content = content
         return cache
@@ -357,6 +362,14 @@ class _Engine:
         kind = {**self._inputs, **self._outputs}[name].type.removeprefix("tensor(").removesuffix(")")
         return self._fake.DataType[{"float": "FLOAT", "float16": "HALF"}.get(kind, kind.upper())]
 
+    def get_tensor_location(self, name: str) -> Any:
+        places = self._fake.TensorLocation
+        return places.HOST if name in self._fake.on_host else places.DEVICE
+
+    def get_tensor_profile_shape(self, name: str, profile_index: int) -> list[list[int]]:
+        found: list[list[int]] = self._profiles[profile_index][name]
+        return found
+
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         shape = {**self._inputs, **self._outputs}[name].shape
         return tuple(size if isinstance(size, int) else -1 for size in shape)
@@ -403,6 +416,9 @@ class _Context:
 
     def execute_async_v3(self, stream: int) -> bool:
         engine, memory = self._engine, self._fake.cuda.memory
+        if self._fake.cuda.last:
+            self._fake.said(f"Error Code 1: Cuda Runtime ({self._fake.cuda.last.name})")
+            return False
         if set(self._addresses) != {*engine._inputs, *engine._outputs}:
             self._fake.said("Error Code 3: API Usage Error: address not set")
             return False
@@ -425,8 +441,11 @@ class _Context:
 
 
 class _Inspector:
+    execution_context: Any = None
+
     def get_engine_information(self, format: Any) -> str:
         assert format.name == "JSON"
+        assert self.execution_context is not None, "without it dynamic shapes are not told"
         return self._fake.layers
 
 

@@ -35,6 +35,20 @@ class Machine:
     def __getattr__(self, name: str) -> Any:
         return getattr(onnxruntime, name)
 
+    class OrtValue:
+        """Where values are placed."""
+
+        @staticmethod
+        def ortvalue_from_numpy(array: np.ndarray, device: str, index: int, vendor: int) -> tuple[Any, ...]:
+            return device, index, vendor, array.shape
+
+        @staticmethod
+        def ortvalue_from_shape_and_type(
+            shape: tuple[int, ...], dtype: Any, device: str, index: int, vendor: int
+        ) -> tuple[Any, ...]:
+            assert np.dtype(dtype) == np.float32
+            return device, index, vendor, shape
+
     def get_ep_devices(self) -> list[Any]:
         device = SimpleNamespace(ep_name="nv_tensorrt_rtx", ep_options={"device_id": "0"})
         return [device] if self.registered and self.offered else []
@@ -65,8 +79,10 @@ class Machine:
 
             def io_binding(self) -> Any:
                 return SimpleNamespace(
-                    bind_input=lambda *args: machine.bound.append(args),
-                    bind_output=lambda *args: machine.bound.append(args),
+                    bind_ortvalue_input=lambda name, value: machine.bound.append((name, *value)),
+                    bind_ortvalue_output=lambda name, value: machine.bound.append((name, *value)),
+                    clear_binding_inputs=machine.bound.clear,
+                    clear_binding_outputs=machine.bound.clear,
                 )
 
             def run_with_iobinding(self, binding: Any, options: Any) -> None:
@@ -102,9 +118,10 @@ def test_times_on_the_stream_of_the_session(machine: Machine, tmp_path: Path) ->
         assert probe.sample(4) == pytest.approx([KERNEL_MS] * 4)
         answer = probe.infer({"x": np.array([[-1, 2, -3, 4]], np.float32)})["y"]
         assert probe.conditions()["end_to_end_ms"] > 0
+        assert machine.bound == [("x", "gpu", 0, 0x10DE, (1, 4)), ("y", "gpu", 0, 0x10DE, (1, 4))]
     np.testing.assert_array_equal(answer, [[0, 2, 0, 4]])
     assert machine.settings["has_user_compute_stream"] == "1"
-    assert [args[:3] for args in machine.bound] == [("x", "cuda", 0), ("y", "cuda", 0)]
+    assert not machine.bound
     assert not machine.cuda.memory
     assert len(machine.cuda.streams) == 1  # the one that sessions are bound to
 

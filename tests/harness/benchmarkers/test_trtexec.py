@@ -45,9 +45,9 @@ def candidate(path: Path) -> Candidate:
     return Candidate(digest="x", edges=(), source=lambda: path)
 
 
-def model(path: Path) -> Path:
+def model(path: Path, batch: int | str = 1) -> Path:
     builder = GraphBuilder("net")
-    builder.output(builder.op("Relu", builder.input("x", (1, 2, 2))), name="y")
+    builder.output(builder.op("Relu", builder.input("x", (batch, 2, 2))), name="y")
     return builder.save(path)
 
 
@@ -92,7 +92,7 @@ def test_old_readings_are_not_given_later(major: int, tmp_path: Path, monkeypatc
 def test_precision_flags_are_never_passed_to_11(major: int, tmp_path: Path) -> None:
     made = TrtexecBenchmarker(precision="f16", typing="weak")
     if major == 11:
-        with pytest.raises(UserError, match=r"typing: weak: trtexec 11.1.0 has strongly typed networks alone"):
+        with pytest.raises(UserError, match=r"typing: weak: trtexec 11.1.0 has no weakly typed networks any more"):
             made.describe()
         with pytest.raises(UserError, match=r"extra: --fp16 is unknown to trtexec 11"):
             TrtexecBenchmarker(extra=["--fp16"]).describe()
@@ -117,11 +117,24 @@ def test_profiles_and_further_arguments(tmp_path: Path) -> None:
     shapes = {"x": {"min": "1x2x2", "opt": "2x2x2", "max": "4x2x2"}}
     remote = ["--safe", "--remoteAutoTuningConfig=ssh://user@board"]
     made = TrtexecBenchmarker(precision="f32", profiles=shapes, extra=[*remote, "--maxAuxStreams=0"])
-    with made.open(made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)) as probe:
+    with made.open(made.build(candidate(model(tmp_path / "m.onnx", "batch")), tmp_path)) as probe:
         probe.sample(1)
     _, build, times = runs(tmp_path)
     assert {"--minShapes='x':1x2x2", "--optShapes='x':2x2x2", "--maxShapes='x':4x2x2", *remote} <= {*build}
     assert {"--shapes='x':2x2x2", *remote, "--maxAuxStreams=0"} <= {*times}
+
+
+@pytest.mark.usefixtures("major")
+def test_a_static_model_gets_no_shapes_which_trtexec_would_refuse(tmp_path: Path) -> None:
+    shapes = {"x": {"min": "1x2x2", "opt": "2x2x2", "max": "4x2x2"}}
+    made = TrtexecBenchmarker(precision="f32", profiles=shapes)
+    with made.open(made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)) as probe:
+        probe.sample(1)
+    assert not any("hapes=" in argument for run in runs(tmp_path) for argument in run)
+    with pytest.raises(BuildFailed, match=r"profile of 'x': 1x2x2 to 4x2x2 does not cover 8x2x2, the shape that"):
+        made.build(candidate(model(tmp_path / "m8.onnx", 8)), tmp_path)
+    with pytest.raises(BuildFailed, match=r"input 'x' has the dynamic shape -1x2x2; make it static, or give a profile"):
+        TrtexecBenchmarker(precision="f32").build(candidate(model(tmp_path / "d.onnx", "batch")), tmp_path)
 
 
 @pytest.mark.usefixtures("major")
@@ -169,10 +182,22 @@ def test_layers_and_their_times(major: int, tmp_path: Path) -> None:
 def test_description(major: int) -> None:
     facts = TrtexecBenchmarker().describe()
     assert facts["version"] == {10: "10.16.1", 11: "11.1.0"}[major]
+    assert facts["options"]["compute_capability"] == "8.9"
+    assert facts["float_open"]
+    assert list(facts["float_params"]) == ["f32", "tf32", "f16", "bf16"]
     json.dumps(facts)
 
 
+@pytest.mark.usefixtures("major")
+def test_precisions_beyond_the_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.cuda.device.import_runtime", lambda: FakeCuda(capability=(7, 5)))
+    assert list(TrtexecBenchmarker().describe()["float_params"]) == ["f32", "f16"]
+    with pytest.raises(UserError, match=r"precision: bf16 needs compute capability 8.0, Fake GPU has 7.5"):
+        TrtexecBenchmarker(precision="bf16").describe()
+
+
 def test_no_trtexec_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.cuda.device.import_runtime", FakeCuda)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match=r"no program trtexec on PATH; it comes with TensorRT's archive.*not with pip"):
         TrtexecBenchmarker().describe()
@@ -181,7 +206,9 @@ def test_no_trtexec_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"precision": "int8"}, "precision: one of f32, tf32, f16, bf16, but got 'int8'"),
+        ({"precision": "int8"}, "precision: one of auto, f32, tf32, f16, bf16, but got 'int8'"),
+        ({"optimization_level": 7}, "optimization_level: one of None, 0, 1"),
+        ({"workspace_gb": -1}, "workspace_gb: a positive number, but got -1"),
         ({"extra": ["fast"]}, "extra: arguments such as --maxAuxStreams=0, but got 'fast'"),
         ({"extra": ["--exportTimes=x"]}, "extra: --exportTimes is set by the benchmarker"),
         ({"extra": ["--remoteAutoTuningConfig=x"]}, "extra: --remoteAutoTuningConfig needs --safe beside it"),
