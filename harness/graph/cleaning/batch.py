@@ -132,7 +132,9 @@ def _mixing(
         if node.input[0] in behind and (node.op_type in MIXING or _along_samples(node, before)):
             return f"{what} works along the samples"
         for name in node.output:
-            if name in before and not _same(before[name], after.get(name), samples):
+            if name in before and name not in after:
+                return f"what {what} makes of several samples is not known"
+            if name in before and not _same(before[name], after[name], samples):
                 return f"{what} does not keep samples apart"
     unknown = [value.name for value in graph.output if value.name in behind and value.name not in before]
     return f"the shape of output {unknown[0]!r} cannot be told" if unknown else ""
@@ -141,10 +143,12 @@ def _mixing(
 def _along_samples(node: onnx.NodeProto, types: Mapping[str, TensorType]) -> bool:
     axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), None)
     if axis is None:
-        return node.op_type == "Gather"  # whose default is 0
+        return bool(node.op_type == "Gather")  # whose default is 0
     known = types.get(node.input[0])
-    return axis == 0 or (known is not None and axis == -len(known.shape))
+    first: bool = axis == 0 or (known is not None and axis == -len(known.shape))
+    return first
 
 
-def _same(before: TensorType, after: TensorType | None, samples: int) -> bool:
-    return after is not None and before.shape[:1] == (1,) and after.shape == (samples, *before.shape[1:])
+def _same(before: TensorType, after: TensorType, samples: int) -> bool:
+    apart: bool = before.shape[:1] == (1,) and after.shape == (samples, *before.shape[1:])
+    return apart
