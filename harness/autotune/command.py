@@ -44,7 +44,8 @@ def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
         with _logged(options.verbose, observer):
             _run(options, depth, plan)
     except KeyboardInterrupt:
-        observer.say(f"interrupted; what was measured is in {plan.state}: run the same command again to go on")
+        kept = f"what was measured is in {plan.state}" if plan.state.exists() else "nothing was measured yet"
+        observer.say(f"interrupted; {kept}: run the same command again to go on")
         raise
 
 

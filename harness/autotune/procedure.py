@@ -19,6 +19,7 @@ from harness.autotune.delivery import export
 from harness.autotune.regions import Region
 from harness.graph.cache import strangers
 from harness.graph.load import load
+from harness.graph.points import why_none
 from harness.run.models import OPSET
 from harness.run.observe import Observer, Silent
 from search.space import Placement
@@ -124,8 +125,8 @@ class _Run:
         for sentence in self._elsewhere:
             _logger.warning(sentence)
         self._export("baseline.onnx", session.space.float_placement())
-        chosen = self._chosen()
-        session.keep({autotuner.graph.pattern(region).signature for region in chosen})
+        session.keep({autotuner.graph.pattern(region).signature for region in self._chosen()})
+        self._plan.observer.say(self._extent())
         if autotuner.baseline_latency_ms is None:
             latency = self._measured(session.candidate(session.space.float_placement()), "baseline")
             autotuner.submit(latency)
@@ -177,6 +178,18 @@ class _Run:
             self._plan.observer.say(line)
         with (self._plan.output_dir / "logs" / "final.log").open("a", encoding="utf-8") as log:
             log.write("\n".join(lines) + "\n")
+
+    def _extent(self) -> str:
+        """How much there is to do, or why there is nothing."""
+        autotuner, session = self._autotuner, self._session
+        if not len(session.space):
+            graph = autotuner.graph
+            return why_none(graph.model, graph.dialect, graph.precision)
+        patterns = {autotuner.graph.pattern(region) for region in autotuner.regions}
+        return (
+            f"{len(autotuner.regions)} regions of {len(patterns)} patterns, {len(session.space)} insertion points, "
+            f"{len(session.allowed)} of them to be searched"
+        )
 
     @property
     def _baseline_ms(self) -> float:

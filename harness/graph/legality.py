@@ -238,7 +238,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "operands",
-        "A linear operator needs floating-point inputs, one of them an activation; a convolution, a constant weight.",
+        "A linear operator needs float32 or float16 inputs, one an activation; a convolution, a constant weight.",
         _has_bad_operand,
     ),
     Rule(

@@ -31,7 +31,9 @@ class Node:
         inputs: Tensor names; "" for an omitted optional input.
         attributes: Plain Python values; graph-valued attributes are absent.
         opaque: The node has a subgraph or is no operator that ONNX defines: it stays float.
-        captures: Tensors that the node's subgraphs read from outside, sorted; not among `inputs`.
+        captures: Tensors that the node's subgraphs read from outside, in an order that no name decides; not among
+            `inputs`.
+        body: Digest of what the subgraphs compute; "" without any.
     """
 
     index: int
@@ -43,6 +45,7 @@ class Node:
     attributes: Mapping[str, Any] = field(hash=False)
     opaque: bool = False
     captures: tuple[str, ...] = ()
+    body: str = ""
 
 
 @dataclass(frozen=True)

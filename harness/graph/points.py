@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from harness.graph.model import Model, Node
 from harness.graph.operators import ACTIVATIONS, FLOATS, MOVEMENT, NORMALIZATION, POOLING, SOFTMAX
 from search.space import Edge
 
-__all__ = ["Point", "left_float", "macs_of", "points_of", "refusals", "role_of"]
+__all__ = ["Point", "left_float", "macs_of", "points_of", "refusals", "role_of", "why_none"]
 
 _ROLES: Mapping[str, frozenset[str]] = {
     "mul": frozenset({"Mul", "Div"}),
@@ -22,6 +23,7 @@ _ROLES: Mapping[str, frozenset[str]] = {
     "normalization": NORMALIZATION,
     "movement": MOVEMENT,
 }
+_OTHER_FLOATS = frozenset({"bfloat16", "double", "float16"})
 _ROLE_OF = {op: role for role, ops in _ROLES.items() for op in ops}
 
 
@@ -61,6 +63,25 @@ def refusals(model: Model, dialect: Dialect, precision: str = "int8") -> tuple[t
             if rule is not None:
                 found.append((Edge(tensor, node.name, slot), rule))
     return tuple(found)
+
+
+def why_none(model: Model, dialect: Dialect, precision: str = "int8") -> str:
+    """Why a model has no insertion point, and what to do, for a message: the rule that keeps most of its inputs float.
+
+    Inputs of a type that another export of the model would not have come before all others.
+    """
+    head = f"{model.source}: no insertion point that dialect {dialect.name!r} allows at {precision}"
+    refused = refusals(model, dialect, precision)
+    if not refused:
+        return f"{head}: it has no operator that reads a tensor"
+    types = {edge.tensor: model.types[edge.tensor].dtype for edge, _ in refused if edge.tensor in model.types}
+    curable = [(edge, rule) for edge, rule in refused if types.get(edge.tensor) in _OTHER_FLOATS]
+    ((rule, _),) = Counter(rule for _, rule in curable or refused).most_common(1)
+    remedy = f"see 'qdq regions {model.source} --dialect {dialect.name} --verbose' for the rule of each input"
+    if curable:
+        found = " and ".join(sorted({types[edge.tensor] for edge, _ in curable}))
+        remedy = f"its tensors are in {found}: export the model in float32, or take a backend of another dialect"
+    return f"{head}: rule {rule.name!r} keeps them float ({rule.text.removesuffix('.')}); {remedy}"
 
 
 def role_of(model: Model, dialect: Dialect, node: Node) -> str:

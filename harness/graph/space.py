@@ -149,9 +149,8 @@ class _Drafter:
                 for point in self.points[index]:
                     yield (place, point.slot), [point], []
         elif kind == "child_input":
-            for place, child in enumerate(pattern.children[number]):
-                inside = frozenset(child.members())
-                for slot, tensor in enumerate(child.inputs):
+            for place, (inside, inputs) in enumerate(self._children(pattern, number)):
+                for slot, tensor in enumerate(inputs):
                     yield (place, slot), self._readers(tensor, inside), []
         else:
             leaving = frozenset(region.outputs)
@@ -159,6 +158,16 @@ class _Drafter:
                 for slot, tensor in enumerate(self._model.nodes[index].outputs):
                     if tensor in leaving:
                         yield (place, slot), self._readers(tensor), self._end(tensor)
+
+    def _children(self, pattern: Pattern, number: int) -> list[tuple[frozenset[int], Iterable[str]]]:
+        """Nodes and inputs of each child region; inputs in the canonical order of their readers, not in the file's."""
+        children = pattern.children[number]
+        owner = {node: place for place, child in enumerate(children) for node in child.members()}
+        inputs: list[dict[str, None]] = [{} for _ in children]
+        for index in pattern.order[number]:
+            wanted = children[owner[index]].inputs
+            inputs[owner[index]].update((name, None) for name in self._model.nodes[index].inputs if name in wanted)
+        return [(frozenset(child.members()), names) for child, names in zip(children, inputs, strict=True)]
 
     def _readers(self, tensor: str, inside: frozenset[int] | None = None) -> list[Point]:
         """The points that read a tensor; whatever is quantized together with it comes along."""

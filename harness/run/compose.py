@@ -21,6 +21,7 @@ from harness.graph.dialects import Dialect
 from harness.graph.insert import Inserter
 from harness.graph.load import load, save
 from harness.graph.model import Model
+from harness.graph.points import why_none
 from harness.graph.space import build_space
 from harness.measure.engines import MAIN
 from harness.run.config import Experiment, ModelSpec, Use
@@ -155,7 +156,7 @@ def compose(experiment: Experiment, spec: CellSpec, base: Path, work: Path, obse
         model_file = save(model, work)
     space = build_space(model, dialect, precisions=spec.precisions, sharing=experiment.sharing)
     if not len(space):
-        raise UserError(f"{spec.model.use}: no insertion point that dialect {dialect.name!r} allows")
+        raise UserError(why_none(model, dialect, spec.precisions[0]))
     feeds = _Feeds(spec.model, model, base)
     observed = _ranges(space, model, model_file, feeds, observer)
     space, ranges = narrowed(space, observed), finite_ranges(observed)

@@ -86,7 +86,8 @@ def _label(model: Model, node: Node) -> str:
         kinds.pop()
     outputs = "".join("o" if name else "_" for name in node.outputs).rstrip("_")
     captured = f" captures {len(node.captures)}" if node.captures else ""
-    return f"{' '.join(parts)} ({','.join(kinds)}) -> {outputs}{captured}{' opaque' if node.opaque else ''}"
+    body = f" body {node.body[:16]}" if node.body else ""
+    return f"{' '.join(parts)} ({','.join(kinds)}) -> {outputs}{captured}{body}{' opaque' if node.opaque else ''}"
 
 
 def _kind(model: Model, node: Node, slot: int, name: str) -> str:

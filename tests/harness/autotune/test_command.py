@@ -1,6 +1,7 @@
 """The command line: flags and defaults, files, going on after Ctrl-C, and what it says to mistakes."""
 
 import importlib
+import re
 import sys
 
 import numpy as np
@@ -99,6 +100,19 @@ def test_an_interrupted_run_goes_on_to_where_it_would_have_come(folder, runtime,
     assert (folder / "parts/optimized_final.onnx").read_bytes() == (folder / "whole/optimized_final.onnx").read_bytes()
 
 
+def test_an_interruption_before_the_first_measurement_says_so(folder, runtime, capsys):
+    runtime.stop_after = 0
+    assert qdq("-m", "model.onnx") == 130
+    assert "interrupted; nothing was measured yet: run the same command again" in capsys.readouterr().err
+    assert not (folder / "autotuner_output/autotuner_state.yaml").exists()
+
+
+def test_how_much_there_is_to_do_is_said_first(folder, runtime, capsys):
+    assert qdq("-m", "model.onnx", "--max_evals", "3") == 0
+    said = capsys.readouterr().err
+    assert re.search(r"^\d+ regions of \d+ patterns, \d+ insertion points, \d+ of them to be searched$", said, re.M)
+
+
 def test_a_finished_run_measures_its_result_alone_when_run_again(folder, runtime):
     assert qdq("-m", "model.onnx", "-s", "3", "--state_file", "elsewhere.yaml") == 0
     assert (folder / "elsewhere.yaml").exists()
@@ -192,7 +206,6 @@ def test_a_model_that_fails_everywhere_but_as_float_stays_float(folder, runtime)
         (("-m", "model.onnx", "--seed", "-1"), "--seed is at least 0, but got -1"),
         (("-m", "model.onnx", "--searcher", "evolutionry"), "did you mean 'evolutionary'"),
         (("-m", "model.onnx", "--backend", "openvin"), "did you mean 'openvino'"),
-        (("-m", "model.onnx", "--use_trtexec"), "no program trtexec on PATH"),
         (("-m", "model.onnx", "--use_trtexec", "--backend", "openvino"), "choose one"),
         (("-m", "model.onnx", "--plugin_libraries", "none.so"), "none.so: no such file"),
         (("-m", "model.onnx", "--plugin_libraries", "model.onnx"), "plugin_libraries: backend 'simulated' takes none"),
@@ -220,6 +233,13 @@ def test_mistakes_end_with_one_message_and_exit_code_2(folder, runtime, capsys, 
     assert says in capsys.readouterr().err
 
 
+def test_trtexec_without_its_software_says_what_is_missing(folder, runtime, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert qdq("-m", "model.onnx", "--use_trtexec") == 2
+    said = capsys.readouterr().err
+    assert "no NVIDIA driver is loaded on this machine" in said or "no program trtexec on PATH" in said
+
+
 def test_tensorrt_without_its_software_says_what_brings_it(folder, runtime, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     assert qdq("-m", "model.onnx", "--backend", "tensorrt") == 2
@@ -239,11 +259,12 @@ def test_a_dynamic_input_is_fixed_and_a_state_of_another_shape_is_refused(folder
     assert "inputs was {'x': [2, 3, 16, 16]} and is {'x': [1, 3, 16, 16]}" in capsys.readouterr().err
 
 
-def test_a_model_with_nothing_to_quantize_ends_as_it_is(folder, runtime):
+def test_a_model_with_nothing_to_quantize_ends_as_it_is(folder, runtime, capsys):
     builder = GraphBuilder("plain")
     builder.output(builder.op("Identity", builder.input("x", (1, 4))))
     builder.save(folder / "plain.onnx")
     assert qdq("-m", "plain.onnx") == 0
+    assert "plain.onnx: no insertion point that dialect 'openvino' allows at int8: rule" in capsys.readouterr().err
     out = folder / "autotuner_output"
     assert (out / "optimized_final.onnx").read_bytes() == (out / "baseline.onnx").read_bytes()
 

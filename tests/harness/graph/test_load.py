@@ -467,7 +467,7 @@ class TestSubgraphs:
         node = next(node for node in model.nodes if node.op == "If")
         assert node.opaque
         assert node.attributes == {}
-        assert node.captures == ("only_here", "r", "w")
+        assert node.captures == ("w", "r", "only_here")  # as they are read, and never by name
         assert model.captured == {"only_here", "r", "w"}
         assert_same(builder.build(), model, seed=seed)
 

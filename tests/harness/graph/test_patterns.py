@@ -1,37 +1,45 @@
-"""Patterns are isomorphism classes: checked against an oracle that tries every mapping of nodes."""
+"""Patterns are isomorphism classes: checked against another implementation of isomorphism (VF2++, of networkx)."""
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import networkx as nx
+import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.graph.build import GraphBuilder
 from harness.graph.load import from_proto
-from harness.graph.model import Model
+from harness.graph.model import Model, Node
+from harness.graph.operators import LINEAR
 from harness.graph.patterns import Pattern, find_patterns
 from harness.graph.regions import Region, RegionType, discover
 from harness.zoo import transformer
 
 Make = Callable[..., Model]
-ARITY = {"Relu": 1, "Split": 1, "Add": 2, "Concat": 3}
+ARITY = {
+    "Relu": 1, "Softmax.0": 1, "Softmax.1": 1, "Split.1": 1, "Add": 2, "MatMul": 2, "Concat.1": 3, "If.relu": 3,
+    "If.tanh": 3,
+}  # fmt: skip
 
 
 def nodes(last: int) -> st.SearchStrategy[tuple[str, list[int], bool]]:
+    """A node that reads what is there, an omitted input (-1), a constant of rank 1 (-2) or an integer input (-3)."""
     return st.sampled_from(sorted(ARITY)).flatmap(
         lambda op: st.tuples(
-            st.just(op), st.lists(st.integers(0, last), min_size=ARITY[op], max_size=ARITY[op]), st.booleans()
+            st.just(op), st.lists(st.integers(-3, last), min_size=ARITY[op], max_size=ARITY[op]), st.booleans()
         )
     )
 
 
 specs = st.lists(nodes(30), min_size=1, max_size=30)
 small_specs = st.lists(nodes(5), min_size=2, max_size=5)
+stacks = st.lists(st.integers(0, 99), min_size=1, max_size=6)
+"""Motifs (attention, residual, inception, ...) by number."""
 
 
 def whole(model: Model, *, children: tuple[Region, ...] = ()) -> Region:
@@ -52,28 +60,68 @@ def signature(model: Model) -> str:
     return pattern.signature
 
 
+def kinds(model: Model, node: Node) -> list[str]:
+    """What is read at each input, as far as that is no matter of wiring: constants, kinds of types, nothing."""
+    found = []
+    for slot, name in enumerate(node.inputs):
+        if name in model.constants:
+            rank = len(model.constants[name].dims) if node.op in LINEAR and slot < 2 else ""
+            found.append(f"constant {rank}")
+        else:
+            found.append(model.types[name].dtype if name else "")
+    while found and not found[-1]:  # omitted at the end is the same as not there
+        found.pop()
+    return found
+
+
+def described(model: Model, node: Node) -> str:
+    return f"{node.op} {sorted(node.attributes.items())} {node.body} {kinds(model, node)} {len(node.captures)}"
+
+
+def reads(model: Model, node: Node) -> list[str]:
+    return [name for name in (*node.inputs, *node.captures) if name and name not in model.constants]
+
+
 def is_isomorphism(first: Model, second: Model, order: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
-    """Whether nodes match position by position: operator, wiring of each input, constants, results that leave."""
+    """Whether nodes match position by position: operator, attributes, wiring of each input, results that leave."""
     names: dict[str, str] = {}
     back: dict[str, str] = {}
     for i, j in zip(*order, strict=True):
         one, two = first.nodes[i], second.nodes[j]
-        tensors = [*zip(one.inputs, two.inputs, strict=False), *zip(one.outputs, two.outputs, strict=False)]
-        if one.op != two.op or len(one.inputs) != len(two.inputs):
+        if described(first, one) != described(second, two):
             return False
+        tensors = [
+            *zip(reads(first, one), reads(second, two), strict=True),
+            *zip(one.outputs, two.outputs, strict=True),
+        ]
         for a, b in tensors:
-            if (a in first.constants) != (b in second.constants) or (a in first.outputs) != (b in second.outputs):
+            if (a in first.outputs) != (b in second.outputs):
                 return False
             if names.setdefault(a, b) != b or back.setdefault(b, a) != a:
                 return False
     return all((a in first.producer) == (b in second.producer) for a, b in names.items())
 
 
+def plain_graph(model: Model) -> Any:
+    """The model as a graph with labels on its vertices alone: nodes, their reads and results, activations."""
+    graph = nx.DiGraph()
+    for node in model.nodes:
+        graph.add_node(node.index, label=described(model, node))
+        for slot, name in enumerate(reads(model, node)):
+            graph.add_node((node.index, "read", slot), label=f"read {slot}")
+            graph.add_node(name, label="tensor")
+            graph.add_edges_from([(name, (node.index, "read", slot)), ((node.index, "read", slot), node.index)])
+        for place, name in enumerate(node.outputs):
+            graph.add_node((node.index, "made", place), label=f"made {place} {name in model.outputs}")
+            graph.add_node(name, label="tensor")
+            graph.add_edges_from([(node.index, (node.index, "made", place)), ((node.index, "made", place), name)])
+    return graph
+
+
 def are_isomorphic(first: Model, second: Model) -> bool:
-    if Counter(n.op for n in first.nodes) != Counter(n.op for n in second.nodes):
-        return False
-    own = tuple(range(len(first.nodes)))
-    return any(is_isomorphism(first, second, (own, other)) for other in itertools.permutations(own))
+    one, two = plain_graph(first), plain_graph(second)
+    counts = [Counter(nx.get_node_attributes(graph, "label").values()) for graph in (one, two)]
+    return counts[0] == counts[1] and bool(nx.vf2pp_is_isomorphic(one, two, node_label="label"))
 
 
 @settings(deadline=None, max_examples=150)
@@ -94,13 +142,55 @@ def test_one_changed_node_changes_the_signature_unless_the_graph_is_the_same(
     assert (signature(one) == signature(two)) == are_isomorphic(one, two)
 
 
-@settings(deadline=None)
-@given(spec=specs, seed=st.integers(0, 1000))
-def test_order_and_names_in_the_file_never_change_a_signature(make_model: Make, spec: Any, seed: int) -> None:
-    first, second = make_model(spec), make_model(spec, seed)
+OTHERS = {
+    "Relu": "Tanh",
+    "Softmax.1": "Softmax.0",
+    "If.tanh": "If.relu",
+    "Split.1": "Split.0",
+    "Transpose.1": "Identity",
+}
+
+
+@settings(deadline=None, max_examples=150)
+@given(chosen=stacks, change=st.tuples(st.integers(0, 99), st.integers(0, 3), st.integers(0, 9)))
+def test_one_edge_or_operator_of_a_network_changes_the_signature_unless_the_graph_is_the_same(
+    make_model: Make, make_stack: Any, motifs: list[str], chosen: list[int], change: tuple[int, int, int]
+) -> None:
+    spec = make_stack([motifs[number % len(motifs)] for number in chosen])
+    place, slot, earlier = change
+    op, references, is_output = spec[place % len(spec)]
+    if earlier:  # an input reads what was made so many results earlier, a constant, or nothing
+        references = list(references)
+        references[slot % len(references)] = max(-3, references[slot % len(references)] - earlier)
+    else:
+        op = OTHERS.get(op, "Abs")
+    changed = [*spec]
+    changed[place % len(spec)] = (op, references, is_output)
+    one, two = make_model(spec), make_model(changed, 1)
+    same = are_isomorphic(one, two)
+    assert earlier or not same
+    assert (signature(one) == signature(two)) == same
+
+
+def assert_names_and_order_do_not_matter(first: Model, second: Model) -> None:
     assert signature(first) == signature(second)
     found = [Counter({p.signature: len(p.regions) for p in find_patterns(m, discover(m))}) for m in (first, second)]
     assert found[0] == found[1]
+
+
+@settings(deadline=None)
+@given(spec=specs, seed=st.integers(0, 1000))
+def test_order_and_names_in_the_file_never_change_a_signature(make_model: Make, spec: Any, seed: int) -> None:
+    assert_names_and_order_do_not_matter(make_model(spec), make_model(spec, seed))
+
+
+@settings(deadline=None)
+@given(chosen=stacks, seed=st.integers(0, 1000))
+def test_order_and_names_do_not_matter_in_networks_either(
+    make_model: Make, make_stack: Any, motifs: list[str], chosen: list[int], seed: int
+) -> None:
+    spec = make_stack([motifs[number % len(motifs)] for number in chosen])
+    assert_names_and_order_do_not_matter(make_model(spec), make_model(spec, seed))
 
 
 @settings(deadline=None)
@@ -177,6 +267,46 @@ def patterns_of(layers: int) -> tuple[Model, tuple[Pattern, ...]]:
     g = transformer.encoder(layers, width=8, heads=2, tokens=4)
     model = from_proto(g.build(), source=g.name, sha256="0")
     return model, find_patterns(model, discover(model))
+
+
+BRANCH = """
+   <ir_version: 8, opset_import: ["": 17]>
+   m (float[4] x, float[4] y, bool flag) => (float[4] z) {
+     {p} = Relu(x)
+     {q} = Tanh(y)
+     z = If (flag) <
+       then_branch = then () => (float[4] t) { {s} = Sub({p}, {q})  t = Neg({s}) },
+       else_branch = other () => (float[4] e) { {u} = Mul({p}, {q})  {v} = Abs({p})  e = Add({u}, {v}) }
+     >
+   }"""
+NAMES = {"p": "p", "q": "q", "s": "s", "u": "u", "v": "v"}
+
+
+def branching(text: str = BRANCH, **names: str) -> str:
+    for name, own in {**NAMES, **names}.items():
+        text = text.replace(f"{{{name}}}", own)
+    return signature(from_proto(onnx.parser.parse_model(text), source="branching", sha256="0"))
+
+
+def test_names_and_order_inside_of_a_subgraph_do_not_matter() -> None:
+    assert branching(p="z9", q="a1", s="later", u="b", v="a") == branching()
+    assert branching(BRANCH.replace("{u} = Mul({p}, {q})  {v} = Abs({p})", "{v} = Abs({p})  {u} = Mul({p}, {q})")) == (
+        branching()
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("Neg(", "Abs("),  # another operator
+        ("Sub({p}, {q})", "Sub({q}, {p})"),  # another order of what comes from outside
+        ("{v} = Abs({p})", "{v} = Abs({q})"),  # another edge from outside
+        ("Add({u}, {v})", "Add({u}, {u})"),  # another edge inside
+    ],
+)
+def test_what_a_subgraph_computes_matters(before: str, after: str) -> None:
+    assert before in BRANCH
+    assert branching(BRANCH.replace(before, after)) != branching()
 
 
 def test_the_number_of_patterns_does_not_grow_with_depth() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from harness.graph.dialects import ONNXRUNTIME, ONNXRUNTIME_S8, OPENVINO, TENSOR
 from harness.graph.legality import RULES, broken_rule
 from harness.graph.load import from_proto
 from harness.graph.model import Model, Node
-from harness.graph.points import Point, points_of, refusals
+from harness.graph.points import Point, points_of, refusals, why_none
 from harness.graph.space import build_space
 from search.space import Edge
 
@@ -117,6 +118,31 @@ def test_onnx_runtime_is_given_no_pairs_in_half_precision(dialect: Dialect, capl
     assert not len(build_space(model, dialect))
     assert f"m: its tensors in float16 stay as they are in dialect {dialect.name}; to quantize" in caplog.text
     assert rule(model, OPENVINO, "Gemm") == "legal"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dialect", "says"),
+    [
+        ("float16", ONNXRUNTIME, "rule 'float16' keeps them float (The runtime computes wrong results from Q/DQ in"),
+        ("double", OPENVINO, "rule 'operands' keeps them float (A linear operator needs float32 or float16 inputs"),
+    ],
+)
+def test_a_model_without_points_is_told_why_and_what_helps(dtype: str, dialect: Dialect, says: str) -> None:
+    g, x = start((4, 8), dtype)
+    model = finish(g, g.op("MatMul", x, g.const(np.ones((8, 4), {"float16": np.float16, "double": np.float64}[dtype]))))
+    text = why_none(model, dialect)
+    assert text.startswith(f"m: no insertion point that dialect '{dialect.name}' allows at int8: {says}")
+    assert f"its tensors are in {dtype}: export the model in float32, or take a backend of another dialect" in text
+
+
+def test_a_model_without_floating_point_is_told_where_each_rule_stands() -> None:
+    g, x = start((4, 4), "int64")
+    text = why_none(finish(g, g.op("Neg", x)), OPENVINO)
+    assert "rule 'operator' keeps them float (The dialect offers no point at this operator)" in text
+    assert text.endswith("; see 'qdq regions m --dialect openvino --verbose' for the rule of each input")
+    g, x = start((4, 4))
+    empty = replace(finish(g, g.op("Relu", x)), nodes=())
+    assert why_none(empty, OPENVINO).endswith("at int8: it has no operator that reads a tensor")
 
 
 def test_unknown_types_stay_float() -> None:
@@ -306,6 +332,8 @@ def test_roles(op: str, role: str) -> None:
     assert found(finish(g, g.op(op, *inputs, **extra)), OPENVINO, op)[0].role == role
 
 
-def test_rules_have_distinct_names_and_a_sentence() -> None:
+def test_rules_have_distinct_names_and_a_sentence_and_a_row_in_the_docs() -> None:
     assert len({r.name for r in RULES}) == len(RULES)
     assert all(r.text.endswith(".") for r in RULES)
+    page = (Path(__file__).resolve().parents[3] / "docs/regions.md").read_text(encoding="utf-8")
+    assert [r.name for r in RULES if f"\n| `{r.name}` |" not in page] == []
