@@ -13,7 +13,7 @@ import yaml
 
 from harness.errors import UserError
 
-__all__ = ["read_document"]
+__all__ = ["read_document", "read_mapping"]
 
 VARIED = ("models", "backends", "searchers")
 MAX_DEPTH = 50
@@ -32,6 +32,20 @@ def read_document(text: str, source: str) -> dict[str, Any]:
         UserError: Not YAML, an alias, a duplicate key, nesting without end, no mapping, or a `matrix`
             that does not fit.
     """
+    return _expand(read_mapping(text, source, "an experiment"), source)
+
+
+def read_mapping(text: str, source: str, kind: str) -> dict[str, Any]:
+    """Read YAML text as the mapping that it is, `matrix` or not.
+
+    Args:
+        text: The text.
+        source: What messages call it.
+        kind: What it should be, for messages.
+
+    Raises:
+        UserError: Not YAML, an alias, a duplicate key, nesting without end, or no mapping.
+    """
     try:
         raw = yaml.load(text, Loader=_StrictLoader)
     except yaml.MarkedYAMLError as error:
@@ -42,8 +56,8 @@ def read_document(text: str, source: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a tagged number that is none
         raise UserError(f"{source}: not valid YAML: {error}") from error
     if not isinstance(raw, dict):
-        raise UserError(f"{source}: an experiment is a mapping of keys, but got {type(raw).__name__}")
-    return _expand(raw, source)
+        raise UserError(f"{source}: {kind} is a mapping of keys, but got {type(raw).__name__}")
+    return raw
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -79,9 +79,11 @@ def advice(line: Line, dataset: Dataset, base: Path, observer: Observer) -> list
         observer: Sees how far it is.
     """
     drop, path = line.drop, line.scored.model
-    if drop is None or drop.value <= ACCEPTABLE or path is None or not line.scored.precisions:
+    if drop is None or drop.value <= ACCEPTABLE or not line.scored.precisions:
         return []
     head = [f"{line.scored.name}: the drop, {drop.value:.4f}, is above {ACCEPTABLE:.2f}; leave some layers native:"]
+    if path is None:
+        return [*head, f"(which ones cannot be said: the ONNX file of {line.scored.what} is not there)"]
     try:
         return head + suggestion(rank(path, _feeds(path, dataset, base), observer))
     except CandidateError as error:

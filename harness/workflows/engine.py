@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from harness.errors import CandidateError, UserError
+from harness.feeds import Types
 from harness.graph.declared import Declared, fix_shapes
 from harness.run.config import Use
 from harness.workflows.engine_file import EngineFacts, save_engine
@@ -54,7 +56,7 @@ def build_engine(section: EngineSection, dataset: Dataset, base: Path, backend: 
         )
     if options.data_type == "FP16":
         logger.warning("backend %s: data_type FP16 is TensorRT's; floats run as its own parameters say", backend.use)
-    facts = _facts(section, declared, backend, static_types(declared, shapes))
+    facts = _facts((path, target), declared, backend, static_types(declared, shapes))
     with tempfile.TemporaryDirectory(prefix="qdq-engine-") as scratch:
         model = fix_shapes(path, shapes, Path(scratch) / "model.onnx") if dynamic else path
         return save_engine(model, target, facts)
@@ -79,7 +81,7 @@ def _by_tensorrt(
     }
     types = static_types(declared, static_shapes(declared, options.opt_batch_size, dataset.shapes))
     try:
-        return save_engine(path, target, _facts(section, declared, Use(use=TENSORRT, params=params), types))
+        return save_engine(path, target, _facts(paths, declared, Use(use=TENSORRT, params=params), types))
     except UserError as error:
         if isinstance(error.__cause__, CandidateError):  # TensorRT is here, and refuses the model
             raise
@@ -114,12 +116,14 @@ def _mention(declared: Declared, section: EngineSection) -> None:
         logger.warning("%s: TensorRT takes FP8 as E4M3 alone; this file has E5M2", section.onnx_file)
 
 
-def _facts(section: EngineSection, declared: Declared, backend: Use, types: Any) -> EngineFacts:
+def _facts(paths: tuple[Path, Path], declared: Declared, backend: Use, types: Types) -> EngineFacts:
+    path, target = paths
     return EngineFacts(
         backend=backend.use,
         params=dict(backend.params),
         inputs={name: (kind, tuple(shape)) for name, (kind, shape) in types.items()},
-        onnx_file=section.onnx_file,
+        onnx_file=os.path.relpath(path, target.resolve().parent),
         precisions=tuple(sorted(declared.precisions)),
         describe={},
+        outputs=dict(declared.outputs),
     )

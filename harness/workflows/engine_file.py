@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from harness import registry
 from harness.api import Artifact, Benchmarker, Candidate
 from harness.errors import CandidateError, UserError
 from harness.feeds import Types
+from harness.graph.declared import Dims
 
 __all__ = ["EngineFacts", "load_engine", "read_facts", "save_engine"]
 
@@ -27,7 +28,8 @@ class EngineFacts:
         backend: Name of the benchmarker that reads it.
         params: Its parameters.
         inputs: Element type and shape of each input.
-        onnx_file: What it was built from.
+        onnx_file: What it was built from, from the folder of the engine.
+        outputs: Shape of each output of that file.
         precisions: Of the Q/DQ pairs in it.
         describe: The runtime's own facts.
         sha256: Of the engine's file.
@@ -39,6 +41,7 @@ class EngineFacts:
     onnx_file: str
     precisions: tuple[str, ...]
     describe: dict[str, Any]
+    outputs: dict[str, Dims] = field(default_factory=dict)
     sha256: str = ""
 
     @property
@@ -66,7 +69,7 @@ def save_engine(model: Path, path: Path, facts: EngineFacts) -> EngineFacts:
         written = EngineFacts(**{**asdict(facts), "sha256": _sha256(path), "describe": dict(runtime.describe())})
         _beside(path).write_text(json.dumps({"schema": SCHEMA, **asdict(written)}, indent=1), encoding="utf-8")
     except CandidateError as error:
-        raise UserError(f"{facts.onnx_file}: no engine: {error}") from error
+        raise UserError(f"{Path(facts.onnx_file).name}: no engine: {error}") from error
     except OSError as error:
         raise UserError(f"trt_engine {path}: cannot be written: {error.strerror or error}") from error
     return written
@@ -88,7 +91,8 @@ def read_facts(path: Path) -> EngineFacts | None:
         if body.pop("schema") != SCHEMA:
             raise ValueError("another schema")
         inputs = {name: (str(kind), tuple(map(int, shape))) for name, (kind, shape) in body["inputs"].items()}
-        facts = EngineFacts(**{**body, "inputs": inputs, "precisions": tuple(body["precisions"])})
+        outputs = {n: tuple(None if d is None else int(d) for d in dims) for n, dims in body["outputs"].items()}
+        facts = EngineFacts(**{**body, "inputs": inputs, "outputs": outputs, "precisions": tuple(body["precisions"])})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{beside}: damaged ({error}); build the engine again with qdq gen-trt-engine") from error
     if facts.sha256 != _sha256(path):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from harness import registry
@@ -18,18 +20,29 @@ from harness.evaluators.feeding import image_input, image_size
 from harness.evaluators.inputs import evaluator_params
 from harness.feeds import Types
 from harness.graph.cleaning.shapes import parse_shape
-from harness.graph.declared import Declared, fix_shapes, read_declared
-from harness.paths import locate
+from harness.graph.declared import Dims, fix_shapes
 from harness.run.config import Use
 from harness.workflows.engine_file import EngineFacts, load_engine, read_facts
 from harness.workflows.layout import decoder_of
-from harness.workflows.model_file import onnx_file, static_shapes, static_types
+from harness.workflows.mistakes import respelled
+from harness.workflows.model_file import found_file, onnx_file, static_shapes, static_types
 from harness.workflows.spec import Dataset, EvaluateSection, Spec, section
 
 __all__ = ["Scored", "evaluate", "source_of"]
 
+logger = logging.getLogger(__name__)
+
 LOST = 0.1
 """A float model that scores less has the classes of other labels, or another preprocessing: its evaluator says."""
+SPEC_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "images": "dataset.test_data_sources.image_dir",
+        "labels": "dataset.test_data_sources.json_file",
+        "classes": "dataset.classes",
+        "count": "dataset.count",
+    }
+)
+"""Of the mapping that `source_of` makes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +75,7 @@ class _Subject:
     runtime: Benchmarker
     artifact: Artifact
     inputs: Types
-    declared: Declared | None
+    outputs: Mapping[str, Dims]
     model: Path | None
     precisions: tuple[str, ...]
 
@@ -80,7 +93,7 @@ def evaluate(spec: Spec, source: Path) -> Scored:
     chosen, base = section(spec.evaluate, "evaluate", str(source)), source.resolve().parent
     started_s = time.monotonic()
     try:
-        with _opened(chosen, spec.dataset, base) as subject:
+        with respelled(SPEC_KEYS, str(source)), _opened(chosen, spec.dataset, base) as subject:
             evaluator = _evaluator(chosen, spec.dataset, base, subject)
             with subject.runtime.open(subject.artifact) as probe:
                 accuracy = evaluator.score(probe.infer)
@@ -125,19 +138,18 @@ def source_of(dataset: Dataset) -> dict[str, Any]:
 def _opened(chosen: EvaluateSection, dataset: Dataset, base: Path) -> Iterator[_Subject]:
     with tempfile.TemporaryDirectory(prefix="qdq-evaluate-") as scratch:
         if chosen.trt_engine is not None:
-            yield _engine(locate(chosen.trt_engine, base), chosen, dataset, base)
+            yield _engine(found_file(chosen.trt_engine, base, "evaluate.trt_engine"), chosen, dataset)
         else:
             yield _model(chosen, dataset, base, Path(scratch))
 
 
-def _engine(path: Path, chosen: EvaluateSection, dataset: Dataset, base: Path) -> _Subject:
+def _engine(path: Path, chosen: EvaluateSection, dataset: Dataset) -> _Subject:
     facts = read_facts(path) or _unknown(path, dataset)
     runtime, artifact = load_engine(path, facts)
-    model = (base / facts.onnx_file) if facts.onnx_file else None
-    declared = read_declared(model) if model is not None and model.is_file() else None
+    model = path.parent / facts.onnx_file
     return _Subject(
-        what=str(chosen.trt_engine), runtime=runtime, artifact=artifact, inputs=facts.types, declared=declared,
-        model=model if declared else None, precisions=facts.precisions,
+        what=str(chosen.trt_engine), runtime=runtime, artifact=artifact, inputs=facts.types, outputs=facts.outputs,
+        model=model.resolve() if model.is_file() else None, precisions=facts.precisions,
     )  # fmt: skip
 
 
@@ -161,7 +173,7 @@ def _model(chosen: EvaluateSection, dataset: Dataset, base: Path, scratch: Path)
     artifact = runtime.build(Candidate(digest=path.stem, edges=(), source=lambda: file), scratch)
     return _Subject(
         what=str(chosen.onnx_file), runtime=runtime, artifact=artifact, inputs=static_types(declared, shapes),
-        declared=declared, model=path, precisions=tuple(sorted(declared.precisions)),
+        outputs=declared.outputs, model=path, precisions=tuple(sorted(declared.precisions)),
     )  # fmt: skip
 
 
@@ -169,7 +181,9 @@ def _evaluator(chosen: EvaluateSection, dataset: Dataset, base: Path, subject: _
     data = source_of(dataset)
     name = image_input(subject.inputs)
     shape = subject.inputs[name][1]
-    layout = decoder_of(subject.declared.outputs, image_size(name, shape)) if subject.declared else None
+    if "batch_size" in dataset.model_fields_set and dataset.batch_size != shape[0]:
+        logger.warning("dataset.batch_size: %d is left aside: %s takes %d", dataset.batch_size, subject.what, shape[0])
+    layout = decoder_of(subject.outputs, image_size(name, shape))
     use = chosen.evaluator or Use(use="top1" if str(data["labels"]).endswith(".txt") else "coco_map")
     params: dict[str, Any] = {"data": data, "preprocess": _preprocess(dataset, layout), **use.params}
     if use.use == "coco_map":

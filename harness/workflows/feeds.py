@@ -16,7 +16,8 @@ from harness.evaluators.datasets import open_data
 from harness.evaluators.feeding import batches
 from harness.evaluators.preprocess import open_preprocess
 from harness.feeds import Types, random_feeds
-from harness.paths import locate
+from harness.workflows.mistakes import respelled
+from harness.workflows.model_file import found_file
 from harness.workflows.spec import Dataset
 
 __all__ = ["Feeds", "calibration_feeds", "loader_feeds"]
@@ -56,13 +57,14 @@ def calibration_feeds(dataset: Dataset, inputs: Types, base: Path, key: str = "d
             "give a folder of images, a .npy or an .npz file ('qdq calib-data' makes one)", key,
         )  # fmt: skip
         return Feeds(batches=_Again(inputs), description="random data")
-    path = locate(place, base)
+    path = found_file(place, base, key)
     spec = _data(path, key)
     if spec["use"] == "images" and dataset.preprocess is None:
         raise UserError(f"dataset.preprocess: {place} holds images; say what turns one into an input, such as 'yolox'")
     use = dataset.preprocess
     preprocess = None if use is None else open_preprocess({"use": use.use, "params": use.params})
-    data = open_data(spec, base, dataset.samples)
+    with respelled({"images": key, "path": key}):
+        data = open_data(spec, base, dataset.samples)
     return Feeds(batches=batches(data, preprocess, inputs), description=f"{len(data)} samples of {place}")
 
 

@@ -11,7 +11,7 @@ from harness.graph.cleaning.shapes import parse_shape
 from harness.graph.declared import Declared, read_declared
 from harness.paths import locate
 
-__all__ = ["onnx_file", "static_shapes", "static_types"]
+__all__ = ["found_file", "onnx_file", "static_shapes", "static_types"]
 
 PYTORCH = (".pt", ".pth", ".ckpt", ".tlt", ".safetensors", ".pt2")
 PICKLE, ZIP = b"\x80", b"PK"
@@ -37,13 +37,25 @@ def onnx_file(text: str, base: Path, key: str) -> tuple[Path, Declared]:
         )
     if suffix != ".onnx":
         raise UserError(f"{key}: the name of an ONNX file ends in .onnx, but got {text}")
-    path = locate(text, base)
+    path = found_file(text, base, key)
     if path.is_file():
         with path.open("rb") as file:
             head = file.read(2)
         if head == ZIP or head[:1] == PICKLE:
             raise UserError(f"{key}: {text} is called .onnx, but is a PyTorch file (torch.save); export it to ONNX")
     return path, read_declared(path, text)
+
+
+def found_file(text: str, base: Path, key: str) -> Path:
+    """`harness.paths.locate`, with the key of the spec in its message.
+
+    Raises:
+        UserError: Nothing is there.
+    """
+    try:
+        return locate(text, base)
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error
 
 
 def static_shapes(declared: Declared, batch: int, given: Mapping[str, str]) -> dict[str, tuple[int, ...]]:

@@ -118,6 +118,8 @@ def _mention(section: QuantizeSection) -> None:
         value = getattr(section, key)
         if value is not None:
             logger.warning("quantize.%s: %s is ignored, as documented: say dtypes layer by layer", key, value)
+    if section.backend == "qdq" and section.device != "cpu":
+        logger.warning("quantize.device: %s: backend qdq calibrates on the CPU", section.device)
 
 
 def _with_preset(section: QuantizeSection, declared: Declared) -> tuple[QuantizeSection, tuple[Layer, ...]]:

@@ -8,15 +8,15 @@ configuration (preprocessing, decoder, input shapes) is said in `dataset` and `e
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from harness.errors import UserError, nearest
 from harness.run.config import Use
-from harness.run.document import read_document
+from harness.run.document import read_mapping
+from harness.workflows.mistakes import explain
 from harness.workflows.presets import PRESETS
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
 
 Dtype = Literal["int8", "fp8_e4m3fn", "fp8_e5m2", "native"]
 MAX_BYTES = 1 << 20
-QUOTED = re.compile(r"'([^']+)'")
+STARTS = "experiments/specs has one of each kind to start from"
 T = TypeVar("T")
 
 
@@ -65,6 +65,21 @@ def _known_preset(value: Any) -> Any:
     return value
 
 
+def _onnx_backend(value: Any) -> Any:
+    if value == "modelopt.pytorch":
+        raise ValueError(
+            "'modelopt.onnx' or 'qdq', but got 'modelopt.pytorch', which takes PyTorch modules, no ONNX files; 'qdq' "
+            "has its precision layer by layer"
+        )
+    return value
+
+
+def _device(value: str) -> str:
+    if not re.fullmatch(r"cpu|trt|cuda(:\d+)?", value):
+        raise ValueError(f"cpu, cuda, cuda:N or trt, but got {value!r}")
+    return value
+
+
 class QuantizeSection(_Frozen):
     """Section `quantize`.
 
@@ -83,10 +98,10 @@ class QuantizeSection(_Frozen):
 
     model_path: str
     results_dir: str | None = None
-    backend: Literal["modelopt.onnx", "qdq"] = "modelopt.onnx"
+    backend: Annotated[Literal["modelopt.onnx", "qdq"], BeforeValidator(_onnx_backend)] = "modelopt.onnx"
     mode: Literal["static_ptq"] = "static_ptq"
     algorithm: Literal["minmax", "max", "entropy"] = "minmax"
-    device: Annotated[str, Field(pattern=r"^(cpu|trt|cuda(:\d+)?)$")] = "cpu"
+    device: Annotated[str, AfterValidator(_device)] = "cpu"
     layers: _list(Layer) = ()  # type: ignore[valid-type]
     skip_names: _list(Annotated[str, Field(min_length=1)]) = ()  # type: ignore[valid-type]
     preset: Annotated[str | None, BeforeValidator(_known_preset)] = None
@@ -123,7 +138,7 @@ class Dataset(_Frozen):
         test_data_sources: Labelled images for `qdq evaluate`; also calibration data where none is given.
         batch_size: Images of one inference, where the model's own batch is dynamic.
         calibration_data: A folder of images, a `.npy` or an `.npz` file.
-        preprocess: What turns an image into an input (`qdq list preprocessings`).
+        preprocess: What turns an image into an input (`qdq list`).
         classes: Names of the model's classes in the order of its outputs; by default those of the labels.
         samples: Calibration samples at most. ModelOpt's README advises 500 or more for CNNs and ViTs.
         count: Images of the evaluation at most; None: all.
@@ -223,19 +238,21 @@ def read_spec(path: Path) -> Spec:
     """
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise UserError(f"{path}: more than {MAX_BYTES} bytes are no spec file")
+            raise UserError(f"{path}: more than {MAX_BYTES} bytes are no spec file, which is YAML text; {STARTS}")
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is no spec file, which is YAML text; {STARTS}") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     return parse_spec(text, str(path))
 
 
 def parse_spec(text: str, source: str) -> Spec:
     """Check a spec given as YAML text; `source` names it in messages."""
     try:
-        return Spec.model_validate(read_document(text, source))
+        return Spec.model_validate(read_mapping(text, source, "a spec file"))
     except ValidationError as error:
-        raise UserError("\n".join(_explain(source, dict(e)) for e in error.errors())) from error
+        raise UserError("\n".join(explain(Spec, source, dict(e)) for e in error.errors())) from error
 
 
 def section(found: T | None, name: str, source: str) -> T:
@@ -245,35 +262,5 @@ def section(found: T | None, name: str, source: str) -> T:
         UserError: It is not there.
     """
     if found is None:
-        raise UserError(f"{source}: there is no section {name!r}; experiments/specs has one of each to start from")
+        raise UserError(f"{source}: there is no section {name!r}; {STARTS}")
     return found
-
-
-def _explain(source: str, error: Mapping[str, Any]) -> str:
-    where = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        allowed = _fields_at(error["loc"][:-1])
-        return f"{source}: {where}: unknown key; {nearest(str(error['loc'][-1]), allowed)}"
-    if error["type"] == "missing":
-        return f"{source}: {where}: this key is required"
-    message = str(error["msg"]).removeprefix("Value error, ").replace("valid tuple", "valid list")
-    got = error.get("input")
-    shown = "" if isinstance(got, dict | BaseModel) or "but got" in message else f", but got {got!r}"
-    if error["type"] == "literal_error" and isinstance(got, str):
-        shown += f"; {nearest(got, QUOTED.findall(str(error['ctx']['expected'])))}"
-    return ": ".join(part for part in (source, where, f"{message}{shown}") if part)
-
-
-def _fields_at(location: tuple[Any, ...]) -> list[str]:
-    """Names allowed at a place of a spec, found by walking the classes."""
-    owner: type[BaseModel] = Spec
-    for part in location:
-        if part in owner.model_fields:
-            owner = _class_in(owner.model_fields[part].annotation) or owner
-    return list(owner.model_fields)
-
-
-def _class_in(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for inner in get_args(annotation) if (found := _class_in(inner)) is not None), None)

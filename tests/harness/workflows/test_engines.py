@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,7 @@ def test_a_large_drop_names_layers_and_leaving_them_native_helps(
     _, line = compared([first, second])
     assert line.drop is not None
     assert line.drop.low > 0.01
+    assert re.fullmatch(r"\+0\.\d{4} \[\+0\.\d{4}, \+0\.\d{4}\]", line.cells()[4])
     spec = parse_spec(f"evaluate: {{onnx_file: {quantized}}}\n{data(coco)}", "s")
     lines = advice(line, spec.dataset, tmp_path, Silent())
     assert lines[0].startswith("int8: the drop, 0.")
@@ -116,6 +119,28 @@ def test_two_specs_in_one_table(detector: Path, coco: Path, tmp_path: Path) -> N
     assert first[:3] == ["one", str(detector), "float"]
     assert first[4] == "baseline"
     assert second[4] == "+0.0000"
+
+
+def test_an_engine_stands_without_its_model(
+    detector: Path, quantized: Path, coco: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What decodes it is known from the file beside it; which layers to leave native is not."""
+    (tmp_path / "build").mkdir()
+    shutil.copy(quantized, tmp_path / "build/int8.onnx")
+    spec = parse_spec(ENGINE.format(model="int8.onnx", engine="../out/int8.engine", options=""), "s")
+    use = Use(use="onnxruntime", params={"optimization": "disabled"})
+    facts = build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path / "build", use)
+    assert facts.onnx_file == "../build/int8.onnx"
+    text = data(coco).replace("preprocess", "batch_size: 10\n  preprocess")
+    found = score(f"evaluate: {{trt_engine: out/int8.engine}}\n{text}", tmp_path)
+    assert found.model == (tmp_path / "build/int8.onnx").resolve()
+    assert "dataset.batch_size: 10 is left aside: out/int8.engine takes 1" in caplog.text
+    (tmp_path / "build/int8.onnx").unlink()
+    alone = score(f"evaluate: {{trt_engine: out/int8.engine}}\n{text}", tmp_path, "alone")
+    assert alone.accuracy.metrics == found.accuracy.metrics
+    first = score(f"evaluate: {{onnx_file: {detector}}}\n{data(coco)}", tmp_path, "float")
+    said = advice(compared([first, alone])[1], spec.dataset, tmp_path, Silent())
+    assert said[1:] == ["(which ones cannot be said: the ONNX file of out/int8.engine is not there)"]
 
 
 def test_evaluations_that_cannot_be_compared() -> None:
@@ -156,7 +181,9 @@ def test_labels_of_other_images_and_missing_parts(detector: Path, coco: Path, tm
     text = f"evaluate: {{onnx_file: {detector}}}\n"
     with pytest.raises(UserError, match=r"dataset.test_data_sources: image_dir and json_file are needed"):
         score(text, tmp_path)
-    with pytest.raises(UserError, match=r"names the image .* which is not in"):
+    with pytest.raises(
+        UserError, match=r"spec.yaml: dataset.test_data_sources.json_file: .* names the image .* which is not in"
+    ):
         score(
             text + data(coco).replace("image_dir: " + str(coco) + "/val2017", f"image_dir: {coco}/train2017"), tmp_path
         )
@@ -164,7 +191,7 @@ def test_labels_of_other_images_and_missing_parts(detector: Path, coco: Path, tm
     empty = "dataset: {test_data_sources: {image_dir: empty}, preprocess: shapes}\n"
     with pytest.raises(UserError, match=r"image_dir and json_file are needed"):
         score(text + empty, tmp_path)
-    with pytest.raises(UserError, match=r"none.trt: no such file"):
+    with pytest.raises(UserError, match=r"evaluate.trt_engine: none.trt: no such file"):
         score(f"evaluate: {{trt_engine: none.trt}}\n{data(coco)}", tmp_path)
 
 

@@ -130,9 +130,11 @@ def test_layers_that_match_nothing(small: Path) -> None:
         ("cuda:1", ["two"], ["cuda:1", "cpu"]), ("trt", ["one"], ["trt", "cuda:0", "cpu"]),
     ],
 )  # fmt: skip
-def test_devices(device: str, gpus: list[str], eps: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices(device: str, gpus: list[str], eps: list[str], monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setattr(told, "environment", lambda: {"gpus": gpus})
     assert told.providers(device) == eps
+    missing = device != "cpu" and not gpus
+    assert (f"device: {device}: there is no NVIDIA GPU here" in caplog.text) == missing
 
 
 @pytest.fixture
@@ -153,7 +155,9 @@ def test_the_command_line_of_the_how_to(small: Path, noise: Path, tmp_path: Path
     command.ptq([
         f"--onnx_path={small}", "--quantize_mode=int8", f"--calibration_data={noise}", "--calibration_method=max",
         f"--output_path={tmp_path}/out.onnx", "--calibration_eps", "trt", "cuda:0", "cpu",
-        f"--trt_plugins={tmp_path}/plugin.so", "--op_types_to_exclude=Add,Relu", "--nodes_to_exclude", "/head.*",
+        f"--trt_plugins={tmp_path}/plugin.so", "--op_types_to_exclude=Add,Relu",
+        "--nodes_to_exclude", "/head.*", "/neck.*",
+        "--op_types_to_quantize", "Conv", "Gemm",
         "--calibrate_per_node",
     ])  # fmt: skip
     assert given == [
@@ -167,7 +171,8 @@ def test_the_command_line_of_the_how_to(small: Path, noise: Path, tmp_path: Path
             "calibrate_per_node": True,
             "high_precision_dtype": "fp16",
             "op_types_to_exclude": ["Add", "Relu"],
-            "nodes_to_exclude": ["/head.*"],
+            "nodes_to_exclude": ["/head.*", "/neck.*"],
+            "op_types_to_quantize": ["Conv", "Gemm"],
             "trt_plugins": [str(tmp_path / "plugin.so")],
         }
     ]
@@ -190,6 +195,16 @@ def test_show_defaults() -> None:
     done = CliRunner().invoke(app, ["ptq", "--show-defaults"])
     assert "activations: Softmax, Sigmoid, Tanh" in done.output
     assert "extreme_int8" in done.output
+
+
+def test_the_result_lies_beside_the_model_by_default(
+    small: Path, noise: Path, tmp_path: Path, given: list[dict[str, Any]]
+) -> None:
+    model = tmp_path / "net.onnx"
+    model.write_bytes(small.read_bytes())
+    command.ptq(["--onnx_path", str(model), "--calibration_data_path", str(noise)])
+    assert given[0]["target"] == tmp_path / "net.quant.onnx"
+    assert (given[0]["quantize_mode"], given[0]["calibration_method"]) == ("int8", "entropy")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto
+from typer.testing import CliRunner
 
+from harness.cli import app
 from harness.errors import UserError
 from harness.graph.diff import delivered
 from harness.workflows.quantize import Quantized, quantize
@@ -55,6 +58,34 @@ def test_each_layer_is_quantized_as_asked_and_the_file_runs(small: Path, noise: 
     feeds = {"images": np.load(noise)[:1]}
     reference, outputs = (outputs_of(path, feeds)["logits"] for path in (small, found.path))
     assert np.abs(outputs - reference).max() < 0.1 * np.abs(reference).max()
+
+
+def test_one_word_of_the_documents_example_is_changed(small: Path, noise: Path, tmp_path: Path) -> None:
+    """Section 9.5 as it stands, paths and backend apart; paths start from the folder of the spec file."""
+    shutil.copy(small, tmp_path / "model.onnx")
+    shutil.copy(noise, tmp_path / "calib.npy")
+    (tmp_path / "spec.yaml").write_text("""
+quantize:
+  model_path: "model.onnx"
+  results_dir: "quantized_output"
+  backend: "qdq"
+  mode: "static_ptq"
+  algorithm: "minmax"
+  layers:
+    - module_name: "Conv"
+      weights: { dtype: "int8" }
+      activations: { dtype: "int8" }
+    - module_name: "Gemm"
+      weights: { dtype: "int8" }
+      activations: { dtype: "int8" }
+dataset:
+  calibration_data: "calib.npy"
+""")
+    done = CliRunner().invoke(app, ["quantize", str(tmp_path / "spec.yaml")])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[:2] == ["Conv\t2 int8", "Gemm\t1 int8"]
+    assert f"{tmp_path}/quantized_output/quantized_model.onnx: calibrated on 4 samples of calib.npy" in done.output
+    onnx.checker.check_model(tmp_path / "quantized_output/quantized_model.onnx", full_check=True)
 
 
 def outputs_of(path: Path, feeds: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,6 +250,7 @@ dataset: {{test_data_sources: {{image_dir: {coco}/val2017}}, preprocess: shapes,
         (f"{layer('Gemm', INT8)}, {layer('Relu', INT8)}", "", "none of the 2 nodes of 'Relu' may be quantized"),
         (layer("Gemm", INT8), "  default_layer_dtype: int8", "quantize.default_layer_dtype: int8 is ignored"),
         (layer("Gemm", INT8), "  default_activation_dtype: native", "default_activation_dtype: native is ignored"),
+        (layer("Gemm", INT8), "  device: cuda", "quantize.device: cuda: backend qdq calibrates on the CPU"),
         (layer("Gemm", E5M2), "", "TensorRT takes FP8 as E4M3 alone"),
         (layer("*", INT8), "  preset: rtdetr", "'/encoder/*' matches no node"),
         (layer("Gemm", INT8), "", "its dynamic batch is 1 in the result"),
@@ -259,7 +291,7 @@ def test_files_that_are_no_float_onnx_model(small: Path, noise: Path, tmp_path: 
         "torch.onnx": "is called .onnx, but is a PyTorch file",
         "pickled.onnx": "is called .onnx, but is a PyTorch file",
         "text.onnx": "not an ONNX file",
-        "none.onnx": "no such file or folder",
+        "none.onnx": "quantize.model_path: .*none.onnx: no such file or folder",
     }
     for name, said in told.items():
         with pytest.raises(UserError, match=said):
@@ -284,7 +316,7 @@ quantize: {{model_path: {detector}, backend: qdq, layers: [{layer("Conv", INT8)}
 dataset: {{calibration_data: {tmp_path}/empty, preprocess: shapes}}
 """
     spec = parse_spec(text, "s")
-    with pytest.raises(UserError, match=r"no images \(.*\) in"):
+    with pytest.raises(UserError, match=r"dataset.calibration_data: no images \(.*\) in"):
         quantize(section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path)
 
 

@@ -101,8 +101,12 @@ def test_defaults_are_those_of_the_document() -> None:
             "did you mean 'entropy'?",
         ),
         (quantize("  mode: weight_only_ptq"), "quantize.mode: Input should be 'static_ptq'"),
-        (quantize("  backend: modelopt.pytorch"), "Input should be 'modelopt.onnx' or 'qdq', but got 'modelopt.pyt"),
-        (quantize("  device: gpu"), "quantize.device: String should match pattern"),
+        (
+            quantize("  backend: modelopt.pytorch"),
+            "'modelopt.pytorch', which takes PyTorch modules, no ONNX files; 'qdq'",
+        ),
+        (quantize("  backend: modelopt"), "Input should be 'modelopt.onnx' or 'qdq', but got 'modelopt'; did you mean"),
+        (quantize("  device: gpu"), "quantize.device: cpu, cuda, cuda:N or trt, but got 'gpu'"),
         (quantize("  preset: rtdter"), "no preset is called 'rtdter'; did you mean 'rtdetr'"),
         (quantize(layers="[]"), "at least one entry is required, for instance {module_name: Conv"),
         (quantize("  preset: extreme_int8"), "'extreme_int8' says itself what is quantized; leave layers out"),
@@ -114,13 +118,46 @@ def test_defaults_are_those_of_the_document() -> None:
             "gen_trt_engine: {onnx_file: a, trt_engine: b, tensorrt: {min_batch_size: 4, opt_batch_size: 2}}",
             "min_batch_size <= opt_batch_size <= max_batch_size, but got (4, 2, 1)",
         ),
+        (
+            quantize(layers="[{module_name: Conv, weights: int8}]"),
+            "weights: a mapping with keys such as dtype, but got 'int8'",
+        ),
+        (quantize(layers=LAYER), "quantize.layers: Input should be a valid list"),
         ("evaluate: {}", "give either trt_engine or onnx_file"),
         ("evaluate: {trt_engine: a, onnx_file: b}", "give either trt_engine or onnx_file"),
         ("evaluate: {onnx_file: b}\ndataset: {batch_size: 0}", "dataset.batch_size: Input should be greater than or"),
         ("a: [", "spec.yaml: not valid YAML"),
+        ("", "spec.yaml: a spec file is a mapping of keys, but got NoneType"),
+        ("matrix: {a: [1]}", "spec.yaml: matrix: unknown key"),
     ],
 )
 def test_a_mistake_is_named_with_its_place_and_what_is_allowed(text: str, said: str) -> None:
+    assert said in refused(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "quantize:\nmodel_path: m.onnx",
+            "model_path: unknown key; it belongs below quantize (look at the indentation)",
+        ),
+        ("evaluate: {onnx_file: m.onnx, dataset: {}}", "evaluate.dataset: unknown key; it belongs at the top level"),
+        (
+            "gen_trt_engine: {onnx_file: a, trt_engine: b, workspace_size: 1}",
+            "gen_trt_engine.workspace_size: unknown key; it belongs below gen_trt_engine.tensorrt",
+        ),
+        (
+            quantize(layers="[{module_name: Conv, dtype: int8}]"),
+            "it belongs below quantize.layers.weights or below quantize.layers.activations",
+        ),
+        (
+            "dataset:\nsamples: 4",
+            "dataset: a mapping with keys such as test_data_sources, batch_size, calibration_data",
+        ),
+    ],
+)
+def test_a_key_in_another_place_is_told_where_it_belongs(text: str, said: str) -> None:
     assert said in refused(text)
 
 
@@ -132,6 +169,11 @@ def test_a_command_names_the_section_that_it_misses() -> None:
 def test_a_file_that_is_not_there_or_too_large(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none.yaml: cannot be read"):
         read_spec(tmp_path / "none.yaml")
+    (tmp_path / "model.pt").write_bytes(b"PK\x03\x04\xff")
+    with pytest.raises(UserError, match=r"model.pt: is no spec file, which is YAML text; experiments/specs has one"):
+        read_spec(tmp_path / "model.pt")
+    with pytest.raises(UserError, match=r"cannot be read: Is a directory"):
+        read_spec(tmp_path)
     large = tmp_path / "large.yaml"
     large.write_text("# " + "x" * (1 << 20))
     with pytest.raises(UserError, match=r"more than 1048576 bytes are no spec file"):
