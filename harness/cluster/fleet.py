@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
-from harness.cluster.host import Files, Host
+from harness.cluster.host import KEPT_BYTES, Files, Host, Recent
 from harness.errors import UserError
 from harness.graph.files import parts
 from harness.measure.executor import WorkerLost
@@ -27,10 +27,14 @@ from harness.measure.provenance import decisive
 from harness.run.compare import changes
 from harness.run.observe import Observer
 
-__all__ = ["Fleet", "Member"]
+__all__ = ["WAITING", "WORKING", "Fleet", "Member"]
 
+WAITING, WORKING = 1, 1000
+"""What engines weigh: those of a cell, which mostly wait for its searches, and those of a search's worker."""
 START_S = 120.0
 """A host imports the harness, on a machine that may be busy starting others."""
+END_S = 5.0
+"""Hosts that have not put away their files by then are ended all the same."""
 GLANCE_S = 1.0
 """Between two looks whether a call is still wanted."""
 _logger = logging.getLogger(__name__)
@@ -44,13 +48,13 @@ class Member:
         actor: Its handle.
         node: Name of its machine.
         environment: See `harness.measure.provenance.environment`.
-        sessions: Engines that are open on it.
+        load: Sum of what is open on it, see `WAITING` and `WORKING`.
     """
 
     actor: Any
     node: str
     environment: Mapping[str, Any]
-    sessions: int = 0
+    load: int = 0
 
 
 class Fleet:
@@ -75,7 +79,7 @@ class Fleet:
         self._members: list[Member] = []
         self._refused: list[Any] = []
         self._numbers = itertools.count()
-        self._sent: dict[tuple[str, int, int], Any] = {}
+        self._sent: Recent[Any] = Recent(KEPT_BYTES, lambda _: None)
         self.closed = False
 
     def start(self) -> None:
@@ -88,8 +92,8 @@ class Fleet:
             self._ask_for_one()
         fitting = min(self._count, _room(self._options))
         ray.wait(list(self._starting), num_returns=max(1, fitting), timeout=START_S)
-        first = self.pick()
-        first.sessions -= 1
+        with self._lock:
+            self._await_one()
         if len(self._members) < self._count:
             self._observer.say(
                 f"{len(self._members)} of {self._count} workers: the cluster has no room for more that are like the "
@@ -101,20 +105,16 @@ class Fleet:
         with self._lock:
             return self._known or self._members[0].environment
 
-    def pick(self) -> Member:
-        """The host with fewest sessions, counted as one more.
+    def pick(self, load: int) -> Member:
+        """The host that has least to do, with so much more.
 
         Raises:
             UserError: There is none, and none came in time.
         """
         with self._lock:
-            self._welcome(0.0)
-            if not self._members:
-                self._welcome(START_S)
-            if not self._members or self.closed:
-                raise UserError(self._nobody())
-            chosen = min(self._members, key=lambda member: member.sessions)
-            chosen.sessions += 1
+            self._await_one()
+            chosen = min(self._members, key=lambda member: member.load)
+            chosen.load += load
             return chosen
 
     def number(self) -> int:
@@ -122,21 +122,23 @@ class Fleet:
         return next(self._numbers)
 
     def send(self, path: Path) -> tuple[str, Any]:
-        """A model's files in the object store, from which they travel once to each node; and the key to them."""
+        """The key to a model's files, and the files in the object store, from which they travel once to each node."""
         status = path.stat()
-        key = (str(path), status.st_size, status.st_mtime_ns)
+        key = repr((str(path), status.st_size, status.st_mtime_ns))
         with self._lock:
-            if key not in self._sent:
+            sent = self._sent.get(key)
+            if sent is None:
                 files: Files = {part.name: part.read_bytes() for part in parts(path)}
-                self._sent[key] = ray.put(files)
-            return repr(key), self._sent[key]
+                sent = ray.put(files)
+                self._sent.put(key, sent, sum(map(len, files.values())))
+            return key, sent
 
     def call(self, member: Member, reference: Any) -> Any:
         """The value of a call.
 
         Raises:
             WorkerLost: The host is gone, or the fleet was closed meanwhile.
-            UserError: As the host raised it.
+            UserError: As the host raised it, with its name.
         """
         try:
             while not ray.wait([reference], timeout=GLANCE_S)[0]:
@@ -145,16 +147,16 @@ class Fleet:
             return ray.get(reference)
         except RayTaskError as error:
             if isinstance(error.cause, UserError):
-                raise UserError(str(error.cause)) from None
+                raise UserError(f"{error.cause} (on {member.node})") from None
             raise
         except RayError as error:
             self._lose(member, error)
             raise WorkerLost(f"the worker on {member.node} was lost: {_first_line(error)}") from error
 
-    def forget(self, member: Member) -> None:
-        """A session of this host was closed."""
+    def forget(self, member: Member, load: int) -> None:
+        """So much of this host was closed."""
         with self._lock:
-            member.sessions -= 1
+            member.load -= load
 
     def close(self) -> None:
         """End all hosts."""
@@ -162,12 +164,26 @@ class Fleet:
         with self._lock:
             actors = [*(member.actor for member in self._members), *self._starting.values(), *self._refused]
             ending = [member.actor.end.remote() for member in self._members]
-            self._members, self._starting, self._sent = [], {}, {}
-        with suppress(RayError):
-            ray.wait(ending, num_returns=len(ending), timeout=5) if ending else None
+            self._members, self._starting = [], {}
+            self._sent = Recent(KEPT_BYTES, lambda _: None)
+        if ending:
+            with suppress(RayError):
+                ray.wait(ending, num_returns=len(ending), timeout=END_S)
         for actor in actors:
             with suppress(RayError):
                 ray.kill(actor)
+
+    def _await_one(self) -> None:
+        """Take in whoever has come; where there is nobody, wait.
+
+        Raises:
+            UserError: Nobody came in time.
+        """
+        self._welcome(0.0)
+        if not self._members:
+            self._welcome(START_S)
+        if not self._members or self.closed:
+            raise UserError(self._nobody())
 
     def _ask_for_one(self) -> None:
         actor = ray.remote(Host).options(**self._options).remote(sys.path)
@@ -182,8 +198,10 @@ class Fleet:
             actor = self._starting.pop(ready[0])
             try:
                 facts = ray.get(ready[0])
-            except RayActorError as error:
+            except RayError as error:  # it died, cannot be placed, or has no harness to import
                 self._observer.say(f"a worker could not be started: {_first_line(error)}")
+                with suppress(RayError):
+                    ray.kill(actor)
                 continue
             if facts["niceness"] > 0:
                 self._observer.say(

@@ -11,11 +11,12 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from harness.api import Candidate
 from harness.errors import BuildFailed
@@ -24,12 +25,44 @@ from harness.measure.provenance import environment
 from harness.measure.sandbox import open_engines
 from harness.measure.site import Maker
 from harness.run.config import Limits, Use
+from harness.run.journal import writing
 from search.space import Resolved
 
-__all__ = ["Files", "Host", "Order"]
+__all__ = ["KEPT_BYTES", "Files", "Host", "Order", "Recent"]
 
 Files = Mapping[str, bytes]
 """A model's file, first, and its external data by name."""
+KEPT_BYTES = 4_000_000_000
+"""Of models that are kept ready in the object store, and as files on each worker's disk."""
+T = TypeVar("T")
+
+
+class Recent(Generic[T]):
+    """Things by key, as many as there is room for: those used longest ago go first, the newest stays in any case.
+
+    Args:
+        room_bytes: For all of them.
+        drop: Called with each that goes.
+    """
+
+    def __init__(self, room_bytes: int, drop: Callable[[T], object]) -> None:
+        self._room_bytes = room_bytes
+        self._drop = drop
+        self._there: OrderedDict[str, tuple[T, int]] = OrderedDict()
+
+    def get(self, key: str) -> T | None:
+        """What was put under this key; None where it went, or never came."""
+        if key not in self._there:
+            return None
+        self._there.move_to_end(key)
+        return self._there[key][0]
+
+    def put(self, key: str, thing: T, size_bytes: int) -> None:
+        """Take in something new."""
+        self._there[key] = (thing, size_bytes)
+        while len(self._there) > 1 and sum(size for _, size in self._there.values()) > self._room_bytes:
+            _, (gone, _) = self._there.popitem(last=False)
+            self._drop(gone)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +97,12 @@ class Host:
         sys.path.extend(entry for entry in path if entry not in sys.path)
         self._folder = Path(tempfile.mkdtemp(prefix="qdq-host-"))
         self._sessions: dict[int, _Session] = {}
-        self._files: dict[str, Path] = {}
+        self._files: Recent[Path] = Recent(KEPT_BYTES, lambda file: shutil.rmtree(file.parent, ignore_errors=True))
 
     def facts(self, commit: str | None) -> dict[str, Any]:
         """Where this is, and its environment."""
-        return {"node": socket.gethostname(), "niceness": os.nice(0), "environment": environment(commit)}
+        found = environment(commit)
+        return {"node": socket.gethostname(), "niceness": os.nice(0), "environment": {**found, "gpus": _held(found)}}
 
     def open(self, number: int, spec: WorkerSpec, limits: Limits, maker: Maker | None) -> dict[str, Any]:
         """Open engines under a number, and give the benchmarkers' facts.
@@ -87,20 +121,24 @@ class Host:
         return facts
 
     def keep(self, key: str, files: Files) -> None:
-        """Keep a model's files for candidates to come; they are written once on each host."""
-        folder = self._folder / f"files-{len(self._files)}"
-        folder.mkdir()
-        for name, content in files.items():
-            (folder / Path(name).name).write_bytes(content)
-        self._files[key] = folder / Path(next(iter(files))).name
+        """Keep a model's files for candidates to come.
+
+        Raises:
+            UserError: The disk of this machine is full.
+        """
+        with writing(self._folder):
+            folder = Path(tempfile.mkdtemp(prefix="files-", dir=self._folder))
+            for name, content in files.items():
+                (folder / Path(name).name).write_bytes(content)
+        self._files.put(key, folder / Path(next(iter(files))).name, sum(map(len, files.values())))
 
     def build(self, number: int, order: Order, benchmarker: str) -> Any:
-        """Build a candidate; `KeyError` as a value, where its files were never sent here."""
+        """Build a candidate; `KeyError` as a value, where its files are not here, or no longer."""
         session = self._sessions[number]
         if order.files:
-            if order.files not in self._files:
+            path = self._files.get(order.files)
+            if path is None:
                 return KeyError(order.files)
-            path = self._files[order.files]
             return session.engines.build(_candidate(order, path), benchmarker)
         folder, maker = session.folder / "candidates", session.maker
 
@@ -133,6 +171,15 @@ class Host:
 
 def _candidate(order: Order, path: Path) -> Candidate:
     return Candidate(digest=order.digest, edges=order.edges, source=lambda: path)
+
+
+def _held(facts: Mapping[str, Any]) -> list[Any]:
+    """The GPUs that this process was given, of those that the machine has: what it is known by."""
+    gpus, given = list(facts.get("gpus", ())), os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given else []
+    if given is None or not all(name.strip().isdecimal() for name in names):  # by UUID: none can be told apart here
+        return gpus
+    return [gpus[int(name)] for name in names if int(name) < len(gpus)]
 
 
 def _moved(spec: WorkerSpec, folder: Path) -> WorkerSpec:

@@ -17,7 +17,7 @@ A results folder holds, for each cell:
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -72,6 +72,7 @@ def run_experiment(
     commit = git_commit()
     stopped: dict[str, list[str]] = {}
     cells = plan(experiment)
+    known = None if accept_changes else _machine(cells, out)
 
     def run(spec: CellSpec, site: Site, searching: bool = False) -> None:
         observer.say(spec.name)
@@ -93,7 +94,7 @@ def run_experiment(
 
     with (
         claimed(out, experiment, accept_changes),
-        open_site(experiment.executor, experiment.limits, out, observer) as site,
+        open_site(experiment.executor, experiment.limits, known, observer) as site,
     ):
         if experiment.transfer:  # every cell has searched before the first looks at what others found
             at_once([partial(run, spec, site, searching=True) for spec in cells], experiment.executor.cells)
@@ -169,6 +170,12 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
         backend = engines.describe()
     confirm_rows(experiment.confirmation, site.open, worker, table.timed, backend, observer)
     shutil.rmtree(cell.work, ignore_errors=True)
+
+
+def _machine(cells: Sequence[CellSpec], out: Path) -> Mapping[str, Any] | None:
+    """Environment of the machine that the results were begun on; None where nothing has begun."""
+    begun = (path for spec in cells if (path := out / spec.name / "env.json").exists())
+    return next(map(read_json, begun), None)
 
 
 def _begun(path: Path, facts: dict[str, Any], decisive: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:

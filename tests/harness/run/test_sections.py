@@ -6,17 +6,21 @@ import json
 import os
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from harness.cli import main
 from harness.graph.build import GraphBuilder
+from harness.measure.executor import WorkerLost
 from harness.report.frames import main_frame
 from harness.report.results import load
 from harness.run.claim import claimed
 from harness.run.config import load_experiment
 from harness.run.journal import RETRY, read_journal
+from harness.run.observe import Silent
+from harness.run.sections import LOSSES, in_sections
 
 EXPERIMENT = """
 experiment: small
@@ -150,3 +154,22 @@ def test_a_clock_that_jumps_changes_nothing(done: Path, tmp_path: Path, monkeypa
     assert frames[0].equals(frames[1])
     minutes = main_frame(load(tmp_path / "out"))["minutes"].dropna()
     assert ((minutes >= 0) & (minutes < 10)).all()
+
+
+@pytest.mark.parametrize(("lost", "ends"), [(LOSSES, True), (LOSSES + 1, False)])
+def test_a_cell_that_loses_its_worker_goes_on_so_often(tmp_path: Path, lost: int, ends: bool) -> None:
+    begun, said = [], []
+
+    class Loud(Silent):
+        def say(self, text: str) -> None:
+            said.append(text)
+
+    def work() -> None:
+        begun.append(1)
+        if len(begun) <= lost:
+            raise WorkerLost("the worker on node-a was lost: power cut")
+
+    with nullcontext() if ends else pytest.raises(WorkerLost, match="node-a was lost"):
+        in_sections(tmp_path / "cell", work, False, Loud())
+    assert len(begun) == LOSSES + 1
+    assert said == ["cell: the worker on node-a was lost: power cut; it goes on with what is left"] * LOSSES

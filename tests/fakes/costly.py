@@ -1,0 +1,73 @@
+"""A made-up runtime whose builds cost processor time, and that says who built; one form of it has outputs to score."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.api import Accuracy, Array, Artifact, Candidate, Infer
+from harness.benchmarkers.simulated import SimulatedBenchmarker
+from harness.evaluators.fidelity import Fidelity
+
+__all__ = ["Costly", "Scored", "Where"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costly(SimulatedBenchmarker):
+    """A simulated runtime with a price.
+
+    Args:
+        cost_s: Processor time of a build.
+    """
+
+    cost_s: float = 0.05
+
+    def build(self, candidate: Candidate, workdir: Path) -> Artifact:
+        """Burn the time, then answer."""
+        end_s = time.thread_time() + self.cost_s
+        while time.thread_time() < end_s:
+            pass
+        built = SimulatedBenchmarker.build(self, candidate, workdir)
+        return replace(built, info={**built.info, "process": os.getpid()})
+
+    def describe(self) -> Mapping[str, Any]:
+        """As the simulated runtime does."""
+        return {**SimulatedBenchmarker.describe(self), "name": "costly"}
+
+
+class Scored(Costly):
+    """One whose engines answer: the faster, the further away from the float model."""
+
+    @contextmanager
+    def open(self, artifact: Artifact) -> Iterator[Any]:
+        """A probe that infers too."""
+        with SimulatedBenchmarker.open(self, artifact) as probe:
+            yield _Talking(probe.sample, artifact.info["truth_ms"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Talking:
+    sample: Any
+    truth_ms: float
+
+    def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        """The same whatever it is asked."""
+        return {"y": np.array([[1.0, 10.0 - self.truth_ms]], np.float32)}
+
+
+class Where(Fidelity):
+    """Fidelity, and the process that it was found in."""
+
+    metric = "cosine"
+
+    def score(self, infer: Infer) -> Accuracy:
+        """See `Fidelity`."""
+        found = super().score(infer)
+        return replace(found, metrics={**found.metrics, "process": float(os.getpid())})

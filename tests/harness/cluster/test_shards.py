@@ -1,0 +1,110 @@
+"""Whole experiments on a real Ray cluster: several cells at once, evaluators on the workers, accepted changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from harness.run.goal import PROXY
+
+pytestmark = pytest.mark.slow
+
+SHARDED = """
+experiment: sharded
+models: [{use: net.onnx, calibration: {samples: 2}}, {use: other.onnx, calibration: {samples: 2}}]
+backends: [{use: 'costly:Costly', params: {seed: 5, noise: 0.0, cost_s: 0.02, failure_rate: 0.1}}]
+searchers: [random, evolutionary]
+seeds: [0, 1]
+initial: [float, all]
+baselines: [all]
+budget: {evaluations: [10]}
+sampling: {warmup_ms: 0, min_samples: 5, max_samples: 5}
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+SCORED = """
+experiment: scored
+models:
+  - use: net.onnx
+    calibration: {data: {use: npz, path: calibration.npz}, samples: 4}
+    evaluator: {use: 'costly:Where', params: {data: {use: npz, path: labelled.npz}, samples: 40}}
+backends: [{use: 'costly:Scored', params: {seed: 5, noise: 0.0, wanted_share: 1.0, cost_s: 0.02}}]
+objective: {minimize: pareto, halves: true, proxy: 2}
+searchers: [random]
+initial: [float, all]
+baselines: [all]
+budget: {evaluations: [12]}
+sampling: {warmup_ms: 0, min_samples: 3, max_samples: 3}
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+
+
+@pytest.fixture(scope="module")
+def alone(place: Any) -> Any:
+    return place.run("sharded-alone", "{use: local}", SHARDED)
+
+
+def test_model_by_searcher_by_seed_is_spread_over_the_cluster(cluster: Any, place: Any, alone: Any) -> None:
+    ran = place.run("sharded", "{use: ray, workers: 2, cells: 2, searches: 2, window: 1}", SHARDED)
+    assert len(ran.entries()) == 8, "2 models x 2 searchers x 2 seeds"
+    assert ran.journals(10) == alone.journals(10)
+    assert ran.table() == alone.table()
+    assert len(ran.processes()) == 2
+    assert os.getpid() not in ran.processes()
+    assert alone.processes() == {os.getpid()}
+
+
+def test_a_node_that_leaves_while_several_cells_run_costs_nothing(cluster: Any, place: Any, alone: Any) -> None:
+    node = cluster.add_node(num_cpus=1)
+    out = place.folder / "sharded-left"
+
+    def leave() -> None:
+        while sum(path.read_text().count('"told"') for path in out.glob("*/runs/*.jsonl")) < 20:
+            time.sleep(0.005)
+        cluster.remove_node(node, allow_graceful=False)
+
+    threading.Thread(target=leave, daemon=True).start()
+    ran = place.run("sharded-left", "{use: ray, workers: 3, cells: 2, searches: 2, window: 1}", SHARDED)
+    assert ran.journals(10) == alone.journals(10)
+    assert ran.table() == alone.table()
+    assert [text for text in ran.said if "was lost" in text]
+
+
+def test_evaluators_run_on_the_workers(cluster: Any, place: Any) -> None:
+    here = place.run("scored-alone", "{use: local, window: 3}", SCORED)
+    there = place.run("scored", "{use: ray, workers: 2}", SCORED)
+    assert there.journals(12) == here.journals(12)
+    scorers = {int(found.metrics["process"]) for found in there.outcomes() if "process" in found.metrics}
+    assert scorers <= there.processes(), "an engine is scored where it was built"
+    assert os.getpid() not in scorers
+    assert all(PROXY in found.metrics for found in there.outcomes())
+    assert there.table() == here.table()
+    (path,) = there.out.glob("*/accuracy.json")
+    finalists = [score["metrics"] for score in json.loads(path.read_text()).values()]
+    assert all(int(metrics.get("process", 0)) != os.getpid() for metrics in finalists)
+
+
+def test_results_of_another_machine_go_on_where_the_change_is_accepted(
+    cluster: Any, place: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from harness.cluster import fleet
+    from harness.errors import UserError
+
+    executor = "{use: ray, workers: 1, window: 1}"
+    text = re.sub(r"models: \[(\{.*?\}\}),.*", r"models: [\1]", SHARDED).replace("seeds: [0, 1]", "seeds: [0]")
+    first = place.run("moved", executor, text)
+    (path,) = first.out.glob("*/env.json")
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps({**facts, "packages": {**facts["packages"], "numpy": "1.0"}}))
+    monkeypatch.setattr(fleet, "START_S", 5.0)
+    with pytest.raises(UserError, match="no worker can be used"):
+        place.run("moved", executor, text)
+    monkeypatch.undo()
+    again = place.run("moved", executor, text, accept_changes=True)
+    assert [said for said in again.said if "accepted: " in said and ".1 keeps what was measured before" in said]
+    assert len(again.entries()) == 4, "two searches, before and after"
