@@ -14,6 +14,7 @@ from onnx import checker, helper, inliner, numpy_helper, version_converter
 from harness.errors import UserError
 from harness.graph.build import MAX_IR_VERSION
 from harness.graph.cleaning.batch import rebatched
+from harness.graph.cleaning.bodies import body_of
 from harness.graph.cleaning.clean import (
     Weights,
     attach,
@@ -248,19 +249,23 @@ def _opsets(proto: onnx.ModelProto) -> dict[str, int]:
 
 def _nodes(proto: onnx.ModelProto) -> tuple[Node, ...]:
     opsets = _opsets(proto)
-    return tuple(
-        Node(
-            index=index,
-            name=node.name,
-            op=node.op_type,
-            domain=node.domain,
-            inputs=tuple(node.input),
-            outputs=tuple(node.output),
-            attributes={a.name: _plain(a) for a in node.attribute if a.type not in _GRAPH_TYPES},
-            opaque=any(True for _ in subgraphs(node)) or not is_known(node, opsets),
-            captures=tuple(sorted(captures(node))),
-        )
-        for index, node in enumerate(proto.graph.node)
+    return tuple(_node(index, node, opsets) for index, node in enumerate(proto.graph.node))
+
+
+def _node(index: int, node: onnx.NodeProto, opsets: dict[str, int]) -> Node:
+    body = body_of(node)
+    unreached = captures(node).difference(body.captures)  # by what no output of the subgraph depends on
+    return Node(
+        index=index,
+        name=node.name,
+        op=node.op_type,
+        domain=node.domain,
+        inputs=tuple(node.input),
+        outputs=tuple(node.output),
+        attributes={a.name: _plain(a) for a in node.attribute if a.type not in _GRAPH_TYPES},
+        opaque=bool(body.digest) or not is_known(node, opsets),
+        captures=(*body.captures, *sorted(unreached)),
+        body=body.digest,
     )
 
 
