@@ -17,10 +17,14 @@ from harness.errors import UserError
 from harness.evaluators.datasets import open_data
 from harness.evaluators.feeding import batches
 from harness.feeds import random_feeds
+from harness.graph.casting import CastInserter
 from harness.graph.exchange import encode, write
 from harness.graph.insert import Inserter
-from harness.graph.load import save
-from harness.run.models import input_types
+from harness.graph.load import load, save
+from harness.graph.model import Model
+from harness.run.config import Use
+from harness.run.models import OPSET, input_types
+from harness.run.strongest import CAST, parsed
 from search.space import Resolved, Space
 
 __all__ = ["Delivery", "export"]
@@ -38,29 +42,43 @@ class Delivery:
         atlas: The float model and its dialect.
         space: What may be quantized; `space` is what is left of it after calibration.
         config: Says what to calibrate on.
+        backend: Reads the models.
     """
 
-    def __init__(self, atlas: Atlas, space: Space, config: Config) -> None:
+    def __init__(self, atlas: Atlas, space: Space, config: Config, backend: Use) -> None:
         self._model = atlas.model
         self._dialect = atlas.dialect
         self._config = config
+        self._backend = backend
         self._scratch = tempfile.TemporaryDirectory(prefix="qdq-autotune-")
         self.folder = Path(self._scratch.name)
         self._ranges = self._calibrated(space)
         self.space = narrowed(space, self._ranges)
 
     @cached_property
-    def float_file(self) -> Path:
-        """The float model, cleaned: the baseline."""
+    def _cleaned(self) -> Path:
         return save(self._model, self.folder)
 
     @cached_property
+    def float_file(self) -> Path:
+        """The float model as the backend reads it, cast where its floats are others: the baseline."""
+        return parsed(self._backend, self._cleaned, self.folder / CAST)
+
+    @cached_property
+    def _floating(self) -> Model:
+        """What is in `float_file`."""
+        if self.float_file == self._cleaned:
+            return self._model
+        return load(self.float_file, source=self._model.source, min_opset=OPSET)
+
+    @cached_property
     def _inserter(self) -> Inserter:
-        return Inserter(self._model, self._dialect, finite_ranges(self._ranges))
+        make = Inserter if self._floating is self._model else CastInserter
+        return make(self._floating, self._dialect, finite_ranges(self._ranges))
 
     def proto(self, resolved: Resolved) -> Any:
         """A placement's model in memory, as ONNX has it."""
-        return self._inserter.insert(resolved) if resolved else self._model.proto
+        return self._inserter.insert(resolved) if resolved else self._floating.proto
 
     def candidate_file(self, resolved: Resolved, name: str) -> Path:
         """A placement's model as a file for building; it shares its weights with its like."""
@@ -82,7 +100,7 @@ class Delivery:
             data, samples, feeds = arrays.fingerprint, SAMPLES, batches(arrays, None, types)
         key = CalibrationKey(model_sha256=self._model.sha256, data=f"{data} as {types}", samples=samples)
         try:
-            ranges = cached_ranges(key, self.float_file, sorted(tensors), feeds)
+            ranges = cached_ranges(key, self._cleaned, sorted(tensors), feeds)
         except UserError as error:
             if self._config.calibration_data is not None or not any(node.opaque for node in self._model.nodes):
                 raise

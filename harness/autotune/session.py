@@ -32,6 +32,7 @@ class Backend:
     """A benchmarker as far as writing models for it needs it.
 
     Attributes:
+        use: Its name and parameters.
         dialect: How it wants its Q/DQ pairs.
         facts: Its own words about itself.
 
@@ -42,7 +43,7 @@ class Backend:
     def __init__(self, use: Use) -> None:
         benchmarker = registry.create("benchmarker", use.use, use.params)
         found: Any = registry.load("dialect", getattr(benchmarker, "dialect", use.use))
-        self.name = use.use
+        self.use = use
         self.dialect: Dialect = found
         self.facts: Mapping[str, Any] = benchmarker.describe()
 
@@ -68,7 +69,7 @@ class Session:
         self._model = atlas.model
         self.regions = tuple(regions)
         self.chart: Chart = atlas.chart(regions)
-        self.delivery = Delivery(atlas, self.chart.space, config)
+        self.delivery = Delivery(atlas, self.chart.space, config, backend.use)
         self.chart.narrow(self.delivery.space)
         self.space = self.chart.space
         self.allowed: tuple[int, ...] = tuple(range(len(self.space)))
@@ -79,7 +80,7 @@ class Session:
     def origin(self) -> engine.Origin:
         """Where its measurements are made."""
         device = str(self._backend.facts.get("device", ""))[:200]
-        return engine.Origin(backend=self._backend.name, precision=self._config.default_quant_type, device=device)
+        return engine.Origin(backend=self._backend.use.use, precision=self._config.default_quant_type, device=device)
 
     @property
     def facts(self) -> dict[str, Any]:
