@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from harness import registry
 from harness.errors import UserError
 from harness.evaluators.datasets import open_images
 from harness.evaluators.feeding import image_input, image_size
 from harness.evaluators.preprocess import Size, open_preprocess
 from harness.graph.cleaning.shapes import parse_shape
+from harness.workflows.mistakes import respelled
 from harness.workflows.model_file import onnx_file, static_shapes, static_types
 
 __all__ = ["ADVISED", "USUAL_SIZES", "input_size", "write_calibration"]
@@ -39,7 +41,7 @@ def input_size(preprocess: str, size: str | None, model: str | None) -> Size:
         model: ONNX file.
 
     Raises:
-        UserError: Nothing of that, or both size and model.
+        UserError: Nothing of that, both size and model, or no preprocessing of that name.
     """
     if size is not None and model is not None:
         raise UserError("--size and --model: give one of them")
@@ -53,6 +55,7 @@ def input_size(preprocess: str, size: str | None, model: str | None) -> Size:
         if len(found) != 2:
             raise UserError(f"--size: height and width, such as 640x640, but got {size!r}")
         return found
+    registry.find("preprocessing", preprocess)
     if preprocess not in USUAL_SIZES:
         raise UserError(
             f"--preprocess {preprocess}: say the size of the inputs, by --size 640x640 or --model FILE.onnx"
@@ -78,7 +81,9 @@ def write_calibration(images: Path, output: Path, preprocess: Mapping[str, Any],
     """
     if output.suffix != ".npy":
         raise UserError(f"-o {output}: a .npy file is written")
-    data, prepare = open_images({"use": "images", "images": str(images)}), open_preprocess(preprocess)
+    prepare = open_preprocess(preprocess)
+    with respelled({"images": "IMAGES"}):
+        data = open_images({"use": "images", "images": str(images)})
     chosen = np.unique(np.linspace(0, len(data) - 1, min(samples, len(data))).round().astype(int))
     part = output.with_name(f"{output.name}.{os.getpid()}.part")
     try:

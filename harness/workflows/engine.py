@@ -43,7 +43,7 @@ def build_engine(section: EngineSection, dataset: Dataset, base: Path, backend: 
     """
     path, declared = onnx_file(section.onnx_file, base, "gen_trt_engine.onnx_file")
     options, target = section.tensorrt, base / section.trt_engine
-    _mention(declared, section)
+    _mention(declared, section, backend)
     if backend.use == TENSORRT:
         return _by_tensorrt(section, (path, target), declared, dataset, backend.params)
     shapes = static_shapes(declared, options.opt_batch_size, dataset.shapes)
@@ -108,11 +108,11 @@ def _rebatched(given: Mapping[str, str], size: int) -> dict[str, str]:
     return {name: f"{size}x{shape.partition('x')[2]}" for name, shape in given.items()}
 
 
-def _mention(declared: Declared, section: EngineSection) -> None:
+def _mention(declared: Declared, section: EngineSection, backend: Use) -> None:
     found = declared.precisions
     if found:
         logger.info("%s: Q/DQ pairs found (%s): strongly typed", section.onnx_file, ", ".join(sorted(found)))
-    if "fp8e5m2" in found:
+    if "fp8e5m2" in found and backend.use == TENSORRT:
         logger.warning("%s: TensorRT takes FP8 as E4M3 alone; this file has E5M2", section.onnx_file)
 
 

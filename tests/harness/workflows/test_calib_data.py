@@ -38,6 +38,8 @@ def test_the_size_of_the_inputs(detector: Path) -> None:
     assert input_size("array", None, str(detector)) == (128, 128)
     with pytest.raises(UserError, match=r"--preprocess array: say the size of the inputs"):
         input_size("array", None, None)
+    with pytest.raises(UserError, match=r"no preprocessing is called 'yolo11'; did you mean 'yolox'"):
+        input_size("yolo11", None, None)
     with pytest.raises(UserError, match=r"--size and --model: give one"):
         input_size("array", "8x8", str(detector))
     with pytest.raises(UserError, match=r"--size: height and width, such as 640x640, but got '1x3x8x8'"):
@@ -48,7 +50,7 @@ def test_what_cannot_be_written(coco: Path, tmp_path: Path) -> None:
     array = {"use": "ultralytics", "params": {}}
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"no images \(.*\) in .*empty"):
+    with pytest.raises(UserError, match=r"IMAGES: no images \(.*\) in .*empty"):
         write_calibration(tmp_path / "empty", tmp_path / "c.npy", array, (32, 32), 1)
     with pytest.raises(UserError, match=r"a .npy file is written"):
         write_calibration(coco / "train2017", tmp_path / "c.npz", array, (32, 32), 1)
