@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from harness.commands.terminal import param_option
+from harness.commands.terminal import importable, param_option
 from harness.errors import UserError
 
 __all__ = ["explain"]
@@ -46,10 +47,11 @@ def explain(
     from harness.explain.text import change_lines, data, lines
     from harness.run.config import Use
 
+    importable(Path.cwd())
     use = Use(use=backend, params=dict(param_option(text) for text in param or []))
     found = explain_model(model, use, runs)
     if against is None:
-        typer.echo(json.dumps(data(found), indent=1) if as_json else "\n".join(lines(found, top)))
+        typer.echo(json.dumps(data(found), indent=1) if as_json else _plain(lines(found, top)))
         return
     other = explain_model(against, use, runs)
     changes = compare(found, other)
@@ -57,7 +59,13 @@ def explain(
         rows = [{"name": change.name, "before": change.before, "after": change.after} for change in changes]
         typer.echo(json.dumps({"before": data(found), "after": data(other), "changes": rows}, indent=1))
         return
-    typer.echo("\n".join([*lines(other, top), "", *change_lines(found, other, changes, top)]))
+    typer.echo(_plain([*lines(other, top), "", *change_lines(found, other, changes, top)]))
+
+
+def _plain(lines: Iterable[str]) -> str:
+    from harness.report.tables import printable
+
+    return "\n".join(map(printable, lines))
 
 
 def _explain_row(folder: Path, row: str | None, base: Path) -> None:
@@ -71,5 +79,6 @@ def _explain_row(folder: Path, row: str | None, base: Path) -> None:
 
     if row is None:
         raise UserError(f"{folder}: a results folder needs a row beside it: qdq explain {folder} ROW (see qdq report)")
+    importable(base)
     with Terminal() as terminal:
         typer.echo("\n".join(explain_into(folder, row, base=base, observer=terminal)))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from harness import registry
 from harness.errors import UserError
+from harness.explain.cost import Accountant
 from harness.explain.fates import fates_of, layers_of
 from harness.explain.parts import Bench, Timed, minimal_points, quantized, without
 from harness.graph.patterns import find_patterns
@@ -27,6 +28,7 @@ from harness.run.compose import Cell, compose
 from harness.run.config import Confirmation, Experiment, Use, load_experiment
 from harness.run.observe import Observer
 from harness.run.plan import plan
+from harness.run.scoring import Scoring, scoring_of
 from search.space import Placement
 
 __all__ = ["explain_row"]
@@ -55,6 +57,8 @@ def explain_row(folder: Path, where: str, *, base: Path, observer: Observer) -> 
     row = cell_results.rows.get(str(line["row"]))
     if row is None or not row.choices or not any(row.choices):
         raise UserError(f"{where}: this row has no placement of ours ({line['method']}): explain another one")
+    if not row.timed:
+        raise UserError(f"{where}: this device only emulates {line['precision']}, so no part of it has a speed")
     experiment = load_experiment(folder / "experiment.yaml")
     spec = next((spec for spec in plan(experiment) if spec.name == cell_results.name), None)
     if spec is None:
@@ -64,7 +68,11 @@ def explain_row(folder: Path, where: str, *, base: Path, observer: Observer) -> 
         cell = compose(bare, spec, base, Path(work), observer)
         _refuse_another(cell, cell_results)
         asked = _Asked(
-            experiment=experiment, cell=cell, results=cell_results, whole=Placement(row.choices), observer=observer
+            experiment=experiment,
+            cell=cell.at({MAIN: _backend(spec.backend, cell_results)}),
+            scoring=scoring_of(experiment.objective, spec.model, cell.model, base, cell.work),
+            whole=Placement(row.choices),
+            observer=observer,
         )
         found = asked.explain(row.id, row.sha256, str(line["method"]))
     return found, cell_results.folder
@@ -83,30 +91,38 @@ def _refuse_another(cell: Cell, results: CellResults) -> None:
             )
 
 
+def _backend(use: Use, results: CellResults) -> Use:
+    """The backend at the float precision that the row was compared at."""
+    facts = registry.create("benchmarker", use.use, use.params).describe()
+    strongest = str(results.facts["backend"].get("float_precision"))
+    pinned: Mapping[str, Any] = facts.get("float_params", {}).get(strongest, {})
+    return use.model_copy(update={"params": {**use.params, **pinned}})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """One row while it is being explained."""
+    """One row while it is being explained; the cell has its backend."""
 
     experiment: Experiment
     cell: Cell
-    results: CellResults
+    scoring: Scoring
     whole: Placement
     observer: Observer
 
     def explain(self, row: str, sha256: str, method: str) -> Explanation:
         """Measure everything."""
-        backend, bench = self._backend(), self._bench()
+        bench = self._bench()
         space, whole = self.cell.space, self.whole
         flat = bench.time({"float": space.float_placement()}, "against float")["float"]
-        patterns = self._patterns(bench)
+        patterns, drop = self._patterns(bench)
         points = self._points(bench, patterns)
         speedup = flat.ratio or Interval(value=1.0, low=1.0, high=1.0)
         fast = speedup.low > 1 + bench.tolerance
         minimal = self._minimal(bench, patterns, points) if fast else None
-        resolved = space.resolve(whole)
         before, after = (
-            self._layers(backend, placement, name) for name, placement in (("b", space.float_placement()), ("a", whole))
+            self._layers(placement, name) for name, placement in (("b", space.float_placement()), ("a", whole))
         )
+        resolved = self.cell.in_file(space.resolve(whole))
         return Explanation(
             row=row,
             sha256=sha256,
@@ -119,24 +135,23 @@ class _Asked:
             minimal=minimal,
             before=before,
             after=after,
-            fates=tuple(fates_of(resolved, self.cell.model, after)),
+            fates=tuple(fates_of(resolved, self.cell.cast or self.cell.model, after)),
+            latency_ms=bench.whole_ms,
+            metric=self.scoring.metric,
+            drop=drop,
         )
 
-    def _backend(self) -> Use:
-        """The backend at the float precision that the row was compared at."""
-        use = self.cell.spec.backend
-        facts = registry.create("benchmarker", use.use, use.params).describe()
-        strongest = str(self.results.facts["backend"].get("float_precision"))
-        pinned: Mapping[str, Any] = facts.get("float_params", {}).get(strongest, {})
-        return use.model_copy(update={"params": {**use.params, **pinned}})
+    def _worker(self) -> WorkerSpec:
+        return WorkerSpec(
+            benchmarkers=self.cell.benchmarkers, workdir=self.cell.work, evaluators=self.scoring.evaluators
+        )
 
     def _bench(self) -> Bench:
-        worker = WorkerSpec(benchmarkers={MAIN: self._backend()}, workdir=self.cell.work)
         return Bench(
             space=self.cell.space,
             whole=self.whole,
             candidate=self.cell.candidate,
-            open_engines=lambda: open_engines(worker, self.experiment.limits),
+            open_engines=lambda: open_engines(self._worker(), self.experiment.limits),
             plan=TURNS,
             observer=self.observer,
         )
@@ -144,8 +159,8 @@ class _Asked:
     def _pairs(self, placement: Placement) -> int:
         return self.cell.inserter.pairs(self.cell.space.resolve(placement))
 
-    def _patterns(self, bench: Bench) -> tuple[Effect, ...]:
-        """Each pattern left out, and each alone."""
+    def _patterns(self, bench: Bench) -> tuple[tuple[Effect, ...], Interval | None]:
+        """Each pattern left out, and each alone; and the row's own drop of accuracy against the float model."""
         space, whole = self.cell.space, self.whole
         chosen = set(quantized(whole))
         parts = {group: [i for i in indices if i in chosen] for group, indices in space.groups.items()}
@@ -154,12 +169,31 @@ class _Asked:
         alone = {group: without(whole, list(chosen - set(indices))) for group, indices in parts.items()}
         timed = bench.time(rest, "patterns left out")
         single = bench.time({**alone, "": space.float_placement()}, "patterns alone")
+        drops = self._drops({**rest, "": space.float_placement()})
         operators = self._operators()
-        effects = [
-            self._effect(group, group, timed[group], rest[group], operators, _over(single[""], single[group]))
+        effects = (
+            replace(
+                self._effect(group, group, timed[group], rest[group], operators),
+                alone=_over(single[""], single[group]),
+                drop=drops.get(group),
+            )
             for group in parts
-        ]
-        return _sorted(effects)
+        )
+        return _sorted(effects), drops.get("")
+
+    def _drops(self, others: Mapping[str, Placement]) -> Mapping[str, Interval]:
+        """Loss of accuracy of the row against each of the others; none where nothing is scored."""
+        if self.scoring.metric is None:
+            return {}
+        with open_engines(self._worker(), self.experiment.limits) as engines:
+            accountant = Accountant(
+                cell=self.cell,
+                engines=engines,
+                observer=self.observer,
+                metric=self.scoring.metric,
+                higher_is_better=self.scoring.higher_is_better,
+            )
+            return accountant.drops(self.whole, others)
 
     def _points(self, bench: Bench, patterns: Sequence[Effect]) -> tuple[Effect, ...]:
         """Each point left out, of the patterns whose loss is beyond the noise."""
@@ -173,22 +207,13 @@ class _Asked:
             for i, placement in rest.items()
         )
 
-    def _effect(
-        self,
-        part: str,
-        pattern: str,
-        timed: Timed,
-        rest: Placement,
-        operators: Mapping[str, str],
-        alone: Interval | None = None,
-    ) -> Effect:
+    def _effect(self, part: str, pattern: str, timed: Timed, rest: Placement, operators: Mapping[str, str]) -> Effect:
         return Effect(
             part=part,
             pattern=pattern,
             operators=operators.get(pattern.partition(".")[0], ""),
             pairs=self._pairs(self.whole) - self._pairs(rest),
             ratio=timed.ratio,
-            alone=alone,
             reason=timed.reason,
         )
 
@@ -213,7 +238,8 @@ class _Asked:
         names = tuple(dimensions[index].name for index in quantized(placement))
         return Kept(points=names, pairs=self._pairs(placement), ratio=ratio, speedup=speedup, tests=tests)
 
-    def _layers(self, backend: Use, placement: Placement, name: str) -> tuple[Any, ...]:
+    def _layers(self, placement: Placement, name: str) -> tuple[Any, ...]:
+        backend = self.cell.benchmarkers[MAIN]
         found = layers_of(backend, self.cell.candidate(placement), self.cell.work / f"layers-{name}")
         if isinstance(found, Failed):
             logger.warning("no layers: %s: %s", found.stage, found.reason)
@@ -221,7 +247,7 @@ class _Asked:
         return found
 
 
-def _sorted(effects: Sequence[Effect] | Any) -> tuple[Effect, ...]:
+def _sorted(effects: Iterable[Effect]) -> tuple[Effect, ...]:
     """The most valuable first; those without a figure last."""
     return tuple(sorted(effects, key=lambda e: (e.ratio is None, -(e.ratio.value if e.ratio is not None else 0.0))))
 

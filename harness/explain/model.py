@@ -54,7 +54,7 @@ def explain_model(use: str, backend: Use, runs: int = RUNS) -> Explanation:
         if not hasattr(made, "layers"):
             raise UserError(f"backend {backend.use!r} does not tell what became of a model: it has no layers()")
         try:
-            return _explain(made, path, Path(work), runs)
+            return _explain(made, getattr(made, "dialect", backend.use), path, Path(work), runs)
         except CandidateError as error:
             raise UserError(f"{use} on {backend.use}: {error}") from error
 
@@ -66,7 +66,7 @@ def compare(before: Explanation, after: Explanation) -> tuple[Change, ...]:
     return tuple(Change(name=name, before=old, after=new) for name, old, new in pairs if old != new)
 
 
-def _explain(made: Any, path: Path, work: Path, runs: int) -> Explanation:
+def _explain(made: Any, dialect_name: str, path: Path, work: Path, runs: int) -> Explanation:
     benchmarker: Benchmarker = made
     candidate = Candidate(digest=file_digest(path)[:16], edges=(), source=lambda: path)
     artifact: Artifact = benchmarker.build(candidate, work)
@@ -74,7 +74,7 @@ def _explain(made: Any, path: Path, work: Path, runs: int) -> Explanation:
         readings = probe.sample(runs)
         layers = made.layers(artifact)
     facts: Mapping[str, Any] = benchmarker.describe()
-    dialect: Any = registry.load("dialect", getattr(made, "dialect", facts["name"]))
+    dialect: Any = registry.load("dialect", dialect_name)
     return explain_layers(
         layers,
         read_asked(path),

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from harness.api import Candidate
-from harness.measure.confirm import Row, Summary, confirm, summarise
+from harness.measure.confirm import TWIN, Row, Summary, confirm, summarise
 from harness.measure.engines import Engines
-from harness.measure.stats import CLAIM_FLOOR, Interval
+from harness.measure.events import Readings
+from harness.measure.stats import CLAIM_FLOOR, Interval, floor_from
 from harness.run.config import Confirmation
 from harness.run.observe import Observer
 from search.space import Placement, Space
@@ -48,7 +49,8 @@ class Bench:
         whole: The placement that is explained.
         candidate: Makes the candidate of a placement.
         open_engines: Gives fresh engines.
-        floor: Largest gain that the whole placement had over itself so far.
+        aa: What the whole placement gained over itself in each worker so far.
+        whole_ms: Latency of the whole placement, by the readings that came first; None before.
     """
 
     space: Space
@@ -57,12 +59,13 @@ class Bench:
     open_engines: Callable[[], AbstractContextManager[Engines]]
     plan: Confirmation
     observer: Observer
-    floor: float = 0.0
+    aa: list[float] = field(default_factory=list)
+    whole_ms: float | None = None
 
     @property
     def tolerance(self) -> float:
         """Smaller losses of speed are none."""
-        return max(CLAIM_FLOOR, self.floor)
+        return max(CLAIM_FLOOR, floor_from(self.aa))
 
     def time(self, placements: Mapping[str, Placement], title: str) -> dict[str, Timed]:
         """Each placement against the whole one; those that build the same graph are timed once."""
@@ -90,7 +93,10 @@ class Bench:
                 if event.row in placements:
                     step.advance()
         summary = summarise(events, baseline=WHOLE)
-        self.floor = max(self.floor, summary.floor)
+        own, twins = Readings(events).paired(TWIN, WHOLE)
+        self.aa += [float(np.median(np.divide(one, two))) for one, two in zip(own, twins, strict=True)]
+        if self.whole_ms is None and WHOLE in summary.rows:
+            self.whole_ms = summary.rows[WHOLE].latency_ms.value
         return summary
 
 

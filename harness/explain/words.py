@@ -1,4 +1,4 @@
-"""An explanation in words, for the terminal and for a Markdown file beside its data."""
+"""An explanation in words and pictures, for the terminal and beside its data."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import pandas as pd
 
 from harness.explain.attribution import explain_row
 from harness.measure.stats import Interval
+from harness.report.drawing import draw_explained
 from harness.report.explained import Effect, Explanation, Fate, write_explanation
 from harness.report.layers import waterfall_frame
-from harness.report.tables import Table, interval, markdown
+from harness.report.naming import metric_name, shown_drop
+from harness.report.tables import MISSING, Table, interval, markdown, markdown_text
+from harness.run.journal import writing
 from harness.run.observe import Observer
+from harness.run.rows import write_text
 
 __all__ = ["explain_into", "explanation_lines"]
 
@@ -22,7 +26,7 @@ SHOWN = 15
 
 
 def explain_into(folder: Path, where: str, *, base: Path, observer: Observer) -> list[str]:
-    """Explain a row, keep what was measured in the cell's folder for the report, and say it in words.
+    """Explain a row, keep it in the cell's folder as data and as Markdown, draw it, and say it in words.
 
     Args:
         folder: Results folder.
@@ -34,20 +38,28 @@ def explain_into(folder: Path, where: str, *, base: Path, observer: Observer) ->
     """
     found, cell = explain_row(folder, where, base=base, observer=observer)
     path = write_explanation(found, cell)
-    return [*explanation_lines(found), "", f"{path}; pictures: qdq report {folder}"]
+    lines = list(explanation_lines(found))
+    write_text(path.with_suffix(".md"), "\n".join([*lines, ""]))
+    with writing(folder / "report"):
+        drawn = list(draw_explained(cell.name, found, folder / "report"))
+    pictures = ", ".join(str(picture.path) for picture in drawn)
+    shown = f"pictures: {pictures}; qdq report {folder} puts them on the page" if drawn else "there is nothing to draw"
+    return [*lines, "", f"Kept in {path}; {shown}."]
 
 
 def explanation_lines(found: Explanation) -> Iterator[str]:
     """The explanation as Markdown."""
     yield f"# {found.method} ({found.row})"
     yield f"{_times(found.speedup)} times the speed of the float model, with {found.pairs} Q/DQ pairs."
-    yield f"Differences below {found.floor:.1%} are noise on this machine."
+    if found.drop is not None:
+        yield f"{metric_name(found.metric)} lost against the float model: {shown_drop(found.drop, found.metric)}."
+    yield f"Differences below {found.floor:.1%} of the time are noise on this machine."
     yield ""
     yield "## What each pattern gives"
-    yield from _effects(found.patterns, found.floor, "pattern")
+    yield from _effects(found.patterns, found, "pattern")
     yield ""
     yield "## Insertion points, one left out at a time"
-    yield from _effects(found.points, found.floor, "point")
+    yield from _effects(found.points, found, "point")
     yield ""
     yield "## The fewest pairs that keep the gain"
     yield from _minimal(found)
@@ -64,21 +76,30 @@ def _times(ratio: Interval) -> str:
     return interval(ratio.value, ratio.low, ratio.high)
 
 
-def _effects(effects: Sequence[Effect], floor: float, kind: str) -> Iterator[str]:
+def _effects(effects: Sequence[Effect], found: Explanation, kind: str) -> Iterator[str]:
     if not effects:
         yield "None that is beyond the noise."
         return
-    lines = []
-    for effect in effects[:SHOWN]:
-        line = {kind: effect.part, "operators": effect.operators[:50], "pairs": str(effect.pairs)}
-        line |= {"without it": _loss(effect.ratio, effect.reason), "alone": _alone(effect.alone)}
-        lines.append({**line, "verdict": _verdict(effect.ratio, floor)})
-    cells = pd.DataFrame(lines)
-    yield markdown(
-        Table(name="", cells=cells if kind == "pattern" else cells.drop(columns="alone"), raw=cells, note="")
-    )
+    cells = pd.DataFrame([_effect(effect, found, kind) for effect in effects[:SHOWN]])
+    empty = [column for column in cells if set(cells[column]) == {MISSING}]
+    cells = cells.drop(columns=empty)
+    yield markdown(Table(name="", cells=cells, raw=cells, note=""))
     if len(effects) > SHOWN:
         yield f"... and {len(effects) - SHOWN} more in the file."
+
+
+def _effect(effect: Effect, found: Explanation, kind: str) -> dict[str, str]:
+    gained = None if found.latency_ms is None else effect.gained_us(found.latency_ms)
+    return {
+        kind: effect.part,
+        "operators": effect.operators[:50],
+        "pairs": str(effect.pairs),
+        "without it": _loss(effect.ratio, effect.reason),
+        "gives": MISSING if gained is None else f"{gained.value:+.0f} µs",
+        f"costs {metric_name(found.metric)}": MISSING if effect.drop is None else shown_drop(effect.drop, found.metric),
+        "alone": MISSING if effect.alone is None else f"{effect.alone.value:.2f}x",
+        "verdict": _verdict(effect.ratio, found.floor),
+    }
 
 
 def _loss(ratio: Interval | None, reason: str) -> str:
@@ -87,10 +108,6 @@ def _loss(ratio: Interval | None, reason: str) -> str:
         return reason or "not measured"
     value, low, high = (100 * (x - 1) for x in (ratio.value, ratio.low, ratio.high))
     return f"{value:+.1f} % [{low:+.1f}, {high:+.1f}]"
-
-
-def _alone(speedup: Interval | None) -> str:
-    return "-" if speedup is None else f"{speedup.value:.2f}x"
 
 
 def _verdict(ratio: Interval | None, floor: float) -> str:
@@ -123,7 +140,8 @@ def _fates(fates: Sequence[Fate]) -> Iterator[str]:
         f"alone (the consumer computes in float), {counts['unknown']} are not told."
     )
     alone = [fate for fate in fates if fate.fate == "alone"]
-    yield from (f"- alone: {f.tensor} at input {f.slot} of {f.consumer}: {f.layer}" for f in alone[:SHOWN])
+    for fate in alone[:SHOWN]:
+        yield markdown_text(f"- alone: {fate.tensor} at input {fate.slot} of {fate.consumer}: {fate.layer}")
     if len(alone) > SHOWN:
         yield f"... and {len(alone) - SHOWN} more in the file."
 

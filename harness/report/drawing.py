@@ -13,7 +13,7 @@ from harness.report import plots, plots_layers, plots_study
 from harness.report.explained import Explanation, read_explanations
 from harness.report.frames import main_frame
 from harness.report.layers import waterfall_frame
-from harness.report.naming import METRICS, labels_of
+from harness.report.naming import labels_of, metric_name
 from harness.report.points import bounded, tried_frame
 from harness.report.results import CellResults, Results
 from harness.report.samples import sample_frame
@@ -22,7 +22,7 @@ from harness.report.study import ranks
 from harness.report.transfer import transfer_frame
 from harness.report.volumes import volume_frame
 
-__all__ = ["Picture", "draw", "explanations_of"]
+__all__ = ["Picture", "draw", "draw_explained", "explanations_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ def draw(results: Results, out: Path) -> list[Picture]:
         _draw_searches(cell, marks, out)
         _draw_confirmed(cell, main[main["cell"] == cell.name], samples[samples["cell"] == cell.name], out)
         for found in explanations_of(cell):
-            pictures += _draw_explained(cell, found, out)
+            pictures += draw_explained(cell.name, found, out)
     return pictures
 
 
@@ -92,21 +92,33 @@ def _draw_confirmed(cell: CellResults, main: pd.DataFrame, samples: pd.DataFrame
         plots.latencies(rows, cell.floor, cell.name, out / f"latency-{cell.name}")
     points = bounded(main)
     if len(points) and cell.metric is not None:
-        words = {"title": cell.name, "metric": METRICS.get(cell.metric, (cell.metric, 4, ""))[0]}
+        words = {"title": cell.name, "metric": metric_name(cell.metric)}
         path = out / f"pareto-{cell.name}"
         points = points.assign(label=points["row"].map(labels))
         plots.pareto(points, tried_frame(cell), words, path, higher=cell.higher_is_better)
 
 
-def _draw_explained(cell: CellResults, found: Explanation, out: Path) -> Iterator[Picture]:
-    name, about = f"{cell.name}-{_file(found.row)}", f"{cell.name}: {found.method}"
+def draw_explained(cell: str, found: Explanation, out: Path) -> Iterator[Picture]:
+    """What is known of a row, as pictures.
+
+    Args:
+        cell: Name of its cell.
+        found: The explanation.
+        out: Folder.
+    """
+    name, about = f"{cell}-{_file(found.row)}", f"{cell}: {found.method}"
     parts = waterfall_frame(found.before, found.after)
     if len(parts):
         plots_layers.waterfall(parts, about, out / f"waterfall-{name}")
-        yield Picture(title=f"Latency by layer, {found.method}", cell=cell.name, path=out / f"waterfall-{name}.svg")
+        yield Picture(title=f"Latency by layer, {found.method}", cell=cell, path=out / f"waterfall-{name}.svg")
     if any(effect.ratio is not None for effect in found.patterns):
         plots_layers.sensitivity(found.patterns, found.floor, about, out / f"sensitivity-{name}")
-        yield Picture(title=f"Patterns of {found.method}", cell=cell.name, path=out / f"sensitivity-{name}.svg")
+        yield Picture(title=f"Patterns of {found.method}", cell=cell, path=out / f"sensitivity-{name}.svg")
+    if any(effect.ratio is not None and effect.drop is not None for effect in found.patterns):
+        metric = metric_name(found.metric)
+        plots_layers.price(found, metric, about, out / f"price-{name}")
+        title = f"What patterns of {found.method} give, and cost in {metric}"
+        yield Picture(title=title, cell=cell, path=out / f"price-{name}.svg")
 
 
 def _file(name: str) -> str:

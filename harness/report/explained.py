@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -40,6 +41,8 @@ class Effect:
         ratio: Latency without the part over latency of the whole placement; above 1 the part makes it faster.
         alone: Latency of the float model over latency with the part alone; None where that was not measured.
         reason: Why there is no ratio; "" where there is one.
+        drop: What the part costs in accuracy: loss of the whole placement against the placement without the part, in
+            the metric's unit; limits are NaN where they are not known. None where it was not measured.
     """
 
     part: str
@@ -49,6 +52,14 @@ class Effect:
     ratio: Interval | None = None
     alone: Interval | None = None
     reason: str = ""
+    drop: Interval | None = None
+
+    def gained_us(self, latency_ms: float) -> Interval | None:
+        """Microseconds that the part takes off an inference of the whole placement, which lasts so long."""
+        if self.ratio is None:
+            return None
+        low, value, high = (1000 * latency_ms * (x - 1) for x in (self.ratio.low, self.ratio.value, self.ratio.high))
+        return Interval(value=value, low=low, high=high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +114,9 @@ class Explanation:
         before: Layers of the float engine with their times; empty where the runtime does not tell.
         after: Layers of the row's engine.
         fates: One a quantized edge.
+        latency_ms: Of the row, measured here; None in files of before.
+        metric: What the drops are of; None where nothing was scored.
+        drop: Loss of accuracy of the row against the float model, as in `Effect`.
     """
 
     row: str
@@ -117,6 +131,9 @@ class Explanation:
     before: tuple[Layer, ...] = ()
     after: tuple[Layer, ...] = ()
     fates: tuple[Fate, ...] = ()
+    latency_ms: float | None = None
+    metric: str | None = None
+    drop: Interval | None = None
 
 
 def _file(cell: Path, row: str) -> Path:
@@ -131,8 +148,17 @@ def write_explanation(found: Explanation, cell: Path) -> Path:
         UserError: It cannot be written.
     """
     path = _file(cell, found.row)
-    write_json(path, {"schema": SCHEMA, **asdict(found)})
+    write_json(path, {"schema": SCHEMA, **_finite(asdict(found))})
     return path
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_explanations(cell: Path, rows: Mapping[str, str]) -> Iterator[Explanation]:
@@ -170,19 +196,24 @@ def read_explanation(path: Path) -> Explanation:
 
 def _explanation(body: dict[str, Any]) -> Explanation:
     minimal = body["minimal"]
-    body["speedup"] = Interval(**body["speedup"])
+    body["speedup"], body["drop"] = _interval(body["speedup"]), _interval(body.get("drop"))
     body["patterns"], body["points"] = (tuple(map(_effect, body[key])) for key in ("patterns", "points"))
     body["before"], body["after"] = (tuple(map(_layer, body[key])) for key in ("before", "after"))
     body["fates"] = tuple(Fate(**fate) for fate in body["fates"])
     if minimal is not None:
-        intervals = {key: Interval(**minimal[key]) for key in ("ratio", "speedup")}
+        intervals = {key: _interval(minimal[key]) for key in ("ratio", "speedup")}
         body["minimal"] = Kept(**{**minimal, **intervals, "points": tuple(minimal["points"])})
     return Explanation(**body)
 
 
 def _effect(body: dict[str, Any]) -> Effect:
-    known = {key: None if body[key] is None else Interval(**body[key]) for key in ("ratio", "alone")}
-    return Effect(**{**body, **known})
+    return Effect(**{**body, **{key: _interval(body.get(key)) for key in ("ratio", "alone", "drop")}})
+
+
+def _interval(body: dict[str, float | None] | None) -> Interval | None:
+    if body is None:
+        return None
+    return Interval(**{key: math.nan if value is None else value for key, value in body.items()})
 
 
 def _layer(body: dict[str, Any]) -> Layer:

@@ -49,10 +49,11 @@ def main_frame(results: Results) -> pd.DataFrame:
 
 
 def precision_frame(results: Results) -> pd.DataFrame:
-    """The main rows that have an accuracy, and those of models that were quantized to several precisions."""
+    """The main rows of cells that have an accuracy, and of models that were quantized to several precisions."""
     main = main_frame(results)
+    scored = main.groupby("cell")["score"].transform("count") > 0
     several = main.groupby(["model", "backend"])["quantized"].transform("nunique") > 1
-    return main[main["score"].notna() | several].reset_index(drop=True)
+    return main[scored | several].reset_index(drop=True)
 
 
 def _main_lines(cell: CellResults, results: Results) -> list[dict[str, Any]]:
@@ -130,8 +131,10 @@ def _missing(facts: dict[str, Any], method: str) -> dict[str, Any]:
 
 
 def _obeys(cell: CellResults, line: Mapping[str, Any]) -> bool:
-    """The bound on accuracy, where there is one, was looked at and holds."""
+    """It could be scored where it was tried, and the bound on accuracy, where there is one, was looked at and holds."""
     goal = cell.goal
+    if "failed" in cell.scores.get(line["row"], {}):
+        return False
     return goal.metric is None or (line["drop"] is not None and goal.excess(line["drop"]) == 0.0)
 
 
@@ -143,10 +146,20 @@ def _decision(cell: CellResults, line: Mapping[str, Any]) -> str:
     if verdict not in ("faster", "tie", "slower"):
         return f"not shipped: {verdict}" if verdict != MISSING else MISSING
     if not _obeys(cell, line):
-        return "not shipped: accuracy" if line["score"] is not None else "not shipped: no accuracy"
+        return "not shipped: accuracy" if line["score"] is not None else f"not shipped: {_unscored(cell, line)}"
     if verdict != "faster":
         return "tie: use float" if verdict == "tie" and line["method"] != FLOAT_ROW else f"not shipped: {verdict}"
     return "ship: fastest" if line["best"] else "ship"
+
+
+def _unscored(cell: CellResults, line: Mapping[str, Any]) -> str:
+    """Why a row has no accuracy: outputs that are not finite, as a rule."""
+    reason = cell.scores.get(line["row"], {}).get("reason")
+    return "not scored" if reason is None else f"not scored ({_short(str(reason))})"
+
+
+def _short(reason: str) -> str:
+    return textwrap.shorten(reason, REASON_WIDTH, placeholder=" ...")
 
 
 def _line(cell: CellResults, pick: Pick) -> dict[str, Any]:
@@ -229,7 +242,7 @@ def _verdict(cell: CellResults, pick: Pick) -> tuple[str, str]:
     """Verdict for the table, and the whole reason where there is none."""
     summary, failed = cell.summaries.get(pick.row), cell.failed.get(pick.row)
     if pick.reason:
-        return textwrap.shorten(pick.reason, REASON_WIDTH, placeholder=" ..."), pick.reason
+        return _short(pick.reason), pick.reason
     if summary is not None:
         return ("baseline" if pick.row == FLOAT_ROW and pick.kind == "float" else summary.verdict), ""
     return ("not confirmed", "") if failed is None else (f"failed: {failed.stage}", failed.reason)

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import math
+
 import pandas as pd
 
+from harness.measure.stats import Interval
 from harness.report.results import CellResults
 from harness.run.rows import FLOAT_ROW
 
-__all__ = ["METRICS", "labels_of"]
+__all__ = ["METRICS", "labels_of", "metric_name", "shown_drop"]
 
 METRICS = {"map": ("mAP", 4, ""), "top1": ("top-1", 4, ""), "sqnr_db": ("SQNR", 1, " dB")}
 """How a metric is shown: name, digits, unit. Others are shown under their own name with four digits."""
+
+
+def metric_name(metric: str | None) -> str:
+    """What people call a metric."""
+    return "accuracy" if metric is None else METRICS.get(metric, (metric,))[0]
+
+
+def shown_drop(drop: Interval, metric: str | None) -> str:
+    """A loss of a metric with its interval, where the limits are known."""
+    digits, unit = METRICS.get(metric or "", ("", 4, ""))[1:]
+    if math.isnan(drop.low) or math.isnan(drop.high):
+        return f"{drop.value:+.{digits}f}{unit}"
+    return f"{drop.value:+.{digits}f} [{drop.low:+.{digits}f}, {drop.high:+.{digits}f}]{unit}"
 
 
 def labels_of(cell: CellResults, main: pd.DataFrame) -> dict[str, str]:

@@ -17,7 +17,7 @@ from harness.report.document import document
 from harness.report.drawing import Picture, explanations_of
 from harness.report.explained import Effect
 from harness.report.frames import main_frame
-from harness.report.naming import METRICS, labels_of
+from harness.report.naming import METRICS, labels_of, metric_name, shown_drop
 from harness.report.notes import partial
 from harness.report.plots import COLOURS
 from harness.report.results import CellResults, Results
@@ -29,7 +29,7 @@ __all__ = ["index"]
 
 WORDS = frozenset({
     "model", "device", "precision", "method", "verdict", "decision", "cell", "searcher", "placement", "first", "second",
-    "reference", "variant", "parameters", "on", "in",
+    "reference", "variant", "parameters", "on", "in", "row",
 })  # fmt: skip
 """Columns that are sorted as text; all others by their first number."""
 KINDS = ("faster", "tie", "slower", "missing", "without a figure")
@@ -92,18 +92,19 @@ def _effects(cell: CellResults) -> dict[str, dict[str, dict[str, str]]]:
     """By row what each pattern and each insertion point is worth, in words, where that was measured."""
     return {
         found.row: {
-            "patterns": {effect.pattern: _worth(effect) for effect in found.patterns},
-            "points": {effect.part: _worth(effect) for effect in found.points},
+            "patterns": {effect.pattern: _worth(effect, found.metric) for effect in found.patterns},
+            "points": {effect.part: _worth(effect, found.metric) for effect in found.points},
         }
         for found in explanations_of(cell)
     }
 
 
-def _worth(effect: Effect) -> str:
+def _worth(effect: Effect, metric: str | None) -> str:
     if effect.ratio is None:
         return f"not measured: {effect.reason}"
     without = Interval(**{k: 100 * (getattr(effect.ratio, k) - 1) for k in ("value", "low", "high")})
-    return f"without it {without.value:+.1f} % [{without.low:+.1f}, {without.high:+.1f}] time"
+    time = f"without it {without.value:+.1f} % [{without.low:+.1f}, {without.high:+.1f}] time"
+    return time if effect.drop is None else f"{time}; it costs {metric_name(metric)} {shown_drop(effect.drop, metric)}"
 
 
 def _verdict(cell: CellResults, lines: pd.DataFrame) -> dict[str, Any]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
-from harness.report.explained import Effect
+from harness.measure.stats import Interval
+from harness.report.explained import Effect, Explanation
 from harness.report.plots import COLOURS, drawn, name_lines
 
-__all__ = ["sensitivity", "waterfall"]
+__all__ = ["price", "sensitivity", "waterfall"]
 
 
 def waterfall(parts: pd.DataFrame, title: str, path: Path) -> None:
@@ -71,3 +73,58 @@ def sensitivity(effects: Sequence[Effect], floor: float, title: str, path: Path)
 
 def _label(effect: Effect) -> str:
     return name_lines(f"{effect.part[:8]} {effect.operators[:40]} ({effect.pairs} pairs)", 40)
+
+
+def price(found: Explanation, metric: str, title: str, path: Path) -> None:
+    """A dot a pattern: the accuracy that it costs against the microseconds that it gives, with their intervals.
+
+    Numbers are those of the list below, the largest gain first; patterns that are within the noise both ways are grey
+    and have none.
+
+    Args:
+        found: With a latency, and patterns that have a drop.
+        metric: What it is called.
+        title: Shown above the axes.
+        path: Where to write, without suffix.
+    """
+    dots = list(_dots(found))
+    clear = [effect for effect, _, drop in dots if _clear(effect, drop, found.floor)]
+    with drawn(path, height=4.0 + 0.16 * len(clear)) as axes:
+        floor_us = 1000 * (found.latency_ms or 0.0) * found.floor
+        axes.axvspan(-floor_us, floor_us, color="0.9")
+        axes.axhline(0, color="0.5", linewidth=0.8)
+        for effect, gained, drop in dots:
+            known = np.isfinite([drop.low, drop.high]).all()
+            axes.errorbar(
+                [gained.value], [drop.value], xerr=[[gained.value - gained.low], [gained.high - gained.value]],
+                yerr=[[drop.value - drop.low], [drop.high - drop.value]] if known else None, fmt="o", ms=5,
+                elinewidth=0.8, color=COLOURS[0] if effect in clear else "0.7", zorder=3 if effect in clear else 2,
+            )  # fmt: skip
+            if effect in clear:
+                place = (gained.value, drop.value)
+                number = str(clear.index(effect) + 1)
+                axes.annotate(number, place, xytext=(5, 4), textcoords="offset points", fontsize=8)
+        listed = [f"{number}  {_line(effect)}" for number, effect in enumerate(clear, 1)]
+        told = ["microseconds that the pattern gives, 95 % interval; grey: within the noise", *listed]
+        axes.set_xlabel("\n".join(told), fontsize=8, loc="left")
+        axes.set_ylabel(f"{metric} that it costs")
+        axes.set_title(title)
+
+
+def _dots(found: Explanation) -> Iterator[tuple[Effect, Interval, Interval]]:
+    for effect in found.patterns:
+        gained = None if found.latency_ms is None else effect.gained_us(found.latency_ms)
+        if gained is not None and effect.drop is not None:
+            yield effect, gained, effect.drop
+
+
+def _clear(effect: Effect, drop: Interval, floor: float) -> bool:
+    """Whether the pattern does something beyond the noise: to the time, or to the accuracy."""
+    ratio = effect.ratio
+    timed = ratio is not None and (ratio.low > 1 + floor or ratio.high < 1 / (1 + floor))
+    return timed or drop.low > 0 or drop.high < 0
+
+
+def _line(effect: Effect) -> str:
+    text = f"{effect.part[:8]} {effect.operators} ({effect.pairs} pairs)"
+    return text if len(text) <= 90 else f"{text[:89]}…"

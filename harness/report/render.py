@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from harness.report.decision import decision_frame
 from harness.report.drawing import draw
 from harness.report.frames import finalist_frame, main_frame, precision_frame
 from harness.report.notes import partial
@@ -39,6 +40,7 @@ class Frames:
         main: One row a method; see `harness.report.frames.main_frame`.
         finalists: Everything that went to the confirmation.
         precision: The rows with an accuracy or of several precisions, with a decision.
+        decision: Float, PTQ tools, everything quantized, and the best found; see `harness.report.decision`.
         budget: Confirmed speedup by searcher and budget.
         targets: Evaluations and minutes to a share of the best gain.
         cost: Where the searches spent their time.
@@ -56,6 +58,7 @@ class Frames:
     main: pd.DataFrame
     finalists: pd.DataFrame
     precision: pd.DataFrame
+    decision: pd.DataFrame
     budget: pd.DataFrame
     targets: pd.DataFrame
     cost: pd.DataFrame
@@ -81,6 +84,7 @@ def load(folder: Path | str) -> Frames:
         main=main_frame(results),
         finalists=finalist_frame(results),
         precision=precision_frame(results),
+        decision=decision_frame(results),
         budget=budget_frame(results),
         targets=target_frame(results),
         cost=cost_frame(results),
@@ -109,12 +113,12 @@ def render(folder: Path) -> str:
     results = load_results(folder)
     out = folder / "report"
     with writing(out):
-        tables = write_tables(results, out)
-        pictures = draw(results, out)
         graphs = {cell.name: graph for cell in results.cells if (graph := graph_of(cell)) is not None}
         for cell in results.cells:
             if cell.name in graphs:
                 keep_graph(cell, graphs[cell.name])
+        tables = write_tables(results, out)
+        pictures = draw(results, out)
         write_text(out / "index.html", index(results, tables, graphs, pictures))
     return text_of(results, tables)
 

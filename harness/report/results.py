@@ -205,7 +205,7 @@ def _facts(folder: Path) -> Mapping[str, Any]:
     path = folder / "cell.json"
     facts = _read(path, lambda: json.loads(path.read_text(encoding="utf-8")))
     if not isinstance(facts, dict) or facts.get("schema") != SCHEMA:
-        there = facts.get("schema") if isinstance(facts, dict) else None
+        there = facts.get("schema", "unknown") if isinstance(facts, dict) else "unknown"
         raise UserError(
             f"{folder}: written with schema {there}, this version reads schema {SCHEMA}; "
             "render it with the version that wrote it, or run the experiment again into another folder"

@@ -15,6 +15,7 @@ from typing import Any
 from harness import registry
 from harness.errors import UserError
 from harness.graph.dialects import Dialect
+from harness.graph.files import parts
 from harness.graph.importer import import_qdq
 from harness.graph.load import load
 from harness.graph.model import Model
@@ -24,10 +25,10 @@ from harness.graph.space import build_space
 from harness.report.picture import marks_of, scene_of
 from harness.report.results import CellResults
 from harness.run.plan import precisions_of
-from harness.run.rows import FLOAT_ROW, write_text
+from harness.run.rows import FLOAT_ROW, Row, write_text
 from search.space import Dimension
 
-__all__ = ["graph_of", "keep_graph"]
+__all__ = ["graph_of", "keep_graph", "sizes_of"]
 
 FILE = "graph.json"
 SCHEMA = 1
@@ -36,21 +37,33 @@ logger = logging.getLogger(__name__)
 
 
 def graph_of(cell: CellResults) -> dict[str, Any] | None:
-    """The picture of a cell's model (`scene`, see `picture`) and by row id the quantized edges (`marks`).
+    """The picture of a cell's model (`scene`, see `picture`), by row id the quantized edges (`marks`) and the `bytes`.
 
     From the exported files, else from `graph.json`; marks of rows whose file has changed since are left out. None where
     there is neither.
     """
     kept = _kept(cell)
     row = cell.rows.get(FLOAT_ROW)
-    path = None if row is None else cell.folder / "models" / row.file
+    path = None if row is None else _exported(cell, row)
     if path is None or not path.exists():
         return kept
     model = load(path, source=str(cell.facts.get("source", cell.facts["model"])))
     root = discover(model)
     scene = scene_of(model, root, find_patterns(model, root), _dimensions(cell, model))
     same = kept is not None and kept["scene"].get("nodes") == scene["nodes"]
-    return {"scene": scene, "marks": {**(kept["marks"] if kept and same else {}), **_marks(cell, model)}}
+    before = kept if kept is not None and same else {"marks": {}, "bytes": {}}
+    there = {row.id: _exported(cell, row) for row in cell.rows.values() if _exported(cell, row).exists()}
+    return {
+        "scene": scene,
+        "marks": {**before["marks"], **_marks(cell, model)},
+        "bytes": {**before["bytes"], **{row: _size(file) for row, file in there.items()}},
+    }
+
+
+def sizes_of(cell: CellResults) -> Mapping[str, int]:
+    """Bytes of the exported file by row id, as `keep_graph` wrote them down; empty before."""
+    kept = _kept(cell)
+    return {} if kept is None else kept["bytes"]
 
 
 def keep_graph(cell: CellResults, graph: Mapping[str, Any]) -> None:
@@ -76,10 +89,20 @@ def _kept(cell: CellResults) -> dict[str, Any] | None:
             return None
         shas = {row: facts.sha256 for row, facts in cell.rows.items()}
         current = [row for row in body["marks"] if row in shas and body["rows"][row] == shas[row]]
-        return {"scene": dict(body["scene"]), "marks": {row: body["marks"][row] for row in current}}
+        sizes = {row: int(size) for row, size in body.get("bytes", {}).items() if row in current}
+        return {"scene": dict(body["scene"]), "marks": {row: body["marks"][row] for row in current}, "bytes": sizes}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.warning("%s: damaged, so there is no graph: %s", path, error)
         return None
+
+
+def _exported(cell: CellResults, row: Row) -> Path:
+    return cell.folder / "models" / row.file
+
+
+def _size(path: Path) -> int:
+    """Bytes of a model with its external data."""
+    return sum(part.stat().st_size for part in parts(path))
 
 
 def _dimensions(cell: CellResults, model: Model) -> tuple[Dimension, ...]:
@@ -105,7 +128,7 @@ def _dialect(facts: Mapping[str, Any]) -> str:
 def _marks(cell: CellResults, model: Model) -> Mapping[str, list[list[Any]]]:
     found: dict[str, list[list[Any]]] = {}
     for row in cell.rows.values():
-        path: Path = cell.folder / "models" / row.file
+        path = _exported(cell, row)
         if not row.pairs:
             found[row.id] = []
         elif path.exists():

@@ -9,14 +9,16 @@ from typing import Any
 
 import pandas as pd
 
+from harness.measure.stats import Interval
+from harness.report.decision import BEST, decision_frame
 from harness.report.frames import finalist_frame, main_frame, precision_frame
-from harness.report.naming import METRICS
+from harness.report.naming import METRICS, shown_drop
 from harness.report.notes import (
     BUDGET_NOTE,
     COST_NOTE,
+    DECISION_NOTE,
     FINALIST_NOTE,
     PRECISION_NOTE,
-    SIDE_NOTE,
     TARGET_NOTE,
     VARIANCE_NOTE,
     backend_notes,
@@ -41,7 +43,7 @@ def tables_of(results: Results) -> Iterator[Table]:
     found = (
         _marked("main", "Main results", main, _main_row, main_note(results)),
         _marked("precision", "Precision and decision", precision, _precision_row, PRECISION_NOTE),
-        _side_by_side(main),
+        _decision(_told_apart(decision_frame(results))),
         _budgets(budget_frame(results)),
         _targets(target_frame(results)),
         Table(
@@ -61,7 +63,7 @@ def tables_of(results: Results) -> Iterator[Table]:
 
 def _told_apart(main: pd.DataFrame) -> pd.DataFrame:
     """Devices with the backend before them where there are several backends."""
-    several = main["backend"].nunique() > 1
+    several = len(main) > 0 and main["backend"].nunique() > 1
     return main.assign(device=main["backend"] + " on " + main["device"]) if several else main
 
 
@@ -124,34 +126,48 @@ def _score(row: dict[Any, Any]) -> str:
 def _drop(row: dict[Any, Any]) -> str:
     if pd.isna(row["drop"]):
         return MISSING
-    digits, unit = METRICS.get(row["metric"], ("", 4, ""))[1:]
-    if pd.isna(row["drop_low"]) or pd.isna(row["drop_high"]):
-        return f"{row['drop']:+.{digits}f}{unit}"
-    return f"{row['drop']:+.{digits}f} [{row['drop_low']:+.{digits}f}, {row['drop_high']:+.{digits}f}]{unit}"
+    low, high = (math.nan if pd.isna(row[limit]) else row[limit] for limit in ("drop_low", "drop_high"))
+    return shown_drop(Interval(value=row["drop"], low=low, high=high), row["metric"])
 
 
-def _side_by_side(main: pd.DataFrame) -> Table:
-    """Methods by precision: for each precision its latency, speedup, drop and decision."""
-    quantized = main[main["precision"] != "float"]
-    lines = []
-    for (model, _), part in quantized.groupby(["model", "backend"], sort=False):
-        precisions = list(dict.fromkeys(part["quantized"]))
-        for method in dict.fromkeys(part["method"]) if len(precisions) > 1 else ():
-            line = {"model": str(model), "device": str(part["device"].iloc[0]), "method": str(method)}
-            for precision in precisions:
-                found = part[(part["method"] == method) & (part["quantized"] == precision)].to_dict("records")
-                line |= _side(precision, found[0] if found else None)
+def _decision(decisions: pd.DataFrame) -> Table:
+    """One row a model, device and role; several precisions stand beside each other."""
+    several = len(decisions) > 0 and decisions["quantized"].nunique() > 1
+    lines: list[dict[str, str]] = []
+    marks: dict[str, set[tuple[int, str]]] = {"best": set(), "tied": set()}
+    for (model, _), part in decisions.groupby(["model", "backend"], sort=False) if len(decisions) else ():
+        for role, roles in part.groupby("role", sort=False):
+            line = {
+                "model": str(model),
+                "device": str(roles["device"].iloc[0]),
+                "batch": _whole(roles["batch"].iloc[0]),
+            }
+            line["row"] = str(role)
+            for row in roles.to_dict("records"):
+                before = f"{row['quantized']} " if several else ""
+                line |= {f"{before}{head}": text for head, text in _decided(row).items()}
+                for key, places in marks.items():
+                    places |= {(len(lines), f"{before}{head}") for head in (LATENCY, SPEEDUP) if row[key]}
             lines.append(line)
     cells = pd.DataFrame(lines).fillna(MISSING)
-    return Table(name="side_by_side", title="Precisions side by side", cells=cells, raw=cells, note=SIDE_NOTE)
+    cells = cells.drop(columns=[head for head in cells if set(cells[head]) == {MISSING}])
+    bold, underlined = (frozenset(places) for places in marks.values())
+    return Table(
+        name="decision", title="Decision", cells=cells, raw=decisions, note=DECISION_NOTE, bold=bold,
+        underlined=underlined,
+    )  # fmt: skip
 
 
-def _side(precision: str, row: dict[Any, Any] | None) -> dict[str, str]:
-    names = [f"{precision} {what}" for what in (LATENCY, "speedup", "drop", "decision")]
-    if row is None:
-        return dict.fromkeys(names, MISSING)
+def _decided(row: dict[Any, Any]) -> dict[str, str]:
     shown = _main_row(row)
-    return dict(zip(names, (shown[LATENCY], shown[SPEEDUP], shown["drop [CI]"], row["decision"]), strict=True))
+    size = MISSING if pd.isna(row["megabytes"]) else f"{row['megabytes']:.1f}"
+    kept = {head: shown[head] for head in ("precision", LATENCY, SPEEDUP, "mAP or top-1", "drop [CI]", "Q/DQ pairs")}
+    by = f" ({row['method']})" if row["role"] == BEST else ""
+    return {**kept, "file MB": size, "decision": f"{row['decision']}{by}"}
+
+
+def _whole(value: float | None) -> str:
+    return MISSING if pd.isna(value) else f"{value:.0f}"
 
 
 def _budgets(budgets: pd.DataFrame) -> Table:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 
-__all__ = ["MISSING", "Table", "interval", "markdown", "note_markdown", "write_table"]
+__all__ = ["MISSING", "Table", "interval", "markdown", "markdown_text", "note_markdown", "printable", "write_table"]
 
 MISSING = "-"
 LATEX = str.maketrans(
@@ -61,14 +61,24 @@ def interval(value: float | None, low: float | None, high: float | None, digits:
 
 def markdown(table: Table) -> str:
     """A pipe table; names in it can neither add a column nor be read as markup."""
-    return _marked(table, _markdown, {"best": "**{}**", "tied": "<u>{}</u>"}).to_markdown(
+    return _marked(table, markdown_text, {"best": "**{}**", "tied": "<u>{}</u>"}).to_markdown(
         index=False, disable_numparse=True
     )
 
 
+def printable(text: str) -> str:
+    """Text without control characters: a name cannot move the cursor of a terminal."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def markdown_text(text: str) -> str:
+    """Text that Markdown and a terminal show as it stands: no markup, no control characters."""
+    return re.sub(r"[\\|<*`]|\](?=[(\[:])", lambda found: f"\\{found[0]}", printable(text))
+
+
 def note_markdown(table: Table) -> str:
     """The note, line by line, names in it as harmless as in the table."""
-    return "\n".join(_markdown(line) for line in table.note.splitlines())
+    return "\n".join(markdown_text(line) for line in table.note.splitlines())
 
 
 def write_table(table: Table, folder: Path) -> None:
@@ -92,15 +102,7 @@ def _marked(table: Table, escape: Callable[[str], str], marks: Mapping[str, str]
     return pd.DataFrame(lines, columns=[escape(column) for column in table.cells.columns])
 
 
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else " " for letter in text)
-
-
-def _markdown(text: str) -> str:
-    return re.sub(r"[\\|<*`]|\](?=[(\[:])", lambda found: f"\\{found[0]}", _printable(text))
-
-
 def _latex(text: str) -> str:
-    safe = _printable(text).translate(LATEX)
+    safe = printable(text).translate(LATEX)
     # At the start of a row LaTeX would read these as arguments of the line break before.
     return f"{{}}{safe}" if safe.startswith(("[", "*")) else safe

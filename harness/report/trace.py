@@ -1,31 +1,31 @@
-"""Where a cell of the main table comes from: the raw readings behind it, and the file and line that hold them."""
+"""Where a cell of any table comes from: the raw readings behind it, and the file and line that hold them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from harness.errors import UserError, nearest
-from harness.measure.events import Block
-from harness.records import Measured
+from harness.report import readings
 from harness.report.frames import main_frame
 from harness.report.results import CellResults, Results
-from harness.report.samples import counted
 from harness.report.shown import tables_of
-from harness.run.journal import read_journal
-from harness.run.rows import FLOAT_ROW
+from harness.report.tables import Table
 
 __all__ = ["Traced", "row_of", "trace"]
 
-HEADER_LINES = 1
+ALIGNED = ("main", "precision", "finalists")
+"""Tables whose lines are rows, one by one those of the raw frame."""
+CONFIRMED = ("budget", "pairs", "ablation")
+"""Tables of what searches chose, by its confirmation. The others are of the searches' own samples."""
+LABELS = ("cell", "searcher", "first", "second", "reference", "variant", "model", "row", "found on", "found in")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """A cell of the main table with its source.
+    """A cell of a table with its source.
 
     Attributes:
         row: Its row, in words.
@@ -40,33 +40,35 @@ class Traced:
     lines: tuple[str, ...]
 
 
-def trace(results: Results, address: str) -> Traced:
-    """The readings behind one cell of the main table.
+def trace(results: Results, address: str, name: str = "main") -> Traced:
+    """The readings behind one cell of a table.
 
     Args:
         results: The results folder.
-        address: ROW:COLUMN. ROW is a row's number (the first is 1), method, id, or CELL/METHOD; COLUMN begins like the
-            heading: "12:speedup", "tpe:drop", "net-openvino-int8/linear:latency".
+        address: ROW:COLUMN. ROW is a row's number (the first is 1); where the table's lines are rows also a method, an
+            id, or CELL/METHOD, else what the line begins with. COLUMN begins like the heading: "12:speedup",
+            "tpe:drop", "net-openvino-int8/linear:latency".
+        name: Of the table's files.
 
     Raises:
-        UserError: No such row or column, or several rows are meant.
+        UserError: No such table, row or column, or several rows are meant.
     """
     where, colon, column = address.rpartition(":")
     if not colon:
         raise UserError(f"{address!r}: ROW:COLUMN, for instance '1:speedup' or 'linear:latency'")
-    table = next(table for table in tables_of(results) if table.name == "main")
-    number = _row(table.raw.to_dict("records"), where)
-    heads = [head for head in table.cells.columns if head.lower().startswith(column.strip().lower())]
-    if len(heads) != 1 or not column.strip():
-        raise UserError(f"no single column of the main table begins with {column!r}: {', '.join(table.cells.columns)}")
-    line = table.raw.to_dict("records")[number]
-    cells = {cell.name: cell for cell in results.cells}
-    sources = _sources(cells[line["cell"]], line, heads[0]) if line["cell"] in cells else ["the cell has not begun"]
+    tables = {table.name: table for table in tables_of(results)}
+    if name not in tables:
+        raise UserError(f"{results.folder}: no table {name!r}; {nearest(name, tables)}")
+    table = tables[name]
+    shown = table.cells.to_dict("records")
+    lines = table.raw.to_dict("records") if name in ALIGNED else shown
+    number = _row(lines, where, name)
+    head = _head(table, column)
     return Traced(
-        row=f"row {number + 1}: {line['cell']}, {line['method']}",
-        column=heads[0],
-        shown=str(table.cells.iloc[number][heads[0]]),
-        lines=tuple(sources),
+        row=f"row {number + 1}: {', '.join(_labels(lines[number]))}",
+        column=head,
+        shown=str(shown[number][head]),
+        lines=tuple(_origins(results, table, number, head)),
     )
 
 
@@ -81,101 +83,107 @@ def row_of(results: Results, where: str) -> dict[Any, Any]:
         UserError: No such row, or several rows are meant.
     """
     lines = main_frame(results).to_dict("records")
-    return lines[_row(lines, where)]
+    return lines[_row(lines, where, "main")]
 
 
-def _row(lines: list[dict[Any, Any]], where: str) -> int:
+def _head(table: Table, column: str) -> str:
+    """The heading that is so, or the only one that begins so."""
+    wanted = column.strip().lower()
+    heads = {str(head).lower(): str(head) for head in table.cells.columns}
+    found = [heads[wanted]] if wanted in heads else [head for low, head in heads.items() if low.startswith(wanted)]
+    if len(found) != 1:
+        raise UserError(
+            f"no single column of the {table.name} table begins with {column!r}: {', '.join(table.cells.columns)}"
+        )
+    return found[0]
+
+
+def _row(lines: Sequence[Mapping[Any, Any]], where: str, name: str) -> int:
     if where.isdecimal() and 1 <= int(where) <= len(lines):
         return int(where) - 1
-    names = [
-        {line["method"], line["row"] or None, f"{line['cell']}/{line['method']}", f"{line['cell']}/{line['row']}"}
-        for line in lines
-    ]
-    found = [number for number, known in enumerate(names) if where in known]
+    found = [number for number, line in enumerate(lines) if where in _names(line)]
     if len(found) == 1:
         return found[0]
     if not found:
-        known = {str(line["method"]) for line in lines}
-        raise UserError(f"no row {where!r} in the main table of {len(lines)} rows; {nearest(where, known)}")
-    choices = ", ".join(f"{n + 1} ({lines[n]['cell']}, {lines[n]['precision']})" for n in found)
-    raise UserError(f"{where!r} is several rows of the main table; take a row's number: {choices}")
+        known = {name for line in lines for name in _labels(line)[-1:]}
+        raise UserError(f"no row {where!r} in the {name} table of {len(lines)} rows; {nearest(where, known)}")
+    choices = ", ".join(f"{n + 1} ({_place(lines[n])})" for n in found)
+    raise UserError(f"{where!r} is several rows of the {name} table; take a row's number: {choices}")
 
 
-def _sources(cell: CellResults, line: dict[Any, Any], column: str) -> Iterator[str]:
-    """By what the column shows."""
-    if line["verdict"] == "missing" or not line["row"]:
-        yield f"nothing was measured: {line['reason'] or 'it is still to be run'}"
-    elif column.startswith(("latency", "speedup", "verdict")):
-        yield from _turns(cell, line["row"], paired=not column.startswith("latency"))
-    elif column.startswith(("mAP", "drop")):
-        yield from _scores(cell, line["row"], dropped=column.startswith("drop"))
-    elif column.startswith(("builds", "minutes")) and line["seed"] == line["seed"] and line["seed"] is not None:
-        yield from _trials(cell, line["method"], int(line["seed"]))
-    elif column.startswith("builds"):
-        yield from _turns(cell, line["row"], paired=False)
+def _place(line: Mapping[Any, Any]) -> str:
+    return f"{line['cell']}, {line['precision']}" if "method" in line else ", ".join(_labels(line))
+
+
+def _labels(line: Mapping[Any, Any]) -> list[str]:
+    """What people call a line."""
+    if "method" in line:
+        return [str(line["cell"]), str(line["method"])]
+    return [str(line[label]) for label in LABELS if label in line]
+
+
+def _names(line: Mapping[Any, Any]) -> set[str]:
+    """Whatever means a line."""
+    if "method" in line:
+        row = {str(line["row"]), f"{line['cell']}/{line['row']}"} if line["row"] else set()
+        return {str(line["method"]), f"{line['cell']}/{line['method']}", *row}
+    labels = _labels(line)
+    return {labels[-1], "/".join(labels)} if labels else set()
+
+
+def _origins(results: Results, table: Table, number: int, head: str) -> Iterator[str]:
+    """By the kind of table."""
+    line, cells = table.cells.to_dict("records")[number], {cell.name: cell for cell in results.cells}
+    if table.name in (*ALIGNED, "decision", "transfer", "transfer_models"):
+        yield from _of_row(cells, _behind(table, number, head), head)
+        return
+    for cell in [cells[line["cell"]]] if "cell" in line else results.pooled:
+        if table.name == "variance":
+            for row in cell.summaries:
+                yield from readings.turns(cell, row, paired=False)
+        elif table.name in CONFIRMED:
+            yield from _chosen(cell, _named(line), head)
+        else:
+            for search in cell.searches:
+                if not _named(line) or search.searcher in _named(line):
+                    yield from readings.trials(cell, search.searcher, search.seed)
+
+
+def _of_row(cells: Mapping[str, CellResults], raw: Mapping[Any, Any] | None, head: str) -> Iterator[str]:
+    if raw is None:
+        yield "nothing was run there"
+    elif raw["cell"] not in cells:
+        yield "the cell has not begun"
     else:
-        yield from _facts(cell, line)
+        column = head.removeprefix(f"{raw.get('quantized')} ")
+        yield from readings.of_row(cells[raw["cell"]], raw, "speedup" if column.startswith("run ") else column)
 
 
-def _turns(cell: CellResults, row: str, *, paired: bool) -> Iterator[str]:
-    """Every turn of a row in the confirmation, with the baseline's turn beside it where a ratio is asked for."""
-    path = cell.folder / "confirm.jsonl"
-    yield f"{path}; samples in ms, one line a turn"
-    number = {id(event): place + 1 + HEADER_LINES for place, event in enumerate(cell.events)}
-    blocks = counted(cell.events)
-    base = {(b.build, b.group, b.round): b for b in blocks if b.row == FLOAT_ROW}
-    for block in sorted((b for b in blocks if b.row == row), key=lambda b: (b.build, b.group, b.round)):
-        yield _turn(block, number[id(block)])
-        other = base.get((block.build, block.group, block.round))
-        if paired and other is not None and row != FLOAT_ROW:
-            ratio = float(np.median(other.samples_ms)) / float(np.median(block.samples_ms))
-            yield f"    baseline: {_turn(other, number[id(other)])}; ratio {ratio:.4f}"
-    for event in cell.events:
-        if not isinstance(event, Block) and event.row == row:
-            yield f"line {number[id(event)]}: build {event.build} failed: {event.failed.stage}: {event.failed.reason}"
+def _behind(table: Table, number: int, head: str) -> Mapping[Any, Any] | None:
+    """The raw line that a figure is of."""
+    raw, line = table.raw.to_dict("records"), table.cells.to_dict("records")[number]
+    if table.name in ALIGNED:
+        return raw[number]
+    if table.name == "decision":
+        same = [r for r in raw if (r["model"], r["device"], r["role"]) == (line["model"], line["device"], line["row"])]
+        return next((r for r in same if head.startswith(f"{r['quantized']} ")), same[0])
+    within, word = ("model", "on") if table.name == "transfer" else ("backend", "in")
+    wanted = (line[within], line["precision"], line[f"found {word}"], head.removeprefix(f"run {word} "))
+    return next((r for r in raw if (r["within"], r["precision"], r["source"], r["target"]) == wanted), None)
 
 
-def _turn(block: Block, number: int) -> str:
-    samples = " ".join(f"{sample:.6g}" for sample in block.samples_ms)
-    middle = float(np.median(block.samples_ms))
-    return f"line {number}: build {block.build}, turn {block.round}: median {middle:.6g} of {samples}"
+def _named(line: Mapping[Any, Any]) -> set[str]:
+    """The searchers that a line is about; none where it is about all."""
+    return {line[key] for key in ("searcher", "first", "second", "reference", "variant") if key in line}
 
 
-def _scores(cell: CellResults, row: str, *, dropped: bool) -> Iterator[str]:
-    path = cell.folder / "accuracy.json"
-    for name in dict.fromkeys((row, FLOAT_ROW) if dropped else (row,)):
-        score = cell.scores.get(name)
-        if score is None:
-            yield f"{path}: no score of {name}"
-            continue
-        items = score.get("per_item") or ()
-        yield f"{path}: {cell.rows[name].sha256} {cell.rows[name].benchmarker} ({name})"
-        yield from (f"    {metric}: {value}" for metric, value in score["metrics"].items())
-        if items:
-            yield f"    by item: {' '.join(f'{item:g}' for item in items)}"
-
-
-def _trials(cell: CellResults, searcher: str, seed: int) -> Iterator[str]:
-    """Every trial of a search."""
-    for search in cell.searches:
-        if (search.searcher, search.seed) != (searcher, seed):
-            continue
-        yield f"{search.path}; one line a trial"
-        for entry in read_journal(search.path):
-            if entry.told is None:
-                continue
-            outcome = entry.told.outcome
-            if isinstance(outcome, Measured):
-                said = f"median {float(np.median(outcome.samples_ms)):.6g} ms of {len(outcome.samples_ms)} samples"
-            else:
-                said = f"failed: {outcome.stage}: {outcome.reason}"
-            yield f"{entry.asked.number}: {entry.asked.digest} at {entry.told.elapsed_s:.1f} s: {said}"
-
-
-def _facts(cell: CellResults, line: dict[Any, Any]) -> Iterator[str]:
-    row = cell.rows.get(line["row"])
-    yield f"{cell.folder / 'cell.json'}, {cell.folder / 'env.json'}: model {cell.facts['model']}"
-    yield f"backend: {cell.facts['backend']}"
-    if row is not None:
-        yield f"{cell.folder / 'rows.json'}: row {row.id}, {row.pairs} Q/DQ pairs"
-        yield f"{cell.folder / 'models' / row.file}: sha256 {row.sha256}"
+def _chosen(cell: CellResults, searchers: set[str], head: str) -> Iterator[str]:
+    """What each search of these searchers had chosen at a budget, the largest where the heading names none."""
+    asked = re.match(r"\d+", head)
+    budget = int(asked[0]) if asked else max((pick.budget or 0 for pick in cell.picks), default=0)
+    for pick in cell.picks:
+        if pick.method in searchers and pick.rank == 0 and pick.budget == budget:
+            chosen = pick.row or pick.reason
+            yield f"{cell.name}, {pick.method}, seed {pick.seed} at {pick.budget} evaluations: {chosen}"
+            if pick.row:
+                yield from readings.turns(cell, pick.row, paired=True)

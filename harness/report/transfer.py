@@ -27,8 +27,8 @@ def transfer_frame(results: Results) -> pd.DataFrame:
 
     Returns:
         Columns across ("backends" or "models"), within (what is the same: the model, or the backend), precision,
-        source, target, method, row, speedup, low, high, verdict, and share: the gain in time there over that of the
-        target's own best placement, 1 at home. Without any line where nothing was moved.
+        source, target, cell (the target's), method, row, speedup, low, high, verdict, and share: the gain in time there
+        over that of the target's own best placement, 1 at home. Without any line where nothing was moved.
     """
     lines = []
     for across in ("backends", "models"):
@@ -42,8 +42,8 @@ def transfer_frame(results: Results) -> pd.DataFrame:
             if any(line["source"] != line["target"] for line in found):
                 lines += found
     columns = [
-        "across", "within", "precision", "source", "target", "method", "row", "speedup", "low", "high", "verdict",
-        "share",
+        "across", "within", "precision", "source", "target", "cell", "method", "row", "speedup", "low", "high",
+        "verdict", "share",
     ]  # fmt: skip
     return pd.DataFrame(lines, columns=columns)
 
@@ -74,8 +74,8 @@ def _moved(source: CellResults, target: CellResults, across: str) -> dict[str, A
         return None
     speedup, best = target.summaries[row].speedup, None if own is None else target.summaries[own.row].speedup.value
     return {
-        "method": pick.method, "row": row, "speedup": speedup.value, "low": speedup.low, "high": speedup.high,
-        "verdict": target.summaries[row].verdict,
+        "cell": target.name, "method": pick.method, "row": row,
+        "speedup": speedup.value, "low": speedup.low, "high": speedup.high, "verdict": target.summaries[row].verdict,
         "share": None if best is None or best <= 1 else (1 - 1 / speedup.value) / (1 - 1 / best),
     }  # fmt: skip
 

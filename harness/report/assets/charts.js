@@ -1,6 +1,11 @@
 // Small charts in SVG: axes, a tooltip on every mark, and a legend that switches series on and off.
 const SVG = "http://www.w3.org/2000/svg";
 const DASHES = ["", "7 3", "7 3 2 3", "2 3"];
+// How the n-th series looks: where the colours are used up they come again with another dash and a dark rim.
+const lookOf = (index, colours) => {
+  const turn = Math.floor(index / colours.length);
+  return { colour: colours[index % colours.length], dash: DASHES[(index + turn) % DASHES.length], rim: turn ? "#000" : "#fff" };
+};
 
 function shape(tag, attributes, ...children) {
   const made = document.createElementNS(SVG, tag);
@@ -58,9 +63,10 @@ function plane(host, { title, x, y, height = 260, left = 52, labels = null }) {
 
 function legendOf(figure, entries) {
   const legend = element("div", { class: "keys" });
-  for (const [name, colour, group] of entries) {
+  for (const [name, { colour, rim }, group] of entries) {
     const chip = element("span", { class: "chip" });
     chip.style.background = colour;
+    if (rim === "#000") chip.style.border = "2px solid #000";
     const key = element("button", { type: "button", "aria-pressed": "true" }, chip, " " + name);
     key.addEventListener("click", () => {
       const hidden = group.style.display !== "none";
@@ -95,24 +101,24 @@ function stepsChart(host, { title, over, name, level, digits, series, marks }, c
   });
   svg.append(shape("line", { x1: px(first), x2: px(last), y1: py(level), y2: py(level), stroke: "#888" }));
   legendOf(figure, series.map((one, index) => {
-    const colour = colours[index % colours.length], group = shape("g", {});
+    const look = lookOf(index, colours), { colour, dash, rim } = look, group = shape("g", {});
     const xs = [...one.x, last];
     const at = (values, i) => py(values[Math.min(i, values.length - 1)]);
     const steps = (values) => xs.map((x, i) => (i ? `H${px(x)}V${at(values, i)}` : `M${px(x)} ${at(values, 0)}`)).join("");
     const back = xs.map((x, i) => [px(x), at(one.low, i), at(one.low, Math.max(0, i - 1))]).reverse();
     const band = steps(one.high) + back.map(([x, here, before]) => `L${x} ${here}L${x} ${before}`).join("") + "Z";
     group.append(shape("path", { d: band, fill: colour, opacity: 0.12, stroke: "none" }),
-      shape("path", { d: steps(one.value), fill: "none", stroke: colour, "stroke-width": 2, "stroke-dasharray": DASHES[index % 4] }));
+      shape("path", { d: steps(one.value), fill: "none", stroke: colour, "stroke-width": 2, "stroke-dasharray": dash }));
     one.x.forEach((x, i) => group.append(say(shape("circle", { cx: px(x), cy: py(one.value[i]), r: 4, fill: colour, opacity: 0.0 }),
       `${one.name}, ${short(x)} ${over}: ${one.value[i].toFixed(digits)} [${one.low[i].toFixed(digits)}, ${one.high[i].toFixed(digits)}]`)));
     for (const mark of marks.filter((m) => m.name === one.name)) {
       const x = px(mark.x) + (index - (series.length - 1) / 2) * 5;
       group.append(shape("line", { x1: x, x2: x, y1: py(mark.low), y2: py(mark.high), stroke: colour, "stroke-width": 1.5 }),
-        say(shape("circle", { cx: x, cy: py(mark.speedup), r: 4, fill: colour, stroke: "#fff" }),
+        say(shape("circle", { cx: x, cy: py(mark.speedup), r: 4, fill: colour, stroke: rim }),
           `${one.name}, confirmed at ${mark.x}: ${mark.speedup.toFixed(2)} [${mark.low.toFixed(2)}, ${mark.high.toFixed(2)}]`));
     }
     svg.append(group);
-    return [one.name, colour, group];
+    return [one.name, look, group];
   }));
 }
 
@@ -159,11 +165,11 @@ function paretoChart(host, charts, colours) {
   const steps = fx.map((x, i) => (i ? `H${px(x)}V${py(fy[i])}` : `M${px(x)} ${py(fy[i])}`)).join("");
   svg.append(shape("path", { d: steps, fill: "none", stroke: "#555" }));
   legendOf(figure, found.rows.map((row, index) => {
-    const colour = colours[index % colours.length];
+    const look = lookOf(index, colours), { colour, rim } = look;
     const group = shape("g", {}, shape("line", { x1: px(row.low), x2: px(row.high), y1: py(row.y), y2: py(row.y), stroke: colour }),
-      say(shape("circle", { cx: px(row.x), cy: py(row.y), r: 5, fill: colour, stroke: "#fff" }),
+      say(shape("circle", { cx: px(row.x), cy: py(row.y), r: 5, fill: colour, stroke: rim, "stroke-width": 1.5 }),
         `${row.name}: ${short(row.x)} ms [${short(row.low)}, ${short(row.high)}], ${found.metric} ${row.y.toFixed(4)}`));
     svg.append(group);
-    return [row.name, colour, group];
+    return [row.name, look, group];
   }));
 }

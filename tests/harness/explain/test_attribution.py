@@ -1,7 +1,9 @@
 """Why a row is fast: on the simulated runtime, where it is known what every edge is worth."""
 
 import json
+import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +18,9 @@ from harness.explain.parts import quantized, without
 from harness.explain.words import explain_into, explanation_lines
 from harness.graph.build import GraphBuilder
 from harness.graph.load import from_proto
-from harness.report.explained import read_explanation
+from harness.measure.stats import Interval
+from harness.report.drawing import draw_explained
+from harness.report.explained import Fate, read_explanation, write_explanation
 from harness.report.results import load
 from harness.run.observe import Silent
 from search.space import Edge, Placement
@@ -100,6 +104,95 @@ def test_it_is_said_in_words_and_kept_for_the_report(done, found, capsys):
     assert "without it" in next(iter(data["cells"][0]["effects"][found.row]["patterns"].values()))
 
 
+PLUGINS = """
+from contextlib import contextmanager
+import numpy as np
+from harness.benchmarkers.simulated import SimulatedBenchmarker
+from harness.evaluators.fidelity import Fidelity
+
+class Bench:
+    in_process, dialect = True, "openvino"
+
+    def __init__(self):
+        self.simulated = SimulatedBenchmarker(seed=5, noise=0.0, effect=0.2)
+
+    def build(self, candidate, workdir):
+        return self.simulated.build(candidate, workdir)
+
+    @contextmanager
+    def open(self, artifact):
+        with self.simulated.open(artifact) as probe:
+            yield Talking(probe, artifact.info["truth_ms"])
+
+    def describe(self):
+        return {**self.simulated.describe(), "name": "bench"}
+
+class Talking:
+    def __init__(self, probe, truth_ms):
+        self.sample, self.truth_ms = probe.sample, truth_ms
+
+    def infer(self, feeds):
+        return {"y": np.array([[1.0, 10.0 - self.truth_ms]], np.float32)}
+
+class Near(Fidelity):
+    metric = "cosine"
+"""
+
+
+@pytest.fixture(scope="module")
+def priced(done):
+    """A runtime on which whatever saves time costs accuracy, explained."""
+    folder = done.parent
+    (folder / "priced_plugins.py").write_text(PLUGINS)
+    scored = "evaluator: {use: 'priced_plugins:Near', params: {samples: 24}}, calibration"
+    bench = "backends: [{use: 'priced_plugins:Bench', label: bench}]"
+    text = re.sub("backends: .*", bench, EXPERIMENT).replace("calibration", scored)
+    (folder / "priced.yaml").write_text(text)
+    main(["run", str(folder / "priced.yaml"), "--out", str(folder / "priced")])
+    main(["explain", str(folder / "priced"), "random", "--base", str(folder)])
+    return folder / "priced"
+
+
+def test_what_a_pattern_costs_in_accuracy_stands_beside_what_it_gives(priced):
+    cell = priced / "net-bench-int8"
+    found = read_explanation(next((cell / "explain").glob("*.json")))
+    assert found.metric == "cosine"
+    assert found.drop.low <= found.drop.value <= found.drop.high
+    assert found.drop.value > 0
+    for effect in found.patterns:
+        gained = effect.gained_us(found.latency_ms)
+        assert gained.value == pytest.approx(1000 * found.latency_ms * (effect.ratio.value - 1))
+        assert np.sign(effect.drop.value) == np.sign(gained.value), "here time is accuracy"
+    text = next((cell / "explain").glob("*.md")).read_text()
+    assert re.search(r"cosine lost against the float model: \+0\.\d{4} \[", text)
+    assert "| costs cosine" in text
+    assert re.search(r"[+-]\d+ µs", text)
+    assert (priced / "report" / f"price-net-bench-int8-{found.row}.svg").exists()
+
+
+def test_files_of_before_lack_the_accuracy_and_can_be_read(priced, tmp_path):
+    path = next((priced / "net-bench-int8" / "explain").glob("*.json"))
+    body = json.loads(path.read_text())
+    for effect in (*body["patterns"], *body["points"]):
+        del effect["drop"]
+    for key in ("drop", "metric", "latency_ms"):
+        del body[key]
+    (tmp_path / "old.json").write_text(json.dumps(body))
+    old = read_explanation(tmp_path / "old.json")
+    assert "lost against" not in "\n".join(explanation_lines(old))
+    assert list(draw_explained("net", old, tmp_path))
+
+
+def test_an_evaluator_that_tells_nothing_of_images_gives_a_drop_without_limits(found, tmp_path):
+    bare = Interval(value=0.25, low=math.nan, high=math.nan)
+    known = replace(found, metric="mine", drop=bare, latency_ms=4.0)
+    known = replace(known, patterns=tuple(replace(effect, drop=bare) for effect in found.patterns))
+    again = read_explanation(write_explanation(known, tmp_path))
+    assert math.isnan(again.drop.low)
+    assert "mine lost against the float model: +0.2500." in "\n".join(explanation_lines(again))
+    assert any(picture.path.name.startswith("price-") for picture in draw_explained("net", again, tmp_path))
+
+
 def test_an_explanation_that_is_damaged_is_named(done, tmp_path):
     path = tmp_path / "x.json"
     path.write_text('{"schema": 1}')
@@ -126,6 +219,12 @@ def test_another_model_is_refused(done):
             explain_row(done, "random", base=done.parent, observer=Silent())
     finally:
         path.write_text(before)
+
+
+def test_names_of_tensors_are_only_text(found):
+    evil = Fate(tensor="<b>|\x1b[31mred", consumer="`x`", slot=0, precision="int8", fate="alone", layer="*Eltwise*")
+    text = "\n".join(explanation_lines(replace(found, fates=(evil,))))
+    assert r"- alone: \<b>\| [31mred at input 0 of \`x\`: \*Eltwise\*" in text
 
 
 def test_no_gain_leaves_nothing_to_keep(found):

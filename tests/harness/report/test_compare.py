@@ -1,4 +1,4 @@
-"""Folders side by side, and cells of the main table traced to their readings."""
+"""Folders side by side, and cells of tables traced to their readings."""
 
 import json
 import shutil
@@ -11,6 +11,7 @@ from harness.cli import app
 from harness.errors import UserError
 from harness.report.compare import compare_frame, differences
 from harness.report.results import load
+from harness.report.shown import tables_of
 from harness.report.trace import trace
 
 CELL = "net-openvino-int8"
@@ -119,6 +120,40 @@ def test_every_column_has_a_source(folder, address, expected):
 def test_an_address_that_names_nothing_is_explained(folder, address, message):
     with pytest.raises(UserError, match=message):
         trace(load(folder), address)
+
+
+@pytest.mark.parametrize(
+    ("table", "address", "expected"),
+    [
+        ("precision", "random:decision", "ratio 2.0000"),
+        ("decision", "net/best found:speedup", "ratio 2.0000"),
+        ("decision", "best found:mAP", "top1: 0.79"),
+        ("finalists", "2:latency", "median 5 of 5 5 5"),
+        ("finalists", "2:shrinkage", "1: 1 at 20.0 s: median 4 ms of 7 samples"),
+        ("budget", "random:2 evaluations", "random, seed 1 at 2 evaluations: bb"),
+        ("budget", "1:3 evaluations", "random, seed 0 at 3 evaluations: aa"),
+        ("targets", "1:reached 95%", "1: 1 at 20.0 s: median 4 ms of 7 samples, top1 0.79"),
+        ("cost", f"{CELL}:build", "2: 2 at 30.0 s: failed: build: no"),
+        ("volume", "1:hypervolume", "random-1.jsonl; one line a trial"),
+        ("variance", "1:between builds", "build 2, turn 1: median 2 of 2 2 2"),
+    ],
+)
+def test_other_tables_are_traced_too(folder, table, address, expected):
+    assert any(expected in line for line in trace(load(folder), address, table).lines)
+
+
+def test_every_column_of_every_table_has_a_source(folder):
+    results = load(folder)
+    for table in tables_of(results):
+        for head in table.cells.columns:
+            found = trace(results, f"1:{head}", table.name)
+            assert found.lines, f"{table.name}: {head}"
+            assert found.shown == str(table.cells[head].iloc[0])
+
+
+def test_a_table_that_is_not_there_is_named(folder):
+    with pytest.raises(UserError, match="no table 'budgets'; did you mean 'budget'"):
+        trace(load(folder), "1:latency", "budgets")
 
 
 def test_the_command_prints_the_cell_and_its_source(folder):

@@ -161,3 +161,59 @@ def test_what_was_explained_is_told_where_it_is_clicked(with_models, browser):
     assert "not measured: <b>gone</b>" in said
     assert "not measured for this row" in browser.run(f"{facts.format('all')}.map(e => e.textContent).join(' | ')")
     assert browser.errors == []
+
+
+def settled(browser) -> None:
+    """Wait until what was asked for is drawn."""
+    browser.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))")
+
+
+def mouse(browser, kind: str, place: tuple[float, float], **facts) -> None:
+    browser.call("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], **facts)
+
+
+def test_the_graph_is_zoomed_dragged_and_clicked_with_a_mouse(with_models, browser):
+    browser.open(page_of(with_models))
+    browser.run("document.querySelector('.stage').scrollIntoView({block: 'center'})")
+    settled(browser)
+    canvas = "document.querySelector('canvas.graph')"
+    box = browser.run(f"(({{x, y, width, height}}) => [x, y, width, height])({canvas}.getBoundingClientRect())")
+    middle = (box[0] + box[2] / 2, box[1] + box[3] / 2)
+    drawn = [browser.run(f"{canvas}.toDataURL()")]
+    mouse(browser, "mouseWheel", middle, deltaX=0, deltaY=-400)
+    settled(browser)
+    drawn.append(browser.run(f"{canvas}.toDataURL()"))
+    mouse(browser, "mousePressed", middle, button="left", clickCount=1)
+    mouse(browser, "mouseMoved", (middle[0] + 60, middle[1] + 30), button="left", buttons=1)
+    mouse(browser, "mouseReleased", (middle[0] + 60, middle[1] + 30), button="left", clickCount=1)
+    settled(browser)
+    drawn.append(browser.run(f"{canvas}.toDataURL()"))
+    assert len(set(drawn)) == 3, "zooming and dragging change the picture"
+    assert "Click a region" in browser.run("document.querySelector('.facts').textContent"), "dragging is no click"
+    browser.run("[...document.querySelectorAll('.tools button')].at(-1).click()")
+    settled(browser)
+    assert browser.run(f"{canvas}.toDataURL()") == drawn[0], "the whole graph again"
+    scene = browser.run("cells[0].graph.scene")
+    width, height = scene["size"]
+    scale = min(1.5, (box[2] - 20) / width, (box[3] - 20) / height)
+    node = scene["nodes"][0]
+    place = (
+        middle[0] + (node[0] + node[2] / 2 - width / 2) * scale,
+        middle[1] + (node[1] + scene["node_height"] / 2 - height / 2) * scale,
+    )
+    mouse(browser, "mousePressed", place, button="left", clickCount=1)
+    mouse(browser, "mouseReleased", place, button="left", clickCount=1)
+    said = browser.run("document.querySelector('.facts').textContent")
+    assert said.startswith(f"Region {node[4]} ")
+    assert "Effect: not measured for this row" in said
+    assert browser.errors == []
+
+
+def test_headings_sort_by_keyboard_too(folder, browser):
+    browser.open(page_of(folder))
+    browser.run("document.querySelector('#table-main th button').focus()")
+    for kind in ("rawKeyDown", "char", "keyUp"):
+        browser.call(
+            "Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r"
+        )
+    assert browser.run("document.querySelector('#table-main th').getAttribute('aria-sort')") == "ascending"

@@ -83,7 +83,7 @@ def test_the_text_shows_main_budget_and_cost_and_the_files_hold_all(folder):
     assert "random #2" not in text
     assert "UNFINISHED" not in text
     names = {path.name for path in (folder / "report").iterdir()}
-    shown = ("main", "precision", "finalists", "budget", "targets", "volume", "cost", "variance")
+    shown = ("main", "precision", "decision", "finalists", "budget", "targets", "volume", "cost", "variance")
     drawn = ("anytime", "anytime-minutes", "budget", "latency", "pareto", "volume")
     assert names == {
         "index.html",
@@ -211,9 +211,17 @@ def test_a_folder_of_something_else_names_the_remedy(tmp_path):
         render(tmp_path)
 
 
-def test_another_schema_is_refused(folder):
-    change(folder, schema=7)
-    with pytest.raises(UserError, match="written with schema 7, this version reads schema 1; render it with"):
+@pytest.mark.parametrize(("schema", "said"), [(0, "0"), (7, "7"), (None, "unknown")])
+def test_another_schema_is_refused(folder, schema, said):
+    change(folder, schema=schema)
+    with pytest.raises(UserError, match=f"written with schema {said}, this version reads schema 1; render it with"):
+        tables(folder)
+
+
+def test_another_schema_of_a_journal_is_refused(folder):
+    path = folder / CELL / "runs" / "random-0.jsonl"
+    path.write_text(path.read_text().replace('"schema":1', '"schema":0', 1))
+    with pytest.raises(UserError, match=r"random-0\.jsonl.*schema 0"):
         tables(folder)
 
 
@@ -307,11 +315,73 @@ def test_precisions_stand_side_by_side(folder, cell_maker):
     path = folder / "experiment.yaml"
     path.write_text(path.read_text().replace("precision:\n- int8", "precision:\n- int8\n- fp8"))
     assert "UNFINISHED" not in tables(folder)
-    head, *lines = cells_of(folder / "report" / "side_by_side.md")
-    assert head[3:5] == ["int8 latency ms [CI]", "int8 speedup"]
-    assert "fp8 decision" in head
-    random = next(line for line in lines if line[2] == "random")
-    assert random.count("ship: fastest") == 2
+    head, *lines = cells_of(folder / "report" / "decision.md")
+    assert [line[2] for line in lines] == ["FP32", "BF16", "default PTQ, ort_static", "all operators", "best found"]
+    for precision in ("int8", "fp8"):
+        decisions = [line[head.index(f"{precision} decision")] for line in lines]
+        assert decisions[:2] == ["baseline", "not shipped: slower"]
+        assert decisions[3:] == ["not shipped: accuracy", "ship: fastest (random)"]
+        assert lines[-1][head.index(f"{precision} speedup [CI]")] == "**2.00 [2.00, 2.00]**"
+
+
+DECISION = """
+model | device | row | precision | latency ms [CI] | speedup [CI] | mAP or top-1 | drop [CI] | Q/DQ pairs | decision
+net | A CPU, 2 threads | FP32 | f32 | 8.000 [8.000, 8.000] | 1.00 [1.00, 1.00] | top-1 0.8000 | +0.0000 | 0 | baseline
+net | A CPU, 2 threads | BF16 | bf16 | 10.000 [10.000, 10.000] | 0.80 [0.80, 0.80] | top-1 0.8000 | +0.0000 | 0 | not shipped: slower
+net | A CPU, 2 threads | default PTQ, ort_static | int8+f32 | - | - | - | - | - | not shipped: it said that this will never work this will never work ...
+net | A CPU, 2 threads | all operators | int8+f32 | 2.000 [2.000, 2.000] | 4.00 [4.00, 4.00] | top-1 0.7000 | +0.1000 | 9 | not shipped: accuracy
+net | A CPU, 2 threads | best found | int8+f32 | **4.000 [4.000, 4.000]** | **2.00 [2.00, 2.00]** | top-1 0.7900 | +0.0100 | 5 | ship: fastest (random)
+"""  # noqa: E501
+
+
+def test_the_decision_table_has_float_ptq_everything_and_the_best(folder):
+    tables(folder)
+    golden = [line.split(" | ") for line in DECISION.strip().splitlines()]
+    assert cells_of(folder / "report" / "decision.md") == golden
+
+
+def test_batch_and_size_stand_where_they_are_known(with_models):
+    change(with_models, inputs={"x": [1, 3, 8, 8]})
+    render(with_models)
+    head, *lines = cells_of(with_models / "report" / "decision.md")
+    assert [line[head.index("batch")] for line in lines] == ["1"] * len(lines)
+    sizes = [
+        float(line[head.index("file MB")]) for line in lines if line[head.index("row")] in ("FP32", "all operators")
+    ]
+    assert len(sizes) == 2
+    before = (with_models / "report" / "decision.md").read_bytes()
+    shutil.rmtree(with_models / CELL / "models")
+    render(with_models)
+    assert (with_models / "report" / "decision.md").read_bytes() == before, "a clone without models says the same"
+
+
+def test_outputs_that_are_not_finite_are_a_reason_not_to_ship(folder):
+    path = folder / CELL / "accuracy.json"
+    body = json.loads(path.read_text())
+    reason = "output 'y' has NaN or infinite values on image '7'"
+    body["sha of aa main"] = {"failed": "evaluate", "reason": reason}
+    write_json(path, body)
+    for goal in (Goal(metric="top1", reference=0.8, max_drop=0.02), Goal()):
+        change(folder, goal=asdict(goal))
+        tables(folder)
+        line = next(line for line in cells_of(folder / "report" / "precision.md") if line[3] == "random")
+        assert line[-1] == f"not shipped: not scored ({reason})"
+        assert "**" not in line[5], "what nobody could score is never the best"
+
+
+def test_the_best_found_is_chosen_by_the_searches_own_samples(folder):
+    path = folder / CELL / "rows.json"
+    body = json.loads(path.read_text())
+    lucky = {"method": "tpe", "kind": "search", "row": "bb", "seed": 0, "budget": 3, "search_ms": 2.0}
+    body["picks"] = [pick for pick in body["picks"] if pick["method"] != "tpe"] + [lucky]
+    write_json(path, body)
+    shutil.copy(folder / CELL / "runs" / "random-0.jsonl", folder / CELL / "runs" / "tpe-0.jsonl")
+    tables(folder)
+    best = cells_of(folder / "report" / "decision.md")[-1]
+    assert best[-1] == "ship (tpe)", (
+        "random is faster when both are confirmed, but that is to be reported, not chosen by"
+    )
+    assert best[5] == "1.60 [1.60, 1.60]"
 
 
 def test_frames_hold_what_the_tables_are_made_of(folder):

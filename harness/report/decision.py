@@ -1,0 +1,66 @@
+"""What has to be looked at to decide: float, the PTQ tools, everything quantized, and the best that was found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from harness.report.frames import main_frame
+from harness.report.results import CellResults, Results
+from harness.report.scenes import sizes_of
+from harness.run.rows import FLOAT_ROW
+from harness.run.starts import TOOLS
+
+__all__ = ["BEST", "decision_frame"]
+
+BEST = "best found"
+ALL = {"all": "all operators", "all-fp8": "all operators, fp8"}
+NAMES = {"f32": "FP32", "fp32": "FP32", "f16": "FP16", "fp16": "FP16", "bf16": "BF16"}
+
+
+def decision_frame(results: Results) -> pd.DataFrame:
+    """One line a cell and `role`, with the columns of `main_frame`.
+
+    Roles are the float precisions, "default PTQ" (each tool), "all operators", and "best found": of the searchers whose
+    choice obeys the bound on accuracy the one with the highest speedup by its own search samples, so that its confirmed
+    figures are fresh ones. `batch` is the first extent of the inputs, `megabytes` the size of the exported file; both
+    are None where they are not known.
+    """
+    cells = {cell.name: cell for cell in results.cells}
+    lines = []
+    for name, part in main_frame(results).groupby("cell", sort=False):
+        cell = cells.get(str(name))
+        sizes = {} if cell is None else sizes_of(cell)
+        for role, line in _roles(part.to_dict("records"), results.stored.searchers):
+            size = sizes.get(line["row"])
+            facts = {"role": role, "batch": _batch(cell), "megabytes": None if size is None else size / 1e6}
+            lines.append({**line, **facts})
+    return pd.DataFrame(lines)
+
+
+def _roles(lines: Sequence[dict[Any, Any]], searchers: Sequence[str]) -> Iterator[tuple[str, dict[Any, Any]]]:
+    floats = [line for line in lines if line["method"] == FLOAT_ROW]
+    named = [(NAMES.get(line["precision"], FLOAT_ROW), line) for line in floats]
+    yield from sorted(named, key=lambda pair: pair[0] != "FP32")
+    yield from ((f"default PTQ, {line['method']}", line) for line in lines if line["method"] in TOOLS)
+    yield from ((ALL[line["method"]], line) for line in lines if line["method"] in ALL)
+    found = [line for line in lines if line["method"] in searchers]
+    if found:
+        yield BEST, max(found, key=_merit)
+
+
+def _merit(line: Mapping[Any, Any]) -> tuple[bool, float]:
+    """Whether the bound holds, then the speedup that the search itself saw."""
+    broken = str(line["decision"]).startswith(("not shipped: accuracy", "not shipped: not scored"))
+    if pd.isna(line["speedup"]):
+        return False, -math.inf
+    return not broken, line["speedup"] + (0.0 if pd.isna(line["shrinkage"]) else line["shrinkage"])
+
+
+def _batch(cell: CellResults | None) -> int | None:
+    shapes = {} if cell is None else cell.facts.get("inputs", {})
+    found = {shape[0] for shape in shapes.values() if shape}
+    return found.pop() if len(found) == 1 else None
