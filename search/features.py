@@ -98,7 +98,8 @@ class Features:
 
     def __call__(self, placements: Sequence[Placement]) -> Described:
         """Features of these placements, in their order."""
-        choices = np.array([p.choices for p in placements], dtype=np.int64).reshape(len(placements), len(self._space))
+        told = b"".join(bytes(placement.choices) for placement in placements)  # many times as fast as from tuples
+        choices = np.frombuffer(told, dtype=np.uint8).reshape(len(placements), len(self._space))
         coded = np.zeros((len(placements), len(self._space) + 1), dtype=np.int8)  # the last column is the padding's
         coded[:, :-1] = self._states[np.arange(len(self._space)), choices]
         states = np.zeros((len(placements), len(self._atoms.count)), dtype=np.int8)

@@ -67,10 +67,9 @@ class GaussianProcess:
         """See `Regressor`."""
         mean, scale = float(values.mean()), max(float(values.std()), 1e-9)
         targets, noise = (values - mean) / scale, (errors / scale) ** 2
-        parts = _kernels(rows, rows)
-        kernel = np.tensordot(self._mix, parts, axes=1)
-        mix = self._mix / max(float(np.trace(kernel) / len(kernel) - kernel.mean()), 1e-6)
-        kernel = np.tensordot(mix, parts, axes=1)
+        kernel = _kernel(rows, rows, self._mix)
+        explained = max(float(np.trace(kernel) / len(kernel) - kernel.mean()), 1e-6)
+        kernel, mix = kernel / explained, self._mix / explained
         solved = [_solved(kernel + np.diag(nugget + noise), targets) for nugget in NUGGETS]
         _, root, weights = max(solved, key=lambda found: found[0])
         inverse = np.asarray(np.linalg.inv(root), dtype=np.float64)
@@ -81,7 +80,7 @@ class GaussianProcess:
         fitted = self._fitted
         if fitted is None:
             raise ValueError("predict needs a fit first")
-        across = np.tensordot(fitted.mix, _kernels(rows, fitted.rows), axes=1)
+        across = _kernel(rows, fitted.rows, fitted.mix)
         inner = fitted.inverse @ across.T
         variance = np.maximum(fitted.mix @ _diagonals(rows) - (inner**2).sum(axis=0), 1e-10)
         return fitted.mean + fitted.scale * (across @ fitted.weights), fitted.scale * np.sqrt(variance)
@@ -95,18 +94,22 @@ def _solved(covariance: Matrix, targets: Vector) -> tuple[float, Matrix, Vector]
     return round(evidence, 6), root, weights  # rounded: another library's last bit must not choose another nugget
 
 
-def _kernels(a: Described, b: Described) -> Matrix:
-    """All parts of the kernel [parts, rows of a, rows of b], each of about unit variance."""
-    shares = a.roles @ b.roles.T
-    distance = _squares(a.points)[:, None] + _squares(b.points) - 2 * a.points @ b.points.T
-    return np.stack([
-        np.exp(-0.5 * np.maximum(_squares(a.roles)[:, None] + _squares(b.roles) - 2 * shares, 0.0)),
-        a.scopes @ b.scopes.T,
-        a.points @ b.points.T,
-        a.pairs @ b.pairs.T,
-        a.borders @ b.borders.T / max(a.borders.shape[1], 1),
-        np.exp(-4.0 * np.sqrt(np.maximum(distance, 0.0))),
-    ])  # fmt: skip
+def _kernel(a: Described, b: Described, mix: Vector) -> Matrix:
+    """The kernel [rows of a, rows of b]: a mixture of parts, each of about unit variance."""
+    roles, points = a.roles @ b.roles.T, a.points @ b.points.T
+    kernel: Matrix = mix[0] * np.exp(-0.5 * _distances(a.roles, b.roles, roles))
+    kernel += mix[1] * (a.scopes @ b.scopes.T)
+    kernel += mix[2] * points
+    kernel += mix[3] * (a.pairs @ b.pairs.T)
+    kernel += mix[4] / max(a.borders.shape[1], 1) * (a.borders @ b.borders.T)
+    kernel += mix[5] * np.exp(-4.0 * np.sqrt(_distances(a.points, b.points, points)))
+    return kernel
+
+
+def _distances(a: Matrix, b: Matrix, products: Matrix) -> Matrix:
+    """Squared distances of the rows, from their inner products."""
+    distances: Matrix = np.maximum(_squares(a)[:, None] + _squares(b) - 2 * products, 0.0)
+    return distances
 
 
 def _diagonals(rows: Described) -> Matrix:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
+from operator import ne
 
 import numpy as np
 
@@ -215,7 +216,7 @@ def _moves(sets: Sequence[tuple[int, ...]], space: Space) -> tuple[Move, ...]:
 
 
 def _distance(a: Placement, b: Placement) -> int:
-    return sum(x != y for x, y in zip(a.choices, b.choices, strict=True))
+    return sum(map(ne, a.choices, b.choices))
 
 
 def _best_new(candidates: Sequence[Placement], advice: Advice, advisor: Advisor) -> tuple[float, Placement] | None:
