@@ -1,0 +1,71 @@
+"""`qdq explain DIR ROW` on OpenVINO itself: what is said and drawn, whatever the machine's readings are today."""
+
+import re
+
+import pytest
+
+from harness.cli import main
+from harness.explain import attribution
+from harness.graph.build import GraphBuilder
+from harness.report.explained import read_explanation
+from harness.run.config import Confirmation
+
+PLUGINS = """
+from harness.benchmarkers.openvino import OpenVINOBenchmarker
+
+class Here(OpenVINOBenchmarker):
+    dialect, in_process = "openvino", True
+"""
+EXPERIMENT = """
+experiment: small
+models:
+  - use: net.onnx
+    calibration: {samples: 2}
+    evaluator: {use: fidelity, params: {samples: 4}}
+backends: [{use: 'here_plugins:Here', label: openvino, params: {precision: f32}}]
+searchers: [random]
+initial: [float, linear]
+baselines: [linear]
+budget: {evaluations: [3]}
+sampling: {warmup_ms: 0, min_samples: 3, max_samples: 3, max_ms: 20}
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+CELL = "net-openvino-int8"
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("real")
+    builder = GraphBuilder("net", seed=1)
+    x = builder.input("x", (1, 16, 64, 64))
+    for channels in (32, 32):
+        x = builder.op("Relu", builder.conv(x, channels, 3, pad=1))
+    builder.output(builder.op("GlobalAveragePool", builder.op("Add", x, builder.conv(x, 32, 1))))
+    builder.save(folder / "net.onnx")
+    (folder / "here_plugins.py").write_text(PLUGINS)
+    (folder / "small.yaml").write_text(EXPERIMENT)
+    main(["run", str(folder / "small.yaml"), "--out", str(folder / "out")])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attribution, "TURNS", Confirmation(builds=3, rounds=2, samples=3))
+        main(["explain", str(folder / "out"), "linear", "--base", str(folder)])
+    return folder / "out"
+
+
+def test_it_is_said_what_was_fused_and_where_the_time_went(done):
+    found = read_explanation(next((done / CELL / "explain").glob("*.json")))
+    assert found.method == "linear"
+    assert found.metric == "sqnr_db"
+    assert sum(layer.time_ms or 0.0 for layer in found.before) > 0
+    assert any(layer.precision in ("u8", "i8") for layer in found.after)
+    assert not any(layer.precision in ("u8", "i8") for layer in found.before)
+    fates = {fate.fate for fate in found.fates}
+    assert "fused" in fates
+    text = next((done / CELL / "explain").glob("*.md")).read_text()
+    assert re.search(r"Of \d+ quantized edges \d+ were fused into their consumers", text)
+    assert re.search(r"SQNR lost against the float model: \+\d+\.\d .*dB", text)
+    assert "## Where the time went, layer by layer" in text
+
+
+def test_the_pictures_are_there_at_once(done):
+    drawn = {path.name.partition("-")[0] for path in (done / "report").glob(f"*-{CELL}-*.svg")}
+    assert {"waterfall", "sensitivity", "price"} <= drawn
