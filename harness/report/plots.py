@@ -27,6 +27,8 @@ LINES = ("-", "--", "-.", ":")
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
 FORMATS = ("png", "svg")
+STEPS = 2000
+"""Of a curve at most: more than a picture has dots across."""
 
 
 @contextmanager
@@ -57,18 +59,28 @@ def name_lines(name: str, width: int) -> str:
 def envelope(curves: pd.DataFrame, over: Literal["evaluations", "minutes"], value: str = "speedup") -> pd.DataFrame:
     """Median of a figure of the incumbent over seeds, with its interval, wherever any seed has a new figure.
 
+    Between these places it stays as it is, so the steps are those of all evaluations, however many there are.
+
     Args:
-        curves: Of one searcher: seed, evaluations, minutes and the figure.
+        curves: Of one searcher, each seed in order: seed, evaluations, minutes and the figure.
         over: What the steps go over; the index of the answer.
         value: Name of the figure.
 
     Returns:
         Columns value, low, high: the 95 % interval of the median; the range where there are fewer than six seeds.
     """
-    table = curves.pivot_table(index=over, columns="seed", values=value).ffill().dropna()
+    table = _news(curves, value).pivot_table(index=over, columns="seed", values=value, aggfunc="last").ffill().dropna()
+    if len(table) > STEPS:
+        table = table.iloc[np.linspace(0, len(table) - 1, STEPS).astype(int)]
     found = [median_ci(row) for row in table.to_numpy()]
     lines = [(interval.value, interval.low, interval.high) for interval in found]
     return pd.DataFrame(lines, index=table.index, columns=["value", "low", "high"])
+
+
+def _news(curves: pd.DataFrame, value: str) -> pd.DataFrame:
+    """The rows in which a seed has a new figure, and each seed's last."""
+    seeds = curves.groupby("seed", sort=False)
+    return curves[(seeds[value].shift() != curves[value]) | (seeds.cumcount(ascending=False) == 0)]
 
 
 def anytime(

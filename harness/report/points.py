@@ -9,6 +9,9 @@ from harness.report.results import CellResults
 
 __all__ = ["bounded", "tried_frame"]
 
+FIELDS = 150
+"""Along each axis of a picture: dots of one field lie on top of each other there."""
+
 
 def bounded(main: pd.DataFrame) -> pd.DataFrame:
     """Rows with latency and score, their latency's interval closed where a single build leaves it open."""
@@ -21,6 +24,9 @@ def bounded(main: pd.DataFrame) -> pd.DataFrame:
 
 
 def tried_frame(cell: CellResults) -> pd.DataFrame:
-    """Latency and metric of every candidate that a search scored, by the search's own samples."""
-    lines = [(found.latency_ms, found.value) for search in cell.searches for found in search.looked]
-    return pd.DataFrame(lines, columns=["latency_ms", "score"]).drop_duplicates()
+    """Latency and metric of the candidates that searches scored, by their own samples: one a field of the picture."""
+    found = [(trial.latency_ms, trial.value) for search in cell.searches for trial in search.looked]
+    points = pd.DataFrame(found, columns=["latency_ms", "score"], dtype=float)
+    ranges = (points.max() - points.min()).replace(0.0, 1.0)
+    fields = ((points - points.min()) / ranges * FIELDS).round()
+    return points[~fields.duplicated()]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from harness.report.results import CellResults
-from harness.report.searches import Looked, Search
+from harness.report.searches import Search
 from harness.report.searching import float_ms
 from harness.run.rows import FLOAT_ROW
 from search.pareto import hypervolume
@@ -29,37 +30,43 @@ def volume_frame(cells: Iterable[CellResults]) -> pd.DataFrame:
     Returns:
         Columns cell, searcher, seed, evaluations, minutes, volume.
     """
-    return pd.DataFrame([line for cell in cells for line in _lines(cell)], columns=COLUMNS)
+    grown = [frame for cell in cells for frame in _grown(cell)]
+    return pd.concat(grown, ignore_index=True) if grown else pd.DataFrame(columns=COLUMNS)
 
 
-def _lines(cell: CellResults) -> Iterator[dict[str, Any]]:
-    if cell.metric is None:
-        return
-    found = {id(search): list(_losses(cell, search)) for search in cell.searches}
-    worst = max((loss for trials in found.values() for _, loss in trials), default=0.0) or 1.0
-    for search in cell.searches:
+def _grown(cell: CellResults) -> Iterator[pd.DataFrame]:
+    """Of each search that scored something."""
+    losses = [_losses(cell, search) for search in cell.searches]
+    worst = max((float(found.max()) for found in losses if len(found)), default=0.0) or 1.0
+    for search, found in zip(cell.searches, losses, strict=True):
         base_ms = float_ms(cell, search)
-        for trial, volume in _grown(found[id(search)], base_ms, worst) if base_ms is not None else ():
-            yield {
-                "cell": cell.name, "searcher": search.searcher, "seed": search.seed, "evaluations": trial.evaluations,
-                "minutes": trial.elapsed_s / 60, "volume": volume,
-            }  # fmt: skip
+        if base_ms is None or not len(found):
+            continue
+        latency = np.array([trial.latency_ms for trial in search.looked]) / base_ms
+        figures = {
+            "cell": cell.name, "searcher": search.searcher, "seed": search.seed,
+            "evaluations": [trial.evaluations for trial in search.looked],
+            "minutes": np.array([trial.elapsed_s for trial in search.looked]) / 60,
+            "volume": list(_volumes(zip(latency.tolist(), (found / worst).tolist(), strict=True))),
+        }  # fmt: skip
+        yield pd.DataFrame(figures, columns=COLUMNS)
 
 
-def _losses(cell: CellResults, search: Search) -> Iterator[tuple[Looked, float]]:
-    """The evaluations that were scored, with their loss against the float model; none where that has no score."""
+def _losses(cell: CellResults, search: Search) -> npt.NDArray[np.float64]:
+    """Of each evaluation that was scored, against the float model; none where that has no score."""
     reference = cell.score(FLOAT_ROW) if search.float_value is None else search.float_value
-    if reference is None:
-        return
-    for trial in search.looked:
-        drop = reference - trial.value
-        yield trial, max(0.0, drop if cell.higher_is_better else -drop)
+    if cell.metric is None or reference is None:
+        return np.empty(0)
+    drop = reference - np.array([trial.value for trial in search.looked])
+    return np.maximum(0.0, drop if cell.higher_is_better else -drop)
 
 
-def _grown(trials: list[tuple[Looked, float]], base_ms: float, worst: float) -> Iterator[tuple[Looked, float]]:
+def _volumes(points: Iterable[tuple[float, float]]) -> Iterator[float]:
+    """What the points so far dominate, after each of them; it is calculated anew where the front has changed."""
     front: list[tuple[float, float]] = []
-    for trial, loss in trials:
-        own = (trial.latency_ms / base_ms, loss / worst)
+    volume = 0.0
+    for own in points:
         if not any(known[0] <= own[0] and known[1] <= own[1] for known in front):
             front = [known for known in front if own[0] > known[0] or own[1] > known[1]] + [own]
-        yield trial, hypervolume(front, (1.0, 1.0))
+            volume = hypervolume(front, (1.0, 1.0))
+        yield volume

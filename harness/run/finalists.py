@@ -8,14 +8,13 @@ from pathlib import Path
 
 from harness.graph.diff import pairs_in, precisions_in
 from harness.graph.files import copy_model, file_digest
-from harness.records import Failed
 from harness.run.compose import Cell
 from harness.run.config import Experiment
 from harness.run.engine import Goal
-from harness.run.journal import Entry, read_journal, writing
+from harness.run.journal import read_journal, writing
 from harness.run.methods import is_peer, peer_model, seen_by
 from harness.run.plan import RunSpec
-from harness.run.readback import Evaluated, leaders, looks, minutes, within
+from harness.run.readback import Evaluated, Reached, reached
 from harness.run.rows import ACCURACY_ONLY, FLOAT_ROW, Pick, Row, Table, write_json
 from harness.run.starts import placed
 from harness.run.transfer import Guest
@@ -140,11 +139,11 @@ def _found(experiment: Experiment, cell: Cell, goal: Goal, folder: Path, exporte
         if not len(cell.searched):
             yield _nothing(run, largest, f"{ACCURACY_ONLY}: no search without a speed")
             continue
-        entries = tuple(read_journal(folder / "runs" / f"{run.name}.jsonl"))
+        entries = read_journal(folder / "runs" / f"{run.name}.jsonl")
+        found = reached(entries, goal, experiment.budget.evaluations, _count(experiment, goal))
         for budget in experiment.budget.evaluations:
-            best = leaders(entries, goal, budget, _count(experiment, goal) if budget == largest else 1)
-            seen = looks(within(entries, budget), goal)
-            for rank, trial in enumerate(best):
+            there = found[budget]
+            for rank, trial in enumerate(there.leaders if budget == largest else there.leaders[:1]):
                 yield Pick(
                     method=run.searcher.name,
                     kind="search",
@@ -152,13 +151,13 @@ def _found(experiment: Experiment, cell: Cell, goal: Goal, folder: Path, exporte
                     seed=run.seed,
                     budget=budget,
                     rank=rank,
-                    minutes=minutes(entries, budget),
+                    minutes=there.minutes,
                     search_ms=trial.latency_ms,
-                    scored=seen.full if seen.full else None,
-                    agreement=seen.agreement,
+                    scored=there.looks.full or None,
+                    agreement=there.looks.agreement,
                 )
-            if not best:
-                yield _nothing(run, budget, _reason(entries))
+            if not there.leaders:
+                yield _nothing(run, budget, _reason(there))
 
 
 def _count(experiment: Experiment, goal: Goal) -> int:
@@ -176,10 +175,9 @@ def _row(run: RunSpec, trial: Evaluated, cell: Cell, exporter: _Exporter) -> str
     return exporter.file(trial.digest, path, pairs) if pairs else exporter.placement(cell.space.float_placement())
 
 
-def _reason(entries: Sequence[Entry]) -> str:
+def _reason(there: Reached) -> str:
     """Why a search has no incumbent."""
-    outcomes = [entry.told.outcome for entry in entries if entry.told is not None]
-    last = next((outcome for outcome in reversed(outcomes) if isinstance(outcome, Failed)), None)
+    last = there.failed
     return "nothing measured" if last is None else f"nothing measured; {last.stage}: {last.reason}"
 
 

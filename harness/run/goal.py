@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from harness.measure.stats import Interval, median_ci, stderr_of_median
+from harness.measure.stats import Interval, median_ci, stderr_of
 from harness.records import Failed, Measured, Outcome
 from harness.run.objective import Minimize
 from search.api import Failure, Score
 
 __all__ = [
-    "BELIEVED", "PROXY", "Goal", "Scored", "Standing", "eligible", "goal_facts", "score_of", "scored_of", "standing",
+    "BELIEVED", "PROXY", "Goal", "Scored", "Standing", "eligible", "goal_facts", "score_at", "score_of", "scored_of",
+    "standing",
 ]  # fmt: skip
 
 PROXY = "proxy_sqnr_db"
@@ -72,16 +73,24 @@ _ALWAYS = ("metric", "reference", "higher_is_better", "max_drop")
 
 
 def score_of(outcome: Outcome, goal: Goal) -> Score | Failure:
-    """The outcome as searchers see it.
+    """The outcome as searchers see it; see `score_at`."""
+    if isinstance(outcome, Failed):
+        return Failure(stage=outcome.stage, reason=outcome.reason)
+    return score_at(median_ci(outcome.samples_ms), outcome.metrics, goal)
+
+
+def score_at(latency: Interval, metrics: Mapping[str, float], goal: Goal) -> Score:
+    """What a latency and what was found of accuracy are worth.
 
     A front wants both coordinates: a placement whose metric nobody measured has one, and stands behind all others.
     Where accuracy comes first, the objective is the loss, or as long as that is not known the worst that may be.
+
+    Args:
+        latency: Median of the samples in milliseconds, see `harness.measure.stats.median_ci`.
+        metrics: Of the outcome.
     """
-    if isinstance(outcome, Failed):
-        return Failure(stage=outcome.stage, reason=outcome.reason)
-    latency_ms, metrics = median_ci(outcome.samples_ms).value, outcome.metrics
-    value = metrics.get(goal.metric or "")
-    objective, stderr = latency_ms, stderr_of_median(outcome.samples_ms)
+    latency_ms, value = latency.value, metrics.get(goal.metric or "")
+    objective, stderr = latency_ms, stderr_of(latency)
     objectives: tuple[float, ...] = ()
     if goal.minimize == "pareto" and value is not None:
         objectives = (latency_ms, goal.loss(value))

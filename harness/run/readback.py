@@ -1,23 +1,21 @@
-"""Reads journals back: who was the incumbent after how many evaluations."""
+"""Reads journals back: who was the incumbent after how many evaluations. Entries pass by once, and few are kept."""
 
 from __future__ import annotations
 
+from bisect import insort
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 from scipy.stats import spearmanr
 
 from harness.measure.stats import median_ci
-from harness.records import Measured, Told
-from harness.run.goal import PROXY, Goal, eligible, score_of, scored_of
+from harness.records import Failed, Measured, Told
+from harness.run.goal import PROXY, Goal, eligible, score_at
 from harness.run.journal import RETRY, Entry
 from search.api import Score
-from search.pareto import fronts
 
-__all__ = [
-    "Evaluated", "Looks", "counted", "evaluated", "improves", "incumbents", "leaders", "looks", "minutes", "within",
-]  # fmt: skip
+__all__ = ["Evaluated", "Looks", "Reached", "counted", "evaluated", "improves", "incumbents", "reached"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,32 +46,26 @@ def counted(entries: Iterable[Entry]) -> Iterator[tuple[int, Entry, Told]]:
             yield spent, entry, entry.told
 
 
-def within(entries: Iterable[Entry], evaluations: int) -> list[Entry]:
-    """The entries whose outcomes came before more evaluations were spent."""
-    return [entry for spent, entry, _ in counted(entries) if spent <= evaluations]
-
-
-def minutes(entries: Iterable[Entry], evaluations: int) -> float:
-    """Wall-clock until the last of so many had come; with several at once that need not be the last proposal's."""
-    return max((told.elapsed_s for spent, _, told in counted(entries) if spent <= evaluations), default=0.0) / 60
-
-
 def evaluated(entries: Iterable[Entry], goal: Goal) -> Iterator[Evaluated]:
     """The evaluations that worked, in order; duplicates are free and left out."""
     elapsed_s = 0.0
     for spent, entry, told in counted(entries):
         elapsed_s = max(elapsed_s, told.elapsed_s)
-        score = score_of(told.outcome, goal)
-        if isinstance(score, Score) and isinstance(told.outcome, Measured):
-            yield Evaluated(
-                evaluations=spent,
-                elapsed_s=elapsed_s,
-                digest=entry.asked.digest,
-                choices=entry.asked.choices,
-                origin=entry.asked.origin,
-                latency_ms=median_ci(told.outcome.samples_ms).value,
-                score=score,
-            )
+        if isinstance(told.outcome, Measured):
+            yield _evaluated(entry, told.outcome, goal, spent, elapsed_s)
+
+
+def _evaluated(entry: Entry, outcome: Measured, goal: Goal, spent: int, elapsed_s: float) -> Evaluated:
+    latency = median_ci(outcome.samples_ms)
+    return Evaluated(
+        evaluations=spent,
+        elapsed_s=elapsed_s,
+        digest=entry.asked.digest,
+        choices=entry.asked.choices,
+        origin=entry.asked.origin,
+        latency_ms=latency.value,
+        score=score_at(latency, outcome.metrics, goal),
+    )
 
 
 def incumbents(entries: Iterable[Entry], goal: Goal) -> Iterator[Evaluated]:
@@ -88,30 +80,6 @@ def incumbents(entries: Iterable[Entry], goal: Goal) -> Iterator[Evaluated]:
 def improves(trial: Evaluated, best: Evaluated | None) -> bool:
     """Whether an evaluation becomes the incumbent in place of `best`."""
     return eligible(trial.score) and (best is None or trial.score.objective < best.score.objective)
-
-
-def leaders(entries: Iterable[Entry], goal: Goal, evaluations: int, count: int) -> list[Evaluated]:
-    """The best `count` distinct placements after so many evaluations, best first.
-
-    Of a front that is first the placement that dominates the largest area by itself, below the float model's latency
-    and what may be lost at most; the ends of the front come last.
-    """
-    within = [t for t in evaluated(entries, goal) if t.evaluations <= evaluations and eligible(t.score)]
-    if goal.minimize == "pareto":
-        return sorted(_front(within), key=lambda trial: -_area(trial, goal))[:count]
-    return sorted(within, key=lambda trial: (trial.score.objective, trial.latency_ms))[:count]
-
-
-def _front(trials: list[Evaluated]) -> list[Evaluated]:
-    """Those that no other dominates."""
-    values = np.array([trial.score.objectives for trial in trials], np.float64).reshape(len(trials), -1)
-    return [trial for trial, number in zip(trials, fronts(values), strict=True) if number == 0]
-
-
-def _area(trial: Evaluated, goal: Goal) -> float:
-    latency_ms, loss = trial.score.objectives
-    most = goal.max_drop or abs(goal.reference)
-    return max(0.0, (goal.float_ms or 0.0) - latency_ms) * max(0.0, most - loss)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,14 +98,108 @@ class Looks:
     agreement: float | None
 
 
-def looks(entries: Iterable[Entry], goal: Goal) -> Looks:
-    """How much a search looked at accuracy, and how far its proxy can be trusted."""
-    outcomes = [entry.told.outcome for entry in entries if entry.told is not None]
-    scored = [found for outcome in outcomes if (found := scored_of(outcome, goal)) is not None]
-    both = [(found.proxy, -goal.loss(found.value)) for found in scored if found.proxy is not None]
-    alike = any(len(set(column)) < 2 for column in zip(*both, strict=True))
-    return Looks(
-        full=len(scored),
-        proxied=sum(isinstance(outcome, Measured) and PROXY in outcome.metrics for outcome in outcomes),
-        agreement=None if len(both) < 3 or alike else float(spearmanr(both).statistic),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """How far a search had come when a budget was spent.
+
+    Attributes:
+        leaders: The best distinct placements, best first. Of a front that is first the placement that dominates the
+            largest area by itself, below the float model's latency and what may be lost at most; the ends of the front
+            come last.
+        looks: How much it had looked at accuracy.
+        minutes: Wall-clock until the last outcome had come; with several at once that need not be the last proposal's.
+        failed: The last failure; None where nothing failed.
+    """
+
+    leaders: tuple[Evaluated, ...]
+    looks: Looks
+    minutes: float
+    failed: Failed | None
+
+
+def reached(entries: Iterable[Entry], goal: Goal, budgets: Iterable[int], count: int = 1) -> dict[int, Reached]:
+    """How far a search had come after so many evaluations, for each of several budgets.
+
+    Args:
+        entries: Of its journal.
+        count: Leaders at most.
+    """
+    found, left = dict[int, Reached](), deque(sorted(budgets))
+    progress = _Progress(goal, count)
+    for spent, entry, told in counted(entries):
+        while left and spent > left[0]:
+            found[left.popleft()] = progress.reached()
+        if not left:
+            break
+        progress.add(spent, entry, told)
+    return found | {budget: progress.reached() for budget in left}
+
+
+class _Progress:
+    """What is kept of the entries that have passed by."""
+
+    def __init__(self, goal: Goal, count: int) -> None:
+        self._goal = goal
+        self._count = count
+        self._ahead: list[Evaluated] = []
+        self._full, self._proxied = 0, 0
+        self._both: list[tuple[float, float]] = []
+        self._elapsed_s = 0.0
+        self._failed: Failed | None = None
+
+    def add(self, spent: int, entry: Entry, told: Told) -> None:
+        """Take in an entry with its outcome."""
+        self._elapsed_s = max(self._elapsed_s, told.elapsed_s)
+        if isinstance(told.outcome, Failed):
+            self._failed = told.outcome
+            return
+        trial = _evaluated(entry, told.outcome, self._goal, spent, self._elapsed_s)
+        self._look(trial)
+        if not eligible(trial.score):
+            return
+        if self._goal.minimize == "pareto":
+            _enter(self._ahead, trial)
+        else:
+            insort(self._ahead, trial, key=lambda known: (known.score.objective, known.latency_ms))
+            del self._ahead[self._count :]
+
+    def reached(self) -> Reached:
+        """All of it."""
+        best = self._ahead
+        if self._goal.minimize == "pareto":
+            best = sorted(best, key=lambda trial: -_area(trial, self._goal))[: self._count]
+        alike = any(len(set(column)) < 2 for column in zip(*self._both, strict=True))
+        unknown = len(self._both) < 3 or alike
+        agreement = None if unknown else float(spearmanr(self._both).statistic)
+        return Reached(
+            leaders=tuple(best),
+            looks=Looks(full=self._full, proxied=self._proxied, agreement=agreement),
+            minutes=self._elapsed_s / 60,
+            failed=self._failed,
+        )
+
+    def _look(self, trial: Evaluated) -> None:
+        proxy = trial.score.metrics.get(PROXY)
+        value = trial.score.metrics.get(self._goal.metric or "")
+        self._proxied += proxy is not None
+        self._full += value is not None
+        if proxy is not None and value is not None:
+            self._both.append((proxy, -self._goal.loss(value)))
+
+
+def _enter(front: list[Evaluated], trial: Evaluated) -> None:
+    """Let a trial into a front, unless it is dominated; those that it dominates leave."""
+    if not any(_dominates(known, trial) for known in front):
+        front[:] = [*(known for known in front if not _dominates(trial, known)), trial]
+
+
+def _dominates(one: Evaluated, other: Evaluated) -> bool:
+    """Nowhere larger and somewhere smaller; see `search.pareto.fronts`."""
+    pairs = list(zip(one.score.objectives, other.score.objectives, strict=True))
+    return all(own <= theirs for own, theirs in pairs) and any(own < theirs for own, theirs in pairs)
+
+
+def _area(trial: Evaluated, goal: Goal) -> float:
+    latency_ms, loss = trial.score.objectives
+    most = goal.max_drop or abs(goal.reference)
+    return max(0.0, (goal.float_ms or 0.0) - latency_ms) * max(0.0, most - loss)

@@ -49,6 +49,7 @@ def test_median_interval_needs_a_sample() -> None:
 def test_median_interval_holds_the_median_and_scales(samples: list[float], factor: float) -> None:
     found, scaled = median_ci(samples), median_ci([factor * value for value in samples])
     assert min(samples) <= found.low <= found.value <= found.high <= max(samples)
+    assert found.value == np.median(samples)
     assert [scaled.low, scaled.value, scaled.high] == pytest.approx(
         [factor * found.low, factor * found.value, factor * found.high]
     )

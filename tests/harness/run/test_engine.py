@@ -11,7 +11,7 @@ from harness.measure.executor import Inline
 from harness.records import Failed, Measured
 from harness.run.engine import Goal, SearchTask, Seed, run_search
 from harness.run.journal import Journal, read_journal
-from harness.run.readback import incumbents, leaders
+from harness.run.readback import incumbents, reached
 from search.api import Failure, Observation, Placement, Score
 from search.space import Dimension, Edge, Space
 
@@ -179,7 +179,7 @@ def test_only_candidates_that_can_win_are_scored_and_the_bound_decides_the_incum
     run = Run(tmp_path, attempt=attempt, goal=goal, evaluations=40)
     trials = run.go()
     entries = list(read_journal(run.path))
-    winner = leaders(entries, goal, 40, 1)[0]
+    winner = reached(entries, goal, [40])[40].leaders[0]
     assert sum(winner.choices) == 3, "three pairs cost 0.06, a fourth would break the bound"
     assert trials[-1].best_ms == pytest.approx(8.51)
     assert len(scored) < 40

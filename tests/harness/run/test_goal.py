@@ -16,7 +16,7 @@ from harness.run.goal import BELIEVED, PROXY, Goal, Scored, Standing, eligible, 
 from harness.run.journal import Entry
 from harness.run.judge import Judge, least_loss
 from harness.run.objective import Objective, absolute, check_objective
-from harness.run.readback import leaders, looks
+from harness.run.readback import reached
 from search.api import Score
 
 
@@ -230,18 +230,19 @@ def test_leaders_of_a_front_are_the_front_the_roundest_first() -> None:
     told = entries(
         outcome(10.0, map=0.5), outcome(4.0, map=0.48), outcome(3.0, map=0.1), outcome(5.0, map=0.47), outcome(2.0)
     )
-    assert [trial.choices for trial in leaders(told, goal, 5, 8)] == [(1,), (2,), (0,)]
-    assert [trial.choices for trial in leaders(told, goal, 5, 1)] == [(1,)]
+    assert [trial.choices for trial in reached(told, goal, [5], 8)[5].leaders] == [(1,), (2,), (0,)]
+    assert [trial.choices for trial in reached(told, goal, [5])[5].leaders] == [(1,)]
 
 
 def test_leaders_by_accuracy_lose_least_and_of_equals_the_fastest() -> None:
     goal = Goal(metric="map", reference=0.5, max_drop=None, minimize="accuracy", max_latency_ms=6.0)
     told = entries(outcome(7.0), outcome(5.0, map=0.4), outcome(5.5, map=0.5), outcome(4.0, map=0.5))
-    assert [(t.choices, t.latency_ms) for t in leaders(told, goal, 4, 2)] == [((3,), 4.0), ((2,), 5.5)]
+    assert [(t.choices, t.latency_ms) for t in reached(told, goal, [4], 2)[4].leaders] == [((3,), 4.0), ((2,), 5.5)]
 
 
 def test_the_account_says_how_many_were_scored_and_whether_the_proxy_can_be_trusted() -> None:
     scored = [outcome(5.0, map=value, **{PROXY: proxy}) for value, proxy in ((0.5, 40.0), (0.3, 9.0), (0.4, 12.0))]
-    found = looks(entries(*scored, outcome(6.0, **{PROXY: 3.0}), Failed(stage="build", reason="no")), GOAL)
+    told = entries(*scored, outcome(6.0, **{PROXY: 3.0}), Failed(stage="build", reason="no"))
+    found = reached(told, GOAL, [9])[9].looks
     assert (found.full, found.proxied, found.agreement) == (3, 4, pytest.approx(1.0))
-    assert looks(entries(outcome(5.0)), Goal()).agreement is None
+    assert reached(entries(outcome(5.0)), Goal(), [1])[1].looks.agreement is None

@@ -27,7 +27,7 @@ from harness.records import Measured
 from harness.run.config import Confirmation, Sampling, Use
 from harness.run.engine import Goal, SearchTask, Seed, run_search
 from harness.run.journal import Journal, read_journal
-from harness.run.readback import leaders
+from harness.run.readback import reached
 from harness.run.trial import attempt_with
 from search.api import Placement
 from search.space import Dimension, Edge, Space
@@ -111,7 +111,7 @@ def flat_search(folder: Path, number: int, searcher: str = "random", evaluations
     entries = tuple(read_journal(path))
     outcomes = [entry.told.outcome for entry in entries if entry.told is not None]
     measured = [outcome for outcome in outcomes if isinstance(outcome, Measured)]
-    winner = leaders(entries, Goal(), evaluations, 1)[0]
+    winner = reached(entries, Goal(), [evaluations])[evaluations].leaders[0]
     own = next(
         m for e, m in zip((e for e in entries if e.told), measured, strict=True) if e.asked.digest == winner.digest
     )

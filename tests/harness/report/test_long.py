@@ -1,0 +1,81 @@
+"""A report of a journal of 100,000 lines: the same figures, in little memory, in pictures that a browser opens.
+
+tests/benchmarks/test_journal_benchmark.py takes the time of longer ones.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from long_results import CELL, write_long_results
+
+from harness.report.plots import envelope
+from harness.report.results import load
+from harness.report.searching import curve_frame
+from harness.run.goal import Goal
+from harness.run.journal import Journal, read_journal
+from harness.run.readback import incumbents, reached
+
+pytestmark = pytest.mark.slow
+EVALUATIONS = 50_000
+REPORT = """
+import json, resource, sys
+from pathlib import Path
+from harness.report import render
+text = render(Path(sys.argv[1]))
+print(json.dumps({"text": text, "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10}))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("long")
+    write_long_results(folder, EVALUATIONS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def said(folder: Path) -> Any:
+    done = subprocess.run([sys.executable, "-c", REPORT, str(folder)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_report_stays_small(folder: Path, said: Any) -> None:
+    assert said["mib"] < 700
+    for path in (folder / "report").iterdir():
+        assert path.stat().st_size < (10_000_000 if path.suffix == ".csv" else 3_000_000), path.name
+
+
+def test_it_counts_every_evaluation(said: Any) -> None:
+    line = next(line for line in said["text"].splitlines() if "| random " in line)
+    assert f"| {EVALUATIONS - EVALUATIONS // 997}/{EVALUATIONS} " in line
+
+
+def test_curves_are_thinned_without_a_step_lost(folder: Path) -> None:
+    curves = curve_frame(load(folder).cells)
+    assert len(curves[curves["seed"] == 0]) > EVALUATIONS - 10, "all from the first incumbent on"
+    drawn = envelope(curves[curves["seed"] == 0], "evaluations")
+    assert 10 < len(drawn) < 1000
+    whole = curves[curves["seed"] == 0].set_index("evaluations")["speedup"]
+    assert drawn["value"].reindex(whole.index).ffill().equals(whole)
+    assert drawn.index[-1] == EVALUATIONS
+
+
+def test_a_search_goes_on_behind_them_and_its_finalists_are_chosen(folder: Path) -> None:
+    path = folder / CELL / "runs" / "random-0.jsonl"
+    with Journal(path, {}) as journal:
+        assert len(journal.entries) == EVALUATIONS
+        assert journal.elapsed_s == (EVALUATIONS - 1) / 2
+        assert journal.entries[EVALUATIONS - 1].asked.number == EVALUATIONS - 1
+    goal = Goal(metric="top1", reference=0.8, max_drop=0.02)
+    found = reached(read_journal(path), goal, [100, EVALUATIONS])
+    assert found[100].leaders[0].evaluations <= 100
+    last = list(incumbents(read_journal(path), goal))[-1]
+    assert found[EVALUATIONS].leaders[0].digest == last.digest
+    assert found[EVALUATIONS].looks.full == EVALUATIONS - EVALUATIONS // 997
