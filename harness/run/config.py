@@ -14,7 +14,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from harness.errors import UserError, nearest
-from harness.run.document import read_document
+from harness.run.document import MAX_BYTES, read_document
 from harness.run.executing import ExecutorSpec
 from harness.run.measuring import Confirmation, Limits, Sampling
 from harness.run.objective import Objective
@@ -216,6 +216,8 @@ def load_experiment(path: Path) -> Experiment:
         UserError: With file, key, value and what is allowed.
     """
     try:
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise UserError(f"{path}: {size} bytes, but at most {MAX_BYTES} for an experiment")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import re
 from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
@@ -13,10 +14,14 @@ import yaml
 
 from harness.errors import UserError
 
-__all__ = ["read_document", "read_mapping"]
+__all__ = ["MAX_BYTES", "read_document", "read_mapping"]
 
 VARIED = ("models", "backends", "searchers")
+MAX_BYTES = 4_000_000
+"""Of a file with an experiment; nobody writes as much."""
 MAX_DEPTH = 50
+MAX_COPIES = 10_000
+"""Of one list that `matrix` may come to: a few lines can ask for more than there is memory."""
 EXPONENT = re.compile(r"([-+]?\d+)\.?(\d*)[eE]([-+]?)(\d+)")
 """Numbers as everybody writes them; YAML 1.1 wants a dot before the exponent and a sign in it."""
 
@@ -128,6 +133,9 @@ def _expand(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
         entries = body.get(head)
         if not isinstance(entries, list):
             raise UserError(f"{source}: matrix.{head}.*: there is no list {head!r} to vary")
+        copies = len(entries) * math.prod(len(values) for values in changes.values())
+        if copies > MAX_COPIES:
+            raise UserError(f"{source}: matrix.{head}.*: asks for {copies} {head}, but at most {MAX_COPIES}")
         body[head] = [each for entry in entries for each in _copies(entry, changes, f"{source}: matrix.{head}")]
     return body
 

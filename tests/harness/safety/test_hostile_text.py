@@ -16,7 +16,7 @@ from harness import registry
 from harness.autotune.state import read_state
 from harness.errors import UserError
 from harness.graph.cache_file import read_cache
-from harness.run.config import parse_experiment
+from harness.run.config import load_experiment, parse_experiment
 from harness.run.journal import read_journal
 from harness.run.rows import read_json
 
@@ -64,13 +64,21 @@ def test_bombs_and_nesting_without_end_are_refused_quickly(tmp_path: Path, reade
         _read(reader, path)
 
 
-@pytest.mark.parametrize("reader", ["cache", "state"])
+@pytest.mark.parametrize("reader", ["file", "cache", "state"])
 def test_a_file_larger_than_ours_ever_are_is_not_read(tmp_path: Path, reader: str) -> None:
     path = tmp_path / "file.yaml"
     with path.open("wb") as file:
         file.truncate(1 << 30)
     with pytest.raises(UserError, match=r"file\.yaml: 1073741824 bytes, but at most"):
         _read(reader, path)
+
+
+def test_a_matrix_that_asks_for_millions_of_cells_is_refused() -> None:
+    axes = "".join(f"  backends.params.p{n}: [{', '.join(map(str, range(100)))}]\n" for n in range(9))
+    with pytest.raises(
+        UserError, match=r"e\.yaml: matrix\.backends\.\*: asks for 1000000000000000000 backends, but at"
+    ):
+        parse_experiment(f"{VALID.partition('matrix')[0]}matrix:\n{axes}", "e.yaml")
 
 
 def _said(work: Callable[[], object]) -> str:
@@ -85,6 +93,8 @@ def _said(work: Callable[[], object]) -> str:
 def _read(reader: str, path: Path) -> object:
     if reader == "experiment":
         return parse_experiment(path.read_text(), str(path))
+    if reader == "file":
+        return load_experiment(path)
     return read_cache(path) if reader == "cache" else read_state(path, {})
 
 

@@ -1,0 +1,62 @@
+"""A long search keeps figures and no more: a smaller size of tests/benchmarks/test_long_run_benchmark.py."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.api import Candidate
+from harness.measure.engines import MAIN, WorkerSpec
+from harness.measure.executor import Inline
+from harness.measure.sandbox import InProcess
+from harness.run.config import Sampling, Use
+from harness.run.engine import SearchTask, run_search
+from harness.run.goal import Goal
+from harness.run.journal import Journal
+from harness.run.live import live_study
+from harness.run.trial import attempt_with
+from search.api import Observation, Placement
+from search.planted import planted_space
+
+pytestmark = pytest.mark.slow
+SPACE = planted_space(60, groups=10)
+TRIALS = 500
+BYTES = 40_000
+"""Of a trial at most, so that 10,000 of them stay below half a GiB."""
+
+
+class Blind:
+    """Proposes whatever comes."""
+
+    def __init__(self) -> None:
+        self._rng = np.random.default_rng(0)
+
+    def ask(self, n: int) -> Sequence[Placement]:
+        return [SPACE.random(self._rng) for _ in range(n)]
+
+    def tell(self, observation: Observation) -> None:
+        pass
+
+
+def candidate(placement: Placement) -> Candidate:
+    return Candidate(digest=SPACE.digest(placement), edges=SPACE.resolve(placement), source=lambda: Path("never"))
+
+
+def test_a_search_of_many_trials_stays_small(tmp_path: Path) -> None:
+    use = Use(use="simulated", params={"seed": 1, "noise_seed": 1})
+    task = SearchTask(space=SPACE, searcher=Blind(), seeds=(), candidate=candidate, evaluations=TRIALS)
+    watch = live_study(tmp_path / "live.journal", "cell/blind-0", SPACE, Goal(), fresh=True)
+    with (
+        InProcess(WorkerSpec(benchmarkers={MAIN: use}, workdir=tmp_path / "work")) as engines,
+        Journal(tmp_path / "blind-0.jsonl", {}) as journal,
+    ):
+        tracemalloc.start()
+        run_search(task, Inline(attempt_with(engines, Sampling(warmup_ms=0, max_samples=20))), journal, watch)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < BYTES * TRIALS
+    assert (tmp_path / "blind-0.jsonl").stat().st_size < 3000 * TRIALS
