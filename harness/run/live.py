@@ -26,7 +26,7 @@ from search.space import Space
 __all__ = ["LIVE", "live_study"]
 
 LIVE = "optuna.journal"
-"""Name in the results folder."""
+"""Name in a cell's folder: Optuna reads such a file from its beginning whenever a study in it is opened."""
 logger = logging.getLogger(__name__)
 
 

@@ -89,8 +89,8 @@ class Running:
                 window=window,
                 retry_failed=retry_failed,
             )
-            name, file = f"{self.cell.spec.name}/{run.name}", self.folder.parent / LIVE
-            live = live_study(file, name, search.space, self.judge.goal, fresh=not journal.entries)
+            name = f"{self.cell.spec.name}/{run.name}"
+            live = live_study(self.folder / LIVE, name, search.space, self.judge.goal, fresh=not journal.entries)
             run_search(task, executor, journal, _watch(step, live))
 
     def fingerprint(self) -> dict[str, Any]:
