@@ -433,8 +433,10 @@ def gpu() -> None:
         pytest.skip(reason)
 
 
-LEAST_DB = {"f32": 60.0, "f16": 30.0, "int8": 15.0, "fp8": 15.0}
-"""SQNR against ONNX Runtime's CPU on the same file: where pairs round, a step up or down goes through what follows."""
+LEAST_DB = {"f32": 60.0, "f16": 12.0, "int8": 6.0, "fp8": 10.0}
+"""SQNR against ONNX Runtime's CPU on the same file. Casting alone costs YOLOX-Nano all but 18, 10 and 18 dB on random
+inputs: where pairs round, a step up or down goes through all that follows. A wrong engine is at 0.
+"""
 
 
 def on_cpu(path: Path) -> Callable[[dict[str, Array]], dict[str, Array]]:
