@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from harness.report.results import CellResults, Results
+from harness.run.rows import Pick
 
 __all__ = [
     "BUDGET_NOTE", "COST_NOTE", "DECISION_NOTE", "FINALIST_NOTE", "PRECISION_NOTE", "TARGET_NOTE", "VARIANCE_NOTE",
@@ -93,12 +94,17 @@ def _looks(cell: CellResults) -> str:
     """How often each search looked at the metric, and how far its proxy agreed; "" where none did."""
     largest = max((pick.budget or 0 for pick in cell.picks), default=0)
     picks = [p for p in cell.picks if p.rank == 0 and p.budget == largest and p.scored is not None]
-    shown = [
-        f"{pick.method} {pick.scored} of {largest}"
-        + ("" if pick.agreement is None else f" (rank correlation of proxy and metric {pick.agreement:+.2f})")
-        for pick in picks
-    ]
-    return ", ".join(shown)
+    seeds = {method: [p for p in picks if p.method == method] for method in dict.fromkeys(p.method for p in picks)}
+    return ", ".join(f"{method} {_looked(found)} of {largest}{_agreed(found)}" for method, found in seeds.items())
+
+
+def _looked(seeds: Iterable[Pick]) -> str:
+    return " and ".join(str(pick.scored) for pick in seeds)
+
+
+def _agreed(seeds: Iterable[Pick]) -> str:
+    told = [f"{pick.agreement:+.2f}" for pick in seeds if pick.agreement is not None]
+    return f" (rank correlation of proxy and metric {' and '.join(told)})" if told else ""
 
 
 def _denominator(cells: Iterable[CellResults]) -> str:

@@ -32,6 +32,7 @@ WORDS = frozenset({
     "reference", "variant", "parameters", "on", "in", "row",
 })  # fmt: skip
 """Columns that are sorted as text; all others by their first number."""
+SAID_ONCE = ("cell", "model", "device", "batch")
 KINDS = ("faster", "tie", "slower", "missing", "without a figure")
 
 
@@ -57,6 +58,7 @@ def index(
                 "charts": charts_of(cell, main, budgets, samples[samples["cell"] == cell.name], labels),
                 "graph": graphs.get(cell.name),
                 "effects": _effects(cell),
+                "best": next(iter(main[(main["cell"] == cell.name) & main["best"].astype(bool)]["row"]), ""),
             }
         )
     values = {
@@ -140,17 +142,26 @@ def _accuracy(cell: CellResults, line: Mapping[Any, Any]) -> str:
 
 
 def _table(table: Table) -> dict[str, Any]:
-    columns = list(table.cells.columns)
+    """A table for the template; where all rows are of one model or device, that is said once above it."""
+    cells = table.cells.astype(str)
+    alike = [name for name in SAID_ONCE if name in cells and len(cells) > 1 and cells[name].nunique() == 1]
+    columns = [str(column) for column in cells.columns if column not in alike]
     kinds = ["text" if column.rpartition(" ")[2] in WORDS else "number" for column in columns]
     rows = [
         [
-            {"text": text, "kind": kind, "mark": table.mark(number, column)}
-            for column, kind, text in zip(columns, kinds, line, strict=True)
+            {"text": line[column], "kind": kind, "mark": table.mark(number, column)}
+            for column, kind in zip(columns, kinds, strict=True)
         ]
-        for number, line in enumerate(table.cells.astype(str).itertuples(index=False))
+        for number, line in enumerate(cells.to_dict("records"))
     ]
-    heads = [{"text": column, "kind": kind} for column, kind in zip(columns, kinds, strict=True)]
-    return {"name": table.name, "title": table.title, "heads": heads, "rows": rows, "notes": table.note.splitlines()}
+    return {
+        "name": table.name,
+        "title": table.title,
+        "heads": [{"text": column, "kind": kind} for column, kind in zip(columns, kinds, strict=True)],
+        "rows": rows,
+        "alike": ", ".join(f"{name}: {cells[name].iloc[0]}" for name in alike),
+        "notes": table.note.splitlines(),
+    }
 
 
 def _environments(cells: Sequence[CellResults]) -> list[dict[str, str]]:

@@ -129,7 +129,7 @@ function latencyChart(host, charts, colours) {
   const low = Math.min(...values), high = Math.max(...values), room = 0.04 * (high - low || 1);
   const { svg, px, py, say } = plane(host, {
     title: "Latency of the confirmation" + (charts.floor === null ? "" : "; grey: A/A floor " + (100 * charts.floor).toFixed(1) + " %"),
-    x: { name: "ms; bar: middle half, line: 5 to 95 %, dots: medians of the builds", low: low - room, high: high + room },
+    x: { name: "ms; bar: middle half, line: 5 to 95 %, dots: builds", low: low - room, high: high + room },
     y: { low: rows.length - 0.4, high: -0.7 }, left: 170, height: 60 + 30 * rows.length,
     labels: rows.map((row, index) => [index, row.name]),
   });

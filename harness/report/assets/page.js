@@ -36,7 +36,7 @@ for (const host of document.querySelectorAll("[data-charts]")) {
 
 for (const host of document.querySelectorAll("[data-graph]")) placements(host, cells[Number(host.dataset.graph)]);
 
-function placements(host, { labels, effects, graph: { scene, marks } }) {
+function placements(host, { labels, effects, best, graph: { scene, marks } }) {
   const rows = Object.keys(labels).filter((row) => marks[row]);
   const option = (row) => element("option", { value: row }, labels[row] + (labels[row] === row ? "" : " \u2014 " + row));
   const first = element("select", { "aria-label": "row" }, ...rows.map(option));
@@ -55,7 +55,7 @@ function placements(host, { labels, effects, graph: { scene, marks } }) {
     said.replaceChildren(...(other ? difference(scene, marks[first.value], other) : [keyOfColours(marks[first.value])]));
     tell();
   }
-  const quantized = rows.find((row) => marks[row].length);
+  const quantized = rows.includes(best) && marks[best].length ? best : rows.find((row) => marks[row].length);
   if (quantized) first.value = quantized;
   first.addEventListener("change", show);
   second.addEventListener("change", show);

@@ -97,18 +97,31 @@ def test_hostile_names_are_only_text(folder, browser):
 
 def test_sorting_puts_figures_in_order_and_missing_ones_last(folder, browser):
     browser.open(page_of(folder))
+    heads = browser.run("[...document.querySelectorAll('#table-main th')].map(head => head.textContent)")
+    method, speedup = heads.index("method"), heads.index("speedup [CI]")
     column = "[...document.querySelectorAll('#table-main tbody tr')].map(r => r.cells[{}].textContent)"
-    before = browser.run(column.format(3))
+    before = browser.run(column.format(method))
     head = "document.querySelectorAll('#table-main th button')[{}].click()"
-    browser.run(head.format(5))
-    up = browser.run(column.format(5))
+    browser.run(head.format(speedup))
+    up = browser.run(column.format(speedup))
     assert [text.split(" ")[0] for text in up] == ["0.80", "1.00", "2.00", "4.00", "-", "-", "-"]
-    browser.run(head.format(5))
-    assert browser.run(column.format(5))[0].startswith("4.00")
-    assert browser.run(column.format(5))[-1] == "-"
-    browser.run(head.format(3))
-    assert browser.run(column.format(3)) == sorted(before)
+    browser.run(head.format(speedup))
+    assert browser.run(column.format(speedup))[0].startswith("4.00")
+    assert browser.run(column.format(speedup))[-1] == "-"
+    browser.run(head.format(method))
+    assert browser.run(column.format(method)) == sorted(before)
     assert browser.errors == []
+
+
+def test_what_all_rows_share_is_said_once_above_the_table(folder, cell_maker):
+    text = page_of(folder).read_text()
+    assert "All rows: model: net, device: A CPU, 2 threads" in text
+    table = text.partition('id="table-main"')[2].partition("</table>")[0]
+    assert "A CPU" not in table
+    cell_maker(folder, "other-openvino-int8", model="other")
+    text = page_of(folder).read_text()
+    assert "All rows: device: A CPU, 2 threads" in text
+    assert ">other<" in text.partition('id="table-main"')[2].partition("</table>")[0]
 
 
 @pytest.mark.parametrize("width", [1300, 400])
