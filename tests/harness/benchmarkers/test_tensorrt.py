@@ -20,6 +20,7 @@ from harness.api import Array, Candidate
 from harness.benchmarkers.tensorrt import TensorRTBenchmarker
 from harness.cuda.device import open_device
 from harness.errors import BuildFailed, MeasureFailed, UserError
+from harness.evaluators.detection import CocoMAP
 from harness.evaluators.fidelity import Fidelity
 from harness.graph.build import GraphBuilder
 from harness.graph.dialects import TENSORRT
@@ -33,7 +34,8 @@ from harness.tensorrt.library import open_library
 from harness.tensorrt.options import BuildOptions
 from search.space import Edge
 
-Make = Callable[..., TensorRTBenchmarker]
+SHAPES_MAP = 0.882
+"""Of the zoo's detector on seven images, by ONNX Runtime at batch 1."""
 
 
 @pytest.fixture(params=[10, 11])
@@ -72,6 +74,15 @@ def quantized(path: Path, folder: Path, precision: str = "int8", *, wide: bool =
     resolved = tuple(pair for pair in space.resolve(space.everywhere()) if not (wide and narrow(pair[0])))
     folder.mkdir(exist_ok=True)
     return Inserter(model, TENSORRT, ranges).export(resolved, folder / "q.onnx")
+
+
+def on_cpu(path: Path) -> Callable[[dict[str, Array]], dict[str, Array]]:
+    """ONNX Runtime as the file says, operator by operator."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    names = [value.name for value in session.get_outputs()]
+    return lambda values: dict(zip(names, session.run(names, values), strict=True))
 
 
 def feeds(batch: int = 1) -> dict[str, Array]:
@@ -341,6 +352,37 @@ def test_an_evaluator_scores_the_engine_that_is_timed(trt: FakeTensorRT, tmp_pat
         assert 0 < judge.score(probe.infer).metrics["sqnr_db"] < 100
 
 
+def test_evaluators_run_at_the_batch_of_the_profile(trt: FakeTensorRT, tmp_path: Path) -> None:
+    path = small(tmp_path / "m.onnx", "batch")
+    shapes = {"x": {"min": "1x3x8x8", "opt": "4x3x8x8", "max": "8x3x8x8"}}
+    made = TensorRTBenchmarker(precision="f32", profiles=shapes)
+    judge = Fidelity(inputs={"x": ("float", (4, 3, 8, 8))}, reference=tmp_path / "r.npz", samples=3)
+    judge.prepare(on_cpu(path))
+    with made.open(made.build(candidate(path), tmp_path)) as probe:
+        assert judge.score(probe.infer).metrics["sqnr_db"] > 100
+        buffers = set(trt.cuda.memory)
+        judge.score(probe.infer)
+        assert set(trt.cuda.memory) == buffers, "used again"
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_a_detector_scores_the_same_at_every_batch(batch: int, trt: FakeTensorRT, tmp_path: Path) -> None:
+    """It is exported for one image; seven images fill the second batch of five up."""
+    file = zoo.write("shapes_detector", tmp_path / "d.onnx")
+    one = load(file)
+    (name,) = one.inputs
+    model = load(file, shapes={name: (batch, *one.types[name].shape[1:])})
+    onnx.save(model.proto, tmp_path / "batch.onnx")
+    judge = CocoMAP(
+        data={"use": "shapes", "split": "evaluation", "count": 7}, preprocess="shapes", decode="shapes",
+        input_name=name, input_shape=model.types[name].shape,
+    )  # fmt: skip
+    made = TensorRTBenchmarker(precision="f32")
+    with made.open(made.build(candidate(tmp_path / "batch.onnx"), tmp_path)) as probe:
+        assert min(probe.sample(2)) > 0
+        assert judge.score(probe.infer).metrics["map"] == pytest.approx(SHAPES_MAP, abs=2e-3)
+
+
 def test_description(trt: FakeTensorRT) -> None:
     facts = TensorRTBenchmarker().describe()
     assert facts["version"] == trt.__version__
@@ -437,15 +479,6 @@ LEAST_DB = {"f32": 60.0, "f16": 12.0, "int8": 6.0, "fp8": 10.0}
 """SQNR against ONNX Runtime's CPU on the same file. Casting alone costs YOLOX-Nano all but 18, 10 and 18 dB on random
 inputs: where pairs round, a step up or down goes through all that follows. A wrong engine is at 0.
 """
-
-
-def on_cpu(path: Path) -> Callable[[dict[str, Array]], dict[str, Array]]:
-    """ONNX Runtime as the file says, operator by operator."""
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    names = [value.name for value in session.get_outputs()]
-    return lambda values: dict(zip(names, session.run(names, values), strict=True))
 
 
 @pytest.mark.gpu

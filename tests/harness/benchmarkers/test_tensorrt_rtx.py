@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,6 +154,13 @@ def test_a_missing_plugin_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime_ep_nv_tensorrt_rtx", None)
     with pytest.raises(UserError, match=r"'tensorrt_rtx': .*pip install onnxruntime-ep-nv-tensorrt-rtx-cu13"):
         TensorRTRTXBenchmarker().describe()
+
+
+def test_the_real_module_places_values_by_vendor() -> None:
+    for function in (onnxruntime.OrtValue.ortvalue_from_numpy, onnxruntime.OrtValue.ortvalue_from_shape_and_type):
+        assert list(inspect.signature(function).parameters)[-3:] == ["device_type", "device_id", "vendor_id"]
+    for name in ("bind_ortvalue_input", "bind_ortvalue_output", "clear_binding_inputs", "clear_binding_outputs"):
+        assert hasattr(onnxruntime.IOBinding, name)
 
 
 @pytest.mark.gpu
