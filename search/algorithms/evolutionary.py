@@ -65,9 +65,10 @@ class EvolutionarySearcher:
         self._rates: dict[str, float] = {}
 
     def ask(self, n: int) -> Sequence[Placement]:
+        parents = self._archive.incumbents(self._population, self._significance)
+        born = (lambda: self._child(parents)) if parents else self._drawn
         asked: list[Placement] = []
         while len(asked) < n:
-            born = self._child if len(self._archive) else self._drawn
             placement = unseen(born, self._space, self._archive, ATTEMPTS)
             placement = placement or nearby(self._drawn(), self._space, self._rng, self._archive)
             if placement is None:
@@ -79,8 +80,7 @@ class EvolutionarySearcher:
     def tell(self, observation: Observation) -> None:
         self._archive.tell(observation)
 
-    def _child(self) -> Placement:
-        parents = self._archive.incumbents(self._population, self._significance)
+    def _child(self, parents: Sequence[Entry]) -> Placement:
         first = self._winner(parents)
         rate = self._varied(self._rates.get(first.digest, self._floor))
         child = first.placement
