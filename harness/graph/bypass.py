@@ -29,17 +29,17 @@ class Bypass:
 
     def __init__(self, path: Path) -> None:
         self._proto, _ = read_model(path, str(path))
-        makers = {name: node for node in self._proto.graph.node for name in node.output}
+        makers = {name: node for node in self._proto.graph.node for name in node.output if name}
         self._inputs: dict[str, dict[int, str]] = {}
         for node in self._proto.graph.node:
             if node.op_type in _NO_CONSUMERS:
                 continue
             for slot, name in enumerate(node.input):
                 dequantize = makers.get(name)
-                quantize = makers.get(dequantize.input[0]) if dequantize is not None else None
-                if dequantize is None or quantize is None or dequantize.op_type != "DequantizeLinear":
+                if dequantize is None or dequantize.op_type != "DequantizeLinear":
                     continue
-                if quantize.op_type == "QuantizeLinear":
+                quantize = makers.get(dequantize.input[0])
+                if quantize is not None and quantize.op_type == "QuantizeLinear":
                     self._inputs.setdefault(label(node), {})[slot] = quantize.input[0]
 
     @property

@@ -144,6 +144,8 @@ def _opened(chosen: EvaluateSection, dataset: Dataset, base: Path) -> Iterator[_
 
 
 def _engine(path: Path, chosen: EvaluateSection, dataset: Dataset) -> _Subject:
+    if path.suffix == ".onnx":
+        raise UserError(f"evaluate.trt_engine: {chosen.trt_engine} is a model, no engine; call it evaluate.onnx_file")
     facts = read_facts(path) or _unknown(path, dataset)
     runtime, artifact = load_engine(path, facts)
     model = path.parent / facts.onnx_file
@@ -179,6 +181,8 @@ def _model(chosen: EvaluateSection, dataset: Dataset, base: Path, scratch: Path)
 
 def _evaluator(chosen: EvaluateSection, dataset: Dataset, base: Path, subject: _Subject) -> Evaluator:
     data = source_of(dataset)
+    for key in ("images", "labels"):
+        found_file(data[key], base, SPEC_KEYS[key])
     name = image_input(subject.inputs)
     shape = subject.inputs[name][1]
     if "batch_size" in dataset.model_fields_set and dataset.batch_size != shape[0]:

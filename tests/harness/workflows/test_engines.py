@@ -191,6 +191,14 @@ def test_labels_of_other_images_and_missing_parts(detector: Path, coco: Path, tm
     empty = "dataset: {test_data_sources: {image_dir: empty}, preprocess: shapes}\n"
     with pytest.raises(UserError, match=r"image_dir and json_file are needed"):
         score(text + empty, tmp_path)
+    with pytest.raises(
+        UserError, match=r"spec.yaml: dataset.test_data_sources.image_dir: .*/val: no such file or folder"
+    ):
+        score(text + data(coco).replace("/val2017,", "/val,"), tmp_path)
+    with pytest.raises(
+        UserError, match=r"evaluate.trt_engine: .*model.onnx is a model, no engine; call it evaluate.onnx_f"
+    ):
+        score(f"evaluate: {{trt_engine: {detector}}}\n{data(coco)}", tmp_path)
     with pytest.raises(UserError, match=r"evaluate.trt_engine: none.trt: no such file"):
         score(f"evaluate: {{trt_engine: none.trt}}\n{data(coco)}", tmp_path)
 
