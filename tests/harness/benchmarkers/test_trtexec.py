@@ -17,7 +17,7 @@ from harness.api import Candidate
 from harness.benchmarkers.trtexec import TrtexecBenchmarker
 from harness.errors import BuildFailed, MeasureFailed, UserError
 from harness.graph.build import GraphBuilder
-from harness.tensorrt.flags import read_times, read_version
+from harness.tensorrt.flags import Trace, read_times, read_version
 
 FAKE = Path(__file__).parents[2] / "fakes" / "fake_trtexec.py"
 
@@ -229,6 +229,24 @@ def test_options_that_cannot_be_are_refused(params: dict[str, Any], message: str
 )
 def test_versions_are_read(text: str, version: str) -> None:
     assert read_version(text) == version
+
+
+def test_times_are_those_of_the_gpu_and_not_the_latency(tmp_path: Path) -> None:
+    """As samples/common/sampleReporting.cpp writes them; 10 has transfers by default, older ones export the warm-up."""
+    file = tmp_path / "times.json"
+    file.write_text(
+        """[
+  { "startEnqMs" : 120.1, "endEnqMs" : 120.2, "startH2dMs" : 120.0, "endH2dMs" : 120.6, "startComputeMs" : 120.6,
+    "endComputeMs" : 124.6, "startD2hMs" : 124.6, "endD2hMs" : 124.9, "h2dMs" : 0.6, "computeMs" : 4, "d2hMs" : 0.3,
+    "latencyMs" : 4.9 },
+  { "startEnqMs" : 205.1, "endEnqMs" : 205.2, "startH2dMs" : 205.0, "endH2dMs" : 205.6, "startComputeMs" : 205.6,
+    "endComputeMs" : 207.1, "startD2hMs" : 207.1, "endD2hMs" : 207.4, "h2dMs" : 0.6, "computeMs" : 1.5, "d2hMs" : 0.3,
+    "latencyMs" : 2.4 }
+]
+"""
+    )
+    assert read_times(file, 200) == (Trace(start_ms=205.6, compute_ms=1.5, latency_ms=2.4),)
+    assert len(read_times(file, 0)) == 2
 
 
 def test_damaged_times_are_a_failed_measurement(tmp_path: Path) -> None:

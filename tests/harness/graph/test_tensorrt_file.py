@@ -65,6 +65,27 @@ def test_what_is_taken(tmp_path: Path) -> None:
         assert has_qdq(read_structure(path))
 
 
+def test_a_zero_point_that_is_computed_is_left_to_tensorrt(tmp_path: Path) -> None:
+    """Constant -> Cast -> QuantizeLinear is a form that it takes."""
+    path = pair(tmp_path / "m.onnx", zero_of(TensorProto.INT8))
+    model = onnx.load(path)
+    model.graph.initializer[1].CopyFrom(helper.make_tensor("wide", TensorProto.INT32, [], [0]))
+    model.graph.node.insert(0, helper.make_node("Cast", ["wide"], ["zero"], to=TensorProto.INT8))
+    onnx.save(model, path)
+    refuse_unusable(read_structure(path), path, AMPERE)
+
+
+def test_what_a_file_says_of_its_inputs_and_types(tmp_path: Path) -> None:
+    path = pair(tmp_path / "m.onnx", zero_of(TensorProto.FLOAT8E4M3FN))
+    model = onnx.load(path)
+    model.graph.input.append(helper.make_tensor_value_info("zero", TensorProto.FLOAT8E4M3FN, []))  # as before IR 4
+    model.graph.input.append(helper.make_tensor_value_info("ids", TensorProto.INT64, ["batch", 7]))
+    assert models.shapes_of_inputs(model) == {"x": (2,), "ids": (-1, 7)}
+    assert list(models.types_of_ends(model)[0]) == ["x", "ids"]
+    assert models.has_fp8(model)
+    assert not models.has_fp8(read_structure(quantized(tmp_path)))
+
+
 def test_quantized_biases_are_refused(tmp_path: Path) -> None:
     builder = GraphBuilder("bias", opset=19)
     bias = builder.op("DequantizeLinear", builder.const(np.ones(4, np.int32)), builder.const(np.float32(0.1)))
