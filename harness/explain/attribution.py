@@ -33,7 +33,7 @@ from search.space import Placement
 
 __all__ = ["explain_row"]
 
-TURNS = Confirmation(builds=3, rounds=3, samples=5)
+TURNS = Confirmation(builds=3, rounds=10, samples=3)
 logger = logging.getLogger(__name__)
 
 

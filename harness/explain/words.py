@@ -13,7 +13,7 @@ from harness.measure.stats import Interval
 from harness.report.drawing import draw_explained
 from harness.report.explained import Effect, Explanation, Fate, write_explanation
 from harness.report.layers import waterfall_frame
-from harness.report.naming import metric_name, shown_drop
+from harness.report.naming import cut, metric_name, shown_drop
 from harness.report.tables import MISSING, Table, interval, markdown, markdown_text
 from harness.run.journal import writing
 from harness.run.observe import Observer
@@ -92,7 +92,7 @@ def _effect(effect: Effect, found: Explanation, kind: str) -> dict[str, str]:
     gained = None if found.latency_ms is None else effect.gained_us(found.latency_ms)
     return {
         kind: effect.part,
-        "operators": effect.operators[:50],
+        "operators": cut(effect.operators, 50),
         "pairs": str(effect.pairs),
         "without it": _loss(effect.ratio, effect.reason),
         "gives": MISSING if gained is None else f"{gained.value:+.0f} µs",
@@ -149,7 +149,7 @@ def _fates(fates: Sequence[Fate]) -> Iterator[str]:
 def _layers(parts: pd.DataFrame) -> Iterable[str]:
     lines = [
         {
-            "part": row["part"][:60],
+            "part": cut(row["part"], 60),
             "float ms": f"{row['before_ms']:.3f}",
             "here ms": f"{row['after_ms']:.3f}",
             "change ms": f"{row['change_ms']:+.3f}",

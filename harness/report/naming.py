@@ -10,10 +10,15 @@ from harness.measure.stats import Interval
 from harness.report.results import CellResults
 from harness.run.rows import FLOAT_ROW
 
-__all__ = ["METRICS", "labels_of", "metric_name", "shown_drop"]
+__all__ = ["METRICS", "cut", "labels_of", "metric_name", "shown_drop"]
 
 METRICS = {"map": ("mAP", 4, ""), "top1": ("top-1", 4, ""), "sqnr_db": ("SQNR", 1, " dB")}
 """How a metric is shown: name, digits, unit. Others are shown under their own name with four digits."""
+
+
+def cut(text: str, width: int) -> str:
+    """At most so many letters of a text, and a sign that there were more."""
+    return text if len(text) <= width else f"{text[: width - 1].rstrip(' ,')}…"
 
 
 def metric_name(metric: str | None) -> str:

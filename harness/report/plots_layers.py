@@ -10,6 +10,7 @@ import pandas as pd
 
 from harness.measure.stats import Interval
 from harness.report.explained import Effect, Explanation
+from harness.report.naming import cut
 from harness.report.plots import COLOURS, drawn, name_lines
 
 __all__ = ["price", "sensitivity", "waterfall"]
@@ -37,7 +38,7 @@ def waterfall(parts: pd.DataFrame, title: str, path: Path) -> None:
             axes.text(max(level, level - change), place, f" {change:+.3f}", va="center")
         axes.barh(len(parts) + 1, after, color="0.55", height=0.7)
         axes.text(after, len(parts) + 1, f" {after:.3f} ms", va="center")
-        labels = ["float", *(name_lines(name[:60], 34) for name in parts["part"]), "this placement"]
+        labels = ["float", *(name_lines(cut(name, 60), 34) for name in parts["part"]), "this placement"]
         axes.set_yticks(range(len(labels)), labels, fontsize=7.5)
         axes.set_ylim(len(labels) - 0.4, -0.6)
         axes.set_xlim(0, 1.25 * max(before, after))
@@ -72,7 +73,7 @@ def sensitivity(effects: Sequence[Effect], floor: float, title: str, path: Path)
 
 
 def _label(effect: Effect) -> str:
-    return name_lines(f"{effect.part[:8]} {effect.operators[:40]} ({effect.pairs} pairs)", 40)
+    return name_lines(f"{effect.part[:8]} {cut(effect.operators, 40)} ({effect.pairs} pairs)", 40)
 
 
 def price(found: Explanation, metric: str, title: str, path: Path) -> None:
@@ -126,5 +127,4 @@ def _clear(effect: Effect, drop: Interval, floor: float) -> bool:
 
 
 def _line(effect: Effect) -> str:
-    text = f"{effect.part[:8]} {effect.operators} ({effect.pairs} pairs)"
-    return text if len(text) <= 90 else f"{text[:89]}…"
+    return f"{effect.part[:8]} {cut(effect.operators, 70)} ({effect.pairs} pairs)"
