@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,11 +18,11 @@ from harness.api import Candidate
 from harness.cluster.fleet import Fleet
 from harness.cluster.remote import RemoteEngines, prepare
 from harness.errors import UserError
-from harness.measure.engines import Engines, WorkerSpec
+from harness.measure.engines import MAIN, Engines, WorkerSpec
 from harness.measure.executor import Pool
 from harness.measure.gate import Open
 from harness.measure.site import Maker, Workers
-from harness.run.config import Limits
+from harness.run.config import Limits, Use
 from harness.run.executing import ExecutorSpec
 from harness.run.observe import Observer
 
@@ -82,6 +83,11 @@ class RaySite:
     def environment(self, commit: str | None) -> dict[str, Any]:
         """See `Site`."""
         return {**self._fleet.environment(), **({} if commit is None else {"git_commit": commit})}
+
+    def describe(self, backend: Use, workdir: Path) -> Mapping[str, Any]:
+        """See `Site`."""
+        with self.open(WorkerSpec(benchmarkers={MAIN: backend}, workdir=workdir)) as engines:
+            return engines.describe()
 
     def open(self, spec: WorkerSpec) -> RemoteEngines:
         """See `Site`."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from harness import registry
 from harness.api import Candidate
 from harness.measure.engines import Engines, WorkerSpec
 from harness.measure.executor import AttemptWith, Executor, Inline, Pool
 from harness.measure.gate import Alternating, Beside, Gate
 from harness.measure.provenance import environment
 from harness.measure.sandbox import open_engines
-from harness.run.config import Limits
+from harness.run.config import Limits, Use
 from harness.run.executing import ExecutorSpec
 from search.space import Resolved
 
@@ -41,6 +42,17 @@ class Site(Protocol):
 
     def environment(self, commit: str | None) -> dict[str, Any]:
         """Facts about the machine that has the devices, see `harness.measure.provenance.environment`."""
+        ...
+
+    def describe(self, backend: Use, workdir: Path) -> Mapping[str, Any]:
+        """The facts of a benchmarker, from where the devices are.
+
+        Args:
+            workdir: Takes scratch files.
+
+        Raises:
+            UserError: Its runtime or its device is missing there.
+        """
         ...
 
     def open(self, spec: WorkerSpec) -> AbstractContextManager[Engines]:
@@ -76,6 +88,11 @@ class LocalSite:
     def environment(self, commit: str | None) -> dict[str, Any]:
         """See `Site`."""
         return environment(commit)
+
+    def describe(self, backend: Use, workdir: Path) -> Mapping[str, Any]:
+        """See `Site`."""
+        facts: Mapping[str, Any] = registry.create("benchmarker", backend.use, backend.params).describe()
+        return facts
 
     def open(self, spec: WorkerSpec) -> AbstractContextManager[Engines]:
         """See `Site`."""

@@ -38,6 +38,7 @@ from search.space import Placement, Resolved, Space
 
 __all__ = ["OPSET", "Cell", "compose", "dialect_use", "evaluator_use", "open_model"]
 
+Facts = Mapping[str, Any]
 UNCALIBRATED = 12.7
 """Bound of every range where operators of a plug-in keep the model from being run for calibration."""
 
@@ -61,6 +62,7 @@ class Cell:
         accuracy_only: Precisions that the device only emulates.
         benchmarkers: The backend at each float precision, the baseline's as `MAIN`; none before `at`.
         cast: The model as `model_file` has it, where that is not `model`.
+        facts: What the backend says of itself and its device.
     """
 
     spec: CellSpec
@@ -81,6 +83,7 @@ class Cell:
     cache_remarks: tuple[str, ...] = ()
     benchmarkers: Mapping[str, Use] = field(default_factory=dict)
     cast: Model | None = None
+    facts: Facts = field(default_factory=dict)
 
     def at(self, benchmarkers: Mapping[str, Use]) -> Cell:
         """The cell with the backend at its float precisions.
@@ -134,19 +137,22 @@ class Cell:
         return Candidate(digest=digest, edges=resolved, source=source)
 
 
-def compose(experiment: Experiment, spec: CellSpec, base: Path, work: Path, observer: Observer) -> Cell:
+def compose(
+    experiment: Experiment, spec: CellSpec, base: Path, work: Path, observer: Observer, facts: Facts | None = None
+) -> Cell:
     """Load, calibrate, and prepare the space, the seeds and the baselines of one cell.
 
     Args:
         base: Folder of the experiment file, for relative paths.
         work: Scratch folder of the cell.
+        facts: The backend's own, where the device is another machine's; None: it is asked here.
 
     Raises:
         UserError: Anything in the specification that cannot be used.
     """
     with writing(work):
         work.mkdir(parents=True, exist_ok=True)
-    dialect, accuracy_only = _runtime(spec.backend)
+    dialect, accuracy_only, facts = _runtime(spec.backend, facts)
     if not dialect.precisions.issuperset(spec.precisions):
         raise UserError(
             f"precision {spec.precision!r}: backend {spec.backend.use!r} runs {', '.join(sorted(dialect.precisions))}"
@@ -172,7 +178,7 @@ def compose(experiment: Experiment, spec: CellSpec, base: Path, work: Path, obse
     foreign |= imported(starts, base)
     if any(start.use == EXTREME for start in starts):
         foreign[EXTREME] = extreme_form(model, dialect, ranges, work, space)
-    seeding = Seeding(spec=spec, space=space, model=model, base=base, foreign=foreign, observer=observer)
+    seeding = Seeding(spec=spec, space=space, model=model, base=base, foreign=foreign, observer=observer, facts=facts)
     found = seeding.placements(starts)
     return Cell(
         spec=spec,
@@ -191,6 +197,7 @@ def compose(experiment: Experiment, spec: CellSpec, base: Path, work: Path, obse
         work=work,
         accuracy_only=accuracy_only.intersection(spec.precisions),
         cache_remarks=seeding.strangers(starts),
+        facts=facts,
     )
 
 
@@ -253,18 +260,18 @@ def dialect_use(backend: Use) -> str:
     return str(getattr(registry.create("benchmarker", backend.use, backend.params), "dialect", backend.use))
 
 
-def _runtime(backend: Use) -> tuple[Dialect, frozenset[str]]:
-    """The dialect that a benchmarker names, else the one called like it, and the precisions that it only emulates.
+def _runtime(backend: Use, facts: Facts | None) -> tuple[Dialect, frozenset[str], Facts]:
+    """The dialect that a benchmarker names, else the one called like it; precisions that it only emulates; its facts.
 
     Raises:
         UserError: It names no dialect, or its runtime or device is missing: nobody calibrates for minutes to hear that.
     """
     benchmarker = registry.create("benchmarker", backend.use, backend.params)
-    benchmarker.describe()
+    facts = benchmarker.describe() if facts is None else facts
     dialect: Any = registry.load("dialect", getattr(benchmarker, "dialect", backend.use))
     if not isinstance(dialect, Dialect):
         raise UserError(f"dialect of backend {backend.use!r}: a harness.graph.dialects.Dialect, but got {dialect!r}")
-    return dialect, frozenset(getattr(benchmarker, "accuracy_only", ()))
+    return dialect, frozenset(getattr(benchmarker, "accuracy_only", ())), facts
 
 
 def _ranges(space: Space, model: Model, model_file: Path, feeds: _Feeds, observer: Observer) -> Ranges:

@@ -128,9 +128,10 @@ class _Place:
 def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None:
     spec, folder, site = place.spec, place.folder, place.site
     _begun(folder / "env.json", site.environment(place.commit), decisive)
-    cell = compose(experiment, spec, place.base, folder / "work", observer)
+    facts = site.describe(spec.backend, folder / "work")
+    cell = compose(experiment, spec, place.base, folder / "work", observer, facts)
     scoring = scoring_of(experiment.objective, spec.model, cell.model, place.base, cell.work)
-    benchmarkers = float_benchmarkers(spec.backend, cell.float_file, folder, site.open, observer)
+    benchmarkers = float_benchmarkers(spec.backend, cell.float_file, folder, site.open, observer, facts)
     cell = cell.at(benchmarkers)
     worker = WorkerSpec(
         benchmarkers=benchmarkers, workdir=cell.work, evaluators=scoring.evaluators, reference=cell.model_file

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from harness import registry
 from harness.errors import UserError
 from harness.graph.cache import Origin, PatternCache, placements, strangers
 from harness.graph.cache_file import read_cache
@@ -64,6 +64,7 @@ class Seeding:
     base: Path
     foreign: Mapping[str, Foreign]
     observer: Observer
+    facts: Mapping[str, Any]
 
     def placements(self, starts: Sequence[Start]) -> dict[str, dict[str, Placement]]:
         """For each entry its placements by name; none where a tool failed or its model has nothing in common with ours.
@@ -109,8 +110,7 @@ class Seeding:
         return read_cache(locate(start.params["path"], self.base))
 
     def _origin(self) -> Origin:
-        backend = self.spec.backend
-        facts = registry.create("benchmarker", backend.use, backend.params).describe()
+        facts = self.facts
         return Origin(backend=facts["name"], precision=self.spec.precision, device=str(facts.get("device", "")))
 
     def _cached(self, start: Start) -> Iterator[tuple[str, Placement]]:

@@ -55,7 +55,12 @@ def parsed(use: Use, path: Path, folder: Path) -> Path:
 
 
 def float_benchmarkers(
-    backend: Use, model_file: Path, folder: Path, open_engines: OpenEngines, observer: Observer
+    backend: Use,
+    model_file: Path,
+    folder: Path,
+    open_engines: OpenEngines,
+    observer: Observer,
+    facts: Mapping[str, Any] | None = None,
 ) -> Mapping[str, Use]:
     """The backend at its strongest float precision as `MAIN`, and by precision at each other one.
 
@@ -67,11 +72,13 @@ def float_benchmarkers(
         model_file: The float model.
         folder: The cell's folder.
         open_engines: Opens engines where the cell runs.
+        facts: The backend's own, from there; None: it is asked here.
 
     Raises:
         UserError: The choice was made for another model, runtime or device, or none can be made.
     """
-    facts = registry.create("benchmarker", backend.use, backend.params).describe()
+    if facts is None:
+        facts = registry.create("benchmarker", backend.use, backend.params).describe()
     offered = {
         precision: backend.model_copy(update={"params": {**backend.params, **params}})
         for precision, params in facts.get("float_params", {}).items()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from harness import registry
 from harness.errors import UserError
 from harness.graph.cache import Origin, cache_of, placements
 from harness.graph.cache_file import read_cache, write_cache
@@ -47,7 +46,7 @@ def remember(cell: Cell, goal: Goal, folder: Path) -> None:
         return
     sizes = {p.signature: len(p.operators) for p in find_patterns(cell.model, discover(cell.model))}
     with writing(folder / PATTERNS):
-        write_cache(cache_of(observations, cell.space, sizes, min(floats), _origin(cell.spec)), folder / PATTERNS)
+        write_cache(cache_of(observations, cell.space, sizes, min(floats), _origin(cell)), folder / PATTERNS)
 
 
 def guests(kinds: Sequence[str], cell: Cell, cells: Sequence[CellSpec], out: Path) -> Mapping[str, Guest]:
@@ -96,10 +95,10 @@ def _moved(cell: Cell, folder: Path) -> Guest:
 def _inherited(cell: Cell, folder: Path) -> Guest:
     if not (folder / PATTERNS).exists():
         return f"{folder.name} learned nothing"
-    known = placements(read_cache(folder / PATTERNS), cell.space, _origin(cell.spec), limit=1)
+    known = placements(read_cache(folder / PATTERNS), cell.space, _origin(cell), limit=1)
     return known[0] if known else f"{folder.name} knows none of its patterns"
 
 
-def _origin(spec: CellSpec) -> Origin:
-    facts = registry.create("benchmarker", spec.backend.use, spec.backend.params).describe()
-    return Origin(backend=facts["name"], precision=spec.precision, device=str(facts.get("device", "")))
+def _origin(cell: Cell) -> Origin:
+    facts = cell.facts
+    return Origin(backend=facts["name"], precision=cell.spec.precision, device=str(facts.get("device", "")))

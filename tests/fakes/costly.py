@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,9 +15,10 @@ import numpy as np
 
 from harness.api import Accuracy, Array, Artifact, Candidate, Infer
 from harness.benchmarkers.simulated import SimulatedBenchmarker
+from harness.errors import UserError
 from harness.evaluators.fidelity import Fidelity
 
-__all__ = ["Costly", "Scored", "Where"]
+__all__ = ["Costly", "Elsewhere", "Scored", "Where"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,3 +73,13 @@ class Where(Fidelity):
         """See `Fidelity`."""
         found = super().score(infer)
         return replace(found, metrics={**found.metrics, "process": float(os.getpid())})
+
+
+class Elsewhere(Costly):
+    """One whose device the driver's machine has not."""
+
+    def describe(self) -> Mapping[str, Any]:
+        """Facts, for whoever is not the driver."""
+        if "pytest" in sys.modules:
+            raise UserError("costly: there is no such device here")
+        return Costly.describe(self)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from harness.errors import UserError
 from harness.run.goal import PROXY
 
 pytestmark = pytest.mark.slow
@@ -27,6 +28,7 @@ budget: {evaluations: [10]}
 sampling: {warmup_ms: 0, min_samples: 5, max_samples: 5}
 confirmation: {builds: 3, rounds: 2, samples: 3}
 """
+ONE_CELL = re.sub(r"models: \[(\{.*?\}\}),.*", r"models: [\1]", SHARDED).replace("seeds: [0, 1]", "seeds: [0]")
 SCORED = """
 experiment: scored
 models:
@@ -93,18 +95,25 @@ def test_results_of_another_machine_go_on_where_the_change_is_accepted(
     cluster: Any, place: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from harness.cluster import fleet
-    from harness.errors import UserError
 
     executor = "{use: ray, workers: 1, window: 1}"
-    text = re.sub(r"models: \[(\{.*?\}\}),.*", r"models: [\1]", SHARDED).replace("seeds: [0, 1]", "seeds: [0]")
-    first = place.run("moved", executor, text)
+    first = place.run("moved", executor, ONE_CELL)
     (path,) = first.out.glob("*/env.json")
     facts = json.loads(path.read_text())
     path.write_text(json.dumps({**facts, "packages": {**facts["packages"], "numpy": "1.0"}}))
     monkeypatch.setattr(fleet, "START_S", 5.0)
     with pytest.raises(UserError, match="no worker can be used"):
-        place.run("moved", executor, text)
+        place.run("moved", executor, ONE_CELL)
     monkeypatch.undo()
-    again = place.run("moved", executor, text, accept_changes=True)
+    again = place.run("moved", executor, ONE_CELL, accept_changes=True)
     assert [said for said in again.said if "accepted: " in said and ".1 keeps what was measured before" in said]
     assert len(again.entries()) == 4, "two searches, before and after"
+
+
+def test_the_driver_needs_no_device_of_its_own(cluster: Any, place: Any) -> None:
+    text = ONE_CELL.replace("costly:Costly", "costly:Elsewhere")
+    with pytest.raises(UserError, match="there is no such device here"):
+        place.run("elsewhere-local", "{use: local}", text)
+    ran = place.run("elsewhere", "{use: ray, workers: 2}", text)
+    assert len(ran.journals(10)) == 2
+    assert {line["verdict"] for line in ran.table()} >= {"baseline"}

@@ -74,7 +74,7 @@ def seeding(folder, model, space, initial, foreign=(), observer=None):
     experiment = parse_experiment(text, "starts.yaml")
     made = Seeding(
         spec=plan(experiment)[0], space=space, model=model, base=folder, foreign=dict(foreign),
-        observer=observer or Silent(),
+        observer=observer or Silent(), facts={"name": "simulated", "device": "simulated"},
     )  # fmt: skip
     return made.placements(experiment.initial)
 
