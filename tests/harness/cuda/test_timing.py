@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from fake_cuda import FakeCuda, Status
 
-from harness.cuda.device import Cuda, open_device
+from harness.cuda import device, timing
+from harness.cuda.device import Cuda, import_runtime, open_device
 from harness.cuda.timing import GpuTimer, flush_bytes
 from harness.errors import MeasureFailed, UserError
+from harness.tensorrt import session
 
 KERNEL_MS = 0.1
+DRIVERLESS = frozenset(
+    {"cudaGetDeviceCount", "cudaDriverGetVersion", "cudaRuntimeGetVersion", "cudaGetErrorName", "cudaGetErrorString"}
+)
+"""Functions that answer without a driver; `open_device` is tested on them."""
 
 
 def model(api: FakeCuda, kernels: int = 3) -> Callable[[int], None]:
@@ -189,11 +197,42 @@ def test_no_device_is_one_clear_sentence(api: FakeCuda, message: str, monkeypatc
 
 def test_the_device_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.cuda.device.import_runtime", FakeCuda)
-    _, device = open_device()
-    assert (device.name, device.capability, device.driver) == ("Fake GPU", (8, 9), "12.8")
-    assert device.uuid == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
+    _, found = open_device()
+    assert (found.name, found.capability, found.driver) == ("Fake GPU", (8, 9), "12.8")
+    assert found.uuid == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
     with pytest.raises(UserError, match=r"device: 0 to 0 .* but got 3"):
         open_device(3)
+
+
+def test_cuda_python_takes_what_it_is_given() -> None:
+    """Without a driver every call only says so: kinds of arguments and numbers of results are checked all the same."""
+    try:
+        api = import_runtime()
+    except UserError as error:
+        pytest.skip(str(error))
+    if api.cudaGetDeviceCount()[0] != api.cudaError_t.cudaErrorInsufficientDriver:
+        pytest.skip("this machine has a driver, which would look at the handles")
+    stream, event, memory = api.cudaStream_t(5), api.cudaEvent_t(6), 4096
+    graph, made = api.cudaGraph_t(7), api.cudaGraphExec_t(8)
+    mode = api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+    calls: dict[str, tuple[tuple[object, ...], int]] = {
+        "cudaStreamCreateWithFlags": ((api.cudaStreamNonBlocking,), 2), "cudaStreamSynchronize": ((int(stream),), 1),
+        "cudaStreamDestroy": ((stream,), 1), "cudaStreamBeginCapture": ((stream, mode), 1),
+        "cudaStreamEndCapture": ((stream,), 2), "cudaEventCreateWithFlags": ((api.cudaEventDefault,), 2),
+        "cudaEventRecord": ((event, stream), 1), "cudaEventSynchronize": ((event,), 1), "cudaEventQuery": ((event,), 1),
+        "cudaEventElapsedTime": ((event, event), 2), "cudaEventDestroy": ((event,), 1), "cudaMalloc": ((10,), 2),
+        "cudaFree": ((memory,), 1), "cudaMemsetAsync": ((memory, 1, 10, stream), 1),
+        "cudaMemcpy": ((memory, memory, 4, api.cudaMemcpyKind.cudaMemcpyHostToDevice), 1),
+        "cudaGraphInstantiate": ((graph, 0), 2), "cudaGraphUpload": ((made, stream), 1),
+        "cudaGraphLaunch": ((made, stream), 1), "cudaGraphExecDestroy": ((made,), 1),
+        "cudaGraphDestroy": ((graph,), 1), "cudaSetDevice": ((0,), 1), "cudaDeviceSynchronize": ((), 1),
+        "cudaGetDeviceProperties": ((0,), 2), "cudaGetLastError": ((), 1),
+    }  # fmt: skip
+    for name, (args, results) in calls.items():
+        assert len(getattr(api, name)(*args)) == results, name
+    source = "".join(Path(module.__file__).read_text() for module in (device, timing, session))
+    used = {a or b for a, b in re.findall(r'"(cuda[A-Z]\w+)"|api\.(cuda\w+)\(', source)}
+    assert used <= {*calls, *DRIVERLESS}
 
 
 @pytest.mark.gpu
@@ -202,7 +241,7 @@ def test_the_device_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_readings_agree_with_triton(target_ms: float, graph: bool) -> None:
     """One kernel whose time goes by the memory it moves: heat holds back no clock, and the host launches it once."""
     try:
-        cuda, device = open_device()
+        cuda, gpu = open_device()
     except UserError as error:
         pytest.skip(str(error))
     torch = pytest.importorskip("torch")
@@ -217,8 +256,8 @@ def test_readings_agree_with_triton(target_ms: float, graph: bool) -> None:
 
     probed = 2**25
     size = round(probed * target_ms / testing.do_bench(adding(probed), return_mode="median"))
-    if 2 * 8 * size > 0.8 * device.memory_bytes:
-        pytest.skip(f"{device.name} has too little memory for a kernel of {target_ms} ms")
+    if 2 * 8 * size > 0.8 * gpu.memory_bytes:
+        pytest.skip(f"{gpu.name} has too little memory for a kernel of {target_ms} ms")
     work = adding(size)
     torch.cuda.synchronize()  # the timer's stream does not wait for torch's
 
@@ -226,7 +265,7 @@ def test_readings_agree_with_triton(target_ms: float, graph: bool) -> None:
         with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
             work()
 
-    cold = flush_bytes(device.l2_bytes, True)  # as do_bench does
+    cold = flush_bytes(gpu.l2_bytes, True)  # as do_bench does
     with GpuTimer(cuda, enqueue, graph=graph, flush_bytes=cold) as timer:
         assert not timer.why_eager
         timer.warm_up(200)
