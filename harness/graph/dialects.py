@@ -24,6 +24,7 @@ class Dialect:
         weight: Storage type of weights at "int8"; always symmetric, one scale per output channel.
         transposed_axis: Output-channel axis of a ConvTranspose weight [C, K, R, S] that takes one scale per channel;
             None: one scale for the tensor.
+        unit_softmax: The result of a Softmax is stored as numbers from 0 to 1, however small a part of that it fills.
         bias: "int32": the bias of a linear operator whose data and weight are quantized gets a DequantizeLinear with
             scale = data scale x weight scale; "float": it is left alone.
         min_opset: Smallest opset of the default domain that carries its INT8 Q/DQ; see `opset`.
@@ -34,6 +35,7 @@ class Dialect:
         between_conv_and_activation: A Q/DQ pair between Conv, BatchNormalization and activation is legal.
         absorbed: Activations that the runtime computes by the clipping of the pair behind them: a pair in front of one,
             where nothing else reads that tensor, is never legal.
+        bare_products: A matrix times weights may be INT8 where it has no bias of its own.
         quantize_outputs: A linear operator is fused only where its output is quantized too.
         grouped_fp8: Grouped convolutions may take FP8.
         float16: Tensors in float16 may be quantized.
@@ -47,6 +49,7 @@ class Dialect:
     affine_ops: frozenset[str] = frozenset()
     weight: Literal["int8"] = "int8"
     transposed_axis: int | None = 1
+    unit_softmax: bool = False
     bias: Literal["float", "int32"] = "float"
     min_opset: int = 13
     linear_ops: frozenset[str] = LINEAR
@@ -54,6 +57,7 @@ class Dialect:
     constant_operands: frozenset[str] = frozenset()
     between_conv_and_activation: bool = True
     absorbed: frozenset[str] = frozenset()
+    bare_products: bool = True
     quantize_outputs: bool = False
     grouped_fp8: bool = True
     float16: bool = True
@@ -85,11 +89,14 @@ TENSORRT = Dialect(
 
 # OpenVINO turns Q/DQ pairs into FakeQuantize when it reads the model; FP8 runs, for accuracy alone on a CPU.
 # Measured on 2026.4 with AVX512-VNNI: a Conv takes UINT8 data up to a fifth faster than INT8 data, whatever the zero
-# point, and computes a result a fifth off from INT8 data behind a Concat; a MatMul pays a tenth for a zero point.
+# point, and computes a result a fifth off from INT8 data behind a Concat; a MatMul pays a tenth for a zero point. A
+# matrix (no stack of them) times weights, without the bias of a Gemm, is garbage where its result is quantized, off by
+# a factor of 1e9.
 OPENVINO = Dialect(
     name="openvino",
     unsigned_positive=True,
     affine_ops=CONVOLUTIONS,
+    bare_products=False,
     precisions=frozenset({"int8", "fp8", "fp8e5m2"}),
 )
 
@@ -100,6 +107,8 @@ OPENVINO = Dialect(
 # disappear into a zero point behind them (relu_quantizelinear.cc, clip_quantizelinear.cc), while a pair in front stays:
 # with every operator quantized MobileNetV2 takes 5.9 ms with such pairs and 3.3 ms without. In float16 it
 # quantizes biases itself, with scales too small for float16: with weights around 0.02, 1.24 is off by 0.9, not 0.008.
+# QLinearSoftmax overflows where the scale of its result is below 1/512 (the largest becomes 0), so it gets that of the
+# whole range, as `quantize_static` gives it.
 ONNXRUNTIME = Dialect(
     name="onnxruntime",
     activation="uint8",
@@ -108,6 +117,7 @@ ONNXRUNTIME = Dialect(
     constant_operands=frozenset({"Add", "Concat", "Gather", "Mul", "Where"}),
     absorbed=frozenset({"Clip", "Relu"}),
     quantize_outputs=True,
+    unit_softmax=True,
     float16=False,
 )
 

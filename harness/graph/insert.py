@@ -84,7 +84,7 @@ class Inserter:
         self._concats = {node.index: self._activations(node) for node in model.nodes if node.op == "Concat"}
         self._uses = Counter(name for node in model.nodes for name in (*node.inputs, *node.captures))
         self._uses.update(model.outputs)
-        self._headers = wire.header(model.proto), wire.header(model.proto.graph)
+        self._frame, self._header = wire.frame(model.proto), wire.header(model.proto.graph)
 
     def insert(self, resolved: Resolved) -> onnx.ModelProto:
         """The model with exactly these Q/DQ pairs, all weights inside.
@@ -93,7 +93,7 @@ class Inserter:
             UserError: An edge is not one of this model's or cannot be quantized, or a range is missing.
         """
         draft = self._draft(resolved)
-        proto = onnx.ModelProto.FromString(wire.model(self._headers[0], self._graph(draft)))
+        proto = onnx.ModelProto.FromString(wire.model(self._frame, self._graph(draft)))
         dropped = self._dropped(draft)
         constants = [tensor for name, tensor in self._model.constants.items() if name not in dropped]
         constants += [tensor for stored in draft.stored.values() for tensor in stored.tensors]
@@ -122,7 +122,7 @@ class Inserter:
         folder.mkdir(parents=True, exist_ok=True)
         self._constants.write_files(draft.stored.values(), folder)
         path = folder / f"{name or digest_of(resolved)}.onnx"
-        path.write_bytes(wire.model(self._headers[0], [*self._graph(draft), *records]))
+        path.write_bytes(wire.model(self._frame, [*self._graph(draft), *records]))
         return path
 
     def export(self, resolved: Resolved, path: Path) -> Path:
@@ -197,7 +197,7 @@ class Inserter:
 
     def _graph(self, draft: _Draft) -> list[bytes]:
         """The pieces of the graph, but for its constants."""
-        ahead = [self._headers[1], draft.behind[OUTSIDE].nodes, *(stored.node for stored in draft.stored.values())]
+        ahead = [self._header, draft.behind[OUTSIDE].nodes, *(stored.node for stored in draft.stored.values())]
         pairs = zip(draft.nodes, draft.behind[:OUTSIDE], strict=True)
         nodes = [piece for form, after in pairs for piece in (form.node, after.nodes)]
         grid: dict[str, bytes] = {}

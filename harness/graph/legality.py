@@ -110,7 +110,7 @@ def _joint_constants(site: Site) -> tuple[int, ...]:
     """What goes together with a site where constants do; nothing where they stay float."""
     if site.linear or site.node.op not in site.dialect.constant_operands:
         return ()
-    joint = joint_slots(site.model, site.dialect, site.node, site.slot)
+    joint = joint_slots(site.model, site.dialect, site.node, site.slot) if _is_float(site.model, site.tensor) else ()
     return joint if any(site.node.inputs[slot] in site.model.constants for slot in joint) else ()
 
 
@@ -130,6 +130,21 @@ def _has_bad_operand(site: Site) -> bool:
     return not (_pairs_up(site, first, second) and _is_float(site.model, first) and _is_float(site.model, second))
 
 
+def _is_bare_product(site: Site) -> bool:
+    """A matrix, and no stack of them, times weights, without a bias of its own."""
+    if site.dialect.bare_products or site.precision != "int8" or site.node.op not in ("Gemm", "MatMul"):
+        return False
+    data, weight, *rest = site.node.inputs
+    known, bias = site.model.types.get(data), site.model.types.get(rest[0]) if rest else None
+    flat = known is not None and len(known.shape) == 2 and weight in site.model.constants
+    return flat and not (bias and len(bias.shape) == 1)
+
+
+def _is_vector(site: Site) -> bool:
+    known = [site.model.types.get(name) for name in site.node.inputs[:2]] if site.linear else []
+    return any(kind is not None and len(kind.shape) < 2 for kind in known)
+
+
 def _pairs_up(site: Site, first: str, second: str) -> bool:
     if site.node.op in CONVOLUTIONS:
         return is_activation(site.model, first) and second in site.model.constants
@@ -141,8 +156,9 @@ def _is_lone_constant(site: Site) -> bool:
 
 
 def _has_infinite_constant(site: Site) -> bool:
-    constants = (site.model.constants.get(site.node.inputs[slot]) for slot in _joint_constants(site))
-    return not all(np.isfinite(numpy_helper.to_array(tensor)).all() for tensor in constants if tensor is not None)
+    names = (site.node.inputs[slot] for slot in _joint_constants(site))
+    constants = (site.model.constants[name] for name in names if name in site.model.constants)
+    return not all(np.isfinite(numpy_helper.to_array(tensor)).all() for tensor in constants)
 
 
 def _follows_convolution(site: Site) -> bool:
@@ -240,6 +256,12 @@ RULES: tuple[Rule, ...] = (
         "operands",
         "A linear operator needs float32 or float16 inputs, one an activation; a convolution, a constant weight.",
         _has_bad_operand,
+    ),
+    Rule("vector", "A product with a vector stays float: it is no product of matrices for INT8 kernels.", _is_vector),
+    Rule(
+        "bare product",
+        "The runtime makes garbage of a matrix times weights without a bias of its own.",
+        _is_bare_product,
     ),
     Rule(
         "constant",

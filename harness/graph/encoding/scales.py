@@ -83,6 +83,7 @@ class Scales:
         for name in list(links):
             self._members[_root(links, name)].append(name)
         self._group = {name: root for root, names in self._members.items() for name in names}
+        self._unit = {n.outputs[0] for n in model.nodes if n.op == "Softmax" and dialect.unit_softmax}
         data = [node.inputs[0] for node in model.nodes if node.op in dialect.affine_ops]
         self._affine = {self._source.get(name, name) for name in data} | {self.group(name) for name in data}
 
@@ -168,6 +169,8 @@ class Scales:
         return tensor in self._ranges or tensor in self._model.constants
 
     def _observed(self, tensor: str) -> tuple[float, float]:
+        if tensor in self._unit:
+            return 0.0, 1.0
         constant = self._model.constants.get(tensor)
         if constant is not None:
             values = numpy_helper.to_array(constant).astype(np.float32)

@@ -52,7 +52,8 @@ def weight_axis(node: Node, slot: int, rank: int, transposed: int | None = 1) ->
     """Output-channel axis of the weight at an input of a linear operator; None: one scale for the tensor.
 
     Args:
-        node: Conv [K, C, ...], ConvTranspose [C, K, ...], Gemm [K, N] or transB [N, K], MatMul [..., K, N].
+        node: Conv [K, C, ...], ConvTranspose [C, K, ...], Gemm [K, N] or transB [N, K], MatMul [K, N]; a stack of
+            matrices has one scale, for runtimes differ in what channels of it are.
         slot: The input that holds the weight; one on the left of Gemm or MatMul has no output channels.
         rank: Number of axes of the weight.
         transposed: The axis for ConvTranspose, where one exists (see `Dialect.transposed_axis`); with groups the
@@ -66,7 +67,7 @@ def weight_axis(node: Node, slot: int, rank: int, transposed: int | None = 1) ->
         return transposed if node.attributes.get("group", 1) == 1 else None
     if node.op == "Gemm":
         return 0 if node.attributes.get("transB", 0) else 1
-    return rank - 1 if node.op == "MatMul" else None
+    return 1 if node.op == "MatMul" and rank == 2 else None
 
 
 def quantize_weight(weight: Array, axis: int | None, precision: str, floor: Array | float = 0.0) -> QuantizedTensor:

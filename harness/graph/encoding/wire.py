@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -21,6 +21,7 @@ __all__ = [
     "DataFile",
     "NodePieces",
     "attribute",
+    "frame",
     "header",
     "initializer",
     "model",
@@ -95,12 +96,20 @@ def initializer(tensor: TensorProto) -> bytes:
     return record(_INITIALIZER, tensor.SerializeToString(deterministic=True))
 
 
-def header(message: GraphProto | ModelProto) -> bytes:
-    """Everything of a graph but its nodes and initializers, or everything of a model but its graph."""
-    omitted = ("graph",) if isinstance(message, ModelProto) else ("node", "initializer")
+def header(message: GraphProto) -> bytes:
+    """Everything of a graph but its nodes and initializers."""
+    return _fields(message, lambda number: number not in (_NODE, _INITIALIZER))
+
+
+def frame(message: ModelProto) -> tuple[bytes, bytes]:
+    """Everything of a model but its graph: what stands ahead of it in a file, and what stands behind."""
+    return _fields(message, lambda number: number < _GRAPH), _fields(message, lambda number: number > _GRAPH)
+
+
+def _fields(message: GraphProto | ModelProto, wanted: Callable[[int], bool]) -> bytes:
     kept = type(message)()
-    for descriptor, value in message.ListFields():  # never copy the omitted fields: they hold the weights
-        if descriptor.name in omitted:
+    for descriptor, value in message.ListFields():  # never copy what is not wanted: it holds the weights
+        if not wanted(descriptor.number):
             continue
         if descriptor.is_repeated:
             getattr(kept, descriptor.name).extend(value)
@@ -112,9 +121,14 @@ def header(message: GraphProto | ModelProto) -> bytes:
     return encoded
 
 
-def model(model_header: bytes, graph: Sequence[bytes]) -> bytes:
-    """A whole model from its header and the pieces of its graph."""
-    return b"".join((model_header, _head(_GRAPH, sum(map(len, graph))), *graph))
+def model(model_frame: tuple[bytes, bytes], graph: Sequence[bytes]) -> bytes:
+    """A whole model from its frame and the pieces of its graph.
+
+    Fields stand by their numbers: OpenVINO takes a file for no ONNX where one comes twice among the first few, as the
+    operator sets do (onnx_model_validator.cpp).
+    """
+    ahead, behind = model_frame
+    return b"".join((ahead, _head(_GRAPH, sum(map(len, graph))), *graph, behind))
 
 
 class DataFile:

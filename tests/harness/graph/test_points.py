@@ -187,6 +187,26 @@ def test_onnx_runtime_takes_all_inputs_of_concat_and_where_and_tables_of_embeddi
     assert [edge.slot for edge in found(model, OPENVINO, "Concat")[0].edges] == [1, 2]
 
 
+def test_a_table_of_words_is_no_constant_that_could_be_quantized() -> None:
+    g, _ = start((4, 4))
+    table = g.const(np.array(["cat", "dog"]), "words")
+    model = finish(g, g.op("Gather", table, g.input("ids", (3,), "int64")))
+    assert {rule(model, dialect, "Gather") for dialect in DIALECTS} == {"constant"}
+
+
+def test_vectors_stay_float_and_so_do_matrices_times_weights_without_a_bias_in_openvino() -> None:
+    g, x = start((4, 8))
+    weight = g.const(np.ones((8, 8), np.float32))
+    bias, row = g.const(np.ones(8, np.float32)), g.const(np.ones((1, 8), np.float32))
+    y = g.op("Gemm", g.op("MatMul", g.op("MatMul", x, weight), g.op("Transpose", x)), x, bias)
+    y = g.op("Gemm", g.op("Gemm", y, weight, bias), weight, row)
+    model = finish(g, g.op("MatMul", g.op("ReduceMean", y, axes=[0], keepdims=0), weight))
+    found = [rule(model, OPENVINO, "MatMul", number=n) for n in range(3)]
+    assert found == ["bare product", "legal", "vector"]
+    assert [rule(model, OPENVINO, "Gemm", number=n) for n in range(3)] == ["legal", "legal", "bare product"]
+    assert rule(model, OPENVINO, "MatMul", precision="fp8") == rule(model, TENSORRT, "MatMul") == "legal"
+
+
 def test_an_attention_mask_with_infinities_stays_float() -> None:
     g, x = start((4, 4))
     mask = g.const(np.triu(np.full((4, 4), -np.inf, np.float32), 1))

@@ -35,7 +35,7 @@ def dequantized(tensor: QuantizedTensor) -> np.ndarray:
         (node("Gemm", transB=1), 1, 2, 1, 0),
         (node("Gemm"), 1, 2, 1, 1),
         (node("MatMul"), 1, 2, 1, 1),
-        (node("MatMul"), 1, 3, 1, 2),
+        (node("MatMul"), 1, 3, 1, None),
         (node("MatMul"), 1, 1, 1, None),
         (node("MatMul"), 0, 2, 1, None),
         (node("Gemm"), 0, 2, 1, None),
