@@ -128,10 +128,11 @@ def _replayed(chunks: Sequence[Chunk], workers: int) -> Iterator[Chunk]:
 
 
 def _begin() -> None:
-    """One thread for each worker, which an interrupt ends at once."""
+    """One thread for each worker, which an interrupt ends at once, unless nobody listens to any."""
     from threadpoolctl import threadpool_limits
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     threadpool_limits(1)
 
 
