@@ -1,4 +1,7 @@
-"""Pictures for papers, PNG and SVG: legible in print and in grey, colour-blind safe (palette: Okabe and Ito 2008)."""
+"""Pictures for papers, PNG and SVG: legible in print and in grey, colour-blind safe (palette: Okabe and Ito 2008).
+
+Their yellow is left out: on white paper nobody sees it.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ from matplotlib.ticker import MaxNLocator
 from harness.measure.stats import median_ci
 
 __all__ = [
-    "COLOURS", "FORMATS", "LINES", "anytime", "budget_bars", "drawn", "envelope", "front", "latencies", "name_lines",
-    "pareto",
+    "COLOURS", "FORMATS", "LINES", "anytime", "budget_bars", "drawn", "envelope", "front", "key", "latencies", "look",
+    "name_lines", "pareto",
 ]  # fmt: skip
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
 LINES = ("-", "--", "-.", ":")
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
@@ -49,6 +52,19 @@ def drawn(path: Path, height: float = 4.0, *, grid: bool = True) -> Iterator[Axe
         for kind in FORMATS:
             metadata = {"Date": None} if kind == "svg" else None
             figure.savefig(path.with_name(f"{path.name}.{kind}"), dpi=200, metadata=metadata)
+
+
+def look(index: int) -> tuple[str, str, str]:
+    """Colour, line and mark of the n-th series; where the colours are used up they come again with the next of both."""
+    turn = index // len(COLOURS)
+    return COLOURS[index % len(COLOURS)], LINES[(index + turn) % len(LINES)], MARKS[(index + turn) % len(MARKS)]
+
+
+def key(axes: Axes, columns: int = 4) -> None:
+    """What is what, below the axes, where it hides nothing."""
+    handles, labels = axes.get_legend_handles_labels()
+    columns = min(columns, max(1, len(labels)))
+    axes.figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
 
 
 def name_lines(name: str, width: int) -> str:
@@ -101,9 +117,9 @@ def anytime(
         over: The x axis.
         confirmed: Columns searcher, budget, speedup, low, high: fresh measurements, drawn as marks over evaluations.
     """
-    with drawn(path) as axes:
+    with drawn(path, height=4.4) as axes:
         for index, (searcher, part) in enumerate(curves.groupby("searcher", sort=False)):
-            colour, line = COLOURS[index % len(COLOURS)], LINES[index % len(LINES)]
+            colour, line, mark = look(index)
             steps = envelope(part, over)
             axes.step(steps.index, steps["value"], where="post", label=str(searcher), color=colour, linestyle=line)
             axes.fill_between(steps.index, steps["low"], steps["high"], step="post", alpha=0.12, color=colour)
@@ -111,14 +127,13 @@ def anytime(
                 shift = 0.012 * curves[over].max() * (index - (curves["searcher"].nunique() - 1) / 2)
                 errors = np.abs(marks[["low", "high"]].to_numpy().T - marks["speedup"].to_numpy())
                 place = marks["budget"] + shift
-                mark = MARKS[index % len(MARKS)]
                 axes.errorbar(place, marks["speedup"], yerr=errors, fmt=mark, ms=4.5, capsize=2, color=colour)
         axes.axhline(1.0, color="0.6", linewidth=0.8)
         axes.set_xlabel(f"{over}\n{_legend_of(confirmed)}")
         axes.set_ylabel("speedup over the float baseline")
         axes.set_title(title)
         axes.xaxis.set_major_locator(MaxNLocator(integer=over == "evaluations"))
-        axes.legend(frameon=False, loc="lower right")
+        key(axes)
 
 
 def _legend_of(confirmed: pd.DataFrame | None) -> str:
@@ -154,7 +169,7 @@ def budget_bars(budgets: pd.DataFrame, title: str, path: Path) -> None:
         axes.set_xticks(range(len(searchers)), searchers)
         axes.set_ylabel("confirmed speedup")
         axes.set_title(title)
-        axes.legend(frameon=False, ncols=len(sizes), loc="upper center", bbox_to_anchor=(0.5, -0.1))
+        key(axes)
 
 
 def latencies(samples: Mapping[str, pd.DataFrame], floor: float | None, title: str, path: Path) -> None:
@@ -211,7 +226,7 @@ def pareto(points: pd.DataFrame, tried: pd.DataFrame, words: Mapping[str, str], 
         path: Where to write, without suffix.
         higher: A higher score is better.
     """
-    with drawn(path) as axes:
+    with drawn(path, height=4.6) as axes:
         axes.plot(
             tried["latency_ms"], tried["score"], ".", color="0.72", ms=4, label="scored in the searches", zorder=1
         )
@@ -219,12 +234,12 @@ def pareto(points: pd.DataFrame, tried: pd.DataFrame, words: Mapping[str, str], 
         axes.step(best["latency_ms"], best["score"], where="post", color="0.35", linewidth=1.0, label="front", zorder=2)
         for index, row in enumerate(points.drop_duplicates("label").to_dict("records")):
             errors = [[row["latency_ms"] - row["latency_low_ms"]], [row["latency_high_ms"] - row["latency_ms"]]]
+            colour, _, mark = look(index)
             axes.errorbar(
-                [row["latency_ms"]], [row["score"]], xerr=errors, fmt=MARKS[index % len(MARKS)],
-                color=COLOURS[index % len(COLOURS)], ms=6, capsize=2, elinewidth=0.9, zorder=3,
-                label=name_lines(row["label"], 30),
+                [row["latency_ms"]], [row["score"]], xerr=errors, fmt=mark, color=colour, ms=6,
+                capsize=2, elinewidth=0.9, zorder=3, label=name_lines(row["label"], 30),
             )  # fmt: skip
         axes.set_xlabel("latency, ms (confirmed rows: 95 % interval)")
         axes.set_ylabel(words["metric"])
         axes.set_title(words["title"])
-        axes.legend(frameon=False, fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
+        key(axes, columns=3)

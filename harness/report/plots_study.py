@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from harness.report.plots import COLOURS, LINES, drawn, envelope, name_lines
+from harness.report.plots import COLOURS, drawn, envelope, key, look, name_lines
 from harness.report.statistics import Ranks
 
 __all__ = ["critical_difference", "transfer_map", "volumes"]
@@ -104,11 +104,11 @@ def volumes(
     with drawn(path) as axes:
         for index, (searcher, part) in enumerate(curves.groupby("searcher", sort=False)):
             steps = envelope(part, over, "volume")
-            colour, line = COLOURS[index % len(COLOURS)], LINES[index % len(LINES)]
+            colour, line, _ = look(index)
             axes.step(steps.index, steps["value"], where="post", label=str(searcher), color=colour, linestyle=line)
             axes.fill_between(steps.index, steps["low"], steps["high"], step="post", alpha=0.12, color=colour)
         axes.set_xlabel(f"{over}\nsearch samples, median over seeds and its interval")
         axes.set_ylabel("hypervolume of latency and accuracy")
         axes.set_title(title)
         axes.xaxis.set_major_locator(MaxNLocator(integer=over == "evaluations"))
-        axes.legend(frameon=False, loc="lower right")
+        key(axes)

@@ -6,7 +6,7 @@ import subprocess
 import pandas as pd
 import pytest
 
-from harness.report.plots import anytime, envelope, front, latencies
+from harness.report.plots import anytime, envelope, front, latencies, look
 from harness.report.render import write_tables
 from harness.report.results import load
 from harness.report.tables import Table, write_table
@@ -41,6 +41,13 @@ def test_same_results_same_bytes_and_both_formats(tmp_path):
 def test_the_front_holds_what_nothing_beats(higher, expected):
     points = pd.DataFrame({"latency_ms": [3.0, 1.0, 2.0, 2.0], "score": [0.1, 0.5, 0.9, 0.9]}, index=[*"abcd"])
     assert list(front(points, higher).index) == expected
+
+
+def test_no_two_of_many_series_look_the_same():
+    looks = [look(index) for index in range(24)]
+    assert (
+        len({(colour, line) for colour, line, _ in looks}) == len({(colour, mark) for colour, _, mark in looks}) == 24
+    )
 
 
 def test_latencies_need_no_floor(tmp_path):
