@@ -1,4 +1,4 @@
-"""What the dialects keep away from: with all points quantized, each runtime computes nearly what the float model does."""
+"""What the dialects keep away from: with all points quantized, each runtime computes nearly the same as float."""
 
 from __future__ import annotations
 
