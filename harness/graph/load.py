@@ -18,6 +18,7 @@ from harness.graph.cleaning.bodies import body_of
 from harness.graph.cleaning.clean import (
     Weights,
     attach,
+    densify,
     detach,
     is_known,
     lower_constants,
@@ -99,6 +100,7 @@ def write(proto: onnx.ModelProto, path: Path) -> Path:
 
 
 def _prepare(proto: onnx.ModelProto, source: str, sha256: str, shapes: Shapes, min_opset: int) -> Model:
+    densify(proto.graph)
     _drop_constant_inputs(proto.graph)
     proto = rebatched(proto, shapes, source)
     declared = _types_of_outputs(proto.graph)

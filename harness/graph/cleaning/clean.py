@@ -6,6 +6,7 @@ passes serialize the model, which ends at 2 GiB, and protobuf copies a tensor wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,8 @@ from harness.errors import UserError
 from harness.graph.model import captures, graphs, subgraphs
 
 __all__ = [
-    "Weights", "attach", "detach", "is_known", "lower_constants", "mask_unknown", "name_nodes", "tidy", "unmask",
+    "Weights", "attach", "densify", "detach", "is_known", "lower_constants", "mask_unknown", "name_nodes", "tidy",
+    "unmask",
 ]  # fmt: skip
 
 Weights = dict[str, onnx.TensorProto]
@@ -119,6 +121,21 @@ def lower_constants(graph: onnx.GraphProto) -> None:
             graph.initializer.append(value)
     if len(rest) < len(graph.node):
         _replace(graph.node, rest)
+
+
+def densify(graph: onnx.GraphProto) -> None:
+    """Turn sparse initializers of the main graph into dense ones, in place: hardly any tool reads the former."""
+    kept = []
+    for sparse in graph.sparse_initializer:
+        values, indices = numpy_helper.to_array(sparse.values), numpy_helper.to_array(sparse.indices)
+        if math.prod(sparse.dims) * values.itemsize > FOLD_BYTES:
+            kept.append(sparse)
+            continue
+        dense = np.zeros(tuple(sparse.dims), values.dtype)
+        places = np.unravel_index(indices, dense.shape) if indices.ndim == 1 else tuple(indices.T)
+        dense[places] = values
+        graph.initializer.append(numpy_helper.from_array(dense, sparse.values.name))
+    _replace(graph.sparse_initializer, kept)
 
 
 def tidy(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weights, source: str) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ import onnxruntime
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import helper, parser
+from onnx import helper, numpy_helper, parser
 
 from harness.errors import UserError
 from harness.graph import load as load_module
@@ -446,6 +447,20 @@ class TestCleaning:
         before = proto.SerializeToString()
         ready(proto)
         assert proto.SerializeToString() == before
+
+
+@pytest.mark.parametrize("places", [[0, 5], [[0, 0], [1, 1]]])
+def test_sparse_weights_become_dense_ones(places: list[Any]) -> None:
+    values = numpy_helper.from_array(np.array([1.0, 2.0], np.float32), "w")
+    sparse = helper.make_sparse_tensor(values, numpy_helper.from_array(np.array(places), "w_places"), [4, 4])
+    proto = parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 17]> m (float[2,4] x) => (float[2,4] y) {y=MatMul(x, w)}'
+    )
+    proto.graph.sparse_initializer.append(sparse)
+    (tensor,) = ready(proto).proto.graph.initializer
+    expected = np.zeros((4, 4), np.float32)
+    expected[0, 0], expected[1, 1] = 1.0, 2.0
+    assert np.array_equal(numpy_helper.to_array(tensor), expected)
 
 
 class TestSubgraphs:
