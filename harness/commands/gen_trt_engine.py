@@ -25,7 +25,7 @@ def gen_trt_engine(
     """
     from harness.commands.terminal import importable, param_option
     from harness.run.config import Use
-    from harness.workflows.engine import build_engine
+    from harness.workflows.engine import TENSORRT, build_engine
     from harness.workflows.spec import read_spec, section
 
     found, base = read_spec(spec), spec.resolve().parent
@@ -33,6 +33,7 @@ def gen_trt_engine(
     chosen = section(found.gen_trt_engine, "gen_trt_engine", str(spec))
     use = Use(use=backend, params=dict(param_option(text) for text in param or []))
     facts = build_engine(chosen, found.dataset, base, use)
-    typed = f"Q/DQ found ({', '.join(facts.precisions)}): strongly typed" if facts.precisions else "float"
+    kept = f"Q/DQ found ({', '.join(facts.precisions)})" if facts.precisions else "float"
+    typed = f"{kept}: strongly typed" if facts.precisions and facts.backend == TENSORRT else kept
     version = facts.describe.get("version", "")
     typer.echo(f"{base / chosen.trt_engine}: {facts.backend} {version}, {typed}")
