@@ -55,6 +55,9 @@ class _Study:
         import optuna
 
         self._space, self._goal, self._name = space, goal, name
+        self._distributions: dict[str, Any] = {
+            group: optuna.distributions.IntDistribution(0, len(indices)) for group, indices in space.groups.items()
+        }
         with _held(path):
             cut_torn_line(path)
         with _quiet():
@@ -81,15 +84,11 @@ class _Study:
             logger.warning("no further live view of %s: %s", self._name, error)
 
     def _trial(self, trial: Trial) -> Any:
-        from optuna.distributions import BaseDistribution, IntDistribution
         from optuna.trial import TrialState, create_trial
 
         params = {
             group: sum(trial.asked.choices[index] > 0 for index in indices)
             for group, indices in self._space.groups.items()
-        }
-        distributions: dict[str, BaseDistribution] = {
-            group: IntDistribution(0, len(indices)) for group, indices in self._space.groups.items()
         }
         outcome, limits = trial.outcome, {}
         facts: dict[str, Any] = {"digest": trial.asked.digest, "origin": trial.asked.origin}
@@ -105,7 +104,7 @@ class _Study:
             state=state,
             value=value,
             params=params,
-            distributions=distributions,
+            distributions=self._distributions,
             user_attrs=facts,
             system_attrs=limits,
         )
