@@ -87,7 +87,8 @@ TENSORRT = Dialect(
     precisions=frozenset({"int8", "fp8"}),
 )
 
-# OpenVINO turns Q/DQ pairs into FakeQuantize when it reads the model; FP8 runs, for accuracy alone on a CPU.
+# OpenVINO turns Q/DQ pairs into FakeQuantize when it reads the model; FP8 runs, for accuracy alone on a CPU. An
+# Einsum of two operands becomes a MatMul before that.
 # Measured on 2026.4 with AVX512-VNNI: a Conv takes UINT8 data up to a fifth faster than INT8 data, whatever the zero
 # point, and computes a result a fifth off from INT8 data behind a Concat; a MatMul pays a tenth for a zero point. A
 # matrix (no stack of them) times weights, without the bias of a Gemm, is garbage where its result is quantized, off by
@@ -96,6 +97,7 @@ OPENVINO = Dialect(
     name="openvino",
     unsigned_positive=True,
     affine_ops=CONVOLUTIONS,
+    linear_ops=LINEAR | {"Einsum"},
     bare_products=False,
     precisions=frozenset({"int8", "fp8", "fp8e5m2"}),
 )

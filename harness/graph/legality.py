@@ -124,15 +124,15 @@ def _is_bias(site: Site) -> bool:
 
 
 def _has_bad_operand(site: Site) -> bool:
-    if not site.linear:
-        return False
+    if not site.linear or (site.node.op == "Einsum" and len(site.node.inputs) != 2):
+        return site.linear
     first, second = site.node.inputs[:2]
     return not (_pairs_up(site, first, second) and _is_float(site.model, first) and _is_float(site.model, second))
 
 
 def _is_bare_product(site: Site) -> bool:
     """A matrix, and no stack of them, times weights, without a bias of its own."""
-    if site.dialect.bare_products or site.precision != "int8" or site.node.op not in ("Gemm", "MatMul"):
+    if site.dialect.bare_products or site.precision != "int8" or site.node.op in CONVOLUTIONS or not site.linear:
         return False
     data, weight, *rest = site.node.inputs
     known, bias = site.model.types.get(data), site.model.types.get(rest[0]) if rest else None
@@ -254,7 +254,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "operands",
-        "A linear operator needs float32 or float16 inputs, one an activation; a convolution, a constant weight.",
+        "A linear operator needs two float32 or float16 inputs, one an activation; a convolution, a constant weight.",
         _has_bad_operand,
     ),
     Rule("vector", "A product with a vector stays float: it is no product of matrices for INT8 kernels.", _is_vector),

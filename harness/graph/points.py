@@ -121,6 +121,10 @@ def macs_of(model: Model, dialect: Dialect, node: Node) -> int:
     data, weight, result = shapes
     if node.op == "Conv":
         return math.prod(result) * math.prod(weight[1:])
+    if node.op == "Einsum":
+        terms = str(node.attributes["equation"]).replace(" ", "").partition("->")[0].split(",")
+        sizes = dict(zip("".join(terms), (*data, *weight), strict=False))  # off where an ellipsis stands for several
+        return math.prod(sizes.values())
     if node.op == "ConvTranspose":
         return math.prod(data) * math.prod(weight[1:])
     depth = data[0] if node.attributes.get("transA") else data[-1] if data else 0

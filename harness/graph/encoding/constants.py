@@ -152,8 +152,10 @@ class Constants:
         self._complete.add(precision)
         found: dict[str, Stored] = {}
         for node in self._model.nodes:
-            for slot in (0, 1) if node.op in self._dialect.linear_ops and not node.opaque else ():
-                if node.inputs[slot] in self._model.constants:
+            for slot, name in (
+                enumerate(node.inputs[:2]) if node.op in self._dialect.linear_ops and not node.opaque else ()
+            ):
+                if name in self._model.constants:
                     stored = self.weight(node, slot, precision)
                     found[stored.output] = stored
         return [tensor for stored in found.values() for tensor in stored.tensors]

@@ -124,7 +124,7 @@ def test_onnx_runtime_is_given_no_pairs_in_half_precision(dialect: Dialect, capl
     ("dtype", "dialect", "says"),
     [
         ("float16", ONNXRUNTIME, "rule 'float16' keeps them float (The runtime computes wrong results from Q/DQ in"),
-        ("double", OPENVINO, "rule 'operands' keeps them float (A linear operator needs float32 or float16 inputs"),
+        ("double", OPENVINO, "rule 'operands' keeps them float (A linear operator needs two float32 or float16 inputs"),
     ],
 )
 def test_a_model_without_points_is_told_why_and_what_helps(dtype: str, dialect: Dialect, says: str) -> None:
@@ -192,6 +192,19 @@ def test_a_table_of_words_is_no_constant_that_could_be_quantized() -> None:
     table = g.const(np.array(["cat", "dog"]), "words")
     model = finish(g, g.op("Gather", table, g.input("ids", (3,), "int64")))
     assert {rule(model, dialect, "Gather") for dialect in DIALECTS} == {"constant"}
+
+
+def test_an_einsum_of_two_operands_is_a_product_in_openvino() -> None:
+    g, x = start((2, 4, 8))
+    weight = g.const(np.ones((8, 2, 3), np.float32))
+    y = g.op("Einsum", x, weight, equation="bti,ihd->bthd")
+    flat = g.op("Einsum", g.op("Flatten", x), g.const(np.ones((32, 5), np.float32)), equation="bi,ij->bj")
+    model = finish(g, g.op("Einsum", y, equation="bthd->dhtb"), flat)
+    (point,) = found(model, OPENVINO, "Einsum")
+    assert ([edge.slot for edge in point.edges], point.role, point.macs) == ([0, 1], "linear", 2 * 4 * 8 * 2 * 3)
+    verdicts = sorted(rule(model, OPENVINO, "Einsum", number=n) for n in range(3))
+    assert verdicts == ["bare product", "legal", "operands"]
+    assert {rule(model, dialect, "Einsum") for dialect in (TENSORRT, ONNXRUNTIME)} == {"operator"}
 
 
 def test_vectors_stay_float_and_so_do_matrices_times_weights_without_a_bias_in_openvino() -> None:

@@ -49,9 +49,15 @@ def softmax(g: GraphBuilder) -> str:
     return g.op("Softmax", g.op("Relu", g.input("x", (4, 16))), axis=1)
 
 
+def einsum(g: GraphBuilder) -> str:
+    """A layer with heads, and one that brings them together again."""
+    x = g.op("Einsum", g.input("x", (2, 4, 8)), weights(g, 8, 2, 4), equation="bti,ihd->bthd")
+    return g.op("Einsum", x, weights(g, 2, 4, 8), equation="bthd,hdk->btk")
+
+
 CASES = [
-    (products, OPENVINO), (stack, OPENVINO), (stack, ONNXRUNTIME), (vector, OPENVINO), (softmax, ONNXRUNTIME),
-    (softmax, ONNXRUNTIME_S8),
+    (einsum, OPENVINO), (products, OPENVINO), (stack, OPENVINO), (vector, OPENVINO), (stack, ONNXRUNTIME),
+    (softmax, ONNXRUNTIME), (softmax, ONNXRUNTIME_S8),
 ]  # fmt: skip
 
 
