@@ -1,4 +1,4 @@
-"""What has to be looked at to decide: float, the PTQ tools, everything quantized, and the best that was found."""
+"""What has to be looked at to decide: float, the PTQ tools, simple rules, and the best that was found."""
 
 from __future__ import annotations
 
@@ -17,17 +17,22 @@ from harness.run.starts import TOOLS
 __all__ = ["BEST", "decision_frame"]
 
 BEST = "best found"
-ALL = {"all": "all operators", "all-fp8": "all operators, fp8"}
+RULES = {
+    "linear": "linear operators",
+    "linear-fp8": "linear operators, fp8",
+    "all": "all operators",
+    "all-fp8": "all operators, fp8",
+}
 NAMES = {"f32": "FP32", "fp32": "FP32", "f16": "FP16", "fp16": "FP16", "bf16": "BF16"}
 
 
 def decision_frame(results: Results) -> pd.DataFrame:
     """One line a cell and `role`, with the columns of `main_frame`.
 
-    Roles are the float precisions, "default PTQ" (each tool), "all operators", and "best found": of the searchers whose
-    choice obeys the bound on accuracy the one with the highest speedup by its own search samples, so that its confirmed
-    figures are fresh ones. `batch` is the first extent of the inputs, `megabytes` the size of the exported file; both
-    are None where they are not known.
+    Roles are the float precisions, "default PTQ" (each tool), "linear operators" and "all operators" where they are rows
+    of the experiment, and "best found": of the searchers whose choice obeys the bound on accuracy the one with the
+    highest speedup by its own search samples, so that its confirmed figures are fresh ones. `batch` is the first extent
+    of the inputs, `megabytes` the size of the exported file; both are None where they are not known.
     """
     cells = {cell.name: cell for cell in results.cells}
     lines = []
@@ -46,7 +51,7 @@ def _roles(lines: Sequence[dict[Any, Any]], searchers: Sequence[str]) -> Iterato
     named = [(NAMES.get(line["precision"], FLOAT_ROW), line) for line in floats]
     yield from sorted(named, key=lambda pair: pair[0] != "FP32")
     yield from ((f"default PTQ, {line['method']}", line) for line in lines if line["method"] in TOOLS)
-    yield from ((ALL[line["method"]], line) for line in lines if line["method"] in ALL)
+    yield from ((RULES[line["method"]], line) for line in lines if line["method"] in RULES)
     found = [line for line in lines if line["method"] in searchers]
     if found:
         yield BEST, max(found, key=_merit)
