@@ -64,9 +64,9 @@ def test_node_inputs_partition_the_legal_edges(
     assert {edge for edge in edges_of(space) if edge.consumer} == set(legal)
 
 
-def meaning(model: Model) -> list[tuple[object, ...]]:
-    """Every dimension by name with what it acts on, said without names of the file; regions as small as can be."""
-    root = discover(model, maximum_sequence_region_size=2, minimum_topdown_search_size=2)
+def meaning(model: Model, size: int = 2) -> list[tuple[object, ...]]:
+    """Every dimension by name with what it acts on, said without names of the file."""
+    root = discover(model, maximum_sequence_region_size=size, minimum_topdown_search_size=size)
     op = {node.name: node.op for node in model.nodes}
     return sorted(
         (d.name, d.role, d.choices, sorted((op.get(edge.consumer, ""), edge.slot) for edge in d.edges))
@@ -82,22 +82,26 @@ def test_what_a_name_means_does_not_depend_on_the_file(
     assert meaning(make_model(spec)) == meaning(make_model(spec, seed))
 
 
-def test_inputs_of_a_child_are_counted_as_its_pattern_has_them() -> None:
-    """Two equal blocks whose nodes stand in another order in the file: each input of a child is one point of both."""
-    g = GraphBuilder("blocks")
-    x, masks = g.input("x", (1, 4, 8)), [g.input(f"mask{n}", (1, 4, 8)) for n in range(2)]
-    for number, mask in enumerate(masks):
-        sides = [("Tanh", x), ("Sigmoid", mask)]
-        made = {op: g.op(op, tensor) for op, tensor in (sides if number else sides[::-1])}
-        y = g.op("Softmax", g.op("Sub", made["Tanh"], made["Sigmoid"]))
-        x = g.op("Add", g.linear(g.linear(y, 8), 8), x)
+def gates(first: str) -> Model:
+    """Blocks that begin with a Tanh and a Sigmoid of two tensors, one of which stands first in the file."""
+    g = GraphBuilder("gates")
+    x = g.input("x", (1, 4, 8))
+    side = g.op("Relu", x)
+    for _ in range(3):
+        read = {"Tanh": x, "Sigmoid": side}
+        made = {op: g.op(op, read[op]) for op in sorted(read, key=first.__ne__)}
+        y = g.op("Sub", made["Tanh"], made["Sigmoid"])
+        for _ in range(6):
+            y = g.linear(y, 8)
+        x = g.op("Add", y, x)
     g.output(x)
-    model = from_proto(g.build(), source="blocks", sha256="0")
-    root = discover(model, maximum_sequence_region_size=4, minimum_topdown_search_size=4)
-    space = build_space(model, OPENVINO, root=root, kinds=("child_input",))
-    op = {node.name: node.op for node in model.nodes}
-    assert any(len(d.edges) > 1 for d in space.dimensions)
-    assert all(len({op[edge.consumer] for edge in d.edges}) == 1 for d in space.dimensions)
+    return from_proto(g.build(), source="gates", sha256="0")
+
+
+def test_inputs_of_a_child_are_counted_as_its_pattern_has_them_and_not_as_the_file() -> None:
+    models = [gates("Tanh"), gates("Sigmoid")]
+    assert [next(n.op for n in m.nodes if n.op in ("Tanh", "Sigmoid")) for m in models] == ["Tanh", "Sigmoid"]
+    assert meaning(models[0], size=10) == meaning(models[1], size=10)
 
 
 def test_sharing() -> None:
