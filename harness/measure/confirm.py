@@ -27,7 +27,7 @@ __all__ = [
     "summarise",
 ]  # fmt: skip
 
-GROUP = 6
+GROUP = 10
 """Rows that are open at once beside the baseline and its twin; more would cost memory, not precision."""
 TURN_MS = 50.0
 """A turn lasts at least so long. Machines change their speed within a second (a sibling thread that works, a neighbour
