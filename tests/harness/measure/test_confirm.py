@@ -136,13 +136,13 @@ def test_turns_are_in_random_order_and_the_seed_decides_it() -> None:
 
 
 def test_many_rows_are_spread_over_workers() -> None:
-    names = [f"r{number}" for number in range(8)]
+    names = [f"r{number}" for number in range(12)]
     bench = Bench({"float": 10.0, **dict.fromkeys(names, 5.0)})
     summary = summarise(run(bench, *names), "float")
     assert bench.opened == 6
-    assert bench.most_open == 8
+    assert bench.most_open == 12
     assert set(summary.rows) == {"float", *names}
-    assert (summary.rows["r7"].builds, summary.builds) == (3, 3)
+    assert (summary.rows["r11"].builds, summary.builds) == (3, 3)
 
 
 def test_summary_gives_speedups_verdicts_and_the_floor() -> None:
