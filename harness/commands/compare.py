@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from harness.commands.terminal import show
+
 __all__ = ["compare"]
 
 
@@ -21,10 +23,11 @@ def compare(
     from harness.report.compare import compared, differences
     from harness.report.results import load
     from harness.report.tables import markdown, note_markdown
+    from harness.report.terminal import drawn
 
     one, two = load(first), load(second)
     table = compared(one, two)
-    typer.echo(f"{markdown(table)}\n\n{note_markdown(table)}\n")
+    show(f"{markdown(table)}\n\n{note_markdown(table)}\n", drawn(table))
     lines = list(differences(one, two))
     typer.echo(f"What differs, {first} -> {second}:" if lines else "Environment, model and settings are the same.")
     for line in lines:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from harness.commands.terminal import show
+
 __all__ = ["report", "show_report"]
 
 
@@ -22,7 +24,8 @@ def report(
 
 def show_report(folder: Path) -> None:
     """Render the report of a results folder and print its main table."""
-    from harness.report import render
+    from harness.report.render import drawing_of, text_of, write_report
 
-    typer.echo(render(folder))
+    results, tables = write_report(folder)
+    show(text_of(results, tables), drawing_of(results, tables))
     typer.echo(f"\nTables (Markdown, CSV, LaTeX) and curves: {folder / 'report'}")

@@ -9,12 +9,12 @@ from typing import Any
 
 import typer
 import yaml
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from harness.errors import UserError
 
-__all__ = ["importable", "param_option", "shape_option", "table"]
+__all__ = ["importable", "param_option", "shape_option", "show", "table"]
 
 
 def importable(folder: Path) -> None:
@@ -48,6 +48,14 @@ def shape_option(text: str) -> tuple[str, str]:
     if not colon:
         raise UserError(f"--shape {text}: NAME:SHAPE, for instance --shape images:1x3x224x224")
     return name, shape
+
+
+def show(text: str, drawing: RenderableType) -> None:
+    """A drawing for people, or the text where the output is no terminal."""
+    if sys.stdout.isatty():
+        Console().print(drawing)
+    else:
+        typer.echo(text)
 
 
 def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

@@ -14,10 +14,12 @@ from harness.errors import UserError
 from harness.measure.events import TWIN
 from harness.measure.stats import Interval, verdict
 from harness.report.frames import main_frame
+from harness.report.notes import NOISY
 from harness.report.results import CellResults, Results
 from harness.report.samples import sample_frame
 from harness.report.tables import MISSING, Table, interval
 from harness.run.compare import changes
+from harness.run.document import read_document
 
 __all__ = ["compare_frame", "compared", "differences"]
 
@@ -28,6 +30,10 @@ FINGERPRINT = (
 )  # fmt: skip
 PASSING = ("load_average", "mhz", "temperature_c", "clocks.sm", "temperature.gpu", "power.draw")
 """Of an environment: differs from minute to minute."""
+ELSEWHERE = ("experiment", "description", "models", "backends", "precision", "sampling")
+"""Keys of an experiment that say nothing, or what the cells themselves say."""
+BUSY = 1.0
+"""A machine that was busier by more than so many cores is a likely cause of other latencies."""
 NOTE = (
     "Ratio: latency in the first folder over that in the second, so above 1 the second is faster; 95 % interval, "
     "Welch's over the medians of fresh builds on a logarithmic scale. Verdict: on the second, a tie where the interval "
@@ -136,7 +142,26 @@ def compared(first: Results, second: Results) -> Table:
     """The matched rows, ready to show."""
     raw = compare_frame(first, second)
     cells = pd.DataFrame([_shown(row) for row in raw.to_dict("records")])
-    return Table(name="compare", title="Comparison", cells=cells, raw=raw, note=NOTE)
+    return Table(
+        name="compare", title="Comparison", cells=cells, raw=raw, note=NOTE, warnings=tuple(_noises(first, second))
+    )
+
+
+def _noises(first: Results, second: Results) -> Iterator[str]:
+    """Cells of which one machine was too noisy to tell much."""
+    for one, two in _both(first, second):
+        floors = [cell.floor or 0.0 for cell in (one, two)]
+        if max(floors) > NOISY:
+            yield (
+                f"Noisy machine: the A/A floor of {one.name} is {floors[0]:.1%} in the first and {floors[1]:.1%} in "
+                "the second; what differs by less than the larger one is a tie."
+            )
+
+
+def _both(first: Results, second: Results) -> list[tuple[CellResults, CellResults]]:
+    """The cells that both have."""
+    others = {cell.name: cell for cell in second.cells}
+    return [(cell, others[cell.name]) for cell in first.cells if cell.name in others]
 
 
 def _shown(row: Mapping[Any, Any]) -> dict[str, str]:
@@ -157,19 +182,49 @@ def _shown(row: Mapping[Any, Any]) -> dict[str, str]:
 
 
 def differences(first: Results, second: Results) -> Iterator[str]:
-    """What is not the same: machine, libraries, code, model, settings; each line with the cells that it holds for."""
+    """What is not the same: load, machine, libraries, code, model, settings, keys of the experiment.
+
+    Lines about cells name those that they hold for, where it is not all.
+    """
     found: dict[str, list[str]] = defaultdict(list)
-    others = {cell.name: cell for cell in second.cells}
-    for cell in first.cells:
-        if (other := others.get(cell.name)) is not None:
-            for line in changes(_facts(cell), _facts(other)):
-                found[line].append(cell.name)
-    both = sum(cell.name in others for cell in first.cells)
+    both = _both(first, second)
+    for cell, other in both:
+        for line in (*_loads(cell, other), *changes(_facts(cell), _facts(other))):
+            found[line].append(cell.name)
     for line, names in found.items():
-        yield line if len(names) == both else f"{line} ({', '.join(names)})"
+        yield line if len(names) == len(both) else f"{line} ({', '.join(names)})"
+    yield from changes(_plan(first), _plan(second), "experiment")
     for results, rest in ((first, {c.name for c in second.cells}), (second, {c.name for c in first.cells})):
         if alone := [cell.name for cell in results.cells if cell.name not in rest]:
             yield f"only in {results.folder}: {', '.join(alone)}"
+
+
+def _loads(cell: CellResults, other: CellResults) -> Iterator[str]:
+    """That one machine had more to do beside the run, where that may be why latencies differ."""
+    loads = [_load(side.environment.get("load_average")) for side in (cell, other)]
+    if None not in loads and abs(more := (loads[1] or 0.0) - (loads[0] or 0.0)) > BUSY:
+        yield (
+            f"environment.load_average: {loads[0]:g} -> {loads[1]:g}: {abs(more):.1f} more busy cores when the "
+            f"{'second' if more > 0 else 'first'} began, a likely cause of what differs in latency"
+        )
+
+
+def _load(found: Any) -> float | None:
+    """Of the last minute."""
+    value = found[0] if isinstance(found, list) and found else found
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _plan(results: Results) -> dict[str, Any]:
+    """The experiment's keys; entries of lists by their names, so that each that differs is one line."""
+    body = read_document(results.stored.text, str(results.folder / "experiment.yaml"))
+    return {key: _by_name(value) for key, value in body.items() if key not in ELSEWHERE}
+
+
+def _by_name(value: Any) -> Any:
+    if not isinstance(value, list) or not all(isinstance(entry, str | Mapping) for entry in value):
+        return value
+    return {str(e if isinstance(e, str) else e.get("label") or e.get("use")): e for e in value}
 
 
 def _facts(cell: CellResults) -> dict[str, Any]:

@@ -29,8 +29,8 @@ NAMES = {"f32": "FP32", "fp32": "FP32", "f16": "FP16", "fp16": "FP16", "bf16": "
 def decision_frame(results: Results) -> pd.DataFrame:
     """One line a cell and `role`, with the columns of `main_frame`.
 
-    Roles are the float precisions, "default PTQ" (each tool), "linear operators" and "all operators" where they are rows
-    of the experiment, and "best found": of the searchers whose choice obeys the bound on accuracy the one with the
+    Roles are the float precisions, "default PTQ" (each tool), "linear operators" and "all operators" where they are
+    rows of the experiment, and "best found": of the searchers whose choice obeys the bound on accuracy the one with the
     highest speedup by its own search samples, so that its confirmed figures are fresh ones. `batch` is the first extent
     of the inputs, `megabytes` the size of the exported file; both are None where they are not known.
     """

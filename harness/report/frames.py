@@ -28,8 +28,8 @@ MISSING = "missing"
 COLUMNS = (
     "cell", "model", "backend", "device", "precision", "quantized", "method", "latency_ms", "latency_low_ms",
     "latency_high_ms", "speedup", "speedup_low", "speedup_high", "metric", "score", "drop", "drop_low", "drop_high",
-    "pairs", "builds_ok", "builds", "minutes", "verdict", "reason", "decision", "seed", "budget", "search_ms",
-    "shrinkage", "scored", "agreement", "row", "sha256", "best", "tied",
+    "pairs", "builds_ok", "builds", "minutes", "verdict", "beyond", "reason", "decision", "seed", "budget",
+    "search_ms", "shrinkage", "scored", "agreement", "row", "sha256", "best", "tied",
 )  # fmt: skip
 
 
@@ -39,7 +39,8 @@ def main_frame(results: Results) -> pd.DataFrame:
     A searcher stands with the best of its seeds at the largest budget, best by its own search samples;
     the figures shown are fresh ones. `best` marks the fastest confirmed method of a finished cell among
     those that obey the bound on accuracy, `tied` those of them that cannot be told from it. What was asked
-    for and is not there yet has a row with the verdict "missing".
+    for and is not there yet has a row with the verdict "missing". `beyond` marks the rows whose drop breaks that
+    bound, however fast they are.
     """
     lines = [line for cell in results.cells for line in _main_lines(cell, results)]
     waiting = {spec.name: spec for spec in results.stored.cells if spec.name in results.waiting}
@@ -125,7 +126,7 @@ def _of_spec(spec: CellSpec) -> dict[str, Any]:
 def _missing(facts: dict[str, Any], method: str) -> dict[str, Any]:
     """A row that was asked for and is not there."""
     nothing = dict.fromkeys(COLUMNS)
-    counts = {"builds_ok": 0, "builds": 0, "best": False, "tied": False}
+    counts = {"builds_ok": 0, "builds": 0, "beyond": False, "best": False, "tied": False}
     words = {"method": method, "verdict": MISSING, "decision": MISSING, "reason": "", "row": ""}
     return {**nothing, **facts, **counts, **words}
 
@@ -166,6 +167,7 @@ def _line(cell: CellResults, pick: Pick) -> dict[str, Any]:
     summary = cell.summaries.get(pick.row)
     row = cell.rows.get(pick.row)
     good, tried = _builds(cell, pick)
+    drop = cell.drop(pick.row)
     verdict, reason = _verdict(cell, pick)
     return {
         **_of_cell(cell),
@@ -180,6 +182,7 @@ def _line(cell: CellResults, pick: Pick) -> dict[str, Any]:
         "builds": tried,
         "minutes": pick.minutes,
         "verdict": verdict,
+        "beyond": drop is not None and cell.goal.excess(drop) > 0,
         "reason": reason,
         "seed": pick.seed,
         "budget": pick.budget,

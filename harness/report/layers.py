@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import pandas as pd
 
@@ -13,6 +15,8 @@ __all__ = ["waterfall_frame"]
 
 TAG = "@qdq."
 """In the names of nodes that belong to Q/DQ pairs, see `harness.graph.encoding.wire`."""
+RUNNING_NUMBER = re.compile(r"(?<=[A-Za-z])_\d+$")
+"""Runtimes count the nodes they make anew each time they read a model."""
 
 
 def waterfall_frame(before: Sequence[Layer], after: Sequence[Layer], most: int = 12) -> pd.DataFrame:
@@ -32,6 +36,7 @@ def waterfall_frame(before: Sequence[Layer], after: Sequence[Layer], most: int =
     columns = ["part", "before_ms", "after_ms", "change_ms"]
     if not any(layer.time_ms for layer in before) or not any(layer.time_ms for layer in after):
         return pd.DataFrame(columns=columns)
+    after = _renamed(after, before)
     owner = _owners([*before, *after])
     names: dict[str, tuple[float, str]] = {}
     spent: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -52,9 +57,29 @@ def waterfall_frame(before: Sequence[Layer], after: Sequence[Layer], most: int =
     return pd.DataFrame(lines, columns=columns)
 
 
+def _renamed(after: Sequence[Layer], before: Sequence[Layer]) -> list[Layer]:
+    """The layers with the names that the first engine has for what differs in the runtime's running number alone."""
+    one, two = _unnumbered(before), _unnumbered(after)
+    shared = _names(before) & _names(after)
+    known = {two[key]: one[key] for key in one.keys() & two.keys() if shared.isdisjoint((one[key], two[key]))}
+    return [replace(layer, origin=tuple(known.get(name, name) for name in layer.origin)) for layer in after]
+
+
+def _unnumbered(layers: Iterable[Layer]) -> dict[tuple[str, str], str]:
+    """By kind and name without its running number, the nodes of which an engine has one such."""
+    names = {(layer.kind, name) for layer in layers for name in _nodes(layer)}
+    short = {(kind, name): (kind, RUNNING_NUMBER.sub("", name)) for kind, name in names}
+    count = Counter(short.values())
+    return {key: name for (kind, name), key in short.items() if count[key] == 1 and key[1] != name}
+
+
 def _nodes(layer: Layer) -> list[str]:
     """The model's nodes in a layer, without those of Q/DQ pairs."""
     return [name for name in layer.origin if TAG not in name]
+
+
+def _names(layers: Iterable[Layer]) -> set[str]:
+    return {name for layer in layers for name in _nodes(layer)}
 
 
 def _owners(layers: Iterable[Layer]) -> dict[str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pandas as pd
 
@@ -10,10 +12,14 @@ from harness.measure.stats import Interval
 from harness.report.results import CellResults
 from harness.run.rows import FLOAT_ROW
 
-__all__ = ["METRICS", "cut", "labels_of", "metric_name", "shown_drop"]
+__all__ = ["BEYOND", "CAPPED", "METRICS", "cut", "judged", "labels_of", "metric_name", "score_head", "shown_drop"]
 
 METRICS = {"map": ("mAP", 4, ""), "top1": ("top-1", 4, ""), "sqnr_db": ("SQNR", 1, " dB")}
 """How a metric is shown: name, digits, unit. Others are shown under their own name with four digits."""
+CAPPED = frozenset({"sqnr_db"})
+"""Metrics of which the float model has no value of its own but the largest there is, so that no drop can be told."""
+BEYOND = "faster, beyond the bound"
+"""Of a row that is faster and loses more accuracy than the experiment allows; it is no recommendation."""
 
 
 def cut(text: str, width: int) -> str:
@@ -24,6 +30,17 @@ def cut(text: str, width: int) -> str:
 def metric_name(metric: str | None) -> str:
     """What people call a metric."""
     return "accuracy" if metric is None else METRICS.get(metric, (metric,))[0]
+
+
+def score_head(metrics: Iterable[str | None]) -> str:
+    """Heading of a column of scores; a name that is not ours could be that of another column, so it is not taken."""
+    names = dict.fromkeys(METRICS[m][0] if m in METRICS else "metric" for m in metrics if not pd.isna(m))
+    return " or ".join(names) or "metric"
+
+
+def judged(line: Mapping[Any, Any]) -> str:
+    """The verdict on the latency of a row of the main frame, and whether the bound on accuracy speaks against it."""
+    return BEYOND if line["verdict"] == "faster" and line["beyond"] else str(line["verdict"])
 
 
 def shown_drop(drop: Interval, metric: str | None) -> str:

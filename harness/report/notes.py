@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
+from harness.report.naming import BEYOND, CAPPED, metric_name
 from harness.report.results import CellResults, Results
 from harness.run.rows import Pick
 
 __all__ = [
     "BUDGET_NOTE", "COST_NOTE", "DECISION_NOTE", "FINALIST_NOTE", "PRECISION_NOTE", "TARGET_NOTE", "VARIANCE_NOTE",
-    "backend_notes", "main_note", "partial",
+    "backend_notes", "main_note", "noise", "partial", "progress",
 ]  # fmt: skip
 
 BUDGET_NOTE = (
@@ -48,6 +49,30 @@ VARIANCE_NOTE = (
     "nested analysis of variance on logarithms, median over the rows of a cell."
 )
 
+NOISY = 0.10
+"""A/A floor from which on a machine is called noisy: gains of the size that quantization has drown in it."""
+
+
+def noise(cell: CellResults) -> str:
+    """That the machine was too noisy for the verdicts of a cell; "" where it was not."""
+    if cell.floor is None or cell.floor <= NOISY:
+        return ""
+    return f"Noisy machine: the A/A floor of {cell.name} is {cell.floor:.1%}; close other work and repeat."
+
+
+def progress(results: Results) -> str:
+    """How far a run is in which no search has ended; "" where one has."""
+    if any(cell.picks for cell in results.cells):
+        return ""
+    if results.cells:
+        return "No search has ended yet."
+    if not results.starting:
+        return "No cell has begun yet."
+    return (
+        f"{', '.join(results.starting)} began, and has come to no search yet. If nothing is running, the last lines of "
+        "qdq run said what stopped it: run the same command again to see them."
+    )
+
 
 def partial(results: Results) -> str:
     """What a run that has not ended still lacks; "" where nothing."""
@@ -76,6 +101,7 @@ def main_note(results: Results) -> str:
         f"the float baseline, positive is worse. Bold: the fastest of a finished cell{within}. Underlined: not "
         "distinguishable from it by the same rule, paired. Builds ok: in the search for a searcher, in the "
         "confirmation for the others.",
+        *_reservations(results.cells, bounds),
         f"A/A floor: {', '.join(floors) if floors else 'not measured yet'}.",
     ]
     if random:
@@ -90,16 +116,24 @@ def main_note(results: Results) -> str:
     return "\n".join([*lines, *filter(None, [partial(results)])])
 
 
+def _reservations(cells: Iterable[CellResults], bounds: Sequence[float]) -> Iterator[str]:
+    """What some verdicts and scores do not say."""
+    if bounds:
+        yield f'"{BEYOND}": the drop breaks the bound of the experiment; however fast it is, it is not to be shipped.'
+    if names := {metric_name(cell.metric) for cell in cells if cell.metric in CAPPED}:
+        yield f"No drop of {', '.join(sorted(names))}: it compares with the float model, whose own value is a cap."
+
+
 def _looks(cell: CellResults) -> str:
     """How often each search looked at the metric, and how far its proxy agreed; "" where none did."""
     largest = max((pick.budget or 0 for pick in cell.picks), default=0)
     picks = [p for p in cell.picks if p.rank == 0 and p.budget == largest and p.scored is not None]
     seeds = {method: [p for p in picks if p.method == method] for method in dict.fromkeys(p.method for p in picks)}
-    return ", ".join(f"{method} {_looked(found)} of {largest}{_agreed(found)}" for method, found in seeds.items())
+    return ", ".join(f"{method} {_looked(found, largest)}{_agreed(found)}" for method, found in seeds.items())
 
 
-def _looked(seeds: Iterable[Pick]) -> str:
-    return " and ".join(str(pick.scored) for pick in seeds)
+def _looked(seeds: Sequence[Pick], budget: int) -> str:
+    return f"{sum(pick.scored or 0 for pick in seeds)} of {budget * len(seeds)}"
 
 
 def _agreed(seeds: Iterable[Pick]) -> str:
@@ -112,8 +146,8 @@ def _denominator(cells: Iterable[CellResults]) -> str:
     groups: dict[str, list[str]] = {}
     for cell in cells:
         groups.setdefault(_float_baseline(cell), []).append(cell.name)
-    if len(groups) == 1:
-        return f"over the float model {next(iter(groups))}"
+    if len(groups) <= 1:
+        return " ".join(["over the float model", *groups])
     parts = [f"{how} ({', '.join(names)})" for how, names in groups.items()]
     return f"over the float model {', '.join(parts)}"
 

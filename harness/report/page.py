@@ -17,8 +17,8 @@ from harness.report.document import document
 from harness.report.drawing import Picture, explanations_of
 from harness.report.explained import Effect
 from harness.report.frames import main_frame
-from harness.report.naming import METRICS, labels_of, metric_name, shown_drop
-from harness.report.notes import partial
+from harness.report.naming import BEYOND, CAPPED, METRICS, judged, labels_of, metric_name, shown_drop
+from harness.report.notes import noise, partial, progress
 from harness.report.plots import COLOURS
 from harness.report.results import CellResults, Results
 from harness.report.samples import sample_frame
@@ -32,8 +32,7 @@ WORDS = frozenset({
     "reference", "variant", "parameters", "on", "in", "row",
 })  # fmt: skip
 """Columns that are sorted as text; all others by their first number."""
-SAID_ONCE = ("cell", "model", "device", "batch")
-KINDS = ("faster", "tie", "slower", "missing", "without a figure")
+KINDS = ("faster", BEYOND, "tie", "slower", "missing", "without a figure")
 
 
 def index(
@@ -65,6 +64,7 @@ def index(
         "title": results.stored.name,
         "description": results.stored.description,
         "partial": partial(results),
+        "progress": progress(results),
         "verdicts": [_verdict(cell, main[main["cell"] == cell.name]) for cell in results.cells],
         "tables": [_table(table) for table in tables],
         "pictures": [_embedded(picture) for picture in pictures if not picture.cell],
@@ -111,25 +111,26 @@ def _worth(effect: Effect, metric: str | None) -> str:
 
 def _verdict(cell: CellResults, lines: pd.DataFrame) -> dict[str, Any]:
     """What came out of a cell, in words."""
-    judged = [verdict for verdict in lines["verdict"] if verdict != "baseline"]
-    counts = Counter(verdict if verdict in KINDS else KINDS[-1] for verdict in judged)
-    tally = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])
-    facts = [f"{len(judged)} methods: {tally}." if judged else ""]
+    verdicts = [judged(line) for line in lines.to_dict("records") if line["verdict"] != "baseline"]
+    counts = Counter(verdict if verdict in KINDS else KINDS[-1] for verdict in verdicts)
+    tally = ", ".join(f"{counts[kind]} {kind.replace(',', ' but')}" for kind in KINDS if counts[kind])
+    facts = [f"{len(verdicts)} methods: {tally}." if verdicts else ""]
     if cell.floor is not None:
         facts.append(f"A/A floor {cell.floor:.1%}.")
+    named = {"cell": cell.name, "noise": noise(cell)}
     best = lines[lines["best"].astype(bool)].to_dict("records")
     tied = lines[lines["tied"].astype(bool) & ~lines["best"].astype(bool)]["method"]
     if len(tied):
         facts.append(f"Not distinguishable from the fastest: {', '.join(tied)}.")
     if not best:
-        state = "no verdict yet" if not cell.complete else "no method obeys the bound"
-        return {"cell": cell.name, "state": "partial" if not cell.complete else "none", "head": state, "facts": facts}
+        head = "no verdict yet" if not cell.complete else "no method obeys the bound"
+        return {**named, "state": "partial" if not cell.complete else "none", "head": head, "facts": facts}
     top = best[0]
     methods = ", ".join(line["method"] for line in best)
     speedup = interval(top["speedup"], top["speedup_low"], top["speedup_high"])
     latency = interval(top["latency_ms"], top["latency_low_ms"], top["latency_high_ms"], 3)
     head = f"{methods}: {speedup} times the speed of the float model, {latency} ms"
-    return {"cell": cell.name, "state": top["verdict"], "head": head, "facts": [_accuracy(cell, top), *facts]}
+    return {**named, "state": top["verdict"], "head": head, "facts": [_accuracy(cell, top), *facts]}
 
 
 def _accuracy(cell: CellResults, line: Mapping[Any, Any]) -> str:
@@ -137,14 +138,14 @@ def _accuracy(cell: CellResults, line: Mapping[Any, Any]) -> str:
         return ""
     name, digits, unit = METRICS.get(line["metric"], (line["metric"], 4, ""))
     bound = "" if cell.allowed is None else f", allowed {cell.allowed:g}"
-    drop = f" (drop {line['drop']:+.{digits}f}{bound})" if not pd.isna(line["drop"]) else ""
+    known = not pd.isna(line["drop"]) and line["metric"] not in CAPPED
+    drop = f" (drop {line['drop']:+.{digits}f}{bound})" if known else ""
     return f"{name} {line['score']:.{digits}f}{unit}{drop}, {line['pairs']:.0f} Q/DQ pairs."
 
 
 def _table(table: Table) -> dict[str, Any]:
     """A table for the template; where all rows are of one model or device, that is said once above it."""
-    cells = table.cells.astype(str)
-    alike = [name for name in SAID_ONCE if name in cells and len(cells) > 1 and cells[name].nunique() == 1]
+    cells, alike = table.cells.astype(str), table.alike
     columns = [str(column) for column in cells.columns if column not in alike]
     kinds = ["text" if column.rpartition(" ")[2] in WORDS else "number" for column in columns]
     rows = [
@@ -159,7 +160,7 @@ def _table(table: Table) -> dict[str, Any]:
         "title": table.title,
         "heads": [{"text": column, "kind": kind} for column, kind in zip(columns, kinds, strict=True)],
         "rows": rows,
-        "alike": ", ".join(f"{name}: {cells[name].iloc[0]}" for name in alike),
+        "alike": ", ".join(f"{name}: {value}" for name, value in alike.items()),
         "notes": table.note.splitlines(),
     }
 

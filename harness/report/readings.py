@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from harness.measure.events import Block
+from harness.measure.events import Block, Readings
+from harness.measure.stats import block_ci
 from harness.records import Measured
+from harness.report.naming import METRICS
 from harness.report.results import CellResults
 from harness.report.samples import counted
 from harness.run.journal import read_journal
@@ -17,6 +19,8 @@ from harness.run.rows import FLOAT_ROW
 __all__ = ["of_row", "trials", "turns"]
 
 HEADER_LINES = 1
+SCORES = ("drop", "metric", *(name for name, _, _ in METRICS.values()))
+"""How headings of scores begin, see `harness.report.naming.score_head`."""
 
 
 def of_row(cell: CellResults, line: Mapping[Any, Any], column: str) -> Iterator[str]:
@@ -34,7 +38,7 @@ def of_row(cell: CellResults, line: Mapping[Any, Any], column: str) -> Iterator[
     elif column.startswith("shrinkage"):
         yield from turns(cell, line["row"], paired=True)
         yield from trials(cell, line["method"].partition(" #")[0], int(line["seed"]))
-    elif column.startswith(("mAP", "drop")):
+    elif column.startswith(SCORES):
         yield from _scores(cell, line["row"], dropped=column.startswith("drop"))
     elif column.startswith(("builds", "minutes")) and line["seed"] == line["seed"] and line["seed"] is not None:
         yield from trials(cell, line["method"], int(line["seed"]))
@@ -60,6 +64,20 @@ def turns(cell: CellResults, row: str, *, paired: bool) -> Iterator[str]:
     for event in cell.events:
         if not isinstance(event, Block) and event.row == row:
             yield f"line {number[id(event)]}: build {event.build} failed: {event.failed.stage}: {event.failed.reason}"
+    yield from _together(cell, row, ratios=paired and row != FLOAT_ROW)
+
+
+def _together(cell: CellResults, row: str, *, ratios: bool) -> Iterator[str]:
+    """How the readings above come to the figure in the table."""
+    bases, owns = Readings(cell.events).paired(row, FLOAT_ROW)
+    builds = [np.divide(base, own) if ratios else np.array(own) for base, own in zip(bases, owns, strict=True)]
+    if not builds:
+        return
+    what, unit = ("ratios", "") if ratios else ("turns", " ms")
+    of = f"the median {what} of {len(builds)} builds" if len(builds) > 1 else f"the {what} of the one build"
+    parts = [float(np.median(build)) for build in builds] if len(builds) > 1 else builds[0]
+    listed = ", ".join(f"{part:.6g}" for part in parts)
+    yield f"geometric mean of {of} ({listed}): {block_ci(builds).value:.6g}{unit}"
 
 
 def _turn(block: Block, number: int) -> str:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+from rich.console import Group
+from rich.text import Text
 
 from harness.report.decision import decision_frame
 from harness.report.drawing import draw
 from harness.report.frames import finalist_frame, main_frame, precision_frame
-from harness.report.notes import partial
+from harness.report.notes import partial, progress
 from harness.report.page import index
 from harness.report.results import Results
 from harness.report.results import load as load_results
@@ -20,13 +22,14 @@ from harness.report.scenes import graph_of, keep_graph
 from harness.report.searching import budget_frame, cost_frame, curve_frame, target_frame
 from harness.report.shown import tables_of
 from harness.report.study import ablation_frame, pair_frame, score_frame
-from harness.report.tables import Table, markdown, note_markdown, write_table
+from harness.report.tables import Table, markdown, note_markdown, printable, write_table
+from harness.report.terminal import drawn
 from harness.report.transfer import transfer_frame
 from harness.report.volumes import volume_frame
 from harness.run.journal import writing
 from harness.run.rows import write_text
 
-__all__ = ["Frames", "load", "render", "text_of", "write_tables"]
+__all__ = ["Frames", "drawing_of", "load", "render", "text_of", "write_report", "write_tables"]
 
 SHOWN = ("main", "budget", "cost")
 """Tables that go to the terminal; the files have all."""
@@ -101,7 +104,16 @@ def load(folder: Path | str) -> Frames:
 
 
 def render(folder: Path) -> str:
-    """Write tables, plots and the page into `folder/report`; gives the main, budget and cost tables as Markdown.
+    """Write the report, see `write_report`; gives the main, budget and cost tables as Markdown.
+
+    Raises:
+        UserError: See `write_report`.
+    """
+    return text_of(*write_report(folder))
+
+
+def write_report(folder: Path) -> tuple[Results, list[Table]]:
+    """Write tables, plots and the page into `folder/report`; gives what was read, and all tables.
 
     Where the exported models are there, the graph of each cell is kept in `CELL/graph.json`: with it, and without the
     models, the same page can be written again. Of a run that is still going on, what is there is shown, and the text
@@ -120,7 +132,7 @@ def render(folder: Path) -> str:
         tables = write_tables(results, out)
         pictures = draw(results, out)
         write_text(out / "index.html", index(results, tables, graphs, pictures))
-    return text_of(results, tables)
+    return results, tables
 
 
 def write_tables(results: Results, out: Path) -> list[Table]:
@@ -132,8 +144,14 @@ def write_tables(results: Results, out: Path) -> list[Table]:
 
 
 def text_of(results: Results, tables: Sequence[Table]) -> str:
-    """What the terminal shows."""
+    """What a pipe or a file is given: the main, budget and cost tables as Markdown."""
     shown = [f"{markdown(table)}\n\n{note_markdown(table)}" for table in tables if table.name in SHOWN]
-    if not any(cell.picks for cell in results.cells):
-        shown.insert(0, "No search has ended yet." if results.cells else "No cell has begun yet.")
-    return "\n\n".join(shown if tables else [*shown, partial(results)])
+    return "\n\n".join(filter(None, [progress(results), *shown, "" if tables else partial(results)]))
+
+
+def drawing_of(results: Results, tables: Sequence[Table]) -> Group:
+    """What a terminal shows: the same tables, drawn."""
+    shown = [drawn(table) for table in tables if table.name in SHOWN]
+    said = (progress(results), "" if tables else partial(results))
+    before, after = ([Text(printable(text), style="yellow")] if text else [] for text in said)
+    return Group(*before, *shown, *after)

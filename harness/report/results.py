@@ -122,12 +122,14 @@ class Results:
     Attributes:
         cells: Those that have begun, in the order of the experiment.
         waiting: Names of those that have not.
+        starting: Those of `waiting` whose machine was written down: they are on their way, or were stopped.
     """
 
     folder: Path
     stored: Stored
     cells: tuple[CellResults, ...]
     waiting: tuple[str, ...]
+    starting: tuple[str, ...] = ()
 
     @property
     def pooled(self) -> tuple[CellResults, ...]:
@@ -164,11 +166,13 @@ def load(folder: Path) -> Results:
     begun = {path.parent.name for path in folder.glob("*/cell.json")}
     names = list(dict.fromkeys(spec.name for spec in stored.cells))
     order = [name for name in names if name in begun] + sorted(begun - set(names))
+    waiting = tuple(name for name in names if name not in begun)
     return Results(
         folder=folder,
         stored=stored,
         cells=tuple(_cell(folder / name, stored) for name in order),
-        waiting=tuple(name for name in names if name not in begun),
+        waiting=waiting,
+        starting=tuple(name for name in waiting if (folder / name / "env.json").exists()),
     )
 
 

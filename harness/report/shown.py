@@ -12,7 +12,7 @@ import pandas as pd
 from harness.measure.stats import Interval
 from harness.report.decision import BEST, decision_frame
 from harness.report.frames import finalist_frame, main_frame, precision_frame
-from harness.report.naming import METRICS, shown_drop
+from harness.report.naming import CAPPED, METRICS, judged, score_head, shown_drop
 from harness.report.notes import (
     BUDGET_NOTE,
     COST_NOTE,
@@ -23,6 +23,7 @@ from harness.report.notes import (
     VARIANCE_NOTE,
     backend_notes,
     main_note,
+    noise,
 )
 from harness.report.results import Results
 from harness.report.samples import variance_frame
@@ -33,15 +34,16 @@ from harness.run.rows import FLOAT_ROW
 
 __all__ = ["tables_of"]
 
-LATENCY, SPEEDUP = "latency ms [CI]", "speedup [CI]"
+LATENCY, SPEEDUP, SCORE = "latency ms [CI]", "speedup [CI]", "score"
 
 
 def tables_of(results: Results) -> Iterator[Table]:
     """All tables that have a row, the main one first."""
     main, precision = _told_apart(main_frame(results)), _told_apart(precision_frame(results))
     finalists = finalist_frame(results)
+    warnings = tuple(filter(None, map(noise, results.cells)))
     found = (
-        _marked("main", "Main results", main, _main_row, main_note(results)),
+        replace(_marked("main", "Main results", main, _main_row, main_note(results)), warnings=warnings),
         _marked("precision", "Precision and decision", precision, _precision_row, PRECISION_NOTE),
         _decision(_told_apart(decision_frame(results))),
         _budgets(budget_frame(results)),
@@ -82,7 +84,8 @@ def _marked(
 
 
 def _formatted(raw: pd.DataFrame, show: Callable[[dict[Any, Any]], dict[str, str]]) -> pd.DataFrame:
-    return pd.DataFrame([show(row) for row in raw.to_dict("records")])
+    shown = pd.DataFrame([show(row) for row in raw.to_dict("records")])
+    return shown.rename(columns={SCORE: score_head(raw.get("metric", ()))})
 
 
 def _main_row(row: dict[Any, Any]) -> dict[str, str]:
@@ -93,24 +96,24 @@ def _main_row(row: dict[Any, Any]) -> dict[str, str]:
         "method": row["method"],
         LATENCY: interval(row["latency_ms"], row["latency_low_ms"], row["latency_high_ms"], 3),
         SPEEDUP: interval(row["speedup"], row["speedup_low"], row["speedup_high"]),
-        "mAP or top-1": _score(row),
+        SCORE: _score(row),
         "drop [CI]": _drop(row),
         "Q/DQ pairs": MISSING if pd.isna(row["pairs"]) else f"{row['pairs']:.0f}",
         "builds ok": f"{row['builds_ok']}/{row['builds']}",
         "minutes": MISSING if pd.isna(row["minutes"]) else f"{row['minutes']:.1f}",
-        "verdict": "tie: use float" if row["verdict"] == "tie" and row["method"] != FLOAT_ROW else row["verdict"],
+        "verdict": "tie: use float" if row["verdict"] == "tie" and row["method"] != FLOAT_ROW else judged(row),
     }
 
 
 def _precision_row(row: dict[Any, Any]) -> dict[str, str]:
     shown = _main_row(row)
-    kept = ("model", "device", "precision", "method", LATENCY, SPEEDUP, "mAP or top-1", "drop [CI]")
+    kept = ("model", "device", "precision", "method", LATENCY, SPEEDUP, SCORE, "drop [CI]")
     return {**{column: shown[column] for column in kept}, "decision": row["decision"]}
 
 
 def _finalist_row(row: dict[Any, Any]) -> dict[str, str]:
     shown = _main_row(row)
-    kept = ("method", LATENCY, SPEEDUP, "mAP or top-1", "drop [CI]", "Q/DQ pairs", "verdict")
+    kept = ("method", LATENCY, SPEEDUP, SCORE, "drop [CI]", "Q/DQ pairs", "verdict")
     line = {"cell": row["cell"], **{column: shown[column] for column in kept}}
     line["shrinkage"] = MISSING if pd.isna(row["shrinkage"]) else f"{row['shrinkage']:+.2f}"
     return {**line, "seed": f"{row['seed']:.0f}", "placement": row["row"] or MISSING}
@@ -124,7 +127,7 @@ def _score(row: dict[Any, Any]) -> str:
 
 
 def _drop(row: dict[Any, Any]) -> str:
-    if pd.isna(row["drop"]):
+    if pd.isna(row["drop"]) or row["metric"] in CAPPED:
         return MISSING
     low, high = (math.nan if pd.isna(row[limit]) else row[limit] for limit in ("drop_low", "drop_high"))
     return shown_drop(Interval(value=row["drop"], low=low, high=high), row["metric"])
@@ -133,6 +136,7 @@ def _drop(row: dict[Any, Any]) -> str:
 def _decision(decisions: pd.DataFrame) -> Table:
     """One row a model, device and role; several precisions stand beside each other."""
     several = len(decisions) > 0 and decisions["quantized"].nunique() > 1
+    score = score_head(decisions.get("metric", ()))
     lines: list[dict[str, str]] = []
     marks: dict[str, set[tuple[int, str]]] = {"best": set(), "tied": set()}
     for (model, _), part in decisions.groupby(["model", "backend"], sort=False) if len(decisions) else ():
@@ -145,7 +149,7 @@ def _decision(decisions: pd.DataFrame) -> Table:
             line["row"] = str(role)
             for row in roles.to_dict("records"):
                 before = f"{row['quantized']} " if several else ""
-                line |= {f"{before}{head}": text for head, text in _decided(row).items()}
+                line |= {f"{before}{score if head == SCORE else head}": text for head, text in _decided(row).items()}
                 for key, places in marks.items():
                     places |= {(len(lines), f"{before}{head}") for head in (LATENCY, SPEEDUP) if row[key]}
             lines.append(line)
@@ -161,7 +165,7 @@ def _decision(decisions: pd.DataFrame) -> Table:
 def _decided(row: dict[Any, Any]) -> dict[str, str]:
     shown = _main_row(row)
     size = MISSING if pd.isna(row["megabytes"]) else f"{row['megabytes']:.1f}"
-    kept = {head: shown[head] for head in ("precision", LATENCY, SPEEDUP, "mAP or top-1", "drop [CI]", "Q/DQ pairs")}
+    kept = {head: shown[head] for head in ("precision", LATENCY, SPEEDUP, SCORE, "drop [CI]", "Q/DQ pairs")}
     by = f" ({row['method']})" if row["role"] == BEST else ""
     return {**kept, "file MB": size, "decision": f"{row['decision']}{by}"}
 

@@ -12,6 +12,7 @@ import pandas as pd
 __all__ = ["MISSING", "Table", "interval", "markdown", "markdown_text", "note_markdown", "printable", "write_table"]
 
 MISSING = "-"
+SAID_ONCE = ("cell", "model", "device", "batch")
 LATEX = str.maketrans(
     {
         "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
@@ -33,6 +34,7 @@ class Table:
         bold: Row number and column of the best.
         underlined: Row number and column of what cannot be told from the best.
         title: Shown above it on the page.
+        warnings: What casts doubt on it; shown before the note.
     """
 
     name: str
@@ -42,6 +44,19 @@ class Table:
     bold: frozenset[tuple[int, str]] = frozenset()
     underlined: frozenset[tuple[int, str]] = frozenset()
     title: str = ""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Warnings and note, line by line."""
+        return (*self.warnings, *self.note.splitlines())
+
+    @property
+    def alike(self) -> dict[str, str]:
+        """What all rows are of, by column: said once above the table where there is room for little."""
+        cells = self.cells.astype(str)
+        names = [name for name in SAID_ONCE if name in cells and len(cells) > 1 and cells[name].nunique() == 1]
+        return {name: cells[name].iloc[0] for name in names}
 
     def mark(self, row: int, column: str) -> str:
         """How a cell stands out: "best", "tied" or ""."""
@@ -77,8 +92,8 @@ def markdown_text(text: str) -> str:
 
 
 def note_markdown(table: Table) -> str:
-    """The note, line by line, names in it as harmless as in the table."""
-    return "\n".join(markdown_text(line) for line in table.note.splitlines())
+    """Warnings and note, line by line, names in them as harmless as in the table."""
+    return "\n".join(markdown_text(line) for line in table.lines)
 
 
 def write_table(table: Table, folder: Path) -> None:
@@ -89,7 +104,7 @@ def write_table(table: Table, folder: Path) -> None:
     body = _marked(table, _latex, {"best": r"\textbf{{{}}}", "tied": r"\underline{{{}}}"}).to_latex(
         index=False, escape=False, column_format="l" * len(table.cells.columns)
     )
-    head = "".join(f"% {line}\n" for line in (r"\usepackage{booktabs}", *table.note.splitlines()))
+    head = "".join(f"% {line}\n" for line in (r"\usepackage{booktabs}", *table.lines))
     (folder / f"{table.name}.tex").write_text(f"{head}{body}", encoding="utf-8")
 
 

@@ -10,7 +10,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
     const key = (row) => {
       const text = row.cells[column].textContent;
       if (head.dataset.kind === "text") return text;
-      const number = text.match(/[-+]?\d+(\.\d+)?/);
+      const number = text.match(/(?<!\S)[-+]?\d+(\.\d+)?/);
       return number ? Number(number[0]) : null;
     };
     const order = (a, b) => {

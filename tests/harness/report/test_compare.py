@@ -5,6 +5,7 @@ import shutil
 
 import pandas as pd
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from harness.cli import app
@@ -67,6 +68,38 @@ def test_what_differs_is_named(folder, other):
     assert "Environment, model and settings are the same." in same
 
 
+def test_keys_of_the_experiment_that_differ_are_named_entry_by_entry(folder, other):
+    path = other / "experiment.yaml"
+    document = yaml.safe_load(path.read_text())
+    document["searchers"] = [s for s in document["searchers"] if s["use"] != "tpe"]
+    document["confirmation"]["builds"] = 9
+    document["description"] = "other words"
+    path.write_text(yaml.safe_dump(document))
+    lines = list(differences(load(folder), load(other)))[1:]
+    assert lines[0] == "experiment.confirmation.builds: 3 -> 9"
+    assert lines[1].startswith("experiment.searchers.tpe: {")
+    assert lines[1].endswith(" -> None")
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize(("one", "two", "said"), [(8.1, 1.06, "first"), (0.2, 2.4, "second"), (1.0, 1.9, None)])
+def test_a_busier_machine_is_a_likely_cause(folder, other, one, two, said):
+    for path, load_average in ((folder, one), (other, two)):
+        facts = {"load_average": [load_average, 0.5, 0.5]}
+        (path / CELL / "env.json").write_text(json.dumps(facts))
+    lines = list(differences(load(folder), load(other)))
+    expected = (
+        f"environment.load_average: {one:g} -> {two:g}: {abs(two - one):.1f} more busy cores when the {said} began"
+    )
+    assert lines == ([] if said is None else [f"{expected}, a likely cause of what differs in latency"])
+
+
+def test_a_noisy_side_is_said_with_the_table(folder, other):
+    (folder / CELL / "floor.json").write_text('{"floor": 0.337}')
+    text = CliRunner().invoke(app, ["compare", str(folder), str(other)]).stdout
+    assert f"the A/A floor of {CELL} is 33.7% in the first and 0.0% in the second" in text
+
+
 def test_cells_of_one_folder_alone_are_named_and_none_in_common_is_an_error(folder, other, cell_maker):
     cell_maker(folder, "net-openvino-fp8", precision="fp8")
     assert f"only in {folder}: net-openvino-fp8" in list(differences(load(folder), load(other)))
@@ -80,7 +113,8 @@ def test_a_latency_is_traced_to_lines_of_the_confirmation(folder):
     assert (found.column, found.shown) == ("latency ms [CI]", "4.000 [4.000, 4.000]")
     path = folder / CELL / "confirm.jsonl"
     assert found.lines[0].startswith(str(path))
-    assert len(found.lines) == 1 + 3 * 2
+    assert len(found.lines) == 1 + 3 * 2 + 1
+    assert found.lines[-1] == "geometric mean of the median turns of 3 builds (4, 4, 4): 4 ms"
     number = int(found.lines[1].removeprefix("line ").partition(":")[0])
     stored = json.loads(path.read_text().splitlines()[number - 1])
     assert (stored["row"], stored["samples_ms"]) == ("aa", [4.0, 4.0, 4.0])
@@ -94,7 +128,7 @@ def test_a_latency_is_traced_to_lines_of_the_confirmation(folder):
         ("1:speedup", "median 8 of 8 8 8"),
         (f"{CELL}/linear:verdict", "build 2 failed: build: unsupported operator"),
         ("all:drop", "sha of float main (float)"),
-        ("all:mAP", "top1: 0.7"),
+        ("all:top-1", "top1: 0.7"),
         ("random:builds", "2: 2 at 30.0 s: failed: build: no"),
         ("random:minutes", "1: 1 at 20.0 s: median 4 ms of 7 samples"),
         ("all:builds", "median 2 of 2 2 2"),
@@ -127,7 +161,7 @@ def test_an_address_that_names_nothing_is_explained(folder, address, message):
     [
         ("precision", "random:decision", "ratio 2.0000"),
         ("decision", "net/best found:speedup", "ratio 2.0000"),
-        ("decision", "best found:mAP", "top1: 0.79"),
+        ("decision", "best found:top-1", "top1: 0.79"),
         ("finalists", "2:latency", "median 5 of 5 5 5"),
         ("finalists", "2:shrinkage", "1: 1 at 20.0 s: median 4 ms of 7 samples"),
         ("budget", "random:2 evaluations", "random, seed 1 at 2 evaluations: bb"),
@@ -149,6 +183,23 @@ def test_every_column_of_every_table_has_a_source(folder):
             found = trace(results, f"1:{head}", table.name)
             assert found.lines, f"{table.name}: {head}"
             assert found.shown == str(table.cells[head].iloc[0])
+
+
+def test_the_readings_add_up_to_the_cell(folder):
+    path = folder / CELL / "confirm.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines[1:]:
+        if line["kind"] == "block" and line["row"] == "aa":
+            line["samples_ms"] = [ms * 2 ** line["build"] for ms in line["samples_ms"]]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    latency, speedup = (trace(load(folder), f"random:{column}") for column in ("latency", "speedup"))
+    assert latency.lines[-1] == "geometric mean of the median turns of 3 builds (4, 8, 16): 8 ms"
+    assert latency.shown.startswith("8.000 [")
+    assert speedup.lines[-1] == "geometric mean of the median ratios of 3 builds (2, 1, 0.5): 1"
+    assert speedup.shown.startswith("1.00 [")
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines if line.get("build", 0) == 0))
+    single = trace(load(folder), "random:latency")
+    assert single.lines[-1] == "geometric mean of the turns of the one build (4, 4): 4 ms"
 
 
 def test_a_table_that_is_not_there_is_named(folder):

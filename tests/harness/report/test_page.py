@@ -41,7 +41,25 @@ def test_the_verdict_stands_first_with_its_uncertainty(folder):
     text = re.sub(r"<[^>]+>", " ", page_of(folder).read_text().partition("<main")[0])
     assert re.search(r"random: 2.00 \[2.00, 2.00\] times the speed of the float model, 4.000 \[4.000, 4.000\] ms", text)
     assert "top-1 0.7900 (drop +0.0100, allowed 0.02), 5 Q/DQ pairs." in text
-    assert "6 methods: 2 faster, 1 slower, 3 without a figure." in text
+    assert "6 methods: 1 faster, 1 faster but beyond the bound, 1 slower, 3 without a figure." in text
+
+
+def test_a_noisy_machine_is_said_with_the_verdict_in_the_warning_colour(folder):
+    assert "Noisy machine" not in page_of(folder).read_text()
+    (folder / CELL / "floor.json").write_text('{"floor": 0.337}')
+    verdicts = page_of(folder).read_text().partition('id="tables"')[0]
+    said = f"Noisy machine: the A/A floor of {CELL} is 33.7%; close other work and repeat."
+    assert f'<p class="warn">{said}</p>' in verdicts
+
+
+def test_figures_are_sorted_past_a_digit_in_the_name_of_their_metric(folder, browser):
+    browser.open(page_of(folder))
+    heads = browser.run("[...document.querySelectorAll('#table-main th')].map(head => head.textContent)")
+    browser.run(f"document.querySelectorAll('#table-main th button')[{heads.index('top-1')}].click()")
+    column = (
+        f"[...document.querySelectorAll('#table-main tbody tr')].map(r => r.cells[{heads.index('top-1')}].textContent)"
+    )
+    assert browser.run(column)[:3] == ["top-1 0.7000", "top-1 0.7900", "top-1 0.8000"]
 
 
 def test_without_models_the_page_says_so(folder):

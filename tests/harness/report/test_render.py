@@ -1,18 +1,23 @@
 """Tables of a small results folder (see conftest), finished and cut short."""
 
+import io
 import json
+import re
 import shutil
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import matplotlib.image
 import pandas as pd
 import pytest
+from rich.console import Console
 
 import harness.report
+from harness.commands.report import show_report
 from harness.errors import UserError
 from harness.report import render
-from harness.report.render import text_of, write_tables
+from harness.report.render import drawing_of, text_of, write_tables
 from harness.report.results import load as load_results
 from harness.report.tables import Table, markdown, write_table
 from harness.run.engine import Goal
@@ -41,17 +46,17 @@ def cells_of(path: Path) -> list[list[str]]:
 
 
 MAIN = """
-model | device | precision | method | latency ms [CI] | speedup [CI] | mAP or top-1 | drop [CI] | Q/DQ pairs | builds ok | minutes | verdict
+model | device | precision | method | latency ms [CI] | speedup [CI] | top-1 | drop [CI] | Q/DQ pairs | builds ok | minutes | verdict
 net | A CPU, 2 threads | f32 | float | 8.000 [8.000, 8.000] | 1.00 [1.00, 1.00] | top-1 0.8000 | +0.0000 | 0 | 3/3 | - | baseline
 net | A CPU, 2 threads | bf16 | float | 10.000 [10.000, 10.000] | 0.80 [0.80, 0.80] | top-1 0.8000 | +0.0000 | 0 | 3/3 | - | slower
-net | A CPU, 2 threads | int8+f32 | all | 2.000 [2.000, 2.000] | 4.00 [4.00, 4.00] | top-1 0.7000 | +0.1000 | 9 | 3/3 | - | faster
+net | A CPU, 2 threads | int8+f32 | all | 2.000 [2.000, 2.000] | 4.00 [4.00, 4.00] | top-1 0.7000 | +0.1000 | 9 | 3/3 | - | faster, beyond the bound
 net | A CPU, 2 threads | int8+f32 | linear | - | - | - | - | 4 | 0/3 | - | failed: build
 net | A CPU, 2 threads | int8+f32 | ort_static | - | - | - | - | - | 0/0 | - | it said that this will never work this will never work ...
 net | A CPU, 2 threads | int8+f32 | random | **4.000 [4.000, 4.000]** | **2.00 [2.00, 2.00]** | top-1 0.7900 | +0.0100 | 5 | 2/3 | 0.5 | faster
 net | A CPU, 2 threads | int8+f32 | tpe | - | - | - | - | - | 0/0 | - | nothing measured
 """  # noqa: E501
 FINALISTS = """
-cell | method | latency ms [CI] | speedup [CI] | mAP or top-1 | drop [CI] | Q/DQ pairs | verdict | shrinkage | seed | placement
+cell | method | latency ms [CI] | speedup [CI] | top-1 | drop [CI] | Q/DQ pairs | verdict | shrinkage | seed | placement
 net-openvino-int8 | random | 4.000 [4.000, 4.000] | 2.00 [2.00, 2.00] | top-1 0.7900 | +0.0100 | 5 | faster | +0.00 | 0 | aa
 net-openvino-int8 | random #2 | 5.000 [5.000, 5.000] | 1.60 [1.60, 1.60] | top-1 0.8000 | +0.0000 | 3 | faster | +0.00 | 0 | bb
 net-openvino-int8 | random | 5.000 [5.000, 5.000] | 1.60 [1.60, 1.60] | top-1 0.8000 | +0.0000 | 3 | faster | +0.00 | 1 | bb
@@ -157,6 +162,97 @@ def test_metrics_are_shown_by_their_usual_name(folder, metric, shown):
     path = folder / CELL / "accuracy.json"
     path.write_text(path.read_text().replace('"top1"', f'"{metric}"'))
     assert shown in tables(folder)
+
+
+def test_fidelity_has_a_heading_of_its_own_and_no_drop_against_the_cap(folder):
+    change(folder, metric="sqnr_db", goal=asdict(Goal()))
+    path = folder / CELL / "accuracy.json"
+    path.write_text(path.read_text().replace('"top1"', '"sqnr_db"').replace("0.8", "120.0").replace("0.7", "40.0"))
+    text = tables(folder)
+    head, *lines = cells_of(folder / "report" / "main.md")
+    assert head[6:8] == ["SQNR", "drop [CI]"]
+    assert (lines[0][6], lines[2][6]) == ("SQNR 120.0 dB", "SQNR 40.0 dB")
+    assert {line[7] for line in lines} == {"-"}
+    assert "No drop of SQNR: it compares with the float model, whose own value is a cap." in text
+
+
+def test_a_metric_with_the_name_of_another_column_takes_nothing_from_it(folder):
+    change(folder, metric="precision", goal=asdict(Goal()))
+    path = folder / CELL / "accuracy.json"
+    path.write_text(path.read_text().replace('"top1"', '"precision"'))
+    tables(folder)
+    head, *lines = cells_of(folder / "report" / "main.md")
+    assert (head[2], head[6]) == ("precision", "metric")
+    assert (lines[0][2], lines[0][6]) == ("f32", "precision 0.8000")
+
+
+def test_faster_with_too_large_a_drop_does_not_read_as_a_recommendation(folder):
+    text = tables(folder)
+    raw = pd.read_csv(folder / "report" / "main.csv").set_index("method")
+    assert (raw.loc["all", "verdict"], raw.loc["all", "beyond"]) == ("faster", True)
+    assert not raw.drop("all")["beyond"].any()
+    assert '"faster, beyond the bound": the drop breaks the bound of the experiment' in text
+    change(folder, goal=asdict(Goal()))
+    assert "beyond the bound" not in tables(folder), "no bound, so nothing is beyond it"
+
+
+def test_full_evaluations_are_added_up_over_seeds(folder):
+    path = folder / CELL / "rows.json"
+    body = json.loads(path.read_text())
+    body["picks"] = [{**p, "scored": 2 + p["seed"]} if p["method"] == "random" else p for p in body["picks"]]
+    write_json(path, body)
+    assert f"Full evaluations of {CELL}: random 5 of 6." in tables(folder)
+
+
+def test_a_noisy_machine_is_said_first_below_the_table(folder):
+    assert "Noisy" not in tables(folder)
+    write_json(folder / CELL / "floor.json", {"floor": 0.337})
+    said = f"Noisy machine: the A/A floor of {CELL} is 33.7%; close other work and repeat."
+    assert said in tables(folder)
+    assert (folder / "report" / "main.md").read_text().partition("\n\n")[2].startswith(said)
+
+
+def test_a_terminal_sees_marks_instead_of_markup_and_what_all_rows_share_once(folder, confirmation_maker):
+    confirmation_maker(folder / CELL, {"A/A twin": 8.0, "float": 8.0, "all": 4.01, "aa": 4.0, "bb": 5.0})
+    write_json(folder / CELL / "floor.json", {"floor": 0.337})
+    change(folder, goal=asdict(Goal()))
+    results = load_results(folder)
+    written = write_tables(results, folder / "report")
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=160, record=True)
+    console.print(drawing_of(results, written))
+    styled = console.export_text(styles=True, clear=False)
+    assert re.search(r"\x1b\[1m4\.000 \[4\.000, 4\.000\]", styled)
+    assert re.search(r"\x1b\[4m4\.010 \[4\.010, 4\.010\]", styled)
+    assert re.search(r"\x1b\[33mNoisy machine: the A/A floor", styled)
+    plain = console.export_text()
+    assert "**" not in plain
+    assert "<u>" not in plain
+    assert plain.count("A CPU, 2 threads") == 1
+    assert all(len(line) <= 160 for line in plain.splitlines())
+
+
+def test_a_pipe_gets_markdown_and_a_terminal_a_drawing(folder, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys.modules["harness.report.render"], "draw", lambda *_: [])
+
+    class Screen(io.StringIO):
+        def isatty(self):
+            return True
+
+    for stream, marked in ((io.StringIO(), True), (Screen(), False)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        show_report(folder)
+        assert ("**2.00 [2.00, 2.00]**" in stream.getvalue()) == marked
+        assert "faster, beyond" in stream.getvalue()
+
+
+def test_a_cell_that_stopped_before_its_searches_says_where_to_look(folder):
+    for name in ("cell.json", "rows.json", "confirm.jsonl", "accuracy.json"):
+        (folder / CELL / name).unlink()
+    write_json(folder / CELL / "env.json", {"python": "3.11"})
+    text = tables(folder)
+    assert text.startswith(f"{CELL} began, and has come to no search yet. If nothing is running, the last lines of qdq")
+    assert "Speedup: over the float model, paired by turns." in text
 
 
 def test_cells_that_have_not_begun_are_unfinished(folder):
@@ -307,7 +403,7 @@ def test_the_larger_of_the_two_floors_counts(folder):
     write_json(folder / CELL / "floor.json", {"floor": 1.5})
     assert "A/A floor: net-openvino-int8 150.0%" in tables(folder)
     lines = {line[3]: line[-1] for line in cells_of(folder / "report" / "main.md")}
-    assert (lines["random"], lines["all"]) == ("tie: use float", "faster")
+    assert (lines["random"], lines["all"]) == ("tie: use float", "faster, beyond the bound")
 
 
 def test_precisions_stand_side_by_side(folder, cell_maker):
@@ -326,7 +422,7 @@ def test_precisions_stand_side_by_side(folder, cell_maker):
 
 
 DECISION = """
-model | device | row | precision | latency ms [CI] | speedup [CI] | mAP or top-1 | drop [CI] | Q/DQ pairs | decision
+model | device | row | precision | latency ms [CI] | speedup [CI] | top-1 | drop [CI] | Q/DQ pairs | decision
 net | A CPU, 2 threads | FP32 | f32 | 8.000 [8.000, 8.000] | 1.00 [1.00, 1.00] | top-1 0.8000 | +0.0000 | 0 | baseline
 net | A CPU, 2 threads | BF16 | bf16 | 10.000 [10.000, 10.000] | 0.80 [0.80, 0.80] | top-1 0.8000 | +0.0000 | 0 | not shipped: slower
 net | A CPU, 2 threads | default PTQ, ort_static | int8+f32 | - | - | - | - | - | not shipped: it said that this will never work this will never work ...

@@ -201,6 +201,16 @@ def test_layers_that_share_a_node_are_one_part_of_the_waterfall():
     assert waterfall_frame([layer("c1", None, "conv1")], after).empty
 
 
+def test_a_layer_that_got_another_running_number_is_the_same_part():
+    gru = {"kind": "RNNSeq"}
+    before = [layer("g1", 0.3, "GRUSequence_756", **gru), layer("c1", 3.0, "Conv_1"), layer("c2", 2.0, "Conv_2")]
+    after = [layer("g2", 0.8, "GRUSequence_11762", **gru), layer("c1", 1.0, "Conv_1"), layer("c3", 0.4, "Conv_3")]
+    found = waterfall_frame(before, after).set_index("part")
+    assert found.loc["RNNSeq GRUSequence_756", ["before_ms", "after_ms"]].tolist() == pytest.approx([0.3, 0.8])
+    assert "RNNSeq GRUSequence_11762" not in found.index
+    assert found.loc["Convolution Conv_2", "after_ms"] == 0.0, "which of several it would be is anybody's guess"
+
+
 def test_frames_of_a_study_are_there_in_python(study):
     import harness.report
 
