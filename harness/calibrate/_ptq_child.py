@@ -22,6 +22,10 @@ __all__ = ["main"]
 _EXTERNAL_BYTES = 1 << 30
 
 
+class Declined(ValueError):
+    """What a tool does not offer, in our words and not in its own."""
+
+
 class _Reader(CalibrationDataReader):  # type: ignore[misc]
     """The batches of a .npz file, loaded one at a time, again and again if asked."""
 
@@ -61,7 +65,7 @@ def modelopt_ptq(request: dict[str, Any], reader: _Reader) -> None:
     """
     methods = {"minmax": "max", "max": "max", "entropy": "entropy"}
     if request["method"] not in methods:
-        raise ValueError(f"calibrates by {' or '.join(methods)}, not by {request['method']}")
+        raise Declined(f"calibrates by {' or '.join(methods)}, not by {request['method']}")
     from modelopt.onnx.quantization import quantize
 
     quantize(
@@ -86,7 +90,7 @@ def ort_static(request: dict[str, Any], reader: _Reader) -> None:
     Source: `onnxruntime.quantization.quantize` 1.24.
     """
     if request["precision"] != "int8":
-        raise ValueError(f"quantizes to int8, not to {request['precision']}")
+        raise Declined(f"quantizes to int8, not to {request['precision']}")
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
 
     methods = {
@@ -96,7 +100,7 @@ def ort_static(request: dict[str, Any], reader: _Reader) -> None:
         "percentile": CalibrationMethod.Percentile,
     }
     if request["method"] not in methods:
-        raise ValueError(f"calibrates by {', '.join(methods)}, not by {request['method']}")
+        raise Declined(f"calibrates by {', '.join(methods)}, not by {request['method']}")
     quantize_static(
         request["model"],
         request["output"],
@@ -134,7 +138,8 @@ def main(request_path: str) -> None:
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         words = " ".join(str(error).split()) or "no message"
-        Path(request["reason"]).write_text(f"{kind.__name__}: {words}", encoding="utf-8")
+        said = words if issubclass(kind, Declined) else f"{kind.__name__}: {words}"
+        Path(request["reason"]).write_text(said, encoding="utf-8")
         sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = record

@@ -187,6 +187,12 @@ def test_what_a_tool_does_not_offer(tool: str, asked: dict[str, Any], words: str
         getattr(_ptq_child, tool)(asked, None)
 
 
+def test_what_a_tool_does_not_offer_is_said_without_the_name_of_a_class(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(BuildFailed) as caught:
+        ort_static(model, tmp_path / "q.onnx", BATCHES, dialect_name="onnxruntime", precision="fp8")
+    assert str(caught.value) == "ort_static: quantizes to int8, not to fp8"
+
+
 def test_the_tools_own_words_come_on_one_line(model: Path, tmp_path: Path) -> None:
     wrong = [{"images": np.zeros((1, 5), np.float32)}]
     with pytest.raises(BuildFailed, match=r"ort_static: InvalidArgument: .*Invalid rank for input: images") as caught:
