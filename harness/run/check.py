@@ -1,16 +1,20 @@
 """What can be known to be wrong before anything runs: every model, data set, plug-in and parameter.
 
-A run takes hours, so its last cell is looked at before its first begins: models that data belong to are
-loaded, and evaluators are made. Nothing is built or measured, and no image is prepared.
+A run takes hours, so its last cell is looked at before its first begins: models that data or shapes belong to
+are loaded, and evaluators are made. Nothing is built or measured, and no image is prepared.
 """
 
 from __future__ import annotations
 
+import inspect
+import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from harness import registry, zoo
 from harness.api import PeerTask
@@ -61,9 +65,10 @@ def check_experiment(experiment: Experiment, base: Path) -> tuple[str, ...]:
         check_files(experiment.initial, base)
     data, remarks = _Data(base), []
     for model in experiment.models:
-        _check_objective(experiment.objective, model)
         with _at(f"model {model.name!r}"):
             _check_model(model, base, data)
+        _check_objective(experiment.objective, model)
+        with _at(f"model {model.name!r}"):
             halves = HALVES if experiment.objective.halves else (None,)
             remarks += [f"model {model.name!r}: {remark}" for remark in _remarks(model, base, data, halves)]
     return tuple(remarks)
@@ -79,7 +84,8 @@ def _check_searcher(searcher: Use, precisions: tuple[str, ...]) -> None:
     for name in ("space", "seed"):
         if name in searcher.params:
             raise UserError(f"searcher {searcher.use!r}: {name!r} is set by the harness, not by the experiment")
-    registry.check_params("searcher", searcher.use, searcher.params, given=("space", "seed"))
+    make = registry.check_params("searcher", searcher.use, searcher.params, given=("space", "seed"))
+    _check_types(f"searcher {searcher.use!r}", make, searcher.params)
     params = {"space": space, "seed": 0, **searcher.params}
     registry.guarded(f"searcher {searcher.use!r}", lambda: registry.create("searcher", searcher.use, params))
 
@@ -90,7 +96,7 @@ def _check_peer(peer: Method, experiment: Experiment, base: Path) -> None:
         raise UserError(f"{what}: 'task' is set by the harness, not by the experiment")
     for part in {"seeds", "sharing"}.intersection(peer.without):
         raise UserError(f"{what}: it has points of its own, so there are no {part} that it could do without")
-    registry.check_params("peer", peer.use, peer.params, given=("task",))
+    _check_types(what, registry.check_params("peer", peer.use, peer.params, given=("task",)), peer.params)
     made = {*experiment.baselines, *(start.name for start in experiment.initial)}
 
     def find(name: str) -> Path:
@@ -101,6 +107,28 @@ def _check_peer(peer: Method, experiment: Experiment, base: Path) -> None:
     precision = precisions_of(experiment.precision[0])[0]
     task = PeerTask(model=Path("model.onnx"), workdir=Path("work"), precision=precision, seed=0, find=find)
     registry.guarded(what, lambda: registry.create("peer", peer.use, {"task": task, **peer.params}))
+
+
+def _check_types(what: str, factory: Callable[..., Any], params: Mapping[str, Any]) -> None:
+    """Refuse values of another type than a plug-in annotates: it might keep them, and break only when it searches.
+
+    What has no annotation, or one that says nothing about text and numbers, is let through.
+    """
+    try:
+        parameters = inspect.signature(factory, eval_str=True).parameters
+    except (AttributeError, NameError, SyntaxError, TypeError, ValueError):  # names that only a type checker knows
+        return
+    for name, value in params.items():
+        annotation = parameters[name].annotation if name in parameters else inspect.Parameter.empty
+        if annotation is inspect.Parameter.empty:
+            continue
+        try:  # as JSON, so that a list may be any sequence, though text is no number
+            TypeAdapter(annotation).validate_json(json.dumps(value, default=str, skipkeys=True), strict=True)
+        except PydanticUserError:
+            continue
+        except ValidationError as error:
+            wanted = str(error.errors()[0]["msg"]).removeprefix("Input should be ")
+            raise UserError(f"{what}: {name}: {wanted}, but got {value!r}") from error
 
 
 def _check_backend(backend: Use, precisions: tuple[str, ...]) -> None:
@@ -152,15 +180,15 @@ def _check_evaluator(evaluator: Use, preprocess: Use | None, data: _Data) -> Non
 
 
 def _remarks(model: ModelSpec, base: Path, data: _Data, halves: Sequence[str | None]) -> Iterator[str]:
-    """Give the model its data, where there are some.
+    """Give the model its shapes and its data, where there are some.
 
     Args:
         halves: Those of the evaluator's data that are used; None: all of it.
 
     Raises:
-        UserError: Data and model do not fit.
+        UserError: Shapes or data do not fit the model.
     """
-    if model.evaluator is None and model.calibration.data is None:
+    if not model.shapes and model.evaluator is None and model.calibration.data is None:
         return
     with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
         loaded = open_model(model, base, Path(scratch))

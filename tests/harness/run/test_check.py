@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
+from numpy.random import Generator
 from PIL import Image
 
 from harness.errors import UserError
@@ -15,6 +17,7 @@ from harness.graph.build import GraphBuilder
 from harness.run.check import check_experiment
 from harness.run.config import parse_experiment
 from harness.run.models import evaluator_use, open_model
+from search.space import Space
 
 COUNT = 24
 
@@ -82,6 +85,71 @@ def test_a_model_that_data_belong_to_is_loaded(folder: Path) -> None:
     assert checked(folder) == ()
     with pytest.raises(UserError, match=r"model 'net': net\.onnx: "):
         checked(folder, top1())
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"x": "1x4x8x8"}, r"model 'net': net\.onnx: shapes\.x: the input is fixed to 1x3x8x8 in the model, but got"),
+        ({"y": "1x3x8x8"}, r"model 'net': net\.onnx: shapes\.y: the model has no such input; known: x"),
+    ],
+)
+def test_shapes_that_do_not_fit_the_model_are_refused_at_once(folder: Path, shapes: Any, message: str) -> None:
+    text = json.dumps({"experiment": "e", "models": [{"use": "net.onnx", "shapes": shapes}]})
+    with pytest.raises(UserError, match=message):
+        check_experiment(parse_experiment(text, "e.yaml"), folder)
+
+
+def test_a_model_that_is_not_there_is_said_before_what_it_lacks(folder: Path) -> None:
+    text = json.dumps({"experiment": "e", "models": ["zoo:resnet19"], "objective": {"max_drop": 0.1}})
+    with pytest.raises(UserError, match=r"zoo:resnet19: no such model; did you mean 'resnet18'"):
+        check_experiment(parse_experiment(text, "e.yaml"), folder)
+
+
+class Keeping:
+    """A searcher that keeps whatever it is given."""
+
+    def __init__(
+        self,
+        space: Space,
+        *,
+        seed: int,
+        rate: float = 0.1,
+        parts: tuple[str, ...] = (),
+        odd: Generator | None = None,
+        free=None,  # type: ignore[no-untyped-def]
+    ) -> None:
+        self.space, self.rate = space, rate
+
+
+KEEPING = f"{__name__}:{Keeping.__name__}"
+
+
+@pytest.mark.parametrize(
+    ("use", "params", "message"),
+    [
+        (KEEPING, {"rate": "high"}, rf"^searcher '{KEEPING}': rate: a valid number, but got 'high'$"),
+        (KEEPING, {"rate": True}, "rate: a valid number, but got True"),
+        (KEEPING, {"parts": "a"}, "parts: a valid array, but got 'a'"),
+        ("evolutionary", {"crossover": "high"}, "searcher 'evolutionary': crossover: a valid number, but got 'high'"),
+        ("tpe", {"n_startup_trials": 2.5}, "n_startup_trials: a valid integer"),
+        ("random", {"density": "some"}, "density: 'stratified'.*, but got 'some'"),
+    ],
+)
+def test_parameters_of_another_type_are_refused_at_once(folder: Path, use: str, params: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        with_searcher(folder, use, params)
+
+
+def test_parameters_that_fit_or_cannot_be_checked_pass(folder: Path) -> None:
+    with_searcher(folder, KEEPING, {"rate": 1, "parts": ["a"], "odd": 3, "free": {3: "x"}})
+    with_searcher(folder, "portfolio", {"members": ["random", "local"], "params": {"local": {"perturbation": 0.2}}})
+
+
+def with_searcher(folder: Path, use: str, params: Any) -> None:
+    searcher = {"use": use, "params": params, "label": "it"}
+    text = yaml.safe_dump({"experiment": "e", "models": ["net.onnx"], "searchers": [searcher]})
+    check_experiment(parse_experiment(text, "e.yaml"), folder)
 
 
 def test_an_evaluator_can_be_made_for_each_half(folder: Path) -> None:
