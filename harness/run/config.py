@@ -77,6 +77,14 @@ class Method(Use):
     without: Annotated[tuple[Part, ...], Field(strict=False), AfterValidator(_distinct)] = ()
 
 
+def _data_set(value: Any) -> Any:
+    """A bare name is no data set: the same file may hold inputs, or images that are to be prepared."""
+    if isinstance(value, str):
+        key = {".npz": "use: npz, path", ".npy": "use: npy, path"}.get(Path(value).suffix, "use: images, images")
+        raise ValueError(f"a mapping, such as {{{key}: {value}}}")
+    return value
+
+
 class Calibration(_Frozen):
     """Where activation ranges come from.
 
@@ -87,7 +95,7 @@ class Calibration(_Frozen):
         samples: Number of images at most.
     """
 
-    data: dict[str, Any] | None = None
+    data: Annotated[dict[str, Any] | None, BeforeValidator(_data_set)] = None
     method: Literal["minmax", "max", "entropy", "percentile", "mse"] = "minmax"
     percentile: Annotated[float, Field(gt=50, le=100)] = 99.99
     samples: Annotated[int, Field(ge=1)] = 48
@@ -215,13 +223,24 @@ def load_experiment(path: Path) -> Experiment:
     Raises:
         UserError: With file, key, value and what is allowed.
     """
+    return parse_experiment(_text(path), str(path))
+
+
+def _text(path: Path) -> str:
     try:
+        if path.suffix == ".onnx" and path.is_file():
+            raise UserError(f"{path}: this is a model (binary), not an experiment file; name it below 'models' of one")
         if (size := path.stat().st_size) > MAX_BYTES:
             raise UserError(f"{path}: {size} bytes, but at most {MAX_BYTES} for an experiment")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from error
-    return parse_experiment(text, str(path))
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file ({path.resolve()})") from error
+    except IsADirectoryError as error:
+        raise UserError(f"{path}: this is a folder; name the experiment file in it") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: this is no text, so not an experiment file") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def parse_experiment(text: str, source: str) -> Experiment:
@@ -244,10 +263,21 @@ def _explain(source: str, error: Mapping[str, Any]) -> str:
         return f"{source}: {where}: unknown key; {nearest(str(error['loc'][-1]), owner)}"
     if error["type"] == "missing":
         return f"{source}: {where}: this key is required"
-    message = str(error["msg"]).removeprefix("Value error, ").replace("valid tuple", "valid list")
     got = error.get("input")
-    shown = "" if isinstance(got, dict) else f", but got {got!r}"
-    return ": ".join(part for part in (source, where, f"{message}{shown}") if part)
+    shown = "" if isinstance(got, dict) else f", but got {'nothing' if got is None else repr(got)}"
+    return ": ".join(part for part in (source, where, f"{_wanted(error, got)}{shown}") if part)
+
+
+def _wanted(error: Mapping[str, Any], got: Any) -> str:
+    """What belongs there, in words of YAML."""
+    if error["type"] == "tuple_type":
+        return f"a list, such as [{'...' if got is None or isinstance(got, dict) else got}]"
+    if error["type"] == "dict_type":
+        return "a mapping of keys"
+    if error["type"] == "model_type":
+        section = next(each for each in _sections() if each.__name__ == error["ctx"]["class_name"])
+        return f"a mapping with keys such as {', '.join(list(section.model_fields)[:4])}"
+    return str(error["msg"]).removeprefix("Value error, ")
 
 
 def _fields_at(location: tuple[Any, ...]) -> list[str]:

@@ -102,7 +102,20 @@ def test_plan_runs_every_searcher_at_the_first_seed_before_the_second():
         (MINIMAL + "searchers: [{use: random, label: a/b}]", "searchers: 'a/b' is no folder name; use at most 100"),
         (MINIMAL + "backends: [{use: openvino, label: ../x}]", "backends: '../x' is no folder name"),
         (f"experiment: {'e' * 101}\nmodels: [a]", "is no folder name; use at most 100 letters, digits"),
-        (MINIMAL + "searchers: random", "searchers: Input should be a valid list, but got 'random'"),
+        (MINIMAL + "searchers: random", "e.yaml: searchers: a list, such as [random], but got 'random'"),
+        ("experiment: e\nmodels: x", "models: a list, such as [x], but got 'x'"),
+        (MINIMAL + "seeds: 3", "seeds: a list, such as [3], but got 3"),
+        (MINIMAL + "seeds:", "seeds: a list, such as [...], but got nothing"),
+        (MINIMAL + "budget: {evaluations: 10}", "budget.evaluations: a list, such as [10], but got 10"),
+        (MINIMAL + "budget: 10", "budget: a mapping with keys such as evaluations, minutes, but got 10"),
+        ("experiment: e\nmodels: [{use: a, shapes: 1x3}]", "models.0.shapes: a mapping of keys, but got '1x3'"),
+        *(
+            (
+                f"experiment: e\nmodels: [{{use: a, calibration: {{data: {name}}}}}]",
+                f"models.0.calibration.data: a mapping, such as {{{said}: {name}}}, but got '{name}'",
+            )
+            for name, said in [("c.npz", "use: npz, path"), ("c.npy", "use: npy, path"), ("d", "use: images, images")]
+        ),
         (MINIMAL + "matrix: {backends.a.b: [1]}\nbackends: [{use: x, a: q}]", "'a' is 'q' in 'x', not a mapping"),
         (MINIMAL + "matrix: {backends.a.b: [1]}\nbackends: [{use: x, a: }]", "'a' is None in 'x', not a mapping"),
         (MINIMAL + "matrix: {backends.a: [1]}\nbackends: [null]", "are names or mappings, but one is None"),
@@ -154,9 +167,20 @@ def test_whatever_the_text_there_is_an_experiment_or_a_message(text):
         parse_experiment(text, "e.yaml")
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"none\.yaml: cannot be read"):
-        load_experiment(tmp_path / "none.yaml")
+def test_what_is_no_experiment_file_is_named(tmp_path):
+    (tmp_path / "hybrid.onnx").write_bytes(b"\x08\x0a\xff")
+    (tmp_path / "odd.yaml").write_bytes(b"\xff\xfe")
+    for name, said in {
+        "hybrid.onnx": "this is a model (binary), not an experiment file",
+        "odd.yaml": "this is no text, so not an experiment file",
+        "none.yaml": f"no such file ({tmp_path / 'none.yaml'})",
+        "": "this is a folder; name the experiment file in it",
+        "x" * 300: "cannot be read: File name too long",
+    }.items():
+        with pytest.raises(UserError) as caught:
+            load_experiment(tmp_path / name)
+        assert str(caught.value).startswith(f"{tmp_path / name}: {said}")
+        assert "Errno" not in str(caught.value)
 
 
 def test_resolved_experiment_writes_every_default():
