@@ -69,6 +69,10 @@ def verify(file: Path, observer: Observer, *, results: Path | None = None, base:
     if not file.is_file():
         raise UserError(f"{file}: no such file")
     folder = results or file.resolve().parent.parent.parent
+    if results is None and not (folder / "experiment.yaml").exists():
+        raise UserError(
+            f"{file}: lies in no results folder: name RESULTS/CELL/models/NAME.onnx, or its results by --results"
+        )
     digest = file_digest(file)
     found = load(folder)
     cell, row = _row(found.cells, file, digest, folder)

@@ -227,6 +227,8 @@ def test_a_file_that_was_changed_is_not_the_one_that_was_timed(copy: Path, capsy
 def test_a_file_of_nobodys_results_is_refused(front: Path, folder: Path, capsys: Any) -> None:
     assert qdq("verify", str(folder / "nothing.onnx")) == 2
     assert "nothing.onnx: no such file" in capsys.readouterr().err
+    assert qdq("verify", str(folder / "labelled.npz")) == 2
+    assert "lies in no results folder: name RESULTS/CELL/models/NAME.onnx" in capsys.readouterr().err
     assert qdq("verify", str(folder / "labelled.npz"), "--results", str(front.parent)) == 2
     assert "has no row of this file" in capsys.readouterr().err
 
