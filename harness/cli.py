@@ -64,6 +64,9 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 }
 """In the order of the help text. A command imports what it needs inside its function, so that `qdq --help` is quick."""
 
+GOING_ON = ("run", "reproduce", "record", "study")
+"""Given again after an interruption, these go on; autotune does too, and says so itself."""
+
 app = typer.Typer(
     name="qdq",
     help="Finds where Q/DQ pairs belong in an ONNX model, by measured latency and measured accuracy.",
@@ -85,6 +88,18 @@ def _options(
 ) -> None:
     importable(Path.cwd())
     context.with_resource(_logged(verbose))
+    context.with_resource(_interrupted(context.invoked_subcommand))
+
+
+@contextmanager
+def _interrupted(command: str | None) -> Iterator[None]:
+    """Say of Ctrl-C what becomes of the work; typer would end without a word."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = "; what was measured is kept: the same command goes on" if command in GOING_ON else ""
+        typer.echo(f"qdq: interrupted{kept}", err=True)
+        raise
 
 
 @contextmanager
@@ -107,10 +122,17 @@ def _logged(verbose: bool) -> Iterator[None]:
 
 
 class _Echo(logging.Handler):
-    """Writes to what standard error is at the time: progress bars put themselves in its place."""
+    """Writes to what standard error is at the time: progress bars put themselves in its place. Says nothing twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        typer.echo(self.format(record), err=True)
+        text = self.format(record)
+        if text not in self._said:
+            self._said.add(text)
+            typer.echo(text, err=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -123,9 +145,6 @@ def main(arguments: list[str] | None = None) -> None:
     except UserError as error:
         typer.echo(f"qdq: {error}", err=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        typer.echo("qdq: interrupted; run the same command again to go on", err=True)
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,8 @@ def get_parser(prog: str = "python -m harness.autotune") -> argparse.ArgumentPar
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Finds by measured latency where Q/DQ pairs belong in an ONNX model, region after region.",
-        epilog="An interrupted run goes on when the same command is given again.",
+        epilog=f"Example: {prog} --onnx_path model.onnx --output_dir out/model. "
+        "An interrupted run goes on when the same command is given again.",
     )
     parser.add_argument("--verbose", "-v", action="store_true", help="show what the parts log")
     _add_files(parser.add_argument_group("Model and Output"))

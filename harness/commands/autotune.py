@@ -16,4 +16,7 @@ def autotune(context: typer.Context) -> None:
     from harness.show import Terminal
 
     with Terminal() as terminal:
-        run(context.args, "qdq autotune", terminal)
+        try:
+            run(context.args, "qdq autotune", terminal)
+        except KeyboardInterrupt as stop:  # it has said what is kept
+            raise typer.Exit(130) from stop

@@ -8,7 +8,10 @@ __all__ = ["doctor"]
 
 
 def doctor() -> None:
-    """Say what this machine can run, and what to install for the rest."""
+    """Say what this machine can run, and what to install for the rest.
+
+    Example: `qdq doctor`
+    """
     from harness.doctor import examine
 
     table(("what", "state", "detail"), examine())

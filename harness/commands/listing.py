@@ -8,7 +8,10 @@ __all__ = ["listing"]
 
 
 def listing() -> None:
-    """List searchers, benchmarkers, evaluators, preprocessings, decoders, dialects and zoo models with their origin."""
+    """List searchers, benchmarkers, evaluators, preprocessings, decoders, dialects and zoo models with their origin.
+
+    Example: `qdq list | grep searcher`
+    """
     from harness import zoo
     from harness.registry import GROUPS, plugins
 

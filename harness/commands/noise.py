@@ -30,6 +30,8 @@ def noise(
 ) -> None:
     """Show where the noise of a latency comes from: within a run, between builds, between processes.
 
+    A model alone gets random data; an experiment file with one cell brings calibration data and its own sampling.
+
     Example: `qdq noise zoo:resnet18 --param precision=f32`
     """
     from harness.show import Terminal

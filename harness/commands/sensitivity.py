@@ -42,6 +42,7 @@ def sensitivity(
     """Show what each pattern, or each point, does to latency and fidelity: alone, and left out of a full model.
 
     Writes a plot, and sensitivity.json, from which searches can start: {use: sensitivity, params: {path: ...}}.
+    A model alone gets random data, so do not trust its fidelity; an experiment file with one cell brings real data.
 
     Example: `qdq sensitivity zoo:resnet18 --param precision=f32`
     """

@@ -63,7 +63,11 @@ def ptq(given: Sequence[str], prog: str = "qdq ptq") -> Quantized | list[str]:
 
 def get_parser(prog: str = "qdq ptq") -> argparse.ArgumentParser:
     """The parser; lists take spaces or commas."""
-    parser = argparse.ArgumentParser(prog=prog, description="Quantize an ONNX model with NVIDIA ModelOpt.")
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Quantize an ONNX model with NVIDIA ModelOpt.",
+        epilog=f"Example: {prog} --onnx_path model.onnx --calibration_data calib.npy --output_path model-int8.onnx",
+    )
     add = parser.add_argument
     add("--onnx_path", help="float model (.onnx)")
     add("--output_path", help="Q/DQ model [default: MODEL.quant.onnx beside the model]")

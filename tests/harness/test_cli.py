@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from harness import registry
-from harness.cli import main
+from harness.cli import COMMANDS, main
 from harness.graph.build import GraphBuilder
 from harness.show import Terminal
 
@@ -149,6 +149,37 @@ def test_warnings_of_our_own_parts_reach_the_user_and_nobody_elses(folder, capsy
     assert capsys.readouterr().err == "operators stay float: Foo\n"
     assert qdq("--verbose", "list") == 0
     assert "harness.graph.load: detail" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("run", "small.yaml"), "qdq: interrupted; what was measured is kept: the same command goes on\n"),
+        (("list",), "qdq: interrupted\n"),
+    ],
+)
+def test_an_interruption_says_what_becomes_of_the_work(folder, capsys, monkeypatch, command, said):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    (folder / "small.yaml").write_text(EXPERIMENT)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("harness.run.experiment.run_experiment", stop)
+    monkeypatch.setattr("harness.zoo.names", stop)
+    assert qdq(*command) == 130
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_command_shows_an_example(capsys, command):
+    assert qdq(command, "--help") == 0
+    assert "Example: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["noise", "sensitivity"])
+def test_studies_say_where_data_come_from(capsys, command):
+    assert qdq(command, "--help") == 0
+    assert "an experiment file with one cell brings" in " ".join(capsys.readouterr().out.split())
 
 
 def test_list_shows_broken_plug_ins_too(capsys, monkeypatch):
