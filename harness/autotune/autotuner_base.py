@@ -71,6 +71,7 @@ class QDQAutotunerBase:
 
     def _reset(self) -> None:
         self.baseline_latency_ms: float | None = None
+        self.beside_float = False
         self.profiled_patterns: list[PatternSchemes] = []
         self._made: Session | None = None
         self._turn: Turn | None = None
@@ -267,6 +268,7 @@ class QDQAutotunerBase:
             facts=self.session.facts,
             config={**dataclasses.asdict(self.config), "backend_params": dict(self.config.backend_params)},
             baseline_latency_ms=self.baseline_latency_ms,
+            beside_float=self.beside_float,
             current="" if self._turn is None else self._turn.signature,
             measured=self.session.measured,
             patterns=tuple(self.profiled_patterns),
@@ -286,6 +288,7 @@ class QDQAutotunerBase:
         state = read_state(path, self.session.facts)
         if state.baseline_latency_ms is not None:
             self._set_baseline(state.baseline_latency_ms)
+        self.beside_float = state.beside_float
         self.session.measured.update(state.measured)
         self.profiled_patterns += [each for each in state.patterns if each.schemes]
         if self.pattern_cache is not None and cache_path(path).exists():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,19 @@ import numpy as np
 from harness import registry
 from harness.api import Candidate
 from harness.autotune.common import AutotunerError
+from harness.autotune.timing import beside_sampling, exactly, latency_ms, write_log
 from harness.errors import UserError
 from harness.graph.files import file_digest
 from harness.measure.confirm import Row, Summary, confirm, summarise
 from harness.measure.engines import MAIN, WorkerSpec
 from harness.measure.sandbox import open_engines
-from harness.measure.stats import median_ci
 from harness.records import Failed, Measured, Outcome
-from harness.run.config import Confirmation, Limits, Sampling, Use
+from harness.run.config import Confirmation, Limits, Use
+from harness.run.trial import Care, attempt_with
 
 __all__ = [
     "Benchmark", "TensorRTPyBenchmark", "TrtExecBenchmark", "backend_use", "benchmark_onnx_model", "current_benchmark",
-    "init_benchmark_instance", "latency_ms",
+    "init_benchmark_instance",
 ]  # fmt: skip
 
 _logger = logging.getLogger(__name__)
@@ -69,7 +69,22 @@ class Benchmark:
         """Ends the worker; goes without saying at exit."""
         self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qdq-benchmark-")))
         self._worker = WorkerSpec(benchmarkers={MAIN: backend}, workdir=self._folder)
-        self._engines = stack.enter_context(open_engines(self._worker, _LIMITS))
+        self._opened = stack.enter_context(ExitStack())
+        self._engines = self._opened.enter_context(open_engines(self._worker, _LIMITS))
+        self._level_ms: float | None = None
+
+    def beside(self, reference: Path, level_ms: float) -> None:
+        """Time from now on in turns with a model, which takes the machine's pace out of the readings.
+
+        Warm-up and readings are then as in an experiment, see `harness.measure.paired`.
+
+        Args:
+            reference: The float model.
+            level_ms: Its latency, which sets the scale.
+        """
+        self._opened.close()
+        self._worker, self._level_ms = replace(self._worker, reference=reference), level_ms
+        self._engines = self._opened.enter_context(open_engines(self._worker, _LIMITS))
 
     def describe(self) -> Mapping[str, Any]:
         """The backend's own facts."""
@@ -105,15 +120,18 @@ class Benchmark:
         return outcome
 
     def _measured(self, candidate: Candidate) -> Outcome:
+        if self._level_ms is not None:
+            sampling = beside_sampling(self.timing_runs, self._level_ms)
+            return attempt_with(self._engines, sampling, care=Care(level_ms=self._level_ms))(candidate, None)
         built = self._engines.build(candidate)
         if isinstance(built, Failed):
             return built
         try:
             if self.warmup_runs:
-                warm = self._engines.sample(built.handle, _exactly(self.warmup_runs))
+                warm = self._engines.sample(built.handle, exactly(self.warmup_runs))
                 if isinstance(warm, Failed):
                     return warm
-            samples = self._engines.sample(built.handle, _exactly(self.timing_runs))
+            samples = self._engines.sample(built.handle, exactly(self.timing_runs))
             if isinstance(samples, Failed):
                 return samples
             return Measured(
@@ -273,28 +291,3 @@ def benchmark_onnx_model(
         _logger.error("Benchmark instance not initialized: call init_benchmark_instance() first")
         return float("inf")
     return benchmark.run(model_path, log_file, flush_timing_cache)
-
-
-def latency_ms(outcome: Outcome) -> float:
-    """Median latency; infinite where the outcome is a failure."""
-    return float("inf") if isinstance(outcome, Failed) else median_ci(outcome.samples_ms).value
-
-
-def write_log(outcome: Outcome, candidate: Candidate, path: Path) -> None:
-    """What came of a candidate, for people: readings and facts of the engine, or the reason and the runtime's words."""
-    body = {"digest": candidate.digest, "quantized_edges": len(candidate.edges), **asdict(outcome)}
-    tail = body.pop("log_tail", "")
-    if isinstance(outcome, Measured):
-        interval = median_ci(outcome.samples_ms)
-        head = f"latency {interval.value:.4f} ms, 95 % interval {interval.low:.4f} to {interval.high:.4f} ms"
-    else:
-        head = f"failed: {outcome.stage}: {outcome.reason}"
-    lines = [head, *(f"{key}: {json.dumps(value, default=str)}" for key, value in body.items() if value), tail]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
-
-
-def _exactly(runs: int) -> Sampling:
-    """So many readings and no warm-up of the sampler's own; three are the fewest that have a median."""
-    count = max(3, runs)
-    return Sampling(warmup_ms=0.0, min_samples=count, max_samples=count, max_ms=1e12)

@@ -12,16 +12,18 @@ from typing import Any
 from harness.api import Candidate
 from harness.autotune.autotuner import QDQAutotuner
 from harness.autotune.autotuner_base import Transform
-from harness.autotune.benchmark import Benchmark, current_benchmark, latency_ms
+from harness.autotune.benchmark import Benchmark, current_benchmark
 from harness.autotune.cache import PatternCache
 from harness.autotune.common import AutotunerError, AutotunerNotInitializedError, Config
 from harness.autotune.delivery import export
 from harness.autotune.regions import Region
+from harness.autotune.timing import latency_ms, restless
 from harness.graph.cache import strangers
 from harness.graph.load import load
 from harness.graph.points import why_none
+from harness.records import Outcome
 from harness.run.models import OPSET
-from harness.run.observe import Observer, Silent
+from harness.run.observe import Observer, Silent, best_note
 from search.space import Placement
 
 __all__ = ["Plan", "run_plan"]
@@ -127,9 +129,7 @@ class _Run:
         self._export("baseline.onnx", session.space.float_placement())
         session.keep({autotuner.graph.pattern(region).signature for region in self._chosen()})
         self._plan.observer.say(self._extent())
-        if autotuner.baseline_latency_ms is None:
-            latency = self._measured(session.candidate(session.space.float_placement()), "baseline")
-            autotuner.submit(latency)
+        self._time_baseline()
         starts = session.starts(self._warm, self._plan.qdq_baseline)
         found = {name: self._start(name, placement) for name, placement in starts.items()}
         name = min(found, key=lambda each: found[each])
@@ -137,8 +137,22 @@ class _Run:
             session.base = starts[name]
         self._plan.observer.say(
             f"baseline {self._baseline_ms:.3f} ms; starts: "
-            + ", ".join(f"{each} {value:.3f} ms" for each, value in found.items())
+            + ", ".join(f"{each} {self._against_float(value)}" for each, value in found.items())
         )
+
+    def _time_baseline(self) -> None:
+        """Time the float model alone; where that tells too little, everything else is timed beside it."""
+        autotuner, session = self._autotuner, self._session
+        if autotuner.baseline_latency_ms is None:
+            outcome = self._outcome(session.candidate(session.space.float_placement()), "baseline")
+            autotuner.submit(latency_ms(outcome))
+            autotuner.beside_float = restless(outcome)
+        if autotuner.beside_float:
+            self._benchmark.beside(self._plan.output_dir / "baseline.onnx", self._baseline_ms)
+            self._plan.observer.say(
+                "this machine is restless: models are timed in turns with the float model, whose "
+                f"{self._baseline_ms:.3f} ms set the scale"
+            )
 
     def regions(self) -> None:
         """Give each pattern its turn, or the whole model one."""
@@ -237,9 +251,10 @@ class _Run:
         return float("inf") if known.latency_ms is None else known.latency_ms
 
     def _measured(self, candidate: Candidate, log: str) -> float:
-        return latency_ms(
-            self._benchmark.measure(self._transformed(candidate), self._plan.output_dir / f"logs/{log}.log")
-        )
+        return latency_ms(self._outcome(candidate, log))
+
+    def _outcome(self, candidate: Candidate, log: str) -> Outcome:
+        return self._benchmark.measure(self._transformed(candidate), self._plan.output_dir / f"logs/{log}.log")
 
     def _transformed(self, candidate: Candidate) -> Candidate:
         transform = self._plan.transform
@@ -266,4 +281,7 @@ class _Run:
 
     def _note(self) -> str:
         known = [each.latency_ms for each in self._session.measured.values() if each.latency_ms is not None]
-        return f"best {min(known):.3f} ms" if known else ""
+        return best_note(min(known), self._baseline_ms, beside=self._autotuner.beside_float) if known else ""
+
+    def _against_float(self, latency: float) -> str:
+        return "failed" if latency == float("inf") else f"{latency:.3f} ms ({self._baseline_ms / latency:.2f}x)"

@@ -43,6 +43,7 @@ class State:
     Attributes:
         facts: What must be the same to go on.
         config: The settings, for people.
+        beside_float: Models are timed in turns with the float model; what was timed alone does not compare with them.
         current: Signature of the pattern under profile; "" without one.
         measured: By the digest of the placement, in the order of measurement.
     """
@@ -50,6 +51,7 @@ class State:
     facts: Mapping[str, Any]
     config: Mapping[str, Any]
     baseline_latency_ms: float | None = None
+    beside_float: bool = False
     current: str = ""
     measured: Mapping[str, Measurement] = field(default_factory=dict)
     patterns: tuple[PatternSchemes, ...] = ()
@@ -71,6 +73,7 @@ def write_state(state: State, path: Path) -> None:
         "schema": 1,
         "facts": dict(state.facts),
         "baseline_latency_ms": state.baseline_latency_ms,
+        "beside_float": state.beside_float,
         "current_profile_pattern_schemes_signature": state.current or None,
         "config": dict(state.config),
         "measured": {digest: asdict(each) for digest, each in state.measured.items()},
@@ -111,6 +114,7 @@ def read_state(path: Path, facts: Mapping[str, Any]) -> State:
             facts=facts,
             config=body["config"],
             baseline_latency_ms=None if baseline_ms is None else _positive(baseline_ms),
+            beside_float=body.get("beside_float") is True,
             current=body["current_profile_pattern_schemes_signature"] or "",
             measured={str(digest): _measurement(each) for digest, each in body["measured"].items()},
             patterns=tuple(PatternSchemes.from_dict(each) for each in body["patterns"]),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
-__all__ = ["Observer", "Silent", "Step"]
+__all__ = ["Observer", "Silent", "Step", "best_note"]
 
 
 class Step(Protocol):
@@ -42,3 +42,15 @@ class Silent:
 
     def advance(self, note: str = "") -> None:
         """Show nothing."""
+
+
+def best_note(best_ms: float, float_ms: float, *, beside: bool) -> str:
+    """What came of a search so far, and on which scale: figures of another run, or of the confirmation, have their own.
+
+    Args:
+        float_ms: The float model's latency on the same scale.
+        beside: Candidates are timed in turns with it.
+    """
+    return (
+        f"best {best_ms:.3f} ms, {float_ms / best_ms:.2f}x {'beside' if beside else 'over'} float's {float_ms:.3f} ms"
+    )
