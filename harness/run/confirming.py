@@ -27,7 +27,7 @@ from harness.run.observe import Observer
 from harness.run.rows import FLOAT_ROW, Row, Table, read_json, write_json
 from search.space import digest_of
 
-__all__ = ["confirm_rows", "level", "noise_floor", "read_events", "read_floor"]
+__all__ = ["confirm_rows", "float_latency", "level", "noise_floor", "read_events", "read_floor"]
 
 _Key = tuple[int, int, str, int]
 """A turn: build, group, row, round."""
@@ -36,7 +36,7 @@ SEED = 0
 FLOOR_PLAN = Confirmation(builds=3, rounds=12, samples=3)
 """Of the floor before the searches; the confirmation's own twin adds to it."""
 RESTLESS = 0.02
-"""A floor above this makes up for the price of timing every candidate beside the baseline."""
+"""Turns of one engine that scatter by more than this make up for the price of timing every candidate beside it."""
 
 
 def noise_floor(
@@ -92,13 +92,21 @@ def level(folder: Path, beside: Literal["auto", "always", "never"]) -> float | N
     """The baseline's latency in milliseconds where candidates are to be timed beside it; None: each alone.
 
     Args:
-        beside: What the experiment wants; "auto": where the baseline, against itself, differs by more than `RESTLESS`.
+        beside: What the experiment wants; "auto": where the baseline's turns before the searches scatter by more than
+            `RESTLESS` (standard deviation on the log scale). Not where the floor is above it: turns of the floor are
+            paired, so it stays low on a machine whose pace changes, and readings one by one do not.
     """
-    record = read_json(folder / "floor.json")
-    if beside == "never" or (beside == "auto" and float(record["floor"]) <= RESTLESS):
+    events = [decode_event(json.dumps(event)) for event in read_json(folder / "floor.json")["events"]]
+    turns_ms = [float(np.median(event.samples_ms)) for event in events if isinstance(event, Block)]
+    if beside == "never" or (beside == "auto" and float(np.std(np.log(turns_ms), ddof=1)) <= RESTLESS):
         return None
-    events = [decode_event(json.dumps(event)) for event in record["events"]]
-    return float(np.median([np.median(event.samples_ms) for event in events if isinstance(event, Block)]))
+    return float_latency(folder)
+
+
+def float_latency(folder: Path) -> float:
+    """The baseline's latency in milliseconds before a cell's searches: the one scale of readings, bounds and notes."""
+    events = [decode_event(json.dumps(event)) for event in read_json(folder / "floor.json")["events"]]
+    return summarise(events, baseline=FLOAT_ROW).rows[FLOAT_ROW].latency_ms.value
 
 
 def confirm_rows(

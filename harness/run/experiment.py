@@ -139,7 +139,7 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
     with site.open(worker) as engines:
         floor = noise_floor(site.open, worker, cell.model_file, engines.describe(), folder, observer)
         book = ScoreBook(folder, engines, observer, facts_digest(scoring.facts))
-        goal = scoring.goal(book, cell.model_file, folder / "floor.json")
+        goal = scoring.goal(book, cell.model_file, folder)
         running = Running(
             experiment=experiment,
             cell=cell,
@@ -154,8 +154,10 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
         _begun(
             folder / "cell.json", running.facts(), lambda facts: {key: facts.get(key) for key in running.fingerprint()}
         )
+        runs = spec.runs if len(cell.searched) else ()
+        if goal.metric is not None and (place.retry_failed or any(map(running.unfinished, runs))):
+            scoring.show_float(book, cell.model_file)
         with site.workers(worker, engines, cell.inserter, cell.candidate(cell.space.float_placement())) as workers:
-            runs = spec.runs if len(cell.searched) else ()
             searches = [partial(running.search, run, workers, place.retry_failed) for run in runs]
             at_once(searches, experiment.executor.searches)
         remember(cell, goal, folder)
@@ -167,6 +169,8 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
             experiment, cell, goal, folder, others, guests(experiment.transfer, cell, plan(experiment), folder.parent)
         )
         if scoring.evaluators:
+            if book.lacks(table):
+                scoring.show_float(book, cell.model_file)
             book.score(table)
         backend = engines.describe()
     confirm_rows(experiment.confirmation, site.open, worker, table.timed, backend, observer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,14 @@ from harness.records import SCHEMA
 from harness.run.compare import facts_digest
 from harness.run.compose import Cell, dialect_use
 from harness.run.config import Experiment
-from harness.run.confirming import level
+from harness.run.confirming import float_latency, level
 from harness.run.engine import SearchTask, Trial, run_search
 from harness.run.goal import goal_facts
-from harness.run.journal import Journal
+from harness.run.journal import Journal, read_journal
 from harness.run.judge import Judge
 from harness.run.live import LIVE, live_study
 from harness.run.methods import open_search
-from harness.run.observe import Observer, Step
+from harness.run.observe import Observer, Step, best_note
 from harness.run.plan import RunSpec
 from harness.run.scoring import Scoring
 from harness.run.trial import BUILDS, Care, attempt_with
@@ -52,6 +53,7 @@ class Running:
         """Run one search, or what is left of it."""
         budget, without = self.experiment.budget, run.searcher.without
         window = self.experiment.executor.width
+        level_ms = level(self.folder, self.experiment.sampling.beside)
 
         def attempt(engines: Engines) -> Attempt:
             return attempt_with(
@@ -62,7 +64,7 @@ class Running:
                     floor=self.floor,
                     racing="racing" not in without,
                     builds=1 if "retakes" in without else BUILDS,
-                    level_ms=level(self.folder, self.experiment.sampling.beside),
+                    level_ms=level_ms,
                 ),
             )
 
@@ -91,7 +93,14 @@ class Running:
             )
             name = f"{self.cell.spec.name}/{run.name}"
             live = live_study(self.folder / LIVE, name, search.space, self.judge.goal, fresh=not journal.entries)
-            run_search(task, executor, journal, _watch(step, live))
+            note = partial(best_note, float_ms=float_latency(self.folder), beside=level_ms is not None)
+            run_search(task, executor, journal, _watch(step, live, note))
+
+    def unfinished(self, run: RunSpec) -> bool:
+        """Whether a search may have something left to measure; one that had nothing more to ask counts as such."""
+        path = self.folder / "runs" / f"{run.name}.jsonl"
+        told = {entry.asked.digest for entry in read_journal(path) if entry.told} if path.exists() else ()
+        return len(told) < max(self.experiment.budget.evaluations)
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be the same for a run to go on."""
@@ -135,7 +144,7 @@ class Running:
         }
 
 
-def _watch(step: Step, live: Callable[[Trial], None]) -> Callable[[Trial], None]:
+def _watch(step: Step, live: Callable[[Trial], None], note: Callable[[float], str]) -> Callable[[Trial], None]:
     spent = 0
 
     def watch(trial: Trial) -> None:
@@ -143,6 +152,6 @@ def _watch(step: Step, live: Callable[[Trial], None]) -> Callable[[Trial], None]
         live(trial)
         if trial.evaluations > spent:
             spent = trial.evaluations
-            step.advance("" if trial.best_ms is None else f"best {trial.best_ms:.3f} ms")
+            step.advance("" if trial.best_ms is None else note(trial.best_ms))
 
     return watch

@@ -34,15 +34,26 @@ class ScoreBook:
         self._observer = observer
         self._evaluator = evaluator
         self._scores = _stored(folder)
+        self._shown: set[str] = set()
+
+    def known_float_score(self, model_file: Path, evaluator: str = MAIN) -> Accuracy | None:
+        """`float_score` where it is known, without an engine: before others are scored the evaluator must see one."""
+        return self._known(_key(file_digest(model_file), MAIN, evaluator))
 
     def float_score(self, model_file: Path, evaluator: str = MAIN) -> Accuracy | Failed:
-        """Accuracy of the float model, the reference of every drop; an evaluator may see its engine first."""
+        """Accuracy of the float model, the reference of every drop; an evaluator sees its engine once, and first."""
         candidate = Candidate(digest=digest_of(()), edges=(), source=lambda: model_file)
         with self._observer.work("score the float model", 1) as step:
-            unprepared = _prepare(self._engines, candidate, evaluator)
+            unprepared = None if evaluator in self._shown else _prepare(self._engines, candidate, evaluator)
             found = unprepared or self._score(candidate, file_digest(model_file), MAIN, evaluator)
             step.advance()
+        if unprepared is None:
+            self._shown.add(evaluator)
         return found
+
+    def lacks(self, table: Table) -> bool:
+        """Whether a row is still to be scored."""
+        return any(self._known(_key(row.sha256, row.benchmarker)) is None for row in table.rows)
 
     def row_score(self, candidate: Candidate, row: Row) -> Accuracy | Failed:
         """Accuracy of a row, given as something that can be built."""
@@ -57,10 +68,9 @@ class ScoreBook:
 
     def _score(self, candidate: Candidate, sha256: str, benchmarker: str, evaluator: str = MAIN) -> Accuracy | Failed:
         key = _key(sha256, benchmarker, evaluator)
-        known = self._scores.get(key, {})
-        if "metrics" in known and known.get("evaluator") == self._evaluator:
-            evidence = known.get("evidence", "")
-            return Accuracy(metrics=known["metrics"], per_item=tuple(known["per_item"]), evidence=evidence)
+        known = self._known(key)
+        if known is not None:
+            return known
         found = _evaluate(self._engines, candidate, benchmarker, evaluator)
         if isinstance(found, Failed):
             score: dict[str, Any] = {"failed": found.stage, "reason": found.reason}
@@ -70,6 +80,13 @@ class ScoreBook:
         self._scores[key] = {"evaluator": self._evaluator, **score}
         write_json(self._path, self._scores)
         return found
+
+    def _known(self, key: str) -> Accuracy | None:
+        known = self._scores.get(key, {})
+        if "metrics" not in known or known.get("evaluator") != self._evaluator:
+            return None
+        evidence = known.get("evidence", "")
+        return Accuracy(metrics=known["metrics"], per_item=tuple(known["per_item"]), evidence=evidence)
 
 
 def read_scores(folder: Path) -> Mapping[str, Mapping[str, Any]]:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness import registry
+from harness.api import Accuracy
 from harness.errors import UserError
 from harness.graph.model import Model
-from harness.measure.confirm import decode_event, summarise
 from harness.measure.engines import MAIN
 from harness.records import Failed
 from harness.run.config import ModelSpec, Use
+from harness.run.confirming import float_latency
 from harness.run.goal import Goal
 from harness.run.judge import Judge
 from harness.run.models import evaluator_use
 from harness.run.objective import Objective, absolute, check_objective
-from harness.run.rows import FLOAT_ROW, read_json
 from harness.run.scores import ScoreBook
 
 __all__ = ["PROXY_EVALUATOR", "SEARCH", "Scoring", "proxy_use", "scoring_of"]
@@ -51,28 +50,27 @@ class Scoring:
         """Name of the evaluator that searches score with."""
         return SEARCH if SEARCH in self.evaluators else MAIN
 
-    def goal(self, book: ScoreBook, model_file: Path, floor_file: Path) -> Goal:
-        """The goal of the searches; the float model, the reference of every drop, is scored first.
+    def goal(self, book: ScoreBook, model_file: Path, folder: Path) -> Goal:
+        """The goal of the searches; the float model, the reference of every drop, is scored where it was not before.
 
         Args:
             model_file: The float model.
-            floor_file: Has its latency, see `harness.run.confirming.noise_floor`.
+            folder: The cell's, whose floor tells the float model's latency.
 
         Raises:
             UserError: The float model itself cannot be scored.
         """
         if self.metric is None:
             return Goal()
-        found = {name: book.float_score(model_file, name) for name in self.evaluators}
-        for accuracy in found.values():
-            if isinstance(accuracy, Failed):
-                raise UserError(f"the float model cannot be scored; {accuracy.stage}: {accuracy.reason}")
-        own = found[self.searching]
+        known = {name: book.known_float_score(model_file, name) for name in self.evaluators}
+        if None in known.values():
+            known = dict(self.show_float(book, model_file))
+        own = known[self.searching]
         objective = self.objective
-        if not objective.scored or isinstance(own, Failed):
+        if not objective.scored or own is None:
             return Goal()
         reference = own.metrics[self.metric]
-        float_ms = None if objective.minimize == "latency" else _float_ms(floor_file)
+        float_ms = None if objective.minimize == "latency" else float_latency(folder)
         bound, limit = objective.max_drop, objective.max_latency
         return Goal(
             metric=self.metric,
@@ -83,6 +81,20 @@ class Scoring:
             max_latency_ms=None if limit is None or float_ms is None else absolute(limit, float_ms),
             float_ms=float_ms,
         )
+
+    def show_float(self, book: ScoreBook, model_file: Path) -> Mapping[str, Accuracy]:
+        """Let the evaluators see the float model, before they score any other, and tell what they say of it.
+
+        Raises:
+            UserError: The float model itself cannot be scored.
+        """
+        found = {}
+        for name in self.evaluators:
+            accuracy = book.float_score(model_file, name)
+            if isinstance(accuracy, Failed):
+                raise UserError(f"the float model cannot be scored; {accuracy.stage}: {accuracy.reason}")
+            found[name] = accuracy
+        return found
 
     def judge(self, goal: Goal) -> Judge:
         """What looks at candidates for that goal."""
@@ -136,8 +148,3 @@ def proxy_use(samples: int, spec: ModelSpec, model: Model, base: Path, work: Pat
 def _there(use: Use | None) -> Use:
     assert use is not None  # the model has an evaluator
     return use
-
-
-def _float_ms(floor_file: Path) -> float:
-    events = [decode_event(json.dumps(event)) for event in read_json(floor_file)["events"]]
-    return summarise(events, baseline=FLOAT_ROW).rows[FLOAT_ROW].latency_ms.value

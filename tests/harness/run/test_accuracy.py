@@ -149,10 +149,23 @@ def test_accuracy_first_finds_what_is_as_fast_as_asked(folder: Path) -> None:
     assert all(("cosine" in outcome.metrics) == (outcome.samples_ms[0] <= 9.0) for outcome in journal(cell))
 
 
-def test_a_run_that_goes_on_asks_nobody_twice(front: Path, folder: Path) -> None:
+def test_a_run_that_goes_on_asks_nobody_twice(front: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {path: path.read_bytes() for path in (*front.glob("runs/*"), front / "accuracy.json")}
+    for name in ("_prepare", "_evaluate"):
+        monkeypatch.setattr(f"harness.run.scores.{name}", lambda *_: pytest.fail("everything is scored already"))
     assert qdq("run", str(folder / "front.yaml"), "--out", str(folder / "front")) == 0
     assert before == {path: path.read_bytes() for path in before}
+
+
+def test_a_run_with_more_to_do_shows_the_float_model_first(front: Path, folder: Path, tmp_path: Path) -> None:
+    """Evaluators that compare with it saw it in the earlier process, and what they kept is gone."""
+    shutil.copytree(folder / "front", tmp_path / "more")
+    (path,) = (tmp_path / "more" / front.name / "runs").glob("*.jsonl")
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-4]))
+    assert qdq("run", str(folder / "front.yaml"), "--out", str(tmp_path / "more")) == 0
+    told = [entry.told.outcome for entry in read_journal(path) if entry.asked.duplicate_of is None]
+    assert len(told) == 8
+    assert all(PROXY in outcome.metrics for outcome in told)
 
 
 def test_a_half_with_few_samples_is_named_beforehand(folder: Path, capsys: Any) -> None:

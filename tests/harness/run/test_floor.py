@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from harness.api import Accuracy
 from harness.errors import UserError
 from harness.measure.engines import WorkerSpec
 from harness.measure.sandbox import open_engines
 from harness.run.config import Experiment, Use, parse_experiment
-from harness.run.confirming import noise_floor, read_floor
-from harness.run.observe import Silent
+from harness.run.confirming import float_latency, level, noise_floor, read_floor
+from harness.run.objective import Objective
+from harness.run.observe import Silent, best_note
+from harness.run.scoring import Scoring
 
 EXPERIMENT = parse_experiment("{experiment: e, models: [net.onnx]}", "e.yaml")
 FACTS = {"name": "simulated", "version": "1"}
@@ -75,3 +78,30 @@ def test_a_damaged_floor_is_explained(model: Path) -> None:
     (model.parent / "floor.json").write_text("{")
     with pytest.raises(UserError, match=r"floor\.json: cannot be read"):
         floor(model)
+
+
+def test_readings_beside_the_float_model_and_bounds_on_latency_share_one_scale(model: Path) -> None:
+    floor(model)
+    folder = model.parent
+    float_ms = float_latency(folder)
+    assert float_ms == pytest.approx(10.0, rel=0.5)
+    assert level(folder, "always") == float_ms
+    assert level(folder, "never") is None
+    objective = Objective(minimize="accuracy", max_latency="50%")
+    scoring = Scoring(
+        objective=objective, evaluators={"main": Use(use="e")}, metric="m", higher_is_better=True, facts={}
+    )
+    goal = scoring.goal(_Scored(), model, folder)
+    assert (goal.float_ms, goal.max_latency_ms) == (float_ms, float_ms / 2)
+
+
+class _Scored:
+    """A score book that knows the float model's score, and has no engine to ask."""
+
+    def known_float_score(self, model_file: Path, evaluator: str) -> Accuracy:
+        return Accuracy(metrics={"m": 0.5})
+
+
+def test_the_note_on_the_best_says_how_it_compares_with_float_and_on_which_scale() -> None:
+    assert best_note(0.958, 1.080, beside=True) == "best 0.958 ms, 1.13x beside float's 1.080 ms"
+    assert best_note(0.958, 1.080, beside=False) == "best 0.958 ms, 1.13x over float's 1.080 ms"
