@@ -141,8 +141,8 @@ def _is_bare_product(site: Site) -> bool:
 
 
 def _is_vector(site: Site) -> bool:
-    known = [site.model.types.get(name) for name in site.node.inputs[:2]] if site.linear else []
-    return any(kind is not None and len(kind.shape) < 2 for kind in known)
+    known = map(site.model.types.get, () if site.node.op in CONVOLUTIONS else site.node.inputs[:2])
+    return site.linear and any(kind is not None and len(kind.shape) < 2 for kind in known)
 
 
 def _pairs_up(site: Site, first: str, second: str) -> bool:
