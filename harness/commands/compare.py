@@ -23,11 +23,11 @@ def compare(
     from harness.report.compare import compared, differences
     from harness.report.results import load
     from harness.report.tables import markdown, note_markdown
-    from harness.report.terminal import drawn
+    from harness.report.terminal import Drawn
 
     one, two = load(first), load(second)
     table = compared(one, two)
-    show(f"{markdown(table)}\n\n{note_markdown(table)}\n", drawn(table))
+    show(f"{markdown(table)}\n\n{note_markdown(table)}\n", Drawn(table=table))
     lines = list(differences(one, two))
     typer.echo(f"What differs, {first} -> {second}:" if lines else "Environment, model and settings are the same.")
     for line in lines:

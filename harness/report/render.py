@@ -23,7 +23,7 @@ from harness.report.searching import budget_frame, cost_frame, curve_frame, targ
 from harness.report.shown import tables_of
 from harness.report.study import ablation_frame, pair_frame, score_frame
 from harness.report.tables import Table, markdown, note_markdown, printable, write_table
-from harness.report.terminal import drawn
+from harness.report.terminal import Drawn
 from harness.report.transfer import transfer_frame
 from harness.report.volumes import volume_frame
 from harness.run.journal import writing
@@ -151,7 +151,7 @@ def text_of(results: Results, tables: Sequence[Table]) -> str:
 
 def drawing_of(results: Results, tables: Sequence[Table]) -> Group:
     """What a terminal shows: the same tables, drawn."""
-    shown = [drawn(table) for table in tables if table.name in SHOWN]
+    shown = [Drawn(table=table) for table in tables if table.name in SHOWN]
     said = (progress(results), "" if tables else partial(results))
     before, after = ([Text(printable(text), style="yellow")] if text else [] for text in said)
     return Group(*before, *shown, *after)

@@ -231,6 +231,21 @@ def test_a_terminal_sees_marks_instead_of_markup_and_what_all_rows_share_once(fo
     assert all(len(line) <= 160 for line in plain.splitlines())
 
 
+def test_where_a_terminal_is_narrow_intervals_stand_below_and_no_name_is_cut(folder):
+    results = load_results(folder)
+    drawing = drawing_of(results, write_tables(results, folder / "report"))
+    for width, below in ((190, False), (150, True), (110, False), (85, False)):
+        console = Console(file=io.StringIO(), width=width, record=True)
+        console.print(drawing)
+        text = console.export_text()
+        lines = text.splitlines()
+        best = next(n for n, line in enumerate(lines) if " random " in line)
+        assert ("[4.000, 4.000]" in lines[best + 1]) == below
+        assert ("A wider terminal shows the intervals." in text) == (width < 150)
+        assert "…" not in text, "wrapped where need be, never cut"
+        assert max(map(len, lines)) <= width
+
+
 def test_a_pipe_gets_markdown_and_a_terminal_a_drawing(folder, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(sys.modules["harness.report.render"], "draw", lambda *_: [])
