@@ -25,6 +25,7 @@ from harness.evaluators.inputs import evaluator_params
 from harness.evaluators.intervals import too_few
 from harness.evaluators.preprocess import open_plugin, open_preprocess
 from harness.graph.dialects import Dialect
+from harness.graph.model import Model
 from harness.paths import locate
 from harness.run.config import Experiment, Method, ModelSpec, Use
 from harness.run.models import evaluator_use, input_types, open_model
@@ -192,6 +193,8 @@ def _remarks(model: ModelSpec, base: Path, data: _Data, halves: Sequence[str | N
         return
     with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
         loaded = open_model(model, base, Path(scratch))
+        if model.shapes:
+            _check_channels(loaded)
         if model.calibration.data is not None:
             used = model.preprocess
             preprocess = None if used is None else open_preprocess(used.model_dump(include={"use", "params"}))
@@ -207,6 +210,18 @@ def _remarks(model: ModelSpec, base: Path, data: _Data, halves: Sequence[str | N
     for half, evaluator in zip(halves, made, strict=True):
         if isinstance(evaluator, Sized) and (note := too_few(len(evaluator))):
             yield f"evaluator{'' if half is None else f', {half} half'}: {note}"
+
+
+def _check_channels(model: Model) -> None:
+    """Refuse shapes with channels that a convolution does not take: ONNX's shape inference lets them pass."""
+    for node in model.nodes:
+        weight = model.constants.get(node.inputs[1]) if node.op == "Conv" and not node.opaque else None
+        if weight is None or node.inputs[0] not in model.types:
+            continue
+        wanted, shape = weight.dims[1] * int(node.attributes.get("group", 1)), model.types[node.inputs[0]].shape
+        if len(shape) > 1 and shape[1] != wanted:
+            got = "x".join(map(str, shape))
+            raise UserError(f"{model.source}: shapes: Conv {node.name!r} takes {wanted} channels, but would get {got}")
 
 
 def _made(use: Use) -> Any:

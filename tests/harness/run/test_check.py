@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import yaml
 from numpy.random import Generator
@@ -98,6 +100,17 @@ def test_shapes_that_do_not_fit_the_model_are_refused_at_once(folder: Path, shap
     text = json.dumps({"experiment": "e", "models": [{"use": "net.onnx", "shapes": shapes}]})
     with pytest.raises(UserError, match=message):
         check_experiment(parse_experiment(text, "e.yaml"), folder)
+
+
+def test_channels_that_no_convolution_takes_are_refused_at_once(folder: Path) -> None:
+    free = onnx.load(folder / "net.onnx")
+    for size, name in zip(free.graph.input[0].type.tensor_type.shape.dim, "nchw", strict=True):
+        size.dim_param = name
+    onnx.save(free, folder / "free.onnx")
+    for given, said in (("1x3x16x16", None), ("1x4x16x16", r"Conv '.*' takes 3 channels, but would get 1x4x16x16")):
+        text = json.dumps({"experiment": "e", "models": [{"use": "free.onnx", "shapes": {"x": given}}]})
+        with nullcontext() if said is None else pytest.raises(UserError, match=rf"free\.onnx: shapes: {said}"):
+            check_experiment(parse_experiment(text, "e.yaml"), folder)
 
 
 def test_a_model_that_is_not_there_is_said_before_what_it_lacks(folder: Path) -> None:
