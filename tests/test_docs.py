@@ -42,3 +42,10 @@ def test_experiments_shown_in_the_docs_are_valid():
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.yaml")), ids=lambda path: path.name)
 def test_committed_experiments_are_valid(path):
     parse_experiment(path.read_text(encoding="utf-8"), path.name)
+
+
+@pytest.mark.parametrize("folder", sorted(ROOT.glob("results/*/experiment.yaml")), ids=lambda path: path.parent.name)
+def test_committed_results_are_of_the_committed_experiment(folder):
+    source = ROOT / "experiments" / f"{folder.parent.name}.yaml"
+    stored = parse_experiment(folder.read_text(encoding="utf-8"), str(folder))
+    assert stored == parse_experiment(source.read_text(encoding="utf-8"), str(source))
