@@ -25,6 +25,10 @@ def constant(name, shape, seed=0):
     return numpy_helper.from_array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32), name)
 
 
+def linear(source, target, name, weight="w"):
+    return helper.make_node("Gemm", [source, weight, "bias"], [target], name=name)
+
+
 def branch(name, scale):
     factor = numpy_helper.from_array(np.float32(scale), f"{name}_factor")
     node = helper.make_node("Mul", ["h", f"{name}_factor"], [f"{name}_out"], name=f"{name}_mul")
@@ -34,11 +38,11 @@ def branch(name, scale):
 
 def with_if():
     nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["h"], name="first"),
+        linear("x", "h", "first"),
         helper.make_node(
             "If", ["flag"], ["b"], name="choose", then_branch=branch("then", 2.0), else_branch=branch("else", 3.0)
         ),
-        helper.make_node("MatMul", ["b", "w"], ["y"], name="second"),
+        linear("b", "y", "second"),
     ]
     inputs = [
         helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 16]),
@@ -70,9 +74,9 @@ def with_loop():
     nodes = [
         helper.make_node("Constant", [], ["turns"], name="turns", value=turns),
         helper.make_node("Constant", [], ["always"], name="always", value=always),
-        helper.make_node("MatMul", ["x", "w"], ["h"], name="first"),
+        linear("x", "h", "first"),
         helper.make_node("Loop", ["turns", "always", "h"], ["b"], name="repeat", body=body),
-        helper.make_node("MatMul", ["b", "w"], ["y"], name="second"),
+        linear("b", "y", "second"),
     ]
     return nodes, [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 16])]
 
@@ -81,7 +85,7 @@ def with_token_ids():
     nodes = [
         helper.make_node("Gather", ["table", "ids"], ["h"], name="embed"),
         helper.make_node("Add", ["h", "x"], ["s"], name="sum"),
-        helper.make_node("MatMul", ["s", "w"], ["y"], name="project"),
+        linear("s", "y", "project"),
     ]
     inputs = [
         helper.make_tensor_value_info("ids", TensorProto.INT64, [1]),
@@ -94,8 +98,8 @@ def with_constant_nodes():
     value = numpy_helper.from_array(np.random.default_rng(1).standard_normal((16, 16)).astype(np.float32))
     nodes = [
         helper.make_node("Constant", [], ["c"], name="weight", value=value),
-        helper.make_node("MatMul", ["x", "c"], ["h"], name="first"),
-        helper.make_node("MatMul", ["h", "w"], ["y"], name="second"),
+        linear("x", "h", "first", weight="c"),
+        linear("h", "y", "second"),
     ]
     return nodes, [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 16])]
 
@@ -106,11 +110,11 @@ def with_lstm():
     ]
     nodes = [
         *(helper.make_node("Constant", [], [part.name], name=f"make_{part.name}", value=part) for part in parts),
-        helper.make_node("MatMul", ["x", "w"], ["h"], name="first"),
+        linear("x", "h", "first"),
         helper.make_node("Unsqueeze", ["h", "axis"], ["sequence"], name="as_sequence"),
         helper.make_node("LSTM", ["sequence", "wx", "wh"], ["", "last"], name="recurrent", hidden_size=16),
         helper.make_node("Squeeze", ["last", "axis"], ["s"], name="as_rows"),
-        helper.make_node("MatMul", ["s", "w"], ["y"], name="second"),
+        linear("s", "y", "second"),
     ]
     axis = helper.make_node("Constant", [], ["axis"], name="axis", value=numpy_helper.from_array(np.array([0])))
     return [axis, *nodes], [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 16])]
@@ -120,7 +124,13 @@ def with_lstm():
 def test_it_runs_to_the_table(make, tmp_path: Path, capsys):
     nodes, inputs = make()
     output = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 16])
-    graph = helper.make_graph(nodes, "odd", inputs, [output], [constant("w", (16, 16)), constant("table", (8, 16), 2)])
+    graph = helper.make_graph(
+        nodes,
+        "odd",
+        inputs,
+        [output],
+        [constant("w", (16, 16)), constant("bias", (16,), 3), constant("table", (8, 16), 2)],
+    )
     save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), tmp_path / "odd.onnx")
     (tmp_path / "odd.yaml").write_text(EXPERIMENT.format(file="odd.onnx"))
     main(["run", str(tmp_path / "odd.yaml"), "--out", str(tmp_path / "out")])
@@ -132,12 +142,14 @@ def test_it_runs_to_the_table(make, tmp_path: Path, capsys):
 
 def test_a_model_that_reads_strings_is_refused(tmp_path: Path, capsys):
     nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["y"], name="project"),
+        linear("x", "y", "project"),
         helper.make_node("StringNormalizer", ["words"], ["lower"], name="normalize", case_change_action="LOWER"),
     ]
     words, lower = (helper.make_tensor_value_info(name, TensorProto.STRING, [4]) for name in ("words", "lower"))
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 16]) for name in ("x", "y"))
-    graph = helper.make_graph(nodes, "words", [x, words], [y, lower], [constant("w", (16, 16))])
+    graph = helper.make_graph(
+        nodes, "words", [x, words], [y, lower], [constant("w", (16, 16)), constant("bias", (16,))]
+    )
     save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), tmp_path / "odd.onnx")
     (tmp_path / "odd.yaml").write_text(EXPERIMENT.format(file="odd.onnx"))
     with pytest.raises(SystemExit) as left:
