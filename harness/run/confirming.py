@@ -119,8 +119,8 @@ def confirm_rows(
 ) -> None:
     """Confirm what is not yet confirmed.
 
-    Where the rows (their files' hashes tell), the plan or the runtime changed, it starts anew, and the old
-    record is kept as `confirm.<n>.jsonl`.
+    Where the rows (their files' hashes tell), the plan, how many rows share a worker, or the runtime changed, it starts
+    anew, and the old record is kept as `confirm.<n>.jsonl`.
 
     Args:
         plan: How.
@@ -135,6 +135,7 @@ def confirm_rows(
         "kind": "header",
         "rows": {row.id: row.sha256 for row in table.rows},
         "plan": plan.model_dump(mode="json"),
+        "group": GROUP,
         "backend": dict(backend),
     }
     text = json.dumps(header, sort_keys=True)
