@@ -95,7 +95,7 @@ def main_note(results: Results) -> str:
     within = f" among those whose drop is at most {', '.join(f'{b:g}' for b in bounds)}" if bounds else ""
     lines = [
         f"Latency: geometric mean over {' or '.join(str(n) for n in builds) or 'some'} fresh builds (the baseline: "
-        f"more) of their median turns. Speedup: {_denominator(results.cells)}, paired by turns. "
+        f"as many or more) of their median turns. Speedup: {_denominator(results.cells)}, paired by turns. "
         "Intervals: 95 %, Student's over builds.",
         "Tie: the interval contains 1, or the gain is below 1 % or below the A/A floor: use float. Drop: loss against "
         f"the float baseline, positive is worse. Bold: the fastest of a finished cell{within}. Underlined: not "
