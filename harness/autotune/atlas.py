@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from harness.autotune.common import AutotunerError
-from harness.autotune.points import InsertionPoint, ResolvedInsertionPoint, point_at
+from harness.autotune.points import Address, InsertionPoint, ResolvedInsertionPoint, point_at
 from harness.autotune.regions import Region, RegionType, from_graph, to_graph
 from harness.autotune.schemes import InsertionScheme, RegionPattern
 from harness.graph.dialects import OPENVINO, Dialect
@@ -23,10 +23,8 @@ from harness.graph.regions import discover
 from harness.graph.space import build_space
 from search.space import Edge, Placement, PointKind, Resolved, Space
 
-__all__ = ["Address", "Atlas", "Chart"]
+__all__ = ["Atlas", "Chart"]
 
-Address = tuple[PointKind, tuple[int, int]]
-"""Kind and place of a point in its pattern, as a dimension's name has them."""
 _DTYPES = {"float32": "float", "float16": "float16", "bfloat16": "bfloat16"}
 
 

@@ -6,19 +6,20 @@ Node indices count a pattern's nodes in canonical order (`harness.graph.patterns
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
+from harness.autotune.regions import Region
 from search.space import PointKind
 
-if TYPE_CHECKING:
-    from harness.autotune.atlas import Atlas
-    from harness.autotune.regions import Region
-
 __all__ = [
-    "ChildRegionInputInsertionPoint", "ChildRegionOutputInsertionPoint", "InsertionPoint", "NodeInputInsertionPoint",
-    "ResolvedInsertionPoint", "point_at",
+    "Address", "ChildRegionInputInsertionPoint", "ChildRegionOutputInsertionPoint", "InsertionPoint",
+    "NodeInputInsertionPoint", "Places", "ResolvedInsertionPoint", "point_at",
 ]  # fmt: skip
+
+Address = tuple[PointKind, tuple[int, int]]
+"""Kind and place of a point in its pattern, as a dimension's name has them."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,24 @@ class ResolvedInsertionPoint:
         return cls(**data)
 
 
+class Places(Protocol):
+    """What points ask of the graph that they are in; `harness.autotune.atlas.Atlas` is one."""
+
+    def addresses(self, region: Region) -> list[Address]:
+        """Places of the legal points of a region."""
+        ...
+
+    def resolve(self, region: Region, points: Iterable[InsertionPoint]) -> set[ResolvedInsertionPoint]:
+        """What points act on in a region."""
+        ...
+
+
 class InsertionPoint(ABC):
     """A place in a pattern where Q/DQ pairs may stand."""
 
     @property
     @abstractmethod
-    def address(self) -> tuple[PointKind, tuple[int, int]] | None:
+    def address(self) -> Address | None:
         """Its kind and place as the space of placements names them; None: a place that no dimension has."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -56,12 +69,12 @@ class InsertionPoint(ABC):
         """From plain values."""
         return cls(**data)
 
-    def resolve(self, region: Region, graph: Atlas) -> set[ResolvedInsertionPoint]:
+    def resolve(self, region: Region, graph: Places) -> set[ResolvedInsertionPoint]:
         """What it stands for in one region; nothing where that may not be quantized."""
         return graph.resolve(region, [self])
 
     @classmethod
-    def collect_from_region(cls, region: Region, graph: Atlas) -> list[Self]:
+    def collect_from_region(cls, region: Region, graph: Places) -> list[Self]:
         """All legal points of this kind in a region."""
         places = graph.addresses(region)
         return [point for kind, place in places if isinstance(point := point_at(kind, place), cls)]
@@ -75,7 +88,7 @@ class NodeInputInsertionPoint(InsertionPoint):
     input_index: int
 
     @property
-    def address(self) -> tuple[PointKind, tuple[int, int]]:
+    def address(self) -> Address:
         return "node_input", (self.node_index, self.input_index)
 
 
@@ -87,7 +100,7 @@ class ChildRegionInputInsertionPoint(InsertionPoint):
     input_index: int
 
     @property
-    def address(self) -> tuple[PointKind, tuple[int, int]]:
+    def address(self) -> Address:
         return "child_input", (self.region_index, self.input_index)
 
 
@@ -103,7 +116,7 @@ class ChildRegionOutputInsertionPoint(InsertionPoint):
     output_index: int
 
     @property
-    def address(self) -> tuple[PointKind, tuple[int, int]] | None:
+    def address(self) -> Address | None:
         return None if self.node_index is None else ("output", (self.node_index, self.output_index))
 
 

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, Protocol, overload
 
 from harness.autotune.common import InvalidSchemeError
 from harness.autotune.points import (
@@ -14,14 +14,12 @@ from harness.autotune.points import (
     ChildRegionOutputInsertionPoint,
     InsertionPoint,
     NodeInputInsertionPoint,
+    Places,
     ResolvedInsertionPoint,
 )
 from harness.autotune.regions import Region
 
-if TYPE_CHECKING:
-    from harness.autotune.atlas import Atlas
-
-__all__ = ["InsertionScheme", "PatternSchemes", "RegionPattern"]
+__all__ = ["InsertionScheme", "PatternSchemes", "Patterns", "RegionPattern"]
 
 UNMEASURED = float("inf")
 """What ModelOpt's classes say where there is no latency; inside the engine there is none instead."""
@@ -118,6 +116,22 @@ class InsertionScheme:
             raise InvalidSchemeError(f"no insertion scheme: {error}") from error
 
 
+class Patterns(Places, Protocol):
+    """What patterns ask of the graph that they are in; `harness.autotune.atlas.Atlas` is one."""
+
+    def pattern(self, region: Region) -> RegionPattern:
+        """The pattern of a region."""
+        ...
+
+    def order(self, region: Region) -> list[int]:
+        """Nodes of a region in its pattern's order."""
+        ...
+
+    def full_scheme(self, region: Region) -> InsertionScheme:
+        """All legal points of a region."""
+        ...
+
+
 class RegionPattern:
     """What isomorphic regions have in common; equal exactly where the signatures are.
 
@@ -150,19 +164,19 @@ class RegionPattern:
         return self.signature if len(self.signature) <= max_length else f"{self.signature[: max_length - 3]}..."
 
     @classmethod
-    def from_region(cls, region: Region, graph: Atlas) -> RegionPattern:
+    def from_region(cls, region: Region, graph: Patterns) -> RegionPattern:
         """The pattern of a region."""
         return graph.pattern(region)
 
     @overload
     def matches(self, other: RegionPattern) -> bool: ...
     @overload
-    def matches(self, other: Region, graph: Atlas, scheme: None = None) -> list[int] | None: ...
+    def matches(self, other: Region, graph: Patterns, scheme: None = None) -> list[int] | None: ...
     @overload
-    def matches(self, other: Region, graph: Atlas, scheme: InsertionScheme) -> set[ResolvedInsertionPoint]: ...
+    def matches(self, other: Region, graph: Patterns, scheme: InsertionScheme) -> set[ResolvedInsertionPoint]: ...
 
     def matches(
-        self, other: RegionPattern | Region, graph: Atlas | None = None, scheme: InsertionScheme | None = None
+        self, other: RegionPattern | Region, graph: Patterns | None = None, scheme: InsertionScheme | None = None
     ) -> bool | list[int] | set[ResolvedInsertionPoint] | None:
         """Whether another pattern is this one; a region's nodes in the pattern's order, or None; what a scheme becomes.
 
@@ -178,7 +192,7 @@ class RegionPattern:
             return graph.order(other) if fits else None
         return graph.resolve(other, scheme.points) if fits else set()
 
-    def get_full_insertion_scheme(self, region: Region, graph: Atlas) -> InsertionScheme:
+    def get_full_insertion_scheme(self, region: Region, graph: Patterns) -> InsertionScheme:
         """All legal points.
 
         Raises:
@@ -188,7 +202,7 @@ class RegionPattern:
             raise ValueError(f"region {region.id} has another pattern than {self.get_short_signature(12)}")
         return graph.full_scheme(region)
 
-    def format_tree(self, region: Region, graph: Atlas, indent: int = 0) -> str:
+    def format_tree(self, region: Region, graph: Patterns, indent: int = 0) -> str:
         """A region and those below it, a line for each."""
         line = f"{'  ' * indent}Region {region.id}: {self.signature} (size={self.size})\n"
         return line + "".join(graph.pattern(c).format_tree(c, graph, indent + 1) for c in region.children)
