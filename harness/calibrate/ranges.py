@@ -24,6 +24,7 @@ import numpy as np
 from harness.api import Array
 from harness.errors import UserError, nearest
 from harness.graph.files import copy_model
+from harness.graph.operators import LARGEST
 from harness.paths import cache_folder
 from search.space import Space
 
@@ -98,10 +99,11 @@ def calibrate(
 
     Returns:
         Lowest and highest value of each tensor; (0.0, 0.0) for a tensor that is always zero or empty, bounds that are
-        not finite for one with NaN or infinite values, which is to stay float (`finite_ranges`, `remarks`).
+        not finite for one with NaN or infinite values. That one, and one with values beyond `LARGEST`, is to stay float
+        (`finite_ranges`, `remarks`).
 
     Raises:
-        UserError: The data have NaN or infinite values, or so has every activation; an activation cannot be
+        UserError: The data have NaN or infinite values; every activation has, or huge ones; an activation cannot be
             observed; the model does not run on the data.
     """
     from harness.calibrate._observer import Observer
@@ -126,7 +128,7 @@ def calibrate(
     found = {name: seen.get(name, (0.0, 0.0)) for name in sorted(tensors)}
     if not finite_ranges(found):
         raise UserError(
-            f"calibration of {model_path.name}: every activation has NaN or infinite values; "
+            f"calibration of {model_path.name}: every activation has NaN, infinite or huge values; "
             "check the model and the preprocessing of the calibration data"
         )
     return found
@@ -134,7 +136,7 @@ def calibrate(
 
 def finite_ranges(ranges: Ranges) -> Ranges:
     """Those that a scale can be made of; the other tensors are to stay float."""
-    return {name: pair for name, pair in ranges.items() if all(map(math.isfinite, pair))}
+    return {name: pair for name, pair in ranges.items() if all(abs(bound) <= LARGEST for bound in pair)}
 
 
 def narrowed(space: Space, ranges: Ranges) -> Space:
@@ -147,11 +149,16 @@ def narrowed(space: Space, ranges: Ranges) -> Space:
 def remarks(ranges: Ranges) -> tuple[str, ...]:
     """What a reader of results should know about the ranges, a line for each kind; none where all is well."""
     finite = finite_ranges(ranges)
-    broken = [name for name in ranges if name not in finite]
+    broken = [name for name, pair in ranges.items() if not all(map(math.isfinite, pair))]
+    masked = [name for name in ranges if name not in finite and name not in broken]
     dead = [name for name, pair in finite.items() if pair == (0.0, 0.0)]
     said = []
     if broken:
         said.append(f"NaN or infinite on calibration data, so they stay float: {_listed(broken)}")
+    if masked:
+        said.append(
+            f"beyond +-{LARGEST:g} on calibration data (attention masks?), so they stay float: {_listed(masked)}"
+        )
     if dead:
         said.append(f"always 0 on calibration data (dead): {_listed(dead)}")
     return tuple(said)

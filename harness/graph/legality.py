@@ -14,7 +14,7 @@ from onnx import numpy_helper
 
 from harness.graph.dialects import Dialect
 from harness.graph.model import Model, Node
-from harness.graph.operators import ACTIVATIONS, CONVOLUTIONS, FLOATS
+from harness.graph.operators import ACTIVATIONS, CONVOLUTIONS, FLOATS, LARGEST
 
 __all__ = ["RULES", "Rule", "Site", "broken_rule", "is_activation", "joint_slots"]
 
@@ -155,10 +155,10 @@ def _is_lone_constant(site: Site) -> bool:
     return not site.linear and not is_activation(site.model, site.tensor) and not _joint_constants(site)
 
 
-def _has_infinite_constant(site: Site) -> bool:
+def _has_unheld_constant(site: Site) -> bool:
     names = (site.node.inputs[slot] for slot in _joint_constants(site))
     constants = (site.model.constants[name] for name in names if name in site.model.constants)
-    return not all(np.isfinite(numpy_helper.to_array(tensor)).all() for tensor in constants)
+    return not all((np.abs(numpy_helper.to_array(tensor)) <= LARGEST).all() for tensor in constants)
 
 
 def _follows_convolution(site: Site) -> bool:
@@ -268,7 +268,7 @@ RULES: tuple[Rule, ...] = (
         "Constants stay float, but for weights of linear operators and operands that the dialect quantizes.",
         _is_lone_constant,
     ),
-    Rule("finite", "A constant with infinities (an attention mask) stays float.", _has_infinite_constant),
+    Rule("finite", "A constant with infinite or huge values (an attention mask) stays float.", _has_unheld_constant),
     Rule(
         "type",
         "Only float32 and float16 tensors: integers, booleans and tensors of unknown type stay as they are.",

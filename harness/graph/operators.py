@@ -1,14 +1,17 @@
-"""Kinds of operators of the default domain, and the element types that carry Q/DQ: the one place that lists them."""
+"""Kinds of operators of the default domain, and which elements carry Q/DQ: the one place that lists them."""
 
 from __future__ import annotations
 
 __all__ = [
-    "ACTIVATIONS", "ARITHMETIC", "CONVOLUTIONS", "FLOATS", "LINEAR", "MOVEMENT", "NORMALIZATION", "POINTS", "POOLING",
-    "SOFTMAX",
+    "ACTIVATIONS", "ARITHMETIC", "CONVOLUTIONS", "FLOATS", "LARGEST", "LINEAR", "MOVEMENT", "NORMALIZATION", "POINTS",
+    "POOLING", "SOFTMAX",
 ]  # fmt: skip
 
 FLOATS = frozenset({"float", "float16"})
 """Element types, by their ONNX names in lower case, of tensors that may be quantized."""
+
+LARGEST = 1e30
+"""Values beyond it say "none": attention masks have -3.4e38 where others have minus infinity; no scale holds them."""
 
 CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
 

@@ -361,6 +361,26 @@ def test_a_tensor_that_is_always_zero_gets_a_positive_scale() -> None:
         assert np.isfinite(run_ort(proto, model)[0]).all()
 
 
+@pytest.mark.parametrize(("data", "weight"), [(1e-3, 1.0), (1.0, 1e-3)])
+def test_half_precision_scales_may_be_subnormal(data: float, weight: float, tmp_path: Path) -> None:
+    """Below 6e-5 float16 has fewer digits, but more than 8 bits need; runtimes do not take such a scale for 0."""
+    rng = np.random.default_rng(0)
+    g = GraphBuilder("small", opset=19)
+    x = g.input("x", (1, 4, 32), dtype="float16")
+    values = rng.uniform(-weight, weight, (32, 8)).astype(np.float16)
+    g.output(g.op("MatMul", x, g.const(values), name="mm"), name="y")
+    model = from_proto(g.build(), source="small", sha256="0")
+    asked = tuple(sorted([edge(model, "mm"), edge(model, "mm", 1)]))
+    path = Inserter(model, OPENVINO, {"x": (-data, data)}).export(asked, tmp_path / "small.onnx")
+    scales = [onnx.numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer if t.name.endswith(".scale")]
+    assert 0 < min(float(scale.min()) for scale in scales) < float(np.finfo(np.float16).smallest_normal)
+    feeds = {"x": rng.uniform(-data, data, (1, 4, 32)).astype(np.float16)}
+    wanted = feeds["x"].astype(np.float32) @ values.astype(np.float32)
+    engine = ov.Core().compile_model(path, "CPU", {"INFERENCE_NUM_THREADS": 1})
+    for got in (ort_session(path, optimize=False).run(["y"], feeds)[0], engine(feeds)["y"]):
+        np.testing.assert_allclose(got, wanted, atol=0.02 * float(np.abs(wanted).max()))
+
+
 def test_half_precision_tensors_get_half_precision_scales() -> None:
     g = GraphBuilder("half", opset=19)
     x = g.input("x", (1, 8), dtype="float16")
