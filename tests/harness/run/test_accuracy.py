@@ -230,6 +230,20 @@ def test_what_is_not_as_recorded_ends_with_status_1(
     assert expected in capsys.readouterr().out
 
 
+def test_a_speedup_that_does_not_come_again_ends_with_status_1(copy: Path, folder: Path, capsys: Any) -> None:
+    placement = next(row["id"] for row in read(copy / "rows.json")["rows"] if row["choices"] is not None)
+    head, *lines = (copy / "confirm.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    for event in events:
+        if event["row"] == placement:
+            event["samples_ms"] = [sample / 2 for sample in event["samples_ms"]]
+    (copy / "confirm.jsonl").write_text("".join(f"{line}\n" for line in (head, *map(json.dumps, events))))
+    assert qdq("verify", str(models(copy)[placement]), "--base", str(folder)) == 1
+    checks = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert checks["latency"].startswith("MISMATCH: speedup ")
+    assert all(checks[what].startswith("ok") for what in ("file", "edges", "accuracy"))
+
+
 def test_a_file_that_was_changed_is_not_the_one_that_was_timed(copy: Path, capsys: Any) -> None:
     file = models(copy)["all"] if "all" in models(copy) else models(copy)["float"]
     file.write_bytes(file.read_bytes() + b"\n")
