@@ -28,7 +28,7 @@ def record(
 ) -> None:
     """Measure every placement of a model's most telling dimensions: a table to replay searchers on.
 
-    Goes on where it was interrupted. 2,048 placements of a small model take about 20 minutes; leave the machine alone.
+    Goes on where it was interrupted. 1,024 placements of a small model take 20 to 30 minutes; leave the machine alone.
 
     Example: `qdq record zoo:resnet18 --dimensions 11 --param precision=f32`
     """

@@ -14,7 +14,7 @@ from harness import registry
 from harness.errors import UserError
 from harness.explain.cost import Accountant
 from harness.explain.fates import fates_of, layers_of
-from harness.explain.parts import Bench, Timed, minimal_points, quantized, without
+from harness.explain.parts import Bench, Timed, fewer_points, quantized, without
 from harness.graph.patterns import find_patterns
 from harness.graph.regions import discover
 from harness.measure.engines import MAIN, WorkerSpec
@@ -33,6 +33,7 @@ from search.space import Placement
 
 __all__ = ["explain_row"]
 
+SAME = Interval(value=1.0, low=1.0, high=1.0)
 TURNS = Confirmation(builds=3, rounds=10, samples=3)
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ class _Asked:
         flat = bench.time({"float": space.float_placement()}, "against float")["float"]
         patterns, drop = self._patterns(bench)
         points = self._points(bench, patterns)
-        speedup = flat.ratio or Interval(value=1.0, low=1.0, high=1.0)
+        speedup = flat.ratio or SAME
         fast = speedup.low > 1 + bench.tolerance
         minimal = self._minimal(bench, patterns, points) if fast else None
         before, after = (
@@ -224,17 +225,20 @@ class _Asked:
         return {n: ", ".join(p.operators) for n in names for p in patterns if p.signature.startswith(n)}
 
     def _minimal(self, bench: Bench, patterns: Sequence[Effect], points: Sequence[Effect]) -> Kept:
-        """The fewest points, and what they are worth by a measurement of their own."""
+        """The fewest points that keep the gain in a measurement of their own, beside all that seemed to on the way."""
         dimensions = self.cell.space.dimensions
         worth = {e.part: e.ratio.value for e in (*patterns, *points) if e.ratio is not None}
         order = sorted(
             quantized(self.whole),
             key=lambda i: (worth.get(dimensions[i].name, 1.0), worth.get(dimensions[i].group, 1.0)),
         )
-        placement, tests = minimal_points(bench, order)
-        timed = bench.time({"minimal": placement, "float": self.cell.space.float_placement()}, "the fewest points")
-        ratio = timed["minimal"].ratio or Interval(value=1.0, low=1.0, high=1.0)
-        speedup = _over(timed["float"], timed["minimal"]) or Interval(value=1.0, low=1.0, high=1.0)
+        trail, tests = fewer_points(bench, order)
+        steps = {str(place): placement for place, placement in enumerate(trail)}
+        timed = bench.time({**steps, "float": self.cell.space.float_placement()}, "the fewest points")
+        keeping = [name for name in steps if (r := timed[name].ratio) is not None and r.value <= 1 + bench.tolerance]
+        fewest = keeping[-1]  # the whole placement, at least, keeps its own gain
+        placement, ratio = steps[fewest], timed[fewest].ratio or SAME
+        speedup = _over(timed["float"], timed[fewest]) or SAME
         names = tuple(dimensions[index].name for index in quantized(placement))
         return Kept(points=names, pairs=self._pairs(placement), ratio=ratio, speedup=speedup, tests=tests)
 

@@ -18,7 +18,7 @@ from harness.run.config import Confirmation
 from harness.run.observe import Observer
 from search.space import Placement, Space
 
-__all__ = ["Bench", "Timed", "minimal_points", "quantized", "without"]
+__all__ = ["Bench", "Timed", "fewer_points", "quantized", "without"]
 
 WHOLE = "whole"
 SEED = 0
@@ -122,42 +122,44 @@ def without(placement: Placement, indices: Sequence[int]) -> Placement:
     return Placement(tuple(0 if index in left else choice for index, choice in enumerate(placement.choices)))
 
 
-def minimal_points(bench: Bench, order: Sequence[int]) -> tuple[Placement, int]:
-    """A placement with as few quantized dimensions as was found that is as fast as the whole one, within the noise.
+def fewer_points(bench: Bench, order: Sequence[int]) -> tuple[list[Placement], int]:
+    """Placements with ever fewer quantized dimensions that seem as fast as the whole one, within the noise.
 
     Delta debugging (Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input", IEEE Transactions on
     Software Engineering 28, 2002): ever smaller chunks are left out; those that can be left out alone are left out
     together where that holds too, else the one that costs least. All tests of a step are timed side by side, and always
-    against the whole placement, so that small losses cannot add up unseen.
+    against the whole placement, so that small losses cannot add up unseen. Of many noisy tests the lucky ones are
+    taken, so the fewest must be timed anew, beside those before them, before anything is said of them.
 
     Args:
         bench: Times them.
         order: The dimensions, least valuable first: chunks of useless ones go early.
 
     Returns:
-        The placement, and how many were built to find it.
+        The placements, the whole one first, and how many were built to find them.
     """
     kept, chunks, tests = list(order), min(8, len(order)), 0
+    found = [bench.whole]
     while kept and tests < MOST_TESTS:
         parts = [part.tolist() for part in np.array_split(kept, chunks) if len(part)]
-        found = _tested(bench, kept, parts)
+        tested = _tested(bench, kept, parts)
         tests += len(parts)
-        free = [part for part in parts if found[str(part)] <= 1 + bench.tolerance]
+        free = [part for part in parts if tested[str(part)] <= 1 + bench.tolerance]
         if len(free) > 1:
             together = [index for part in free for index in part]
             tests += 1
             if _tested(bench, kept, [together])[str(together)] <= 1 + bench.tolerance:
                 free = [together]
         if free:
-            best = min(free, key=lambda part: (-len(part), found.get(str(part), 1.0)))
+            best = min(free, key=lambda part: (-len(part), tested.get(str(part), 1.0)))
             kept = [index for index in kept if index not in set(best)]
+            found.append(without(bench.whole, [index for index in order if index not in set(kept)]))
             chunks = min(max(2, chunks - 1), len(kept)) or 1
         elif chunks >= len(kept):
             break
         else:
             chunks = min(2 * chunks, len(kept))
-    dropped = [index for index in quantized(bench.whole) if index not in set(kept)]
-    return without(bench.whole, dropped), tests
+    return found, tests
 
 
 def _tested(bench: Bench, kept: Sequence[int], parts: Sequence[Sequence[int]]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from harness.measure.stats import Interval
 from harness.report.drawing import draw_explained
 from harness.report.explained import Effect, Explanation, Fate, write_explanation
 from harness.report.layers import waterfall_frame
-from harness.report.naming import cut, metric_name, shown_drop
+from harness.report.naming import CAPPED, cut, metric_name, shown_drop
 from harness.report.tables import MISSING, Table, interval, markdown, markdown_text
 from harness.run.journal import writing
 from harness.run.observe import Observer
@@ -51,7 +51,7 @@ def explanation_lines(found: Explanation) -> Iterator[str]:
     """The explanation as Markdown."""
     yield f"# {found.method} ({found.row})"
     yield f"{_times(found.speedup)} times the speed of the float model, with {found.pairs} Q/DQ pairs."
-    if found.drop is not None:
+    if found.drop is not None and found.metric not in CAPPED:
         yield f"{metric_name(found.metric)} lost against the float model: {shown_drop(found.drop, found.metric)}."
     yield f"Differences below {found.floor:.1%} of the time are noise on this machine."
     yield ""

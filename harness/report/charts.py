@@ -1,15 +1,16 @@
-"""What the interactive charts of the page are drawn from; `assets/charts.js` draws them."""
+"""The interactive charts of the page, as figures of Plotly (data and layout); `assets/charts.js` hands them to it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
 from harness.report.naming import METRICS
-from harness.report.plots import envelope, front
+from harness.report.plots import envelope, front, look
 from harness.report.points import bounded, tried_frame
 from harness.report.results import CellResults
 from harness.report.searching import curve_frame
@@ -17,13 +18,21 @@ from harness.report.volumes import volume_frame
 
 __all__ = ["charts_of"]
 
-BAND = ("value", "low", "high")
+DASHES = {"-": "solid", "--": "dash", "-.": "dashdot", ":": "dot"}
+SYMBOLS = {"o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross",
+           "X": "x", "*": "star"}  # fmt: skip
+"""Plotly's words for what `harness.report.plots.look` says in matplotlib's."""
+LONGEST = 30
+"""Characters of a label beside an axis; the whole name is in the box that the pointer opens."""
+QUIET = {"hoverinfo": "skip", "showlegend": False}
+
+Chart = dict[str, Any]
 
 
 def charts_of(
     cell: CellResults, main: pd.DataFrame, budgets: pd.DataFrame, samples: pd.DataFrame, labels: Mapping[str, str]
-) -> dict[str, Any]:
-    """What the interactive charts of a cell show.
+) -> list[Chart]:
+    """What can be drawn of a cell: each a title, Plotly's `data` and its `layout`.
 
     Args:
         main: The main rows of all cells.
@@ -32,57 +41,180 @@ def charts_of(
         labels: What the cell's rows are called.
     """
     curves, volumes = curve_frame([cell]), volume_frame([cell])
-    marks = budgets[budgets["cell"] == cell.name]
-    confirmed = [
-        {"name": row["searcher"], "x": row["budget"], **{key: row[key] for key in ("speedup", "low", "high")}}
-        for row in marks.to_dict("records")
+    confirmed = budgets[budgets["cell"] == cell.name]
+    found = [
+        *(_anytime(curves, over, confirmed) for over in ("evaluations", "minutes")),
+        _volume(volumes),
+        _latency(samples, labels, cell.floor),
+        _pareto(cell, main[main["cell"] == cell.name], labels),
     ]
-    return {
-        "anytime": {over: _steps(curves, over, "speedup") for over in ("evaluations", "minutes")},
-        "volume": _steps(volumes, "evaluations", "volume"),
-        "confirmed": confirmed,
-        "latency": [
-            {
-                "name": labels[row],
-                "quantiles": _numbers(np.quantile(part["latency_ms"], [0.05, 0.25, 0.5, 0.75, 0.95])),
-                "builds": _numbers(part.groupby("build")["latency_ms"].median()),
-            }
-            for row in labels
-            if len(part := samples[samples["row"] == row])
-        ],
-        "floor": cell.floor,
-        "pareto": _pareto(cell, main[main["cell"] == cell.name], labels),
-    }
+    return [chart for chart in found if chart]
 
 
-def _steps(curves: pd.DataFrame, over: Literal["evaluations", "minutes"], figure: str) -> list[dict[str, Any]]:
+def _chart(title: str, data: Sequence[Chart], x: Chart, y: Chart, **layout: Any) -> Chart:
+    grid = {"gridcolor": "#e6e6e1", "zeroline": False, "automargin": True}
+    return {"title": title, "data": list(data), "layout": {"xaxis": {**grid, **x}, "yaxis": {**grid, **y}, **layout}}
+
+
+def _level(value: float) -> Chart:
+    """A quiet line across the chart."""
+    line = {"color": "#888888", "width": 1}
+    return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": value, "y1": value, "line": line}
+
+
+def _anytime(curves: pd.DataFrame, over: Literal["evaluations", "minutes"], confirmed: pd.DataFrame) -> Chart | None:
+    marks = confirmed if over == "evaluations" else confirmed.iloc[:0]
+    data = [trace for index, name, part in _series(curves) for trace in _steps(index, name, part, over, "speedup", 2)]
+    if not data:
+        return None
+    last = curves[over].max()
+    names = [name for _, name, _ in _series(curves)]
+    for index, name in enumerate(names):
+        shift = 0.012 * last * (index - (len(names) - 1) / 2)
+        data += _marks(index, name, marks[marks["searcher"].astype(str) == name], shift)
+    x, y = {"title": {"text": over}}, {"title": {"text": "speedup over float"}}
+    return _chart(f"Speedup of the incumbent over {over}", data, x, y, shapes=[_level(1.0)])
+
+
+def _volume(volumes: pd.DataFrame) -> Chart | None:
+    series = _series(volumes)
+    data = [trace for index, name, part in series for trace in _steps(index, name, part, "evaluations", "volume", 3)]
+    x, y = {"title": {"text": "evaluations"}}, {"title": {"text": "hypervolume"}}
+    return _chart("Hypervolume of latency and accuracy", data, x, y) if data else None
+
+
+def _series(curves: pd.DataFrame) -> Iterator[tuple[int, str, pd.DataFrame]]:
+    for index, (name, part) in enumerate(curves.groupby("searcher", sort=False)):
+        yield index, str(name), part
+
+
+def _steps(
+    index: int, name: str, part: pd.DataFrame, over: Literal["evaluations", "minutes"], figure: str, digits: int
+) -> list[Chart]:
+    """A searcher's curve in steps, and the band of its interval; a click on its name hides both."""
+    steps = envelope(part, over, figure)
+    if not len(steps):
+        return []
+    steps.loc[part[over].max()] = steps.iloc[-1]  # the last incumbent stays to the end of the search
+    colour, line, _ = look(index)
+    shared = {"type": "scatter", "x": _numbers(steps.index), "legendgroup": name}
+    edge = {**shared, **QUIET, "mode": "lines", "line": {"shape": "hv", "width": 0, "color": colour}}
     return [
-        {"name": str(name), "x": _numbers(steps.index), **{key: _numbers(steps[key]) for key in BAND}}
-        for name, part in curves.groupby("searcher", sort=False)
-        if len(steps := envelope(part, over, figure))
+        {**edge, "y": _numbers(steps["low"])},
+        {**edge, "y": _numbers(steps["high"]), "fill": "tonexty", "fillcolor": _faint(colour)},
+        {
+            **shared,
+            "name": escape(name),
+            "y": _numbers(steps["value"]),
+            "mode": "lines",
+            "line": {"shape": "hv", "width": 2, "color": colour, "dash": DASHES[line]},
+            "customdata": [_numbers(pair) for pair in steps[["low", "high"]].to_numpy()],
+            "hovertemplate": f"%{{x:.4~g}} {over}: %{{y:.{digits}f}} "
+            f"[%{{customdata[0]:.{digits}f}}, %{{customdata[1]:.{digits}f}}]",
+        },
     ]
 
 
-def _pareto(cell: CellResults, lines: pd.DataFrame, labels: Mapping[str, str]) -> dict[str, Any] | None:
+def _marks(index: int, name: str, marks: pd.DataFrame, shift: float) -> list[Chart]:
+    """What was confirmed of a searcher at each budget, beside its curve."""
+    if marks.empty:
+        return []
+    colour, _, mark = look(index)
+    return [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": f"{escape(name)}, confirmed",
+            "legendgroup": name,
+            "showlegend": False,
+            "x": _numbers(marks["budget"] + shift),
+            "y": _numbers(marks["speedup"]),
+            "error_y": _errors(marks["speedup"], marks["low"], marks["high"], colour),
+            "marker": {"color": colour, "symbol": SYMBOLS[mark], "size": 8, "line": {"color": "#fff", "width": 1}},
+            "customdata": [_numbers(three) for three in marks[["budget", "low", "high"]].to_numpy()],
+            "hovertemplate": "confirmed at %{customdata[0]}: %{y:.2f} [%{customdata[1]:.2f}, %{customdata[2]:.2f}]",
+        }
+    ]
+
+
+def _latency(samples: pd.DataFrame, labels: Mapping[str, str], floor: float | None) -> Chart | None:
+    """The readings of the confirmation: a line a row, the float model's floor behind them."""
+    known = [(labels[row], part) for row in labels if len(part := samples[samples["row"] == row])]
+    if not known:
+        return None
+    names = [name for name, _ in known]
+    quantiles = np.array([np.quantile(part["latency_ms"], [0.05, 0.25, 0.5, 0.75, 0.95]) for _, part in known])
+    builds = [
+        (place, value)
+        for place, (_, part) in enumerate(known)
+        for value in part.groupby("build")["latency_ms"].median()
+    ]
+    low, first, middle, third, high = quantiles.T
+    rows = list(range(len(known)))
+    shared: Chart = {"y": rows, "text": [escape(name) for name in names]}
+    data: list[Chart] = [
+        {**shared, "type": "bar", "orientation": "h", "name": "middle half", "base": _numbers(first), "width": 0.4,
+         "x": _numbers(third - first), "marker": {"color": look(5)[0]}, "textposition": "none",
+         "customdata": [_numbers(pair) for pair in zip(first, third, strict=True)],
+         "hovertemplate": "%{text}: middle half %{customdata[0]:.4g} to %{customdata[1]:.4g} ms<extra></extra>"},
+        {**shared, "type": "scatter", "mode": "markers", "name": "median, 5 to 95 %", "x": _numbers(middle),
+         "error_x": _errors(middle, low, high, look(0)[0]),
+         "marker": {"color": look(0)[0], "symbol": "line-ns-open", "size": 12},
+         "hovertemplate": "%{text}: median %{x:.4g} ms<extra></extra>"},
+        {"type": "scatter", "mode": "markers", "name": "builds", "x": _numbers([value for _, value in builds]),
+         "y": [place - 0.32 for place, _ in builds], "text": [escape(names[place]) for place, _ in builds],
+         "marker": {"color": look(1)[0], "size": 5}, "hovertemplate": "%{text}: a build at %{x:.4g} ms<extra></extra>"},
+    ]  # fmt: skip
+    ticks = [escape(name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…") for name in names]
+    y = {"tickvals": rows, "ticktext": ticks, "range": [len(known) - 0.4, -0.7]}
+    grey = [] if floor is None else [_band(middle[0] / (1 + floor), middle[0] * (1 + floor))]
+    said = "" if floor is None else f"; grey: A/A floor {floor:.1%}"
+    x, height = {"title": {"text": "ms"}}, 170 + 32 * len(known)
+    return _chart(f"Latency of the confirmation{said}", data, x, y, shapes=grey, height=height)
+
+
+def _band(low_ms: float, high_ms: float) -> Chart:
+    place = {"x0": low_ms, "x1": high_ms, "yref": "paper", "y0": 0, "y1": 1}
+    return {"type": "rect", **place, "fillcolor": "#bbbbbb", "opacity": 0.4, "layer": "below", "line": {"width": 0}}
+
+
+def _pareto(cell: CellResults, lines: pd.DataFrame, labels: Mapping[str, str]) -> Chart | None:
     points = bounded(lines)
     if points.empty or cell.metric is None:
         return None
-    best = front(points, cell.higher_is_better)
-    return {
-        "metric": METRICS.get(cell.metric, (cell.metric, 4, ""))[0],
-        "rows": [
-            {
-                "name": labels[row["row"]],
-                "x": row["latency_ms"],
-                "y": row["score"],
-                "low": row["latency_low_ms"],
-                "high": row["latency_high_ms"],
-            }
-            for row in points.drop_duplicates("row").to_dict("records")
-        ],
-        "front": [_numbers(best["latency_ms"]), _numbers(best["score"])],
-        "tried": [_numbers(pair) for pair in tried_frame(cell).to_numpy()],
-    }
+    metric = METRICS.get(cell.metric, (cell.metric, 4, ""))[0]
+    told = "%{x:.4g} ms [%{customdata[0]:.4g}, %{customdata[1]:.4g}], " + escape(metric) + " %{y:.4f}"
+    best, tried = front(points, cell.higher_is_better), tried_frame(cell)
+    grey = {"color": "#999999", "size": 4, "opacity": 0.6}
+    data: list[Chart] = [
+        {"type": "scatter", "mode": "markers", "name": "scored in the searches", "marker": grey, "hoverinfo": "skip",
+         "x": _numbers(tried["latency_ms"]), "y": _numbers(tried["score"])},
+        {"type": "scatter", "mode": "lines", "name": "front", **QUIET, "x": _numbers(best["latency_ms"]),
+         "y": _numbers(best["score"]), "line": {"shape": "hv", "color": "#555555", "width": 1}},
+    ]  # fmt: skip
+    for index, row in enumerate(points.drop_duplicates("row").to_dict("records")):
+        colour, _, mark = look(index)
+        low, high = row["latency_low_ms"], row["latency_high_ms"]
+        data.append({
+            "type": "scatter", "mode": "markers", "name": escape(labels[row["row"]]),
+            "x": _numbers([row["latency_ms"]]), "y": _numbers([row["score"]]),
+            "error_x": _errors([row["latency_ms"]], [low], [high], colour), "customdata": [_numbers([low, high])],
+            "marker": {"color": colour, "symbol": SYMBOLS[mark], "size": 10, "line": {"color": "#fff", "width": 1}},
+            "hovertemplate": told,
+        })  # fmt: skip
+    x, y = {"title": {"text": "latency, ms"}}, {"title": {"text": escape(metric)}}
+    return _chart(f"Latency against {metric}; grey: scored in the searches", data, x, y, height=360 + 10 * len(data))
+
+
+def _errors(value: Any, low: Any, high: Any, colour: str) -> Chart:
+    middle = np.asarray(value, dtype=float)
+    up, down = np.asarray(high, dtype=float) - middle, middle - np.asarray(low, dtype=float)
+    return {"symmetric": False, "array": _numbers(up), "arrayminus": _numbers(down), "color": colour, "thickness": 1.5}
+
+
+def _faint(colour: str) -> str:
+    red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    return f"rgba({red},{green},{blue},0.12)"
 
 
 def _numbers(values: Any) -> list[float]:

@@ -68,16 +68,24 @@ def progress(results: Results) -> str:
         return "No search has ended yet."
     if not results.starting:
         return "No cell has begun yet."
-    return (
-        f"{', '.join(results.starting)} began, and has come to no search yet. If nothing is running, the last lines of "
-        "qdq run said what stopped it: run the same command again to see them."
-    )
+    return f"{', '.join(results.starting)} began, and has come to no search yet."
 
 
 def partial(results: Results) -> str:
     """What a run that has not ended still lacks; "" where nothing."""
     names = [cell.name for cell in results.cells if not cell.complete] + list(results.waiting)
-    return f"UNFINISHED, so this is partial: {', '.join(names)}; run the same command again to go on." if names else ""
+    if not names:
+        return ""
+    head = f"UNFINISHED, so this is partial: {', '.join(names)}; run the same command again to go on."
+    return " ".join([head, *_stops(results)])
+
+
+def _stops(results: Results) -> list[str]:
+    """What the runs of cells said when they ended before their time; once where it was the same."""
+    found: dict[str, list[str]] = {}
+    for name, reason in results.stops.items():
+        found.setdefault(reason, []).append(name)
+    return [f"{', '.join(names)} stopped: {reason}" for reason, names in found.items()]
 
 
 def backend_notes(cells: Iterable[CellResults]) -> tuple[str, ...]:

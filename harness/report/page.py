@@ -19,7 +19,6 @@ from harness.report.explained import Effect
 from harness.report.frames import main_frame
 from harness.report.naming import BEYOND, CAPPED, METRICS, judged, labels_of, metric_name, shown_drop
 from harness.report.notes import noise, partial, progress
-from harness.report.plots import COLOURS
 from harness.report.results import CellResults, Results
 from harness.report.samples import sample_frame
 from harness.report.searching import budget_frame
@@ -80,8 +79,8 @@ def index(
         "yaml": results.stored.text,
         "commands": _commands(results),
     }
-    scripts = ("graph.js", "charts.js", "page.js")
-    return document("page.html.j2", scripts, {"cells": cells, "colours": COLOURS}, values)
+    scripts = ("plotly-basic.min.js", "graph.js", "charts.js", "page.js")
+    return document("page.html.j2", scripts, {"cells": cells}, values)
 
 
 def _embedded(picture: Picture) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from harness.run.confirming import read_events, read_floor
 from harness.run.goal import Goal
 from harness.run.rows import FLOAT_ROW, Pick, Row, read_rows
 from harness.run.scores import read_scores
+from harness.run.stops import read_stop
 
 __all__ = ["CellResults", "Results", "load"]
 
@@ -123,6 +124,7 @@ class Results:
         cells: Those that have begun, in the order of the experiment.
         waiting: Names of those that have not.
         starting: Those of `waiting` whose machine was written down: they are on their way, or were stopped.
+        stops: By name of the cell why its last run ended before its time, where it did.
     """
 
     folder: Path
@@ -130,6 +132,7 @@ class Results:
     cells: tuple[CellResults, ...]
     waiting: tuple[str, ...]
     starting: tuple[str, ...] = ()
+    stops: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def pooled(self) -> tuple[CellResults, ...]:
@@ -173,6 +176,7 @@ def load(folder: Path) -> Results:
         cells=tuple(_cell(folder / name, stored) for name in order),
         waiting=waiting,
         starting=tuple(name for name in waiting if (folder / name / "env.json").exists()),
+        stops={name: reason for name in names if (reason := read_stop(folder / name))},
     )
 
 

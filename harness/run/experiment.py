@@ -10,6 +10,7 @@ A results folder holds, for each cell:
     accuracy.json   the evaluator's figures of each file
     confirm.jsonl   raw samples of the confirmation
     models/*.onnx   the exported files themselves: what was timed and scored, byte for byte
+    stopped.txt     why the last run of the cell ended before its time; gone when it goes on
 
 `env.json` and `cell.json` are written once; what they hold must still be so when the experiment goes on.
 """
@@ -43,6 +44,7 @@ from harness.run.running import Running
 from harness.run.scores import ScoreBook
 from harness.run.scoring import scoring_of
 from harness.run.sections import in_sections
+from harness.run.stops import forget_stop, note_stop
 from harness.run.strongest import float_benchmarkers
 from harness.run.transfer import guests, remember
 
@@ -87,9 +89,11 @@ def run_experiment(
             searching=searching,
         )
         try:
+            forget_stop(folder)
             in_sections(folder, lambda: _run_cell(place, experiment, observer), accept_changes, observer)
         except UserError as error:
             stopped.setdefault(str(error), []).append(spec.name)
+            note_stop(folder, str(error))
             observer.say(f"{spec.name} stops: {error}")
 
     with (

@@ -291,7 +291,7 @@ function patternLegend(scene, view) {
     const chip = element("span", { class: "chip" });
     chip.style.background = pattern.colour;
     const go = () => { view.select(scene.regions.findIndex((r) => r[4] === index)); };
-    return element("button", { type: "button", class: "legend", onclick: go }, chip,
+    return element("button", { type: "button", class: "pattern-key", onclick: go }, chip,
       element("span", {}, pattern.regions + " \u00d7 " + pattern.operators.join(", ")));
   });
 }

@@ -1,4 +1,5 @@
-const { cells, colours } = JSON.parse(document.getElementById("data").textContent);
+"use strict";
+const { cells } = JSON.parse(document.getElementById("data").textContent);
 
 // Sorting: a click on a heading; cells without a figure go last either way.
 for (const table of document.querySelectorAll("table.sortable")) {
@@ -25,11 +26,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
 
 for (const host of document.querySelectorAll("[data-charts]")) {
   const { charts } = cells[Number(host.dataset.charts)], drawn = [...host.children];
-  anytimeChart(host, charts, "evaluations", colours);
-  anytimeChart(host, charts, "minutes", colours);
-  volumeChart(host, charts, colours);
-  latencyChart(host, charts, colours);
-  paretoChart(host, charts, colours);
+  charts.forEach((figure) => chart(host, figure));
   host.append(...drawn);
   if (!host.childElementCount) host.append(element("p", { class: "quiet" }, "Nothing to draw yet."));
 }

@@ -1,3 +1,4 @@
+"use strict";
 const scene = JSON.parse(document.getElementById("data").textContent);
 const facts = document.getElementById("facts");
 const picture = graphView(document.getElementById("graph"), scene, (index) => {

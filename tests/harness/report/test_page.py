@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from importlib.resources import files
 
 import pytest
 
@@ -15,6 +16,7 @@ from harness.report.scenes import graph_of
 from harness.report.shown import tables_of
 
 CELL = "net-openvino-int8"
+CHARTS = "[...document.querySelectorAll('.js-plotly-plot')]"
 
 
 def page_of(folder):
@@ -32,7 +34,11 @@ def data_of(text: str):
 
 def test_one_file_that_loads_nothing(with_models):
     text = page_of(with_models).read_text()
-    assert not re.search(r"(src|href)=[\"']?(https?:|//)", text)
+    plotly = files("harness.report").joinpath("assets", "plotly-basic.min.js").read_text(encoding="utf-8")
+    assert plotly in text
+    assert not re.search(
+        r"(src|href)=[\"']?(https?:|//)", text.replace(plotly, "")
+    )  # Plotly's logo is a link, not shown
     assert "default-src 'none'" in text
     assert len(text) < 5_000_000
 
@@ -91,7 +97,8 @@ def test_a_single_build_leaves_no_endless_interval_in_the_data(folder):
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if '"build":' not in line or '"build":0' in line))
     data = data_of(page_of(folder).read_text())
-    assert data["cells"][0]["charts"]["pareto"]["rows"][0]["high"] == pytest.approx(8.0)
+    pareto = next(chart for chart in data["cells"][0]["charts"] if chart["title"].startswith("Latency against"))
+    assert pareto["data"][2]["customdata"][0][1] == pytest.approx(8.0)
     render(folder)
 
 
@@ -108,7 +115,7 @@ def test_hostile_names_are_only_text(folder, browser):
     assert evil not in page.read_text()
     browser.open(page)
     assert browser.run("document.title") == f"{evil}: report"
-    assert browser.run("document.querySelectorAll('script').length") == 2
+    assert browser.run("document.querySelectorAll('script').length") == 5
     assert browser.run("document.querySelectorAll('img').length") == 0
     assert browser.errors == []
 
@@ -146,7 +153,7 @@ def test_what_all_rows_share_is_said_once_above_the_table(folder, cell_maker):
 def test_two_rows_are_compared_and_the_page_fits_its_width(with_models, browser, width):
     browser.open(page_of(with_models), width=width)
     assert browser.run("document.documentElement.scrollWidth") <= width
-    assert browser.run("document.querySelectorAll('svg').length") == 5
+    assert browser.run(f"{CHARTS}.length") == 5
     assert "</script><script>" in json.dumps(browser.run("cells[0].graph.scene.nodes.map(n => n[6])"))
     choose = (
         "(s => {{ s.value = '{}'; s.dispatchEvent(new Event('change')); }})(document.querySelectorAll('select')[{}])"
@@ -160,17 +167,51 @@ def test_two_rows_are_compared_and_the_page_fits_its_width(with_models, browser,
     assert f"{len(marks['aa'])} in both" in text
     assert f"{len(marks['all']) - len(marks['aa'])} in the first alone" in text
     assert "0 in the second alone" in text
-    browser.run("document.querySelector('.legend').click()")
+    browser.run("document.querySelector('.pattern-key').click()")
     assert "Insertion points of the pattern" in browser.run("document.querySelector('.facts').textContent")
     assert browser.errors == []
 
 
-def test_a_legend_switches_its_series_off(folder, browser):
+def test_a_click_in_the_legend_switches_its_series_off(folder, browser):
     browser.open(page_of(folder))
-    key = "document.querySelector('.keys button')"
-    browser.run(f"{key}.click()")
-    assert browser.run(f"{key}.getAttribute('aria-pressed')") == "false"
-    assert browser.run("[...document.querySelectorAll('svg g')].some(g => g.style.display === 'none')")
+    browser.run("document.querySelector('.js-plotly-plot').scrollIntoView({block: 'center'})")
+    settled(browser)
+    key = "document.querySelector('.js-plotly-plot .legendtoggle')"
+    place = middle_of(browser, key)
+    hidden = f"{CHARTS}[0].data.filter(trace => trace.visible === 'legendonly').map(trace => trace.legendgroup)"
+    assert browser.run(hidden) == []
+    mouse(browser, "mousePressed", place, button="left", clickCount=1)
+    mouse(browser, "mouseReleased", place, button="left", clickCount=1)
+    browser.run("new Promise(done => setTimeout(() => done(true), 600))")  # Plotly waits for a second click
+    assert set(browser.run(hidden)) == {"random"}, "the line, its band and what was confirmed"
+    assert len(browser.run(hidden)) > 2
+    assert browser.errors == []
+
+
+def test_the_pointer_opens_the_figures_of_a_mark(folder, browser):
+    browser.open(page_of(folder))
+    last = "[...document.querySelectorAll('.js-plotly-plot')].at(-1)"
+    browser.run(f"{last}.scrollIntoView({{block: 'center'}})")
+    settled(browser)
+    mouse(browser, "mouseMoved", middle_of(browser, f"[...{last}.querySelectorAll('.scatterlayer .point')].at(-1)"))
+    browser.run("new Promise(done => setTimeout(() => done(true), 300))")
+    assert re.search(r"ms \[.*\], top-1 0\.\d{4}", browser.run(f"{last}.querySelector('.hoverlayer').textContent"))
+    assert browser.errors == []
+
+
+def test_no_button_uploads_a_chart(folder, browser):
+    browser.open(page_of(folder))
+    titles = browser.run("[...document.querySelectorAll('.modebar-btn')].map(b => b.dataset.title)")
+    assert set(titles) == {"Download plot", "Zoom", "Pan", "Zoom in", "Zoom out", "Reset axes"}
+    assert "form-action 'none'" in page_of(folder).read_text()
+
+
+def test_names_in_charts_are_no_markup(folder):
+    rows = folder / CELL / "rows.json"
+    rows.write_text(rows.read_text().replace('"random"', '"<a href=x>random</a>"'))
+    charts = json.dumps(data_of(page_of(folder).read_text())["cells"][0]["charts"])
+    assert "&lt;a href=x&gt;random&lt;/a&gt;" in charts
+    assert "<a href" not in charts.replace('"legendgroup": "<a href', "")
 
 
 def test_what_was_explained_is_told_where_it_is_clicked(with_models, browser):
@@ -201,6 +242,11 @@ def settled(browser) -> None:
 
 def mouse(browser, kind: str, place: tuple[float, float], **facts) -> None:
     browser.call("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], **facts)
+
+
+def middle_of(browser, found: str) -> tuple[float, float]:
+    box = browser.run(f"(({{x, y, width, height}}) => [x, y, width, height])({found}.getBoundingClientRect())")
+    return box[0] + box[2] / 2, box[1] + box[3] / 2
 
 
 def test_the_graph_is_zoomed_dragged_and_clicked_with_a_mouse(with_models, browser):

@@ -22,6 +22,7 @@ from harness.report.results import load as load_results
 from harness.report.tables import Table, markdown, write_table
 from harness.run.engine import Goal
 from harness.run.rows import write_json
+from harness.run.stops import forget_stop, note_stop
 
 CELL = "net-openvino-int8"
 
@@ -261,12 +262,16 @@ def test_a_pipe_gets_markdown_and_a_terminal_a_drawing(folder, monkeypatch):
         assert "faster, beyond" in stream.getvalue()
 
 
-def test_a_cell_that_stopped_before_its_searches_says_where_to_look(folder):
+def test_a_cell_that_stopped_before_its_searches_says_why(folder):
     for name in ("cell.json", "rows.json", "confirm.jsonl", "accuracy.json"):
         (folder / CELL / name).unlink()
     write_json(folder / CELL / "env.json", {"python": "3.11"})
+    note_stop(folder / CELL, "net.onnx: all 3 builds failed; the first: no kernel")
     text = tables(folder)
-    assert text.startswith(f"{CELL} began, and has come to no search yet. If nothing is running, the last lines of qdq")
+    assert text.startswith(f"{CELL} began, and has come to no search yet.")
+    assert f"{CELL} stopped: net.onnx: all 3 builds failed; the first: no kernel" in text
+    forget_stop(folder / CELL)
+    assert "stopped:" not in tables(folder)
     assert "Speedup: over the float model, paired by turns." in text
 
 
