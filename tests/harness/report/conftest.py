@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import asdict
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -152,6 +154,20 @@ def folder(tmp_path):
     (tmp_path / "experiment.yaml").write_text(to_yaml(parse_experiment(only, "small")))
     write_cell(tmp_path)
     return tmp_path
+
+
+PLOTLY = files("harness.report").joinpath("assets", "plotly-basic.min.js").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def outside_addresses():
+    """What a page would load from elsewhere; Plotly's own text names the address of its logo, which is not shown."""
+
+    def found(page: str) -> list[str]:
+        assert PLOTLY in page
+        return re.findall(r"(?:src|href)=[\"']?(?:https?:|//)[^\"' >]*", page.replace(PLOTLY, ""))
+
+    return found
 
 
 class Browser:
