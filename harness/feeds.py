@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from harness.errors import UserError
 __all__ = ["Types", "check_types", "random_feeds"]
 
 _NUMPY_NAMES: Mapping[str, str] = {"float": "float32", "double": "float64"}
+LARGEST = 2**28
+"""Elements of an input at most, a gigabyte of FP32: who declares more is mistaken, or wants the memory."""
 
 
 Types = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -45,8 +48,14 @@ def check_types(types: Types) -> dict[str, np.dtype[Any]]:
     """NumPy's type of each input, in the order of their names.
 
     Raises:
-        UserError: An input is neither number nor boolean, so no engine of the model can be timed.
+        UserError: An input is neither number nor boolean, or larger than anybody means it: it cannot be timed.
     """
+    for name, (_, shape) in types.items():
+        if math.prod(shape) > LARGEST:
+            raise UserError(
+                f"input {name!r} has {math.prod(shape):,} elements by its shape {list(shape)}, but at most "
+                f"{LARGEST:,} are made up to time a model; give it a smaller shape (key shapes of the model)"
+            )
     return {name: _numpy_type(name, kind) for name, (kind, _) in sorted(types.items())}
 
 

@@ -140,28 +140,32 @@ def merged(cache: PatternCache, *others: PatternCache) -> PatternCache:
 
 
 def cache_of(
-    observations: Iterable[Observation], space: Space, sizes: Mapping[str, int], baseline_ms: float, origin: Origin
+    observations: Iterable[Observation],
+    space: Space,
+    sizes: Mapping[str, int],
+    baseline_ms: float | None,
+    origin: Origin,
 ) -> PatternCache:
     """What a search has learned, as a cache: of each pattern the schemes, each as good as the best model that has it.
 
     So the schemes of the fastest placement come first everywhere. Failures and what breaks a constraint are left out.
 
     Args:
-        observations: Of placements of `space`.
+        observations: Of placements of `space`, whose objective is a latency; they pass by once.
         sizes: Number of nodes of each pattern of the model, by its whole signature.
-        baseline_ms: Latency of the float model in the same search.
+        baseline_ms: Latency of the float model in the same search; None: the best that these observations have of it,
+            and where they have none the cache is empty.
     """
-    best: dict[tuple[str, frozenset[CachedPoint]], float] = {}
-    for observation in observations:
-        score = observation.outcome
-        if isinstance(score, Score) and score.rank[:2] == (0.0, False):
-            for group, points in _restricted(space, observation.placement).items():
-                key = group, points
-                best[key] = min(score.objective, best.get(key, score.objective))
+    patterns = _patterns(space, sizes)
+    best, own_ms = _learned(observations, patterns)
+    float_ms = own_ms if baseline_ms is None else baseline_ms
+    if float_ms is None:
+        return PatternCache()
+    points = [[_point(d.name, d.group, precision) for precision in d.choices] for d in space.dimensions]
     found: dict[str, list[CachedScheme]] = {}
-    for (group, points), latency_ms in best.items():
-        signature = next(s for s in sizes if s.startswith(group))
-        scheme = CachedScheme(points=points, origin=origin, latency_ms=latency_ms, baseline_ms=baseline_ms)
+    for (signature, chosen), latency_ms in best.items():
+        own = frozenset(points[i][choice] for i, choice in zip(patterns[signature], chosen, strict=True) if choice)
+        scheme = CachedScheme(points=own, origin=origin, latency_ms=latency_ms, baseline_ms=float_ms)
         found.setdefault(signature, []).append(scheme)
     raw = {s: CachedPattern(signature=s, size=sizes[s], schemes=tuple(schemes)) for s, schemes in found.items()}
     return merged(PatternCache(patterns=raw))
@@ -210,6 +214,8 @@ def _best(schemes: Iterable[CachedScheme], minimum_distance: int, maximum: int) 
     kept: dict[Origin, list[CachedScheme]] = {}
     for scheme in sorted(schemes, key=_rank):
         known = kept.setdefault(scheme.origin, [])
+        if maximum and len(known) == maximum:
+            continue  # so many of its own origin come before it
         if all(distance(scheme, other) >= max(1, minimum_distance) for other in known):
             known.append(scheme)
     ranked = [(rank, scheme.share, origin, scheme) for origin, own in kept.items() for rank, scheme in enumerate(own)]
@@ -217,9 +223,10 @@ def _best(schemes: Iterable[CachedScheme], minimum_distance: int, maximum: int) 
     return tuple(scheme for *_, scheme in (ranked[:maximum] if maximum else ranked))
 
 
-def _rank(scheme: CachedScheme) -> tuple[float, float, int, list[CachedPoint], Origin]:
+def _rank(scheme: CachedScheme) -> tuple[float, float, int, list[tuple[PointKind, tuple[int, int], str]], Origin]:
     latency_ms = float("inf") if scheme.latency_ms is None else scheme.latency_ms
-    return scheme.share, latency_ms, len(scheme.points), sorted(scheme.points), scheme.origin
+    points = sorted((point.kind, point.place, point.precision) for point in scheme.points)  # plain ones sort faster
+    return scheme.share, latency_ms, len(points), points, scheme.origin
 
 
 def _matching(cache: PatternCache, group: str, origin: Origin | None) -> Sequence[CachedScheme]:
@@ -233,14 +240,31 @@ def _point(name: str, group: str, precision: str) -> CachedPoint:
     return parse_point(f"{name.removeprefix(f'{group}/')}/{precision}")
 
 
-def _restricted(space: Space, placement: Placement) -> dict[str, frozenset[CachedPoint]]:
-    """What a placement says of each pattern, by the beginning of its signature."""
-    found: dict[str, frozenset[CachedPoint]] = {}
+def _learned(
+    observations: Iterable[Observation], patterns: Mapping[str, Sequence[int]]
+) -> tuple[dict[tuple[str, tuple[int, ...]], float], float | None]:
+    """The lowest latency of each pattern's choices, and that of the float model; None where it was not measured."""
+    best: dict[tuple[str, tuple[int, ...]], float] = {}
+    floats_ms: list[float] = []
+    for observation in observations:
+        score, choices = observation.outcome, observation.placement.choices
+        if not isinstance(score, Score):
+            continue
+        if not any(choices):
+            floats_ms.append(score.objective)
+        if score.rank[:2] == (0.0, False):
+            for signature, indices in patterns.items():
+                key = signature, tuple([choices[i] for i in indices])
+                best[key] = min(score.objective, best.get(key, score.objective))
+    return best, min(floats_ms, default=None)
+
+
+def _patterns(space: Space, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """The dimensions of each pattern by its whole signature; where each region has its own, those of the first."""
+    first: dict[str, tuple[int, ...]] = {}
     for group, indices in space.groups.items():
-        dimensions = [(space.dimensions[i], placement.choices[i]) for i in indices]
-        points = frozenset(_point(d.name, group, d.choices[choice]) for d, choice in dimensions if choice)
-        found.setdefault(group.partition(".")[0], points)
-    return found
+        first.setdefault(group.partition(".")[0], indices)
+    return {next(s for s in sizes if s.startswith(group)): indices for group, indices in first.items()}
 
 
 def _placed(space: Space, chosen: Mapping[str, frozenset[CachedPoint]]) -> Placement:

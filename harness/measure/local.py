@@ -11,7 +11,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,6 +61,7 @@ class InProcess:
         self._evaluators: dict[str, Evaluator] = {}
         self._engines: dict[int, _Engine] = {}
         self._handles = itertools.count(first_handle)
+        self._spare: list[Path] = []
         self._machine = Machine()
         self._beside: int | None = None
         with writing(spec.workdir):
@@ -81,9 +82,9 @@ class InProcess:
 
     def _build(self, candidate: Candidate, benchmarker: Benchmarker) -> Built:
         handle = next(self._handles)
-        workdir = self._scratch / str(handle)
+        workdir = self._spare.pop() if self._spare else self._scratch / str(handle)
         with writing(workdir):
-            workdir.mkdir()
+            workdir.mkdir(exist_ok=True)
         started_s = time.perf_counter()
         artifact = benchmarker.build(candidate, workdir)
         build_s = time.perf_counter() - started_s
@@ -156,7 +157,15 @@ class InProcess:
         engine = self._engines.pop(handle, None)
         if engine is not None:
             attempt("release", engine.opened.close)
-            shutil.rmtree(engine.workdir, ignore_errors=True)
+            self._clear(engine.workdir)
+
+    def _clear(self, workdir: Path) -> None:
+        """Let the next engine have a folder that is still empty; removing one waits for the disk, 3 ms and more."""
+        with suppress(OSError):
+            if not any(workdir.iterdir()):
+                self._spare.append(workdir)
+                return
+        shutil.rmtree(workdir, ignore_errors=True)
 
     def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
         """See `Engines`."""

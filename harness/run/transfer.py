@@ -7,6 +7,7 @@ goes over by the pattern cache: each pattern that both models have takes the bes
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from harness.errors import UserError
@@ -40,13 +41,11 @@ def remember(cell: Cell, goal: Goal, folder: Path) -> None:
     Raises:
         UserError: The file cannot be written.
     """
-    observations = list(_observations(cell, goal, folder))
-    floats = [o.outcome.objective for o in observations if not any(o.placement.choices)]  # type: ignore[union-attr]
-    if not floats:
-        return
     sizes = {p.signature: len(p.operators) for p in find_patterns(cell.model, discover(cell.model))}
-    with writing(folder / PATTERNS):
-        write_cache(cache_of(observations, cell.space, sizes, min(floats), _origin(cell)), folder / PATTERNS)
+    cache = cache_of(_observations(cell, goal, folder), cell.space, sizes, None, _origin(cell))
+    if cache.patterns:
+        with writing(folder / PATTERNS):
+            write_cache(cache, folder / PATTERNS)
 
 
 def guests(kinds: Sequence[str], cell: Cell, cells: Sequence[CellSpec], out: Path) -> Mapping[str, Guest]:
@@ -74,7 +73,8 @@ def _observations(cell: Cell, goal: Goal, folder: Path) -> Iterator[Observation]
         if is_peer(run.searcher) or "sharing" in run.searcher.without or not path.exists():
             continue
         for trial in evaluated(read_journal(path), goal):
-            yield Observation(placement=Placement(trial.choices), digest=trial.digest, outcome=trial.score)
+            score = replace(trial.score, objective=trial.latency_ms)  # whatever the search minimised
+            yield Observation(placement=Placement(trial.choices), digest=trial.digest, outcome=score)
 
 
 def _moved(cell: Cell, folder: Path) -> Guest:

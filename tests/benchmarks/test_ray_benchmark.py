@@ -36,7 +36,6 @@ ROUNDS = 3
 SHORT, LONG = 300, 60
 """Trials of a search that measures what Ray adds, and of one that builds."""
 BUILD_S = 0.2
-PLUGINS = Path(__file__).parents[1] / "harness" / "cluster"
 
 
 class Blind:
@@ -107,7 +106,6 @@ def _candidate(placement: Placement) -> Candidate:
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     pytest.importorskip("ray", reason="the extra 'ray' is not installed")
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(PLUGINS))
         for name, value in SETTINGS.items():
             patch.setenv(name, value)
         from ray.cluster_utils import Cluster

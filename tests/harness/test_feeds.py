@@ -42,3 +42,10 @@ def test_an_input_that_is_no_number_is_refused(kind: str) -> None:
         UserError, match=f"input 's' is of type '{kind}': .* this model cannot be timed; export it anew"
     ):
         next(random_feeds({"x": ("float", (1,)), "s": (kind, (1,))}, 1))
+
+
+def test_an_input_that_nobody_can_mean_is_refused_before_memory_is_asked_for() -> None:
+    with pytest.raises(
+        UserError, match=r"input 'x' has 1,099,511,627,776 elements by its shape \[1, 1099511627776\], but at most"
+    ):
+        next(random_feeds({"x": ("float", (1, 2**40))}, 1))

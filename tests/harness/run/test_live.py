@@ -93,8 +93,31 @@ def test_a_full_disk_ends_the_view_with_one_warning(tmp_path, caplog, monkeypatc
     assert caplog.text.count("no further live view of a") == 1
 
 
-def test_a_damaged_file_costs_the_view_not_the_search(tmp_path, caplog):
+def test_a_study_that_optuna_began_goes_on(tmp_path):
     path = tmp_path / "optuna.journal"
-    path.write_bytes(b"no json\nat all\n")
+    storage = JournalStorage(JournalFileBackend(str(path)))
+    kept = optuna.create_study(storage=storage, study_name="mine")
+    kept.add_trial(optuna.trial.create_trial(value=1.0))
+    optuna.delete_study(study_name="mine", storage=storage)
+    study = optuna.create_study(storage=storage, study_name="a")
+    study.add_trial(optuna.trial.create_trial(value=4.0, user_attrs={"digest": "d0"}))
+    watch = live_study(path, "a", SPACE, Goal(), fresh=False)
+    for number in range(3):
+        watch(trial(number))
+    found = studies(path)
+    assert set(found) == {"a"}
+    assert [t.user_attrs["digest"] for t in found["a"].trials] == ["d0", "d1", "d2"]
+    assert found["a"].direction.name == "MINIMIZE"
+    last = found["a"].trials[-1]
+    assert last.distributions == {
+        group: optuna.distributions.IntDistribution(0, len(indices)) for group, indices in SPACE.groups.items()
+    }
+    assert 0 <= last.duration.total_seconds() < 60
+
+
+@pytest.mark.parametrize("text", [b"no json\nat all\n", b"[1]\n", b"{}\n", b'{"op_code":1,"study_id":7}\n'])
+def test_a_damaged_file_costs_the_view_not_the_search(tmp_path, caplog, text):
+    path = tmp_path / "optuna.journal"
+    path.write_bytes(text)
     live_study(path, "a", SPACE, Goal(), fresh=False)(trial(0))
     assert "no live view of a" in caplog.text

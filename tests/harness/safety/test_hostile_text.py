@@ -30,6 +30,33 @@ budget: {evaluations: [25, 50]}
 executor: {use: local, workers: 2}
 matrix: {backends.params.seed: [1, 2]}
 """
+CACHE = f"""
+kind: qdq pattern cache
+schema: 1
+minimum_distance: 4
+maximum_schemes: 32
+patterns:
+- signature: {"ab" * 32}
+  size: 3
+  schemes:
+  - {{latency_ms: 4.5, baseline_ms: 9.0, backend: openvino, precision: int8, device: "", points: [output/0.0/int8]}}
+"""
+STATE = """
+kind: qdq autotuner state
+schema: 1
+facts: {model_sha256: ab, inputs: {x: [1, 3]}}
+baseline_latency_ms: 9.0
+beside_float: false
+current_profile_pattern_schemes_signature: null
+config: {verbose: false}
+measured: {abcd: {latency_ms: 4.5, signature: ab, timestamp: '2026-11-21T21:00:00+00:00'}}
+patterns:
+- pattern_signature: ab
+  pattern_size: 3
+  schemes:
+  - {latency_ms: 4.5, error: false, profile_timestamp: null, nodes_insertion_points: [], child_region_inputs: [],
+     region_outputs: [], hash: ab}
+"""
 PAYLOADS = (
     "!!python/object/apply:os.system ['touch pwned']",
     "!!python/object/new:subprocess.Popen [['touch', 'pwned']]",
@@ -98,18 +125,32 @@ def _read(reader: str, path: Path) -> object:
     return read_cache(path) if reader == "cache" else read_state(path, {})
 
 
+def _edited(text: str, rng: random.Random) -> str:
+    """A few characters replaced by others, more or fewer of them."""
+    data = list(text)
+    for _ in range(rng.randint(1, 6)):
+        at = rng.randrange(len(data))
+        data[at : at + rng.randint(0, 3)] = rng.choices(
+            [*sorted(set(text)), "&", "*", "!", "\t", "é", "\x85", "%"], k=rng.randint(0, 3)
+        )
+    return "".join(data)
+
+
 def test_mutated_experiments_are_read_or_refused() -> None:
     rng = random.Random(7)
-    outcomes = set()
-    for _ in range(FUZZ):
-        data = list(VALID)
-        for _ in range(rng.randint(1, 6)):
-            at = rng.randrange(len(data))
-            data[at : at + rng.randint(0, 3)] = rng.choices(
-                [*sorted(set(VALID)), "&", "*", "!", "\t", "é", "\x85", "%"], k=rng.randint(0, 3)
-            )
-        outcomes.add(_said(lambda data=data: parse_experiment("".join(data), "e.yaml"))[:6])  # type: ignore[misc]
+    edited = (_edited(VALID, rng) for _ in range(FUZZ))
+    outcomes = {_said(lambda text=text: parse_experiment(text, "e.yaml"))[:6] for text in edited}  # type: ignore[misc]
     assert outcomes == {"read", "e.yaml"}
+
+
+@pytest.mark.parametrize("reader", ["cache", "state"])
+def test_mutated_caches_and_states_are_read_or_refused(tmp_path: Path, reader: str) -> None:
+    rng, path, outcomes = random.Random(7), tmp_path / "file.yaml", set()
+    for _ in range(FUZZ):
+        path.write_text(_edited(CACHE if reader == "cache" else STATE, rng))
+        said = _said(lambda: _read(reader, path))
+        outcomes.add("read" if said == "read" else said[: len(str(path))])
+    assert outcomes == {"read", str(path)}
 
 
 def test_mutated_journals_are_read_or_refused(tmp_path: Path) -> None:
