@@ -233,6 +233,15 @@ def test_a_cell_that_cannot_be_run_does_not_stop_the_others(folder, tmp_path, ca
     assert re.search(r"bad-simulated-int8: .*bad\.onnx", error)
     assert re.search(r"worse-simulated-int8: .*worse\.onnx", error)
     assert len(summarise(read_events(tmp_path / "out" / "net-simulated-int8"), baseline="float").rows) > 1
+    assert qdq("report", str(tmp_path / "out")) == 0
+    notes = (tmp_path / "out" / "report" / "main.md").read_text()
+    assert re.search(r"UNFINISHED.*bad-simulated-int8 stopped: .*bad\.onnx", notes)
+    shutil.copy(folder / "net.onnx", folder / "bad.onnx")
+    assert qdq("run", str(file), "--out", str(tmp_path / "out")) == 2
+    assert qdq("report", str(tmp_path / "out")) == 0
+    notes = (tmp_path / "out" / "report" / "main.md").read_text()
+    assert "bad-simulated-int8 stopped" not in notes
+    assert "worse-simulated-int8 stopped" in notes
 
 
 FULL = """
