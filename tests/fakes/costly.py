@@ -18,7 +18,7 @@ from harness.benchmarkers.simulated import SimulatedBenchmarker
 from harness.errors import UserError
 from harness.evaluators.fidelity import Fidelity
 
-__all__ = ["Costly", "Elsewhere", "Scored", "Where"]
+__all__ = ["Costly", "Elsewhere", "Filed", "Scored", "Where"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,3 +83,19 @@ class Elsewhere(Costly):
         if "pytest" in sys.modules:
             raise UserError("costly: there is no such device here")
         return Costly.describe(self)
+
+
+class Filed(SimulatedBenchmarker):
+    """One that lives in a worker process and reads the model's file, as real runtimes do."""
+
+    in_process = False
+
+    def build(self, candidate: Candidate, workdir: Path) -> Artifact:
+        """The truth of the placement, and how large its file is."""
+        built = SimulatedBenchmarker.build(self, candidate, workdir)
+        size = candidate.source().stat().st_size
+        return replace(built, info={**built.info, "process": os.getppid(), "bytes": size})
+
+    def describe(self) -> Mapping[str, Any]:
+        """As the simulated runtime does."""
+        return {**SimulatedBenchmarker.describe(self), "name": "filed"}

@@ -11,8 +11,21 @@ import pytest
 
 from harness.errors import UserError
 from harness.measure.provenance import environment
+from harness.records import Measured
 
 pytestmark = pytest.mark.slow
+
+FILED = """
+experiment: filed
+models: [{use: net.onnx, calibration: {samples: 2}}]
+backends: [{use: 'costly:Filed', params: {seed: 5, noise: 0.0}}]
+searchers: [random]
+initial: [float, all]
+baselines: [all]
+budget: {evaluations: [8]}
+sampling: {warmup_ms: 0, min_samples: 5, max_samples: 5}
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +62,31 @@ def test_a_node_that_leaves_in_the_middle_costs_nothing(cluster: Any, place: Any
     assert ran.journals() == local.journals()
     assert ran.table() == local.table()
     assert [text for text in ran.said if "was lost" in text and "2 left" in text]
+
+
+def test_models_travel_once_and_placements_are_written_where_they_are_built(
+    cluster: Any, place: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    sent: list[Any] = []
+
+    def put(value: Any, *, put: Any = ray.put) -> Any:
+        sent.append(value)
+        return put(value)
+
+    here = place.run("filed-alone", "{use: local, workers: 2}", FILED)
+    monkeypatch.setattr(ray, "put", put)
+    there = place.run("filed", "{use: ray, workers: 2}", FILED)
+    assert there.journals(8) == here.journals(8)
+    assert there.table() == here.table()
+    assert os.getpid() not in there.processes()
+    makers = [value for value in sent if hasattr(value, "write")]
+    files = [tuple(value) for value in sent if isinstance(value, dict)]
+    rows = {path.name for path in there.out.glob("*/models/*.onnx")}
+    assert len(makers) == 1, "model, scales and weights, for all trials of the cell"
+    assert len(files) == len(set(files)) <= len(rows) + 1, "float model and finalists, each once"
+    assert len({found.info["bytes"] for found in there.outcomes() if isinstance(found, Measured)}) > 2
 
 
 def test_a_worker_of_another_kind_is_refused_with_the_difference(
