@@ -102,6 +102,13 @@ OPENVINO = Dialect(
     precisions=frozenset({"int8", "fp8", "fp8e5m2"}),
 )
 
+_FLOAT_READERS = frozenset({
+    "Abs", "ArgMax", "ArgMin", "Ceil", "CumSum", "Equal", "Floor", "GatherElements", "GatherND", "Greater",
+    "GreaterOrEqual", "GridSample", "Less", "LessOrEqual", "Log", "Neg", "Reciprocal", "ReduceL1", "ReduceL2",
+    "ReduceMin", "ReduceProd", "ReduceSumSquare", "Round", "ScatterElements", "ScatterND", "Sign", "TopK", "Trilu",
+})  # fmt: skip
+"""They run in float alone; but what computes their input runs in INT8 only where all who read it take the pair."""
+
 # ONNX Runtime's CPU kernels (MLAS) are fastest with UINT8 activations times INT8 weights; QDQ operator groups are
 # fused only with quantized outputs and INT32 bias (core/optimizer/qdq_transformer; quantization/operators). Of the
 # operators beside linear ones these have integer kernels for several inputs (qdq_selector_action_transformer.cc:
@@ -116,6 +123,7 @@ ONNXRUNTIME = Dialect(
     activation="uint8",
     symmetric_activation=False,
     bias="int32",
+    points=POINTS | _FLOAT_READERS,
     constant_operands=frozenset({"Add", "Concat", "Gather", "Mul", "Where"}),
     absorbed=frozenset({"Clip", "Relu"}),
     quantize_outputs=True,

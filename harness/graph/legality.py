@@ -230,7 +230,15 @@ def _is_absorbed(site: Site) -> bool:
     model, tensor = site.model, site.tensor
     if site.slot or site.node.op not in site.dialect.absorbed or tensor in model.outputs or tensor in model.captured:
         return False
-    return len(model.consumers[tensor]) == 1
+    return len(model.consumers[tensor]) == 1 and not _clips_off_zero(site)
+
+
+def _clips_off_zero(site: Site) -> bool:
+    """A Clip that does not begin at 0, where the integers do: whether a pair computes it, rounding decides."""
+    if site.node.op != "Clip":
+        return False
+    low = site.model.constants.get(site.node.inputs[1]) if len(site.node.inputs) > 1 else None
+    return low is None or bool(numpy_helper.to_array(low).any())
 
 
 def _is_grouped_fp8(site: Site) -> bool:

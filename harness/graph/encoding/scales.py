@@ -1,7 +1,8 @@
 """Scales and zero points of activations, from calibrated ranges, in the form of a dialect.
 
 Tensors on both sides of an operator that only moves values keep one scale, so that their Q/DQ pairs cancel out and the
-operator runs on stored integers. The tensors around a Concat share one where all inputs of the Concat are quantized.
+operator runs on stored integers. The tensors around a Concat share one where all inputs of the Concat are quantized,
+but for what an absorbed activation makes beside negative values: it disappears into a zero point at 0 alone.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ _MOVES = frozenset({
 _FLOATS = {"float": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
-def moves_values(node: Node) -> bool:
-    """Whether every value of an operator's outputs is a value of its first input."""
+def moves_values(node: Node, dialect: Dialect) -> bool:
+    """Whether an operator's outputs hold values of its first input alone, or where kernels take and give integers,
+    values between two of them."""
     if node.op == "Resize":
-        return bool(node.attributes.get("mode", "nearest") in ("nearest", b"nearest"))
+        modes = ("nearest", "linear") if dialect.quantize_outputs else ("nearest",)
+        return node.attributes.get("mode", "nearest") in modes
     return node.op in _MOVES
 
 
@@ -73,7 +76,7 @@ class Scales:
         links: dict[str, str] = {}
         for node in model.nodes:
             joined = node.op == "Concat"
-            if node.opaque or not (joined or moves_values(node)):
+            if node.opaque or not (joined or moves_values(node, dialect)):
                 continue
             for name in (*node.outputs, *(node.inputs if joined else ())):
                 links[_root(links, name)] = _root(links, node.inputs[0])
@@ -83,6 +86,7 @@ class Scales:
         for name in list(links):
             self._members[_root(links, name)].append(name)
         self._group = {name: root for root, names in self._members.items() for name in names}
+        self._clipped = {name for node in model.nodes if node.op in dialect.absorbed for name in node.outputs}
         self._unit = {n.outputs[0] for n in model.nodes if n.op == "Softmax" and dialect.unit_softmax}
         data = [node.inputs[0] for node in model.nodes if node.op in dialect.affine_ops]
         self._affine = {self._source.get(name, name) for name in data} | {self.group(name) for name in data}
@@ -161,9 +165,11 @@ class Scales:
 
     def _range(self, tensor: str, shared: bool) -> tuple[float, float]:
         """The range that a tensor's scale is made from, widened to include 0."""
-        sources = self._members[self.group(tensor)] if shared else [self._source.get(tensor, tensor)]
+        origin = self._source.get(tensor, tensor)
+        sources = self._members[self.group(tensor)] if shared else [origin]
         bounds = [self._observed(name) for name in sources if self._known(name)] or [self._observed(tensor)]
-        return min(0.0, *(low for low, _ in bounds)), max(0.0, *(high for _, high in bounds))
+        low, high = min(0.0, *(low for low, _ in bounds)), max(0.0, *(high for _, high in bounds))
+        return self._range(tensor, False) if shared and low < 0 and origin in self._clipped else (low, high)
 
     def _known(self, tensor: str) -> bool:
         return tensor in self._ranges or tensor in self._model.constants

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,17 +52,18 @@ def zoo(name: str, folder: Path) -> Model:
     return load(write(name, folder / f"{name}.onnx"), source=name)
 
 
-def static(model: Model) -> onnx.ModelProto:
-    """What `quantize_static` makes with its default operators, from ranges that need no calibration."""
+def static(model: Model, bounds: Mapping[str, tuple[float, float]], **options: bool) -> onnx.ModelProto:
+    """What `quantize_static` makes with its default operators, from these ranges."""
     proto = onnx.ModelProto()
     proto.CopyFrom(model.proto)
-    bounds = np.float32(-1.0), np.float32(2.0)
-    ranges = {name: TensorData(lowest=bounds[0], highest=bounds[1]) for name in model.types}
+    ranges = {
+        name: TensorData(lowest=np.float32(low), highest=np.float32(high)) for name, (low, high) in bounds.items()
+    }
     operators = sorted({*QLinearOpsRegistry, *QDQRegistry})
-    options = {"ActivationSymmetric": False, "WeightSymmetric": True, "QDQKeepRemovableActivations": True}
+    options = {"ActivationSymmetric": False, "WeightSymmetric": True, **options}
     weights, activations = QuantType.QInt8, QuantType.QUInt8
     quantizer = QDQQuantizer(
-        proto, False, False, weights, activations, TensorsData(CalibrationMethod.MinMax, ranges), None, None, operators,
+        proto, True, False, weights, activations, TensorsData(CalibrationMethod.MinMax, ranges), None, None, operators,
         options,
     )  # fmt: skip
     made: onnx.ModelProto = quantizer.quantize_model()
@@ -83,7 +85,8 @@ def test_every_edge_of_quantize_static_is_in_the_space_of_onnx_runtime(
     name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     model = zoo(name, tmp_path_factory.getbasetemp())
-    proto = static(model)
+    # Ranges that need no calibration, and no activation removed: each edge counts here, and no kernel.
+    proto = static(model, dict.fromkeys(model.types, (-1.0, 2.0)), QDQKeepRemovableActivations=True)
     asked = import_qdq(proto, model)
     assert asked.keys() == delivered(proto).keys()
     lost, added = differences(model, asked, ONNXRUNTIME)
@@ -143,6 +146,86 @@ def ranges(model: Model) -> dict[str, tuple[float, float]]:
     feeds = {name: rng.normal(size=k.shape).astype("bool" if k.dtype == "bool" else "f4") for name, k in kinds.items()}
     values = dict(zip(names, session.run(names, feeds), strict=True)) | feeds
     return {name: (float(value.min()), float(value.max())) for name, value in values.items()}
+
+
+def both(model: Model, folder: Path) -> tuple[Counter[str], Counter[str]]:
+    """The kernels of what `quantize_static` makes, and those of our form of its placement."""
+    found = ranges(model)
+    proto = static(model, found)
+    onnx.save(proto, folder / "static.onnx")
+    space = build_space(model, ONNXRUNTIME)
+    resolved = space.resolve(space.nearest(import_qdq(proto, model)))
+    ours = Inserter(model, ONNXRUNTIME, found).export(resolved, folder / "ours.onnx")
+    return kernels(folder / "static.onnx"), kernels(ours)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "encoder6", "mobilenetv2"])
+def test_the_placement_of_quantize_static_runs_in_the_same_kernels(
+    name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    theirs, ours = both(zoo(name, tmp_path_factory.getbasetemp()), tmp_path)
+    assert ours == theirs
+    assert ours["QLinearConv"] + ours["QLinearMatMul"] > 18
+
+
+def floats(g: GraphBuilder, *values: float) -> str:
+    return g.const(np.array(values, np.float32))
+
+
+def integers(g: GraphBuilder, *values: int) -> str:
+    return g.const(np.array(values, np.int64))
+
+
+def relu(g: GraphBuilder, x: str) -> str:
+    return g.op("Relu", g.conv(x, 8, 1))
+
+
+def squeezed(g: GraphBuilder, x: str, gate: str) -> str:
+    """Squeeze and excitation."""
+    return g.op("Mul", x, g.op(gate, g.conv(relu(g, g.op("GlobalAveragePool", x)), 8, 1)))
+
+
+def shuffled(g: GraphBuilder, x: str) -> str:
+    parts = g.op("Transpose", g.op("Reshape", x, integers(g, 1, 2, 4, 8, 8)), perm=[0, 2, 1, 3, 4])
+    return g.op("Reshape", parts, integers(g, 1, 8, 8, 8))
+
+
+BETWEEN: dict[str, Callable[[GraphBuilder, str], str]] = {
+    "activation": lambda g, x: g.op("LeakyRelu", x, alpha=0.1),
+    "average pooling": lambda g, x: g.op("AveragePool", x, kernel_shape=[2, 2], strides=[2, 2]),
+    "channel shuffle": shuffled,
+    "comparison": lambda g, x: g.op("Where", g.op("Greater", x, floats(g, 0.0)), x, relu(g, x)),
+    "concat of signed and absorbed": lambda g, x: g.op("Concat", x, relu(g, x), axis=1),
+    "hard swish": lambda g, x: g.op("Mul", x, g.op("HardSigmoid", x)),
+    "interpolation": lambda g, x: g.op("Resize", x, "", floats(g, 1.0, 1.0, 2.0, 2.0), mode="linear"),
+    "max pooling": lambda g, x: g.op("MaxPool", x, kernel_shape=[2, 2], strides=[2, 2]),
+    "negation": lambda g, x: g.op("Neg", x),
+    "padding": lambda g, x: g.op("Pad", x, integers(g, 0, 0, 1, 1, 0, 0, 1, 1)),
+    "residual": lambda g, x: g.op("Relu", g.op("Add", x, relu(g, x))),
+    "slice": lambda g, x: g.op("Slice", x, integers(g, 0), integers(g, 6), integers(g, 2), integers(g, 1)),
+    "squeeze, hard sigmoid": lambda g, x: squeezed(g, x, "HardSigmoid"),
+    "squeeze, sigmoid": lambda g, x: squeezed(g, x, "Sigmoid"),
+    "swish": lambda g, x: g.op("Mul", x, g.op("Sigmoid", x)),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_what_stands_between_two_convolutions_keeps_neither_float(name: str, tmp_path: Path) -> None:
+    g = GraphBuilder("between", opset=19)
+    y = BETWEEN[name](g, g.conv(g.input("x", (1, 8, 8, 8)), 8, 1))
+    g.output(g.conv(y, 8, 1))
+    theirs, ours = both(from_proto(g.build(), source=name, sha256="0"), tmp_path)
+    assert ours == theirs
+    assert {"Conv", "FusedConv"}.isdisjoint(ours)
+
+
+def test_a_clip_that_may_not_be_absorbed_leaves_its_convolution_in_integers(tmp_path: Path) -> None:
+    g = GraphBuilder("clip")
+    y = g.op("Clip", g.conv(g.input("x", (1, 8, 8, 8)), 8, 1), g.const(np.float32(-1)), g.const(np.float32(1)))
+    g.output(g.conv(y, 8, 1))
+    found = runs_as(from_proto(g.build(), source="clip", sha256="0"), tmp_path)
+    assert found["QLinearConv"] == 2
+    assert {"Conv", "FusedConv"}.isdisjoint(found)
 
 
 def runs_as(model: Model, folder: Path) -> Counter[str]:
