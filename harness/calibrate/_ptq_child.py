@@ -84,9 +84,9 @@ def modelopt_ptq(request: dict[str, Any], reader: _Reader) -> None:
 def ort_static(request: dict[str, Any], reader: _Reader) -> None:
     """ONNX Runtime's `quantize_static` in Q/DQ form, in the dialect of the runtime that will time it.
 
-    Activations as the dialect has them, weights symmetric int8 per channel and stored as int8. Removable activations
-    stay, so that the nodes of the float model are all there. `CalibStridedMinMax` makes every method, not only minmax,
-    read one batch at a time; without it the entropy method holds all activations of all batches.
+    Activations as the dialect has them, weights symmetric int8 per channel and stored as int8. Where zero points are
+    free it removes Relu and Clip, as its users get it. `CalibStridedMinMax` makes every method, not only minmax, read
+    one batch at a time; without it the entropy method holds all activations of all batches.
     Source: `onnxruntime.quantization.quantize` 1.24.
     """
     if request["precision"] != "int8":
@@ -115,7 +115,6 @@ def ort_static(request: dict[str, Any], reader: _Reader) -> None:
             "ActivationSymmetric": request["symmetric"],
             "WeightSymmetric": True,
             "QuantizeBias": request["bias"] == "int32",
-            "QDQKeepRemovableActivations": True,
             "CalibStridedMinMax": 1,
             "CalibPercentile": request["percentile"],
             "CalibTensorRangeSymmetric": request["symmetric"] or request["method"] == "max",

@@ -12,7 +12,7 @@ from pathlib import Path
 from harness.api import Array
 from harness.calibrate.ptq import PtqOptions, modelopt_ptq, ort_static, ptq_fingerprint
 from harness.errors import BuildFailed
-from harness.graph.dialects import Dialect
+from harness.graph.dialects import ONNXRUNTIME_S8, Dialect
 from harness.graph.diff import pairs_in
 from harness.graph.insert import Inserter
 from harness.graph.model import Model
@@ -24,7 +24,9 @@ from search.space import Space
 
 __all__ = ["PTQ", "Foreign", "Order", "extreme_form", "quantize_with"]
 
-PTQ = {"modelopt_ptq": modelopt_ptq, "ort_static": ort_static}
+PTQ = {"modelopt_ptq": modelopt_ptq, "ort_static": ort_static, "ort_static_s8": ort_static}
+DIALECTS = {"ort_static_s8": ONNXRUNTIME_S8.name}
+"""Of those that speak another dialect than the backend's."""
 PACKAGES = ("nvidia-modelopt", "onnxruntime")
 
 
@@ -61,12 +63,13 @@ def quantize_with(name: str, order: Order, observer: Observer) -> Foreign:
     Raises:
         UserError: The disk is full.
     """
-    path = cache_folder() / "ptq" / _key(name, order) / f"{name}.onnx"
+    options: PtqOptions = {**order.options, "dialect_name": DIALECTS.get(name, order.options["dialect_name"])}
+    path = cache_folder() / "ptq" / _key(name, options, order.data_key) / f"{name}.onnx"
     if not path.exists():
         with observer.work(f"{order.source}: quantize with {name}", 1) as step, writing(path):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                PTQ[name](order.model_file, path, order.data, **order.options)
+                PTQ[name](order.model_file, path, order.data, **options)
             except BuildFailed as error:
                 observer.say(f"{order.source}: {name} failed: {error}")
                 return Foreign(name=name, path=None, reason=str(error))
@@ -92,7 +95,7 @@ def extreme_form(
     return Foreign(name=EXTREME, path=path, pairs=inserter.pairs(resolved))
 
 
-def _key(name: str, order: Order) -> str:
+def _key(name: str, options: PtqOptions, data_key: str) -> str:
     tools = sorted(f"{d.name} {d.version}" for d in distributions() if d.name and d.name.startswith(PACKAGES))
-    text = json.dumps([name, ptq_fingerprint(order.options), order.data_key, tools])
+    text = json.dumps([name, ptq_fingerprint(options), data_key, tools])
     return hashlib.sha256(text.encode()).hexdigest()[:24]

@@ -20,8 +20,9 @@ ROLES: Mapping[str, frozenset[str]] = {
 }
 """Placements that quantize the inputs of operators by what they are, see `search.space.Dimension.role`."""
 
-TOOLS = ("modelopt_ptq", "ort_static")
-"""Placements of PTQ tools, made for each model."""
+_USUAL = ("modelopt_ptq", "ort_static")
+TOOLS = (*_USUAL, "ort_static_s8")
+"""Placements of PTQ tools, made for each model; the last one has INT8 activations whatever the backend's dialect."""
 
 FILES = ("import", "pattern_cache", "sensitivity")
 """Placements from a file, `params: {path: ...}`: a Q/DQ model of one's own, what earlier searches learned, and what
@@ -39,8 +40,8 @@ def _is_limit(value: Any) -> bool:
     return type(value) is int and 1 <= value <= MOST
 
 
-INITIAL = ("float", "all", "linear", "linear_add", "movers", *TOOLS)
-BASELINES = ("all", "linear", *TOOLS)
+INITIAL = ("float", "all", "linear", "linear_add", "movers", *_USUAL)
+BASELINES = ("all", "linear", *_USUAL)
 EXTREME = "extreme"
 """Everything quantized in the plainest form, a stress test; see `harness.run.foreign.extreme_form`."""
 _FP8 = "-fp8"

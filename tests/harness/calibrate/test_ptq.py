@@ -75,7 +75,9 @@ def test_the_model_has_qdq_runs_and_keeps_node_names(
     assert operators["QuantizeLinear"] >= 4
     assert operators["DequantizeLinear"] >= operators["QuantizeLinear"]
     names = {node.name for node in quantized.graph.node}
-    assert {node.name for node in onnx.load(model).graph.node} <= names
+    removed = {"Relu"} if tool is ort_static else set()  # zero points do its work
+    assert {node.name for node in onnx.load(model).graph.node if node.op_type not in removed} <= names
+    assert removed.isdisjoint(operators)
     onnx.checker.check_model(quantized)
     assert np.corrcoef(_run(made(tool)).ravel(), _run(model).ravel())[0, 1] > 0.95
 
