@@ -13,7 +13,8 @@ Built on `onnxruntime.quantization.calibrate` (ONNX Runtime 1.24). What differs 
 - Histograms are counted in float64: 2048 edges of float16 collapse onto one another, and the width of a histogram from
   -3.4e38, the masked scores of many transformers, overflows float32.
 - MSE is not among ONNX Runtime's methods; see `Histograms`.
-- A tensor with NaN or infinite values gets bounds that are not finite, where `numpy.nanmin` would pass over them.
+- A tensor with NaN or infinite values gets bounds that are not finite, where `numpy.nanmin` would pass over them; so
+  does one in float16 whose values come to the end of it, as the -65504 of attention masks does.
 - A histogram never outgrows 4 times its first number of bins: `merge_histogram` keeps the width of the first batch's
   bins, so one quiet image in front would ask for gigabytes.
 """
@@ -40,6 +41,7 @@ _GROWTH = 4
 _BINS = {"entropy": 511, "percentile": 2048, "mse": 2048}
 _LEVELS = 128
 _STEPS = 255
+_HALF_END = 6e4
 Bounds = tuple[float, float]
 
 
@@ -226,7 +228,10 @@ class _Once:
 
 
 def _extremes(values: Array) -> Bounds:
-    return float(np.min(values)), float(np.max(values))
+    low, high = float(np.min(values)), float(np.max(values))
+    if values.dtype != np.float16:
+        return low, high
+    return (-math.inf if low < -_HALF_END else low), (math.inf if high > _HALF_END else high)
 
 
 def _joined(first: Bounds, second: Bounds) -> Bounds:

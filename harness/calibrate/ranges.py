@@ -99,8 +99,8 @@ def calibrate(
 
     Returns:
         Lowest and highest value of each tensor; (0.0, 0.0) for a tensor that is always zero or empty, bounds that are
-        not finite for one with NaN or infinite values. That one, and one with values beyond `LARGEST`, is to stay float
-        (`finite_ranges`, `remarks`).
+        not finite for one with NaN or infinite values, or beyond 6e4 in float16. That one, and one with values beyond
+        `LARGEST`, is to stay float (`finite_ranges`, `remarks`).
 
     Raises:
         UserError: The data have NaN or infinite values; every activation has, or huge ones; an activation cannot be
@@ -149,16 +149,11 @@ def narrowed(space: Space, ranges: Ranges) -> Space:
 def remarks(ranges: Ranges) -> tuple[str, ...]:
     """What a reader of results should know about the ranges, a line for each kind; none where all is well."""
     finite = finite_ranges(ranges)
-    broken = [name for name, pair in ranges.items() if not all(map(math.isfinite, pair))]
-    masked = [name for name in ranges if name not in finite and name not in broken]
+    broken = [name for name in ranges if name not in finite]
     dead = [name for name, pair in finite.items() if pair == (0.0, 0.0)]
     said = []
     if broken:
-        said.append(f"NaN or infinite on calibration data, so they stay float: {_listed(broken)}")
-    if masked:
-        said.append(
-            f"beyond +-{LARGEST:g} on calibration data (attention masks?), so they stay float: {_listed(masked)}"
-        )
+        said.append(f"NaN, infinite or huge on calibration data, so they stay float: {_listed(broken)}")
     if dead:
         said.append(f"always 0 on calibration data (dead): {_listed(dead)}")
     return tuple(said)

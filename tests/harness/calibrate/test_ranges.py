@@ -194,28 +194,30 @@ def test_an_activation_with_a_lone_nan_or_infinity_is_named_and_stays_float(
     for batches in ([{"x": x}, {"x": quiet}], [{"x": quiet}, {"x": x}]):
         ranges = calibrate(path, ["x", "log"], batches, method=method)  # type: ignore[arg-type]
         assert set(finite_ranges(ranges)) == {"x"}
-        assert remarks(ranges) == ("NaN or infinite on calibration data, so they stay float: 'log'",)
+        assert remarks(ranges) == ("NaN, infinite or huge on calibration data, so they stay float: 'log'",)
     with pytest.raises(UserError, match="every activation has NaN, infinite or huge values; check the model and"):
         calibrate(path, ["log"], [{"x": x}], method=method)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("dtype", ["float", "float16"])
 @pytest.mark.parametrize("method", METHODS)
-def test_an_activation_with_the_mark_of_an_attention_mask_is_named_and_stays_float(tmp_path: Path, method: str) -> None:
-    """-3.4e38 stands for minus infinity: 8 bits over it would leave one level for every score that counts."""
+def test_an_activation_with_the_mark_of_an_attention_mask_is_named_and_stays_float(
+    tmp_path: Path, method: str, dtype: str
+) -> None:
+    """-3.4e38, in float16 -65504, stands for minus infinity: 8 bits over it leave one level for all that counts."""
     builder = GraphBuilder("masked")
-    scores = builder.input("scores", (1, 4, 16))
-    mask = builder.input("mask", (1, 4, 16))
+    scores = builder.input("scores", (1, 4, 16), dtype)
+    mask = builder.input("mask", (1, 4, 16), dtype)
     masked = builder.op("Add", scores, mask, outputs=["masked"])[0]
     builder.output(builder.op("Softmax", masked, outputs=["weights"])[0])
     path = builder.save(tmp_path / "masked.onnx")
-    hidden = np.triu(np.full((4, 16), np.finfo(np.float32).min, np.float32), 1)[None]
-    batch = {"scores": np.random.default_rng(0).normal(0, 1, (1, 4, 16)).astype(np.float32), "mask": hidden}
+    kind = {"float": np.float32, "float16": np.float16}[dtype]
+    hidden = np.triu(np.full((4, 16), np.finfo(kind).min, kind), 1)[None]
+    batch = {"scores": np.random.default_rng(0).normal(0, 1, (1, 4, 16)).astype(kind), "mask": hidden}
     tensors = ["scores", "mask", "masked", "weights"]
     ranges = calibrate(path, tensors, [batch, batch], method=method)  # type: ignore[arg-type]
     assert set(finite_ranges(ranges)) == {"scores", "weights"}
-    assert remarks(ranges) == (
-        "beyond +-1e+30 on calibration data (attention masks?), so they stay float: 'mask', 'masked'",
-    )
+    assert remarks(ranges) == ("NaN, infinite or huge on calibration data, so they stay float: 'mask', 'masked'",)
 
 
 def test_data_with_nan_are_refused_with_batch_and_input(arithmetic: Path) -> None:

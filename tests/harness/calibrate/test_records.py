@@ -45,7 +45,7 @@ def test_broken_and_dead_activations_are_recorded_and_the_broken_ones_stay_float
     facts = json.loads((tmp_path / "out" / "odd-simulated-int8" / "cell.json").read_text())
     assert facts["calibrated_on"] == "random data"
     broken, quiet = facts["calibration_remarks"]
-    assert broken.startswith("NaN or infinite on calibration data, so they stay float: ")
+    assert broken.startswith("NaN, infinite or huge on calibration data, so they stay float: ")
     assert "'log'" in broken
     assert quiet.startswith("always 0 on calibration data (dead): ")
     assert "'dead'" in quiet
