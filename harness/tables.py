@@ -113,7 +113,7 @@ class Facts(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One placement: its choices over the whole space, its place in the order of measurement, what became of it."""
+    """One placement: its choices over the whole space, its place in the order of first readings, what became of it."""
 
     number: int
     choices: tuple[int, ...]

@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -42,6 +42,8 @@ from search.space import Placement, Space
 
 __all__ = ["most_telling", "neighbours", "record", "sensitivity"]
 
+FASTEST = 16
+"""How many of the fastest are measured anew at a time."""
 LIMIT_MB = 5
 """A committed table is no larger."""
 Rows = dict[str, Row]
@@ -136,6 +138,7 @@ class _Recording:
         facts |= {"varied": tuple(space.dimensions[i].name for i in varied), "base": best.choices}
         self.observer.say(f"{len(varied)} of {len(space)} dimensions, {len(listed)} placements")
         self._measure("table", [listed[index] for index in order], rows, facts)
+        self._measure_again([space.digest(placement) for placement in listed], rows, facts)
         facts["sensitivity"] = {d.name: float(value) for d, value in zip(space.dimensions, found, strict=True)}
         return rows, facts
 
@@ -182,6 +185,21 @@ class _Recording:
                 step.advance("" if trial.best_ms is None else f"best {trial.best_ms:.3f} ms")
 
             run_search(task, Inline(self._attempt()), journal, watch)
+
+    def _measure_again(self, digests: Sequence[str], rows: Rows, facts: Mapping[str, Any]) -> None:
+        """Replace the rows of the fastest by fresh ones, until the fastest of all is a fresh one.
+
+        The least of a thousand noisy readings is a lucky one, and would stay the optimum of the table for ever.
+        """
+        fresh: Rows = {}
+        turn = 1
+        while latency_ms := _latencies({digest: fresh.get(digest, rows[digest]) for digest in digests}):
+            fastest = sorted(latency_ms, key=latency_ms.__getitem__)[:FASTEST]
+            if fastest[0] in fresh:
+                break
+            self._measure(f"again-{turn}", [Placement(rows[digest].choices) for digest in fastest], fresh, facts)
+            turn += 1
+        rows |= {digest: replace(row, number=rows[digest].number) for digest, row in fresh.items()}
 
     def _attempt(self) -> Attempt:
         """An attempt that scores everything, for a table knows no incumbent that could not be beaten."""
