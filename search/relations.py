@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from search.space import Space
 
-__all__ = ["followers", "stages"]
+__all__ = ["followers", "readers", "stages"]
 
 
 def followers(space: Space) -> Mapping[int, int]:
@@ -17,26 +17,37 @@ def followers(space: Space) -> Mapping[int, int]:
     return dict(pairwise(inputs))
 
 
+def readers(space: Space) -> Mapping[int, tuple[int, ...]]:
+    """For each node input the points that read what its node computes: the next one, and all that share its tensors."""
+    sharing: dict[str, set[int]] = defaultdict(set)
+    for index, dimension in enumerate(space.dimensions):
+        for edge in dimension.edges:
+            sharing[edge.tensor].add(index)
+    return {
+        index: tuple(sorted(set().union(*(sharing[edge.tensor] for edge in space.dimensions[after].edges))))
+        for index, after in followers(space).items()
+    }
+
+
 def stages(space: Space) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Sets of dimensions to move together, coarse to fine, no set twice: across patterns, within them, points.
 
-    Across patterns: a role, what follows a role, both, and the outputs. Within: a pattern, a role in it, what follows a
-    role in it, both, and the inputs of one node.
+    Across patterns: a role, what reads its results, both, and the outputs. Within: a pattern, a role in it, what reads
+    its results, both, and the inputs of one node.
     """
-    after = followers(space)
+    after = readers(space)
     wide: dict[str, list[int]] = defaultdict(list)
     narrow: dict[tuple[str, str], list[int]] = defaultdict(list)
     nodes: dict[str, set[int]] = defaultdict(set)
     for index, dimension in enumerate(space.dimensions):
-        follower = [after[index]] if index in after else []
         names = {
             dimension.role: [index],
-            f"after {dimension.role}": follower,
-            f"with {dimension.role}": [index, *follower],
+            f"after {dimension.role}": after.get(index, ()),
+            f"with {dimension.role}": (index, *after.get(index, ())),
         }
         for name, members in {**names, dimension.kind: [index]}.items():
-            wide[name] += members
-            narrow[dimension.group, name] += members
+            wide[name].extend(members)
+            narrow[dimension.group, name].extend(members)
         narrow[dimension.group, ""].append(index)
         for edge in dimension.edges:
             nodes[edge.consumer].add(index)

@@ -16,10 +16,10 @@ def scored(space, placement, objective, **facts):
     return Observation(placement=placement, digest=space.digest(placement), outcome=Score(objective=objective, **facts))
 
 
-def plain_space(count, role=lambda i: "other"):
+def plain_space(count, role=lambda i: "other", kind=lambda i: "node_input"):
     return Space(tuple(
         Dimension(
-            name=f"d{i}", group=f"g{i // 4}", kind="node_input", choices=("float", "int8"),
+            name=f"d{i}", group=f"g{i // 4}", kind=kind(i), choices=("float", "int8"),
             edges=(Edge(f"t{i}", f"n{i}", 0),), role=role(i), cost=1 / (i + 1),
         )
         for i in range(count)
@@ -67,13 +67,32 @@ def test_it_beats_random_search_on_planted_problems(searcher):
 
 
 def test_auto_tries_the_rules_that_nobody_told_it_first():
-    space = plain_space(8, role=lambda i: ("linear", "other", "add", "activation")[i % 4])
-    with_readers = Placement((1, 1, 1, 0) * 2)
+    space = plain_space(8, role=lambda i: ("linear", "pool", "add", "activation")[i % 4])
     searcher = AutoSearcher(space, seed=0)
     for placement in (space.float_placement(), space.only({"linear", "add"})):
         searcher.tell(scored(space, placement, 5.0))
-    assert searcher.ask(2) == [with_readers, Placement((1, 1, 0, 0) * 2)]
+    without_additions, movers = Placement((1, 1, 0, 0) * 2), Placement((1, 1, 1, 0) * 2)
+    assert searcher.ask(2) == [without_additions, movers]
     assert space.only({"linear", "add"}) in list(expert_rules(space)), "a rule, but known already"
+
+
+def test_where_results_must_be_quantized_too_rules_take_all_their_readers_along():
+    """Twice a convolution, x * sigmoid(x) of its result, and a normalization."""
+    roles = ("linear", "activation", "mul", "mul", "normalization")
+    tensors = ("in", "x", "x", "gate", "y")
+    dimensions = [
+        Dimension(
+            name=f"d{i}", group=f"g{i // 5}", kind="node_input", choices=("float", "int8"), role=roles[i % 5],
+            edges=(Edge(f"{tensors[i % 5]}{i // 5}", f"n{i // 5}.{roles[i % 5]}", int(i % 5 == 3)),),
+        )
+        for i in range(10)
+    ]  # fmt: skip
+    end = Dimension(name="end", group="g1", kind="output", choices=("float", "int8"), edges=(Edge("z", "", 0),))
+    space = Space((*dimensions, end))
+    searcher = AutoSearcher(space, seed=0)
+    searcher.tell(scored(space, space.float_placement(), 5.0))
+    in_front, gates = Placement((1, 1, 1, 0, 0) * 2 + (0,)), Placement((1, 1, 1, 1, 0) * 2 + (0,))
+    assert searcher.ask(2) == [in_front, gates]
 
 
 def test_auto_leaves_out_rules_that_can_only_break_the_constraint_more():
