@@ -28,6 +28,7 @@ from harness.graph.cleaning.clean import (
     unmask,
 )
 from harness.graph.cleaning.fold import fold_batch_norms
+from harness.graph.cleaning.guard import sturdy
 from harness.graph.cleaning.read import read_model
 from harness.graph.cleaning.shapes import fix_inputs, infer, shapes_to_constants, types_of
 from harness.graph.cleaning.valid import check_valid
@@ -226,7 +227,8 @@ def _upgrade(proto: onnx.ModelProto, weights: Weights, min_opset: int, source: s
     proto = infer(proto, source)  # the converter needs fewer detours where it knows the shapes
     metadata, declared = list(proto.metadata_props), list(proto.graph.value_info)
     try:
-        proto = version_converter.convert_version(proto, min_opset)
+        what = f"{source}: the upgrade from opset {version} to {min_opset}"
+        proto = sturdy(lambda: version_converter.convert_version(proto, min_opset), what)
     except (version_converter.ConvertError, RuntimeError) as error:
         text = " ".join(str(error).split())
         raise UserError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from onnx_graphsurgeon.logger import G_LOGGER
 from onnx_graphsurgeon.util.exception import OnnxGraphSurgeonException
 
 from harness.errors import UserError
+from harness.graph.cleaning.guard import sturdy
 from harness.graph.model import captures, graphs, subgraphs
 
 __all__ = [
@@ -151,12 +153,18 @@ def tidy(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weights, sourc
     boxed = {node.name for node in graph.node if any(subgraphs(node)) or not is_known(node, opsets)}
     shown = [_box(node) if node.name in boxed else node for node in graph.node]
     outputs = [value.name for value in graph.output]
+    computed: set[str] = set()
+    values: dict[str, np.ndarray[Any, Any]] = {}
     try:
         with G_LOGGER.suppress(G_LOGGER.CRITICAL + 1):
             if not _is_sorted(shown):  # an order that is right is kept, as the file's author meant it
                 shown = _sorted(shown, opsets, outputs)
             constants = {tensor.name: tensor for tensor in graph.initializer} | weights
-            computed, values = _folded(shown, opsets, constants, outputs)
+            foldable = _foldable(shown, constants.keys())
+            if foldable:
+                with _quiet_runtime():
+                    work = partial(_folded, shown, foldable, opsets, constants, outputs)
+                    computed, values = sturdy(work, f"{source}: the computation of constants")
     except OnnxGraphSurgeonException as error:
         raise UserError(f"{source}: its nodes cannot be put in order: {error}; export the model again") from error
     used, kept = set(outputs), []
@@ -179,16 +187,17 @@ def _sorted(nodes: list[onnx.NodeProto], opsets: dict[str, int], outputs: Iterab
 
 
 def _folded(
-    nodes: list[onnx.NodeProto], opsets: dict[str, int], constants: Weights, outputs: list[str]
+    nodes: list[onnx.NodeProto],
+    foldable: list[onnx.NodeProto],
+    opsets: dict[str, int],
+    constants: Weights,
+    outputs: list[str],
 ) -> tuple[set[str], dict[str, np.ndarray[Any, Any]]]:
     """Compute what depends on constants alone.
 
     Returns:
         Names of the nodes that are not needed any more, and values of tensors that they made.
     """
-    foldable = _foldable(nodes, constants.keys())
-    if not foldable:
-        return set(), {}
     names = {node.name for node in foldable}
     made = {name for node in foldable for name in node.output if name}
     read = dict.fromkeys(name for node in nodes if node.name not in names for name in node.input if name in made)
@@ -197,14 +206,13 @@ def _folded(
     surgeon = _surgeon(
         [*foldable, reader], opsets, [_BOX, *(n for n in outputs if n in made)], [constants[n] for n in needed]
     )
-    with _quiet_runtime():
-        surgeon.fold_constants(
-            fold_shapes=False,
-            recurse_subgraphs=False,
-            flatten_subgraphs=False,
-            size_threshold=FOLD_BYTES,
-            should_exclude_node=lambda node: node.name not in names,
-        )
+    surgeon.fold_constants(
+        fold_shapes=False,
+        recurse_subgraphs=False,
+        flatten_subgraphs=False,
+        size_threshold=FOLD_BYTES,
+        should_exclude_node=lambda node: node.name not in names,
+    )
     surgeon.cleanup()
     computed = {t.name: t for t in surgeon.tensors().values() if isinstance(t, gs.Constant) and t.name not in constants}
     values = {name: np.asarray(tensor.values) for name, tensor in computed.items()}

@@ -11,6 +11,7 @@ import onnx
 from onnx import numpy_helper, shape_inference
 
 from harness.errors import UserError, nearest
+from harness.graph.cleaning.guard import sturdy
 from harness.graph.model import TensorType
 
 __all__ = ["fix_inputs", "infer", "parse_shape", "shapes_to_constants", "types_of"]
@@ -75,7 +76,7 @@ def infer(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
     del proto.graph.value_info[:]
     proto.graph.value_info.extend(kept)
     shown, hidden = _shown_to_inference(proto)
-    inferred = _inferred(shown, source)
+    inferred = sturdy(lambda: _inferred(shown, source), f"{source}: shape inference")
     for index, node in hidden.items():
         inferred.graph.node[index].CopyFrom(node)
     return inferred
@@ -104,7 +105,11 @@ def _inferred(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
             # Runtimes only warn of outputs that are declared wrongly, so the declared sizes get no vote.
             for value in proto.graph.output:
                 _forget(value)
-    return shape_inference.infer_shapes(proto, data_prop=True)
+    try:
+        return shape_inference.infer_shapes(proto, data_prop=True)
+    except shape_inference.InferenceError as error:  # element types, which it insists on
+        text = " ".join(str(error).split())
+        raise UserError(f"{source}: no valid ONNX model: {text}; export the model again") from error
 
 
 def types_of(graph: onnx.GraphProto) -> dict[str, TensorType]:

@@ -13,6 +13,7 @@ import pytest
 
 from harness.cli import main
 from harness.graph.build import GraphBuilder
+from harness.graph.cache_file import read_cache
 from harness.run.goal import PROXY
 from harness.run.journal import read_journal
 
@@ -147,6 +148,11 @@ def test_accuracy_first_finds_what_is_as_fast_as_asked(folder: Path) -> None:
     fast = [outcome.samples_ms[0] for outcome in journal(cell) if outcome.samples_ms[0] <= 9.0]
     assert pick["search_ms"] == pytest.approx(max(fast)), "speed costs accuracy, so the slowest that is fast enough"
     assert all(("cosine" in outcome.metrics) == (outcome.samples_ms[0] <= 9.0) for outcome in journal(cell))
+    schemes = [scheme for pattern in read_cache(cell / "patterns.yaml").patterns.values() for scheme in pattern.schemes]
+    assert all(scheme.baseline_ms == pytest.approx(10.0) for scheme in schemes), (
+        "what is learned of patterns is latency"
+    )
+    assert {scheme.latency_ms for scheme in schemes} <= {outcome.samples_ms[0] for outcome in journal(cell)}
 
 
 def test_a_run_that_goes_on_asks_nobody_twice(front: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

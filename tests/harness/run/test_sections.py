@@ -44,15 +44,20 @@ def qdq(*arguments: str) -> int:
     return 0
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sections")
-    builder = GraphBuilder("net", seed=1)
+def write_model(path: Path, seed: int) -> None:
+    """Three convolutions with weights of their own."""
+    builder = GraphBuilder("net", seed=seed)
     x = builder.input("x", (1, 3, 16, 16))
     for channels in (8, 8, 12):
         x = builder.op("Relu", builder.conv(x, channels, 3, pad=1))
     builder.output(builder.op("GlobalAveragePool", x))
-    builder.save(folder / "net.onnx")
+    builder.save(path)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sections")
+    write_model(folder / "net.onnx", seed=1)
     (folder / "small.yaml").write_text(EXPERIMENT)
     assert qdq("run", str(folder / "small.yaml"), "--out", str(folder / "out")) == 0
     return folder
@@ -92,6 +97,19 @@ def test_an_accepted_change_begins_a_new_section_of_the_table(copy: Path, capsys
     assert set(frame["cell"]) == {CELL, f"{CELL}.1"}
     assert (frame.groupby("cell")["method"].count() == 3).all()
     assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0, "and it goes on without the flag"
+
+
+def test_a_changed_model_is_refused_and_begins_a_new_section_where_that_is_accepted(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(copy / "net.onnx", seed=2)
+    command = ["run", str(copy / "small.yaml"), "--out", str(copy / "out")]
+    assert qdq(*command) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert re.search(r"model_sha256: '[0-9a-f]+' -> '[0-9a-f]+'", error), error
+    assert "--accept-changes" in error
+    assert qdq(*command, "--accept-changes") == 0
+    assert set(main_frame(load(copy / "out"))["cell"]) == {CELL, f"{CELL}.1"}
 
 
 def test_more_seeds_go_on_with_what_is_there(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
