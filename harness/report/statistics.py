@@ -17,10 +17,16 @@ import pandas as pd
 
 from harness.measure.stats import Interval, block_ci
 
-__all__ = ["ENOUGH", "Ranks", "compare_pairs", "effect_size", "ranks_of", "score_against_random"]
+__all__ = ["ENOUGH", "FEWEST", "Ranks", "compare_pairs", "effect_size", "ranks_of", "score_against_random"]
 
+FEWEST = 3
+"""Blocks that Friedman's test needs here: fewer say nothing of others, however well they agree."""
 ENOUGH = 6
-"""Blocks that a test needs; with fewer no difference could be significant, so effects are shown without one."""
+"""Blocks that Wilcoxon's test needs: its smallest p is 2 / 2^n, 0.06 for five."""
+MANY_BLOCKS, MANY_METHODS = 10, 5
+"""With more of both Friedman's statistic is close to chi-squared (Demšar 2006, section 3.2.2)."""
+RESAMPLES = 19_999
+"""Permutations drawn where there are more; the smallest p is their reciprocal."""
 CUTOFF = 0.95
 """Share of the best gain at which random search has caught up and a score ends."""
 Floats = npt.NDArray[np.float64]
@@ -33,7 +39,7 @@ class Ranks:
     Attributes:
         mean: By method, best first; rank 1 is the best of a block, ties share their ranks.
         blocks: Number of blocks.
-        p_value: Of Friedman's test that all methods are alike; None with fewer than `ENOUGH` blocks or three methods.
+        p_value: Of Friedman's test that all methods are alike; None with fewer than `FEWEST` blocks or three methods.
         critical_difference: Mean ranks that differ by more are different at 5 % (Nemenyi); None as above.
     """
 
@@ -65,21 +71,46 @@ def ranks_of(values: pd.DataFrame) -> Ranks:
     Raises:
         ValueError: No block or no method.
     """
-    from scipy.stats import friedmanchisquare, rankdata, studentized_range
+    from scipy.stats import rankdata, studentized_range
 
     blocks, methods = values.shape
     if not blocks or not methods:
         raise ValueError(f"ranks need blocks and methods, but got {blocks} and {methods}")
-    ranks = rankdata(-values.to_numpy(dtype=float), axis=1).mean(axis=0)
-    mean = dict(sorted(zip(map(str, values.columns), ranks.tolist(), strict=True), key=lambda pair: pair[1]))
+    ranks = rankdata(-values.to_numpy(dtype=float), axis=1)
+    means = zip(map(str, values.columns), ranks.mean(axis=0).tolist(), strict=True)
+    mean = dict(sorted(means, key=lambda pair: pair[1]))
     p_value = critical = None
-    if blocks >= ENOUGH and methods > 2:
-        with np.errstate(invalid="ignore"):  # all methods equal in every block
-            p_value = float(friedmanchisquare(*values.to_numpy(dtype=float).T).pvalue)
-        p_value = 1.0 if math.isnan(p_value) else p_value
+    if blocks >= FEWEST and methods > 2:
+        p_value = _friedman(ranks)
         q = float(studentized_range.ppf(0.95, methods, np.inf)) / math.sqrt(2)
         critical = q * math.sqrt(methods * (methods + 1) / (6 * blocks))
     return Ranks(mean=mean, blocks=blocks, p_value=p_value, critical_difference=critical)
+
+
+def _friedman(ranks: Floats) -> float:
+    """p of Friedman's test: by permutations within blocks, all of them where they are few, or by chi-squared.
+
+    Args:
+        ranks: Shape (blocks, methods).
+    """
+    from scipy.stats import friedmanchisquare, permutation_test
+
+    blocks, methods = ranks.shape
+    if blocks > MANY_BLOCKS and methods > MANY_METHODS:
+        with np.errstate(invalid="ignore"):  # all methods equal in every block
+            found = float(friedmanchisquare(*ranks.T).pvalue)
+        return 1.0 if math.isnan(found) else found
+    result = permutation_test(
+        tuple(ranks.T), _spread, permutation_type="samples", vectorized=True, n_resamples=RESAMPLES, batch=1_000,
+        alternative="greater", rng=0,
+    )  # fmt: skip
+    return float(result.pvalue)
+
+
+def _spread(*ranks: Floats, axis: int) -> Floats:
+    """What Friedman's statistic grows with where blocks and their ties are given: the sum of squared rank sums."""
+    sums: Floats = np.square(np.stack([method.sum(axis=axis) for method in ranks])).sum(axis=0)
+    return sums
 
 
 def effect_size(first: Sequence[float], second: Sequence[float]) -> float:
