@@ -115,6 +115,8 @@ def _fields(message: GraphProto | ModelProto, wanted: Callable[[int], bool]) -> 
             getattr(kept, descriptor.name).extend(value)
         elif descriptor.message_type is not None:
             getattr(kept, descriptor.name).CopyFrom(value)
+        elif isinstance(value, bytes):  # text that is not UTF-8, which protobuf reads and does not write
+            setattr(kept, descriptor.name, value.decode(errors="replace"))
         else:
             setattr(kept, descriptor.name, value)
     encoded: bytes = kept.SerializeToString(deterministic=True)

@@ -216,6 +216,13 @@ def batch(folder: Path, numbers: range) -> str:
     return " ".join(f"{what}={count}" for what, count in found.items())
 
 
+def test_a_comment_that_is_no_utf8_does_no_harm(tmp_path: Path) -> None:
+    proto = onnx.load_model_from_string(corpus()[0])
+    proto.producer_name = proto.doc_string = "marker"
+    (tmp_path / "m.onnx").write_bytes(proto.SerializeToString().replace(b"marker", b"mark\xf6r"))
+    assert use(tmp_path / "m.onnx") == "used"
+
+
 @pytest.mark.slow
 def test_mutated_models_are_read_or_refused_and_nothing_falls(tmp_path: Path) -> None:
     found: Counter[str] = Counter()
