@@ -12,7 +12,9 @@ from harness.measure.stats import Interval
 from harness.report.results import CellResults
 from harness.run.rows import FLOAT_ROW
 
-__all__ = ["BEYOND", "CAPPED", "METRICS", "cut", "judged", "labels_of", "metric_name", "score_head", "shown_drop"]
+__all__ = [
+    "BEYOND", "CAPPED", "METRICS", "UNSCORED", "cut", "judged", "labels_of", "metric_name", "score_head", "shown_drop",
+]  # fmt: skip
 
 METRICS = {"map": ("mAP", 4, ""), "top1": ("top-1", 4, ""), "sqnr_db": ("SQNR", 1, " dB")}
 """How a metric is shown: name, digits, unit. Others are shown under their own name with four digits."""
@@ -20,6 +22,8 @@ CAPPED = frozenset({"sqnr_db"})
 """Metrics of which the float model has no value of its own but the largest there is, so that no drop can be told."""
 BEYOND = "faster, beyond the bound"
 """Of a row that is faster and loses more accuracy than the experiment allows; it is no recommendation."""
+UNSCORED = "faster, not scored"
+"""Of a row that is faster and could not be scored: outputs that are not finite, as a rule; likewise."""
 
 
 def cut(text: str, width: int) -> str:
@@ -39,7 +43,9 @@ def score_head(metrics: Iterable[str | None]) -> str:
 
 
 def judged(line: Mapping[Any, Any]) -> str:
-    """The verdict on the latency of a row of the main frame, and whether the bound on accuracy speaks against it."""
+    """The verdict on the latency of a row of the main frame, and whether its accuracy speaks against it."""
+    if line["verdict"] == "faster" and not pd.isna(line["metric"]) and pd.isna(line["score"]):
+        return UNSCORED
     return BEYOND if line["verdict"] == "faster" and line["beyond"] else str(line["verdict"])
 
 

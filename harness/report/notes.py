@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from harness.report.naming import BEYOND, CAPPED, metric_name
+from harness.evaluators.intervals import accuracy_of, metric_estimate
+from harness.report.naming import BEYOND, CAPPED, UNSCORED, metric_name
 from harness.report.results import CellResults, Results
-from harness.run.rows import Pick
+from harness.run.rows import FLOAT_ROW, Pick
 
 __all__ = [
     "BUDGET_NOTE", "COST_NOTE", "DECISION_NOTE", "FINALIST_NOTE", "PRECISION_NOTE", "TARGET_NOTE", "VARIANCE_NOTE",
-    "backend_notes", "main_note", "noise", "partial", "progress",
+    "backend_notes", "data_notes", "main_note", "noise", "partial", "progress",
 ]  # fmt: skip
 
 BUDGET_NOTE = (
@@ -94,10 +95,32 @@ def backend_notes(cells: Iterable[CellResults]) -> tuple[str, ...]:
     return tuple(f"{name}: {note}." for note, name in told.items())
 
 
+def data_notes(cells: Sequence[CellResults]) -> tuple[str, ...]:
+    """What the data of some cells do not carry, below every table with their figures; a line each."""
+    random = sorted({cell.facts["model"] for cell in cells if cell.facts["calibrated_on"] == "random data"})
+    told = [f"Calibrated on random data (no accuracy): {', '.join(random)}."] if random else []
+    few: dict[str, list[str]] = {}
+    for cell in cells:
+        if note := _few(cell):
+            few.setdefault(note, []).append(cell.name)
+    return (*told, *(f"Accuracy of {', '.join(names)}: {note}." for note, names in few.items()))
+
+
+def _few(cell: CellResults) -> str:
+    """That a cell was scored on too few images to say much; "" where it was not."""
+    score = cell.scores.get(FLOAT_ROW, {})
+    if cell.metric is None or cell.metric in CAPPED or "metrics" not in score:
+        return ""
+    try:
+        estimate = metric_estimate(accuracy_of(score), cell.metric)
+    except ValueError:  # damaged evidence: told where the drops are taken from it
+        return ""
+    return "" if estimate is None else estimate.note
+
+
 def main_note(results: Results) -> str:
     """How the figures of the main table came about, the floors, and what is odd about the calibration."""
     floors = [f"{cell.name} {cell.floor:.1%}" for cell in results.cells if cell.floor is not None]
-    random = sorted({cell.facts["model"] for cell in results.cells if cell.facts["calibrated_on"] == "random data"})
     bounds = sorted({cell.allowed for cell in results.cells if cell.allowed is not None})
     builds = sorted({cell.builds for cell in results.cells if cell.builds is not None})
     within = f" among those whose drop is at most {', '.join(f'{b:g}' for b in bounds)}" if bounds else ""
@@ -112,8 +135,6 @@ def main_note(results: Results) -> str:
         *_reservations(results.cells, bounds),
         f"A/A floor: {', '.join(floors) if floors else 'not measured yet'}.",
     ]
-    if random:
-        lines.append(f"Calibrated on random data (no accuracy): {', '.join(random)}.")
     if halves := [cell.name for cell in results.cells if cell.facts.get("halves")]:
         lines.append(
             f"Searches saw one half of the evaluator's data, scores and drops are of the other: {', '.join(halves)}."
@@ -124,10 +145,12 @@ def main_note(results: Results) -> str:
     return "\n".join([*lines, *filter(None, [partial(results)])])
 
 
-def _reservations(cells: Iterable[CellResults], bounds: Sequence[float]) -> Iterator[str]:
+def _reservations(cells: Sequence[CellResults], bounds: Sequence[float]) -> Iterator[str]:
     """What some verdicts and scores do not say."""
     if bounds:
         yield f'"{BEYOND}": the drop breaks the bound of the experiment; however fast it is, it is not to be shipped.'
+    if any("failed" in score for cell in cells for score in cell.scores.values()):
+        yield f'"{UNSCORED}": its outputs could not be scored (not finite, as a rule); it is not to be shipped.'
     if names := {metric_name(cell.metric) for cell in cells if cell.metric in CAPPED}:
         yield f"No drop of {', '.join(sorted(names))}: it compares with the float model, whose own value is a cap."
 

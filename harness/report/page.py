@@ -17,7 +17,7 @@ from harness.report.document import document
 from harness.report.drawing import Picture, explanations_of
 from harness.report.explained import Effect
 from harness.report.frames import main_frame
-from harness.report.naming import BEYOND, CAPPED, METRICS, judged, labels_of, metric_name, shown_drop
+from harness.report.naming import BEYOND, CAPPED, METRICS, UNSCORED, judged, labels_of, metric_name, shown_drop
 from harness.report.notes import noise, partial, progress
 from harness.report.results import CellResults, Results
 from harness.report.samples import sample_frame
@@ -31,7 +31,7 @@ WORDS = frozenset({
     "reference", "variant", "parameters", "on", "in", "row",
 })  # fmt: skip
 """Columns that are sorted as text; all others by their first number."""
-KINDS = ("faster", BEYOND, "tie", "slower", "missing", "without a figure")
+KINDS = ("faster", BEYOND, UNSCORED, "tie", "slower", "missing", "without a figure")
 
 
 def index(

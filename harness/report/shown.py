@@ -22,6 +22,7 @@ from harness.report.notes import (
     TARGET_NOTE,
     VARIANCE_NOTE,
     backend_notes,
+    data_notes,
     main_note,
     noise,
 )
@@ -59,7 +60,7 @@ def tables_of(results: Results) -> Iterator[Table]:
         *study_tables(results),
         _variance(variance_frame(results)),
     )
-    told = backend_notes(results.cells)
+    told = (*data_notes(results.cells), *backend_notes(results.cells))
     return (replace(table, note="\n".join([table.note, *told])) for table in found if len(table.cells))
 
 

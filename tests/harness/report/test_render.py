@@ -17,6 +17,7 @@ import harness.report
 from harness.commands.report import show_report
 from harness.errors import UserError
 from harness.report import render
+from harness.report.page import index
 from harness.report.render import drawing_of, text_of, write_tables
 from harness.report.results import load as load_results
 from harness.report.tables import Table, markdown, write_table
@@ -197,12 +198,57 @@ def test_faster_with_too_large_a_drop_does_not_read_as_a_recommendation(folder):
     assert "beyond the bound" not in tables(folder), "no bound, so nothing is beyond it"
 
 
+def test_faster_with_outputs_that_are_not_finite_does_not_read_as_a_recommendation(folder):
+    path = folder / CELL / "accuracy.json"
+    body = json.loads(path.read_text())
+    body["sha of aa main"] = {"failed": "evaluate", "reason": "output 'y' has NaN or infinite values on image 'a.png'"}
+    write_json(path, body)
+    text = tables(folder)
+    for name in ("main", "finalists"):
+        head, *lines = cells_of(folder / "report" / f"{name}.md")
+        method, verdict = head.index("method"), head.index("verdict")
+        assert next(line for line in lines if line[method] == "random")[verdict] == "faster, not scored"
+    assert '"faster, not scored": its outputs could not be scored (not finite, as a rule)' in text
+    raw = pd.read_csv(folder / "report" / "main.csv").set_index("method")
+    assert not raw.loc["random", "best"]
+    assert raw.loc["random", "decision"].startswith("not shipped: not scored (output 'y' has NaN")
+    results = load_results(folder)
+    assert "1 faster but not scored" in index(results, write_tables(results, folder / "report"), {})
+
+
+def test_random_data_and_few_images_are_said_below_every_table(folder):
+    path = folder / CELL / "accuracy.json"
+    body = json.loads(path.read_text())
+    assert "only" not in tables(folder)
+    change(folder, calibrated_on="random data")
+    for score in body.values():
+        score["per_item"] = [1.0] * 19
+    write_json(path, body)
+    tables(folder)
+    for file in (folder / "report").glob("*.md"):
+        note = file.read_text().partition("\n\n")[2]
+        assert "Calibrated on random data (no accuracy): net." in note, file.name
+        assert f"Accuracy of {CELL}: only 19 images: the interval is too wide to say much." in note, file.name
+
+
 def test_full_evaluations_are_added_up_over_seeds(folder):
     path = folder / CELL / "rows.json"
     body = json.loads(path.read_text())
     body["picks"] = [{**p, "scored": 2 + p["seed"]} if p["method"] == "random" else p for p in body["picks"]]
     write_json(path, body)
     assert f"Full evaluations of {CELL}: random 5 of 6." in tables(folder)
+
+
+def test_the_rank_correlation_of_proxy_and_metric_stands_below_the_main_table(folder):
+    path = folder / CELL / "rows.json"
+    body = json.loads(path.read_text())
+    told = {0: 0.875, 1: None}
+    body["picks"] = [
+        {**p, "scored": 2, "agreement": told[p["seed"]]} if p["method"] == "random" else p for p in body["picks"]
+    ]
+    write_json(path, body)
+    said = f"Full evaluations of {CELL}: random 4 of 6 (rank correlation of proxy and metric +0.88)."
+    assert said in tables(folder)
 
 
 def test_a_noisy_machine_is_said_first_below_the_table(folder):
