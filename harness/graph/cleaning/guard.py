@@ -38,7 +38,7 @@ def sturdy(work: Callable[[], T], what: str) -> T:
     if not child:
         _try(work)
     os.close(write)
-    ended = bool(select.select([read], [], [], LIMIT_S)[0])
+    ended = _closes(read)
     os.close(read)
     if not ended:
         os.kill(child, signal.SIGKILL)
@@ -47,6 +47,13 @@ def sturdy(work: Callable[[], T], what: str) -> T:
         how = f"ends by {signal.Signals(os.WTERMSIG(status)).name}" if ended else f"takes more than {LIMIT_S:g} s"
         raise UserError(f"{what} {how}: damaged, or made to do so; fetch or export the model again")
     return work()
+
+
+def _closes(read: int) -> bool:
+    """Whether a pipe is closed at its other end in time."""
+    poller = select.poll()  # `select.select` takes no descriptor above 1023
+    poller.register(read, select.POLLIN)
+    return bool(poller.poll(1e3 * LIMIT_S))
 
 
 def _try(work: Callable[[], object]) -> NoReturn:
