@@ -67,12 +67,12 @@ def test_it_beats_random_search_on_planted_problems(searcher):
 
 
 def test_auto_tries_the_rules_that_nobody_told_it_first():
-    space = plain_space(8, role=lambda i: ("linear", "pool", "add", "activation")[i % 4])
+    space = plain_space(8, role=lambda i: ("linear", "pool", "add", "movement")[i % 4])
     searcher = AutoSearcher(space, seed=0)
     for placement in (space.float_placement(), space.only({"linear", "add"})):
         searcher.tell(scored(space, placement, 5.0))
-    without_additions, movers = Placement((1, 1, 0, 0) * 2), Placement((1, 1, 1, 0) * 2)
-    assert searcher.ask(2) == [without_additions, movers]
+    without_additions, heads, movers = (Placement(scheme * 2) for scheme in ((1, 1, 0, 0), (1, 0, 0, 1), (1, 1, 1, 0)))
+    assert searcher.ask(3) == [without_additions, heads, movers]
     assert space.only({"linear", "add"}) in list(expert_rules(space)), "a rule, but known already"
 
 
