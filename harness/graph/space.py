@@ -185,10 +185,13 @@ class _Drafter:
 
 
 def _distinct(drafts: Iterable[_Draft], precisions: Sequence[str], macs: int) -> list[tuple[_Draft, Dimension]]:
-    """The dimensions that act on edges no earlier one acts on in just this combination."""
+    """The dimensions that act on edges no earlier one acts on in just this combination.
+
+    Which of several patterns keeps such edges is decided by its name, for the order of patterns is the file's.
+    """
     found: list[tuple[_Draft, Dimension]] = []
     known: set[frozenset[Edge]] = set()
-    for draft in drafts:
+    for draft in sorted(drafts, key=lambda draft: (_KINDS.index(draft.kind), draft.group, draft.place)):
         legal = tuple(p for p in precisions if all(p in point.precisions for point in draft.points))
         edges = sorted({edge for point in draft.points for edge in point.edges} | set(draft.ends))
         if not legal or frozenset(edges) in known:

@@ -16,8 +16,8 @@ __all__ = [
 
 BUDGET_NOTE = (
     "Confirmed speedup over the float baseline of the incumbent after so many evaluations: median over seeds "
-    "[95 % interval of the median; the range where there are fewer than six seeds]. Bold: the highest median of a "
-    "cell; underlined: its interval meets that of the highest."
+    "[95 % interval of the median; where there are fewer than six seeds, from the lowest to the highest limit of their "
+    "own 95 % intervals]. Bold: the highest median of a cell; underlined: its interval meets that of the highest."
 )
 FINALIST_NOTE = (
     "Every placement that a search sent to the confirmation at its largest budget; METHOD #2 is the second best of a "

@@ -106,9 +106,13 @@ def price(found: Explanation, metric: str, title: str, path: Path) -> None:
                 number = str(clear.index(effect) + 1)
                 axes.annotate(number, place, xytext=(5, 4), textcoords="offset points", fontsize=8)
         listed = [f"{number}  {_line(effect)}" for number, effect in enumerate(clear, 1)]
-        told = ["microseconds that the pattern gives, 95 % interval; grey: within the noise", *listed]
+        told = [
+            "microseconds that the pattern gives, with 95 % intervals; band: noise of the time",
+            "blue: beyond the noise in time or in accuracy; grey: in neither",
+            *listed,
+        ]
         axes.set_xlabel("\n".join(told), fontsize=8, loc="left")
-        axes.set_ylabel(f"{metric} that it costs")
+        axes.set_ylabel(f"{metric} that it costs (below 0: that it wins)")
         axes.set_title(title)
 
 

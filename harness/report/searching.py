@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,23 +18,27 @@ __all__ = ["TARGETS", "budget_frame", "cost_frame", "curve_frame", "final_speedu
 
 TARGETS = (0.95, 0.99)
 """Shares of the best gain that any search of the cell found."""
+FEWEST_SEEDS = 6
+"""With fewer no interval of their median reaches 95 %."""
 CURVE = ["cell", "searcher", "seed", "evaluations", "minutes", "speedup"]
 
 
 def budget_frame(results: Results) -> pd.DataFrame:
     """Searcher by budget: confirmed speedup of the incumbent at that budget, median over seeds and its interval.
 
+    With fewer than six seeds there is no 95 % interval of their median (Hettmansperger and Sheather 1986): the limits
+    are then the lowest and the highest of the seeds' own confirmed intervals.
+
     `best` marks the highest median of a cell and a budget, `tied` those whose interval meets that of the best.
     """
     lines = []
     for cell in results.cells:
-        found: dict[tuple[str, int], list[float]] = {}
+        found: dict[tuple[str, int], list[Interval]] = {}
         for pick in cell.picks:
             if pick.kind == "search" and pick.rank == 0 and pick.budget is not None and pick.row in cell.summaries:
-                value = cell.summaries[pick.row].speedup.value
-                found.setdefault((pick.method, pick.budget), []).append(value)
+                found.setdefault((pick.method, pick.budget), []).append(cell.summaries[pick.row].speedup)
         for (searcher, budget), speedups in found.items():
-            middle = median_ci(speedups)
+            middle = _over_seeds(speedups)
             lines.append(
                 {
                     "cell": cell.name, "model": cell.facts["model"], "searcher": searcher, "budget": budget,
@@ -46,6 +50,14 @@ def budget_frame(results: Results) -> pd.DataFrame:
     top = frame.groupby(["cell", "budget"])["speedup"].transform("max")
     lowest = frame["low"].where(frame["speedup"] == top).groupby([frame["cell"], frame["budget"]]).transform("max")
     return frame.assign(best=frame["speedup"] == top, tied=frame["high"] >= lowest)
+
+
+def _over_seeds(speedups: Sequence[Interval]) -> Interval:
+    middle = median_ci([speedup.value for speedup in speedups])
+    known = [speedup for speedup in speedups if math.isfinite(speedup.low) and math.isfinite(speedup.high)]
+    if len(speedups) >= FEWEST_SEEDS or not known:
+        return middle
+    return Interval(value=middle.value, low=min(s.low for s in known), high=max(s.high for s in known))
 
 
 def final_speedups(cell: CellResults) -> dict[str, dict[int, float]]:

@@ -10,7 +10,7 @@ import pandas as pd
 
 from harness.measure.stats import median_ci
 from harness.report.results import Results
-from harness.report.statistics import ENOUGH, Ranks
+from harness.report.statistics import ENOUGH, FEWEST, Ranks
 from harness.report.study import ablation_frame, pair_frame, ranks, score_frame
 from harness.report.tables import MISSING, Table, interval
 from harness.report.transfer import likeness_frame, transfer_frame
@@ -85,14 +85,16 @@ def _ranked(found: Ranks | None) -> Iterator[str]:
     """The ranks in words, and whether they mean anything."""
     if found is None:
         return
+    few = "" if found.blocks >= ENOUGH else f"; none below {ENOUGH} cells, where no pair could be significant"
     means = ", ".join(f"{name} {rank:.2f}" for name, rank in found.mean.items())
     yield f"Mean ranks over the {found.blocks} cells that have all searchers: {means}."
-    if found.blocks < ENOUGH:
-        yield f"No test: {found.blocks} cells are too few for any difference to be significant ({ENOUGH} are needed)."
+    if found.blocks < FEWEST:
+        yield f"No test: {found.blocks} cells are too few to say anything of others ({FEWEST} are needed)."
     elif found.p_value is not None and found.critical_difference is not None:
         yield (
             f"Friedman's test: p = {found.p_value:.3g}; Nemenyi's critical difference of mean ranks at 5 %: "
-            f"{found.critical_difference:.2f}. p (Holm): Wilcoxon's signed ranks over cells, corrected for all pairs."
+            f"{found.critical_difference:.2f}. p (Holm): Wilcoxon's signed ranks over cells, corrected for all "
+            f"pairs{few}."
         )
 
 

@@ -101,11 +101,23 @@ def write_table(table: Table, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{table.name}.md").write_text(f"{markdown(table)}\n\n{note_markdown(table)}\n", encoding="utf-8")
     table.raw.to_csv(folder / f"{table.name}.csv", index=False)
-    body = _marked(table, _latex, {"best": r"\textbf{{{}}}", "tied": r"\underline{{{}}}"}).to_latex(
-        index=False, escape=False, column_format="l" * len(table.cells.columns)
+    (folder / f"{table.name}.tex").write_text(_latex_table(table), encoding="utf-8")
+
+
+def _latex_table(table: Table) -> str:
+    """A float of booktabs, no wider than the text; its caption says what all rows share, comments are the notes."""
+    shown = _marked(table, _latex, {"best": r"\textbf{{{}}}", "tied": r"\underline{{{}}}"})
+    shown = shown.drop(columns=[_latex(name) for name in table.alike])
+    body = shown.to_latex(index=False, escape=False, column_format="l" * len(shown.columns)).rstrip()
+    shared = "; ".join(f"{name}: {value}" for name, value in table.alike.items())
+    title = table.title or table.name
+    caption = _latex(f"{title}. {shared}." if shared else f"{title}.")
+    notes = "".join(f"% {printable(line)}\n" for line in table.lines)
+    return (
+        "% \\usepackage{booktabs,graphicx}\n"
+        f"{notes}\\begin{{table}}\n\\centering\n\\caption{{{caption}}}\n\\label{{tab:{table.name}}}\n"
+        f"\\resizebox{{\\ifdim\\width>\\linewidth\\linewidth\\else\\width\\fi}}{{!}}{{%\n{body}}}\n\\end{{table}}\n"
     )
-    head = "".join(f"% {line}\n" for line in (r"\usepackage{booktabs}", *table.lines))
-    (folder / f"{table.name}.tex").write_text(f"{head}{body}", encoding="utf-8")
 
 
 def _marked(table: Table, escape: Callable[[str], str], marks: Mapping[str, str]) -> pd.DataFrame:

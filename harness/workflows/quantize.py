@@ -89,12 +89,20 @@ def by_modelopt(path: Path, target: Path, batches: Iterable[Mapping[str, Array]]
     """Run ModelOpt in a process of its own.
 
     Raises:
-        UserError: Its own words.
+        UserError: Its own words; or it left the model as it was.
     """
     try:
         modelopt(path, target, batches, arguments)
     except BuildFailed as error:
         raise UserError(f"{path.name}: ModelOpt refuses it: {error}") from error
+    made = read_declared(target)
+    if not made.precisions and not any("quantize" in op.lower() or op == "MatMulNBits" for op in made.operators):
+        target.unlink()
+        mode = arguments.get("quantize_mode", "int8")
+        raise UserError(
+            f"{path.name}: ModelOpt quantized nothing in mode {mode}: every operator that it takes then is excluded, "
+            f"too small or not there; the model has {', '.join(sorted(made.operators))}"
+        )
 
 
 def refuse_quantized(declared: Declared, source: str) -> None:

@@ -22,9 +22,9 @@ def test_every_table_compiles(report, tmp_path):
     assert files
     for path in files:
         shutil.copy(path, tmp_path)
-    inputs = "".join(f"\\input{{{path.stem}}}\n\n" for path in files)
+    inputs = "".join(f"\\input{{{path.stem}}}\\clearpage\n\n" for path in files)
     (tmp_path / "all.tex").write_text(
-        f"\\documentclass{{article}}\\usepackage{{booktabs}}\\begin{{document}}\\tiny\n{inputs}\\end{{document}}\n"
+        f"\\documentclass{{article}}\\usepackage{{booktabs,graphicx}}\\begin{{document}}\\tiny\n{inputs}\\end{{document}}\n"
     )
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "-no-shell-escape", "all.tex"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, errors="replace")

@@ -66,7 +66,9 @@ def test_latex_compiles_hostile_names_included(folder, tmp_path):
     )
     inputs = "".join(f"\\input{{{path.stem}}}\n\n" for path in sorted(tmp_path.glob("*.tex")))
     (tmp_path / "all.tex").write_text(
-        "\\documentclass{article}\\usepackage{booktabs}\\begin{document}\\tiny\n" + inputs + "\\end{document}\n"
+        "\\documentclass{article}\\usepackage{booktabs,graphicx}\\begin{document}\\tiny\n"
+        + inputs
+        + "\\end{document}\n"
     )
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "-no-shell-escape", "all.tex"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, errors="replace")

@@ -118,6 +118,9 @@ def test_latex_has_the_best_in_bold_and_no_raw_special_letters(folder):
     text = (folder / "report" / "main.tex").read_text()
     assert r"\textbf{2.00 [2.00, 2.00]}" in text
     assert r"ort\_static" in text
+    assert r"\caption{" in text
+    assert "model: net; device: A CPU, 2 threads." in text, "what all rows share is said once"
+    assert "A CPU" not in text.partition(r"\toprule")[2]
 
 
 @pytest.mark.parametrize(

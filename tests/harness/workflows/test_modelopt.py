@@ -263,6 +263,19 @@ results_dir: out
 
 
 @pytest.mark.slow
+def test_a_model_in_which_nothing_was_quantized_is_refused(tmp_path: Path) -> None:
+    g = GraphBuilder("convolution", opset=19, seed=1)
+    g.output(g.conv(g.input("x", (1, 3, 8, 8)), 8, 3), name="y")
+    model = g.save(tmp_path / "conv.onnx")
+    np.save(tmp_path / "calib.npy", np.random.default_rng(0).normal(size=(2, 3, 8, 8)).astype(np.float32))
+    with pytest.raises(UserError, match=r"quantized nothing in mode int4: .*; the model has Conv"):
+        command.ptq([
+            "--onnx_path", str(model), "--quantize_mode", "int4", "--calibration_data", str(tmp_path / "calib.npy"),
+            "--output_path", str(tmp_path / "int4.onnx"),
+        ])  # fmt: skip
+    assert not (tmp_path / "int4.onnx").exists()
+
+
 def test_int4_of_a_matmul(tmp_path: Path) -> None:
     g = GraphBuilder("linear", opset=19, seed=1)
     g.output(g.linear(g.input("x", (1, 8, 256)), 256, bias=False), name="y")
