@@ -75,7 +75,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_page_runs_its_own_scripts_alone(report: Path) -> None:
     page = (report / "index.html").read_text(encoding="utf-8")
     tags = Tags(page)
-    assert tags.found.count("script") == 2, "its data and its code"
+    assert tags.found.count("script") == 5, "its data, Plotly, and its code in three parts"
     assert "img" not in tags.found
     assert tags.handlers == []
     assert "script&gt;.onnx" in page, "the name is shown"
