@@ -125,6 +125,7 @@ class _Recording:
         rows: Rows = {}
         around = [*anchors.values(), *(p for anchor in anchors.values() for p in neighbours(space, anchor))]
         self._measure("sensitivity", around, rows, facts)
+        self._measure_again("sensitivity", around, rows, facts)
         latency_ms = _latencies(rows)
         if not latency_ms:
             first = next(row.outcome for row in rows.values() if isinstance(row.outcome, Failed))
@@ -138,7 +139,7 @@ class _Recording:
         facts |= {"varied": tuple(space.dimensions[i].name for i in varied), "base": best.choices}
         self.observer.say(f"{len(varied)} of {len(space)} dimensions, {len(listed)} placements")
         self._measure("table", [listed[index] for index in order], rows, facts)
-        self._measure_again([space.digest(placement) for placement in listed], rows, facts)
+        self._measure_again("table", listed, rows, facts)
         facts["sensitivity"] = {d.name: float(value) for d, value in zip(space.dimensions, found, strict=True)}
         return rows, facts
 
@@ -186,18 +187,20 @@ class _Recording:
 
             run_search(task, Inline(self._attempt()), journal, watch)
 
-    def _measure_again(self, digests: Sequence[str], rows: Rows, facts: Mapping[str, Any]) -> None:
+    def _measure_again(self, name: str, listed: Sequence[Placement], rows: Rows, facts: Mapping[str, Any]) -> None:
         """Replace the rows of the fastest by fresh ones, until the fastest of all is a fresh one.
 
-        The least of a thousand noisy readings is a lucky one, and would stay the optimum of the table for ever.
+        The least of a thousand noisy readings is a lucky one, and would decide what is fixed in a table, or be its
+        optimum for ever.
         """
+        digests = [self.cell.space.digest(placement) for placement in listed]
         fresh: Rows = {}
         turn = 1
         while latency_ms := _latencies({digest: fresh.get(digest, rows[digest]) for digest in digests}):
             fastest = sorted(latency_ms, key=latency_ms.__getitem__)[:FASTEST]
             if fastest[0] in fresh:
                 break
-            self._measure(f"again-{turn}", [Placement(rows[digest].choices) for digest in fastest], fresh, facts)
+            self._measure(f"{name}-again-{turn}", [Placement(rows[digest].choices) for digest in fastest], fresh, facts)
             turn += 1
         rows |= {digest: replace(row, number=rows[digest].number) for digest, row in fresh.items()}
 

@@ -95,8 +95,8 @@ def test_a_recording_that_was_cut_off_goes_on(model: Path, tmp_path: Path, monke
     once = Counter(built[6:])  # before, the noise floor has built the float model six times
     assert len(once) == len(whole.rows) + 1
     inside = {whole.subspace.whole.digest(whole.subspace.full(p)) for p in whole.subspace.placements()}
-    assert {digest for digest, times in once.items() if times == 2} == inside, "the fastest 16: all eight of them"
-    assert max(once.values()) == 2
+    assert min(once[digest] for digest in inside) >= 2, "the fastest 16 are read again: all eight of them"
+    assert max(once.values()) <= 3, "with the fastest of the first phase"
     assert {d: r.choices for d, r in resumed.rows.items()} == {d: r.choices for d, r in whole.rows.items()}
     built.clear()
     recorded(model, tmp_path / "cut.parquet", dimensions=3)
