@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import math
 import os
 import resource
 import select
@@ -62,6 +63,8 @@ def _try(work: Callable[[], object]) -> NoReturn:
         faulthandler.disable()
         logging.disable()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(math.ceil(LIMIT_S) + 5)  # it holds the locks of a driver that has gone before it could end it
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         work()
