@@ -141,12 +141,12 @@ def _legend_of(confirmed: pd.DataFrame | None) -> str:
     return (
         lines
         if confirmed is None or not len(confirmed)
-        else f"{lines}\nmarks: confirmed speedup, median and interval over seeds"
+        else f"{lines}\nmarks: confirmed speedup, median over seeds and limits as in the budget table"
     )
 
 
 def budget_bars(budgets: pd.DataFrame, title: str, path: Path) -> None:
-    """Confirmed speedup by searcher and budget, with the interval over seeds.
+    """Confirmed speedup by searcher and budget, with the limits of `harness.report.searching.budget_frame`.
 
     Args:
         budgets: Of one cell: searcher, budget, speedup, low, high.
@@ -167,6 +167,7 @@ def budget_bars(budgets: pd.DataFrame, title: str, path: Path) -> None:
             )  # fmt: skip
         axes.axhline(1.0, color="0.3", linewidth=0.8)
         axes.set_xticks(range(len(searchers)), searchers)
+        axes.set_xlabel("median over seeds; whiskers: 95 % interval, with fewer than six seeds the widest of theirs")
         axes.set_ylabel("confirmed speedup")
         axes.set_title(title)
         key(axes)
