@@ -173,11 +173,13 @@ class Accuracy:
             empty where it is not a mean (mAP).
         evidence: What the metrics can be computed from again on any choice of the images, as text that
             `harness.evaluators.intervals` makes and reads; "" where there is nothing beside `per_item`.
+        note: What has to be said beside the figures, for instance which outputs they leave out; "" as a rule.
     """
 
     metrics: Mapping[str, float]
     per_item: tuple[float, ...] = ()
     evidence: str = ""
+    note: str = ""
 
 
 @runtime_checkable
@@ -191,6 +193,9 @@ class Evaluator(Protocol):
     An evaluator that compares with the float model also has `prepare(infer: Infer) -> None`: the harness calls it once
     with the float model's engine, before any other engine is scored; what it keeps it writes to a file, because engines
     may be scored in other processes.
+
+    One that takes long may have `inferences: int`, how often `score`, and `prepare`, run the engine: then a bar shows
+    how far it is.
     """
 
     metric: str

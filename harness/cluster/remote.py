@@ -10,7 +10,7 @@ from harness.api import Accuracy, Candidate
 from harness.cluster.fleet import WAITING, WORKING, Fleet, Member
 from harness.cluster.host import Order
 from harness.errors import UserError
-from harness.measure.engines import MAIN, Built, Engines, WorkerSpec
+from harness.measure.engines import MAIN, Built, Engines, Watch, WorkerSpec
 from harness.measure.executor import WorkerLost
 from harness.measure.local import attempt
 from harness.measure.sampling import Samples
@@ -79,12 +79,12 @@ class RemoteEngines:
         """See `Engines`."""
         return self._call("call", "sample", handle, sampling, rival, level_ms)  # type: ignore[no-any-return]
 
-    def evaluate(self, handle: int, evaluator: str = MAIN) -> Accuracy | Failed:
-        """See `Engines`."""
+    def evaluate(self, handle: int, evaluator: str = MAIN, watch: Watch | None = None) -> Accuracy | Failed:
+        """See `Engines`; nobody is told on the way."""
         return self._call("call", "evaluate", handle, evaluator)  # type: ignore[no-any-return]
 
-    def prepare(self, handle: int, evaluator: str = MAIN) -> Failed | None:
-        """See `Engines`."""
+    def prepare(self, handle: int, evaluator: str = MAIN, watch: Watch | None = None) -> Failed | None:
+        """See `Engines`; nobody is told on the way."""
         return self._call("call", "prepare", handle, evaluator)  # type: ignore[no-any-return]
 
     def release(self, handle: int) -> None:

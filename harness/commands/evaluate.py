@@ -31,7 +31,9 @@ def evaluate(
     found = {path: read_spec(path) for path in specs}
     for path in specs:
         importable(path.resolve().parent)
-    lines = compared([run(spec, path) for path, spec in found.items()])
+    with Terminal() as terminal:
+        scored = [run(spec, path, terminal) for path, spec in found.items()]
+    lines = compared(scored)
     header = ("spec", "engine or model", "precision", "metric [95 %]", "drop [95 %]", "note")
     table(header, [line.cells() for line in lines])
     models: set[Path | None] = set()

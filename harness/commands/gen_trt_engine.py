@@ -21,11 +21,14 @@ def gen_trt_engine(
 ) -> None:
     """Build an engine from an ONNX file, float or with Q/DQ pairs, as a spec file says, and save it.
 
+    Another runtime's engine is called after it (model.openvino) where the spec file asks for a name of TensorRT's.
+
     Example: `qdq gen-trt-engine experiments/specs/gen_trt_engine.yaml --backend openvino`
     """
     from harness.commands.terminal import importable, param_option
     from harness.run.config import Use
-    from harness.workflows.engine import TENSORRT, build_engine
+    from harness.workflows.engine import build_engine
+    from harness.workflows.engine_file import TENSORRT, engine_path
     from harness.workflows.spec import read_spec, section
 
     found, base = read_spec(spec), spec.resolve().parent
@@ -36,4 +39,11 @@ def gen_trt_engine(
     kept = f"Q/DQ found ({', '.join(facts.precisions)})" if facts.precisions else "float"
     typed = f"{kept}: strongly typed" if facts.precisions and facts.backend == TENSORRT else kept
     version = facts.describe.get("version", "")
-    typer.echo(f"{base / chosen.trt_engine}: {facts.backend} {version}, {typed}")
+    asked = base / chosen.trt_engine
+    path = engine_path(asked, backend)
+    typer.echo(f"{path}: {facts.backend} {version}, {typed}")
+    if path != asked:
+        typer.echo(
+            f"called {path.name}, for no TensorRT can load it; where a spec file says {asked.name} and there is none, "
+            "qdq evaluate takes it"
+        )

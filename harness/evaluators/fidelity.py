@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,23 @@ from harness.evaluators.intervals import evidence_of
 from harness.evaluators.preprocess import open_preprocess, preprocess_fingerprint
 from harness.feeds import random_feeds
 
-__all__ = ["MAX_SQNR_DB", "Fidelity", "compare"]
+__all__ = ["MAX_SQNR_DB", "Fidelity", "compare", "silent"]
 
 MAX_SQNR_DB = 120.0
 """Bound of SQNR: equal outputs have no finite one, and float32 cannot tell much more apart."""
-FINGERPRINT = "fingerprint"
+RESOLUTION = 1e-6
+"""Some eight units in the last place of a float32: runtimes round outputs that differ by less each in its own way."""
+FINGERPRINT, SILENT = "fingerprint", "silent"
+SHOWN = 5
 Floats = npt.NDArray[np.float64]
 
 
 class Fidelity:
     """SQNR (sqnr_db), cosine similarity (cosine) and KL divergence (kl) of the outputs, against the float model.
 
-    The harness calls `prepare` once with the float model's engine; each engine is then scored on the
-    same inputs. Figures are means over batches, of the size that the model takes; `per_item` holds SQNR.
+    The harness calls `prepare` once with the float model's engine; each engine is then scored on the same inputs.
+    Figures are means over batches, of the size that the model takes; `per_item` holds SQNR. Outputs that are the same
+    all over are left out, and named in `note`; see `silent`.
 
     Args:
         reference: Set by the harness: file of the float model's outputs (inputs are never stored).
@@ -78,6 +82,11 @@ class Fidelity:
         """Number of batches."""
         return self._samples if self._batches is None else len(self._batches)
 
+    @property
+    def inferences(self) -> int:
+        """See `harness.api.Evaluator`."""
+        return len(self)
+
     def feeds(self) -> Iterator[dict[str, Array]]:
         """The inputs, the same at each call."""
         return random_feeds(self._inputs, self._samples) if self._batches is None else iter(self._batches)
@@ -88,10 +97,11 @@ class Fidelity:
         Raises:
             EvaluationFailed: The float model itself gives NaN or infinite values.
         """
-        arrays: dict[str, Array] = {FINGERPRINT: np.array(self.fingerprint)}
-        for i, feeds in enumerate(self.feeds()):
-            for name, array in finite(infer(feeds), f"sample {i}").items():
-                arrays[f"{i}/{name}"] = array
+        samples = [dict(finite(infer(feeds), f"sample {i}")) for i, feeds in enumerate(self.feeds())]
+        arrays: dict[str, Array] = {
+            f"{i}/{name}": array for i, sample in enumerate(samples) for name, array in sample.items()
+        }
+        arrays |= {FINGERPRINT: np.array(self.fingerprint), SILENT: np.array(silent(samples), np.str_)}
         self._reference.parent.mkdir(parents=True, exist_ok=True)
         partial = self._reference.with_name(f"{self._reference.name}.{os.getpid()}")
         with partial.open("wb") as file:
@@ -112,19 +122,43 @@ class Fidelity:
             )
         figures: dict[str, list[float]] = {"sqnr_db": [], "cosine": [], "kl": []}
         with np.load(self._reference, allow_pickle=False) as reference:
-            if str(reference[FINGERPRINT]) != self.fingerprint:
+            if SILENT not in reference or str(reference[FINGERPRINT]) != self.fingerprint:
                 raise EvaluationFailed(f"{self._reference} was made on other inputs: remove it and run again")
+            left_out: list[str] = reference[SILENT].tolist()
+            expected: dict[str, Array] = {}
             for i, feeds in enumerate(self.feeds()):
                 outputs = finite(infer(feeds), f"sample {i}")
                 prefix = f"{i}/"
                 expected = {k.removeprefix(prefix): reference[k] for k in reference.files if k.startswith(prefix)}
-                for name, value in compare(expected, outputs).items():
+                for name, value in compare(expected, outputs, left_out).items():
                     figures[name].append(value)
         metrics = {name: float(np.mean(values)) for name, values in figures.items()}
-        return Accuracy(metrics=metrics, per_item=tuple(figures["sqnr_db"]), evidence=evidence_of("mean", figures))
+        return Accuracy(
+            metrics=metrics,
+            per_item=tuple(figures["sqnr_db"]),
+            evidence=evidence_of("mean", figures),
+            note=_note(left_out, expected),
+        )
 
 
-def compare(reference: Mapping[str, Array], outputs: Mapping[str, Array]) -> dict[str, float]:
+def silent(samples: Iterable[Mapping[str, Array]]) -> tuple[str, ...]:
+    """Names of the outputs of floating type that are the same all over, in every place of every sample.
+
+    Their values span no more than `RESOLUTION` of the largest magnitude, or of 1 where that is larger. What engines
+    differ by there is round-off, which says nothing of quantization: beside a signal of 1e-9 an error of 1e-7, that no
+    reader of the output would see, is an SQNR of -40 dB, and beside a constant of 1000 one beyond 120.
+    """
+    spans: dict[str, tuple[float, float]] = {}
+    for sample in samples:
+        for name, array in _floats(sample).items():
+            low, high = spans.get(name, (np.inf, -np.inf))
+            spans[name] = min(low, float(array.min())), max(high, float(array.max()))
+    return tuple(name for name, (low, high) in spans.items() if high - low <= RESOLUTION * max(1.0, -low, high))
+
+
+def compare(
+    reference: Mapping[str, Array], outputs: Mapping[str, Array], left_out: Collection[str] = ()
+) -> dict[str, float]:
     """How close one sample's outputs are; each figure is the mean over the outputs of floating type.
 
     - sqnr_db: 10 log10 of signal power over error power, within +-MAX_SQNR_DB.
@@ -132,23 +166,44 @@ def compare(reference: Mapping[str, Array], outputs: Mapping[str, Array]) -> dic
     - kl: Kullback-Leibler divergence in nats of the softmax over the class axis (the second of four,
       else the last), reference first, mean over the other axes.
 
+    Args:
+        reference: The float model's.
+        outputs: The engine's.
+        left_out: Outputs that do not count, unless there is no other; see `silent`.
+
     Raises:
         EvaluationFailed: An output is missing or of another shape, or none is of floating type.
     """
+    floats = _floats(reference)
+    counted = [name for name in floats if name not in left_out] or list(floats)
     rows = []
-    for name, expected in reference.items():
-        if expected.dtype.kind != "f" or not expected.size:
-            continue
+    for name, expected in floats.items():
         found = outputs.get(name)
         if found is None or found.shape != expected.shape:
             what = "is missing" if found is None else f"has the shape {found.shape}"
             raise EvaluationFailed(f"output {name!r} {what}, the float model's has {expected.shape}")
-        p, q = np.atleast_1d(expected.astype(np.float64), found.astype(np.float64))
-        rows.append((_sqnr_db(p, q), _cosine(p, q), _kl(p, q)))
+        if name in counted:
+            p, q = np.atleast_1d(expected.astype(np.float64), found.astype(np.float64))
+            rows.append((_sqnr_db(p, q), _cosine(p, q), _kl(p, q)))
     if not rows:
         raise EvaluationFailed(f"no output of floating type among {', '.join(reference)}: nothing to compare")
     sqnr_db, cosine, kl = np.mean(rows, axis=0).tolist()
     return {"sqnr_db": sqnr_db, "cosine": cosine, "kl": kl}
+
+
+def _floats(outputs: Mapping[str, Array]) -> dict[str, Array]:
+    return {name: array for name, array in outputs.items() if array.dtype.kind == "f" and array.size}
+
+
+def _note(left_out: list[str], outputs: Mapping[str, Array]) -> str:
+    """What the figures leave out, or that there is nothing else."""
+    if not left_out:
+        return ""
+    more = f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""
+    names = f"{', '.join(map(repr, left_out[:SHOWN]))}{more}"
+    if _floats(outputs).keys() <= set(left_out):
+        return f"fidelity says nothing here: every output is the same all over, on all inputs ({names})"
+    return f"fidelity leaves out what is the same all over, on all inputs: {names}"
 
 
 def _sqnr_db(p: Floats, q: Floats) -> float:

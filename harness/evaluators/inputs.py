@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 
 from harness import registry
-from harness.api import Array, Infer
+from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
 from harness.evaluators.datasets import Dataset, open_images
 from harness.evaluators.feeding import image_size, stacked
-from harness.evaluators.preprocess import Prepared, Size, open_preprocess, preprocess_fingerprint
+from harness.evaluators.preprocess import Prepared, Size, open_plugin, open_preprocess, preprocess_fingerprint
 
-__all__ = ["LabelledImages", "PreparedImages", "evaluator_params", "finite", "only_output"]
+__all__ = ["LabelledImages", "PreparedImages", "doubt", "evaluator_params", "finite", "only_output"]
 
 CACHE_BYTES = 600 * 2**20  # an evaluator lives as long as its worker and scores hundreds of engines
+NOTHING = 0.01
+"""A float model with less of a metric that ends at 1 is not the one that labels and preprocessing are for."""
 
 
 def evaluator_params(use: str, params: Mapping[str, Any], supplied: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,6 +90,11 @@ class PreparedImages:
         self._cache: dict[int, Prepared] = {}
         self._room = CACHE_BYTES
 
+    @property
+    def inferences(self) -> int:
+        """How often `run` runs the engine."""
+        return -(-len(self.data) // self._shape[0])
+
     def run(self, infer: Infer) -> Iterator[tuple[Prepared, Mapping[str, Array]]]:
         """Run the engine on every image; gives the outputs of one image at a time, batch axis included.
 
@@ -149,6 +156,11 @@ class LabelledImages:
         """Number of images."""
         return len(self.images.data)
 
+    @property
+    def inferences(self) -> int:
+        """See `harness.api.Evaluator`."""
+        return self.images.inferences
+
 
 def only_output(outputs: Mapping[str, Array], name: str | None, where: str) -> Array:
     """The output that holds the logits.
@@ -167,3 +179,26 @@ def only_output(outputs: Mapping[str, Array], name: str | None, where: str) -> A
     if found not in outputs:
         raise UserError(f"{where}: the model has no output {found!r}, only {', '.join(sorted(outputs))}")
     return outputs[found]
+
+
+def doubt(accuracy: Accuracy, metric: str, higher_is_better: bool, params: Mapping[str, Any]) -> str:
+    """What is to be said where the float model itself scores next to nothing; "" where it does not.
+
+    Args:
+        accuracy: Of the float model.
+        metric: The evaluator's.
+        higher_is_better: Its direction; a loss near 0 is a good one.
+        params: The evaluator's parameters, to name those that may be wrong.
+    """
+    value = accuracy.metrics.get(metric, 1.0)
+    if not higher_is_better or not 0 <= value < NOTHING:
+        return ""
+    used = {key: params[key] for key in ("preprocess", "decode") if isinstance(params.get(key), str | Mapping)}
+    suspects = [f"{key} (now {open_plugin(given)[0]!r}; qdq list has the others)" for key, given in used.items()]
+    if "input_shape" in params:
+        suspects.append(f"the input's shape (now {'x'.join(map(str, params['input_shape']))})")
+    return (
+        f"the float model itself has {metric} {value:.4f}, so no drop from there says anything: it is not fed, or not "
+        f"read, as it was trained. Look at {', '.join(suspects)}, the labels, and the order of their classes "
+        "(key 'classes')"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,10 +13,12 @@ from harness.measure.stats import Interval
 from harness.records import Failed
 from harness.run.config import Sampling, Use
 
-__all__ = ["MAIN", "Built", "Engines", "WorkerSpec"]
+__all__ = ["MAIN", "Built", "Engines", "Watch", "WorkerSpec"]
 
 MAIN = "main"
 """The benchmarker or evaluator that is meant where none is named."""
+Watch = Callable[[int, int], None]
+"""Told now and then how many inferences of a scoring are done, and how many it takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +73,15 @@ class Engines(Protocol):
         """
         ...
 
-    def evaluate(self, handle: int, evaluator: str = MAIN) -> Accuracy | Failed:
-        """Score an engine."""
+    def evaluate(self, handle: int, evaluator: str = MAIN, watch: Watch | None = None) -> Accuracy | Failed:
+        """Score an engine.
+
+        Args:
+            watch: Told how far it is, where the evaluator has `inferences` and runs on this machine.
+        """
         ...
 
-    def prepare(self, handle: int, evaluator: str = MAIN) -> Failed | None:
+    def prepare(self, handle: int, evaluator: str = MAIN, watch: Watch | None = None) -> Failed | None:
         """Let an evaluator that wants it see the float engine first; None where that went well or is not wanted."""
         ...
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from harness.api import Accuracy, Candidate
-from harness.measure.engines import MAIN, Built, Engines
+from harness.measure.engines import MAIN, Built, Engines, Watch
 from harness.measure.sampling import Samples
 from harness.measure.stats import Interval
 from harness.records import Failed
@@ -129,15 +129,15 @@ class Gated:
         with self._gate.timing():
             return self._engines.sample(handle, sampling, rival, level_ms)
 
-    def evaluate(self, handle: int, evaluator: str = MAIN) -> Accuracy | Failed:
+    def evaluate(self, handle: int, evaluator: str = MAIN, watch: Watch | None = None) -> Accuracy | Failed:
         """See `Engines`."""
         with self._gate.building():
-            return self._engines.evaluate(handle, evaluator)
+            return self._engines.evaluate(handle, evaluator, watch)
 
-    def prepare(self, handle: int, evaluator: str = MAIN) -> Failed | None:
+    def prepare(self, handle: int, evaluator: str = MAIN, watch: Watch | None = None) -> Failed | None:
         """See `Engines`."""
         with self._gate.building():
-            return self._engines.prepare(handle, evaluator)
+            return self._engines.prepare(handle, evaluator, watch)
 
     def release(self, handle: int) -> None:
         """See `Engines`."""

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from harness import registry
-from harness.api import Accuracy, Artifact, Benchmarker, Candidate, Evaluator, Probe
+from harness.api import Accuracy, Array, Artifact, Benchmarker, Candidate, Evaluator, Infer, Probe
 from harness.errors import CandidateError, EvaluationFailed, UserError
 from harness.measure.conditions import Machine
-from harness.measure.engines import MAIN, Built, WorkerSpec
+from harness.measure.engines import MAIN, Built, Watch, WorkerSpec
 from harness.measure.paired import Reference, take_beside
 from harness.measure.sampling import Samples, take, warm_up
 from harness.measure.stats import Interval
@@ -30,10 +30,12 @@ from harness.run.config import Sampling
 from harness.run.journal import writing
 from search.space import digest_of
 
-__all__ = ["InProcess", "attempt", "tail"]
+__all__ = ["InProcess", "attempt", "tail", "watched"]
 
 T = TypeVar("T")
 LOG_LINES = 40
+TELL_S = 0.5
+"""Between two words on how far a scoring is; one that is over sooner goes without."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -121,18 +123,19 @@ class InProcess:
                 warm_up(self._probe(self._beside), Sampling())
         return None if self._beside is None else Reference(self._probe(self._beside), level_ms)
 
-    def evaluate(self, handle: int, evaluator: str = MAIN) -> Accuracy | Failed:
+    def evaluate(self, handle: int, evaluator: str = MAIN, watch: Watch | None = None) -> Accuracy | Failed:
         """See `Engines`."""
-        return attempt("evaluate", lambda: self._evaluate(handle, evaluator))
+        return attempt("evaluate", lambda: self._evaluate(handle, evaluator, watch))
 
-    def prepare(self, handle: int, evaluator: str = MAIN) -> Failed | None:
+    def prepare(self, handle: int, evaluator: str = MAIN, watch: Watch | None = None) -> Failed | None:
         """See `Engines`."""
-        return attempt("evaluate", lambda: self._prepare(handle, evaluator))
+        return attempt("evaluate", lambda: self._prepare(handle, evaluator, watch))
 
-    def _prepare(self, handle: int, name: str) -> None:
-        prepare = getattr(self._evaluator(name), "prepare", None)
+    def _prepare(self, handle: int, name: str, watch: Watch | None) -> None:
+        evaluator = self._evaluator(name)
+        prepare = getattr(evaluator, "prepare", None)
         if prepare is not None:
-            prepare(self._probe(handle).infer)
+            prepare(watched(self._probe(handle).infer, evaluator, watch))
 
     def _evaluator(self, name: str) -> Evaluator:
         if name not in self._evaluators:
@@ -140,9 +143,9 @@ class InProcess:
             self._evaluators[name] = registry.create("evaluator", use.use, use.params)
         return self._evaluators[name]
 
-    def _evaluate(self, handle: int, name: str) -> Accuracy:
+    def _evaluate(self, handle: int, name: str, watch: Watch | None) -> Accuracy:
         evaluator = self._evaluator(name)
-        accuracy = evaluator.score(self._probe(handle).infer)
+        accuracy = evaluator.score(watched(self._probe(handle).infer, evaluator, watch))
         metrics = {metric: float(value) for metric, value in accuracy.metrics.items()}
         for metric, value in metrics.items():
             if not math.isfinite(value):
@@ -150,7 +153,7 @@ class InProcess:
         if evaluator.metric not in metrics:
             raise EvaluationFailed(f"the evaluator gave {', '.join(metrics) or 'nothing'}, but not {evaluator.metric}")
         per_item = tuple(float(value) for value in accuracy.per_item)
-        return Accuracy(metrics=metrics, per_item=per_item, evidence=accuracy.evidence)
+        return Accuracy(metrics=metrics, per_item=per_item, evidence=accuracy.evidence, note=str(accuracy.note))
 
     def release(self, handle: int) -> None:
         """See `Engines`."""
@@ -176,6 +179,25 @@ class InProcess:
         if engine.probe is None:
             engine.probe = engine.opened.enter_context(engine.benchmarker.open(engine.artifact))
         return engine.probe
+
+
+def watched(infer: Infer, evaluator: Evaluator, watch: Watch | None) -> Infer:
+    """The same, telling how far a scoring is, where somebody watches and the evaluator has `inferences`."""
+    total = getattr(evaluator, "inferences", None)
+    if watch is None or not isinstance(total, int):
+        return infer
+    done, told_s = 0, time.monotonic()
+
+    def telling(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        nonlocal done, told_s
+        outputs = infer(feeds)
+        done, now_s = min(done + 1, total), time.monotonic()
+        if now_s - told_s >= TELL_S:
+            told_s = now_s
+            watch(done, total)
+        return outputs
+
+    return telling
 
 
 def attempt(stage: str, work: Callable[[], T]) -> T | Failed:

@@ -23,7 +23,7 @@ from typing import Any
 from harness import registry
 from harness.api import Accuracy, Candidate
 from harness.errors import UserError
-from harness.measure.engines import MAIN, Built, Engines, WorkerSpec
+from harness.measure.engines import MAIN, Built, Engines, Watch, WorkerSpec
 from harness.measure.local import InProcess, attempt, tail
 from harness.measure.sampling import Samples
 from harness.measure.stats import Interval
@@ -36,6 +36,8 @@ from search.space import Resolved
 __all__ = ["InProcess", "Sandbox", "open_engines", "serve"]
 
 START_S = 120.0
+PROGRESS = "progress"
+"""Kind of the messages that come before an answer: how far a scoring is."""
 _logger = logging.getLogger(__name__)
 
 
@@ -102,13 +104,15 @@ class Sandbox:
         limit_s = self._limits.measure_s + (self._limits.build_s if level_ms else 0.0)
         return self._lost(handle, "measure") or self._call("sample", limit_s, handle, sampling, rival, level_ms)
 
-    def evaluate(self, handle: int, evaluator: str = MAIN) -> Accuracy | Failed:
+    def evaluate(self, handle: int, evaluator: str = MAIN, watch: Watch | None = None) -> Accuracy | Failed:
         """See `Engines`."""
-        return self._lost(handle, "evaluate") or self._call("evaluate", self._limits.evaluate_s, handle, evaluator)
+        limit_s = self._limits.evaluate_s
+        return self._lost(handle, "evaluate") or self._call("evaluate", limit_s, handle, evaluator, watch=watch)
 
-    def prepare(self, handle: int, evaluator: str = MAIN) -> Failed | None:
+    def prepare(self, handle: int, evaluator: str = MAIN, watch: Watch | None = None) -> Failed | None:
         """See `Engines`."""
-        return self._lost(handle, "evaluate") or self._call("prepare", self._limits.evaluate_s, handle, evaluator)
+        limit_s = self._limits.evaluate_s
+        return self._lost(handle, "evaluate") or self._call("prepare", limit_s, handle, evaluator, watch=watch)
 
     def release(self, handle: int) -> None:
         """See `Engines`."""
@@ -124,13 +128,13 @@ class Sandbox:
             return None
         return Failed(stage="crash", reason=f"{during}: the engine died with an earlier worker; build it again")
 
-    def _call(self, method: str, limit_s: float, *args: Any) -> Any:
+    def _call(self, method: str, limit_s: float, *args: Any, watch: Watch | None = None) -> Any:
         """One round trip; every way in which it can end is a value, apart from mistakes of the user."""
         started_s = time.perf_counter()
         worker = self._worker or self._start()
         try:
             worker.send((method, args))
-            answer = self._receive(worker, limit_s, method)
+            answer = self._receive(worker, limit_s, method, watch)
         except BaseException:
             self._stop()
             raise
@@ -139,10 +143,15 @@ class Sandbox:
             return replace(answer, log_tail=log_tail, wall_s=time.perf_counter() - started_s)
         return answer
 
-    def _receive(self, worker: Worker, limit_s: float, method: str) -> Any:
+    def _receive(self, worker: Worker, limit_s: float, method: str, watch: Watch | None = None) -> Any:
         """The worker's answer, or a `Failed` that says how it died; then there is no worker any more."""
+        deadline_s = time.monotonic() + limit_s
         try:
             kind, answer = worker.receive(limit_s, self._limits.memory_gb)
+            while kind == PROGRESS:
+                if watch is not None:
+                    watch(*answer)
+                kind, answer = worker.receive(deadline_s - time.monotonic(), self._limits.memory_gb)
         except TimeoutError:
             self._stop()
             return Failed(stage="timeout", reason=f"{method} took longer than {limit_s:g} s")
@@ -192,22 +201,27 @@ def serve(fd: int) -> None:
     end_with_driver()
     connection: Connection[Any, Any] = Connection(fd)
     spec, first_handle = connection.recv()
+
+    def tell(done: int, total: int) -> None:
+        connection.send((PROGRESS, (done, total)))
+
     try:
         with InProcess(spec, first_handle) as engines:
             connection.send(("answer", {name: engines.describe(name) for name in spec.benchmarkers}))
             while True:
-                connection.send_bytes(_answer(engines, *connection.recv()))
+                connection.send_bytes(_answer(engines, tell, *connection.recv()))
     except UserError as error:
         connection.send(("user_error", str(error)))
     except EOFError:
         return
 
 
-def _answer(engines: InProcess, method: str, args: tuple[Any, ...]) -> bytes:
+def _answer(engines: InProcess, tell: Watch, method: str, args: tuple[Any, ...]) -> bytes:
     def work() -> bytes:
         if method == "build":
             return pickle.dumps(("answer", engines.build(_candidate(*args[:3]), args[3])))
-        return pickle.dumps(("answer", getattr(engines, method)(*args)))
+        told = {"watch": tell} if method in ("evaluate", "prepare") else {}
+        return pickle.dumps(("answer", getattr(engines, method)(*args, **told)))
 
     try:
         answer = attempt(method, work)

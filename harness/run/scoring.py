@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from harness import registry
 from harness.api import Accuracy
 from harness.errors import UserError
+from harness.evaluators.inputs import doubt
 from harness.graph.model import Model
 from harness.measure.engines import MAIN
 from harness.records import Failed
@@ -53,7 +54,10 @@ class Scoring:
     def goal(self, book: ScoreBook, model_file: Path, folder: Path) -> Goal:
         """The goal of the searches; the float model, the reference of every drop, is scored where it was not before.
 
+        Its observer is told where the float model scores next to nothing.
+
         Args:
+            book: The cell's.
             model_file: The float model.
             folder: The cell's, whose floor tells the float model's latency.
 
@@ -65,6 +69,8 @@ class Scoring:
         known = {name: book.known_float_score(model_file, name) for name in self.evaluators}
         if None in known.values():
             known = dict(self.show_float(book, model_file))
+        if said := next(filter(None, self._doubts(known)), ""):
+            book.observer.say(f"{folder.name}: {said}")
         own = known[self.searching]
         objective = self.objective
         if not objective.scored or own is None:
@@ -81,6 +87,12 @@ class Scoring:
             max_latency_ms=None if limit is None or float_ms is None else absolute(limit, float_ms),
             float_ms=float_ms,
         )
+
+    def _doubts(self, known: Mapping[str, Accuracy | None]) -> Iterator[str]:
+        """What is to be said of a float model that itself scores next to nothing."""
+        for name, accuracy in known.items():
+            if accuracy is not None and name != PROXY_EVALUATOR:
+                yield doubt(accuracy, self.metric or "", self.higher_is_better, self.evaluators[name].params)
 
     def show_float(self, book: ScoreBook, model_file: Path) -> Mapping[str, Accuracy]:
         """Let the evaluators see the float model, before they score any other, and tell what they say of it.

@@ -13,16 +13,14 @@ from harness.errors import CandidateError, UserError
 from harness.feeds import Types
 from harness.graph.declared import Declared, fix_shapes
 from harness.run.config import Use
-from harness.workflows.engine_file import EngineFacts, save_engine
+from harness.workflows.engine_file import TENSORRT, EngineFacts, engine_path, save_engine
 from harness.workflows.model_file import onnx_file, static_shapes, static_types
 from harness.workflows.spec import Dataset, EngineSection, TensorRTOptions
 
-__all__ = ["TENSORRT", "build_engine"]
+__all__ = ["build_engine"]
 
 logger = logging.getLogger(__name__)
 
-TENSORRT = "tensorrt"
-SUFFIXES = (".trt", ".engine", ".plan")
 PRECISIONS: Mapping[str, str] = {"FP16": "f16", "FP32": "f32"}
 
 
@@ -42,7 +40,7 @@ def build_engine(section: EngineSection, dataset: Dataset, base: Path, backend: 
         UserError: Anything in it that cannot be used; no TensorRT or no GPU, with what is missing.
     """
     path, declared = onnx_file(section.onnx_file, base, "gen_trt_engine.onnx_file")
-    options, target = section.tensorrt, base / section.trt_engine
+    options, target = section.tensorrt, engine_path(base / section.trt_engine, backend.use)
     _mention(declared, section, backend)
     if backend.use == TENSORRT:
         return _by_tensorrt(section, (path, target), declared, dataset, backend.params)
@@ -70,8 +68,6 @@ def _by_tensorrt(
     extra: Mapping[str, Any],
 ) -> EngineFacts:
     path, target = paths
-    if target.suffix not in SUFFIXES:
-        raise UserError(f"gen_trt_engine.trt_engine: a name that ends in {', '.join(SUFFIXES)}, but got {target.name}")
     options = section.tensorrt
     params: dict[str, Any] = {
         "precision": PRECISIONS[options.data_type],

@@ -13,10 +13,14 @@ from harness.api import Artifact, Benchmarker, Candidate
 from harness.errors import CandidateError, UserError
 from harness.feeds import Types
 from harness.graph.declared import Dims
+from harness.run.models import file_name
 
-__all__ = ["EngineFacts", "load_engine", "read_facts", "save_engine"]
+__all__ = ["TENSORRT", "EngineFacts", "engine_path", "load_engine", "read_facts", "save_engine", "stand_in"]
 
 SCHEMA = 1
+TENSORRT = "tensorrt"
+SUFFIXES = (".trt", ".engine", ".plan")
+"""Names that say that an engine is TensorRT's."""
 MAX_BYTES = 1 << 20
 
 
@@ -48,6 +52,35 @@ class EngineFacts:
     def types(self) -> Types:
         """Element type and shape of each input."""
         return self.inputs
+
+
+def engine_path(asked: Path, backend: str) -> Path:
+    """Where an engine goes: another runtime's is called after that, where the name asked for says it were TensorRT's.
+
+    Raises:
+        UserError: An engine of TensorRT's by a name that does not say so.
+    """
+    if backend == TENSORRT and asked.suffix not in SUFFIXES:
+        raise UserError(f"gen_trt_engine.trt_engine: a name that ends in {', '.join(SUFFIXES)}, but got {asked.name}")
+    foreign = backend != TENSORRT and asked.suffix in SUFFIXES
+    return asked.with_suffix(f".{file_name(backend)}") if foreign else asked
+
+
+def stand_in(asked: Path) -> Path | None:
+    """The engine that stands where another was asked for, see `engine_path`; None where that is there, or none is.
+
+    Raises:
+        UserError: Engines of several runtimes are.
+    """
+    if asked.exists() or asked.suffix not in SUFFIXES:
+        return None
+    others = (engine_path(asked, plugin.name) for plugin in registry.plugins("benchmarker"))
+    found = sorted(path for path in others if path.is_file())
+    if len(found) > 1:
+        raise UserError(
+            f"evaluate.trt_engine: there is no {asked.name}, but {', '.join(path.name for path in found)}: name one"
+        )
+    return found[0] if found else None
 
 
 def save_engine(model: Path, path: Path, facts: EngineFacts) -> EngineFacts:

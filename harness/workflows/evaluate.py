@@ -17,12 +17,15 @@ from harness import registry
 from harness.api import Accuracy, Artifact, Benchmarker, Candidate, Evaluator
 from harness.errors import CandidateError, UserError
 from harness.evaluators.feeding import image_input, image_size
-from harness.evaluators.inputs import evaluator_params
+from harness.evaluators.inputs import doubt, evaluator_params
 from harness.feeds import Types
 from harness.graph.cleaning.shapes import parse_shape
 from harness.graph.declared import Dims, fix_shapes
+from harness.measure.local import watched
 from harness.run.config import Use
-from harness.workflows.engine_file import EngineFacts, load_engine, read_facts
+from harness.run.observe import Observer, Silent
+from harness.run.scores import watching
+from harness.workflows.engine_file import EngineFacts, load_engine, read_facts, stand_in
 from harness.workflows.layout import decoder_of
 from harness.workflows.mistakes import respelled
 from harness.workflows.model_file import found_file, onnx_file, static_shapes, static_types
@@ -80,26 +83,29 @@ class _Subject:
     precisions: tuple[str, ...]
 
 
-def evaluate(spec: Spec, source: Path) -> Scored:
+def evaluate(spec: Spec, source: Path, observer: Observer | None = None) -> Scored:
     """Score what section `evaluate` names, and write the figures to `results_dir/NAME.evaluation.json`.
 
     Args:
         spec: The spec file.
         source: Where it lies: relative paths start from its folder.
+        observer: Sees how far it is, and is told where a float model scores next to nothing.
 
     Raises:
         UserError: Anything in it that cannot be used, and the runtime's or evaluator's own words where they fail.
     """
-    chosen, base = section(spec.evaluate, "evaluate", str(source)), source.resolve().parent
+    base, seen = source.resolve().parent, observer or Silent()
+    chosen = _as_built(section(spec.evaluate, "evaluate", str(source)), base)
     started_s = time.monotonic()
     try:
         with respelled(SPEC_KEYS, str(source)), _opened(chosen, spec.dataset, base) as subject:
-            evaluator = _evaluator(chosen, spec.dataset, base, subject)
-            with subject.runtime.open(subject.artifact) as probe:
-                accuracy = evaluator.score(probe.infer)
-                float_model = not subject.precisions and hasattr(evaluator, "prepare")
-                if float_model and accuracy.metrics.get(evaluator.metric, 1.0) < LOST:
-                    evaluator.prepare(probe.infer)  # type: ignore[attr-defined]
+            use = _evaluator_use(chosen, spec.dataset, base, subject)
+            evaluator: Evaluator = registry.create("evaluator", use.use, use.params)
+            accuracy = _scored(subject, evaluator, seen, source.stem)
+            if not subject.precisions:
+                said = doubt(accuracy, evaluator.metric, evaluator.higher_is_better, use.params)
+                if said:
+                    seen.say(f"{source.stem}: {said}")
     except CandidateError as error:
         raise UserError(f"{source}: {chosen.trt_engine or chosen.onnx_file}: {error}") from error
     scored = Scored(
@@ -132,6 +138,26 @@ def source_of(dataset: Dataset) -> dict[str, Any]:
     if dataset.classes:
         found["classes"] = list(dataset.classes)
     return found if dataset.count is None else {**found, "count": dataset.count}
+
+
+def _as_built(chosen: EvaluateSection, base: Path) -> EvaluateSection:
+    """The section with the engine that another runtime built where TensorRT's was asked for."""
+    asked = chosen.trt_engine
+    other = None if asked is None else stand_in(base / asked)
+    if asked is None or other is None:
+        return chosen
+    logger.warning("evaluate.trt_engine: there is no %s; %s is taken, which stands in its place", asked, other.name)
+    return chosen.model_copy(update={"trt_engine": str(Path(asked).with_name(other.name))})
+
+
+def _scored(subject: _Subject, evaluator: Evaluator, observer: Observer, name: str) -> Accuracy:
+    """The accuracy; an evaluator may refuse a float model of which it finds little."""
+    with subject.runtime.open(subject.artifact) as probe, watching(observer, f"inferences of {name}") as watch:
+        accuracy = evaluator.score(watched(probe.infer, evaluator, watch))
+        float_model = not subject.precisions and hasattr(evaluator, "prepare")
+        if float_model and accuracy.metrics.get(evaluator.metric, 1.0) < LOST:
+            evaluator.prepare(probe.infer)  # type: ignore[attr-defined]
+    return accuracy
 
 
 @contextmanager
@@ -179,7 +205,7 @@ def _model(chosen: EvaluateSection, dataset: Dataset, base: Path, scratch: Path)
     )  # fmt: skip
 
 
-def _evaluator(chosen: EvaluateSection, dataset: Dataset, base: Path, subject: _Subject) -> Evaluator:
+def _evaluator_use(chosen: EvaluateSection, dataset: Dataset, base: Path, subject: _Subject) -> Use:
     data = source_of(dataset)
     for key in ("images", "labels"):
         found_file(data[key], base, SPEC_KEYS[key])
@@ -193,8 +219,7 @@ def _evaluator(chosen: EvaluateSection, dataset: Dataset, base: Path, subject: _
     if use.use == "coco_map":
         params.setdefault("decode", _needed(chosen.decode or layout, "evaluate.decode", "decoder"))
     supplied = {"input_name": name, "input_shape": shape, "inputs": subject.inputs, "base": base}
-    made: Evaluator = registry.create("evaluator", use.use, evaluator_params(use.use, params, supplied))
-    return made
+    return Use(use=use.use, params=evaluator_params(use.use, params, supplied))
 
 
 def _preprocess(dataset: Dataset, layout: str | None) -> Mapping[str, Any]:

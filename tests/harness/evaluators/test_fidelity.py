@@ -122,3 +122,58 @@ def test_failures_of_a_candidate_are_explained(tmp_path: Path) -> None:
         fidelity(tmp_path, samples=1).score(engine)
     with pytest.raises(EvaluationFailed, match="no output of floating type among n: nothing to compare"):
         compare({"n": np.array([1])}, {"n": np.array([1])})
+
+
+def with_still_outputs(feeds: Any) -> dict[str, np.ndarray]:
+    """Beside the output that counts: one that is off, one that is full on, and one number that changes."""
+    x = feeds["x"]
+    return {**engine(feeds), "off": x * 1e-12, "full": 1000 + 1e-6 * x, "mean": x.mean().reshape(1)}
+
+
+def test_outputs_that_are_the_same_all_over_are_left_out_and_named(tmp_path: Path) -> None:
+    evaluator = fidelity(tmp_path, samples=3)
+    evaluator.prepare(with_still_outputs)
+
+    def rounded(feeds: Any) -> dict[str, np.ndarray]:
+        exact = with_still_outputs(feeds)
+        return {name: array + (1e-7 if name == "off" else 0.01) for name, array in exact.items()}
+
+    found = evaluator.score(rounded)
+    assert found.note == "fidelity leaves out what is the same all over, on all inputs: 'off', 'full'"
+    plain = fidelity(tmp_path / "plain", samples=3)
+    plain.prepare(lambda f: {k: v for k, v in with_still_outputs(f).items() if k not in ("off", "full")})
+    assert found.metrics == plain.score(rounded).metrics
+    assert plain.score(rounded).note == ""
+
+
+def test_one_number_for_each_sample_is_compared(tmp_path: Path) -> None:
+    evaluator = fidelity(tmp_path, samples=3)
+    evaluator.prepare(lambda f: {"mean": f["x"].mean().reshape(1)})
+    assert evaluator.score(lambda f: {"mean": f["x"].mean().reshape(1) * 1.1}).metrics["sqnr_db"] == pytest.approx(
+        20, abs=0.01
+    )
+
+
+def test_a_model_whose_only_output_never_changes_has_figures_that_say_nothing(tmp_path: Path) -> None:
+    evaluator = fidelity(tmp_path, samples=2)
+    evaluator.prepare(lambda _: {"one": np.ones((1, 1))})
+    found = evaluator.score(lambda _: {"one": np.ones((1, 1))})
+    assert found.metrics["sqnr_db"] == MAX_SQNR_DB
+    assert found.note == "fidelity says nothing here: every output is the same all over, on all inputs ('one')"
+
+
+def test_an_output_that_is_left_out_must_be_there_all_the_same(tmp_path: Path) -> None:
+    evaluator = fidelity(tmp_path, samples=1)
+    evaluator.prepare(with_still_outputs)
+    with pytest.raises(EvaluationFailed, match="output 'off' is missing"):
+        evaluator.score(engine)
+
+
+def test_what_a_large_model_leaves_out_is_named_in_short(tmp_path: Path) -> None:
+    evaluator = fidelity(tmp_path, samples=1)
+
+    def many(feeds: Any) -> dict[str, np.ndarray]:
+        return {**engine(feeds), **{f"dead{i}": np.zeros(4) for i in range(7)}}
+
+    evaluator.prepare(many)
+    assert evaluator.score(many).note.endswith("'dead0', 'dead1', 'dead2', 'dead3', 'dead4' and 2 more")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from harness import zoo
@@ -18,7 +19,7 @@ from harness.cli import app
 from harness.errors import UserError
 from harness.graph.build import GraphBuilder
 from harness.run.config import Use
-from harness.run.observe import Silent
+from harness.run.observe import Observer, Silent
 from harness.workflows import engine as engines
 from harness.workflows import engine_file
 from harness.workflows.comparison import advice, compared
@@ -41,10 +42,27 @@ results_dir: out
 """
 
 
-def score(text: str, folder: Path, name: str = "spec") -> Scored:
+LABELLED = """
+dataset:
+  test_data_sources: {image_dir: images, json_file: labels.txt}
+  batch_size: 2
+  preprocess: array
+"""
+
+
+def labelled(folder: Path) -> None:
+    """Five images of noise with their classes, which `LABELLED` names."""
+    (folder / "images").mkdir()
+    rng = np.random.default_rng(0)
+    for i in range(5):
+        Image.fromarray(rng.integers(0, 255, (8, 8, 3), np.uint8)).save(folder / f"images/{i}.png")
+    (folder / "labels.txt").write_text("".join(f"{i}.png {i}\n" for i in range(5)))
+
+
+def score(text: str, folder: Path, name: str = "spec", observer: Observer | None = None) -> Scored:
     path = folder / f"{name}.yaml"
     path.write_text(text)
-    return evaluate(parse_spec(text, str(path)), path)
+    return evaluate(parse_spec(text, str(path)), path, observer)
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +85,45 @@ dataset: {{calibration_data: {calibration}}}
 def test_an_engine_is_written_and_scores_like_its_model(
     backend: str, detector: Path, coco: Path, tmp_path: Path
 ) -> None:
-    text = ENGINE.format(model=detector, engine="out/model.engine", options="workspace_size: 64") + data(coco)
+    text = ENGINE.format(model=detector, engine="out/model.blob", options="workspace_size: 64") + data(coco)
     spec = parse_spec(text, "s")
     facts = build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, Use(use=backend))
     assert facts.backend == backend
-    assert read_facts(tmp_path / "out/model.engine") == facts
-    engine = score(f"evaluate: {{trt_engine: out/model.engine}}\n{data(coco)}", tmp_path)
+    assert read_facts(tmp_path / "out/model.blob") == facts
+    engine = score(f"evaluate: {{trt_engine: out/model.blob}}\n{data(coco)}", tmp_path)
     model = score(f"evaluate: {{onnx_file: {detector}, backend: {backend}}}\n{data(coco)}", tmp_path)
     assert engine.accuracy.metrics == pytest.approx(model.accuracy.metrics, abs=1e-3)
     assert engine.accuracy.metrics["map"] > 0.8
     kept = json.loads((tmp_path / "out/spec.evaluation.json").read_text())
     assert kept["metrics"]["map"] == pytest.approx(model.accuracy.metrics["map"])
+
+
+def test_another_runtimes_engine_is_not_called_as_if_it_were_tensorrts(
+    small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The spec files of TensorRT's users serve for the others too, and nobody takes one engine for the other."""
+    labelled(tmp_path)
+    (tmp_path / "s.yaml").write_text(ENGINE.format(model=small, engine="out/model.trt", options=""))
+    for backend in ("openvino", "onnxruntime"):
+        done = CliRunner().invoke(app, ["gen-trt-engine", str(tmp_path / "s.yaml"), "--backend", backend])
+        assert done.exit_code == 0, done.output
+        built = tmp_path / f"out/model.{backend}"
+        first, second = done.stdout.splitlines()
+        assert first.startswith(f"{built}: {backend} ")
+        assert second.startswith(
+            f"called model.{backend}, for no TensorRT can load it; where a spec file says model.trt"
+        )
+        assert read_facts(built) is not None
+        assert not (tmp_path / "out/model.trt").exists()
+        if backend == "openvino":
+            found = score(f"evaluate: {{trt_engine: out/model.trt}}\n{LABELLED}", tmp_path)
+            assert found.what == "out/model.openvino"
+            assert "there is no out/model.trt; model.openvino is taken, which stands in its place" in caplog.text
+    with pytest.raises(UserError, match=r"there is no model.trt, but model.onnxruntime, model.openvino: name one"):
+        score(f"evaluate: {{trt_engine: out/model.trt}}\n{LABELLED}", tmp_path)
+    (tmp_path / "out/model.trt").write_bytes(b"TensorRT")
+    with pytest.raises(UserError, match=r"there is no model.trt.json beside it"):
+        score(f"evaluate: {{trt_engine: out/model.trt}}\n{LABELLED}", tmp_path)
 
 
 def test_a_large_drop_names_layers_and_leaving_them_native_helps(
@@ -127,20 +173,20 @@ def test_an_engine_stands_without_its_model(
     """What decodes it is known from the file beside it; which layers to leave native is not."""
     (tmp_path / "build").mkdir()
     shutil.copy(quantized, tmp_path / "build/int8.onnx")
-    spec = parse_spec(ENGINE.format(model="int8.onnx", engine="../out/int8.engine", options=""), "s")
+    spec = parse_spec(ENGINE.format(model="int8.onnx", engine="../out/int8.blob", options=""), "s")
     use = Use(use="onnxruntime", params={"optimization": "disabled"})
     facts = build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path / "build", use)
     assert facts.onnx_file == "../build/int8.onnx"
     text = data(coco).replace("preprocess", "batch_size: 10\n  preprocess")
-    found = score(f"evaluate: {{trt_engine: out/int8.engine}}\n{text}", tmp_path)
+    found = score(f"evaluate: {{trt_engine: out/int8.blob}}\n{text}", tmp_path)
     assert found.model == (tmp_path / "build/int8.onnx").resolve()
-    assert "dataset.batch_size: 10 is left aside: out/int8.engine takes 1" in caplog.text
+    assert "dataset.batch_size: 10 is left aside: out/int8.blob takes 1" in caplog.text
     (tmp_path / "build/int8.onnx").unlink()
-    alone = score(f"evaluate: {{trt_engine: out/int8.engine}}\n{text}", tmp_path, "alone")
+    alone = score(f"evaluate: {{trt_engine: out/int8.blob}}\n{text}", tmp_path, "alone")
     assert alone.accuracy.metrics == found.accuracy.metrics
     first = score(f"evaluate: {{onnx_file: {detector}}}\n{data(coco)}", tmp_path, "float")
     said = advice(compared([first, alone])[1], spec.dataset, tmp_path, Silent())
-    assert said[1:] == ["(which ones cannot be said: the ONNX file of out/int8.engine is not there)"]
+    assert said[1:] == ["(which ones cannot be said: the ONNX file of out/int8.blob is not there)"]
 
 
 def test_evaluations_that_cannot_be_compared() -> None:
@@ -158,21 +204,8 @@ def test_evaluations_that_cannot_be_compared() -> None:
 
 
 def test_top1_of_a_classifier_in_batches(small: Path, tmp_path: Path) -> None:
-    from PIL import Image
-
-    (tmp_path / "images").mkdir()
-    rng = np.random.default_rng(0)
-    for i in range(5):
-        Image.fromarray(rng.integers(0, 255, (8, 8, 3), np.uint8)).save(tmp_path / f"images/{i}.png")
-    (tmp_path / "labels.txt").write_text("".join(f"{i}.png {i}\n" for i in range(5)))
-    text = f"""
-evaluate: {{onnx_file: {small}}}
-dataset:
-  test_data_sources: {{image_dir: images, json_file: labels.txt}}
-  batch_size: 2
-  preprocess: array
-"""
-    found = score(text, tmp_path)
+    labelled(tmp_path)
+    found = score(f"evaluate: {{onnx_file: {small}}}\n{LABELLED}", tmp_path)
     assert found.metric == "top1"
     assert len(found.accuracy.per_item) == 5
 
@@ -325,6 +358,12 @@ def test_a_yolo_of_80_classes_goes_through_every_workflow(tmp_path: Path, coco: 
     (tmp_path / "labels.json").write_text(json.dumps(labels))
     text = data(coco).replace(f"{coco}/annotations/instances_val2017.json", str(tmp_path / "labels.json"))
     text = text.replace("  preprocess: shapes\n", "  count: 2\n")
-    found = score(f"evaluate: {{onnx_file: {model}, backend: openvino}}\n{text}", tmp_path)
+    told: list[str] = []
+    observer = Silent()
+    observer.say = told.append  # type: ignore[method-assign]
+    found = score(f"evaluate: {{onnx_file: {model}, backend: openvino}}\n{text}", tmp_path, observer=observer)
     assert found.metric == "map"
-    assert 0.0 <= found.accuracy.metrics["map"] < 0.1
+    assert 0.0 <= found.accuracy.metrics["map"] < 0.01
+    (said,) = told
+    assert said.startswith("spec: the float model itself has map 0.00")
+    assert "decode (now 'ultralytics'" in said
