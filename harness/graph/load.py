@@ -228,7 +228,7 @@ def _upgrade(proto: onnx.ModelProto, weights: Weights, min_opset: int, source: s
     metadata, declared = list(proto.metadata_props), list(proto.graph.value_info)
     try:
         what = f"{source}: the upgrade from opset {version} to {min_opset}"
-        proto = sturdy(lambda: version_converter.convert_version(proto, min_opset), what)
+        proto = sturdy(what, version_converter.convert_version, proto, min_opset)
     except (version_converter.ConvertError, RuntimeError) as error:
         text = " ".join(str(error).split())
         raise UserError(

@@ -1,7 +1,8 @@
 """A worker process and its life: started bare, spoken to over a socket, gone when the driver is gone.
 
-The worker is a fresh interpreter that imports `harness.measure.sandbox`, not a copy of the driver: it never
-runs the driver's `__main__` (as multiprocessing's spawn would) and loads only the plug-ins it is told to use.
+The worker is a fresh interpreter that imports its body, `harness.measure.sandbox` mostly, and not a copy of the
+driver: it never runs the driver's `__main__` (as multiprocessing's spawn would) and loads only the plug-ins it is told
+to use.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["Worker", "end_with_driver"]
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from harness.measure.sandbox import serve; serve(int(sys.argv[1]))"
+    "from importlib import import_module; import_module(sys.argv[3]).serve(int(sys.argv[1]))"
 )
 
 
@@ -39,17 +40,19 @@ class Worker:
     Args:
         output: File that takes what the worker and its runtimes print.
         first_handle: Handles of this worker start here, so older ones are known to be lost.
+        body: Module whose `serve(fd)` the worker runs, at the other end of the socket.
 
     Raises:
         OSError: No process can be started.
     """
 
-    def __init__(self, output: IO[bytes], first_handle: int) -> None:
+    def __init__(self, output: IO[bytes], first_handle: int = 0, *, body: str = "harness.measure.sandbox") -> None:
         self.first_handle = first_handle
+        command = [sys.executable, "-u", "-X", "faulthandler", "-c", _BOOT]
         here, there = socket.socketpair()
         with here, there:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-X", "faulthandler", "-c", _BOOT, str(there.fileno()), json.dumps(sys.path)],
+                [*command, str(there.fileno()), json.dumps(sys.path), body],
                 stdin=subprocess.PIPE,  # never written to: see end_with_driver
                 stdout=output,
                 stderr=output,
@@ -81,6 +84,11 @@ class Worker:
             if self._used_gb() > memory_gb:
                 raise MemoryError
         return self._connection.recv()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._process.poll() is None
 
     def _used_gb(self) -> float:
         used = 0

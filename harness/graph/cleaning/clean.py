@@ -7,9 +7,7 @@ passes serialize the model, which ends at 2 GiB, and protobuf copies a tensor wh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -162,9 +160,10 @@ def tidy(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weights, sourc
             constants = {tensor.name: tensor for tensor in graph.initializer} | weights
             foldable = _foldable(shown, constants.keys())
             if foldable:
-                with _quiet_runtime():
-                    work = partial(_folded, shown, foldable, opsets, constants, outputs)
-                    computed, values = sturdy(work, f"{source}: the computation of constants")
+                what = f"{source}: the computation of constants"
+                needed = {name: constants[name] for node in foldable for name in node.input if name in constants}
+                read = _read(shown, foldable)
+                computed, values = sturdy(what, _folded, foldable, read, outputs, opsets, needed)
     except OnnxGraphSurgeonException as error:
         raise UserError(f"{source}: its nodes cannot be put in order: {error}; export the model again") from error
     used, kept = set(outputs), []
@@ -186,12 +185,19 @@ def _sorted(nodes: list[onnx.NodeProto], opsets: dict[str, int], outputs: Iterab
     return [by_name[node.name] for node in surgeon.nodes]
 
 
+def _read(nodes: list[onnx.NodeProto], foldable: list[onnx.NodeProto]) -> list[str]:
+    """What other nodes read of what these make."""
+    names = {node.name for node in foldable}
+    made = {name for node in foldable for name in node.output if name}
+    return list(dict.fromkeys(name for node in nodes if node.name not in names for name in node.input if name in made))
+
+
 def _folded(
-    nodes: list[onnx.NodeProto],
     foldable: list[onnx.NodeProto],
+    read: list[str],
+    outputs: list[str],
     opsets: dict[str, int],
     constants: Weights,
-    outputs: list[str],
 ) -> tuple[set[str], dict[str, np.ndarray[Any, Any]]]:
     """Compute what depends on constants alone.
 
@@ -200,12 +206,9 @@ def _folded(
     """
     names = {node.name for node in foldable}
     made = {name for node in foldable for name in node.output if name}
-    read = dict.fromkeys(name for node in nodes if node.name not in names for name in node.input if name in made)
-    reader = onnx.NodeProto(name=_BOX, op_type="Reader", domain=_BOX, input=list(read), output=[_BOX])
-    needed = dict.fromkeys(name for node in foldable for name in node.input if name in constants)
-    surgeon = _surgeon(
-        [*foldable, reader], opsets, [_BOX, *(n for n in outputs if n in made)], [constants[n] for n in needed]
-    )
+    reader = onnx.NodeProto(name=_BOX, op_type="Reader", domain=_BOX, input=read, output=[_BOX])
+    ends = [_BOX, *(name for name in outputs if name in made)]
+    surgeon = _surgeon([*foldable, reader], opsets, ends, constants.values())
     surgeon.fold_constants(
         fold_shapes=False,
         recurse_subgraphs=False,
@@ -232,19 +235,6 @@ def _surgeon(
     shown.graph.initializer.extend(constants)
     # Inputs need not be shown, and must not be: it compares each of them with every tensor (onnx-graphsurgeon 0.6).
     return gs.import_onnx(shown)
-
-
-@contextmanager
-def _quiet_runtime() -> Iterator[None]:
-    """ONNX Runtime, which computes the constants, remarks on each of them that it might have written otherwise."""
-    import onnxruntime  # seconds to load, and most models have nothing to compute
-
-    error, warning = 3, 2
-    onnxruntime.set_default_logger_severity(error)
-    try:
-        yield
-    finally:
-        onnxruntime.set_default_logger_severity(warning)
 
 
 def _is_sorted(nodes: Iterable[onnx.NodeProto]) -> bool:

@@ -1,72 +1,120 @@
-"""What may fall over a hostile file is tried in a process of its own first.
+"""What may fall over a hostile file is done in a process of its own.
 
 The C++ below onnx believes files: it indexes, divides and counts by what they say. With onnx 1.21 a Conv whose weights
 have another rank than its input, strides of 0 or a Slice of 2^62 steps raise nothing: the process ends, or never does.
+
+The process is a fresh interpreter. A fork will not do where the driver has threads: what another one has locked stays
+locked in the fork, and before a fork OpenBLAS (0.3.31, `blas_thread_shutdown`) waits for its threads to end, which one
+that is at work never does.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import logging
 import math
 import os
 import resource
-import select
-import signal
+import threading
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from contextlib import ExitStack, suppress
+from functools import lru_cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar, TypeVarTuple
 
 from harness.errors import UserError
+from harness.measure.worker import Worker, end_with_driver
 
-__all__ = ["sturdy"]
+__all__ = ["serve", "sturdy"]
 
 LIMIT_S = 60.0
 """Shape inference of the largest models takes seconds."""
+START_S = 120.0
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
-def sturdy(work: Callable[[], T], what: str) -> T:
-    """What `work` gives, after a fork has survived it; that takes some milliseconds, and the work once more.
+def sturdy(what: str, work: Callable[[*Ts], T], *args: *Ts) -> T:
+    """What `work` gives, which another process does; the first call waits for its start, half a second.
 
     Args:
         what: Begins the message: which file, and what is done with it.
+        work: A function that can be found by its name; what it takes, gives and raises can be pickled.
 
     Raises:
-        UserError: The fork fell, or had not ended in time.
+        UserError: The process fell, or did not end in time.
     """
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        _try(work)
-    os.close(write)
-    ended = _closes(read)
-    os.close(read)
-    if not ended:
-        os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        how = f"ends by {signal.Signals(os.WTERMSIG(status)).name}" if ended else f"takes more than {LIMIT_S:g} s"
-        raise UserError(f"{what} {how}: damaged, or made to do so; fetch or export the model again")
-    return work()
+    result: T = _helper(os.getpid()).call(what, (work, args))
+    return result
 
 
-def _closes(read: int) -> bool:
-    """Whether a pipe is closed at its other end in time."""
-    poller = select.poll()  # `select.select` takes no descriptor above 1023
-    poller.register(read, select.POLLIN)
-    return bool(poller.poll(1e3 * LIMIT_S))
+def serve(fd: int) -> None:
+    """Body of that process: do what it is told until the driver hangs up."""
+    end_with_driver()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    connection: Connection[Any, Any] = Connection(fd)
+    connection.send("ready")
+    with suppress(EOFError):
+        while True:
+            connection.send(_outcome(*connection.recv()))
 
 
-def _try(work: Callable[[], object]) -> NoReturn:
-    """Life of the fork, which says nothing to anybody; what it raises is raised again where the work is done."""
+def _outcome(work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Exception | None]:
     try:
-        faulthandler.disable()
-        logging.disable()
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(math.ceil(LIMIT_S) + 5)  # it holds the locks of a driver that has gone before it could end it
-        for stream in (1, 2):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        work()
-    finally:
-        os._exit(0)
+        return work(*args), None
+    except Exception as error:  # raised again where the work was asked for
+        return None, error
+
+
+class _Helper:
+    """One process that is given one call at a time, by whatever thread; after a fall the next call starts another."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._worker: Worker | None = None
+
+    def call(self, what: str, order: object) -> Any:
+        with self._turn:
+            value, error = self._answer(what, order)
+        if error is not None:
+            raise error
+        return value
+
+    def _answer(self, what: str, order: object) -> tuple[Any, Exception | None]:
+        with ExitStack() as fallen:
+            fallen.callback(self._stop)
+            worker = self._ready()
+            try:
+                worker.send(order)
+                value, error = worker.receive(LIMIT_S, math.inf)
+            except TimeoutError:
+                how = f"takes more than {LIMIT_S:g} s"
+            except (EOFError, OSError):
+                how = worker.ending()
+            else:
+                fallen.pop_all()
+                return value, error
+        raise UserError(f"{what} {how}: damaged, or made to do so; fetch or export the model again")
+
+    def _ready(self) -> Worker:
+        """The process; a fresh one where that has ended meanwhile, as when the kernel needs its memory."""
+        if self._worker is not None and self._worker.alive:
+            return self._worker
+        self._stop()
+        try:
+            with Path(os.devnull).open("wb") as nowhere:
+                self._worker = Worker(nowhere, body=__name__)
+            self._worker.receive(START_S, math.inf)
+        except (EOFError, OSError) as error:
+            raise UserError(f"no process could be started to read models in: {error or 'it gave no sign'}") from error
+        return self._worker
+
+    def _stop(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.kill()
+
+
+@lru_cache(maxsize=1)
+def _helper(_process: int) -> _Helper:
+    """That of this process, by its id: a fork may not talk to its parent's."""
+    return _Helper()

@@ -76,7 +76,9 @@ def infer(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
     del proto.graph.value_info[:]
     proto.graph.value_info.extend(kept)
     shown, hidden = _shown_to_inference(proto)
-    inferred = sturdy(lambda: _inferred(shown, source), f"{source}: shape inference")
+    inferred, doubt = sturdy(f"{source}: shape inference", _inferred, shown, source)
+    if doubt:
+        logger.warning("%s: some shapes cannot be inferred: %s", source, doubt)
     for index, node in hidden.items():
         inferred.graph.node[index].CopyFrom(node)
     return inferred
@@ -95,18 +97,19 @@ def _shown_to_inference(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[i
     return shown, hidden
 
 
-def _inferred(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
-    for last in (False, True):
+def _inferred(proto: onnx.ModelProto, source: str) -> tuple[onnx.ModelProto, str]:
+    """The model with all types, or with those that can be told and why the others cannot."""
+    doubt = ""
+    for _ in range(2):
         try:
-            return shape_inference.infer_shapes(proto, strict_mode=True, data_prop=True)
+            return shape_inference.infer_shapes(proto, strict_mode=True, data_prop=True), ""
         except shape_inference.InferenceError as error:
-            if last:
-                logger.warning("%s: some shapes cannot be inferred: %s", source, " ".join(str(error).split()))
+            doubt = " ".join(str(error).split())
             # Runtimes only warn of outputs that are declared wrongly, so the declared sizes get no vote.
             for value in proto.graph.output:
                 _forget(value)
     try:
-        return shape_inference.infer_shapes(proto, data_prop=True)
+        return shape_inference.infer_shapes(proto, data_prop=True), doubt
     except shape_inference.InferenceError as error:  # element types, which it insists on
         text = " ".join(str(error).split())
         raise UserError(f"{source}: no valid ONNX model: {text}; export the model again") from error

@@ -267,8 +267,10 @@ def test_the_worker_loads_no_heavy_library(sandbox: Sandbox, candidate: MakeCand
 
 
 def test_ctrl_c_is_the_drivers_affair(sandbox: Sandbox, candidate: MakeCandidate) -> None:
-    os.kill(sandbox.describe()["pid"], signal.SIGINT)
-    assert isinstance(sandbox.build(candidate("ok")), Built)
+    pid = sandbox.describe()["pid"]
+    os.kill(pid, signal.SIGINT)
+    built(sandbox.build(candidate("ok")))
+    assert sandbox.describe()["pid"] == pid, "it is the worker of before"
 
 
 DRIVER = """

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime  # noqa: F401 (takes seconds: once here, else in every fork)
 import pytest
 from onnx import AttributeProto, TensorProto, defs, helper, numpy_helper
 
@@ -97,7 +96,7 @@ def _attributes(schema: defs.OpSchema, rng: random.Random) -> list[onnx.Attribut
 
 def read_all(folder: Path, numbers: range) -> None:
     """Body of a fork."""
-    guard.LIMIT_S = 2.0
+    guard.LIMIT_S = 5.0  # the first constant that is computed waits for ONNX Runtime to be loaded
     for number in numbers:
         (folder / "at").write_text(f"{number} making")
         proto = model_of(random.Random(f"{SEED} {number}"))
@@ -144,8 +143,12 @@ def test_operators_that_lie_are_read_or_refused_and_nothing_falls(tmp_path: Path
 @pytest.mark.parametrize(
     ("shape", "attributes", "message"),
     [
-        ((1, 8), {}, "shape inference ends by SIGABRT: damaged, or made to do so; fetch or export the model again"),
-        ((1, 3, 8, 8), {"strides": [0, 0]}, "shape inference ends by SIGFPE: damaged"),
+        (
+            (1, 8),
+            {},
+            "shape inference was ended by SIGABRT: damaged, or made to do so; fetch or export the model again",
+        ),
+        ((1, 3, 8, 8), {"strides": [0, 0]}, "shape inference was ended by SIGFPE: damaged"),
     ],
 )
 def test_what_onnx_falls_over_is_refused_and_nobody_falls(
@@ -161,16 +164,3 @@ def test_what_onnx_falls_over_is_refused_and_nobody_falls(
     )
     with pytest.raises(UserError, match=f"falls.onnx: {message}"):
         load(path)
-
-
-def test_what_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "LIMIT_S", 0.2)
-    with pytest.raises(UserError, match=r"m\.onnx: shape inference takes more than 0\.2 s: damaged, or made to do so"):
-        guard.sturdy(signal.pause, "m.onnx: shape inference")
-
-
-def test_what_is_raised_in_trial_is_raised_in_earnest() -> None:
-    done = []
-    assert guard.sturdy(lambda: done.append(1) or len(done), "m.onnx") == 1  # type: ignore[func-returns-value]
-    with pytest.raises(ZeroDivisionError):
-        guard.sturdy(lambda: 1 / 0, "m.onnx")
