@@ -27,10 +27,23 @@ def test_only_the_graph_room_imports_onnx():
     assert [path for path in offenders if not path.startswith("harness/calibrate/_")] == []
 
 
-@pytest.mark.parametrize("group", ["qdq.searchers", "qdq.benchmarkers", "qdq.evaluators", "qdq.dialects"])
-def test_every_declared_plug_in_loads(group):
-    for point in entry_points(group=group):
-        assert point.load() is not None
+@pytest.mark.parametrize(
+    ("group", "parts"),
+    [
+        ("qdq.searchers", {"ask", "tell"}),
+        ("qdq.peers", {"ask", "tell"}),
+        ("qdq.benchmarkers", {"build", "open", "describe"}),
+        ("qdq.evaluators", {"score"}),
+        ("qdq.preprocessings", {"prepare"}),
+        ("qdq.decoders", {"__call__"}),
+        ("qdq.dialects", {"precisions", "opset"}),
+    ],
+)
+def test_every_declared_plug_in_loads_and_has_the_parts_of_its_kind(group, parts):
+    points = entry_points(group=group)
+    assert points
+    for point in points:
+        assert parts <= set(dir(point.load())), point.name
 
 
 def test_every_algorithm_is_declared():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from harness.cli import app
+from harness.cli import COMMANDS, app
 from harness.run.config import parse_experiment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,21 +27,25 @@ def test_links_and_pictures_lead_somewhere():
 
 
 def test_every_command_shown_exists():
-    shown = set(re.findall(r"^\$ qdq (\w+)", README, flags=re.MULTILINE))
-    assert shown
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md"))
+    shown = set(re.findall(r"^(?:\$ )?qdq ([a-z-]+)", f"{README}\n{pages}", flags=re.MULTILINE))
+    assert {"run", "report", "regions", "autotune"} <= shown
+    assert shown <= set(COMMANDS)
     help_text = CliRunner().invoke(app, ["--help"]).output
-    assert all(command in help_text for command in shown)
+    assert all(f" {command} " in help_text for command in COMMANDS)
 
 
 def test_experiments_shown_in_the_docs_are_valid():
     for page in (ROOT / "README.md", ROOT / "docs/experiment.md"):
-        for text in re.findall(r"```yaml\n(experiment:.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
-            parse_experiment(text, page.name)
+        shown = re.findall(r"```yaml\n(experiment:.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        assert shown, page.name
+        for text in shown:
+            assert parse_experiment(text, page.name).models
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.yaml")), ids=lambda path: path.name)
-def test_committed_experiments_are_valid(path):
-    parse_experiment(path.read_text(encoding="utf-8"), path.name)
+def test_committed_experiments_are_valid_and_called_like_their_file(path):
+    assert parse_experiment(path.read_text(encoding="utf-8"), path.name).experiment == path.stem
 
 
 @pytest.mark.parametrize("folder", sorted(ROOT.glob("results/*/experiment.yaml")), ids=lambda path: path.parent.name)

@@ -7,9 +7,10 @@ import sys
 
 import numpy as np
 import pytest
+from small import qdq
 
 from harness import registry
-from harness.cli import COMMANDS, main
+from harness.cli import COMMANDS
 from harness.graph.build import GraphBuilder
 from harness.show import Terminal
 
@@ -56,15 +57,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "my_searcher_of_cli", raising=False)
     return tmp_path
-
-
-def qdq(*arguments: str) -> int:
-    """Run the command in this process and give its exit code."""
-    try:
-        main(list(arguments))
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 def model(text: str) -> tuple[str, str]:
@@ -134,7 +126,10 @@ def test_a_searcher_beside_the_experiment_runs_from_anywhere(folder, tmp_path_fa
     )
     assert done.returncode == 0, done.stderr
     assert "| Mine" in done.stdout
-    assert len((out / "net-simulated-int8" / "runs" / "Mine-0.jsonl").read_text().splitlines()) > 2
+    journal = (out / "net-simulated-int8" / "runs" / "Mine-0.jsonl").read_text().splitlines()
+    asks = [line for line in map(json.loads, journal) if line["kind"] == "asked"]
+    assert [line["origin"] for line in asks[:3]] == ["seed:float", "seed:all", "searcher"]
+    assert asks[2]["choices"] == [1] + [0] * (len(asks[2]["choices"]) - 1), "what Mine proposes"
 
 
 def test_warnings_of_our_own_parts_reach_the_user_once_and_nobody_elses(folder, capsys, monkeypatch):

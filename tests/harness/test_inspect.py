@@ -6,22 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from small import qdq
 
-from harness.cli import main
 from harness.graph.build import GraphBuilder
 from harness.graph.dialects import OPENVINO
 from harness.graph.insert import Inserter
 from harness.graph.load import load
 from harness.graph.space import build_space
 from harness.inspect import inspect_regions
-
-
-def qdq(*arguments: str) -> int:
-    try:
-        main(list(arguments))
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
+from small import qdq
 
-from harness.cli import main
 from harness.graph.build import GraphBuilder
 from harness.graph.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
 from harness.graph.diff import delivered
@@ -107,14 +107,6 @@ def test_the_rest_is_quantized_and_what_stays_float_is_said(
     (own,) = (node for node in model.proto.graph.node if node.op_type == op)
     assert kept == own
     assert own.name not in quantized
-
-
-def qdq(*arguments: str) -> int:
-    try:
-        main(list(arguments))
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 @pytest.mark.parametrize("op", CASES)

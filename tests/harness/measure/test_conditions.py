@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from harness.measure.conditions import Conditions, Machine, disturbance
@@ -51,7 +52,12 @@ def test_a_file_that_vanishes_is_no_error(root: Path) -> None:
 
 
 def test_this_machine_can_be_read() -> None:
-    assert Machine().read().at_s > 0
+    machine = Machine()
+    one, two = machine.read(), machine.read()
+    assert two.at_s > one.at_s > 0
+    if Path("/proc/stat").exists():
+        assert one.cores == psutil.cpu_count()
+        assert two.busy_s >= one.busy_s > 0
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from harness.measure import provenance
@@ -12,7 +13,7 @@ from harness.measure import provenance
 def test_environment_is_json_and_names_what_matters() -> None:
     facts = provenance.environment()
     assert json.loads(json.dumps(facts)) == facts
-    assert facts["packages"]["numpy"]
+    assert facts["packages"]["numpy"] == np.__version__
     assert facts["cpu"]["model"] == provenance.cpu_model()
     assert facts["python"].startswith("3.")
 

@@ -155,14 +155,15 @@ def test_parameters_of_another_type_are_refused_at_once(folder: Path, use: str, 
 
 
 def test_parameters_that_fit_or_cannot_be_checked_pass(folder: Path) -> None:
-    with_searcher(folder, KEEPING, {"rate": 1, "parts": ["a"], "odd": 3, "free": {3: "x"}})
-    with_searcher(folder, "portfolio", {"members": ["random", "local"], "params": {"local": {"perturbation": 0.2}}})
+    assert with_searcher(folder, KEEPING, {"rate": 1, "parts": ["a"], "odd": 3, "free": {3: "x"}}) == ()
+    members = {"members": ["random", "local"], "params": {"local": {"perturbation": 0.2}}}
+    assert with_searcher(folder, "portfolio", members) == ()
 
 
-def with_searcher(folder: Path, use: str, params: Any) -> None:
+def with_searcher(folder: Path, use: str, params: Any) -> tuple[str, ...]:
     searcher = {"use": use, "params": params, "label": "it"}
     text = yaml.safe_dump({"experiment": "e", "models": ["net.onnx"], "searchers": [searcher]})
-    check_experiment(parse_experiment(text, "e.yaml"), folder)
+    return check_experiment(parse_experiment(text, "e.yaml"), folder)
 
 
 def test_an_evaluator_can_be_made_for_each_half(folder: Path) -> None:

@@ -6,8 +6,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from small import save_chain
 
-from harness.graph.build import GraphBuilder
 from harness.measure.confirm import summarise
 from harness.records import Failed, Measured
 from harness.run.config import parse_experiment
@@ -38,12 +38,7 @@ REASONS = (
 @pytest.fixture(scope="module")
 def cell(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("faults")
-    builder = GraphBuilder("net", seed=1)
-    x = builder.input("x", (1, 3, 8, 8))
-    for channels in (4, 6, 8, 10):
-        x = builder.op("Relu", builder.conv(x, channels, 3, pad=1))
-    builder.output(builder.op("GlobalAveragePool", x))
-    builder.save(folder / "net.onnx")
+    save_chain(folder / "net.onnx", (4, 6, 8, 10), size=8)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parents[1] / "measure"))
         experiment = parse_experiment(EXPERIMENT, "faults.yaml")

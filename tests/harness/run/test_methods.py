@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from small import qdq
 
-from harness.cli import main
 from harness.graph.build import GraphBuilder
 from harness.run.journal import read_journal
 from harness.run.rows import read_rows
@@ -24,14 +24,6 @@ baselines: [all]
 budget: {evaluations: [12]}
 confirmation: {builds: 3, rounds: 2, samples: 3}
 """
-
-
-def qdq(*arguments: str) -> int:
-    try:
-        main(list(arguments))
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,8 @@
 import shutil
 
 import pytest
+from small import qdq
 
-from harness.cli import main
 from harness.graph.build import GraphBuilder
 
 EXPERIMENT = """
@@ -17,14 +17,6 @@ baselines: [all]
 budget: {evaluations: [4]}
 confirmation: {builds: 3, rounds: 2, samples: 3}
 """
-
-
-def qdq(*arguments: str) -> int:
-    try:
-        main(list(arguments))
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 @pytest.fixture

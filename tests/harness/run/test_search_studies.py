@@ -74,4 +74,4 @@ def test_placements_move_between_runtimes_threads_and_models_of_a_family() -> No
 @pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
 @pytest.mark.parametrize("name", ["searchers_openvino", "searchers_openvino_bf16", "searchers_onnxruntime"])
 def test_nothing_stands_in_the_way_of_a_run(name: str) -> None:
-    check_experiment(read(name), FOLDER)
+    assert [remark for remark in check_experiment(read(name), FOLDER) if "random data is used" not in remark] == []

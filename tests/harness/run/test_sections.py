@@ -10,9 +10,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from small import qdq, save_chain
 
-from harness.cli import main
-from harness.graph.build import GraphBuilder
 from harness.measure.executor import WorkerLost
 from harness.report.frames import main_frame
 from harness.report.results import load
@@ -36,22 +35,9 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 CELL = "net-simulated-int8"
 
 
-def qdq(*arguments: str) -> int:
-    try:
-        main(list(arguments))
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
-
-
 def write_model(path: Path, seed: int) -> None:
     """Three convolutions with weights of their own."""
-    builder = GraphBuilder("net", seed=seed)
-    x = builder.input("x", (1, 3, 16, 16))
-    for channels in (8, 8, 12):
-        x = builder.op("Relu", builder.conv(x, channels, 3, pad=1))
-    builder.output(builder.op("GlobalAveragePool", x))
-    builder.save(path)
+    save_chain(path, (8, 8, 12), seed=seed)
 
 
 @pytest.fixture(scope="module")

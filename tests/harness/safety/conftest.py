@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from small import save_small
 
-from harness.graph.build import GraphBuilder
 from harness.run.config import Experiment, parse_experiment
 from harness.run.experiment import run_experiment
 from harness.run.observe import Silent
@@ -82,11 +82,5 @@ class Workplace:
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     """The experiment with its model."""
     folder = tmp_path_factory.mktemp("safety")
-    builder = GraphBuilder("net", seed=1)
-    x = builder.input("x", (1, 3, 16, 16))
-    for channels in (8, 8, 12, 12):
-        x = builder.op("Relu", builder.conv(x, channels, 3, pad=1))
-    x = builder.op("Add", x, builder.conv(x, 12, 1))
-    builder.output(builder.op("GlobalAveragePool", x))
-    builder.save(folder / "net.onnx")
+    save_small(folder / "net.onnx")
     return Workplace(folder, parse_experiment(EXPERIMENT, "killed.yaml"))

@@ -182,7 +182,10 @@ def test_the_searchers_of_somebody_else_are_replayed_again_once_their_file_chang
 
 def test_committed_studies_are_valid() -> None:
     root = Path(__file__).resolve().parents[3]
-    for path in (root / "experiments/studies").glob("*.yaml"):
+    paths = list((root / "experiments/studies").glob("*.yaml"))
+    assert paths
+    for path in paths:
         study = BudgetStudy.model_validate(read_document(path.read_text(encoding="utf-8"), path.name))
+        assert study.searchers
         for contender in study.searchers:
             check_params("searcher", contender.use, contender.params, given=("space", "seed"))

@@ -25,8 +25,8 @@ def refused(text: str) -> str:
 
 
 @pytest.mark.parametrize("path", sorted(SPECS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_the_specs_to_start_from_are_valid(path: Path) -> None:
-    read_spec(path)
+def test_the_specs_to_start_from_are_valid_and_read_whole(path: Path) -> None:
+    assert read_spec(path).model_fields_set == yaml.safe_load(path.read_text(encoding="utf-8")).keys()
 
 
 def test_the_example_of_the_document_is_read() -> None:

@@ -244,9 +244,15 @@ def test_optuna_takes_failures_several_objectives_and_scores_without_them():
     (failing,) = searcher.ask(1)
     outcome = Failure(stage="build", reason="no")
     searcher.tell(Observation(placement=failing, digest=space.digest(failing), outcome=outcome))
+    asked = [failing]
     for _ in range(8):
-        for placement in searcher.ask(2):
+        proposals = searcher.ask(2)
+        assert len(proposals) == 2
+        for placement in proposals:
             searcher.tell(scored(space, placement, 3.0, objectives=(3.0, 0.1), violation=0.1))
+        asked += proposals
+    assert all(space.digest(space.nearest(dict(space.resolve(p)))) == space.digest(p) for p in asked)
+    assert len({p.choices for p in asked}) > 4, "it goes on looking"
 
 
 def test_per_pattern_gives_turns_in_graph_order_and_revises_in_the_next_round():
