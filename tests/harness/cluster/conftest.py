@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small import save_chain
 
-from harness.graph.build import GraphBuilder
 from harness.records import Measured, Outcome, Told
 from harness.report.frames import main_frame
 from harness.report.results import load
@@ -111,12 +111,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     """Two models and data to score them on."""
     folder = tmp_path_factory.mktemp("cluster")
     for name, sizes in (("net", (8, 8, 12, 12)), ("other", (8, 12, 8))):
-        builder = GraphBuilder(name, seed=1)
-        x = builder.input("x", (1, 3, 16, 16))
-        for channels in sizes:
-            x = builder.op("Relu", builder.conv(x, channels, 3, pad=1))
-        builder.output(builder.op("GlobalAveragePool", x))
-        builder.save(folder / f"{name}.onnx")
+        save_chain(folder / f"{name}.onnx", sizes)
     rng = np.random.default_rng(0)
     for name, rows in (("calibration", 4), ("labelled", 40)):
         np.savez(folder / f"{name}.npz", x=rng.normal(size=(rows, 3, 16, 16)).astype(np.float32))

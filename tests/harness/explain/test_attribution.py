@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from small import save_small
 
 from harness.api import Layer
 from harness.benchmarkers.simulated import SimulatedBenchmarker
@@ -41,13 +42,7 @@ CELL = "net-simulated-int8"
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("explained")
-    builder = GraphBuilder("net", seed=1)
-    x = builder.input("x", (1, 3, 16, 16))
-    for channels in (8, 8, 12, 12):
-        x = builder.op("Relu", builder.conv(x, channels, 3, pad=1))
-    x = builder.op("Add", x, builder.conv(x, 12, 1))
-    builder.output(builder.op("GlobalAveragePool", x))
-    builder.save(folder / "net.onnx")
+    save_small(folder / "net.onnx")
     (folder / "small.yaml").write_text(EXPERIMENT)
     main(["run", str(folder / "small.yaml"), "--out", str(folder / "out")])
     return folder / "out"

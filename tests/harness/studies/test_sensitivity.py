@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small import qdq, save_chain
 
-from harness.cli import main
 from harness.errors import UserError
-from harness.graph.build import GraphBuilder
 from harness.run.prior import PriorUnit, ladder, read_prior
 from harness.studies.sensitivity import units_of
 from search.space import Dimension, Edge, Space
@@ -50,22 +49,9 @@ class Talking:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sensitivity")
-    builder = GraphBuilder("net", seed=1)
-    x = builder.input("x", (1, 3, 8, 8))
-    for _ in range(3):
-        x = builder.op("Relu", builder.conv(x, 8, 3, pad=1))
-    builder.output(builder.op("GlobalAveragePool", x))
-    builder.save(folder / "net.onnx")
+    save_chain(folder / "net.onnx", (8, 8, 8), size=8)
     (folder / "paying_plugin.py").write_text(PLUGINS)
     return folder
-
-
-def qdq(*arguments: str) -> int:
-    try:
-        main(list(arguments))
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 @pytest.fixture(scope="module")
