@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from harness.commands.terminal import show
+from harness.commands.terminal import show, tidy
 
 __all__ = ["compare"]
 
@@ -25,6 +25,7 @@ def compare(
     from harness.report.tables import markdown, note_markdown
     from harness.report.terminal import Drawn
 
+    first, second = tidy(first), tidy(second)
     one, two = load(first), load(second)
     table = compared(one, two)
     show(f"{markdown(table)}\n\n{note_markdown(table)}\n", Drawn(table=table))

@@ -17,7 +17,7 @@ def quantize(
 
     Example: `qdq quantize experiments/specs/quantize.yaml`
     """
-    from harness.commands.terminal import importable
+    from harness.commands.terminal import importable, tidy
     from harness.workflows.quantize import quantize as run
     from harness.workflows.spec import read_spec, section
 
@@ -27,4 +27,4 @@ def quantize(
     done = run(chosen, found.dataset, base, base / (chosen.results_dir or found.results_dir))
     for op, counts in done.layers.items():
         typer.echo(f"{op}\t{', '.join(f'{count} {precision}' for precision, count in counts.items())}")
-    typer.echo(f"{done.path}: calibrated on {done.calibrated_on}")
+    typer.echo(f"{tidy(done.path)}: calibrated on {done.calibrated_on}")

@@ -1,7 +1,8 @@
-"""What several commands share: options in text form, tables on the terminal, modules beside the experiment."""
+"""What several commands share: options in text form, tables on the terminal, paths, modules beside the experiment."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.table import Table
 
 from harness.errors import UserError
 
-__all__ = ["importable", "param_option", "shape_option", "show", "table"]
+__all__ = ["importable", "param_option", "shape_option", "show", "table", "tidy"]
 
 
 def importable(folder: Path) -> None:
@@ -48,6 +49,15 @@ def shape_option(text: str) -> tuple[str, str]:
     if not colon:
         raise UserError(f"--shape {text}: NAME:SHAPE, for instance --shape images:1x3x224x224")
     return name, shape
+
+
+def tidy(path: Path) -> Path:
+    """The same place without `..` inside, relative to the working directory where that is shorter; for messages.
+
+    A path that goes through a symbolic link keeps its name unless it leaves again by `..`, which leads elsewhere there.
+    """
+    whole = path.resolve() if ".." in path.parts else path.absolute()
+    return min((whole, Path(os.path.relpath(whole))), key=lambda found: len(str(found)))
 
 
 def show(text: str, drawing: RenderableType) -> None:

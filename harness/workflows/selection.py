@@ -127,5 +127,6 @@ def _modules(name: str) -> list[str]:
 
 
 def _beginnings(names: Iterable[str]) -> list[str]:
-    found = dict.fromkeys((_modules(name) or [name])[0] for name in names if name)
-    return list(found)[:8]
+    """Modules before nodes that are in none: exporters make many of these, named after a running number."""
+    ordered = sorted(filter(None, names), key=lambda name: not _modules(name))
+    return list(dict.fromkeys((_modules(name) or [name])[0] for name in ordered))[:8]
