@@ -3,27 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from harness.measure.events import Block, Readings
 from harness.measure.stats import block_ci
-from harness.records import Measured
+from harness.records import Measured, Told
 from harness.report.naming import METRICS
 from harness.report.results import CellResults
 from harness.report.samples import counted
 from harness.run.journal import read_journal
 from harness.run.rows import FLOAT_ROW
 
-__all__ = ["of_row", "trials", "turns"]
+__all__ = ["Reading", "Source", "of_row", "trials", "turns"]
 
 HEADER_LINES = 1
 SCORES = ("drop", "metric", *(name for name, _, _ in METRICS.values()))
 """How headings of scores begin, see `harness.report.naming.score_head`."""
 
 
-def of_row(cell: CellResults, line: Mapping[Any, Any], column: str) -> Iterator[str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """A turn, a trial, or the values of single images.
+
+    Attributes:
+        short: In one line.
+        whole: The same with every single reading; none where the line says all.
+    """
+
+    short: str
+    whole: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What a figure comes from, or a part of it.
+
+    Attributes:
+        head: The file that holds it, and what is known of it as a whole.
+        readings: In the order in which they were taken.
+        result: How they come to the figure; "" where that is not told.
+    """
+
+    head: tuple[str, ...]
+    readings: tuple[Reading, ...] = ()
+    result: str = ""
+
+    def lines(self) -> Iterator[str]:
+        """Every single reading."""
+        yield from self.head
+        for reading in self.readings:
+            yield from reading.whole or (reading.short,)
+        yield from filter(None, [self.result])
+
+    def brief(self, last: int) -> Iterator[str]:
+        """A line a reading, the last ones alone."""
+        yield from self.head
+        if len(self.readings) > last:
+            yield f"... {len(self.readings) - last} before these:"
+        yield from (reading.short for reading in self.readings[-last:])
+        yield from filter(None, [self.result])
+
+
+def of_row(cell: CellResults, line: Mapping[Any, Any], column: str) -> Iterator[Source]:
     """Behind one figure of a row, by what the column shows.
 
     Args:
@@ -32,92 +76,120 @@ def of_row(cell: CellResults, line: Mapping[Any, Any], column: str) -> Iterator[
         column: Heading, without the name of a precision before it.
     """
     if line["verdict"] == "missing" or not line["row"]:
-        yield f"nothing was measured: {line['reason'] or 'it is still to be run'}"
+        yield Source(head=(f"nothing was measured: {line['reason'] or 'it is still to be run'}",))
     elif column.startswith(("latency", "speedup", "verdict", "decision")):
-        yield from turns(cell, line["row"], paired=not column.startswith("latency"))
+        yield turns(cell, line["row"], paired=not column.startswith("latency"))
     elif column.startswith("shrinkage"):
-        yield from turns(cell, line["row"], paired=True)
+        yield turns(cell, line["row"], paired=True)
         yield from trials(cell, line["method"].partition(" #")[0], int(line["seed"]))
     elif column.startswith(SCORES):
         yield from _scores(cell, line["row"], dropped=column.startswith("drop"))
     elif column.startswith(("builds", "minutes")) and line["seed"] == line["seed"] and line["seed"] is not None:
         yield from trials(cell, line["method"], int(line["seed"]))
     elif column.startswith("builds"):
-        yield from turns(cell, line["row"], paired=False)
+        yield turns(cell, line["row"], paired=False)
     else:
-        yield from _facts(cell, line)
+        yield Source(head=tuple(_facts(cell, line)))
 
 
-def turns(cell: CellResults, row: str, *, paired: bool) -> Iterator[str]:
+def turns(cell: CellResults, row: str, *, paired: bool) -> Source:
     """Every turn of a row in the confirmation, with the baseline's turn beside it where a ratio is asked for."""
-    path = cell.folder / "confirm.jsonl"
-    yield f"{path}; samples in ms, one line a turn"
     number = {id(event): place + 1 + HEADER_LINES for place, event in enumerate(cell.events)}
     blocks = counted(cell.events)
-    base = {(b.build, b.group, b.round): b for b in blocks if b.row == FLOAT_ROW}
-    for block in sorted((b for b in blocks if b.row == row), key=lambda b: (b.build, b.group, b.round)):
-        yield _turn(block, number[id(block)])
-        other = base.get((block.build, block.group, block.round))
-        if paired and other is not None and row != FLOAT_ROW:
-            ratio = float(np.median(other.samples_ms)) / float(np.median(block.samples_ms))
-            yield f"    baseline: {_turn(other, number[id(other)])}; ratio {ratio:.4f}"
+    base = {(b.build, b.group, b.round): b for b in blocks if paired and b.row == FLOAT_ROW != row}
+    found = [
+        _turn(block, base.get((block.build, block.group, block.round)), number)
+        for block in sorted((b for b in blocks if b.row == row), key=lambda b: (b.build, b.group, b.round))
+    ]
     for event in cell.events:
         if not isinstance(event, Block) and event.row == row:
-            yield f"line {number[id(event)]}: build {event.build} failed: {event.failed.stage}: {event.failed.reason}"
-    yield from _together(cell, row, ratios=paired and row != FLOAT_ROW)
+            failed = event.failed
+            where = f"line {number[id(event)]}: build {event.build}"
+            found.append(Reading(short=f"{where} failed: {failed.stage}: {failed.reason}"))
+    return Source(
+        head=(f"{cell.folder / 'confirm.jsonl'}; samples in ms, one line a turn",),
+        readings=tuple(found),
+        result=_together(cell, row, ratios=paired and row != FLOAT_ROW),
+    )
 
 
-def _together(cell: CellResults, row: str, *, ratios: bool) -> Iterator[str]:
-    """How the readings above come to the figure in the table."""
+def _together(cell: CellResults, row: str, *, ratios: bool) -> str:
+    """How the readings come to the figure in the table; "" where there are none."""
     bases, owns = Readings(cell.events).paired(row, FLOAT_ROW)
     builds = [np.divide(base, own) if ratios else np.array(own) for base, own in zip(bases, owns, strict=True)]
     if not builds:
-        return
+        return ""
     what, unit = ("ratios", "") if ratios else ("turns", " ms")
     of = f"the median {what} of {len(builds)} builds" if len(builds) > 1 else f"the {what} of the one build"
     parts = [float(np.median(build)) for build in builds] if len(builds) > 1 else builds[0]
     listed = ", ".join(f"{part:.6g}" for part in parts)
-    yield f"geometric mean of {of} ({listed}): {block_ci(builds).value:.6g}{unit}"
+    return f"geometric mean of {of} ({listed}): {block_ci(builds).value:.6g}{unit}"
 
 
-def _turn(block: Block, number: int) -> str:
-    samples = " ".join(f"{sample:.6g}" for sample in block.samples_ms)
-    middle = float(np.median(block.samples_ms))
-    return f"line {number}: build {block.build}, turn {block.round}: median {middle:.6g} of {samples}"
+def _turn(block: Block, base: Block | None, number: Mapping[int, int]) -> Reading:
+    """A turn, and the baseline's beside it."""
+    where, middle, samples = _told(block, number)
+    short = f"{where}: median {middle:.6g} of {len(block.samples_ms)} samples"
+    whole = f"{where}: median {middle:.6g} of {samples}"
+    if base is None:
+        return Reading(short=short, whole=(whole,))
+    where, other, samples = _told(base, number)
+    ratio = f"ratio {other / middle:.4f}"
+    return Reading(
+        short=f"{short}; baseline {other:.6g}, line {number[id(base)]}; {ratio}",
+        whole=(whole, f"    baseline: {where}: median {other:.6g} of {samples}; {ratio}"),
+    )
 
 
-def _scores(cell: CellResults, row: str, *, dropped: bool) -> Iterator[str]:
+def _told(block: Block, number: Mapping[int, int]) -> tuple[str, float, str]:
+    """Where a turn stands, its median, and its samples."""
+    where = f"line {number[id(block)]}: build {block.build}, turn {block.round}"
+    return where, float(np.median(block.samples_ms)), _listed(block.samples_ms)
+
+
+def _listed(samples_ms: tuple[float, ...]) -> str:
+    return " ".join(f"{sample:.6g}" for sample in samples_ms)
+
+
+def _scores(cell: CellResults, row: str, *, dropped: bool) -> Iterator[Source]:
     path = cell.folder / "accuracy.json"
     for name in dict.fromkeys((row, FLOAT_ROW) if dropped else (row,)):
         score = cell.scores.get(name)
         if score is None:
-            yield f"{path}: no score of {name}"
+            yield Source(head=(f"{path}: no score of {name}",))
             continue
-        items = score.get("per_item") or ()
-        yield f"{path}: {cell.rows[name].sha256} {cell.rows[name].benchmarker} ({name})"
+        head = [f"{path}: {cell.rows[name].sha256} {cell.rows[name].benchmarker} ({name})"]
         if "failed" in score:
-            yield f"    failed: {score['failed']}: {score['reason']}"
-        yield from (f"    {metric}: {value}" for metric, value in score.get("metrics", {}).items())
-        if items:
-            yield f"    by item: {' '.join(f'{item:g}' for item in items)}"
+            head.append(f"    failed: {score['failed']}: {score['reason']}")
+        head += [f"    {metric}: {value}" for metric, value in score.get("metrics", {}).items()]
+        yield Source(head=tuple(head), readings=tuple(_by_item(score.get("per_item") or ())))
 
 
-def trials(cell: CellResults, searcher: str, seed: int) -> Iterator[str]:
+def _by_item(items: tuple[float, ...]) -> Iterator[Reading]:
+    if items:
+        listed = " ".join(f"{item:g}" for item in items)
+        yield Reading(short=f"    by item: {len(items)} values", whole=(f"    by item: {listed}",))
+
+
+def trials(cell: CellResults, searcher: str, seed: int) -> Iterator[Source]:
     """Every trial of a search."""
     for search in cell.searches:
-        if (search.searcher, search.seed) != (searcher, seed):
-            continue
-        yield f"{search.path}; one line a trial"
-        for entry in read_journal(search.path):
-            if entry.told is None:
-                continue
-            outcome = entry.told.outcome
-            if isinstance(outcome, Measured):
-                said = f"median {float(np.median(outcome.samples_ms)):.6g} ms of {len(outcome.samples_ms)} samples"
-                said += "".join(f", {name} {value:.6g}" for name, value in outcome.metrics.items())
-            else:
-                said = f"failed: {outcome.stage}: {outcome.reason}"
-            yield f"{entry.asked.number}: {entry.asked.digest} at {entry.told.elapsed_s:.1f} s: {said}"
+        if (search.searcher, search.seed) == (searcher, seed):
+            entries = read_journal(search.path)
+            found = (_trial(e.asked.number, e.asked.digest, e.told) for e in entries if e.told is not None)
+            yield Source(head=(f"{search.path}; one line a trial",), readings=tuple(found))
+
+
+def _trial(number: int, digest: str, told: Told) -> Reading:
+    where, outcome = f"{number}: {digest} at {told.elapsed_s:.1f} s", told.outcome
+    if not isinstance(outcome, Measured):
+        return Reading(short=f"{where}: failed: {outcome.stage}: {outcome.reason}")
+    said = f"median {float(np.median(outcome.samples_ms)):.6g} ms of {len(outcome.samples_ms)} samples"
+    said += "".join(f", {name} {value:.6g}" for name, value in outcome.metrics.items())
+    more = (f"    of another build: {_listed(samples_ms)}" for samples_ms in outcome.retaken_ms)
+    return Reading(
+        short=f"{where}: {said}", whole=(f"{where}: {said}", f"    samples in ms: {_listed(outcome.samples_ms)}", *more)
+    )
 
 
 def _facts(cell: CellResults, line: Mapping[Any, Any]) -> Iterator[str]:

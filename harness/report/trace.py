@@ -10,6 +10,7 @@ from typing import Any
 from harness.errors import UserError, nearest
 from harness.report import readings
 from harness.report.frames import main_frame
+from harness.report.readings import Source
 from harness.report.results import CellResults, Results
 from harness.report.shown import tables_of
 from harness.report.tables import Table
@@ -31,13 +32,22 @@ class Traced:
         row: Its row, in words.
         column: Heading of its column.
         shown: What the table says.
-        lines: The readings behind it, each with its place.
+        sources: The readings behind it, each with its place.
     """
 
     row: str
     column: str
     shown: str
-    lines: tuple[str, ...]
+    sources: tuple[Source, ...]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Every single reading."""
+        return tuple(line for source in self.sources for line in source.lines())
+
+    def brief(self, last: int) -> tuple[str, ...]:
+        """A line a turn or trial, of each source the last ones alone."""
+        return tuple(line for source in self.sources for line in source.brief(last))
 
 
 def trace(results: Results, address: str, name: str = "main") -> Traced:
@@ -68,7 +78,7 @@ def trace(results: Results, address: str, name: str = "main") -> Traced:
         row=f"row {number + 1}: {', '.join(_labels(lines[number]))}",
         column=head,
         shown=str(shown[number][head]),
-        lines=tuple(_origins(results, table, number, head)),
+        sources=tuple(_origins(results, table, number, head)),
     )
 
 
@@ -131,7 +141,7 @@ def _names(line: Mapping[Any, Any]) -> set[str]:
     return {labels[-1], "/".join(labels)} if labels else set()
 
 
-def _origins(results: Results, table: Table, number: int, head: str) -> Iterator[str]:
+def _origins(results: Results, table: Table, number: int, head: str) -> Iterator[Source]:
     """By the kind of table."""
     line, cells = table.cells.to_dict("records")[number], {cell.name: cell for cell in results.cells}
     if table.name in (*ALIGNED, "decision", "transfer", "transfer_models"):
@@ -140,7 +150,7 @@ def _origins(results: Results, table: Table, number: int, head: str) -> Iterator
     for cell in [cells[line["cell"]]] if "cell" in line else results.pooled:
         if table.name == "variance":
             for row in cell.summaries:
-                yield from readings.turns(cell, row, paired=False)
+                yield readings.turns(cell, row, paired=False)
         elif table.name in CONFIRMED:
             yield from _chosen(cell, _named(line), head)
         else:
@@ -149,11 +159,11 @@ def _origins(results: Results, table: Table, number: int, head: str) -> Iterator
                     yield from readings.trials(cell, search.searcher, search.seed)
 
 
-def _of_row(cells: Mapping[str, CellResults], raw: Mapping[Any, Any] | None, head: str) -> Iterator[str]:
+def _of_row(cells: Mapping[str, CellResults], raw: Mapping[Any, Any] | None, head: str) -> Iterator[Source]:
     if raw is None:
-        yield "nothing was run there"
+        yield Source(head=("nothing was run there",))
     elif raw["cell"] not in cells:
-        yield "the cell has not begun"
+        yield Source(head=("the cell has not begun",))
     else:
         column = head.removeprefix(f"{raw.get('quantized')} ")
         yield from readings.of_row(cells[raw["cell"]], raw, "speedup" if column.startswith("run ") else column)
@@ -177,13 +187,19 @@ def _named(line: Mapping[Any, Any]) -> set[str]:
     return {line[key] for key in ("searcher", "first", "second", "reference", "variant") if key in line}
 
 
-def _chosen(cell: CellResults, searchers: set[str], head: str) -> Iterator[str]:
-    """What each search of these searchers had chosen at a budget, the largest where the heading names none."""
+def _chosen(cell: CellResults, searchers: set[str], head: str) -> Iterator[Source]:
+    """What each search of these searchers had chosen at a budget, the largest where the heading names none.
+
+    The readings of what several chose are told once, after the last of them.
+    """
     asked = re.match(r"\d+", head)
     budget = int(asked[0]) if asked else max((pick.budget or 0 for pick in cell.picks), default=0)
+    choices: dict[str, list[str]] = {}
     for pick in cell.picks:
         if pick.method in searchers and pick.rank == 0 and pick.budget == budget:
-            chosen = pick.row or pick.reason
-            yield f"{cell.name}, {pick.method}, seed {pick.seed} at {pick.budget} evaluations: {chosen}"
-            if pick.row:
-                yield from readings.turns(cell, pick.row, paired=True)
+            where = f"{cell.name}, {pick.method}, seed {pick.seed} at {pick.budget} evaluations"
+            choices.setdefault(pick.row, []).append(f"{where}: {pick.row or pick.reason}")
+    for row, told in choices.items():
+        yield Source(head=tuple(told))
+        if row:
+            yield readings.turns(cell, row, paired=True)
