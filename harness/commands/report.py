@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from harness.commands.terminal import show
+from harness.commands.terminal import show, tidy
 
 __all__ = ["report", "show_report"]
 
@@ -15,7 +15,7 @@ __all__ = ["report", "show_report"]
 def report(
     folder: Annotated[Path, typer.Argument(help="Results folder of an experiment.", show_default=False)],
 ) -> None:
-    """Make tables and curves of a results folder again and print the main table.
+    """Make tables and curves of a results folder again, where anything has changed since, and print the main table.
 
     Example: `qdq report out/quickstart`
     """
@@ -23,9 +23,13 @@ def report(
 
 
 def show_report(folder: Path) -> None:
-    """Render the report of a results folder and print its main table."""
-    from harness.report.render import drawing_of, text_of, write_report
+    """Render the report of a results folder, where it is not there already, and print its main table."""
+    from harness.report.render import current_report, drawing_of, text_of, write_report
 
-    results, tables = write_report(folder)
+    folder = tidy(folder)
+    current = current_report(folder)
+    results, tables = current or write_report(folder)
     show(text_of(results, tables), drawing_of(results, tables))
     typer.echo(f"\nTables (Markdown, CSV, LaTeX) and curves: {folder / 'report'}")
+    if current:
+        typer.echo("Nothing has changed since they were drawn; to draw them again all the same, remove that folder.")

@@ -45,7 +45,7 @@ def charts_of(
     found = [
         *(_anytime(curves, over, confirmed) for over in ("evaluations", "minutes")),
         _volume(volumes),
-        _latency(samples, labels, cell.floor),
+        _latency(cell, samples, labels),
         _pareto(cell, main[main["cell"] == cell.name], labels),
     ]
     return [chart for chart in found if chart]
@@ -137,40 +137,44 @@ def _marks(index: int, name: str, marks: pd.DataFrame, shift: float) -> list[Cha
     ]
 
 
-def _latency(samples: pd.DataFrame, labels: Mapping[str, str], floor: float | None) -> Chart | None:
-    """The readings of the confirmation: a line a row, the float model's floor behind them."""
-    known = [(labels[row], part) for row in labels if len(part := samples[samples["row"] == row])]
+def _latency(cell: CellResults, samples: pd.DataFrame, labels: Mapping[str, str]) -> Chart | None:
+    """The readings of the confirmation, a line a row, and the figure of the tables on each; the floor behind them."""
+    known = [row for row in labels if row in cell.summaries]
     if not known:
         return None
-    names = [name for name, _ in known]
-    quantiles = np.array([np.quantile(part["latency_ms"], [0.05, 0.25, 0.5, 0.75, 0.95]) for _, part in known])
-    builds = [
-        (place, value)
-        for place, (_, part) in enumerate(known)
-        for value in part.groupby("build")["latency_ms"].median()
-    ]
-    low, first, middle, third, high = quantiles.T
+    names, floor = [labels[row] for row in known], cell.floor
+    parts = [samples[samples["row"] == row] for row in known]
+    table_ms = [cell.summaries[row].latency_ms.value for row in known]
+    low, first, third, high = np.array([np.quantile(p["latency_ms"], [0.05, 0.25, 0.75, 0.95]) for p in parts]).T
+    builds = [(place, value) for place, p in enumerate(parts) for value in p.groupby("build")["latency_ms"].median()]
     rows = list(range(len(known)))
     shared: Chart = {"y": rows, "text": [escape(name) for name in names]}
     data: list[Chart] = [
-        {**shared, "type": "bar", "orientation": "h", "name": "middle half", "base": _numbers(first), "width": 0.4,
-         "x": _numbers(third - first), "marker": {"color": look(5)[0]}, "textposition": "none",
-         "customdata": [_numbers(pair) for pair in zip(first, third, strict=True)],
-         "hovertemplate": "%{text}: middle half %{customdata[0]:.4g} to %{customdata[1]:.4g} ms<extra></extra>"},
-        {**shared, "type": "scatter", "mode": "markers", "name": "median, 5 to 95 %", "x": _numbers(middle),
-         "error_x": _errors(middle, low, high, look(0)[0]),
-         "marker": {"color": look(0)[0], "symbol": "line-ns-open", "size": 12},
-         "hovertemplate": "%{text}: median %{x:.4g} ms<extra></extra>"},
+        {**_span(shared, "5 to 95 %", low, high), "width": 0.06, "marker": {"color": look(0)[0]}},
+        {**_span(shared, "middle half", first, third), "width": 0.4, "marker": {"color": look(5)[0]}},
         {"type": "scatter", "mode": "markers", "name": "builds", "x": _numbers([value for _, value in builds]),
          "y": [place - 0.32 for place, _ in builds], "text": [escape(names[place]) for place, _ in builds],
          "marker": {"color": look(1)[0], "size": 5}, "hovertemplate": "%{text}: a build at %{x:.4g} ms<extra></extra>"},
+        {**shared, "type": "scatter", "mode": "markers", "name": "latency as in the tables", "x": _numbers(table_ms),
+         "marker": {"color": "#fff", "symbol": "diamond", "size": 8, "line": {"color": "#000", "width": 1}},
+         "hovertemplate": "%{text}: %{x:.4g} ms, geometric mean over builds<extra></extra>"},
     ]  # fmt: skip
     ticks = [escape(name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…") for name in names]
     y = {"tickvals": rows, "ticktext": ticks, "range": [len(known) - 0.4, -0.7]}
-    grey = [] if floor is None else [_band(middle[0] / (1 + floor), middle[0] * (1 + floor))]
+    grey = [] if floor is None else [_band(table_ms[0] / (1 + floor), table_ms[0] * (1 + floor))]
     said = "" if floor is None else f"; grey: A/A floor {floor:.1%}"
     x, height = {"title": {"text": "ms"}}, 170 + 32 * len(known)
-    return _chart(f"Latency of the confirmation{said}", data, x, y, shapes=grey, height=height)
+    return _chart(f"Latency of the confirmation{said}", data, x, y, shapes=grey, height=height, barmode="overlay")
+
+
+def _span(shared: Chart, name: str, low_ms: Any, high_ms: Any) -> Chart:
+    """A share of the samples of each row, as a bar."""
+    return {
+        **shared, "type": "bar", "orientation": "h", "name": name, "base": _numbers(low_ms),
+        "x": _numbers(high_ms - low_ms), "textposition": "none",
+        "customdata": [_numbers(pair) for pair in zip(low_ms, high_ms, strict=True)],
+        "hovertemplate": "%{text}: " + name + " %{customdata[0]:.4g} to %{customdata[1]:.4g} ms<extra></extra>",
+    }  # fmt: skip
 
 
 def _band(low_ms: float, high_ms: float) -> Chart:
@@ -198,8 +202,10 @@ def _pareto(cell: CellResults, lines: pd.DataFrame, labels: Mapping[str, str]) -
         data.append({
             "type": "scatter", "mode": "markers", "name": escape(labels[row["row"]]),
             "x": _numbers([row["latency_ms"]]), "y": _numbers([row["score"]]),
-            "error_x": _errors([row["latency_ms"]], [low], [high], colour), "customdata": [_numbers([low, high])],
-            "marker": {"color": colour, "symbol": SYMBOLS[mark], "size": 10, "line": {"color": "#fff", "width": 1}},
+            "error_x": _errors([row["latency_ms"]], [low], [high], _faint(colour, 0.5)),
+            "customdata": [_numbers([low, high])],
+            "marker": {"color": _faint(colour, 0.35), "symbol": SYMBOLS[mark], "size": 9,
+                       "line": {"color": colour, "width": 1.5}},
             "hovertemplate": told,
         })  # fmt: skip
     x, y = {"title": {"text": "latency, ms"}}, {"title": {"text": escape(metric)}}
@@ -212,9 +218,9 @@ def _errors(value: Any, low: Any, high: Any, colour: str) -> Chart:
     return {"symmetric": False, "array": _numbers(up), "arrayminus": _numbers(down), "color": colour, "thickness": 1.5}
 
 
-def _faint(colour: str) -> str:
+def _faint(colour: str, share: float = 0.12) -> str:
     red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
-    return f"rgba({red},{green},{blue},0.12)"
+    return f"rgba({red},{green},{blue},{share:g})"
 
 
 def _numbers(values: Any) -> list[float]:

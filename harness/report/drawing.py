@@ -65,8 +65,9 @@ def _draw_study(results: Results, out: Path) -> Iterator[Picture]:
     """What goes over all cells."""
     found = ranks(results)
     if found is not None:
-        plots_study.critical_difference(found, "Searchers by mean rank", out / "ranks")
-        yield Picture(title="Searchers by mean rank", cell="", path=out / "ranks.svg")
+        title = "; ".join(filter(None, ["Searchers by mean rank", found.untested]))
+        plots_study.critical_difference(found, title, out / "ranks")
+        yield Picture(title=title, cell="", path=out / "ranks.svg")
     transfer = transfer_frame(results)
     for (_, within, precision), part in transfer.groupby(["across", "within", "precision"], sort=False):
         name = f"transfer-{_file(f'{within}-{precision}')}"
@@ -87,9 +88,11 @@ def _draw_searches(cell: CellResults, marks: pd.DataFrame, out: Path) -> None:
 
 def _draw_confirmed(cell: CellResults, main: pd.DataFrame, samples: pd.DataFrame, out: Path) -> None:
     labels = labels_of(cell, main)
-    rows = {labels[row]: part for row in labels if len(part := samples[samples["row"] == row])}
+    known = [row for row in labels if row in cell.summaries]
+    rows = {labels[row]: samples[samples["row"] == row] for row in known}
+    table_ms = {labels[row]: cell.summaries[row].latency_ms.value for row in known}
     if rows:
-        plots.latencies(rows, cell.floor, cell.name, out / f"latency-{cell.name}")
+        plots.latencies(rows, table_ms, cell.floor, cell.name, out / f"latency-{cell.name}")
     points = bounded(main)
     if len(points) and cell.metric is not None:
         words = {"title": cell.name, "metric": metric_name(cell.metric)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import pandas as pd
@@ -23,7 +23,8 @@ def waterfall_frame(before: Sequence[Layer], after: Sequence[Layer], most: int =
     """What each part of the model took before and takes after, the largest changes first.
 
     Layers that share a node of the model are one part, however the runtime cut it in either engine; it is called after
-    its slowest layer. What the runtime added (conversions, reorders) is summed up by kind.
+    its slowest layer. What the runtime adds of its own (conversions, reorders) is summed up by kind, and called "added:
+    KIND" where the other engine spends more on it, "removed: KIND" where it spends less.
 
     Args:
         before: Layers of the float engine.
@@ -36,25 +37,37 @@ def waterfall_frame(before: Sequence[Layer], after: Sequence[Layer], most: int =
     columns = ["part", "before_ms", "after_ms", "change_ms"]
     if not any(layer.time_ms for layer in before) or not any(layer.time_ms for layer in after):
         return pd.DataFrame(columns=columns)
-    after = _renamed(after, before)
-    owner = _owners([*before, *after])
-    names: dict[str, tuple[float, str]] = {}
-    spent: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for side, layers in enumerate((before, after)):
-        for layer in layers:
-            nodes = _nodes(layer)
-            key = owner[nodes[0]] if nodes else f"added: {layer.kind}"
-            time_ms = layer.time_ms or 0.0
-            spent[key][side] += time_ms
-            label = f"{layer.kind} {nodes[-1]}" if nodes else key
-            names[key] = max(names.get(key, (-1.0, "")), (time_ms, label))
-    lines = [(names[key][1], first, second, second - first) for key, (first, second) in spent.items()]
+    lines = [(part, first, second, second - first) for part, first, second in _parts(before, _renamed(after, before))]
     lines.sort(key=lambda line: -abs(line[3]))
     rest = lines[most:]
     if rest:
         first, second = sum(line[1] for line in rest), sum(line[2] for line in rest)
         lines = [*lines[:most], (f"all others ({len(rest)})", first, second, second - first)]
     return pd.DataFrame(lines, columns=columns)
+
+
+def _parts(before: Sequence[Layer], after: Sequence[Layer]) -> Iterator[tuple[str, float, float]]:
+    """What each part is called, and its time in either engine; the key of what the runtime added has no node."""
+    owner = _owners([*before, *after])
+    names: dict[tuple[str, str], tuple[float, str]] = {}
+    spent: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for side, layers in enumerate((before, after)):
+        for layer in layers:
+            nodes = _nodes(layer)
+            key = (owner[nodes[0]], "") if nodes else ("", layer.kind)
+            time_ms = layer.time_ms or 0.0
+            spent[key][side] += time_ms
+            names[key] = max(names.get(key, (-1.0, "")), (time_ms, " ".join((layer.kind, *nodes[-1:]))))
+    for key, (first, second) in spent.items():
+        _, name = names[key]
+        yield (name if key[0] else f"{_change(first, second)}: {name}"), first, second
+
+
+def _change(before_ms: float, after_ms: float) -> str:
+    """What became of layers that are the runtime's own."""
+    if before_ms == after_ms:
+        return "as before"
+    return "added" if after_ms > before_ms else "removed"
 
 
 def _renamed(after: Sequence[Layer], before: Sequence[Layer]) -> list[Layer]:

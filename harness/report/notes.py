@@ -10,8 +10,8 @@ from harness.report.results import CellResults, Results
 from harness.run.rows import FLOAT_ROW, Pick
 
 __all__ = [
-    "BUDGET_NOTE", "COST_NOTE", "DECISION_NOTE", "FINALIST_NOTE", "PRECISION_NOTE", "TARGET_NOTE", "VARIANCE_NOTE",
-    "backend_notes", "data_notes", "main_note", "noise", "partial", "progress",
+    "BUDGET_NOTE", "COST_NOTE", "DECISION_NOTE", "FINALIST_NOTE", "LEVEL_NOTE", "PRECISION_NOTE", "TARGET_NOTE",
+    "VARIANCE_NOTE", "backend_notes", "data_notes", "main_note", "noise", "partial", "progress",
 ]  # fmt: skip
 
 BUDGET_NOTE = (
@@ -40,10 +40,14 @@ DECISION_NOTE = (
     "samples; the figures are fresh ones. Bold, underlined and decision are as in the tables above. File MB: of the "
     "exported ONNX file. Outputs that are not finite are a reason not to ship, and are named as one."
 )
+LEVEL_NOTE = (
+    "A placement is as fast as the median of what the searches of the cell read of it, so that one that several of "
+    "them came to, a start for instance, stands at one level."
+)
 TARGET_NOTE = (
-    "Evaluations (minutes) until the incumbent had this share of the best gain that any search of the cell found, by "
-    "search samples: median over seeds, range in brackets, and how many of the seeds came so far. Initial placements "
-    "count."
+    "Evaluations (minutes) until the incumbent had this share of the best gain that any search of the cell found: "
+    "median over seeds, range in brackets, and how many of the seeds came so far. Initial placements count. "
+    + LEVEL_NOTE
 )
 VARIANCE_NOTE = (
     "Relative standard deviation of single inferences within a turn, of turns within a build, and of fresh builds: "

@@ -21,8 +21,8 @@ from matplotlib.ticker import MaxNLocator
 from harness.measure.stats import median_ci
 
 __all__ = [
-    "COLOURS", "FORMATS", "LINES", "anytime", "budget_bars", "drawn", "envelope", "front", "key", "latencies", "look",
-    "name_lines", "pareto",
+    "COLOURS", "FORMATS", "LINES", "READ", "anytime", "budget_bars", "drawn", "envelope", "front", "key", "latencies",
+    "look", "name_lines", "pareto",
 ]  # fmt: skip
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
@@ -32,6 +32,7 @@ HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
 FORMATS = ("png", "svg")
 STEPS = 2000
 """Of a curve at most: more than a picture has dots across."""
+READ = "median over seeds and its interval;\na placement is as fast as the median of what all searches read of it"
 
 
 @contextmanager
@@ -110,8 +111,8 @@ def anytime(
     """Speedup of the incumbent over evaluations or minutes: median over seeds as steps, its interval as band.
 
     Args:
-        curves: Columns searcher, seed, evaluations, minutes, speedup: the incumbent after every evaluation, by
-            the search's own samples.
+        curves: Columns searcher, seed, evaluations, minutes, speedup: the incumbent after every evaluation, see
+            `harness.report.searching.curve_frame`.
         title: Shown above the axes.
         path: Where to write, without suffix.
         over: The x axis.
@@ -137,7 +138,7 @@ def anytime(
 
 
 def _legend_of(confirmed: pd.DataFrame | None) -> str:
-    lines = "lines and bands: search samples, median over seeds and its interval"
+    lines = f"lines and bands: {READ}"
     return (
         lines
         if confirmed is None or not len(confirmed)
@@ -173,31 +174,40 @@ def budget_bars(budgets: pd.DataFrame, title: str, path: Path) -> None:
         key(axes)
 
 
-def latencies(samples: Mapping[str, pd.DataFrame], floor: float | None, title: str, path: Path) -> None:
-    """Distributions of the confirmation's samples, row by row, with the A/A floor around the first row's median.
+def latencies(
+    samples: Mapping[str, pd.DataFrame], table_ms: Mapping[str, float], floor: float | None, title: str, path: Path
+) -> None:
+    """Distributions of the confirmation's samples, row by row, and on each what the tables say of it.
+
+    That is the geometric mean over builds, and not the median of all samples, which would count a build that was slow
+    as a whole as if it were many slow inferences; so picture and table never differ.
 
     Args:
         samples: Name of a row to its samples (columns build, latency_ms), the baseline first.
-        floor: Relative A/A noise floor; None: not drawn.
+        table_ms: Name of a row to its latency in the tables.
+        floor: Relative A/A noise floor, drawn around the baseline's latency; None: not drawn.
         title: Shown above the axes.
         path: Where to write, without suffix.
     """
     with drawn(path, height=1.5 + 0.36 * len(samples)) as axes:
-        middle = float(next(iter(samples.values()))["latency_ms"].median())
+        baseline_ms = table_ms[next(iter(samples))]
         if floor is not None:
-            axes.axvspan(middle / (1 + floor), middle * (1 + floor), color="0.85")
-        axes.axvline(middle, color="0.5", linewidth=0.8)
-        for place, part in enumerate(samples.values()):
-            low, first, median, third, high = np.quantile(part["latency_ms"], [0.05, 0.25, 0.5, 0.75, 0.95])
+            axes.axvspan(baseline_ms / (1 + floor), baseline_ms * (1 + floor), color="0.85")
+        axes.axvline(baseline_ms, color="0.5", linewidth=0.8)
+        for place, (name, part) in enumerate(samples.items()):
+            low, first, third, high = np.quantile(part["latency_ms"], [0.05, 0.25, 0.75, 0.95])
             axes.plot([low, high], [place, place], color=COLOURS[0], linewidth=1.0)
             axes.plot([first, third], [place, place], color=COLOURS[0], linewidth=5.0, solid_capstyle="butt")
-            axes.plot([median], [place], marker="|", markersize=9, color="white")
+            axes.plot([table_ms[name]], [place], "D", ms=4.5, color="white", markeredgecolor="black")
             builds = part.groupby("build")["latency_ms"].median()
             axes.plot(builds, np.full(len(builds), place - 0.27), "o", ms=2.6, color=COLOURS[1], linestyle="none")
         axes.set_yticks(range(len(samples)), [name_lines(name, 26) for name in samples])
         axes.set_ylim(len(samples) - 0.6, -0.8)
-        grey = "" if floor is None else f"\ngrey: A/A floor, {floor:.1%} around the baseline's median"
-        axes.set_xlabel(f"latency, ms\nbar: middle half; line: 5 to 95 %; dots: medians of builds{grey}")
+        grey = "" if floor is None else f"\ngrey: A/A floor, {floor:.1%} around the baseline's latency"
+        axes.set_xlabel(
+            "latency, ms\ndiamond: latency as in the tables, the geometric mean over builds\n"
+            f"bar: middle half of the samples; line: 5 to 95 %; dots: medians of builds{grey}"
+        )
         axes.set_title(title)
 
 
@@ -220,6 +230,8 @@ def front(points: pd.DataFrame, higher_is_better: bool) -> pd.DataFrame:
 def pareto(points: pd.DataFrame, tried: pd.DataFrame, words: Mapping[str, str], path: Path, *, higher: bool) -> None:
     """Latency against the metric: confirmed rows with their intervals and front, search candidates behind them.
 
+    Marks are small and show what lies below them, and names stand in the key alone: good rows are close together.
+
     Args:
         points: Columns label, latency_ms, latency_low_ms, latency_high_ms, score: confirmed rows.
         tried: Columns latency_ms, score: what the searches scored, by their own samples.
@@ -228,17 +240,16 @@ def pareto(points: pd.DataFrame, tried: pd.DataFrame, words: Mapping[str, str], 
         higher: A higher score is better.
     """
     with drawn(path, height=4.6) as axes:
-        axes.plot(
-            tried["latency_ms"], tried["score"], ".", color="0.72", ms=4, label="scored in the searches", zorder=1
-        )
+        grey: Any = {"color": "0.45", "alpha": 0.5, "mew": 0, "ms": 3, "zorder": 1}
+        axes.plot(tried["latency_ms"], tried["score"], "o", label="scored in the searches", **grey)
         best = front(points, higher)
         axes.step(best["latency_ms"], best["score"], where="post", color="0.35", linewidth=1.0, label="front", zorder=2)
         for index, row in enumerate(points.drop_duplicates("label").to_dict("records")):
             errors = [[row["latency_ms"] - row["latency_low_ms"]], [row["latency_high_ms"] - row["latency_ms"]]]
             colour, _, mark = look(index)
             axes.errorbar(
-                [row["latency_ms"]], [row["score"]], xerr=errors, fmt=mark, color=colour, ms=6,
-                capsize=2, elinewidth=0.9, zorder=3, label=name_lines(row["label"], 30),
+                [row["latency_ms"]], [row["score"]], xerr=errors, fmt=mark, ms=5, mfc=(colour, 0.35), mec=colour,
+                ecolor=(colour, 0.5), capsize=2, elinewidth=0.8, zorder=3, label=name_lines(row["label"], 24),
             )  # fmt: skip
         axes.set_xlabel("latency, ms (confirmed rows: 95 % interval)")
         axes.set_ylabel(words["metric"])

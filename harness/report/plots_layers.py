@@ -42,7 +42,10 @@ def waterfall(parts: pd.DataFrame, title: str, path: Path) -> None:
         axes.set_yticks(range(len(labels)), labels, fontsize=7.5)
         axes.set_ylim(len(labels) - 0.4, -0.6)
         axes.set_xlim(0, 1.25 * max(before, after))
-        axes.set_xlabel("time of the layers as the runtime counts it, ms\nblue: shorter; orange, hatched: longer")
+        axes.set_xlabel(
+            "time of the layers as the runtime counts it, ms\nblue: shorter; orange, hatched: longer\n"
+            "added, removed: layers of the runtime's own (conversions, reorders)"
+        )
         axes.set_title(title)
 
 

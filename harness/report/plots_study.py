@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from harness.report.plots import COLOURS, drawn, envelope, key, look, name_lines
+from harness.report.plots import COLOURS, READ, drawn, envelope, key, look, name_lines
 from harness.report.statistics import Ranks
 
 __all__ = ["critical_difference", "transfer_map", "volumes"]
@@ -42,7 +42,7 @@ def critical_difference(found: Ranks, title: str, path: Path) -> None:
         _scale(axes, found, (low, high))
         axes.set_xlim(low - 0.6 * (high - low), high + 0.6 * (high - low))
         axes.set_ylim(-bars - 0.6 - rows, 2.2)
-        axes.set_title(title)
+        axes.set_title(name_lines(title, 70))
         axes.set_axis_off()
 
 
@@ -57,7 +57,7 @@ def _scale(axes: Axes, found: Ranks, ends: tuple[float, float]) -> None:
         axes.plot([ends[0], stop], [1.35, 1.35], color="black", linewidth=1.2, marker="|")
         said = f"critical difference {found.critical_difference:.2f} at 5 %, {found.blocks} cells"
     else:
-        said = f"mean ranks over {found.blocks} cells, 1 is the best; no test (too few cells or searchers)"
+        said = f"mean ranks over {found.blocks} cells, 1 is the best"
     axes.text(ends[0], 1.5, said, ha="left", va="bottom")
 
 
@@ -107,7 +107,7 @@ def volumes(
             colour, line, _ = look(index)
             axes.step(steps.index, steps["value"], where="post", label=str(searcher), color=colour, linestyle=line)
             axes.fill_between(steps.index, steps["low"], steps["high"], step="post", alpha=0.12, color=colour)
-        axes.set_xlabel(f"{over}\nsearch samples, median over seeds and its interval")
+        axes.set_xlabel(f"{over}\n{READ}")
         axes.set_ylabel("hypervolume of latency and accuracy")
         axes.set_title(title)
         axes.xaxis.set_major_locator(MaxNLocator(integer=over == "evaluations"))

@@ -25,11 +25,12 @@ from harness.report.study import ablation_frame, pair_frame, score_frame
 from harness.report.tables import Table, markdown, note_markdown, printable, write_table
 from harness.report.terminal import Drawn
 from harness.report.transfer import transfer_frame
+from harness.report.upkeep import digest_of, is_current, keep_digest
 from harness.report.volumes import volume_frame
 from harness.run.journal import writing
 from harness.run.rows import write_text
 
-__all__ = ["Frames", "drawing_of", "load", "render", "text_of", "write_report", "write_tables"]
+__all__ = ["Frames", "current_report", "drawing_of", "load", "render", "text_of", "write_report", "write_tables"]
 
 SHOWN = ("main", "budget", "cost")
 """Tables that go to the terminal; the files have all."""
@@ -122,7 +123,7 @@ def write_report(folder: Path) -> tuple[Results, list[Table]]:
     Raises:
         UserError: Not a results folder, a damaged one, or the report cannot be written.
     """
-    results = load_results(folder)
+    digest, results = digest_of(folder), load_results(folder)
     out = folder / "report"
     with writing(out):
         graphs = {cell.name: graph for cell in results.cells if (graph := graph_of(cell)) is not None}
@@ -132,7 +133,20 @@ def write_report(folder: Path) -> tuple[Results, list[Table]]:
         tables = write_tables(results, out)
         pictures = draw(results, out)
         write_text(out / "index.html", index(results, tables, graphs, pictures))
+        keep_digest(folder, digest)
     return results, tables
+
+
+def current_report(folder: Path) -> tuple[Results, list[Table]] | None:
+    """What `write_report` would give, where it would write what is there already; None where it would not.
+
+    Raises:
+        UserError: See `harness.report.results.load`.
+    """
+    if not is_current(folder):
+        return None
+    results = load_results(folder)
+    return results, list(tables_of(results))
 
 
 def write_tables(results: Results, out: Path) -> list[Table]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 from harness.errors import UserError
@@ -34,6 +36,8 @@ class CellResults:
     Attributes:
         environment: The machine on which it was begun; empty where that was not written down.
         searches: Those that have begun.
+        levels_ms: Latency of each placement that they measured, by digest: one for all of them, the median of their
+            readings, so that what several searches came to is as fast in each.
         scores: The evaluator's figures by row id.
         events: Of the confirmation, in order.
         summaries: Confirmed figures by row id.
@@ -51,6 +55,7 @@ class CellResults:
     rows: Mapping[str, Row]
     picks: tuple[Pick, ...]
     searches: tuple[Search, ...]
+    levels_ms: Mapping[str, float]
     scores: Mapping[str, Mapping[str, Any]]
     events: tuple[Event, ...]
     summaries: Mapping[str, RowSummary]
@@ -190,13 +195,15 @@ def _cell(folder: Path, stored: Stored) -> CellResults:
     summary = summarise(events, baseline=FLOAT_ROW, floor=floor) if events else None
     paced = replace(goal, minimize="latency")  # the same bounds, but the fastest counts, whatever was minimised
     builds = _builds(folder / "confirm.jsonl") or (stored.builds if events else None)
+    searches = _searches(folder / "runs", paced, facts.get("metric"), stored.searchers)
     return CellResults(
         folder=folder,
         facts=facts,
         environment=_environment(folder / "env.json"),
         rows={row.id: row for row in rows},
         picks=picks,
-        searches=_searches(folder / "runs", paced, facts.get("metric"), stored.searchers),
+        searches=searches,
+        levels_ms=_levels(searches),
         scores=_read(folder / "accuracy.json", lambda: read_scores(folder)),
         events=events,
         summaries={} if summary is None else summary.rows,
@@ -258,6 +265,14 @@ def _searches(runs: Path, goal: Goal, metric: object, searchers: tuple[str, ...]
         if _has_a_line(path)
     ]
     return tuple(sorted(found, key=lambda s: (order.get(s.searcher, len(order)), s.searcher, s.seed)))
+
+
+def _levels(searches: Iterable[Search]) -> dict[str, float]:
+    readings: defaultdict[str, list[float]] = defaultdict(list)
+    for search in searches:
+        for digest, latency_ms in search.readings_ms.items():
+            readings[digest].append(latency_ms)
+    return {digest: median(found) for digest, found in readings.items()}
 
 
 def _has_a_line(path: Path) -> bool:

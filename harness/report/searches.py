@@ -20,12 +20,13 @@ class Looked:
     """An evaluation whose metric was measured.
 
     Attributes:
-        evaluations: See `harness.run.readback.Evaluated`, as for `elapsed_s` and `latency_ms`.
+        evaluations: See `harness.run.readback.Evaluated`, as for `elapsed_s`, `digest` and `latency_ms`.
         value: Of the metric.
     """
 
     evaluations: int
     elapsed_s: float
+    digest: str
     latency_ms: float
     value: float
 
@@ -41,6 +42,7 @@ class Search:
         initial: Evaluations that went to initial placements.
         steps: Each evaluation that became the incumbent, the fastest one that obeys the bounds.
         looked: Those whose metric was measured, in order.
+        readings_ms: Latency of each placement that was measured, by digest.
         float_ms: Latency of the float model by this search's own samples; None where it was not measured here.
         float_value: The float model's metric, in the same way.
         cost: Seconds spent and readings taken, retries included; see `harness.report.searching.cost_frame`.
@@ -54,6 +56,7 @@ class Search:
     initial: int
     steps: tuple[Evaluated, ...]
     looked: tuple[Looked, ...]
+    readings_ms: Mapping[str, float]
     float_ms: float | None
     float_value: float | None
     cost: Mapping[str, float]
@@ -76,18 +79,13 @@ def read_search(path: Path, searcher: str, seed: int, goal: Goal, metric: str | 
     """
     tally, name = _Tally(), metric or ""
     steps, looked, floats = list[Evaluated](), list[Looked](), list[Evaluated]()
+    readings_ms: dict[str, float] = {}
     for trial in evaluated(tally.counting(read_journal(path)), goal):
+        readings_ms[trial.digest] = trial.latency_ms
         if improves(trial, steps[-1] if steps else None):
             steps.append(trial)
         if name in trial.score.metrics:
-            looked.append(
-                Looked(
-                    evaluations=trial.evaluations,
-                    elapsed_s=trial.elapsed_s,
-                    latency_ms=trial.latency_ms,
-                    value=trial.score.metrics[name],
-                )
-            )
+            looked.append(_looked(trial, name))
         if not any(trial.choices):
             floats.append(trial)
     return Search(
@@ -99,9 +97,20 @@ def read_search(path: Path, searcher: str, seed: int, goal: Goal, metric: str | 
         initial=tally.initial,
         steps=tuple(steps),
         looked=tuple(looked),
+        readings_ms=readings_ms,
         float_ms=next((trial.latency_ms for trial in floats), None),
         float_value=next((trial.score.metrics[name] for trial in floats if name in trial.score.metrics), None),
         cost=dict(tally.cost),
+    )
+
+
+def _looked(trial: Evaluated, metric: str) -> Looked:
+    return Looked(
+        evaluations=trial.evaluations,
+        elapsed_s=trial.elapsed_s,
+        digest=trial.digest,
+        latency_ms=trial.latency_ms,
+        value=trial.score.metrics[metric],
     )
 
 

@@ -14,7 +14,10 @@ from harness.report.results import CellResults, Results
 from harness.report.searches import Search
 from harness.run.rows import FLOAT_ROW
 
-__all__ = ["TARGETS", "budget_frame", "cost_frame", "curve_frame", "final_speedups", "float_ms", "target_frame"]
+__all__ = [
+    "TARGETS", "budget_frame", "cost_frame", "curve_frame", "final_speedups", "float_level_ms", "float_ms",
+    "target_frame",
+]  # fmt: skip
 
 TARGETS = (0.95, 0.99)
 """Shares of the best gain that any search of the cell found."""
@@ -92,40 +95,45 @@ def _cost(cell: CellResults, search: Search) -> dict[str, Any]:
 
 
 def curve_frame(cells: Iterable[CellResults]) -> pd.DataFrame:
-    """Incumbent after each evaluation of every search, as speedup over the float seed's own samples."""
+    """The incumbent after each evaluation of every search, as speedup over the float model by the searches' readings.
+
+    The search's own readings say which placement that is; how fast it is says `CellResults.levels_ms`. So searches that
+    have come to one placement stand at one level, and a curve falls where a lucky reading had displaced a better one.
+    """
     curves = [_curve(cell, search) for cell in cells for search in cell.searches]
     filled = [curve for curve in curves if len(curve)]
     return pd.concat(filled, ignore_index=True) if filled else pd.DataFrame(columns=CURVE)
 
 
 def _curve(cell: CellResults, search: Search) -> pd.DataFrame:
-    base_ms = float_ms(cell, search)
+    base_ms = float_level_ms(cell)
     if base_ms is None or not search.steps:
         return pd.DataFrame(columns=CURVE)
-    first, best_ms = search.steps[0].evaluations, np.full(search.evaluations, np.inf)
-    for step in search.steps:  # of an evaluation and its retry the better one
-        best_ms[step.evaluations - 1] = min(best_ms[step.evaluations - 1], step.score.objective)
+    first, level_ms = search.steps[0].evaluations, np.full(search.evaluations, np.nan)
+    for step in search.steps:  # of an evaluation and its retry the better one, which comes later
+        level_ms[step.evaluations - 1] = cell.levels_ms[step.digest]
     figures = {
         "cell": cell.name, "searcher": search.searcher, "seed": search.seed,
         "evaluations": np.arange(1, search.evaluations + 1), "minutes": np.array(search.elapsed_s) / 60,
-        "speedup": base_ms / np.minimum.accumulate(best_ms),
+        "speedup": base_ms / pd.Series(level_ms).ffill(),
     }  # fmt: skip
     return pd.DataFrame(figures, columns=CURVE)[first - 1 :]
 
 
 def target_frame(results: Results) -> pd.DataFrame:
-    """Evaluations and minutes until the incumbent has a share of the best gain, by search samples.
+    """Evaluations and minutes until the incumbent has a share of the best gain, by the searches' readings.
 
-    The gain is that of the fastest incumbent of any search of the cell, in milliseconds. Median over the seeds with
-    their range; seeds that never came so far count as infinitely late, and `reached` of `seeds` did.
+    The gain is that of the fastest incumbent of any search of the cell, in milliseconds, each placement at its one
+    level in the cell (`CellResults.levels_ms`). Median over the seeds with their range; seeds that never came so far
+    count as infinitely late, and `reached` of `seeds` did.
     """
     lines = []
     for cell in results.cells:
         searches: dict[str, list[Search]] = {}
         for search in cell.searches:
             searches.setdefault(search.searcher, []).append(search)
-        steps = [step for search in cell.searches for step in search.steps]
-        best_ms = min((step.score.objective for step in steps), default=math.inf)
+        found_ms = [cell.levels_ms[step.digest] for search in cell.searches for step in search.steps]
+        best_ms = min(found_ms, default=math.inf)
         for searcher, found in searches.items() if math.isfinite(best_ms) else ():
             for share in TARGETS:
                 spent = [_spent_until(cell, search, best_ms, share) for search in found]
@@ -143,9 +151,9 @@ def target_frame(results: Results) -> pd.DataFrame:
 
 def _spent_until(cell: CellResults, search: Search, best_ms: float, share: float) -> tuple[float, float]:
     """Evaluations and minutes until the gain over the float model reached a share of the best; infinite if never."""
-    base_ms = float_ms(cell, search)
+    base_ms = float_level_ms(cell)
     for step in search.steps:
-        if base_ms is not None and base_ms - step.score.objective >= share * (base_ms - best_ms):
+        if base_ms is not None and base_ms - cell.levels_ms[step.digest] >= share * (base_ms - best_ms):
             return step.evaluations, step.elapsed_s / 60
     return math.inf, math.inf
 
@@ -156,9 +164,17 @@ def _middle(values: Iterable[float]) -> Interval:
     return Interval(value=middle, low=ordered[0], high=ordered[-1])
 
 
+def float_level_ms(cell: CellResults) -> float | None:
+    """The float model's latency in the searches of a cell, the median of their readings; else the confirmed one."""
+    found = [search.float_ms for search in cell.searches if search.float_ms is not None]
+    return float(np.median(found)) if found else _confirmed_float_ms(cell)
+
+
 def float_ms(cell: CellResults, search: Search) -> float | None:
     """The float model's latency in this search; where it was no seed of it, the confirmed one."""
-    if search.float_ms is not None:
-        return search.float_ms
+    return _confirmed_float_ms(cell) if search.float_ms is None else search.float_ms
+
+
+def _confirmed_float_ms(cell: CellResults) -> float | None:
     summary = cell.summaries.get(FLOAT_ROW)
     return None if summary is None else summary.latency_ms.value

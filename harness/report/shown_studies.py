@@ -9,8 +9,9 @@ from typing import Any
 import pandas as pd
 
 from harness.measure.stats import median_ci
+from harness.report.notes import LEVEL_NOTE
 from harness.report.results import Results
-from harness.report.statistics import ENOUGH, FEWEST, Ranks
+from harness.report.statistics import ENOUGH, Ranks
 from harness.report.study import ablation_frame, pair_frame, ranks, score_frame
 from harness.report.tables import MISSING, Table, interval
 from harness.report.transfer import likeness_frame, transfer_frame
@@ -21,8 +22,8 @@ __all__ = ["study_tables"]
 SCORE_NOTE = (
     "Share of what random search leaves that a searcher has found, on average over its evaluations after the initial "
     "placements, until random search itself has 95 % of the gain: 0 is random search, 1 the best placement at once. "
-    "Random search is the mean over its seeds here; median over seeds [95 % interval; the range below six seeds]. By "
-    "search samples."
+    "Random search is the mean over its seeds here; median over seeds [95 % interval; the range below six seeds]. "
+    + LEVEL_NOTE
 )
 PAIR_NOTE = (
     "Confirmed speedup at the largest budget, first over second: geometric mean over cells [95 %, Student's over "
@@ -44,7 +45,7 @@ INHERITED_NOTE = (
 VOLUME_NOTE = (
     "Hypervolume of latency and accuracy at the end of the search, as a share of the box between the ideal (no time, "
     "no loss) and the float model's latency with the largest loss seen in the cell: median over seeds [95 % "
-    "interval; the range below six seeds], by search samples."
+    "interval; the range below six seeds]. " + LEVEL_NOTE
 )
 
 
@@ -88,8 +89,8 @@ def _ranked(found: Ranks | None) -> Iterator[str]:
     few = "" if found.blocks >= ENOUGH else f"; none below {ENOUGH} cells, where no pair could be significant"
     means = ", ".join(f"{name} {rank:.2f}" for name, rank in found.mean.items())
     yield f"Mean ranks over the {found.blocks} cells that have all searchers: {means}."
-    if found.blocks < FEWEST:
-        yield f"No test: {found.blocks} cells are too few to say anything of others ({FEWEST} are needed)."
+    if found.untested:
+        yield f"{found.untested[0].upper()}{found.untested[1:]}."
     elif found.p_value is not None and found.critical_difference is not None:
         yield (
             f"Friedman's test: p = {found.p_value:.3g}; Nemenyi's critical difference of mean ranks at 5 %: "
@@ -169,9 +170,8 @@ def _volumes(volumes: pd.DataFrame) -> Table:
     for (cell, searcher), part in last.groupby(["cell", "searcher"], sort=False):
         middle = median_ci(part["volume"].to_numpy())
         shown = interval(middle.value, middle.low, middle.high, 3)
-        scored = int(volumes[(volumes["cell"] == cell) & (volumes["searcher"] == searcher)].shape[0])
         line = {"cell": str(cell), "searcher": str(searcher), "hypervolume [CI]": shown}
-        lines.append({**line, "scored": str(scored), "seeds": str(len(part))})
+        lines.append({**line, "scored": str(part["scored"].sum()), "seeds": str(len(part))})
     return Table(
         name="volume", title="Front of latency and accuracy", cells=pd.DataFrame(lines), raw=volumes, note=VOLUME_NOTE
     )

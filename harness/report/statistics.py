@@ -49,6 +49,15 @@ class Ranks:
     critical_difference: float | None
 
     @property
+    def untested(self) -> str:
+        """Why there is no test; "" where there is one."""
+        if self.critical_difference is not None:
+            return ""
+        if self.blocks < FEWEST:
+            return f"no test: {self.blocks} cells are too few to say anything of others ({FEWEST} are needed)"
+        return f"no test of ranks: {len(self.mean)} searchers are a pair"
+
+    @property
     def cliques(self) -> tuple[tuple[str, ...], ...]:
         """Largest groups of methods that the test cannot tell apart, in order of their ranks."""
         if self.critical_difference is None:

@@ -21,9 +21,9 @@ RANDOM = "random"
 def score_frame(results: Results) -> pd.DataFrame:
     """Score of each searcher against random search, by cell; see `harness.report.statistics.score_against_random`.
 
-    What random search reaches is the mean over the seeds of the searcher `random` in the same cell, latency is relative
-    to each search's own float reading, and the best is the lowest that any search of the cell found. Cells without
-    random search have no line. On recorded tables random search is calculated instead: `qdq replay`.
+    What random search reaches is the mean over the seeds of the searcher `random` in the same cell, latencies are
+    the cell's (see `curve_frame`) over the float model's, and the best is the lowest that any search of the cell found.
+    Cells without random search have no line. On recorded tables random search is calculated instead: `qdq replay`.
 
     Returns:
         Columns cell, searcher, seeds, score, low, high: median over seeds with its 95 % interval.

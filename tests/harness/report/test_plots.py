@@ -1,16 +1,25 @@
 """What the pictures for papers are drawn from, and LaTeX that compiles."""
 
+import json
 import shutil
 import subprocess
 
 import pandas as pd
 import pytest
 
+from harness.report import plots
+from harness.report.charts import charts_of
+from harness.report.drawing import draw
+from harness.report.frames import main_frame
+from harness.report.naming import labels_of
 from harness.report.plots import anytime, envelope, front, latencies, look
 from harness.report.render import write_tables
 from harness.report.results import load
+from harness.report.samples import sample_frame
+from harness.report.searching import budget_frame
 from harness.report.tables import Table, write_table
 
+CELL = "net-openvino-int8"
 CURVES = pd.DataFrame(
     {
         "searcher": "a $x$ _y_",
@@ -52,7 +61,8 @@ def test_no_two_of_many_series_look_the_same():
 
 def test_latencies_need_no_floor(tmp_path):
     part = pd.DataFrame({"build": [0, 0, 1], "latency_ms": [1.0, 1.1, 1.2]})
-    latencies({"float": part, "a very long name of many methods at once, and more": part}, None, "t", tmp_path / "l")
+    long = "a very long name of many methods at once, and more"
+    latencies({"float": part, long: part}, {"float": 1.1, long: 1.12}, None, "t", tmp_path / "l")
     assert (tmp_path / "l.png").exists()
 
 
@@ -73,3 +83,35 @@ def test_latex_compiles_hostile_names_included(folder, tmp_path):
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "-no-shell-escape", "all.tex"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, errors="replace")
     assert done.returncode == 0, done.stdout[-800:]
+
+
+def test_the_picture_of_latencies_shows_what_the_table_says(folder, monkeypatch):
+    path = folder / CELL / "confirm.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines[1:]:
+        if line["kind"] == "block" and line["row"] == "aa" and line["build"] == 2:
+            line["samples_ms"] = [16.0] * 3
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    results = load(folder)
+    cell, main = results.cells[0], main_frame(results)
+    table_ms = main.set_index("method").loc["random", "latency_ms"]
+    assert table_ms == pytest.approx(4 ** (2 / 3) * 16 ** (1 / 3)), "the median of all samples is 4"
+    drawn = {}
+    monkeypatch.setattr(plots, "latencies", lambda samples, table_ms, *_: drawn.update(table_ms))
+    draw(results, folder / "report")
+    assert drawn["random"] == pytest.approx(table_ms)
+    charts = charts_of(cell, main, budget_frame(results), sample_frame(results), labels_of(cell, main))
+    chart = next(chart for chart in charts if chart["title"].startswith("Latency of the confirmation"))
+    marks = next(trace for trace in chart["data"] if trace["name"] == "latency as in the tables")
+    assert marks["x"][marks["text"].index("random")] == pytest.approx(table_ms, rel=1e-5)
+
+
+def test_marks_that_lie_together_show_each_other(folder):
+    results = load(folder)
+    cell, main = results.cells[0], main_frame(results)
+    charts = charts_of(cell, main, budget_frame(results), sample_frame(results), labels_of(cell, main))
+    chart = next(chart for chart in charts if chart["title"].startswith("Latency against"))
+    rows = [trace for trace in chart["data"] if "error_x" in trace]
+    assert len(rows) == 4
+    assert all(trace["marker"]["color"].startswith("rgba") and trace["marker"]["size"] < 10 for trace in rows)
+    assert all(trace["name"] and "text" not in trace for trace in rows), "names stand in the key, where none overlap"

@@ -94,6 +94,7 @@ def test_the_text_shows_main_budget_and_cost_and_the_files_hold_all(folder):
     drawn = ("anytime", "anytime-minutes", "budget", "latency", "pareto", "volume")
     assert names == {
         "index.html",
+        "inputs.sha256",
         *(f"{name}.{kind}" for name in shown for kind in ("md", "csv", "tex")),
         *(f"{name}-{CELL}.{kind}" for name in drawn for kind in ("png", "svg")),
     }

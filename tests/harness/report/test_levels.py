@@ -1,0 +1,103 @@
+"""What several searches came to stands at one level; curves go on to the end of the budget."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from harness.records import Asked, Failed, Measured, Outcome, Told
+from harness.report.charts import charts_of
+from harness.report.frames import main_frame
+from harness.report.naming import labels_of
+from harness.report.plots import envelope
+from harness.report.render import write_tables
+from harness.report.results import load
+from harness.report.samples import sample_frame
+from harness.report.searching import budget_frame, curve_frame, target_frame
+from harness.report.volumes import volume_frame
+from harness.run.journal import Journal
+
+CELL = "net-openvino-int8"
+FAILED = Failed(stage="build", reason="no", wall_s=1.0)
+
+
+def read(latency_ms: float, top1: float | None = 0.8) -> Measured:
+    metrics = {} if top1 is None else {"top1": top1}
+    return Measured(samples_ms=(latency_ms,) * 7, build_s=1.0, measure_s=1.0, metrics=metrics)
+
+
+def write_search(path: Path, *outcomes: tuple[str, Outcome]) -> None:
+    """A search of one evaluation a minute."""
+    with Journal(path, {}) as journal:
+        for number, (digest, outcome) in enumerate(outcomes):
+            choices = (0,) if digest == "float" else (1,)
+            journal.append(Asked(number=number, choices=choices, digest=digest, origin="searcher"))
+            journal.append(Told(number=number, outcome=outcome, elapsed_s=60.0 * (number + 1)))
+
+
+@pytest.fixture
+def runs(folder):
+    """The folder of the journals, empty."""
+    shutil.rmtree(folder / CELL / "runs")
+    (folder / CELL / "runs").mkdir()
+    return folder / CELL / "runs"
+
+
+def test_a_start_that_all_searches_measured_stands_at_one_level(folder, runs):
+    write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("start", read(4.0)), ("own", read(3.0)))
+    write_search(runs / "random-1.jsonl", ("float", read(9.0)), ("start", read(5.0)), ("none", FAILED))
+    write_search(runs / "tpe-0.jsonl", ("float", read(8.5)), ("start", read(4.6)), ("none", FAILED))
+    results = load(folder)
+    curves = curve_frame(results.cells).set_index(["searcher", "seed", "evaluations"])["speedup"]
+    starts = curves.xs(2, level="evaluations")
+    assert starts.tolist() == pytest.approx([8.5 / 4.6] * 3), "the median of three readings, over the float model's"
+    assert curves["random", 0, 3] == pytest.approx(8.5 / 3.0)
+    found = target_frame(results).set_index(["searcher", "share"])["reached"]
+    assert found.to_dict() == {("random", 0.95): 1, ("random", 0.99): 1, ("tpe", 0.95): 0, ("tpe", 0.99): 0}
+
+
+def test_who_reached_the_best_placement_reached_it_whatever_was_read_there(folder, runs):
+    write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("best", read(3.6)))
+    write_search(runs / "tpe-0.jsonl", ("float", read(8.0)), ("best", read(4.4)))
+    found = target_frame(load(folder))
+    assert found["reached"].tolist() == [1, 1, 1, 1]
+    assert found["evaluations"].tolist() == [2.0, 2.0, 2.0, 2.0]
+
+
+def test_a_curve_falls_where_a_lucky_reading_had_displaced_a_better_placement(folder, runs):
+    write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("good", read(4.0)), ("lucky", read(3.9)))
+    write_search(runs / "random-1.jsonl", ("float", read(8.0)), ("good", read(4.0)), ("lucky", read(6.1)))
+    curves = curve_frame(load(folder).cells).set_index(["seed", "evaluations"])["speedup"]
+    assert curves.loc[0].tolist() == pytest.approx([1.0, 2.0, 8.0 / 5.0])
+    assert curves.loc[1].tolist() == pytest.approx([1.0, 2.0, 2.0])
+
+
+def test_the_tables_say_what_a_level_is(folder):
+    write_tables(load(folder), folder / "report")
+    for name in ("targets", "volume"):
+        text = (folder / "report" / f"{name}.md").read_text()
+        assert "A placement is as fast as the median of what the searches of the cell read of it" in text
+
+
+def test_hypervolume_stays_to_the_end_of_the_search(folder, runs):
+    more = [(f"unscored {number}", read(5.0, None)) for number in range(3)]
+    write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("good", read(4.0, 0.79)), *more, ("none", FAILED))
+    write_search(runs / "tpe-0.jsonl", ("float", read(8.0)), ("bad", read(3.0, 0.7)))
+    results = load(folder)
+    found = volume_frame(results.cells)
+    own = found[found["searcher"] == "random"]
+    assert own["evaluations"].tolist() == [1, 2, 6]
+    assert own["minutes"].tolist() == [1.0, 2.0, 6.0]
+    assert own["volume"].tolist() == pytest.approx([0.0, 0.5 * 0.9, 0.5 * 0.9])
+    assert envelope(own, "evaluations", "volume").index[-1] == 6
+    write_tables(results, folder / "report")
+    scored = pd.read_csv(folder / "report" / "volume.csv").groupby("searcher")["scored"].max()
+    assert scored.to_dict() == {"random": 2, "tpe": 2}, "what was not scored is not counted"
+    assert (folder / "report" / "volume.md").read_text().count("| 2 ") == 2
+    cell, main = results.cells[0], main_frame(results)
+    charts = charts_of(cell, main, budget_frame(results), sample_frame(results), labels_of(cell, main))
+    drawn = next(chart for chart in charts if chart["title"].startswith("Hypervolume"))
+    assert max(trace["x"][-1] for trace in drawn["data"]) == 6.0
