@@ -74,7 +74,10 @@ def evidence_of(kind: str, facts: Mapping[str, Any]) -> str:
 def accuracy_of(score: Mapping[str, Any]) -> Accuracy:
     """A record of `accuracy.json` as a value; older ones have no evidence."""
     return Accuracy(
-        metrics=dict(score["metrics"]), per_item=tuple(score.get("per_item", ())), evidence=score.get("evidence", "")
+        metrics=dict(score["metrics"]),
+        per_item=tuple(score.get("per_item", ())),
+        evidence=score.get("evidence", ""),
+        note=score.get("note", ""),
     )
 
 
