@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small import qdq, save_chain
 
-from harness.cli import main
-from harness.graph.build import GraphBuilder
 from harness.graph.diff import precisions_in
 from harness.run.journal import read_journal
 from harness.run.rows import ACCURACY_ONLY
@@ -32,23 +31,10 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("precisions")
-    builder = GraphBuilder("net", seed=1)
-    x = builder.input("x", (1, 3, 8, 8))
-    for _ in range(2):
-        x = builder.op("Relu", builder.conv(x, 8, 3, pad=1))
-    builder.output(builder.op("GlobalAveragePool", x))
-    builder.save(folder / "net.onnx")
+    save_chain(folder / "net.onnx", (8, 8), size=8)
     (folder / "precisions.yaml").write_text(EXPERIMENT)
-    assert run(folder / "precisions.yaml", folder / "out") == 0
+    assert qdq("run", str(folder / "precisions.yaml"), "--out", str(folder / "out")) == 0
     return folder / "out"
-
-
-def run(experiment: Path, out: Path) -> int:
-    try:
-        main(["run", str(experiment), "--out", str(out)])
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 def rows(out: Path, precision: str) -> dict[str, dict[str, str]]:
@@ -106,5 +92,5 @@ def test_a_placement_at_a_precision_that_a_cell_lacks_says_so(out: Path) -> None
 def test_a_backend_without_the_precision_is_refused(out: Path, capsys: Any) -> None:
     other = out.parent / "other.yaml"
     other.write_text(EXPERIMENT.replace("{use: openvino, params: {precision: f32}}", "onnxruntime"))
-    assert run(other, out.parent / "never") == 2
+    assert qdq("run", str(other), "--out", str(out.parent / "never")) == 2
     assert "precision 'fp8': backend 'onnxruntime' runs int8" in capsys.readouterr().err
