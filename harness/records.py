@@ -23,7 +23,7 @@ class Measured:
         samples_ms: Latency of each inference in the order of measurement, warm-up excluded; of each turn where it was
             timed beside a reference, the machine's pace taken out (`harness.measure.paired`).
         raw_ms: Of each such turn what the clock said; empty where it was timed alone.
-        beside_ms: The reference's turns, before the first of them and after each.
+        beside_ms: The reference's turns, before the first of them and after each; of a runoff one a turn.
         discarded_ms: Readings of a first attempt that was repeated; empty as a rule.
         trouble: Why it was repeated; "" where it was not.
         retaken_ms: Readings of other builds, where the first beat the incumbent and so was not believed at once.

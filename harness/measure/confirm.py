@@ -20,7 +20,7 @@ from harness.measure.engines import MAIN, Engines
 from harness.measure.events import TWIN, Block, Dropped, Event, Key, Readings, decode_event, encode_event
 from harness.measure.stats import Interval, Verdict, block_ci, floor_from, paired_ratio_ci, verdict
 from harness.records import Failed
-from harness.run.config import Confirmation, Sampling
+from harness.run.config import Rounds, Sampling
 
 __all__ = [
     "TWIN", "Block", "Dropped", "Event", "Row", "RowSummary", "Summary", "confirm", "decode_event", "encode_event",
@@ -102,7 +102,7 @@ def confirm(
     baseline: Row,
     *,
     open_engines: OpenEngines,
-    plan: Confirmation,
+    plan: Rounds,
     rng: np.random.Generator,
     done: Iterable[Event] = (),
 ) -> Iterator[Event]:
@@ -137,7 +137,7 @@ def confirm(
 class _Turns:
     """One group of rows in one build."""
 
-    def __init__(self, build: int, group: int, baseline: Row, plan: Confirmation, rng: np.random.Generator) -> None:
+    def __init__(self, build: int, group: int, baseline: Row, plan: Rounds, rng: np.random.Generator) -> None:
         self._key = {"build": build, "group": group}
         self._bases = (baseline, replace(baseline, name=TWIN))
         self._rounds = plan.rounds

@@ -16,13 +16,13 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from harness.errors import UserError, nearest
 from harness.run.document import MAX_BYTES, read_document
 from harness.run.executing import ExecutorSpec
-from harness.run.measuring import Confirmation, Limits, Sampling
+from harness.run.measuring import Confirmation, Limits, Rounds, Sampling
 from harness.run.objective import Objective
 from harness.run.starts import BASELINES, INITIAL, check_baselines, check_starts, listed, seeds_of
 
 __all__ = [
-    "Budget", "Calibration", "Confirmation", "Experiment", "Limits", "Method", "ModelSpec", "Objective", "Sampling",
-    "Use", "load_experiment", "parse_experiment", "to_yaml",
+    "Budget", "Calibration", "Confirmation", "Experiment", "Limits", "Method", "ModelSpec", "Objective", "Rounds",
+    "Sampling", "Use", "load_experiment", "parse_experiment", "to_yaml",
 ]  # fmt: skip
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

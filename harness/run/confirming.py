@@ -5,34 +5,29 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from harness.api import Candidate
-from harness.errors import UserError
 from harness.graph.files import file_digest
-from harness.measure.confirm import GROUP, TWIN, Block, Dropped, Event, confirm, decode_event, encode_event, summarise
+from harness.measure.confirm import GROUP, Block, Event, confirm, decode_event, encode_event, summarise
 from harness.measure.confirm import Row as Turn
 from harness.measure.engines import WorkerSpec
 from harness.measure.site import OpenEngines
 from harness.run.compare import refuse_changes
 from harness.run.config import Confirmation
-from harness.run.journal import append_line, cut_torn_line
+from harness.run.contest import SEED, Contest, hold, read_contest
 from harness.run.observe import Observer
 from harness.run.rows import FLOAT_ROW, Row, Table, read_json, write_json
 from search.space import digest_of
 
 __all__ = ["confirm_rows", "float_latency", "level", "noise_floor", "read_events", "read_floor"]
 
-_Key = tuple[int, int, str, int]
-"""A turn: build, group, row, round."""
-SEED = 0
-"""Of the order of turns; it has nothing to do with the seeds of searches."""
+CONFIRM = "confirm.jsonl"
 FLOOR_PLAN = Confirmation(builds=3, rounds=12, samples=3)
 """Of the floor before the searches; the confirmation's own twin adds to it."""
 RESTLESS = 0.02
@@ -130,86 +125,27 @@ def confirm_rows(
     Raises:
         UserError: The baseline fails, or the record cannot be written.
     """
-    path = table.folder / "confirm.jsonl"
+    path = table.folder / CONFIRM
     header = {
-        "kind": "header",
         "rows": {row.id: row.sha256 for row in table.rows},
-        "plan": plan.model_dump(mode="json"),
+        "plan": plan.model_dump(mode="json", exclude={"contenders"}),  # the rows tell who won the runoff
         "group": GROUP,
         "backend": dict(backend),
     }
-    text = json.dumps(header, sort_keys=True)
-    _put_aside(path, text)
     turns = {row.id: _turn(row, table) for row in table.rows}
     baseline = turns.pop(FLOAT_ROW)
-    done = read_events(table.folder)
-    left = _left(list(turns), plan, done)
-    with path.open("ab", buffering=0) as file, observer.work(f"confirm {len(turns)} rows", len(left)) as step:
-        if file.tell() == 0:
-            append_line(file, text, path)
-        events = confirm(
-            list(turns.values()),
-            baseline,
-            open_engines=lambda: open_engines(worker),
-            plan=plan,
-            rng=np.random.default_rng(SEED),
-            done=done,
-        )
-        for event in events:
-            append_line(file, encode_event(event), path, sync=False)
-            if isinstance(event, Dropped):
-                observer.say(f"confirmation: {event.row} failed: {event.failed.stage}: {event.failed.reason}")
-            for key in _keys(event, plan.rounds) & left:
-                left.discard(key)
-                step.advance(f"build {event.build + 1} of {plan.builds}")
-
-
-def _put_aside(path: Path, header: str) -> None:
-    """Cut a torn last line off an earlier record; keep it under another name where it has another header."""
-    if not path.exists():
-        return
-    cut_torn_line(path)
-    there = path.read_text(encoding="utf-8").partition("\n")[0]
-    if there and there != header:
-        names = (path.with_suffix(f".{number}.jsonl") for number in itertools.count(1))
-        path.rename(next(name for name in names if not name.exists()))
-
-
-def _left(rows: Sequence[str], plan: Confirmation, done: Iterable[Event]) -> set[_Key]:
-    """The turns still to come; a worker that did not come to its end starts again."""
-    groups = [rows[start : start + GROUP] for start in range(0, len(rows), GROUP)] or [()]
-    whole = {
-        (build, group, row, number)
-        for build in range(plan.builds)
-        for group, members in enumerate(groups)
-        for row in (FLOAT_ROW, TWIN, *members)
-        for number in range(plan.rounds)
-    }
-    missing = whole.difference(*(_keys(event, plan.rounds) for event in done))
-    again = {key[:2] for key in missing}
-    return {key for key in whole if key[:2] in again}
-
-
-def _keys(event: Event, rounds: int) -> set[_Key]:
-    """The turns that an event stands for: one, or all that a row loses with its failure."""
-    numbers = range(rounds) if isinstance(event, Dropped) else (event.round,)
-    return {(event.build, event.group, event.row, number) for number in numbers}
+    rows = tuple(turns.values())
+    contest = Contest(name="confirmation", path=path, header=header, baseline=baseline, rows=rows, plan=plan)
+    hold(contest, lambda: open_engines(worker), observer)
 
 
 def read_events(folder: Path) -> tuple[Event, ...]:
-    """Events of a cell's confirmation; a torn last line is left out.
+    """Events of a cell's confirmation.
 
     Raises:
         UserError: A damaged line.
     """
-    path = folder / "confirm.jsonl"
-    if not path.exists():
-        return ()
-    lines = path.read_bytes().splitlines(keepends=True)[1:]
-    try:
-        return tuple(decode_event(line.decode()) for line in lines if line.endswith(b"\n"))
-    except ValueError as error:
-        raise UserError(f"{path}: {error}; move the file away to confirm anew") from error
+    return read_contest(folder / CONFIRM)
 
 
 def _turn(row: Row, table: Table) -> Turn:

@@ -6,6 +6,7 @@ A results folder holds, for each cell:
     floor.json      what the baseline gains over itself: the noise floor
     cell.json       what was compared: model, device, space, seeds, baselines, goal
     runs/*.jsonl    one journal per search
+    runoff.jsonl    raw samples of the runoff among the best of each search
     rows.json       the finalists: exported files with their hashes, and which method chose which
     accuracy.json   the evaluator's figures of each file
     confirm.jsonl   raw samples of the confirmation
@@ -41,6 +42,7 @@ from harness.run.observe import Observer
 from harness.run.plan import CellSpec, plan
 from harness.run.rows import read_json, write_json
 from harness.run.running import Running
+from harness.run.runoff import run_off
 from harness.run.scores import ScoreBook
 from harness.run.scoring import scoring_of
 from harness.run.sections import in_sections
@@ -166,12 +168,11 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
             at_once(searches, experiment.executor.searches)
         remember(cell, goal, folder)
         others = [name for name in benchmarkers if name != MAIN]
+        found = run_off(running, lambda: site.open(worker))
         if place.searching:
-            choose(experiment, cell, goal, folder, others)
+            choose(running, found, others)
             return
-        table = choose(
-            experiment, cell, goal, folder, others, guests(experiment.transfer, cell, plan(experiment), folder.parent)
-        )
+        table = choose(running, found, others, guests(experiment.transfer, cell, plan(experiment), folder.parent))
         if scoring.evaluators:
             if book.lacks(table):
                 scoring.show_float(book, cell.model_file)

@@ -10,43 +10,35 @@ from harness.graph.diff import pairs_in, precisions_in
 from harness.graph.files import copy_model, file_digest
 from harness.run.compose import Cell
 from harness.run.config import Experiment
-from harness.run.engine import Goal
-from harness.run.journal import read_journal, writing
+from harness.run.journal import writing
 from harness.run.methods import is_peer, peer_model, seen_by
 from harness.run.plan import RunSpec
-from harness.run.readback import Evaluated, Reached, reached
+from harness.run.readback import Evaluated, Reached
 from harness.run.rows import ACCURACY_ONLY, FLOAT_ROW, Pick, Row, Table, write_json
+from harness.run.running import Running
+from harness.run.runoff import Found
 from harness.run.starts import placed
 from harness.run.transfer import Guest
 from search.space import Placement, Resolved, digest_of
 
 __all__ = ["choose"]
 
-FRONT = 8
-"""Placements of a front that are confirmed at most, unless more are asked for."""
 
-
-def choose(
-    experiment: Experiment,
-    cell: Cell,
-    goal: Goal,
-    folder: Path,
-    others: Sequence[str],
-    brought: Mapping[str, Guest] | None = None,
-) -> Table:
-    """Pick and export the finalists of a cell; the same journals give the same files.
+def choose(running: Running, found: Found, others: Sequence[str], brought: Mapping[str, Guest] | None = None) -> Table:
+    """Pick and export the finalists of a cell; the same journals and the same runoff give the same files.
 
     Args:
-        folder: The cell's folder with its journals.
+        found: What its searches came to, see `harness.run.runoff`.
         others: Float precisions beside the baseline's; each gets a row.
         brought: What other cells found, by the name of its row; see `harness.run.transfer`.
 
     Raises:
         UserError: A file cannot be written.
     """
+    cell, folder = running.cell, running.folder
     exporter = _Exporter(cell, folder / "models")
-    fixed = [*_fixed(experiment, cell, exporter, others), *_brought(brought or {}, exporter)]
-    picks = [*fixed, *_found(experiment, cell, goal, folder, exporter)]
+    fixed = [*_fixed(running.experiment, cell, exporter, others), *_brought(brought or {}, exporter)]
+    picks = [*fixed, *_found(running, found, exporter)]
     rows = tuple(exporter.rows.values())
     write_json(folder / "rows.json", {"rows": [asdict(r) for r in rows], "picks": [asdict(p) for p in picks]})
     return Table(folder=folder, space=cell.space, rows=rows)
@@ -133,21 +125,20 @@ def _baseline(name: str, cell: Cell, exporter: _Exporter) -> tuple[str, str]:
     return exporter.placement(cell.placements[name]), ""
 
 
-def _found(experiment: Experiment, cell: Cell, goal: Goal, folder: Path, exporter: _Exporter) -> Iterator[Pick]:
-    largest = max(experiment.budget.evaluations)
-    for run in cell.spec.runs:
-        if not len(cell.searched):
+def _found(running: Running, found: Found, exporter: _Exporter) -> Iterator[Pick]:
+    budgets = running.experiment.budget.evaluations
+    largest = max(budgets)
+    for run in running.cell.spec.runs:
+        if run.name not in found:
             yield _nothing(run, largest, f"{ACCURACY_ONLY}: no search without a speed")
             continue
-        entries = read_journal(folder / "runs" / f"{run.name}.jsonl")
-        found = reached(entries, goal, experiment.budget.evaluations, _count(experiment, goal))
-        for budget in experiment.budget.evaluations:
-            there = found[budget]
+        for budget in budgets:
+            there = found[run.name][budget]
             for rank, trial in enumerate(there.leaders if budget == largest else there.leaders[:1]):
                 yield Pick(
                     method=run.searcher.name,
                     kind="search",
-                    row=_row(run, trial, cell, exporter),
+                    row=_row(run, trial, running.cell, exporter),
                     seed=run.seed,
                     budget=budget,
                     rank=rank,
@@ -158,12 +149,6 @@ def _found(experiment: Experiment, cell: Cell, goal: Goal, folder: Path, exporte
                 )
             if not there.leaders:
                 yield _nothing(run, budget, _reason(there))
-
-
-def _count(experiment: Experiment, goal: Goal) -> int:
-    """How many placements of a search are confirmed."""
-    top_k = experiment.confirmation.top_k
-    return max(top_k, FRONT) if goal.minimize == "pareto" else top_k
 
 
 def _row(run: RunSpec, trial: Evaluated, cell: Cell, exporter: _Exporter) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["Confirmation", "Limits", "Sampling"]
+__all__ = ["Confirmation", "Limits", "Rounds", "Sampling"]
 
 
 class _Section(BaseModel):
@@ -34,20 +34,33 @@ class Sampling(_Section):
     beside: Literal["auto", "always", "never"] = "auto"
 
 
-class Confirmation(_Section):
-    """How winners and baselines are timed again: fresh processes, fresh builds, interleaved.
+class Rounds(_Section):
+    """How often rows are built afresh and timed in turns.
 
     Attributes:
         builds: Fresh builds of each row.
         rounds: Rounds within one build; every row is sampled once a round, in random order.
         samples: Inferences of one row in one round, at least; short ones go on for 50 ms.
+    """
+
+    builds: Annotated[int, Field(ge=1)] = 1
+    rounds: Annotated[int, Field(ge=2)] = 8
+    samples: Annotated[int, Field(ge=3)] = 3
+
+
+class Confirmation(Rounds):
+    """How winners and baselines are timed again: fresh processes, fresh builds, interleaved.
+
+    Attributes:
         top_k: Best placements of each search that are confirmed.
+        contenders: Best placements of each search that meet in the runoff, which picks the `top_k`; 1: none, the lowest
+            reading of the search is believed.
     """
 
     builds: Annotated[int, Field(ge=3)] = 5
     rounds: Annotated[int, Field(ge=2)] = 20
-    samples: Annotated[int, Field(ge=3)] = 3
     top_k: Annotated[int, Field(ge=1)] = 1
+    contenders: Annotated[int, Field(ge=1)] = 4
 
 
 class Limits(_Section):

@@ -72,8 +72,8 @@ class Running:
         fingerprint = {**self.fingerprint(), "searcher": method, "seed": run.seed}
         if window > 1:  # as long as it was always 1, it was not written down
             fingerprint["window"] = window
-        one_winner = self.experiment.objective.minimize == "latency"
-        keep = self.experiment.confirmation.top_k if one_winner else max(budget.evaluations)
+        confirmation, one_winner = self.experiment.confirmation, self.experiment.objective.minimize == "latency"
+        keep = max(confirmation.top_k, confirmation.contenders) if one_winner else max(budget.evaluations)
         with (
             open_search(run, self.cell, self.base, keep) as search,
             Journal(self.folder / "runs" / f"{run.name}.jsonl", fingerprint) as journal,

@@ -27,7 +27,7 @@ ANCHORS = ("float", "all", "linear")
 """Placements that every study knows by name; PTQ tools take minutes and are none of its business."""
 
 BRIEF: Mapping[str, Any] = {
-    "warmup_ms": 30.0, "min_samples": 7, "max_samples": 15, "max_ms": 150.0, "beside": "always",
+    "warmup_ms": 30.0, "min_samples": 7, "max_samples": 21, "max_ms": 300.0, "beside": "always",
 }  # fmt: skip
 """How an engine is timed where the study is given a model: thousands of engines, so few samples of each, and always
 beside the float model, for in the quarter of an hour that a table takes a machine changes its pace."""

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -17,7 +17,10 @@ from typing import Any
 import numpy as np
 
 from harness.errors import UserError
+from harness.measure.confirm import GROUP, OpenEngines
+from harness.measure.confirm import Row as Turn
 from harness.measure.engines import Engines
+from harness.measure.events import Readings
 from harness.measure.executor import Attempt, Inline
 from harness.measure.provenance import decisive, environment
 from harness.measure.sandbox import open_engines
@@ -26,24 +29,29 @@ from harness.records import Failed
 from harness.run.claim import claimed
 from harness.run.compare import refuse_changes
 from harness.run.compose import Cell
+from harness.run.config import Rounds
 from harness.run.confirming import level, noise_floor
+from harness.run.contest import Contest, hold, read_contest
 from harness.run.engine import SearchTask, Trial, run_search
 from harness.run.goal import Goal
 from harness.run.journal import Journal, writing
 from harness.run.judge import Judge
 from harness.run.observe import Observer
-from harness.run.rows import read_json, write_json
+from harness.run.rows import FLOAT_ROW, read_json, write_json
 from harness.run.scores import ScoreBook
 from harness.run.trial import Care, attempt_with
 from harness.studies.cell import Study, open_study
+from harness.studies.telling import most_telling, neighbours, sensitivity
 from harness.tables import MAX_PLACEMENTS, Facts, Row, Subspace, read_table, space_digest, write_table
 from search.api import Observation
 from search.space import Placement, Space
 
-__all__ = ["most_telling", "neighbours", "record", "sensitivity"]
+__all__ = ["record"]
 
 FASTEST = 16
-"""How many of the fastest are measured anew at a time."""
+"""How many of the fastest meet at a time."""
+TURNS = Rounds(builds=1, rounds=20, samples=3)
+"""Of those that meet: the table's optimum, and what it fixes, deserve more than a few readings."""
 LIMIT_MB = 5
 """A committed table is no larger."""
 Rows = dict[str, Row]
@@ -78,7 +86,13 @@ def record(study: Study, out: Path, dimensions: int, observer: Observer) -> Path
             noise_floor(opened, worker, cell.model_file, engines.describe(), folder, observer)
             level_ms = level(folder, study.experiment.sampling.beside)
             recording = _Recording(
-                study=study, cell=cell, engines=engines, folder=folder, observer=observer, level_ms=level_ms
+                study=study,
+                cell=cell,
+                engines=engines,
+                open_engines=lambda: opened(worker),
+                folder=folder,
+                observer=observer,
+                level_ms=level_ms,
             )
             if worker.evaluators:
                 recording.prepare()
@@ -98,12 +112,14 @@ class _Recording:
     """One table while it is measured.
 
     Attributes:
+        open_engines: Fresh ones, beside those that measure the table.
         level_ms: See `harness.run.confirming.level`.
     """
 
     study: Study
     cell: Cell
     engines: Engines
+    open_engines: OpenEngines
     folder: Path
     observer: Observer
     level_ms: float | None = None
@@ -125,7 +141,7 @@ class _Recording:
         rows: Rows = {}
         around = [*anchors.values(), *(p for anchor in anchors.values() for p in neighbours(space, anchor))]
         self._measure("sensitivity", around, rows, facts)
-        self._measure_again("sensitivity", around, rows, facts)
+        self._run_off("sensitivity", around, rows)
         latency_ms = _latencies(rows)
         if not latency_ms:
             first = next(row.outcome for row in rows.values() if isinstance(row.outcome, Failed))
@@ -139,7 +155,7 @@ class _Recording:
         facts |= {"varied": tuple(space.dimensions[i].name for i in varied), "base": best.choices}
         self.observer.say(f"{len(varied)} of {len(space)} dimensions, {len(listed)} placements")
         self._measure("table", [listed[index] for index in order], rows, facts)
-        self._measure_again("table", listed, rows, facts)
+        self._run_off("table", listed, rows)
         facts["sensitivity"] = {d.name: float(value) for d, value in zip(space.dimensions, found, strict=True)}
         return rows, facts
 
@@ -187,22 +203,53 @@ class _Recording:
 
             run_search(task, Inline(self._attempt()), journal, watch)
 
-    def _measure_again(self, name: str, listed: Sequence[Placement], rows: Rows, facts: Mapping[str, Any]) -> None:
-        """Replace the rows of the fastest by fresh ones, until the fastest of all is a fresh one.
+    def _run_off(self, name: str, listed: Sequence[Placement], rows: Rows) -> None:
+        """Let the fastest meet, freshly built, until the fastest of all is one that has met others.
 
         The least of a thousand noisy readings is a lucky one, and would decide what is fixed in a table, or be its
-        optimum for ever.
+        optimum for ever; see `harness.run.runoff`.
         """
         digests = [self.cell.space.digest(placement) for placement in listed]
-        fresh: Rows = {}
-        turn = 1
-        while latency_ms := _latencies({digest: fresh.get(digest, rows[digest]) for digest in digests}):
+        met: Rows = {}
+        while latency_ms := _latencies({digest: met.get(digest, rows[digest]) for digest in digests}):
             fastest = sorted(latency_ms, key=latency_ms.__getitem__)[:FASTEST]
-            if fastest[0] in fresh:
+            if fastest[0] in met:
                 break
-            self._measure(f"{name}-again-{turn}", [Placement(rows[digest].choices) for digest in fastest], fresh, facts)
-            turn += 1
-        rows |= {digest: replace(row, number=rows[digest].number) for digest, row in fresh.items()}
+            fresh = [digest for digest in fastest if digest not in met]
+            met |= self._met(f"{name}-runoff-{len(met)}", {digest: rows[digest] for digest in fresh})
+        rows |= met
+
+    def _met(self, name: str, rows: Rows) -> Rows:
+        """The rows with readings taken in turns; one that does not come through keeps those it has."""
+        cell = self.cell
+        contest = Contest(
+            name=f"{cell.spec.name} runoff",
+            path=self.folder / f"{name}.jsonl",
+            header={"rows": sorted(rows), "plan": TURNS.model_dump(mode="json"), "group": GROUP},
+            baseline=Turn(name=FLOAT_ROW, candidate=cell.candidate(cell.space.float_placement())),
+            rows=tuple(
+                Turn(name=digest, candidate=cell.candidate(Placement(row.choices))) for digest, row in rows.items()
+            ),
+            plan=TURNS,
+        )
+        hold(contest, self.open_engines, self.observer)
+        readings = Readings(read_contest(contest.path))
+        return {digest: self._timed_anew(row, *readings.paired(digest, FLOAT_ROW)) for digest, row in rows.items()}
+
+    def _timed_anew(self, row: Row, bases: list[list[float]], owns: list[list[float]]) -> Row:
+        """A row with a sample a turn; beside the float model, where all are timed so."""
+        if isinstance(row.outcome, Failed) or not owns:
+            return row
+        base_ms, own_ms = np.concatenate(bases), np.concatenate(owns)
+        if self.level_ms is None:
+            return replace(row, outcome=replace(row.outcome, samples_ms=tuple(own_ms.tolist())))
+        turns = replace(
+            row.outcome,
+            samples_ms=tuple((own_ms / base_ms * self.level_ms).tolist()),
+            raw_ms=tuple(own_ms.tolist()),
+            beside_ms=tuple(base_ms.tolist()),
+        )
+        return replace(row, outcome=turns)
 
     def _attempt(self) -> Attempt:
         """An attempt that scores everything, for a table knows no incumbent that could not be beaten."""
@@ -231,49 +278,6 @@ class _Listed:
         """Nothing to learn."""
 
 
-def neighbours(space: Space, placement: Placement) -> Iterator[Placement]:
-    """All placements that differ in one dimension: leave one in around float, leave one out around the others."""
-    for index, size in enumerate(space.sizes):
-        for choice in range(size):
-            if choice != placement.choices[index]:
-                choices = list(placement.choices)
-                choices[index] = choice
-                yield Placement(tuple(choices))
-
-
-def sensitivity(
-    space: Space, anchors: Sequence[Placement], latency_ms: Mapping[str, float]
-) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Typical change of log latency when one dimension alone changes: root mean square over anchors and choices.
-
-    Args:
-        space: The dimensions.
-        anchors: What they were changed around.
-        latency_ms: By digest; what failed is absent and does not count.
-
-    Returns:
-        One value for each dimension; 0 where nothing could be compared.
-    """
-    squares: list[list[float]] = [[] for _ in range(len(space))]
-    for anchor in anchors:
-        here = latency_ms.get(space.digest(anchor))
-        for other in neighbours(space, anchor):
-            there = latency_ms.get(space.digest(other))
-            if here is not None and there is not None:
-                changed = next(i for i, (a, b) in enumerate(zip(anchor.choices, other.choices, strict=True)) if a != b)
-                squares[changed].append(math.log(there / here) ** 2)
-    return np.array([math.sqrt(sum(found) / len(found)) if found else 0.0 for found in squares])
-
-
-def most_telling(space: Space, found: np.ndarray[Any, np.dtype[np.float64]], dimensions: int) -> tuple[int, ...]:
-    """The dimensions that change most, in the space's order, with at most 2 ** dimensions placements."""
-    chosen: list[int] = []
-    for index in np.argsort(-found, kind="stable").tolist():
-        if math.prod(space.sizes[i] for i in (*chosen, index)) <= 2**dimensions:
-            chosen.append(index)
-    return tuple(sorted(chosen))
-
-
 def _latencies(rows: Rows) -> dict[str, float]:
     return {
         digest: median_ci(row.outcome.samples_ms).value
@@ -298,7 +302,10 @@ def _refuse_another(study: Study, out: Path, scratch: Path, observer: Observer) 
     there = read_table(out).facts
     cell, worker = open_study(study, scratch, observer)
     with open_engines(worker, study.experiment.limits) as engines:
-        here = _Recording(study=study, cell=cell, engines=engines, folder=scratch, observer=observer).facts()
+        opened = partial(open_engines, worker, study.experiment.limits)
+        here = _Recording(
+            study=study, cell=cell, engines=engines, open_engines=opened, folder=scratch, observer=observer
+        ).facts()
     known = {key: getattr(there, key) for key in here}
     for facts in (known, here):
         facts["dimensions"] = space_digest(Space(facts["dimensions"]))

@@ -165,7 +165,7 @@ def test_an_interrupted_confirmation_counts_what_is_left(copy, folder):
 
     class Bars(Silent):
         def work(self, title, total):
-            bars[title.partition(" ")[0]] = self.bar = [total, 0]
+            bars[title.partition(":")[0]] = self.bar = [total, 0]
             return super().work(title, total)
 
         def advance(self, note=""):
@@ -173,7 +173,7 @@ def test_an_interrupted_confirmation_counts_what_is_left(copy, folder):
 
     config = load_experiment(folder / "small.yaml")
     run_experiment(config, base=folder, out=copy, observer=Bars())
-    assert bars["confirm"] == [2 * (len(whole) - 1) // 3] * 2
+    assert bars["confirmation"] == [2 * (len(whole) - 1) // 3] * 2
 
 
 def test_another_experiment_does_not_write_into_these_results(done, folder, capsys):

@@ -17,7 +17,8 @@ from harness.measure.local import InProcess
 from harness.records import Failed, Measured
 from harness.run.observe import Silent
 from harness.studies.cell import study_of
-from harness.studies.record import most_telling, neighbours, record, sensitivity
+from harness.studies.record import record
+from harness.studies.telling import most_telling, neighbours, sensitivity
 from harness.tables import Table, read_table
 from search.planted import planted_space
 from search.space import Dimension, Edge, Placement, Space
@@ -55,7 +56,8 @@ def test_a_table_is_complete_and_true(model: Path, tmp_path: Path) -> None:
     for digest, row in table.rows.items():
         assert space.digest(Placement(row.choices)) == digest
         assert isinstance(row.outcome, Measured)
-        assert row.outcome.samples_ms == pytest.approx([row.outcome.info["truth_ms"]] * 7, rel=1e-6)
+        assert len(row.outcome.samples_ms) in (7, 20), "one of the fastest has a sample a turn of the runoff"
+        assert list(set(row.outcome.samples_ms)) == pytest.approx([row.outcome.info["truth_ms"]], rel=1e-6)
     assert sorted(row.number for row in table.rows.values()) == list(range(len(table.rows)))
     assert not list(tmp_path.glob("*.recording"))
 
@@ -96,7 +98,8 @@ def test_a_recording_that_was_cut_off_goes_on(model: Path, tmp_path: Path, monke
     assert len(once) == len(whole.rows) + 1
     inside = {whole.subspace.whole.digest(whole.subspace.full(p)) for p in whole.subspace.placements()}
     assert min(once[digest] for digest in inside) >= 2, "the fastest 16 are read again: all eight of them"
-    assert max(once.values()) <= 3, "with the fastest of the first phase"
+    float_model = whole.subspace.whole.digest(whole.subspace.whole.float_placement())
+    assert max(once[digest] for digest in once if digest != float_model) <= 3, "with the fastest of the first phase"
     assert {d: r.choices for d, r in resumed.rows.items()} == {d: r.choices for d, r in whole.rows.items()}
     built.clear()
     recorded(model, tmp_path / "cut.parquet", dimensions=3)
@@ -128,7 +131,7 @@ def test_a_lucky_reading_is_not_the_optimum_of_the_table(
     assert lucky
     outcome = table.rows[chosen].outcome
     assert isinstance(outcome, Measured)
-    assert outcome.samples_ms == pytest.approx([truth[chosen]] * 7, rel=1e-6)
+    assert outcome.samples_ms == pytest.approx([truth[chosen]] * 20, rel=1e-6)
 
 
 def test_a_recording_of_something_else_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +170,8 @@ def test_fidelity_is_recorded_of_every_placement_on_a_real_runtime(model: Path, 
         assert isinstance(outcome, Measured)
         assert outcome.build_s > 0
         assert len(outcome.samples_ms) >= 6
-        assert len(outcome.beside_ms) in (0, len(outcome.raw_ms) + 1), "alone, or in turns with the float model"
+        turns = len(outcome.raw_ms)
+        assert len(outcome.beside_ms) in (turns, turns + 1), "in turns with the float model, also in a runoff"
         assert set(outcome.metrics) == {"sqnr_db", "cosine", "kl"}
     assert table.facts.backend["options"]["precision"] == "f32"
 

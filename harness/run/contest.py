@@ -1,0 +1,124 @@
+"""A contest: rows timed in turns against the baseline, written down turn by turn, so that it can go on later."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.errors import UserError
+from harness.measure.confirm import GROUP, TWIN, Dropped, Event, OpenEngines, Row, confirm, decode_event, encode_event
+from harness.run.config import Rounds
+from harness.run.journal import append_line, cut_torn_line
+from harness.run.observe import Observer
+
+__all__ = ["SEED", "Contest", "hold", "read_contest"]
+
+SEED = 0
+"""Of the order of turns; it has nothing to do with the seeds of searches."""
+_Key = tuple[int, int, str, int]
+"""A turn: build, group, row, round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contest:
+    """What is timed against what, and where it is written down.
+
+    Attributes:
+        name: What the user reads beside the bar, and before what fails.
+        header: What it depends on, as JSON has it; a record with another header is put aside.
+    """
+
+    name: str
+    path: Path
+    header: dict[str, Any]
+    baseline: Row
+    rows: tuple[Row, ...]
+    plan: Rounds
+
+
+def hold(contest: Contest, open_engines: OpenEngines, observer: Observer) -> None:
+    """Time what is not yet timed.
+
+    A record that was made with another header is kept as `NAME.<n>.jsonl`, and the contest starts anew.
+
+    Raises:
+        UserError: The baseline fails, or the record cannot be written.
+    """
+    path, plan = contest.path, contest.plan
+    text = json.dumps({"kind": "header", **contest.header}, sort_keys=True)
+    _put_aside(path, text)
+    done = read_contest(path)
+    left = _left(contest, done)
+    title = f"{contest.name}: {len(contest.rows)} rows"
+    with path.open("ab", buffering=0) as file, observer.work(title, len(left)) as step:
+        if file.tell() == 0:
+            append_line(file, text, path)
+        events = confirm(
+            contest.rows,
+            contest.baseline,
+            open_engines=open_engines,
+            plan=plan,
+            rng=np.random.default_rng(SEED),
+            done=done,
+        )
+        for event in events:
+            append_line(file, encode_event(event), path, sync=False)
+            if isinstance(event, Dropped):
+                observer.say(f"{contest.name}: {event.row} failed: {event.failed.stage}: {event.failed.reason}")
+            for key in _keys(event, plan.rounds) & left:
+                left.discard(key)
+                step.advance(f"build {event.build + 1} of {plan.builds}")
+
+
+def read_contest(path: Path) -> tuple[Event, ...]:
+    """Events of a contest; a torn last line is left out.
+
+    Raises:
+        UserError: A damaged line.
+    """
+    if not path.exists():
+        return ()
+    lines = path.read_bytes().splitlines(keepends=True)[1:]
+    try:
+        return tuple(decode_event(line.decode()) for line in lines if line.endswith(b"\n"))
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; move the file away to have it timed anew") from error
+
+
+def _put_aside(path: Path, header: str) -> None:
+    """Cut a torn last line off an earlier record; keep it under another name where it has another header."""
+    if not path.exists():
+        return
+    cut_torn_line(path)
+    there = path.read_text(encoding="utf-8").partition("\n")[0]
+    if there and there != header:
+        names = (path.with_suffix(f".{number}.jsonl") for number in itertools.count(1))
+        path.rename(next(name for name in names if not name.exists()))
+
+
+def _left(contest: Contest, done: Iterable[Event]) -> set[_Key]:
+    """The turns still to come; a worker that did not come to its end starts again."""
+    names, plan = [row.name for row in contest.rows], contest.plan
+    groups: list[Sequence[str]] = [names[start : start + GROUP] for start in range(0, len(names), GROUP)] or [()]
+    whole = {
+        (build, group, row, number)
+        for build in range(plan.builds)
+        for group, members in enumerate(groups)
+        for row in (contest.baseline.name, TWIN, *members)
+        for number in range(plan.rounds)
+    }
+    missing = whole.difference(*(_keys(event, plan.rounds) for event in done))
+    again = {key[:2] for key in missing}
+    return {key for key in whole if key[:2] in again}
+
+
+def _keys(event: Event, rounds: int) -> set[_Key]:
+    """The turns that an event stands for: one, or all that a row loses with its failure."""
+    numbers = range(rounds) if isinstance(event, Dropped) else (event.round,)
+    return {(event.build, event.group, event.row, number) for number in numbers}

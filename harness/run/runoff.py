@@ -1,0 +1,141 @@
+"""The runoff: the best placements of each search meet, built afresh, before one of them is its choice.
+
+The lowest of a hundred noisy readings is a lucky one, and what is confirmed then is luck's choice. So the few that lead
+are timed in turns with the float model, and these readings alone choose. What tables say of the chosen comes from the
+confirmation, whose readings are others. (Boesel, Nelson and Kim, "Using ranking and selection to 'clean up' after
+simulation optimization", Operations Research 51, 2003; irace calls it a postselection race.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import numpy as np
+
+from harness.api import Candidate
+from harness.graph.files import file_digest
+from harness.measure.confirm import GROUP, Row
+from harness.measure.engines import Engines
+from harness.measure.events import Readings
+from harness.run.compose import Cell
+from harness.run.config import Rounds
+from harness.run.contest import Contest, hold, read_contest
+from harness.run.journal import read_journal
+from harness.run.methods import is_peer, peer_model, seen_by
+from harness.run.plan import RunSpec
+from harness.run.readback import Evaluated, Reached, reached
+from harness.run.rows import FLOAT_ROW
+from harness.run.running import Running
+from search.space import Placement
+
+__all__ = ["Found", "run_off"]
+
+FRONT = 8
+"""Placements of a front that are confirmed at most, unless more are asked for."""
+PLAN = Rounds(builds=1, rounds=8, samples=3)
+"""Turns make up for a machine that changes its pace, which is what misleads a search; builds differ by less."""
+
+Found = Mapping[str, Mapping[int, Reached]]
+"""How far each search came, by its name, at each budget; nothing of a cell without a search."""
+
+
+def run_off(running: Running, open_engines: Callable[[], AbstractContextManager[Engines]]) -> Found:
+    """How far each search of a cell came, with as many leaders as are confirmed, best first.
+
+    Its turns are kept in `runoff.jsonl`, so that a cell that goes on has the same winners.
+
+    Raises:
+        UserError: The float model fails, or the record cannot be written.
+    """
+    found = _searched(running)
+    if running.judge.goal.minimize != "latency":
+        return found
+    contest = _contest(running, found)
+    if contest.rows:
+        hold(contest, open_engines, running.observer)
+    speedups = _speedups(contest)
+    return {
+        name: {budget: _settled(there, speedups, running) for budget, there in budgets.items()}
+        for name, budgets in found.items()
+    }
+
+
+def _searched(running: Running) -> Found:
+    budgets, goal = running.experiment.budget.evaluations, running.judge.goal
+    runs = running.cell.spec.runs if len(running.cell.searched) else ()
+    journals = {run.name: running.folder / "runs" / f"{run.name}.jsonl" for run in runs}
+    return {name: reached(read_journal(path), goal, budgets, _count(running)) for name, path in journals.items()}
+
+
+def _count(running: Running) -> int:
+    """How many leaders of a search are looked at."""
+    confirmation = running.experiment.confirmation
+    others = {"latency": confirmation.contenders, "pareto": FRONT}
+    return max(confirmation.top_k, others.get(running.judge.goal.minimize, 1))
+
+
+def _contest(running: Running, found: Found) -> Contest:
+    """Of all that have a rival; what two searches lead with is there once."""
+    cell = running.cell
+    rows = {
+        trial.digest: Row(name=trial.digest, candidate=candidate(trial))
+        for run in cell.spec.runs
+        if run.name in found
+        for candidate in [_built_again(run, cell)]
+        for there in found[run.name].values()
+        for trial in _rivals(there.leaders, running)
+    }
+    header = {
+        "model_sha256": file_digest(cell.model_file),
+        "rows": sorted(rows),
+        "plan": PLAN.model_dump(mode="json"),
+        "group": GROUP,
+        "backend": dict(running.engines.describe()),
+    }
+    unquantized = cell.candidate(cell.space.float_placement())
+    return Contest(
+        name="runoff",
+        path=running.folder / "runoff.jsonl",
+        header=header,
+        baseline=Row(name=FLOAT_ROW, candidate=unquantized),
+        rows=tuple(rows.values()),
+        plan=PLAN,
+    )
+
+
+def _rivals(leaders: Sequence[Evaluated], running: Running) -> Sequence[Evaluated]:
+    return leaders if len(leaders) > running.experiment.confirmation.top_k else ()
+
+
+def _built_again(run: RunSpec, cell: Cell) -> Callable[[Evaluated], Candidate]:
+    """What makes a search's candidates anew."""
+    if not is_peer(run.searcher):
+        own = seen_by(cell, run.searcher)
+        return lambda trial: own.candidate(Placement(trial.choices))
+
+    def brought(trial: Evaluated) -> Candidate:
+        path = peer_model(run, cell, trial.digest)
+        return Candidate(digest=trial.digest, edges=(), source=lambda: path)
+
+    return brought
+
+
+def _speedups(contest: Contest) -> Mapping[str, float]:
+    """Of each row that came through, the median over its turns."""
+    readings = Readings(read_contest(contest.path))
+    return dict(_medians(readings, [row.name for row in contest.rows]))
+
+
+def _medians(readings: Readings, names: Sequence[str]) -> Iterator[tuple[str, float]]:
+    for name in names:
+        bases, owns = readings.paired(name, FLOAT_ROW)
+        if owns:
+            yield name, float(np.median(np.concatenate(bases) / np.concatenate(owns)))
+
+
+def _settled(there: Reached, speedups: Mapping[str, float], running: Running) -> Reached:
+    """The leaders in the order of the runoff, as far as there was one; whoever failed in it comes last."""
+    ranked = sorted(there.leaders, key=lambda trial: -speedups.get(trial.digest, 0.0))
+    return replace(there, leaders=tuple(ranked[: running.experiment.confirmation.top_k]))
