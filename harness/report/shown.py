@@ -39,29 +39,26 @@ LATENCY, SPEEDUP, SCORE = "latency ms [CI]", "speedup [CI]", "score"
 
 
 def tables_of(results: Results) -> Iterator[Table]:
-    """All tables that have a row, the main one first."""
-    main, precision = _told_apart(main_frame(results)), _told_apart(precision_frame(results))
-    finalists = finalist_frame(results)
-    warnings = tuple(filter(None, map(noise, results.cells)))
-    found = (
-        replace(_marked("main", "Main results", main, _main_row, main_note(results)), warnings=warnings),
-        _marked("precision", "Precision and decision", precision, _precision_row, PRECISION_NOTE),
-        _decision(_told_apart(decision_frame(results))),
-        _budgets(budget_frame(results)),
-        _targets(target_frame(results)),
-        Table(
-            name="finalists",
-            title="Finalists",
-            cells=_formatted(finalists, _finalist_row),
-            raw=finalists,
-            note=FINALIST_NOTE,
-        ),
-        _cost(cost_frame(results)),
-        *study_tables(results),
-        _variance(variance_frame(results)),
-    )
+    """All tables that have a row, the main one first; each is made when it is asked for."""
     told = (*data_notes(results.cells), *backend_notes(results.cells))
-    return (replace(table, note="\n".join([table.note, *told])) for table in found if len(table.cells))
+    return (replace(table, note="\n".join([table.note, *told])) for table in _made(results) if len(table.cells))
+
+
+def _made(results: Results) -> Iterator[Table]:
+    warnings = tuple(filter(None, map(noise, results.cells)))
+    main = _told_apart(main_frame(results))
+    yield replace(_marked("main", "Main results", main, _main_row, main_note(results)), warnings=warnings)
+    precision = _told_apart(precision_frame(results))
+    yield _marked("precision", "Precision and decision", precision, _precision_row, PRECISION_NOTE)
+    yield _decision(_told_apart(decision_frame(results)))
+    yield _budgets(budget_frame(results))
+    yield _targets(target_frame(results))
+    finalists = finalist_frame(results)
+    cells = _formatted(finalists, _finalist_row)
+    yield Table(name="finalists", title="Finalists", cells=cells, raw=finalists, note=FINALIST_NOTE)
+    yield _cost(cost_frame(results))
+    yield from study_tables(results)
+    yield _variance(variance_frame(results))
 
 
 def _told_apart(main: pd.DataFrame) -> pd.DataFrame:

@@ -66,10 +66,7 @@ def trace(results: Results, address: str, name: str = "main") -> Traced:
     where, colon, column = address.rpartition(":")
     if not colon:
         raise UserError(f"{address!r}: ROW:COLUMN, for instance '1:speedup' or 'linear:latency'")
-    tables = {table.name: table for table in tables_of(results)}
-    if name not in tables:
-        raise UserError(f"{results.folder}: no table {name!r}; {nearest(name, tables)}")
-    table = tables[name]
+    table = _table(results, name)
     shown = table.cells.to_dict("records")
     lines = table.raw.to_dict("records") if name in ALIGNED else shown
     number = _row(lines, where, name)
@@ -80,6 +77,15 @@ def trace(results: Results, address: str, name: str = "main") -> Traced:
         shown=str(shown[number][head]),
         sources=tuple(_origins(results, table, number, head)),
     )
+
+
+def _table(results: Results, name: str) -> Table:
+    others = []
+    for table in tables_of(results):
+        if table.name == name:
+            return table
+        others.append(table.name)
+    raise UserError(f"{results.folder}: no table {name!r}; {nearest(name, others)}")
 
 
 def row_of(results: Results, where: str) -> dict[Any, Any]:
