@@ -29,8 +29,8 @@ def trace(
 
     found = tracing.trace(load(tidy(folder)), cell, table)
     typer.echo(f"{found.row}, {found.column}: {found.shown}")
-    shown = found.lines if raw else found.brief(last)
-    for line in shown:
-        typer.echo(line)
-    if shown != found.lines:
+    for source in found.sources:
+        for line in source.lines() if raw else source.brief(last):
+            typer.echo(line)
+    if found.measured and not raw:
         typer.echo("--raw shows every single reading.")

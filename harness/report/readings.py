@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,27 +46,28 @@ class Source:
 
     Attributes:
         head: The file that holds it, and what is known of it as a whole.
-        readings: In the order in which they were taken.
+        readings: Gives them in the order in which they were taken; a journal may be long, so none is kept.
         result: How they come to the figure; "" where that is not told.
     """
 
     head: tuple[str, ...]
-    readings: tuple[Reading, ...] = ()
+    readings: Callable[[], Iterable[Reading]] = tuple
     result: str = ""
 
     def lines(self) -> Iterator[str]:
         """Every single reading."""
         yield from self.head
-        for reading in self.readings:
+        for reading in self.readings():
             yield from reading.whole or (reading.short,)
         yield from filter(None, [self.result])
 
     def brief(self, last: int) -> Iterator[str]:
         """A line a reading, the last ones alone."""
         yield from self.head
-        if len(self.readings) > last:
-            yield f"... {len(self.readings) - last} before these:"
-        yield from (reading.short for reading in self.readings[-last:])
+        kept = deque(enumerate(self.readings()), maxlen=last)
+        if kept and kept[0][0]:
+            yield f"... {kept[0][0]} before these:"
+        yield from (reading.short for _, reading in kept)
         yield from filter(None, [self.result])
 
 
@@ -108,7 +112,7 @@ def turns(cell: CellResults, row: str, *, paired: bool) -> Source:
             found.append(Reading(short=f"{where} failed: {failed.stage}: {failed.reason}"))
     return Source(
         head=(f"{cell.folder / 'confirm.jsonl'}; samples in ms, one line a turn",),
-        readings=tuple(found),
+        readings=lambda: found,
         result=_together(cell, row, ratios=paired and row != FLOAT_ROW),
     )
 
@@ -162,7 +166,7 @@ def _scores(cell: CellResults, row: str, *, dropped: bool) -> Iterator[Source]:
         if "failed" in score:
             head.append(f"    failed: {score['failed']}: {score['reason']}")
         head += [f"    {metric}: {value}" for metric, value in score.get("metrics", {}).items()]
-        yield Source(head=tuple(head), readings=tuple(_by_item(score.get("per_item") or ())))
+        yield Source(head=tuple(head), readings=partial(_by_item, score.get("per_item") or ()))
 
 
 def _by_item(items: tuple[float, ...]) -> Iterator[Reading]:
@@ -175,9 +179,13 @@ def trials(cell: CellResults, searcher: str, seed: int) -> Iterator[Source]:
     """Every trial of a search."""
     for search in cell.searches:
         if (search.searcher, search.seed) == (searcher, seed):
-            entries = read_journal(search.path)
-            found = (_trial(e.asked.number, e.asked.digest, e.told) for e in entries if e.told is not None)
-            yield Source(head=(f"{search.path}; one line a trial",), readings=tuple(found))
+            yield Source(head=(f"{search.path}; one line a trial",), readings=partial(_trials, search.path))
+
+
+def _trials(path: Path) -> Iterator[Reading]:
+    for entry in read_journal(path):
+        if entry.told is not None:
+            yield _trial(entry.asked.number, entry.asked.digest, entry.told)
 
 
 def _trial(number: int, digest: str, told: Told) -> Reading:

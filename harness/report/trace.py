@@ -45,9 +45,10 @@ class Traced:
         """Every single reading."""
         return tuple(line for source in self.sources for line in source.lines())
 
-    def brief(self, last: int) -> tuple[str, ...]:
-        """A line a turn or trial, of each source the last ones alone."""
-        return tuple(line for source in self.sources for line in source.brief(last))
+    @property
+    def measured(self) -> bool:
+        """There are readings, and not only facts."""
+        return any(next(iter(source.readings()), None) is not None for source in self.sources)
 
 
 def trace(results: Results, address: str, name: str = "main") -> Traced:

@@ -13,7 +13,9 @@ from harness.run.rows import write_text
 __all__ = ["FILE", "digest_of", "is_current", "keep_digest"]
 
 FILE = "inputs.sha256"
-RECORDS = ("*", "*/*", "*/runs/*", "*/explain/*")
+MARKS = ("cell.json", "env.json", "stopped.txt")
+"""A folder with one of these is a cell's."""
+RECORDS = ("*", "runs/*", "explain/*")
 KINDS = frozenset({".json", ".jsonl", ".txt", ".yaml"})
 CODE = frozenset({".css", ".j2", ".js", ".py"})
 LIBRARIES = ("jinja2", "matplotlib", "numpy", "pandas", "scipy")
@@ -49,7 +51,7 @@ def digest_of(folder: Path) -> str:
     code = Path(__file__).parents[1]
     for root, path in (*((code, path) for path in _code(code)), *((folder, path) for path in _records(folder))):
         whole.update(f"{path.relative_to(root)} {_content(path)}\n".encode())
-    for path in sorted(folder.glob("*/models/*.onnx")):
+    for path in sorted(path for cell in _cells(folder) for path in cell.glob("models/*.onnx")):
         whole.update(f"{path.relative_to(folder)}\n".encode())
     return whole.hexdigest()
 
@@ -68,5 +70,9 @@ def _code(root: Path) -> Iterator[Path]:
 
 def _records(folder: Path) -> Iterator[Path]:
     """What a run wrote, and `qdq explain`; the kept graph is made from that and the models, by the report itself."""
-    found = {path for pattern in RECORDS for path in folder.glob(pattern) if path.parent.name != "report"}
-    return (path for path in sorted(found) if path.suffix in KINDS and path.name != KEPT and path.is_file())
+    found = {path for cell in _cells(folder) for pattern in RECORDS for path in cell.glob(pattern) if path.name != KEPT}
+    return (path for path in sorted({folder / "experiment.yaml", *found}) if path.suffix in KINDS and path.is_file())
+
+
+def _cells(folder: Path) -> set[Path]:
+    return {path.parent for name in MARKS for path in folder.glob(f"*/{name}")}

@@ -75,6 +75,5 @@ def test_what_several_seeds_chose_is_shown_once(folder):
 
 
 @pytest.mark.parametrize("address", ["random:Q/DQ", "tpe:latency"])
-def test_short_sources_are_whole(folder, address):
-    found = trace(load(folder), address)
-    assert found.brief(1) == found.lines
+def test_facts_are_whole_and_ask_for_no_raw_readings(folder, address):
+    assert said(folder, address) == said(folder, address, "--raw")
