@@ -11,7 +11,7 @@ demo: $(INSTALLED)
 	$(BIN)/qdq run experiments/quickstart.yaml --out out/quickstart
 
 test: lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -10,25 +10,19 @@ from harness.graph.build import GraphBuilder
 from harness.report.explained import read_explanation
 from harness.run.config import Confirmation
 
-PLUGINS = """
-from harness.benchmarkers.openvino import OpenVINOBenchmarker
-
-class Here(OpenVINOBenchmarker):
-    dialect, in_process = "openvino", True
-"""
 EXPERIMENT = """
 experiment: small
 models:
   - use: net.onnx
     calibration: {samples: 2}
     evaluator: {use: fidelity, params: {samples: 4}}
-backends: [{use: 'here_plugins:Here', label: openvino, params: {precision: f32}}]
+backends: [{use: 'here:OpenVINO', label: openvino, params: {precision: f32}}]
 searchers: [random]
 initial: [float, linear]
 baselines: [linear]
 budget: {evaluations: [3]}
 sampling: {warmup_ms: 0, min_samples: 3, max_samples: 3, max_ms: 20}
-confirmation: {builds: 3, rounds: 2, samples: 3}
+confirmation: {builds: 3, rounds: 2, samples: 3, contenders: 1}
 """
 CELL = "net-openvino-int8"
 
@@ -42,7 +36,6 @@ def done(tmp_path_factory):
         x = builder.op("Relu", builder.conv(x, channels, 3, pad=1))
     builder.output(builder.op("GlobalAveragePool", builder.op("Add", x, builder.conv(x, 32, 1))))
     builder.save(folder / "net.onnx")
-    (folder / "here_plugins.py").write_text(PLUGINS)
     (folder / "small.yaml").write_text(EXPERIMENT)
     main(["run", str(folder / "small.yaml"), "--out", str(folder / "out")])
     with pytest.MonkeyPatch.context() as patch:

@@ -10,6 +10,7 @@ from harness.graph.build import GraphBuilder
 from harness.run.journal import read_journal
 from harness.run.rows import read_rows
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 EXPERIMENT = """
 experiment: parts
 models: [{use: net.onnx, calibration: {samples: 2}}]

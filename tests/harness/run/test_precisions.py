@@ -14,17 +14,18 @@ from harness.graph.diff import precisions_in
 from harness.run.journal import read_journal
 from harness.run.rows import ACCURACY_ONLY
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 EXPERIMENT = """
 experiment: precisions
 models: [{use: net.onnx, calibration: {samples: 2}, evaluator: {use: fidelity, params: {samples: 2}}}]
-backends: [{use: openvino, params: {precision: f32}}]
+backends: [{use: 'here:OpenVINO', label: openvino, params: {precision: f32}}]
 precision: [int8, fp8, fp8e5m2, mixed]
 searchers: [random]
 initial: [float, all, all-fp8]
 baselines: [all, linear, linear-fp8]
 budget: {evaluations: [6]}
 sampling: {warmup_ms: 0, min_samples: 3, max_samples: 3, max_ms: 20}
-confirmation: {builds: 3, rounds: 2, samples: 3}
+confirmation: {builds: 3, rounds: 2, samples: 3, contenders: 1}
 """
 
 
@@ -91,6 +92,8 @@ def test_a_placement_at_a_precision_that_a_cell_lacks_says_so(out: Path) -> None
 
 def test_a_backend_without_the_precision_is_refused(out: Path, capsys: Any) -> None:
     other = out.parent / "other.yaml"
-    other.write_text(EXPERIMENT.replace("{use: openvino, params: {precision: f32}}", "onnxruntime"))
+    other.write_text(
+        EXPERIMENT.replace("{use: 'here:OpenVINO', label: openvino, params: {precision: f32}}", "onnxruntime")
+    )
     assert qdq("run", str(other), "--out", str(out.parent / "never")) == 2
     assert "precision 'fp8': backend 'onnxruntime' runs int8" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from small import qdq
 
 from harness.graph.build import GraphBuilder
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 EXPERIMENT = """
 experiment: small
 models: [{use: net.onnx, calibration: {samples: 2}}]

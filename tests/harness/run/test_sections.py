@@ -21,6 +21,7 @@ from harness.run.journal import RETRY, read_journal
 from harness.run.observe import Silent
 from harness.run.sections import LOSSES, in_sections
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 EXPERIMENT = """
 experiment: small
 models: [{use: net.onnx, calibration: {samples: 2}}]

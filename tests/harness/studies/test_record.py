@@ -15,6 +15,7 @@ from harness.errors import UserError
 from harness.graph.build import GraphBuilder
 from harness.measure.local import InProcess
 from harness.records import Failed, Measured
+from harness.run.config import Rounds
 from harness.run.observe import Silent
 from harness.studies.cell import study_of
 from harness.studies.record import record
@@ -160,7 +161,11 @@ def test_failures_are_recorded_and_nothing_but_failures_is_an_error(model: Path,
     assert sum(isinstance(row.outcome, Measured) for row in found.rows.values()) == 1
 
 
-def test_fidelity_is_recorded_of_every_placement_on_a_real_runtime(model: Path, tmp_path: Path) -> None:
+def test_fidelity_is_recorded_of_every_placement_on_a_real_runtime(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.studies.record.FASTEST", 2)
+    monkeypatch.setattr("harness.studies.record.TURNS", Rounds(builds=1, rounds=6, samples=3))
     params = {"precision": "f32"}
     study = study_of(str(model), backend="openvino", params=params, fidelity=True)
     table = read_table(record(study, tmp_path / "t.parquet", 2, Silent()))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -10,16 +12,21 @@ import pytest
 
 from harness.zoo.shapes import split
 
-torch = pytest.importorskip("torch")
-train_shapes = pytest.importorskip("harness.zoo.train_shapes")
+
+@pytest.fixture(scope="module")
+def torch() -> Any:
+    """Takes seconds to be loaded, so not while tests are collected."""
+    loaded = pytest.importorskip("torch")
+    loaded.set_num_threads(1)
+    return loaded
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+@pytest.fixture(scope="module")
+def train_shapes(torch: Any) -> Any:
+    return importlib.import_module("harness.zoo.train_shapes")
 
 
-def test_overlaps_of_equal_shifted_and_apart() -> None:
+def test_overlaps_of_equal_shifted_and_apart(torch: Any, train_shapes: Any) -> None:
     box = torch.tensor([[50.0, 50.0, 20.0, 20.0]])
     other = torch.tensor([[50.0, 50.0, 20.0, 20.0], [60.0, 50.0, 20.0, 20.0], [90.0, 90.0, 10.0, 10.0]])
     iou, ciou = train_shapes.overlaps(box, other)
@@ -29,7 +36,7 @@ def test_overlaps_of_equal_shifted_and_apart() -> None:
     assert ciou[2] < 0
 
 
-def test_cells_learn_the_shape_that_they_fit_and_padding_is_ignored() -> None:
+def test_cells_learn_the_shape_that_they_fit_and_padding_is_ignored(torch: Any, train_shapes: Any) -> None:
     centres = torch.tensor([[20.0, 20.0], [60.0, 60.0], [100.0, 100.0], *([[4.0, 120.0]] * 6)])
     boxes = torch.cat([centres, torch.full((9, 2), 20.0)], 1)[None]
     scores = torch.full((1, 9, 3), 0.3)
@@ -39,7 +46,7 @@ def test_cells_learn_the_shape_that_they_fit_and_padding_is_ignored() -> None:
     assert quality[0].tolist() == pytest.approx([1.0, 0.5, *[0.0] * 7])
 
 
-def test_a_few_steps_lower_the_loss() -> None:
+def test_a_few_steps_lower_the_loss(torch: Any, train_shapes: Any) -> None:
     torch.manual_seed(0)
     model = train_shapes.Detector().train()
     images, targets = train_shapes._arrays(split("train", 4))
@@ -54,7 +61,9 @@ def test_a_few_steps_lower_the_loss() -> None:
     assert values[-1] < 0.9 * values[0]
 
 
-def test_the_same_seed_trains_the_same_model_and_the_export_computes_the_same(tmp_path: Path) -> None:
+def test_the_same_seed_trains_the_same_model_and_the_export_computes_the_same(
+    torch: Any, train_shapes: Any, tmp_path: Path
+) -> None:
     data = split("train", 4)
     model, again = (train_shapes.train(data, epochs=1, batch=4, seed=3) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))

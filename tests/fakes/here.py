@@ -1,0 +1,11 @@
+"""OpenVINO in the process of the tests: workers take longer to start than small models to be measured."""
+
+from harness.benchmarkers.openvino import OpenVINOBenchmarker
+
+__all__ = ["OpenVINO"]
+
+
+class OpenVINO(OpenVINOBenchmarker):
+    """The benchmarker as it is, but for the worker."""
+
+    dialect, in_process = "openvino", True
