@@ -21,8 +21,9 @@ BUDGET_NOTE = (
 )
 FINALIST_NOTE = (
     "Every placement that a search sent to the confirmation at its largest budget; METHOD #2 is the second best of a "
-    "search by its own samples. The main table shows the best of each searcher by these samples, never by the "
-    "confirmed ones. Shrinkage: speedup by the search's own samples less the confirmed one."
+    "search, by its runoff where there was one, else by its own samples. The main table shows the best seed of each "
+    "searcher by the searches' samples, never by the confirmed ones. Shrinkage: speedup by the search's own samples "
+    "less the confirmed one."
 )
 COST_NOTE = (
     "Searches of a cell together, wall-clock from the first proposal; composing, calibration and confirmation are "
