@@ -31,7 +31,7 @@ CELL = "net-openvino-int8"
 def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("real")
     builder = GraphBuilder("net", seed=1)
-    x = builder.input("x", (1, 16, 64, 64))
+    x = builder.input("x", (1, 16, 32, 32))
     for channels in (32, 32):
         x = builder.op("Relu", builder.conv(x, channels, 3, pad=1))
     builder.output(builder.op("GlobalAveragePool", builder.op("Add", x, builder.conv(x, 32, 1))))
