@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from harness.evaluators.intervals import accuracy_of, metric_estimate
+from harness.evaluators.intervals import Estimate, accuracy_of, metric_estimate
 from harness.report.naming import BEYOND, CAPPED, UNSCORED, metric_name
 from harness.report.results import CellResults, Results
+from harness.report.tables import interval
 from harness.run.rows import FLOAT_ROW, Pick
 
 __all__ = [
@@ -104,6 +105,7 @@ def data_notes(cells: Sequence[CellResults]) -> tuple[str, ...]:
     """What the data of some cells do not carry, below every table with their figures; a line each."""
     random = sorted({cell.facts["model"] for cell in cells if cell.facts["calibrated_on"] == "random data"})
     told = [f"Calibrated on random data (no accuracy): {', '.join(random)}."] if random else []
+    told += [f"Accuracy of {c.name}: {said}." for c in cells if (said := c.scores.get(FLOAT_ROW, {}).get("note"))]
     few: dict[str, list[str]] = {}
     for cell in cells:
         if note := _few(cell):
@@ -113,14 +115,27 @@ def data_notes(cells: Sequence[CellResults]) -> tuple[str, ...]:
 
 def _few(cell: CellResults) -> str:
     """That a cell was scored on too few images to say much; "" where it was not."""
+    estimate = _float_figure(cell)
+    return "" if estimate is None else estimate.note
+
+
+def _float_figure(cell: CellResults) -> Estimate | None:
+    """The float model's own figure with its interval over images; None where the record allows none."""
     score = cell.scores.get(FLOAT_ROW, {})
     if cell.metric is None or cell.metric in CAPPED or "metrics" not in score:
-        return ""
+        return None
     try:
-        estimate = metric_estimate(accuracy_of(score), cell.metric)
+        return metric_estimate(accuracy_of(score), cell.metric)
     except ValueError:  # damaged evidence: told where the drops are taken from it
-        return ""
-    return "" if estimate is None else estimate.note
+        return None
+
+
+def _own(cells: Iterable[CellResults]) -> Iterator[str]:
+    """Figures of the float models with the interval that other images would move them in; a drop's is its own."""
+    for cell in cells:
+        if (estimate := _float_figure(cell)) is not None:
+            shown = interval(estimate.interval.value, estimate.interval.low, estimate.interval.high, 4)
+            yield f"{cell.name} {metric_name(cell.metric)} {shown} ({estimate.images} images)"
 
 
 def main_note(results: Results) -> str:
@@ -144,6 +159,8 @@ def main_note(results: Results) -> str:
         lines.append(
             f"Searches saw one half of the evaluator's data, scores and drops are of the other: {', '.join(halves)}."
         )
+    if own := ", ".join(_own(results.cells)):
+        lines.append(f"Scores of the float models, with 95 % over images: {own}.")
     lines += [f"Full evaluations of {cell.name}: {text}." for cell in results.cells if (text := _looks(cell))]
     lines += [f"Calibration of {c.name}: {text}." for c in results.cells for text in c.remarks]
     lines += [f"Starts of {c.name}: {text}." for c in results.cells for text in c.cache_remarks]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -85,7 +86,8 @@ def test_models_travel_once_and_placements_are_written_where_they_are_built(
     files = [tuple(value) for value in sent if isinstance(value, dict)]
     rows = {path.name for path in there.out.glob("*/models/*.onnx")}
     assert len(makers) == 1, "model, scales and weights, for all trials of the cell"
-    assert len(files) == len(set(files)) <= len(rows) + 1, "float model and finalists, each once"
+    met = {row for path in there.out.glob("*/runoff.jsonl") for row in json.loads(path.open().readline())["rows"]}
+    assert len(files) == len(set(files)) <= len(rows) + len(met) + 1, "float model, runoff and finalists, each once"
     assert len({found.info["bytes"] for found in there.outcomes() if isinstance(found, Measured)}) > 2
 
 

@@ -235,6 +235,20 @@ def test_random_data_and_few_images_are_said_below_every_table(folder):
         assert f"Accuracy of {CELL}: only 19 images: the interval is too wide to say much." in note, file.name
 
 
+def test_the_float_models_own_score_has_an_interval_over_images(folder):
+    path = folder / CELL / "accuracy.json"
+    body = json.loads(path.read_text())
+    for score in body.values():
+        score["per_item"] = [1.0, 1.0, 1.0, 0.0] * 25
+        score["metrics"] = {name: 0.75 for name in score["metrics"]}
+    write_json(path, body)
+    (line,) = re.findall(r"Scores of the float models, with 95 % over images: .*", tables(folder))
+    found = re.search(rf"{CELL} .* 0\.7500 \[(0\.\d+), (0\.\d+)\] \(100 images\)", line)
+    assert found, line
+    low, high = map(float, found.groups())
+    assert 0.6 < low < 0.75 < high < 0.9
+
+
 def test_full_evaluations_are_added_up_over_seeds(folder):
     path = folder / CELL / "rows.json"
     body = json.loads(path.read_text())
