@@ -40,18 +40,19 @@ def test_two_paths_are_all_that_is_changed(detector: Path, coco: Path, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_the_recipe_ends_in_a_table_of_map_and_latency(detector: Path, coco: Path, tmp_path: Path) -> None:
     """Cut to what a test has time for: no PTQ tools, one float precision, one evaluation beyond the seed."""
     config = parse_experiment(recipe(detector, coco).replace("count: 500", "count: 8"), "recipe")
     changes = {
-        "backends": [{"use": "openvino", "params": {"threads": 1, "precision": "f32"}}],
+        "backends": [{"use": "here:OpenVINO", "label": "openvino", "params": {"threads": 1, "precision": "f32"}}],
         "precision": ["int8"],
         "initial": ["float"],
         "baselines": ["linear"],
         "searchers": ["random"],
         "budget": {"evaluations": [2]},
         "sampling": {"warmup_ms": 5.0, "min_samples": 3, "max_ms": 50.0},
-        "confirmation": {"builds": 3, "rounds": 2, "samples": 3},
+        "confirmation": {"builds": 3, "rounds": 2, "samples": 3, "contenders": 1},
     }
     short = type(config).model_validate({**config.model_dump(), **changes})
     (tmp_path / "recipe.yaml").write_text(to_yaml(short), encoding="utf-8")
