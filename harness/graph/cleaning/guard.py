@@ -34,7 +34,7 @@ Ts = TypeVarTuple("Ts")
 
 
 def sturdy(what: str, work: Callable[[*Ts], T], *args: *Ts) -> T:
-    """What `work` gives, which another process does; the first call waits for its start, half a second.
+    """What `work` gives, which another process does; the first call waits a tenth of a second for its start.
 
     Args:
         what: Begins the message: which file, and what is done with it.
