@@ -17,6 +17,7 @@ from harness.graph.cache_file import read_cache
 from harness.run.goal import PROXY
 from harness.run.journal import read_journal
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 EXPERIMENT = """
 experiment: near
 models:
