@@ -17,7 +17,7 @@ from harness.report.samples import indistinct
 from harness.report.searches import Search
 from harness.report.searching import float_ms
 from harness.run.plan import CellSpec
-from harness.run.rows import FLOAT_ROW, Pick
+from harness.run.rows import FLOAT_ROW, Pick, favourite
 
 __all__ = ["backend_of", "finalist_frame", "main_frame", "precision_frame"]
 
@@ -36,8 +36,8 @@ COLUMNS = (
 def main_frame(results: Results) -> pd.DataFrame:
     """One row a method: confirmed latency and speedup with 95 % intervals, accuracy, drop, cost, verdict, decision.
 
-    A searcher stands with the best of its seeds at the largest budget, best by its own search samples;
-    the figures shown are fresh ones. `best` marks the fastest confirmed method of a finished cell among
+    A searcher stands with the best of its seeds at the largest budget, by the runoff, or without one by its own
+    samples; the figures shown are fresh ones. `best` marks the fastest confirmed method of a finished cell among
     those that obey the bound on accuracy, `tied` those of them that cannot be told from it. What was asked
     for and is not there yet has a row with the verdict "missing". `beyond` marks the rows whose drop breaks that
     bound, however fast they are.
@@ -62,7 +62,7 @@ def _main_lines(cell: CellResults, results: Results) -> list[dict[str, Any]]:
     for pick in _final(cell):
         if pick.rank == 0:
             searches.setdefault(pick.method, []).append(pick)
-    chosen = [min(picks, key=lambda p: (p.search_ms is None, p.search_ms or 0.0)) for picks in searches.values()]
+    chosen = [favourite(picks) or picks[0] for picks in searches.values()]
     lines = [_line(cell, pick) for pick in (*(p for p in cell.picks if p.kind != "search"), *chosen)]
     there = {line["method"] for line in lines}
     lines += [_missing(_of_cell(cell), method) for method in _expected(results) if method not in there]

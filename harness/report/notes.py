@@ -23,7 +23,7 @@ BUDGET_NOTE = (
 FINALIST_NOTE = (
     "Every placement that a search sent to the confirmation at its largest budget; METHOD #2 is the second best of a "
     "search, by its runoff where there was one, else by its own samples. The main table shows the best seed of each "
-    "searcher by the searches' samples, never by the confirmed ones. Shrinkage: speedup by the search's own samples "
+    "searcher by the same rule, never by the confirmed ones. Shrinkage: speedup by the search's own samples "
     "less the confirmed one."
 )
 COST_NOTE = (

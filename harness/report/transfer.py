@@ -10,7 +10,7 @@ import pandas as pd
 
 from harness.report.frames import backend_of
 from harness.report.results import CellResults, Results
-from harness.run.rows import FLOAT_ROW, Pick
+from harness.run.rows import FLOAT_ROW, Pick, favourite
 
 __all__ = ["likeness_frame", "transfer_frame"]
 
@@ -63,8 +63,7 @@ def _families(results: Results, across: str) -> dict[tuple[str, str], list[CellR
 
 def _best(cell: CellResults) -> Pick | None:
     """The finalist that the searches liked best."""
-    found = [p for p in cell.picks if p.kind == "search" and p.row in cell.summaries and p.search_ms is not None]
-    return min(found, key=lambda pick: pick.search_ms or 0.0, default=None)
+    return favourite(pick for pick in cell.picks if pick.row in cell.summaries)
 
 
 def _moved(source: CellResults, target: CellResults, across: str) -> dict[str, Any] | None:

@@ -129,11 +129,11 @@ def _found(running: Running, found: Found, exporter: _Exporter) -> Iterator[Pick
     budgets = running.experiment.budget.evaluations
     largest = max(budgets)
     for run in running.cell.spec.runs:
-        if run.name not in found:
+        if run.name not in found.reached:
             yield _nothing(run, largest, f"{ACCURACY_ONLY}: no search without a speed")
             continue
         for budget in budgets:
-            there = found[run.name][budget]
+            there = found.reached[run.name][budget]
             for rank, trial in enumerate(there.leaders if budget == largest else there.leaders[:1]):
                 yield Pick(
                     method=run.searcher.name,
@@ -144,6 +144,7 @@ def _found(running: Running, found: Found, exporter: _Exporter) -> Iterator[Pick
                     rank=rank,
                     minutes=there.minutes,
                     search_ms=trial.latency_ms,
+                    runoff=found.speedups.get(trial.digest),
                     scored=there.looks.full or None,
                     agreement=there.looks.agreement,
                 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from harness.measure.engines import MAIN
 from harness.run.journal import writing
 from search.space import Placement, Space, digest_of
 
-__all__ = ["ACCURACY_ONLY", "FLOAT_ROW", "Pick", "Row", "Table", "read_json", "read_rows", "write_json", "write_text"]
+__all__ = [
+    "ACCURACY_ONLY", "FLOAT_ROW", "Pick", "Row", "Table", "favourite", "read_json", "read_rows", "write_json",
+    "write_text",
+]  # fmt: skip
 
 FLOAT_ROW = "float"
 ACCURACY_ONLY = "accuracy only"
@@ -55,6 +59,7 @@ class Pick:
         budget: Evaluations after which the search would have stopped; None for the others.
         row: `Row.id`, or "" where the method gave nothing.
         search_ms: Latency by the search's own samples.
+        runoff: Speedup over the float model in the runoff that chose the row; None where there was none.
         reason: Why there is no row, or none that is timed.
         scored: Evaluations of the search whose metric was measured; None where it looked at none.
         agreement: Rank correlation of proxy and metric over those that have both; None where it cannot be told.
@@ -68,9 +73,21 @@ class Pick:
     rank: int = 0
     minutes: float | None = None
     search_ms: float | None = None
+    runoff: float | None = None
     reason: str = ""
     scored: int | None = None
     agreement: float | None = None
+
+
+def favourite(picks: Iterable[Pick]) -> Pick | None:
+    """The searches' choice that did best before the confirmation, which reports and must not choose.
+
+    By the runoff where all of them were in it, else by the searches' own samples; None where nothing was measured.
+    """
+    found = [pick for pick in picks if pick.kind == "search" and pick.row and pick.search_ms is not None]
+    if all(pick.runoff is not None for pick in found):
+        return max(found, key=lambda pick: pick.runoff or 0.0, default=None)
+    return min(found, key=lambda pick: pick.search_ms or 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -37,8 +37,20 @@ FRONT = 8
 PLAN = Rounds(builds=1, rounds=8, samples=3)
 """Turns make up for a machine that changes its pace, which is what misleads a search; builds differ by less."""
 
-Found = Mapping[str, Mapping[int, Reached]]
-"""How far each search came, by its name, at each budget; nothing of a cell without a search."""
+_Budgets = Mapping[str, Mapping[int, Reached]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What the searches of a cell came to.
+
+    Attributes:
+        reached: How far each came, by its name, at each budget; nothing of a cell without a search.
+        speedups: Over the float model in the runoff, by digest; empty where there was none.
+    """
+
+    reached: _Budgets
+    speedups: Mapping[str, float] = field(default_factory=dict)
 
 
 def run_off(running: Running, open_engines: Callable[[], AbstractContextManager[Engines]]) -> Found:
@@ -51,18 +63,19 @@ def run_off(running: Running, open_engines: Callable[[], AbstractContextManager[
     """
     found = _searched(running)
     if running.judge.goal.minimize != "latency":
-        return found
+        return Found(reached=found)
     contest = _contest(running, found)
-    if contest.rows:
+    if len(contest.rows) > 1:
         hold(contest, open_engines, running.observer)
     speedups = _speedups(contest)
-    return {
+    settled = {
         name: {budget: _settled(there, speedups, running) for budget, there in budgets.items()}
         for name, budgets in found.items()
     }
+    return Found(reached=settled, speedups=speedups)
 
 
-def _searched(running: Running) -> Found:
+def _searched(running: Running) -> _Budgets:
     budgets, goal = running.experiment.budget.evaluations, running.judge.goal
     runs = running.cell.spec.runs if len(running.cell.searched) else ()
     journals = {run.name: running.folder / "runs" / f"{run.name}.jsonl" for run in runs}
@@ -76,16 +89,17 @@ def _count(running: Running) -> int:
     return max(confirmation.top_k, others.get(running.judge.goal.minimize, 1))
 
 
-def _contest(running: Running, found: Found) -> Contest:
-    """Of all that have a rival; what two searches lead with is there once."""
+def _contest(running: Running, found: _Budgets) -> Contest:
+    """Of all leaders; what two searches lead with is there once."""
     cell = running.cell
+    runs = cell.spec.runs if running.experiment.confirmation.contenders > 1 else ()
     rows = {
         trial.digest: Row(name=trial.digest, candidate=candidate(trial))
-        for run in cell.spec.runs
+        for run in runs
         if run.name in found
         for candidate in [_built_again(run, cell)]
         for there in found[run.name].values()
-        for trial in _rivals(there.leaders, running)
+        for trial in there.leaders
     }
     header = {
         "model_sha256": file_digest(cell.model_file),
@@ -103,10 +117,6 @@ def _contest(running: Running, found: Found) -> Contest:
         rows=tuple(rows.values()),
         plan=PLAN,
     )
-
-
-def _rivals(leaders: Sequence[Evaluated], running: Running) -> Sequence[Evaluated]:
-    return leaders if len(leaders) > running.experiment.confirmation.top_k else ()
 
 
 def _built_again(run: RunSpec, cell: Cell) -> Callable[[Evaluated], Candidate]:

@@ -22,7 +22,7 @@ from harness.run.journal import read_journal, writing
 from harness.run.methods import is_peer
 from harness.run.plan import CellSpec
 from harness.run.readback import evaluated
-from harness.run.rows import read_rows
+from harness.run.rows import favourite, read_rows
 from search.api import Observation
 from search.space import Placement
 
@@ -79,10 +79,9 @@ def _observations(cell: Cell, goal: Goal, folder: Path) -> Iterator[Observation]
 
 def _moved(cell: Cell, folder: Path) -> Guest:
     rows, picks = read_rows(folder)
-    searched = [pick for pick in picks if pick.kind == "search" and pick.row and pick.search_ms is not None]
-    if not searched:
+    best = favourite(picks)
+    if best is None:
         return f"{folder.name} found nothing"
-    best = min(searched, key=lambda pick: pick.search_ms or 0.0)
     row = next(row for row in rows if row.id == best.row)
     if not row.pairs:
         return cell.space.float_placement()

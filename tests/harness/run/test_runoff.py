@@ -4,6 +4,7 @@ import json
 import shutil
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from harness.cli import main
@@ -77,6 +78,14 @@ def test_one_contender_means_the_lowest_reading_and_no_runoff(folder):
                 np.median(entry.told.outcome.samples_ms) for entry in list(entries)[: pick.budget] if entry.told
             ]
             assert pick.search_ms == pytest.approx(min(readings))
+
+
+def test_the_row_of_a_method_is_the_seed_that_did_best_in_the_runoff(folder):
+    cell = folder / "out6" / CELL
+    picks = [pick for pick in read_rows(cell)[1] if pick.kind == "search" and pick.budget == 40]
+    assert len(picks) == 3
+    table = pd.read_csv(folder / "out6" / "report" / "main.csv").set_index("method")
+    assert table.loc["random", "row"] == max(picks, key=lambda pick: pick.runoff).row
 
 
 def test_only_the_winners_are_confirmed_and_delivered(folder):
