@@ -134,7 +134,7 @@ def _missing(facts: dict[str, Any], method: str) -> dict[str, Any]:
 def _obeys(cell: CellResults, line: Mapping[str, Any]) -> bool:
     """It could be scored where it was tried, and the bound on accuracy, where there is one, was looked at and holds."""
     goal = cell.goal
-    if "failed" in cell.scores.get(line["row"], {}):
+    if cell.blind or "failed" in cell.scores.get(line["row"], {}):
         return False
     return goal.metric is None or (line["drop"] is not None and goal.excess(line["drop"]) == 0.0)
 
@@ -146,6 +146,8 @@ def _decision(cell: CellResults, line: Mapping[str, Any]) -> str:
         return str(verdict)
     if verdict not in ("faster", "tie", "slower"):
         return f"not shipped: {verdict}" if verdict != MISSING else MISSING
+    if cell.blind:
+        return "not shipped: the float model scores nothing"
     if not _obeys(cell, line):
         return "not shipped: accuracy" if line["score"] is not None else f"not shipped: {_unscored(cell, line)}"
     if verdict != "faster":

@@ -106,6 +106,12 @@ def data_notes(cells: Sequence[CellResults]) -> tuple[str, ...]:
     random = sorted({cell.facts["model"] for cell in cells if cell.facts["calibrated_on"] == "random data"})
     told = [f"Calibrated on random data (no accuracy): {', '.join(random)}."] if random else []
     told += [f"Accuracy of {c.name}: {said}." for c in cells if (said := c.scores.get(FLOAT_ROW, {}).get("note"))]
+    told += [
+        f"Accuracy of {cell.name}: the float model itself scores {cell.score(FLOAT_ROW):.4f}, so drops say nothing; "
+        "look at preprocessing, decoder, labels and the order of their classes."
+        for cell in cells
+        if cell.blind
+    ]
     few: dict[str, list[str]] = {}
     for cell in cells:
         if note := _few(cell):

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 from harness.errors import UserError
+from harness.evaluators.inputs import NOTHING
 from harness.measure.confirm import RowSummary, summarise
 from harness.measure.events import Dropped, Event
 from harness.records import SCHEMA, Failed
@@ -107,6 +108,12 @@ class CellResults:
     def higher_is_better(self) -> bool:
         """Direction of the metric."""
         return bool(self.facts.get("higher_is_better", self.facts["goal"].get("higher_is_better", True)))
+
+    @property
+    def blind(self) -> bool:
+        """The float model itself scores next to nothing, so no drop from there says anything."""
+        own = self.score(FLOAT_ROW)
+        return self.higher_is_better and own is not None and 0 <= own < NOTHING
 
     def score(self, row: str) -> float | None:
         """The evaluator's figure of a row; None where it has none."""

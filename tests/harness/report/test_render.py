@@ -235,6 +235,23 @@ def test_random_data_and_few_images_are_said_below_every_table(folder):
         assert f"Accuracy of {CELL}: only 19 images: the interval is too wide to say much." in note, file.name
 
 
+def test_where_the_float_model_scores_nothing_no_row_is_shipped_and_every_table_says_why(folder):
+    path = folder / CELL / "accuracy.json"
+    body = json.loads(path.read_text())
+    for score in body.values():
+        score["metrics"] = dict.fromkeys(score["metrics"], 0.0)
+        score["per_item"] = [0.0] * 100
+    write_json(path, body)
+    tables(folder)
+    for file in (folder / "report").glob("*.md"):
+        assert f"Accuracy of {CELL}: the float model itself scores 0.0000, so drops say nothing" in file.read_text(), (
+            file.name
+        )
+    decisions = pd.read_csv(folder / "report" / "main.csv")["decision"]
+    assert not decisions.str.startswith("ship").any()
+    assert decisions.str.startswith("not shipped: the float model scores nothing").any()
+
+
 def test_the_float_models_own_score_has_an_interval_over_images(folder):
     path = folder / CELL / "accuracy.json"
     body = json.loads(path.read_text())
