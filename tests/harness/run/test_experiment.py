@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+from small import qdq
 
-from harness.cli import main
 from harness.graph.build import GraphBuilder
 from harness.measure.confirm import summarise
 from harness.run.claim import claimed
@@ -49,15 +49,6 @@ def folder(tmp_path_factory):
     builder.save(folder / "net.onnx")
     (folder / "small.yaml").write_text(EXPERIMENT)
     return folder
-
-
-def qdq(*arguments: str) -> int:
-    """Run the command in this process and give its exit code."""
-    try:
-        main(list(arguments))
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 @pytest.fixture(scope="module")

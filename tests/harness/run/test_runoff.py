@@ -6,9 +6,8 @@ import shutil
 import numpy as np
 import pandas as pd
 import pytest
+from small import qdq, save_chain
 
-from harness.cli import main
-from harness.graph.build import GraphBuilder
 from harness.run.journal import read_journal
 from harness.run.rows import read_rows
 
@@ -27,23 +26,10 @@ confirmation: {builds: 3, rounds: 2, samples: 3, contenders: CONTENDERS}
 """
 
 
-def qdq(*arguments):
-    try:
-        main(list(arguments))
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runoff")
-    builder = GraphBuilder("net", seed=1)
-    x = builder.input("x", (1, 3, 16, 16))
-    for channels in (8, 8, 12, 12, 12, 8):
-        x = builder.op("Relu", builder.conv(x, channels, 3, pad=1))
-    builder.output(builder.op("GlobalAveragePool", x))
-    builder.save(folder / "net.onnx")
+    save_chain(folder / "net.onnx", (8, 8, 12, 12, 12, 8))
     for contenders in (1, 6):
         path = folder / f"{contenders}.yaml"
         path.write_text(EXPERIMENT.replace("CONTENDERS", str(contenders)))
