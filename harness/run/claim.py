@@ -5,13 +5,15 @@ from __future__ import annotations
 import fcntl
 import getpass
 import logging
+import math
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 from harness.errors import UserError
 from harness.run.compare import ADVICE, Changed, same
@@ -26,15 +28,22 @@ FILE = "experiment.yaml"
 _OURS = {LOCK, "experiment.tmp"}
 _FREE = {"description", "executor"}
 """Keys that may change at any time; what matters of the executor is in the fingerprint of a search."""
+_LISTS = frozenset({"models", "backends", "precision", "searchers", "seeds", "baselines"})
+"""Keys whose entries have cells, journals or rows of their own: one more at the end changes nothing before it."""
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def claimed(out: Path, experiment: Experiment, accept_changes: bool = False) -> Iterator[None]:
+def claimed(out: Path, experiment: Experiment, accept_changes: bool = False) -> Iterator[str]:
     """Hold the results folder for this experiment; made where missing.
+
+    An experiment that only asks for more than before, a larger budget for instance, is still the same one.
 
     Args:
         accept_changes: Take the folder over from another version of the experiment, whose file is kept beside.
+
+    Yields:
+        What it asks for that was not asked for before, "" where nothing.
 
     Raises:
         UserError: Another process is at work there, another experiment's results are there, or it cannot be written.
@@ -50,8 +59,7 @@ def claimed(out: Path, experiment: Experiment, accept_changes: bool = False) -> 
         raise UserError(f"{out}: cannot be written ({error.strerror}); use another --out") from error
     with lock:
         _hold(lock, out)
-        _claim(out / FILE, experiment, accept_changes)
-        yield
+        yield _claim(out / FILE, experiment, accept_changes)
 
 
 def _hold(lock: FileIO, out: Path) -> None:
@@ -79,18 +87,46 @@ def _owner() -> str:
     return str(os.getpid())
 
 
-def _claim(file: Path, experiment: Experiment, accept_changes: bool) -> None:
+def _claim(file: Path, experiment: Experiment, accept_changes: bool) -> str:
     if not file.exists():
         write_text(file, to_yaml(experiment))
-        return
+        return ""
     try:
         there = load_experiment(file)  # so that a key which is newer than these results has its default there
     except UserError as error:
         raise UserError(f"{error}; nobody knows whose results these are: use another --out") from error
     before, now = (each.model_dump(mode="json", exclude=_FREE) for each in (there, experiment))
     changed = [key for key in now if not same(before[key], now[key])]
-    if changed and not accept_changes:
+    grown = [_growth(key, before[key], now[key]) for key in changed]
+    if not (accept_changes or all(grown)):
         raise Changed(f"{file.parent}: holds results of another experiment (different: {', '.join(changed)}); {ADVICE}")
     if changed:
         put_aside(file)
         write_text(file, to_yaml(experiment))
+    return "; ".join(grown) if all(grown) else ""
+
+
+def _growth(key: str, there: Any, here: Any) -> str:
+    """What a key asks for besides what it asked for before; "" where it asks for something else."""
+    if key == "budget":
+        return _larger(there, here)
+    if key not in _LISTS or not same(there, here[: len(there)]):
+        return ""
+    added = (entry.get("label") or entry["use"] if isinstance(entry, dict) else entry for entry in here[len(there) :])
+    return f"{key}: {_listed(added)} added"
+
+
+def _larger(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """How a budget has grown; "" where a search may end before it did, or budgets only went or changed places."""
+    (old, old_min), (new, new_min) = ((each["evaluations"], each["minutes"]) for each in (there, here))
+    if old != new and not (max(new) > max(old) or set(new) > set(old)):
+        return ""
+    if (new_min or math.inf) < (old_min or math.inf):
+        return ""
+    evaluations = f"budget {_listed(old)} -> {_listed(new)}" if old != new else ""
+    minutes = f"minutes {old_min:g} -> {f'{new_min:g}' if new_min else 'any'}" if old_min != new_min else ""
+    return ", ".join(filter(None, (evaluations, minutes)))
+
+
+def _listed(values: Iterable[Any]) -> str:
+    return ", ".join(map(str, values))

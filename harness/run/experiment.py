@@ -76,6 +76,7 @@ def run_experiment(
     commit = git_commit()
     stopped: dict[str, list[str]] = {}
     cells = plan(experiment)
+    alone = len(cells) == 1
     known = None if accept_changes else _machine(cells, out)
 
     def run(spec: CellSpec, site: Site, searching: bool = False) -> None:
@@ -96,18 +97,20 @@ def run_experiment(
         except UserError as error:
             stopped.setdefault(str(error), []).append(spec.name)
             note_stop(folder, str(error))
-            observer.say(f"{spec.name} stops: {error}")
+            if not alone:  # else it is said at the end, once
+                observer.say(f"{spec.name} stops: {error}")
 
     with (
-        claimed(out, experiment, accept_changes),
+        claimed(out, experiment, accept_changes) as grown,
         open_site(experiment.executor, experiment.limits, known, observer) as site,
     ):
+        if grown:
+            observer.say(f"{grown}: going on with what is there")
         if experiment.transfer:  # every cell has searched before the first looks at what others found
             at_once([partial(run, spec, site, searching=True) for spec in cells], experiment.executor.cells)
             cells = tuple(spec for spec in cells if spec.name not in chain(*stopped.values()))
         at_once([partial(run, spec, site) for spec in cells], experiment.executor.cells)
     if stopped:
-        alone = len(cells) == 1
         raise UserError("\n".join(text if alone else f"{', '.join(names)}: {text}" for text, names in stopped.items()))
 
 

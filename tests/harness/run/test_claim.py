@@ -7,7 +7,7 @@ import pytest
 from harness.errors import UserError
 from harness.run.claim import claimed
 from harness.run.compare import changes, same
-from harness.run.config import parse_experiment
+from harness.run.config import load_experiment, parse_experiment
 
 TEXT = """
 experiment: small
@@ -55,3 +55,82 @@ def test_results_from_before_a_key_had_its_default_then(tmp_path):
 def test_a_nan_equals_itself(one, other, equal):
     assert same(one, other) is equal
     assert bool(list(changes({"x": one}, {"x": other}))) is not equal
+
+
+ASKED = """
+experiment: small
+models: [net.onnx]
+searchers: [random, tpe]
+seeds: [0]
+initial: [float]
+baselines: [all]
+budget: {evaluations: [10, 25], minutes: 5}
+"""
+
+
+def goes_on(folder, **changes):
+    """What is said where `ASKED` was run before and now stands there with something else."""
+    text = ASKED
+    for old, new in changes.values():
+        assert old in text
+        text = text.replace(old, new)
+    with claimed(folder / "out", parse_experiment(ASKED, "small.yaml")):
+        pass
+    with claimed(folder / "out", parse_experiment(text, "small.yaml")) as grown:
+        return grown
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("25]", "40]"), "budget 10, 25 -> 10, 40"),
+        (("[10, 25]", "[40]"), "budget 10, 25 -> 40"),
+        (("[10, 25]", "[10, 15, 25]"), "budget 10, 25 -> 10, 15, 25"),
+        (("minutes: 5", "minutes: 7.5"), "minutes 5 -> 7.5"),
+        ((", minutes: 5", ""), "minutes 5 -> any"),
+        (("tpe]", "tpe, auto, {use: random, label: again}]"), "searchers: auto, again added"),
+        (("[0]", "[0, 1, 2]"), "seeds: 1, 2 added"),
+        (("[all]", "[all, linear]"), "baselines: linear added"),
+        (("net.onnx", "net.onnx, other.onnx"), "models: other.onnx added"),
+        (("random", "random"), ""),
+    ],
+)
+def test_who_asks_for_more_goes_on_and_is_told_what_is_new(tmp_path, change, said):
+    assert goes_on(tmp_path, change=change) == said
+    assert parse_experiment(ASKED.replace(*change), "") == load_experiment(tmp_path / "out" / "experiment.yaml")
+    kept = tmp_path / "out" / "experiment.1.yaml"
+    assert kept.exists() == bool(said)
+    assert not said or load_experiment(kept) == parse_experiment(ASKED, "")
+
+
+def test_several_things_may_grow_at_once(tmp_path):
+    said = goes_on(tmp_path, seeds=("[0]", "[0, 1]"), budget=("25]", "40]"))
+    assert said == "seeds: 1 added; budget 10, 25 -> 10, 40"
+
+
+@pytest.mark.parametrize(
+    ("change", "different"),
+    [
+        (("25]", "20]"), "budget"),
+        (("[10, 25]", "[25]"), "budget"),
+        (("[10, 25]", "[25, 10]"), "budget"),
+        (("minutes: 5", "minutes: 4"), "budget"),
+        (("25], minutes: 5", "40], minutes: 4"), "budget"),
+        (("random, tpe", "tpe, random"), "searchers"),
+        (("random, tpe", "auto, random, tpe"), "searchers"),
+        (("random, tpe", "random"), "searchers"),
+        (("tpe]", "{use: tpe, params: {n_startup_trials: 5}}, auto]"), "searchers"),
+        (("[0]", "[1, 0]"), "seeds"),
+        (("[all]", "[linear]"), "baselines"),
+        (("[float]", "[float, all]"), "initial"),
+    ],
+)
+def test_who_asks_for_less_or_for_something_else_is_asked_first(tmp_path, change, different):
+    with pytest.raises(UserError, match=rf"\(different: {different}\); use another --out, or --accept-changes"):
+        goes_on(tmp_path, change=change)
+    assert load_experiment(tmp_path / "out" / "experiment.yaml") == parse_experiment(ASKED, "")
+
+
+def test_more_of_one_thing_is_no_excuse_for_another(tmp_path):
+    with pytest.raises(UserError, match=r"\(different: initial, budget\)"):
+        goes_on(tmp_path, initial=("[float]", "[float, all]"), budget=("25]", "40]"))

@@ -235,6 +235,16 @@ def test_a_cell_that_cannot_be_run_does_not_stop_the_others(folder, tmp_path, ca
     assert "worse-simulated-int8 stopped" in notes
 
 
+def test_the_only_cell_says_once_why_it_stops(folder, tmp_path, capsys):
+    (folder / "hello.onnx").write_bytes(b"hello")
+    file = folder / "one.yaml"
+    file.write_text(EXPERIMENT.replace("net.onnx", "hello.onnx"))
+    assert qdq("run", str(file), "--out", str(tmp_path / "out")) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "hello.onnx: " in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("qdq: ")
+
+
 FULL = """
 import resource, sys
 from pathlib import Path

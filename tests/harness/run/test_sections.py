@@ -19,6 +19,7 @@ from harness.run.claim import claimed
 from harness.run.config import load_experiment
 from harness.run.journal import RETRY, read_journal
 from harness.run.observe import Silent
+from harness.run.rows import read_rows
 from harness.run.sections import LOSSES, in_sections
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -101,14 +102,52 @@ def test_a_changed_model_is_refused_and_begins_a_new_section_where_that_is_accep
 
 def test_more_seeds_go_on_with_what_is_there(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (copy / "small.yaml").write_text(EXPERIMENT.replace("seeds: [0]", "seeds: [0, 1]"))
-    assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 2
-    assert "different: seeds); use another --out, or --accept-changes" in capsys.readouterr().err
     before = (copy / "out" / CELL / "runs" / "random-0.jsonl").read_bytes()
-    assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out"), "--accept-changes") == 0
+    assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0
+    assert "seeds: 1 added: going on with what is there" in capsys.readouterr().err
     assert (copy / "out" / CELL / "runs" / "random-0.jsonl").read_bytes() == before
     assert (copy / "out" / CELL / "runs" / "random-1.jsonl").exists()
     assert not (copy / "out" / f"{CELL}.1").exists(), "nothing that was measured became another thing"
     assert "seeds:\n- 0\n" in (copy / "out" / "experiment.1.yaml").read_text()
+
+
+def confirmed(cell: Path) -> dict[str, str]:
+    """The rows that the confirmation is of, with the hashes of their files."""
+    rows: dict[str, str] = json.loads((cell / "confirm.jsonl").read_text().splitlines()[0])["rows"]
+    return rows
+
+
+def test_a_larger_budget_goes_on_and_a_smaller_one_is_asked_about(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cell, command = copy / "out" / CELL, ["run", str(copy / "small.yaml"), "--out", str(copy / "out")]
+    journal = cell / "runs" / "random-0.jsonl"
+    before = journal.read_bytes()
+    (copy / "small.yaml").write_text(EXPERIMENT.replace("[12]", "[12, 15]"))
+    assert qdq(*command) == 0
+    assert "budget 12 -> 12, 15: going on with what is there" in capsys.readouterr().err
+    assert journal.read_bytes().startswith(before), "nothing is measured twice"
+    assert len({entry.asked.digest for entry in read_journal(journal)}) == 15
+    rows, picks = read_rows(cell)
+    assert {pick.budget for pick in picks if pick.kind == "search"} == {12, 15}
+    assert confirmed(cell) == {row.id: row.sha256 for row in rows}, "what is shown was confirmed"
+    assert not (copy / "out" / f"{CELL}.1").exists()
+    (copy / "small.yaml").write_text(EXPERIMENT)
+    assert qdq(*command) == 2
+    assert "different: budget); use another --out, or --accept-changes" in capsys.readouterr().err
+
+
+def test_one_more_searcher_and_baseline_go_on_and_are_confirmed_beside_the_others(copy: Path) -> None:
+    cell = copy / "out" / CELL
+    before = (cell / "runs" / "random-0.jsonl").read_bytes()
+    more = EXPERIMENT.replace("[random]", "[random, evolutionary]").replace(
+        "baselines: [linear]", "baselines: [linear, all]"
+    )
+    (copy / "small.yaml").write_text(more)
+    assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0
+    assert (cell / "runs" / "random-0.jsonl").read_bytes() == before
+    assert list(main_frame(load(copy / "out"))["method"]) == ["float", "linear", "all", "random", "evolutionary"]
+    assert confirmed(cell) == {row.id: row.sha256 for row in read_rows(cell)[0]}
 
 
 def test_another_executor_is_the_same_experiment_unless_the_window_differs(
