@@ -21,7 +21,8 @@ def run(
         typer.Option(
             "--accept-changes",
             help="Where a cell was begun with something else (model, keys, versions, device), keep that beside it and "
-            "begin a new section of the table.",
+            "begin a new section of the table. What only asks for more (a larger budget, one more searcher, seed or "
+            "baseline at the end) needs no flag.",
         ),
     ] = False,
     retry_failed: Annotated[
@@ -33,6 +34,7 @@ def run(
 
     Example: `qdq run experiments/quickstart.yaml --out out/quickstart`
     """
+    from harness.run.bounds import bound_lines
     from harness.run.check import check_experiment
     from harness.run.config import load_experiment
     from harness.run.experiment import run_experiment
@@ -47,6 +49,8 @@ def run(
     if check:
         for cell in plan(config):
             typer.echo(f"{cell.name}: {', '.join(search.name for search in cell.runs)}")
+        for line in bound_lines(config):
+            typer.echo(line)
         return
     folder = out or Path("results") / config.experiment
     with Terminal() as terminal:

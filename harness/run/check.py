@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from harness import registry, zoo
 from harness.api import PeerTask
 from harness.errors import CandidateError, UserError, nearest
+from harness.evaluators.classification import Top1
 from harness.evaluators.datasets import HALVES, Arrays, Dataset, open_data
 from harness.evaluators.feeding import batches
 from harness.evaluators.inputs import evaluator_params
@@ -27,6 +28,7 @@ from harness.evaluators.preprocess import open_plugin, open_preprocess
 from harness.graph.dialects import Dialect
 from harness.graph.model import Model
 from harness.paths import locate
+from harness.run.bounds import check_bound, too_fine
 from harness.run.config import Experiment, Method, ModelSpec, Use
 from harness.run.models import evaluator_use, input_types, open_model
 from harness.run.objective import Objective, check_objective
@@ -70,14 +72,16 @@ def check_experiment(experiment: Experiment, base: Path) -> tuple[str, ...]:
             _check_model(model, base, data)
         _check_objective(experiment.objective, model)
         with _at(f"model {model.name!r}"):
-            halves = HALVES if experiment.objective.halves else (None,)
-            remarks += [f"model {model.name!r}: {remark}" for remark in _remarks(model, base, data, halves)]
+            found = _remarks(model, base, data, experiment.objective)
+            remarks += [f"model {model.name!r}: {remark}" for remark in found]
     return tuple(remarks)
 
 
 def _check_objective(objective: Objective, model: ModelSpec) -> None:
     evaluator: Any = None if model.evaluator is None else registry.load("evaluator", model.evaluator.use)
-    check_objective(objective, getattr(evaluator, "metric", None), model.name)
+    metric = getattr(evaluator, "metric", None)
+    check_objective(objective, metric, model.name)
+    check_bound(objective, metric, model.name)
 
 
 def _check_searcher(searcher: Use, precisions: tuple[str, ...]) -> None:
@@ -180,17 +184,18 @@ def _check_evaluator(evaluator: Use, preprocess: Use | None, data: _Data) -> Non
         registry.check_params("decoder", name, settings, given=("outputs", "prepared", "size"))
 
 
-def _remarks(model: ModelSpec, base: Path, data: _Data, halves: Sequence[str | None]) -> Iterator[str]:
+def _remarks(model: ModelSpec, base: Path, data: _Data, objective: Objective) -> Iterator[str]:
     """Give the model its shapes and its data, where there are some.
 
     Args:
-        halves: Those of the evaluator's data that are used; None: all of it.
+        objective: Says whether halves of the evaluator's data are used, and what their accuracy is held to.
 
     Raises:
         UserError: Shapes or data do not fit the model.
     """
     if not model.shapes and model.evaluator is None and model.calibration.data is None:
         return
+    halves = HALVES if objective.halves else (None,)
     with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
         loaded = open_model(model, base, Path(scratch))
         if model.shapes:
@@ -203,13 +208,17 @@ def _remarks(model: ModelSpec, base: Path, data: _Data, halves: Sequence[str | N
         with _at("evaluator"):
             uses = [evaluator_use(model, loaded, base, Path(scratch), half) for half in halves]
             made = [_made(use) for use in uses if use is not None]
+            for evaluator in made:
+                _check_classes(evaluator, loaded)
     if not made:
         return
     if model.calibration.data is None:
         yield "no calibration data given, random data is used: do not trust any accuracy"
     for half, evaluator in zip(halves, made, strict=True):
-        if isinstance(evaluator, Sized) and (note := too_few(len(evaluator))):
-            yield f"evaluator{'' if half is None else f', {half} half'}: {note}"
+        if isinstance(evaluator, Sized):
+            where, count = f"evaluator{'' if half is None else f', {half} half'}", len(evaluator)
+            said = (too_few(count), too_fine(objective, getattr(evaluator, "metric", None), count))
+            yield from (f"{where}: {note}" for note in said if note)
 
 
 def _check_channels(model: Model) -> None:
@@ -222,6 +231,21 @@ def _check_channels(model: Model) -> None:
         if len(shape) > 1 and shape[1] != wanted:
             got = "x".join(map(str, shape))
             raise UserError(f"{model.source}: shapes: Conv {node.name!r} takes {wanted} channels, but would get {got}")
+
+
+def _check_classes(evaluator: Any, model: Model) -> None:
+    """Refuse class labels that the model has no output for, before anything is calibrated for them."""
+    labels = evaluator.images.data.labels if isinstance(evaluator, Top1) else None
+    if labels is None or len(model.outputs) != 1 or model.outputs[0] not in model.types:
+        return
+    outputs, highest = max(model.types[model.outputs[0]].shape, default=0), int(labels.max())
+    if highest >= outputs:
+        shifted = highest == outputs and labels.min() > 0
+        remedy = "they count from 1: take 1 off each" if shifted else "they are those of another model"
+        raise UserError(
+            f"{evaluator.metric}: data.labels: class {highest}, but the model has {outputs} outputs, for the classes "
+            f"0 to {outputs - 1}: {remedy}"
+        )
 
 
 def _made(use: Use) -> Any:

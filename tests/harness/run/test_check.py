@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from PIL import Image
 
 from harness.errors import UserError
 from harness.graph.build import GraphBuilder
+from harness.run.bounds import bound_lines
 from harness.run.check import check_experiment
 from harness.run.config import parse_experiment
 from harness.run.models import evaluator_use, open_model
@@ -37,9 +39,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def checked(folder: Path, evaluator: Any = None, calibration: Any = None, preprocess: str = "array") -> tuple[str, ...]:
-    model = {"use": "net.onnx", "preprocess": preprocess, "evaluator": evaluator, "calibration": calibration or {}}
-    text = json.dumps({"experiment": "e", "models": [model], "backends": ["simulated"]})
+def checked(folder: Path, evaluator: Any = None, calibration: Any = None, **objective: Any) -> tuple[str, ...]:
+    model = {"use": "net.onnx", "preprocess": "array", "evaluator": evaluator, "calibration": calibration or {}}
+    text = json.dumps({"experiment": "e", "models": [model], "backends": ["simulated"], "objective": objective})
     return check_experiment(parse_experiment(text, "e.yaml"), folder)
 
 
@@ -74,6 +76,60 @@ def test_few_images_and_random_calibration_data_are_said(folder: Path) -> None:
 def test_evaluators_that_cannot_work_are_refused_at_once(folder: Path, evaluator: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         checked(folder, evaluator)
+
+
+@pytest.mark.parametrize(
+    ("objective", "said"),
+    [
+        (
+            {"top1_drop": 1},
+            "objective.top1_drop: 1 lets top-1 of model 'net' drop to 0, so it bounds nothing; 0.01 is ",
+        ),
+        ({"max_drop": 5}, "objective.max_drop: 5 lets top-1"),
+        ({"max_drop": "100%"}, "objective.max_drop: 100% lets top-1"),
+    ],
+)
+def test_a_bound_that_nothing_can_break_is_refused(folder: Path, objective: Any, said: str) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape(said)}"):
+        checked(folder, top1(), IMAGES, **objective)
+
+
+def test_a_decibel_is_a_bound(folder: Path) -> None:
+    assert checked(folder, {"use": "fidelity", "params": {"samples": 30}}, IMAGES, max_drop=1) == ()
+
+
+@pytest.mark.parametrize(("bound", "shown"), [(0.01, "0.01"), ("4%", "4%"), (1 / COUNT, None), ("5%", None), (0, None)])
+def test_one_image_that_is_more_than_the_bound_is_said(folder: Path, bound: Any, shown: str | None) -> None:
+    """Also of a share of the float model's figure, which is 1 at most."""
+    said = (
+        f"model 'net': evaluator: one image of 24 is 0.0417, more than the bound {shown}: a row that loses one breaks "
+        "it; use more images, or a looser bound"
+    )
+    assert checked(folder, top1(), IMAGES, top1_drop=bound) == (() if shown is None else (said,))
+
+
+def test_each_half_has_its_own_number_of_images(folder: Path) -> None:
+    said = checked(folder, top1(), IMAGES, top1_drop=0.01, halves=True)
+    counts = [int(found[2]) for line in said if (found := re.search(r"(search|report) half: one image of (\d+)", line))]
+    assert sum(counts) == COUNT
+
+
+@pytest.mark.parametrize(
+    ("classes", "said"),
+    [
+        ((0, 3), None),
+        ((1, 3), None),
+        ((1, 4), "class 4, but the model has 4 outputs, for the classes 0 to 3: they count from 1: take 1 off each"),
+        ((0, 4), "class 4, but the model has 4 outputs, for the classes 0 to 3: they are those of another model"),
+        ((1, 999), "class 999, but the model has 4 outputs, for the classes 0 to 3: they are those of another model"),
+    ],
+)
+def test_labels_that_the_model_has_no_output_for_are_refused_at_once(
+    folder: Path, classes: tuple[int, int], said: str | None
+) -> None:
+    (folder / "labels.txt").write_text("".join(f"{i}.png {classes[i % 2]}\n" for i in range(COUNT)))
+    with nullcontext() if said is None else pytest.raises(UserError, match=f"evaluator: top1: data.labels: {said}"):
+        assert checked(folder, top1(), IMAGES) == ()
 
 
 def test_calibration_data_that_do_not_fit_the_model_are_refused_at_once(folder: Path) -> None:
@@ -175,3 +231,32 @@ def test_an_evaluator_can_be_made_for_each_half(folder: Path) -> None:
     without = spec.model_copy(update={"evaluator": spec.evaluator.model_copy(update={"use": "fidelity", "params": {}})})
     with pytest.raises(UserError, match=r"evaluator 'fidelity' has no 'data' of which one half could be set aside"):
         evaluator_use(without, loaded, folder, folder, "search")
+
+
+@pytest.mark.parametrize(
+    ("objective", "evaluator", "said"),
+    [
+        ("{top1_drop: 0.005}", "top1", "bound: top-1 may drop by at most 0.005 (0.5 points)"),
+        ("{map_drop: 0.01}", "coco_map", "bound: mAP may drop by at most 0.01 (1 point)"),
+        ("{max_drop: 0.07}", "miou", "bound: miou may drop by at most 0.07 (7 points)"),
+        ("{top5_drop: 1%}", "top5", "bound: top5 may drop by at most 1% of the float model's own"),
+        ("{max_drop: 3}", "fidelity", "bound: SQNR may drop by at most 3 dB"),
+        ("{}", "top1", "bound: none; top-1 is scored and rules nothing out"),
+    ],
+)
+def test_the_bound_is_said_as_it_is_understood(objective: str, evaluator: str, said: str) -> None:
+    text = f"experiment: e\nmodels: [plain.onnx, {{use: net.onnx, evaluator: {evaluator}}}]\nobjective: {objective}"
+    assert list(bound_lines(parse_experiment(text, "e.yaml"))) == [said]
+
+
+def test_models_of_several_metrics_are_named_with_their_bounds() -> None:
+    models = "[{use: a.onnx, evaluator: top1}, {use: b.onnx, evaluator: coco_map}, {use: c.onnx, evaluator: top1}]"
+    text = f"experiment: e\nmodels: {models}\nobjective: {{max_drop: 0.02}}"
+    assert list(bound_lines(parse_experiment(text, "e.yaml"))) == [
+        "bound of a, c: top-1 may drop by at most 0.02 (2 points)",
+        "bound of b: mAP may drop by at most 0.02 (2 points)",
+    ]
+
+
+def test_without_an_evaluator_nothing_is_said_of_bounds() -> None:
+    assert list(bound_lines(parse_experiment("experiment: e\nmodels: [net.onnx]", "e.yaml"))) == []

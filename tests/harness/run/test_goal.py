@@ -100,6 +100,14 @@ def test_a_front_has_latency_and_loss_and_what_was_not_scored_stands_behind() ->
     assert score(bounded, 4.0, map=0.4).violation == pytest.approx(0.05)
 
 
+@pytest.mark.parametrize(("value", "over"), [(0.75, 0.0), (0.7499, 0.0001), (0.76, 0.0), (0.8, 0.0)])
+def test_a_loss_that_is_the_bound_but_for_round_off_is_within(value: float, over: float) -> None:
+    goal = Goal(metric="top1", reference=0.76, max_drop=0.01)
+    assert 0.76 - 0.75 > 0.01, "as floating point has it"
+    assert goal.violation({"top1": value}) == pytest.approx(over)
+    assert eligible(score(goal, 1.0, top1=value)) == (over == 0.0)
+
+
 def test_accuracy_first_ranks_by_loss_among_those_fast_enough() -> None:
     goal = Goal(metric="map", reference=0.5, max_drop=None, minimize="accuracy", max_latency_ms=5.0)
     good, bad, slow = score(goal, 4.9, map=0.49), score(goal, 2.0, map=0.3), score(goal, 6.0)
