@@ -11,6 +11,8 @@ from harness.commands.terminal import importable
 
 __all__ = ["verify"]
 
+WORDS = {True: "ok", False: "MISMATCH", None: "not measured"}
+
 
 def verify(
     file: Annotated[Path, typer.Argument(help="Exported model, RESULTS/CELL/models/NAME.onnx.", show_default=False)],
@@ -23,6 +25,7 @@ def verify(
 ) -> None:
     """Repeat what the tables say of an exported model: its hash, its Q/DQ edges, its accuracy, its speedup.
 
+    Beside its accuracy stands by how much it dropped in the tables, and whether that is within the bound.
     Ends with status 1 where anything is not what is recorded.
 
     Example: `qdq verify out/mine/resnet18-openvino-int8/models/0123456789abcdef.onnx`
@@ -35,6 +38,6 @@ def verify(
     with Terminal() as terminal:
         checks = repeat(file, terminal, results=results, base=start)
     for check in checks:
-        typer.echo(f"{check.what}: {'ok' if check.holds else 'MISMATCH'}: {check.found}")
-    if not all(check.holds for check in checks):
+        typer.echo(f"{check.what}: {WORDS[check.holds]}: {check.found}")
+    if any(check.holds is False for check in checks):
         raise typer.Exit(1)

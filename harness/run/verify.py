@@ -6,6 +6,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 
 from harness.api import Accuracy, Candidate
 from harness.errors import UserError
+from harness.evaluators.intervals import accuracy_of, drop_estimate
 from harness.graph.diff import diff, pairs_in
 from harness.graph.files import file_digest
 from harness.measure.confirm import Row as Turn
@@ -22,6 +24,7 @@ from harness.measure.engines import MAIN, Engines, WorkerSpec
 from harness.measure.sandbox import open_engines
 from harness.measure.stats import Interval
 from harness.records import Failed
+from harness.report.naming import CAPPED, shown_drop
 from harness.report.results import CellResults, load
 from harness.run.compose import Cell, compose
 from harness.run.config import Confirmation, Experiment, Limits, load_experiment
@@ -46,17 +49,17 @@ class Check:
 
     Attributes:
         what: "file", "edges", "accuracy" or "latency".
-        holds: It is what the results folder says.
+        holds: It is what the results folder says; None where the folder says nothing of it.
         found: What is recorded, and what was found now.
     """
 
     what: str
-    holds: bool
+    holds: bool | None
     found: str
 
 
 def verify(file: Path, observer: Observer, *, results: Path | None = None, base: Path | None = None) -> list[Check]:
-    """Repeat what a results folder says of a file; what the folder does not say is left out.
+    """Repeat what a results folder says of a file, and say what it does not say of accuracy.
 
     Args:
         file: An exported model.
@@ -123,10 +126,13 @@ class _Again:
         yield self._edges(cell)
         evaluators = {name: use for name, use in scoring.evaluators.items() if name == MAIN}
         worker = WorkerSpec(benchmarkers=benchmarkers, workdir=cell.work, evaluators=evaluators)
-        known = self.results.scores.get(self.row.id, {}).get("metrics")
-        if known and evaluators:
+        score = self.results.scores.get(self.row.id, {})
+        if "metrics" in score and evaluators:
             with self._open(worker) as engines:
-                yield self._accuracy(known, engines, cell, observer)
+                yield self._accuracy(score["metrics"], engines, cell, observer)
+        else:
+            nothing = _unmeasured(score) if evaluators else "the model has no evaluator"
+            yield Check(what="accuracy", holds=None, found=nothing)
         summary = self.results.summaries.get(self.row.id)
         if summary is not None and self.row.id != FLOAT_ROW:
             yield self._latency(summary.speedup, worker, cell, observer)
@@ -157,11 +163,28 @@ class _Again:
         if not isinstance(found, Accuracy):
             return Check(what="accuracy", holds=False, found=_failure(found))
         differing = [name for name, value in known.items() if not _close(value, found.metrics.get(name))]
-        shown = differing or list(known)[:1]
+        named = [name for name in known if name == self.results.metric]
+        shown = differing or named or list(known)[:1]
         text = ", ".join(
             f"{name} {known[name]:.6g} recorded, {found.metrics.get(name, math.nan):.6g} now" for name in shown
         )
-        return Check(what="accuracy", holds=not differing, found=text)
+        return Check(what="accuracy", holds=not differing, found=f"{text}{self._loss()}")
+
+    def _loss(self) -> str:
+        """What the folder says of the row's loss, and whether it is within the bound; "" where it says nothing."""
+        results, row = self.results, self.row.id
+        drop, bound = results.drop(row), results.allowed
+        if drop is None or row == FLOAT_ROW or results.metric is None or results.metric in CAPPED:
+            return ""
+        reference, own = (accuracy_of(results.scores[name]) for name in (FLOAT_ROW, row))
+        interval = Interval(value=drop, low=math.nan, high=math.nan)
+        with suppress(ValueError):  # the record allows none
+            estimate = drop_estimate(reference, own, results.metric, higher_is_better=results.higher_is_better)
+            interval = interval if estimate is None else estimate.interval
+        shown = f"; drop {shown_drop(interval, results.metric)}"
+        if bound is None:
+            return f"{shown}, no bound"
+        return f"{shown}, {'beyond' if results.goal.excess(drop) else 'within'} the bound {bound:g}"
 
     def _latency(self, recorded: Interval, worker: WorkerSpec, cell: Cell, observer: Observer) -> Check:
         """The speedup over the float model, by fresh builds: both intervals meet, or differ by less than the floor."""
@@ -193,6 +216,10 @@ def _meet(one: Interval, other: Interval, floor: float) -> bool:
 
 def _shown(interval: Interval) -> str:
     return f"{interval.value:.2f} [{interval.low:.2f}, {interval.high:.2f}]"
+
+
+def _unmeasured(score: Mapping[str, Any]) -> str:
+    return f"{score['failed']}: {score['reason']}" if "failed" in score else "the folder has no score of this file"
 
 
 def _failure(failed: Failed | None) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from harness.cli import main
 from harness.graph.build import GraphBuilder
@@ -180,7 +181,9 @@ def test_a_half_with_few_samples_is_named_beforehand(folder: Path, capsys: Any) 
     text = EXPERIMENT.replace("OBJECTIVE", "{max_drop: 0.1, halves: true}").replace("SEARCHER", "random")
     file.write_text(text.replace("path: labelled.npz", "path: labelled.npz, count: 30"))
     assert qdq("run", str(file), "--check") == 0
-    error = capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "bound: cosine may drop by at most 0.1\n" in said.out
+    error = said.err
     assert re.search(r"model 'net': evaluator, search half: only \d+ images: the interval is too wide", error)
     assert re.search(r"model 'net': evaluator, report half: only \d+ images: the interval is too wide", error)
 
@@ -203,12 +206,39 @@ def test_every_exported_file_is_what_the_tables_say(front: Path, folder: Path, c
         lines = capsys.readouterr().out.splitlines()
         wanted = ["file: ok", "edges: ok", "accuracy: ok"] + (["latency: ok"] if name != "float" else [])
         assert [line.rpartition(": ")[0].partition(": ok")[0] + ": ok" for line in lines] == wanted
+        lost = re.search(r"cosine \S+ recorded, \S+ now; drop [+-]0\.\d{4} \[.*\], no bound$", lines[2])
+        assert (lost is not None) == (name != "float")
 
 
 def changed(path: Path, change: Any) -> None:
     body = read(path)
     change(body)
     path.write_text(json.dumps(body))
+
+
+@pytest.mark.parametrize(("bound", "expected"), [(0.0, "beyond the bound 0"), (0.9, "within the bound 0.9")])
+def test_what_was_lost_stands_beside_the_bound(
+    copy: Path, folder: Path, capsys: Any, bound: float, expected: str
+) -> None:
+    changed(copy / "cell.json", lambda body: body["goal"].update(max_drop=bound))
+    scores = read(copy / "accuracy.json")
+    rows = [row for row in read(copy / "rows.json")["rows"] if row["choices"] is not None]
+    worst = min(rows, key=lambda row: scores[f"{row['sha256']} main"]["metrics"]["cosine"])
+    assert qdq("verify", str(models(copy)[worst["id"]]), "--base", str(folder)) == 0, "a broken bound is as recorded"
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("accuracy: ok: ")]
+    assert line.endswith(f", {expected}")
+
+
+def test_that_accuracy_was_not_measured_is_said(copy: Path, folder: Path, capsys: Any) -> None:
+    placement = next(row["id"] for row in read(copy / "rows.json")["rows"] if row["choices"] is not None)
+    (copy / "accuracy.json").write_text("{}")
+    assert qdq("verify", str(models(copy)[placement]), "--base", str(folder)) == 0
+    assert "accuracy: not measured: the folder has no score of this file\n" in capsys.readouterr().out
+    stored = yaml.safe_load((copy.parent / "experiment.yaml").read_text())
+    stored["models"][0]["evaluator"], stored["objective"] = None, {}
+    (copy.parent / "experiment.yaml").write_text(yaml.safe_dump(stored))
+    assert qdq("verify", str(models(copy)[placement]), "--base", str(folder)) == 0
+    assert "accuracy: not measured: the model has no evaluator\n" in capsys.readouterr().out
 
 
 def other_choices(body: Any) -> None:
@@ -219,6 +249,7 @@ def other_choices(body: Any) -> None:
 def other_figures(body: Any) -> None:
     for score in body.values():
         score["metrics"]["cosine"] -= 0.01
+        score |= {"per_item": [], "evidence": ""}  # which would deny it before anything is repeated
 
 
 @pytest.mark.parametrize(

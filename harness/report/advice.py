@@ -1,0 +1,115 @@
+"""What may be done where no row of a cell may be shipped, by the reason that its table gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from harness.measure.stats import Interval
+from harness.report.naming import metric_name, shown_drop
+from harness.report.results import CellResults, Results
+from harness.run.rows import FLOAT_ROW
+
+__all__ = ["next_steps"]
+
+_Line = Mapping[Any, Any]
+
+
+def next_steps(results: Results, main: pd.DataFrame) -> Iterator[str]:
+    """For each finished cell of which no row may be shipped: why, and what may help, a line each.
+
+    Nothing of a cell whose float model scores next to nothing, or whose rows failed: the tables say what to look at.
+
+    Args:
+        results: A results folder.
+        main: Its `harness.report.frames.main_frame`.
+    """
+    asked = {spec.name for spec in results.stored.cells}
+    for cell in results.cells:
+        lines = [line for line in main.to_dict("records") if line["cell"] == cell.name and line["method"] != FLOAT_ROW]
+        shipped = any(str(line["decision"]).startswith("ship") for line in lines)
+        if shipped or cell.name not in asked or not cell.complete or cell.blind:
+            continue
+        beyond = [line for line in lines if line["verdict"] == "faster" and line["beyond"]]
+        slow = [line for line in lines if line["verdict"] in ("tie", "slower")]
+        if beyond:
+            yield _paragraph(cell, _too_lossy(cell, beyond), [*_searched(cell), *_lossy_steps(cell, beyond)])
+        elif slow:
+            reason = "none is faster than the float model"
+            yield _paragraph(cell, reason, [*_searched(cell), *_slow_steps(cell, slow, results)])
+
+
+def _paragraph(cell: CellResults, reason: str, steps: Iterable[str]) -> str:
+    return "\n".join([f"No row of {cell.name} may be shipped: {reason}. What may help:", *(f"- {s}" for s in steps)])
+
+
+def _searched(cell: CellResults) -> Iterator[str]:
+    budgets = [pick.budget for pick in cell.picks if pick.budget is not None]
+    if budgets:
+        yield f"a larger budget than {max(budgets)} evaluations; what was measured is kept"
+
+
+def _too_lossy(cell: CellResults, lines: Sequence[_Line]) -> str:
+    least = _least(lines)
+    drop = Interval(value=least["drop"], low=_figure(least["drop_low"]), high=_figure(least["drop_high"]))
+    return (
+        f"what is faster loses more {metric_name(cell.metric)} than the bound {cell.allowed or 0.0:g} "
+        f"(least: {least['method']}, {shown_drop(drop, cell.metric)})"
+    )
+
+
+def _lossy_steps(cell: CellResults, lines: Sequence[_Line]) -> Iterator[str]:
+    least = _least(lines)
+    yield _calibration(cell)
+    if _figure(least["drop_low"]) <= (cell.allowed or 0.0):  # not where nobody knows it
+        yield "more images: by its interval that drop may be within the bound"
+    bound = math.ceil(least["drop"] * 1e4 - 1e-6) / 1e4
+    yield f"a looser bound: at {bound:g} {least['method']} could be shipped, {least['speedup']:.2f}x"
+
+
+def _slow_steps(cell: CellResults, lines: Sequence[_Line], results: Results) -> Iterator[str]:
+    ties = [line for line in lines if line["verdict"] == "tie" and line["speedup"] > 1 and not line["beyond"]]
+    if ties:
+        fastest = _fastest(ties)
+        shown = f"{fastest['speedup']:.2f} [{fastest['speedup_low']:.2f}, {fastest['speedup_high']:.2f}]"
+        more = f"more confirmation.builds than {cell.builds}"
+        yield f"a quieter machine, or {more}: {fastest['method']} is a tie at {shown}"
+    if ruled_out := _ruled_out(cell):
+        yield _calibration(cell)
+        yield f"a looser bound than {cell.allowed:g}: evaluations that were faster than float and broke it: {ruled_out}"
+    placed = [line for line in lines if line["row"] in cell.rows and cell.rows[line["row"]].choices is not None]
+    if placed:
+        method = _fastest(placed)["method"]
+        yield f"qdq explain {results.folder} {cell.name}/{method}: what its pairs cost and give on this runtime"
+
+
+def _calibration(cell: CellResults) -> str:
+    if cell.facts["calibrated_on"] == "random data":
+        return "calibration data: the ranges are those of random data"
+    method = cell.facts.get("calibration", {}).get("method", "minmax")
+    return f"another calibration.method than {method}, {'entropy' if method == 'mse' else 'mse'} for instance"
+
+
+def _least(lines: Sequence[_Line]) -> _Line:
+    return min(lines, key=lambda line: line["drop"])
+
+
+def _fastest(lines: Sequence[_Line]) -> _Line:
+    return max(lines, key=lambda line: line["speedup"])
+
+
+def _figure(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _ruled_out(cell: CellResults) -> int:
+    """How many evaluations of the searches were faster than the float model, and broke the bound."""
+    base_ms, goal = cell.summaries[FLOAT_ROW].latency_ms.value, cell.goal
+    return sum(
+        look.latency_ms < (search.float_ms or base_ms) and goal.excess(goal.loss(look.value)) > 0
+        for search in cell.searches
+        for look in search.looked
+    )

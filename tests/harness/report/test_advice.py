@@ -1,0 +1,103 @@
+"""Where no row may be shipped it is said why, and what may help."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small import qdq
+
+from harness.measure.confirm import TWIN
+from harness.report.advice import next_steps
+from harness.report.frames import main_frame
+from harness.report.results import load
+from harness.run.goal import Goal
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+CELL = "net-openvino-int8"
+STRICT = asdict(Goal(metric="top1", reference=0.8, max_drop=0.005))
+SLOW_MS = {TWIN: 8.0, "float": 8.0, "float-bf16": 10.0, "all": 9.0, "aa": 12.0, "bb": 12.0}
+Maker = Callable[..., Path]
+
+
+def told(folder: Path) -> str:
+    results = load(folder)
+    return "\n".join(next_steps(results, main_frame(results)))
+
+
+def change(cell: Path, name: str, **facts: Any) -> None:
+    path = cell / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
+
+
+def test_nothing_is_said_where_a_row_may_be_shipped(folder: Path) -> None:
+    assert told(folder) == ""
+
+
+def test_what_is_faster_and_breaks_the_bound_says_by_how_much_and_what_may_help(folder: Path) -> None:
+    change(folder / CELL, "cell.json", goal=STRICT)
+    assert told(folder).splitlines() == [
+        f"No row of {CELL} may be shipped: what is faster loses more top-1 than the bound 0.005 (least: random, "
+        "+0.0100). What may help:",
+        "- a larger budget than 3 evaluations; what was measured is kept",
+        "- another calibration.method than minmax, mse for instance",
+        "- a looser bound: at 0.01 random could be shipped, 2.00x",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"calibration": {"method": "mse"}}, "- another calibration.method than mse, entropy for instance"),
+        ({"calibrated_on": "random data"}, "- calibration data: the ranges are those of random data"),
+    ],
+)
+def test_the_calibration_that_there_was_decides_what_to_try(
+    folder: Path, facts: Mapping[str, Any], expected: str
+) -> None:
+    change(folder / CELL, "cell.json", goal=STRICT, **facts)
+    assert expected in told(folder).splitlines()
+
+
+def test_a_drop_whose_interval_reaches_within_the_bound_asks_for_more_images(folder: Path) -> None:
+    change(folder / CELL, "cell.json", goal=STRICT)
+    hits = {"sha of float": [1.0] * 80 + [0.0] * 20, "sha of aa": [0.0] + [1.0] * 79 + [0.0] * 20}
+    scores = {f"{name} main": {"metrics": {"top1": sum(per) / 100}, "per_item": per} for name, per in hits.items()}
+    change(folder / CELL, "accuracy.json", **scores)
+    assert "- more images: by its interval that drop may be within the bound" in told(folder).splitlines()
+
+
+def test_where_nothing_is_faster_other_things_help(
+    folder: Path, confirmation_maker: Callable[[Path, Mapping[str, float]], None]
+) -> None:
+    confirmation_maker(folder / CELL, SLOW_MS)
+    rows = json.loads((folder / CELL / "rows.json").read_text())
+    for row in rows["rows"]:
+        row["choices"] = [1] if row["id"] == "all" else None
+    change(folder / CELL, "rows.json", **rows)
+    assert told(folder).splitlines() == [
+        f"No row of {CELL} may be shipped: none is faster than the float model. What may help:",
+        "- a larger budget than 3 evaluations; what was measured is kept",
+        f"- qdq explain {folder} {CELL}/all: what its pairs cost and give on this runtime",
+    ]
+    change(folder / CELL, "cell.json", goal=STRICT)
+    ruled_out = "- a looser bound than 0.005: evaluations that were faster than float and broke it: 2"
+    assert ruled_out in told(folder).splitlines(), "one in each of two searches"
+
+
+def test_a_cell_that_is_not_finished_gets_no_advice(folder: Path) -> None:
+    change(folder / CELL, "cell.json", goal=STRICT)
+    (folder / CELL / "confirm.jsonl").unlink()
+    assert told(folder) == ""
+
+
+def test_it_stands_below_the_tables(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change(folder / CELL, "cell.json", goal=STRICT)
+    assert qdq("report", str(folder)) == 0
+    tables, _, advice = capsys.readouterr().out.partition("No row of ")
+    assert "faster, beyond the bound" in tables
+    assert advice.startswith(f"{CELL} may be shipped: ")
