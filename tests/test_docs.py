@@ -4,10 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from harness.cli import COMMANDS, app
-from harness.run.config import parse_experiment
+from harness.run.config import parse_experiment, to_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -41,6 +42,18 @@ def test_experiments_shown_in_the_docs_are_valid():
         assert shown, page.name
         for text in shown:
             assert parse_experiment(text, page.name).models
+
+
+def test_the_defaults_shown_in_the_docs_are_all_and_are_so():
+    page = (ROOT / "docs/experiment.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```yaml\n(experiment: shortest\n.*?)```", page, flags=re.DOTALL)
+    shortest = parse_experiment("experiment: shortest\nmodels: [net.onnx]", "shortest")
+    assert parse_experiment(shown, "docs") == shortest
+    written, whole = yaml.safe_load(shown), yaml.safe_load(to_yaml(shortest))
+    for one, other in ((written, whole), (written["models"][0], whole["models"][0])):
+        assert one.keys() == other.keys()
+        sections = {key for key, value in other.items() if isinstance(value, dict)}
+        assert {key: set(one[key]) for key in sections} == {key: set(other[key]) for key in sections}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.yaml")), ids=lambda path: path.name)
