@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
@@ -25,13 +26,20 @@ from harness.api import Accuracy
 from harness.evaluators.precision import METRICS, resampled_map
 from harness.measure.stats import Interval
 
-__all__ = ["FEW", "Estimate", "accuracy_of", "drop_estimate", "evidence_of", "metric_estimate", "too_few"]
+__all__ = [
+    "FEW", "RESAMPLES", "Estimate", "accuracy_of", "contradiction", "drop_estimate", "evidence_of", "metric_estimate",
+    "too_few",
+]  # fmt: skip
 
 FEW = 20
 """Below so many images an interval says little: its limits are guesses from a handful of values."""
 RESAMPLES = 1000
+"""Draws of the images."""
 CONFIDENCE = 0.95
 MAX_BYTES = 256 * 2**20
+MAX_IMAGES = 1_000_000
+ROUNDED = 1e-6
+"""A figure and what is computed again may differ by so much, relative or absolute: by the order of a sum."""
 Values = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
@@ -124,6 +132,34 @@ def drop_estimate(
     return _estimate(value, sign * (first[0] - second[0]), first[1])
 
 
+def contradiction(accuracy: Accuracy, metric: str) -> str:
+    """What is wrong with a figure by its own record, where that tells it again; "" where they agree.
+
+    Args:
+        accuracy: What an evaluator found.
+        metric: The evaluator's `metric`.
+
+    Raises:
+        ValueError: The evidence is damaged.
+    """
+    said = accuracy.metrics[metric]
+    told = _counted(accuracy.evidence, metric, _once)
+    again = said if told is None or math.isnan(told[0][0]) else float(told[0][0])
+    if not _alike(said, again):
+        return f"{metric} is {said:.6g}, but by its own evidence it is {again:.6g}"
+    if accuracy.per_item:
+        # An evaluator that is made of another one may keep single images of the other's metric.
+        known = accuracy.metrics.values() if told is not None else (said,)
+        mean = float(_means(accuracy.per_item, _once)[0][0])
+        if not any(_alike(mean, figure) for figure in known):
+            return f"{metric} is {said:.6g}, but by its own per_item it is {mean:.6g}"
+    return ""
+
+
+def _alike(one: float, two: float) -> bool:
+    return math.isclose(one, two, rel_tol=ROUNDED, abs_tol=ROUNDED)
+
+
 def _estimate(value: float, draws: Values, images: int) -> Estimate:
     """Bias-corrected percentile limits (Efron and Tibshirani 1993, section 14.3, without acceleration).
 
@@ -141,14 +177,23 @@ def _estimate(value: float, draws: Values, images: int) -> Estimate:
     return Estimate(interval=Interval(value=value, low=low, high=high), images=images)
 
 
+@lru_cache(maxsize=4)
 def _weights(images: int) -> Counts:
     """How often each image is in each draw: draws x images; the same at every call."""
     rng = np.random.default_rng([images, RESAMPLES])
-    return rng.multinomial(images, np.full(images, 1 / images), size=RESAMPLES)
+    drawn = rng.multinomial(images, np.full(images, 1 / images), size=RESAMPLES)
+    drawn.flags.writeable = False
+    return drawn
+
+
+def _once(images: int) -> Counts:
+    """The images as they are."""
+    return np.ones((1, images), np.int64)
 
 
 Draws = tuple[Values, int]
 """A metric in each draw, and the number of images."""
+Drawing = Callable[[int], Counts]
 
 
 def _draws(accuracy: Accuracy, metric: str, primary: str | None) -> Draws | None:
@@ -156,24 +201,38 @@ def _draws(accuracy: Accuracy, metric: str, primary: str | None) -> Draws | None
         return None
     found = _from_evidence(accuracy.evidence, metric)
     if found is None and accuracy.per_item and metric == (primary or metric):
-        found = _means(accuracy.per_item)
+        found = _means(accuracy.per_item, _weights)
     return found
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _from_evidence(evidence: str, metric: str) -> Draws | None:
-    """Kept, because the float model's is asked for with every drop."""
+    """Kept, because the float model's is asked for with every drop, and a report asks for each drop several times."""
+    return _counted(evidence, metric, _weights)
+
+
+def _counted(evidence: str, metric: str, drawing: Drawing) -> Draws | None:
+    """The metric, computed again for each draw of images; None where the evidence does not tell it."""
     facts = _facts(evidence)
     kind = facts.get("kind")
-    if kind == "map" and metric in METRICS:
-        return resampled_map(facts, metric, _weights(facts["images"])), facts["images"]
-    if kind == "miou" and metric == "miou":
-        return _miou(facts["areas"], _weights(len(facts["areas"]))), len(facts["areas"])
-    return _means(facts[metric]) if kind == "mean" and facts.get(metric) else None
+    try:
+        if kind == "map" and metric in METRICS:
+            return resampled_map(facts, metric, drawing(_sized(facts["images"]))), facts["images"]
+        if kind == "miou" and metric == "miou":
+            return _miou(facts["areas"], drawing(len(facts["areas"]))), len(facts["areas"])
+        return _means(facts[metric], drawing) if kind == "mean" and facts.get(metric) else None
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"the evidence of a score is damaged: {error!r}") from error
 
 
-def _means(values: Sequence[float]) -> Draws:
-    return _weights(len(values)) @ np.asarray(values, np.float64) / len(values), len(values)
+def _sized(images: int) -> int:
+    if not 0 < images <= MAX_IMAGES:
+        raise ValueError(f"{images} images")
+    return images
+
+
+def _means(values: Sequence[float], drawing: Drawing) -> Draws:
+    return drawing(len(values)) @ np.asarray(values, np.float64) / len(values), len(values)
 
 
 def _facts(evidence: str) -> dict[str, Any]:
@@ -185,6 +244,8 @@ def _facts(evidence: str) -> dict[str, Any]:
         if not unpacker.eof:
             raise ValueError(f"it is cut off, or longer than {MAX_BYTES} bytes")
         facts: dict[str, Any] = json.loads(text)
+        if not isinstance(facts, dict):
+            raise ValueError("it is no mapping")
     except (ValueError, zlib.error) as error:
         raise ValueError(f"the evidence of a score is damaged: {error}") from error
     return facts

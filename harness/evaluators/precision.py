@@ -11,7 +11,8 @@ and are left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -79,39 +80,95 @@ def resampled_map(facts: Mapping[str, Any], metric: str, weights: Counts) -> Val
         weights: How often each image is in each draw: draws x images.
     """
     area, levels = METRICS[metric]
-    categories = facts["areas"][area]
-    widest = max((len(category["image"]) for category in categories), default=0)
-    parts = np.array_split(weights, 1 + len(weights) * widest // CELLS)
-    return np.concatenate([_mean(categories, levels, part) for part in parts])
+    ranking = _ranking(facts["areas"][area], weights.shape[1])
+    parts = np.array_split(weights, 1 + len(weights) * len(ranking.image) // CELLS)
+    return np.concatenate([_mean(ranking, levels, part) for part in parts])
 
 
-def _mean(categories: Iterable[Mapping[str, list[int]]], levels: tuple[int, ...], weights: Counts) -> Values:
-    total, known = np.zeros(len(weights)), np.zeros(len(weights))
-    for category in categories:
-        boxes = weights[:, category["truth"]].sum(axis=1)
-        counted = weights[:, category["image"]]
-        hits, misses = (np.asarray(category[name], np.int64) for name in ("hits", "misses"))
-        for level in levels:
-            total += _average(counted, hits >> level & 1, misses >> level & 1, boxes) / len(levels)
-        known += boxes > 0
-    mean: Values = np.divide(total, known, out=np.full(len(weights), np.nan), where=known > 0)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ranking:
+    """The detections of all categories in one row, category after category, each of them the best first.
+
+    Attributes:
+        image: Of each detection.
+        category: Of each detection.
+        hits: Its bits, see the module's text.
+        counts: Its bits of hits and misses together: where it counts at all.
+        first: Place of each category's first detection.
+        truth: How many boxes that count: images x categories.
+    """
+
+    image: Counts
+    category: Counts
+    hits: Counts
+    counts: Counts
+    first: Counts
+    truth: Values
+
+
+def _ranking(categories: Sequence[Mapping[str, list[int]]], images: int) -> _Ranking:
+    def joined(name: str) -> Counts:
+        return np.array([value for category in categories for value in category[name]], np.int64)
+
+    sizes = np.array([len(category["image"]) for category in categories], np.int64)
+    truth = [np.bincount(category["truth"], minlength=images) for category in categories]
+    return _Ranking(
+        image=joined("image"),
+        category=np.repeat(np.arange(len(categories)), sizes),
+        hits=joined("hits"),
+        counts=joined("hits") | joined("misses"),
+        first=np.cumsum(sizes) - sizes,
+        truth=np.array(truth, np.float64).reshape(len(categories), images).T,
+    )
+
+
+def _mean(ranking: _Ranking, levels: Sequence[int], weights: Counts) -> Values:
+    counted = weights.take(ranking.image, axis=1)
+    passed, boxes = _running(counted), weights @ ranking.truth
+    total = np.zeros(len(weights))
+    for level in levels:
+        total += _precision(ranking, level, (counted, passed), boxes)
+    known = (boxes > 0).sum(axis=1)
+    mean: Values = np.divide(total, known * len(levels), out=np.full(len(weights), np.nan), where=known > 0)
     return mean
 
 
-def _average(counted: Counts, hit: Counts, miss: Counts, boxes: Counts) -> Values:
-    """Average precision of one category at one threshold in each draw, over 101 recalls; 0 where it has no box.
+def _precision(ranking: _Ranking, level: int, detections: tuple[Counts, Counts], boxes: Values) -> Values:
+    """Average precision at one threshold in each draw, over 101 recalls, summed up over categories; 0 without a box.
 
-    As `COCOeval.accumulate` has it: the precision at a recall is the highest at this or a higher recall.
+    As `COCOeval.accumulate` has it: the precision at a recall is the highest at this or a higher recall of a category.
+    Precision changes at hits alone, so they alone are looked at; those that they share a category with are neighbours.
+
+    Args:
+        detections: How often each is in each draw, and as `_running` has that: draws x detections.
+        boxes: Draws x categories.
     """
-    places = np.flatnonzero(hit)
+    counted, passed = detections
+    places = np.flatnonzero(ranking.hits >> level & 1)
     if not len(places):
         return np.zeros(len(boxes))
-    right = np.cumsum(counted[:, places], axis=1)
-    wrong = np.cumsum(counted * miss, axis=1)[:, places]
-    precision = right / np.maximum(right + wrong, 1)
-    best = np.maximum.accumulate(precision[:, ::-1], axis=1)[:, ::-1]
-    recall = right / np.maximum(boxes, 1)[:, None]
-    reached = np.searchsorted(RECALLS, recall, side="right")
-    gained = np.diff(reached, axis=1, prepend=0)
-    average: Values = (best * gained).sum(axis=1) / len(RECALLS)
+    left_out = np.flatnonzero(~ranking.counts >> level & 1)
+    category = ranking.category[places]
+    first = ranking.first[category]
+    starts = np.flatnonzero(np.diff(category, prepend=-1))
+    found, skipped = _running(counted.take(places, axis=1)), _running(counted.take(left_out, axis=1))
+    right = found[:, 1:] - found.take(np.repeat(starts, np.diff(starts, append=len(places))), axis=1)
+    seen = passed.take(places + 1, axis=1) - passed.take(first, axis=1)
+    seen -= skipped.take(np.searchsorted(left_out, places), axis=1)
+    seen += skipped.take(np.searchsorted(left_out, first), axis=1)
+    best = right / np.maximum(seen, 1)
+    for part in np.split(best, starts[1:], axis=1):
+        part[:, ::-1] = np.maximum.accumulate(part[:, ::-1], axis=1)
+    recall = right / np.maximum(boxes.take(category, axis=1), 1)
+    gained = np.searchsorted(RECALLS, recall, side="right")
+    before = np.concatenate([np.zeros((len(boxes), 1), np.int64), gained[:, :-1]], axis=1)
+    before[:, starts] = 0
+    average: Values = (best * (gained - before)).sum(axis=1) / len(RECALLS)
     return average
+
+
+def _running(values: Counts) -> Counts:
+    """Sums along each row, beginning with 0: one column more."""
+    sums = np.zeros((len(values), values.shape[1] + 1), np.int64)
+    np.cumsum(values, axis=1, out=sums[:, 1:])
+    return sums

@@ -17,17 +17,17 @@ from harness.measure.confirm import RowSummary, summarise
 from harness.measure.events import Dropped, Event
 from harness.records import SCHEMA, Failed
 from harness.report.searches import Search, read_search
-from harness.report.stored import Stored, read_stored
+from harness.report.stored import Stored, read_stored, scores_of
 from harness.run.confirming import read_events, read_floor
 from harness.run.goal import Goal
 from harness.run.rows import FLOAT_ROW, Pick, Row, read_rows
-from harness.run.scores import read_scores
 from harness.run.stops import read_stop
 
 __all__ = ["CellResults", "Results", "load"]
 
 T = TypeVar("T")
 JOURNAL = re.compile(r"(?P<searcher>.+)-(?P<seed>\d+)\.jsonl")
+REMEDY = "move it away and repeat qdq run, which makes it anew, or restore it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +211,7 @@ def _cell(folder: Path, stored: Stored) -> CellResults:
         picks=picks,
         searches=searches,
         levels_ms=_levels(searches),
-        scores=_read(folder / "accuracy.json", lambda: read_scores(folder)),
+        scores=_read(folder / "accuracy.json", lambda: scores_of(folder, str(facts.get("metric")))),
         events=events,
         summaries={} if summary is None else summary.rows,
         failed={} if summary is None else summary.failed,
@@ -234,7 +234,7 @@ def _facts(folder: Path) -> Mapping[str, Any]:
         )
     missing = [key for key in ("model", "backend", "precision", "goal", "calibrated_on") if key not in facts]
     if missing:
-        raise UserError(f"{path}: damaged (no {', '.join(missing)}); move it away and run the same command again")
+        raise UserError(f"{path}: damaged (no {', '.join(missing)}); {REMEDY}")
     return facts
 
 
@@ -294,4 +294,4 @@ def _read(path: Path, reader: Callable[[], T]) -> T:
     try:
         return reader()
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: damaged ({error}); move it away and run the same command again") from error
+        raise UserError(f"{path}: damaged ({error}); {REMEDY}") from error

@@ -1,4 +1,4 @@
-"""The experiment that a results folder holds, as far as readers need it.
+"""The experiment that a results folder holds, as far as readers need it, and the scores of its cells.
 
 Nothing is checked against today's keys: a key that was renamed or dropped since must not make old results unreadable.
 """
@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError
+from harness.evaluators.intervals import accuracy_of, contradiction
 from harness.run.config import ModelSpec, Use
 from harness.run.document import read_document
 from harness.run.plan import CellSpec
+from harness.run.scores import read_scores
 
-__all__ = ["Stored", "read_stored"]
+__all__ = ["Stored", "read_stored", "scores_of"]
 
 MAX_BYTES = 4_000_000
 
@@ -78,6 +80,30 @@ def read_stored(path: Path) -> Stored:
         uses=uses,
         builds=_builds(body),
     )
+
+
+def scores_of(cell: Path, metric: str) -> Mapping[str, Mapping[str, Any]]:
+    """The evaluator's figures by row id, of a cell's folder.
+
+    Args:
+        cell: The folder.
+        metric: The evaluator's own, which single images tell again.
+
+    Raises:
+        ValueError: A figure that its own record of single images denies: damage, or somebody's hand.
+    """
+    scores = read_scores(cell)
+    for row, score in scores.items():
+        if metric in score.get("metrics", {}) and (said := _denied(score, metric)):
+            raise ValueError(f"{row}: {said}")
+    return scores
+
+
+def _denied(score: Mapping[str, Any], metric: str) -> str:
+    try:
+        return contradiction(accuracy_of(score), metric)
+    except ValueError as error:
+        return str(error)
 
 
 def _uses(body: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Mapping[str, Any]]]]:

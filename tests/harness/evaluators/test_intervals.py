@@ -15,7 +15,7 @@ from harness.api import Accuracy
 from harness.evaluators import intervals
 from harness.evaluators.decode import Detections
 from harness.evaluators.detection import _evaluated, coco_metrics
-from harness.evaluators.intervals import accuracy_of, drop_estimate, evidence_of, metric_estimate
+from harness.evaluators.intervals import accuracy_of, contradiction, drop_estimate, evidence_of, metric_estimate
 from harness.evaluators.precision import METRICS, map_facts, resampled_map
 
 
@@ -183,3 +183,40 @@ def test_evidence_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intervals, "MAX_BYTES", 1000)
     with pytest.raises(ValueError, match="damaged"):
         metric_estimate(Accuracy(metrics={"top1": 1.0}, evidence=evidence), "top1")
+
+
+def test_a_figure_is_what_its_own_record_of_images_says() -> None:
+    found = detector(5)
+    for metric in METRICS:
+        assert contradiction(found, metric) == ""
+    forged = dataclasses.replace(found, metrics={**found.metrics, "map": found.metrics["map"] + 0.01})
+    assert contradiction(forged, "map").startswith(
+        f"map is {forged.metrics['map']:.6g}, but by its own evidence it is "
+    )
+    assert contradiction(dataclasses.replace(forged, evidence=""), "map") == "", "nothing is known of single images"
+    assert contradiction(hits(np.array([1.0, 0.0])), "top1") == ""
+
+
+def test_single_images_may_be_of_the_metric_that_an_evaluator_is_made_of() -> None:
+    kept = {"sqnr_db": [10.0, 20.0], "cosine": [0.9, 0.7]}
+    metrics = {name: float(np.mean(values)) for name, values in kept.items()}
+    found = Accuracy(metrics=metrics, per_item=(10.0, 20.0), evidence=evidence_of("mean", kept))
+    assert contradiction(found, "cosine") == ""
+    assert contradiction(dataclasses.replace(found, per_item=(10.0, 30.0)), "cosine") == (
+        "cosine is 0.8, but by its own per_item it is 20"
+    )
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"images": 2, "areas": [[{"truth": [2], "image": [], "hits": [], "misses": []}]]},
+        {"images": 2, "areas": [[{"truth": [0], "image": [7], "hits": [1], "misses": [0]}]]},
+        {"images": 10**15, "areas": [[]]},
+        {"images": 2},
+    ],
+)
+def test_evidence_that_does_not_hold_together_is_said(facts: dict[str, Any]) -> None:
+    forged = Accuracy(metrics={"map": 0.5}, evidence=evidence_of("map", facts))
+    with pytest.raises(ValueError, match="the evidence of a score is damaged"):
+        contradiction(forged, "map")
