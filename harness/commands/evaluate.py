@@ -20,7 +20,11 @@ def evaluate(
 ) -> None:
     """Score an engine or a model on labelled images; with several spec files, the drops against the first.
 
+    Labels of boxes (.json, as COCO has them) give mAP; labels of classes (.txt, lines "FILENAME CLASS") give top-1.
+
     Example: `qdq evaluate baseline.yaml quantized.yaml`
+
+    A classifier: `qdq evaluate experiments/specs/evaluate_classifier.yaml`
     """
     from harness.commands.terminal import importable, table
     from harness.show import Terminal

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from harness.commands.terminal import importable, param_option
+from harness.commands.terminal import importable, param_option, tidy
 from harness.errors import UserError
 
 __all__ = ["explain"]
@@ -41,7 +41,7 @@ def explain(
     Example: `qdq explain out/mine/CELL/models/float.onnx --against out/mine/CELL/models/DIGEST.onnx`
     """
     if row is not None or Path(model).is_dir():
-        _explain_row(Path(model), row, (base or Path.cwd()).resolve())
+        _explain_row(tidy(Path(model)), row, (base or Path.cwd()).resolve())
         return
     from harness.explain.model import compare, explain_model
     from harness.explain.text import change_lines, data, lines

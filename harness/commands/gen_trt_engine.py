@@ -25,7 +25,7 @@ def gen_trt_engine(
 
     Example: `qdq gen-trt-engine experiments/specs/gen_trt_engine.yaml --backend openvino`
     """
-    from harness.commands.terminal import importable, param_option
+    from harness.commands.terminal import importable, param_option, tidy
     from harness.run.config import Use
     from harness.workflows.engine import build_engine
     from harness.workflows.engine_file import TENSORRT, engine_path
@@ -41,7 +41,7 @@ def gen_trt_engine(
     version = facts.describe.get("version", "")
     asked = base / chosen.trt_engine
     path = engine_path(asked, backend)
-    typer.echo(f"{path}: {facts.backend} {version}, {typed}")
+    typer.echo(f"{tidy(path)}: {facts.backend} {version}, {typed}")
     if path != asked:
         typer.echo(
             f"called {path.name}, for no TensorRT can load it; where a spec file says {asked.name} and there is none, "

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from harness.commands.terminal import param_option, shape_option, table
+from harness.commands.terminal import param_option, shape_option, table, tidy
 
 __all__ = ["sensitivity"]
 
@@ -57,7 +57,7 @@ def sensitivity(
         shapes=dict(shape_option(text) for text in shape or []),
         precision=precision,
     )
-    folder = out or Path(f"sensitivity-{study.spec.name}")
+    folder = tidy(out or Path(f"sensitivity-{study.spec.name}"))
     with Terminal() as terminal:
         header, rows, notes = sensitivity_report(study, by.value, folder, terminal, samples)
     table(header, rows)

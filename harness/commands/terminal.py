@@ -69,9 +69,9 @@ def show(text: str, drawing: RenderableType) -> None:
 
 
 def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """A table for people, or tab-separated lines where the output is no terminal."""
+    """A table for people, or tab-separated lines, the headings first, where the output is no terminal."""
     if not sys.stdout.isatty():
-        for row in rows:
+        for row in (header, *rows):
             typer.echo("\t".join(row))
         return
     drawn = Table(*header)

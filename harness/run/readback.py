@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-
-from scipy.stats import spearmanr
 
 from harness.measure.stats import median_ci
 from harness.records import Failed, Measured, Told
@@ -168,12 +166,9 @@ class _Progress:
         best = self._ahead
         if self._goal.minimize == "pareto":
             best = sorted(best, key=lambda trial: -_area(trial, self._goal))[: self._count]
-        alike = any(len(set(column)) < 2 for column in zip(*self._both, strict=True))
-        unknown = len(self._both) < 3 or alike
-        agreement = None if unknown else float(spearmanr(self._both).statistic)
         return Reached(
             leaders=tuple(best),
-            looks=Looks(full=self._full, proxied=self._proxied, agreement=agreement),
+            looks=Looks(full=self._full, proxied=self._proxied, agreement=_agreement(self._both)),
             minutes=self._elapsed_s / 60,
             failed=self._failed,
         )
@@ -185,6 +180,15 @@ class _Progress:
         self._full += value is not None
         if proxy is not None and value is not None:
             self._both.append((proxy, -self._goal.loss(value)))
+
+
+def _agreement(both: Sequence[tuple[float, float]]) -> float | None:
+    """Rank correlation of proxy and metric, see `Looks`."""
+    if len(both) < 3 or any(len(set(column)) < 2 for column in zip(*both, strict=True)):
+        return None
+    from scipy.stats import spearmanr  # slow to import, and most commands never come here
+
+    return float(spearmanr(both).statistic)
 
 
 def _enter(front: list[Evaluated], trial: Evaluated) -> None:

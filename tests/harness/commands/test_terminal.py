@@ -1,4 +1,4 @@
-"""What commands make of paths before they print them."""
+"""What commands make of paths and tables before they print them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.commands.terminal import tidy
+from harness.commands.terminal import table, tidy
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,8 @@ def test_a_link_keeps_its_name_and_is_followed_where_it_is_left_by_dots(tmp_path
     monkeypatch.chdir(tmp_path)
     assert tidy(Path("link")) == Path("link")
     assert tidy(Path("link/..")) == Path("real")
+
+
+def test_a_pipe_gets_the_headings_too(capsys):
+    table(("name", "value"), [("a", "1"), ("b", "2")])
+    assert capsys.readouterr().out.splitlines() == ["name\tvalue", "a\t1", "b\t2"]

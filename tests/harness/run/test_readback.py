@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -84,3 +87,8 @@ def test_leaders_are_those_of_a_sorted_list_and_those_of_the_first_front(
     values = np.array([(ms, 0.5 - map_ / 10) for _, (ms, map_) in within]).reshape(-1, 2)
     front = {number for (number, _), rank in zip(within, fronts(values), strict=True) if rank == 0}
     assert {trial.choices[0] for trial in reached(told, FRONT, [budget], 99)[budget].leaders} == front
+
+
+def test_what_reads_journals_waits_for_no_statistics_that_it_does_not_need() -> None:
+    code = "import sys, harness.run.readback; sys.exit('scipy.stats' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -37,6 +37,11 @@ class Paying:
     def describe(self):
         return {**self.simulated.describe(), "name": "paying"}
 
+class Noisy(Paying):
+    "One of which no reading can be believed."
+    def __init__(self):
+        self.simulated = SimulatedBenchmarker(seed=5, noise=1.0, noise_seed=7, wanted_share=1.0)
+
 class Talking:
     def __init__(self, probe, truth_ms):
         self.sample, self.truth_ms = probe.sample, truth_ms
@@ -78,6 +83,22 @@ def test_each_point_has_both_directions_best_gain_per_noise_first(measured: Path
     assert ranks == sorted(ranks, reverse=True)
     assert (measured / "sensitivity.png").read_bytes().startswith(b"\x89PNG")
     assert not (measured / "work").exists()
+
+
+@pytest.mark.parametrize(("backend", "noisy"), [("Paying", False), ("Noisy", True)])
+def test_a_file_gets_headings_and_the_word_that_it_was_too_noisy_to_rank(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], backend: str, noisy: bool
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    out = f"../{folder.name}/{backend}"
+    arguments = ("--by", "point", "--backend", f"paying_plugin:{backend}", "--samples", "2", "--out", out)
+    assert qdq("sensitivity", "net.onnx", *arguments) == 0
+    heads, *lines = capsys.readouterr().out.splitlines()
+    assert heads.split("\t")[:5] == ["unit", "precision", "role", "edges", "alone µs [CI]"]
+    assert len(lines[0].split("\t")) == len(heads.split("\t"))
+    assert any(line.startswith("Too noisy to rank") for line in lines) == noisy
+    assert lines[-1].startswith(f"{backend}/sensitivity.json and "), "no detour in a path"
 
 
 EXPERIMENT = """

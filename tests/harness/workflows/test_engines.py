@@ -161,7 +161,8 @@ def test_two_specs_in_one_table(detector: Path, coco: Path, tmp_path: Path) -> N
         (tmp_path / f"{name}.yaml").write_text(f"evaluate: {{onnx_file: {detector}}}\n{data(coco)}")
     done = CliRunner().invoke(app, ["evaluate", str(tmp_path / "one.yaml"), str(tmp_path / "two.yaml")])
     assert done.exit_code == 0, done.output
-    first, second = (line.split("\t") for line in done.output.splitlines())
+    heads, first, second = (line.split("\t") for line in done.output.splitlines())
+    assert heads == ["spec", "engine or model", "precision", "metric [95 %]", "drop [95 %]", "note"]
     assert first[:3] == ["one", str(detector), "float"]
     assert first[4] == "baseline"
     assert second[4] == "+0.0000"
