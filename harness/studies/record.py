@@ -6,8 +6,8 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -16,56 +16,51 @@ from typing import Any
 
 import numpy as np
 
+from harness import registry
 from harness.errors import UserError
-from harness.measure.confirm import GROUP, OpenEngines
-from harness.measure.confirm import Row as Turn
 from harness.measure.engines import Engines
-from harness.measure.events import Readings
 from harness.measure.executor import Attempt, Inline
 from harness.measure.provenance import decisive, environment
 from harness.measure.sandbox import open_engines
-from harness.measure.stats import median_ci
 from harness.records import Failed
 from harness.run.claim import claimed
 from harness.run.compare import refuse_changes
 from harness.run.compose import Cell
-from harness.run.config import Rounds
 from harness.run.confirming import level, noise_floor
-from harness.run.contest import Contest, hold, read_contest
-from harness.run.engine import SearchTask, Trial, run_search
+from harness.run.engine import SearchTask, Seed, Trial, run_search
 from harness.run.goal import Goal
 from harness.run.journal import Journal, writing
 from harness.run.judge import Judge
 from harness.run.observe import Observer
-from harness.run.rows import FLOAT_ROW, read_json, write_json
+from harness.run.rows import read_json, write_json
 from harness.run.scores import ScoreBook
 from harness.run.trial import Care, attempt_with
 from harness.studies.cell import Study, open_study
+from harness.studies.meeting import Meeting, latencies
 from harness.studies.telling import most_telling, neighbours, sensitivity
 from harness.tables import MAX_PLACEMENTS, Facts, Row, Subspace, read_table, space_digest, write_table
-from search.api import Observation
+from search.api import Observation, Searcher
 from search.space import Placement, Space
 
 __all__ = ["record"]
 
-FASTEST = 16
-"""How many of the fastest meet at a time."""
-TURNS = Rounds(builds=1, rounds=20, samples=3)
-"""Of those that meet: the table's optimum, and what it fixes, deserve more than a few readings."""
+FINDER = "portfolio"
+"""What searches first, where a search is asked for: a table must not lie around what `auto`'s own rules found."""
 LIMIT_MB = 5
 """A committed table is no larger."""
 Rows = dict[str, Row]
 
 
-def record(study: Study, out: Path, dimensions: int, observer: Observer) -> Path:
+def record(study: Study, out: Path, dimensions: int, observer: Observer, *, search: int = 0) -> Path:
     """Measure a table, or go on where it was interrupted; a finished one is left as it is.
 
-    The sensitivity of every dimension is measured first, one change at a time around three placements; the most telling
+    The sensitivity of every dimension is measured first, one change at a time around a few placements; the most telling
     ones are then enumerated in random order, so that a drift of the machine does not look like an effect.
 
     Args:
         out: Parquet file; a folder beside it holds the journals until the table is complete.
         dimensions: The table has at most 2 ** dimensions placements.
+        search: Evaluations of a search whose best is one more placement to look around.
 
     Raises:
         UserError: A table of something else is there, or anything in the study cannot be used.
@@ -86,17 +81,14 @@ def record(study: Study, out: Path, dimensions: int, observer: Observer) -> Path
             noise_floor(opened, worker, cell.model_file, engines.describe(), folder, observer)
             level_ms = level(folder, study.experiment.sampling.beside)
             recording = _Recording(
-                study=study,
-                cell=cell,
-                engines=engines,
-                open_engines=lambda: opened(worker),
-                folder=folder,
-                observer=observer,
-                level_ms=level_ms,
+                study=study, cell=cell, engines=engines, folder=folder, observer=observer, level_ms=level_ms
+            )
+            meeting = Meeting(
+                cell=cell, open_engines=lambda: opened(worker), folder=folder, observer=observer, level_ms=level_ms
             )
             if worker.evaluators:
                 recording.prepare()
-            rows, facts = recording.run(dimensions)
+            rows, facts = recording.run(dimensions, meeting, search)
     with writing(out):
         write_table(out, Facts(**facts, environment=machine), rows)
         read_table(out)
@@ -112,14 +104,12 @@ class _Recording:
     """One table while it is measured.
 
     Attributes:
-        open_engines: Fresh ones, beside those that measure the table.
         level_ms: See `harness.run.confirming.level`.
     """
 
     study: Study
     cell: Cell
     engines: Engines
-    open_engines: OpenEngines
     folder: Path
     observer: Observer
     level_ms: float | None = None
@@ -134,30 +124,47 @@ class _Recording:
         if isinstance(found, Failed):
             raise UserError(f"the float model cannot be scored; {found.stage}: {found.reason}")
 
-    def run(self, dimensions: int) -> tuple[Rows, dict[str, Any]]:
+    def run(self, dimensions: int, meeting: Meeting, search: int) -> tuple[Rows, dict[str, Any]]:
         """All rows, and what the table says about itself."""
         space, facts = self.cell.space, self.facts()
-        anchors = self.cell.placements
         rows: Rows = {}
-        around = [*anchors.values(), *(p for anchor in anchors.values() for p in neighbours(space, anchor))]
+        anchors = [*self.cell.placements.values(), *self._found(search, meeting, rows, facts)]
+        around = [*anchors, *(p for anchor in anchors for p in neighbours(space, anchor))]
         self._measure("sensitivity", around, rows, facts)
-        self._run_off("sensitivity", around, rows)
-        latency_ms = _latencies(rows)
-        if not latency_ms:
-            first = next(row.outcome for row in rows.values() if isinstance(row.outcome, Failed))
-            raise UserError(f"no placement could be measured; {first.stage}: {first.reason}\n{first.log_tail}")
-        found = sensitivity(space, list(anchors.values()), latency_ms)
+        best = self._best(meeting, "sensitivity", around, rows)
+        found = sensitivity(space, anchors, latencies(rows))
         varied = most_telling(space, found, dimensions)
-        best = Placement(rows[min(latency_ms, key=lambda digest: latency_ms[digest])].choices)
         subspace = Subspace(space, varied, best)
         order = np.random.default_rng(0).permutation(len(subspace))
         listed = [subspace.full(placement) for placement in subspace.placements()]
         facts |= {"varied": tuple(space.dimensions[i].name for i in varied), "base": best.choices}
         self.observer.say(f"{len(varied)} of {len(space)} dimensions, {len(listed)} placements")
         self._measure("table", [listed[index] for index in order], rows, facts)
-        self._run_off("table", listed, rows)
+        self._best(meeting, "table", listed, rows)
         facts["sensitivity"] = {d.name: float(value) for d, value in zip(space.dimensions, found, strict=True)}
         return rows, facts
+
+    def _found(self, evaluations: int, meeting: Meeting, rows: Rows, facts: Mapping[str, Any]) -> Iterator[Placement]:
+        """What a search finds that is told the anchors first and goes by no rules of experts; nothing for none."""
+        if evaluations:
+            seeds = tuple(Seed(name=name, placement=p) for name, p in self.cell.placements.items())
+            searcher: Searcher = registry.load("searcher", FINDER)(self.cell.space, seed=0)
+            self._search("search", searcher, rows, facts, evaluations, seeds)
+            yield self._best(meeting, "search", [Placement(row.choices) for row in rows.values()], rows)
+
+    def _best(self, meeting: Meeting, name: str, listed: Sequence[Placement], rows: Rows) -> Placement:
+        """The fastest of the listed placements, by a meeting; the rows of those that met have its readings.
+
+        Raises:
+            UserError: None of them could be measured.
+        """
+        digests = [self.cell.space.digest(placement) for placement in listed]
+        rows |= meeting.settled(name, digests, rows)
+        latency_ms = latencies({digest: rows[digest] for digest in digests})
+        if not latency_ms:
+            first = next(row.outcome for row in rows.values() if isinstance(row.outcome, Failed))
+            raise UserError(f"no placement could be measured; {first.stage}: {first.reason}\n{first.log_tail}")
+        return Placement(rows[min(latency_ms, key=latency_ms.__getitem__)].choices)
 
     def facts(self) -> dict[str, Any]:
         """What is known before anything is measured; a table that exists must agree with it."""
@@ -181,75 +188,41 @@ class _Recording:
         """Measure those of the placements that have no row yet, and add their rows."""
         space = self.cell.space
         missing = {space.digest(p): p for p in listed if space.digest(p) not in rows}
-        plain = {**facts, "dimensions": space_digest(space), "dialect": asdict(self.cell.dialect)}
+        self._search(name, _Listed(missing.values()), rows, facts, len(missing))
+
+    def _search(
+        self,
+        name: str,
+        searcher: Searcher,
+        rows: Rows,
+        facts: Mapping[str, Any],
+        evaluations: int,
+        seeds: tuple[Seed, ...] = (),
+    ) -> None:
+        """Measure what a searcher proposes, and add the rows."""
+        plain = {**facts, "dimensions": space_digest(self.cell.space), "dialect": asdict(self.cell.dialect)}
         fingerprint = {**plain, "qdq_bench": version("qdq-bench"), "evaluator": self._evaluator()}
         task = SearchTask(
-            space=space,
-            searcher=_Listed(missing.values()),
-            seeds=(),
+            space=self.cell.space,
+            searcher=searcher,
+            seeds=seeds,
             candidate=self.cell.candidate,
-            evaluations=len(missing) + 1,
+            evaluations=max(evaluations, 1),
         )
         first = len(rows)
         with (
             Journal(self.folder / f"{name}.jsonl", json.loads(json.dumps(fingerprint, default=sorted))) as journal,
-            self.observer.work(f"{self.cell.spec.name} {name}", len(missing)) as step,
+            self.observer.work(f"{self.cell.spec.name} {name}", evaluations) as step,
         ):
 
             def watch(trial: Trial) -> None:
                 asked = trial.asked
-                rows[asked.digest] = Row(number=first + asked.number, choices=asked.choices, outcome=trial.outcome)
+                rows.setdefault(
+                    asked.digest, Row(number=first + asked.number, choices=asked.choices, outcome=trial.outcome)
+                )
                 step.advance("" if trial.best_ms is None else f"best {trial.best_ms:.3f} ms")
 
             run_search(task, Inline(self._attempt()), journal, watch)
-
-    def _run_off(self, name: str, listed: Sequence[Placement], rows: Rows) -> None:
-        """Let the fastest meet, freshly built, until the fastest of all is one that has met others.
-
-        The least of a thousand noisy readings is a lucky one, and would decide what is fixed in a table, or be its
-        optimum for ever; see `harness.run.runoff`.
-        """
-        digests = [self.cell.space.digest(placement) for placement in listed]
-        met: Rows = {}
-        while latency_ms := _latencies({digest: met.get(digest, rows[digest]) for digest in digests}):
-            fastest = sorted(latency_ms, key=latency_ms.__getitem__)[:FASTEST]
-            if fastest[0] in met:
-                break
-            fresh = [digest for digest in fastest if digest not in met]
-            met |= self._met(f"{name}-runoff-{len(met)}", {digest: rows[digest] for digest in fresh})
-        rows |= met
-
-    def _met(self, name: str, rows: Rows) -> Rows:
-        """The rows with readings taken in turns; one that does not come through keeps those it has."""
-        cell = self.cell
-        contest = Contest(
-            name=f"{cell.spec.name} runoff",
-            path=self.folder / f"{name}.jsonl",
-            header={"rows": sorted(rows), "plan": TURNS.model_dump(mode="json"), "group": GROUP},
-            baseline=Turn(name=FLOAT_ROW, candidate=cell.candidate(cell.space.float_placement())),
-            rows=tuple(
-                Turn(name=digest, candidate=cell.candidate(Placement(row.choices))) for digest, row in rows.items()
-            ),
-            plan=TURNS,
-        )
-        hold(contest, self.open_engines, self.observer)
-        readings = Readings(read_contest(contest.path))
-        return {digest: self._timed_anew(row, *readings.paired(digest, FLOAT_ROW)) for digest, row in rows.items()}
-
-    def _timed_anew(self, row: Row, bases: list[list[float]], owns: list[list[float]]) -> Row:
-        """A row with a sample a turn; beside the float model, where all are timed so."""
-        if isinstance(row.outcome, Failed) or not owns:
-            return row
-        base_ms, own_ms = np.concatenate(bases), np.concatenate(owns)
-        if self.level_ms is None:
-            return replace(row, outcome=replace(row.outcome, samples_ms=tuple(own_ms.tolist())))
-        turns = replace(
-            row.outcome,
-            samples_ms=tuple((own_ms / base_ms * self.level_ms).tolist()),
-            raw_ms=tuple(own_ms.tolist()),
-            beside_ms=tuple(base_ms.tolist()),
-        )
-        return replace(row, outcome=turns)
 
     def _attempt(self) -> Attempt:
         """An attempt that scores everything, for a table knows no incumbent that could not be beaten."""
@@ -278,14 +251,6 @@ class _Listed:
         """Nothing to learn."""
 
 
-def _latencies(rows: Rows) -> dict[str, float]:
-    return {
-        digest: median_ci(row.outcome.samples_ms).value
-        for digest, row in rows.items()
-        if not isinstance(row.outcome, Failed)
-    }
-
-
 def _begun(path: Path, facts: dict[str, Any]) -> None:
     if path.exists():
         refuse_changes(path, read_json(path), facts)
@@ -302,10 +267,7 @@ def _refuse_another(study: Study, out: Path, scratch: Path, observer: Observer) 
     there = read_table(out).facts
     cell, worker = open_study(study, scratch, observer)
     with open_engines(worker, study.experiment.limits) as engines:
-        opened = partial(open_engines, worker, study.experiment.limits)
-        here = _Recording(
-            study=study, cell=cell, engines=engines, open_engines=opened, folder=scratch, observer=observer
-        ).facts()
+        here = _Recording(study=study, cell=cell, engines=engines, folder=scratch, observer=observer).facts()
     known = {key: getattr(there, key) for key in here}
     for facts in (known, here):
         facts["dimensions"] = space_digest(Space(facts["dimensions"]))

@@ -39,9 +39,9 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return builder.save(tmp_path / "net.onnx")
 
 
-def recorded(model: Path, out: Path, dimensions: int = 2, **params: Any) -> Table:
+def recorded(model: Path, out: Path, dimensions: int = 2, search: int = 0, **params: Any) -> Table:
     study = study_of(str(model), backend="simulated", params={**PARAMS, **params})
-    return read_table(record(study, out, dimensions, Silent()))
+    return read_table(record(study, out, dimensions, Silent(), search=search))
 
 
 def test_a_table_is_complete_and_true(model: Path, tmp_path: Path) -> None:
@@ -72,6 +72,22 @@ def test_the_rest_is_fixed_at_the_best_known_and_the_most_telling_vary(model: Pa
     assert latency[whole.digest(Placement(facts.base))] == min(latency[digest] for digest in known)
     least = min(facts.sensitivity[name] for name in facts.varied)
     assert all(value <= least for name, value in facts.sensitivity.items() if name not in facts.varied)
+
+
+def test_a_search_first_finds_what_single_changes_do_not(model: Path, tmp_path: Path) -> None:
+    def best_ms(table: Table) -> float:
+        return min(r.outcome.info["truth_ms"] for r in table.rows.values() if isinstance(r.outcome, Measured))
+
+    rugged = {"effect": 0.2}
+    plain = recorded(model, tmp_path / "plain.parquet", dimensions=1, **rugged)
+    searched = recorded(model, tmp_path / "searched.parquet", dimensions=1, search=60, **rugged)
+    assert best_ms(searched) < best_ms(plain)
+    fixed = searched.subspace.whole.digest(Placement(searched.facts.base))
+    outcome = searched.rows[fixed].outcome
+    assert isinstance(outcome, Measured)
+    assert outcome.info["truth_ms"] == best_ms(searched), "the rest is fixed at the best that is known"
+    assert set(searched.facts.anchors) == {"float", "all", "linear"}, "no replayed search is told what this one found"
+    recorded(model, tmp_path / "searched.parquet", dimensions=1, search=60, **rugged)
 
 
 class Cut(Exception):
@@ -127,7 +143,7 @@ def test_a_lucky_reading_is_not_the_optimum_of_the_table(
         return replace(found, latency_ms=tuple(value / 10 for value in found.latency_ms))
 
     monkeypatch.setattr(InProcess, "sample", once_ten_times_faster)
-    monkeypatch.setattr("harness.studies.record.FASTEST", 1)
+    monkeypatch.setattr("harness.studies.meeting.FASTEST", 1)
     table = recorded(model, tmp_path / "lucky.parquet", dimensions=3)
     assert lucky
     outcome = table.rows[chosen].outcome
@@ -164,8 +180,8 @@ def test_failures_are_recorded_and_nothing_but_failures_is_an_error(model: Path,
 def test_fidelity_is_recorded_of_every_placement_on_a_real_runtime(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.studies.record.FASTEST", 2)
-    monkeypatch.setattr("harness.studies.record.TURNS", Rounds(builds=1, rounds=6, samples=3))
+    monkeypatch.setattr("harness.studies.meeting.FASTEST", 2)
+    monkeypatch.setattr("harness.studies.meeting.TURNS", Rounds(builds=1, rounds=6, samples=3))
     params = {"precision": "f32"}
     study = study_of(str(model), backend="openvino", params=params, fidelity=True)
     table = read_table(record(study, tmp_path / "t.parquet", 2, Silent()))

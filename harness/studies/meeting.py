@@ -1,0 +1,109 @@
+"""The fastest rows of a table meet, freshly built and in turns, before one of them decides anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from harness.measure.confirm import GROUP, OpenEngines
+from harness.measure.confirm import Row as Turn
+from harness.measure.events import Readings
+from harness.measure.stats import median_ci
+from harness.records import Failed
+from harness.run.compose import Cell
+from harness.run.config import Rounds
+from harness.run.contest import Contest, hold, read_contest
+from harness.run.observe import Observer
+from harness.run.rows import FLOAT_ROW
+from harness.tables import Row
+from search.space import Placement
+
+__all__ = ["Meeting", "latencies"]
+
+FASTEST = 16
+"""How many of the fastest meet at a time."""
+TURNS = Rounds(builds=1, rounds=20, samples=3)
+"""Of those that meet: the table's optimum, and what it fixes, deserve more than a few readings."""
+
+
+def latencies(rows: Mapping[str, Row]) -> dict[str, float]:
+    """Median latency in ms by digest, of the rows that could be measured."""
+    return {
+        digest: median_ci(row.outcome.samples_ms).value
+        for digest, row in rows.items()
+        if not isinstance(row.outcome, Failed)
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where the rows of a recording meet.
+
+    Attributes:
+        cell: Makes the candidates.
+        open_engines: Fresh ones, beside those that measure the table.
+        folder: Takes a journal for each meeting.
+        level_ms: See `harness.run.confirming.level`.
+    """
+
+    cell: Cell
+    open_engines: OpenEngines
+    folder: Path
+    observer: Observer
+    level_ms: float | None = None
+
+    def settled(self, name: str, digests: Iterable[str], rows: Mapping[str, Row]) -> dict[str, Row]:
+        """Rows that have met others, with their readings: the fastest of all is among them.
+
+        The least of a thousand noisy readings is a lucky one, and would decide what is fixed in a table, or be its
+        optimum for ever; see `harness.run.runoff`. So the fastest meet again and again, until no row that has met
+        nobody seems faster than they are.
+
+        Args:
+            name: Of the journals.
+            digests: Of the rows that are looked at.
+            rows: All rows.
+        """
+        asked, met = list(digests), dict[str, Row]()
+        while latency_ms := latencies({digest: met.get(digest, rows[digest]) for digest in asked}):
+            fastest = sorted(latency_ms, key=latency_ms.__getitem__)[:FASTEST]
+            if fastest[0] in met:
+                break
+            fresh = [digest for digest in fastest if digest not in met]
+            met |= self._met(f"{name}-runoff-{len(met)}", {digest: rows[digest] for digest in fresh})
+        return met
+
+    def _met(self, name: str, rows: Mapping[str, Row]) -> dict[str, Row]:
+        """The rows with readings taken in turns; one that does not come through keeps those it has."""
+        cell = self.cell
+        contest = Contest(
+            name=f"{cell.spec.name} runoff",
+            path=self.folder / f"{name}.jsonl",
+            header={"rows": sorted(rows), "plan": TURNS.model_dump(mode="json"), "group": GROUP},
+            baseline=Turn(name=FLOAT_ROW, candidate=cell.candidate(cell.space.float_placement())),
+            rows=tuple(
+                Turn(name=digest, candidate=cell.candidate(Placement(row.choices))) for digest, row in rows.items()
+            ),
+            plan=TURNS,
+        )
+        hold(contest, self.open_engines, self.observer)
+        readings = Readings(read_contest(contest.path))
+        return {digest: self._timed_anew(row, *readings.paired(digest, FLOAT_ROW)) for digest, row in rows.items()}
+
+    def _timed_anew(self, row: Row, bases: list[list[float]], owns: list[list[float]]) -> Row:
+        """A row with a sample a turn; beside the float model, where all are timed so."""
+        if isinstance(row.outcome, Failed) or not owns:
+            return row
+        base_ms, own_ms = np.concatenate(bases), np.concatenate(owns)
+        if self.level_ms is None:
+            return replace(row, outcome=replace(row.outcome, samples_ms=tuple(own_ms.tolist())))
+        turns = replace(
+            row.outcome,
+            samples_ms=tuple((own_ms / base_ms * self.level_ms).tolist()),
+            raw_ms=tuple(own_ms.tolist()),
+            beside_ms=tuple(base_ms.tolist()),
+        )
+        return replace(row, outcome=turns)
