@@ -71,6 +71,13 @@ def test_a_drop_whose_interval_reaches_within_the_bound_asks_for_more_images(fol
     assert "- more images: by its interval that drop may be within the bound" in told(folder).splitlines()
 
 
+def test_a_bound_that_nobody_wants_is_not_proposed(folder: Path) -> None:
+    change(folder / CELL, "cell.json", goal=STRICT)
+    change(folder / CELL, "accuracy.json", **{"sha of aa main": {"metrics": {"top1": 0.6}, "per_item": []}})
+    assert "(least: all, +0.1000)" in told(folder)
+    assert "looser" not in told(folder)
+
+
 def test_where_nothing_is_faster_other_things_help(
     folder: Path, confirmation_maker: Callable[[Path, Mapping[str, float]], None]
 ) -> None:
