@@ -11,7 +11,7 @@ import pandas as pd
 
 from harness.report.naming import METRICS
 from harness.report.plots import envelope, front, look
-from harness.report.points import bounded, tried_frame
+from harness.report.points import bounded, tried_frame, tried_name
 from harness.report.results import CellResults
 from harness.report.searching import curve_frame
 from harness.report.volumes import volume_frame
@@ -24,6 +24,7 @@ SYMBOLS = {"o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v"
 """Plotly's words for what `harness.report.plots.look` says in matplotlib's."""
 LONGEST = 30
 """Characters of a label beside an axis; the whole name is in the box that the pointer opens."""
+BANDS = "bands: 95 % of the median over seeds, the range with fewer than six"
 QUIET = {"hoverinfo": "skip", "showlegend": False}
 
 Chart = dict[str, Any]
@@ -73,14 +74,15 @@ def _anytime(curves: pd.DataFrame, over: Literal["evaluations", "minutes"], conf
         shift = 0.012 * last * (index - (len(names) - 1) / 2)
         data += _marks(index, name, marks[marks["searcher"].astype(str) == name], shift)
     x, y = {"title": {"text": over}}, {"title": {"text": "speedup over float"}}
-    return _chart(f"Speedup of the incumbent over {over}", data, x, y, shapes=[_level(1.0)])
+    title = f"Speedup of the incumbent over {over}; {BANDS}"
+    return _chart(title, data, x, y, shapes=[_level(1.0)])
 
 
 def _volume(volumes: pd.DataFrame) -> Chart | None:
     series = _series(volumes)
     data = [trace for index, name, part in series for trace in _steps(index, name, part, "evaluations", "volume", 3)]
     x, y = {"title": {"text": "evaluations"}}, {"title": {"text": "hypervolume"}}
-    return _chart("Hypervolume of latency and accuracy", data, x, y) if data else None
+    return _chart(f"Hypervolume of latency and accuracy; {BANDS}", data, x, y) if data else None
 
 
 def _series(curves: pd.DataFrame) -> Iterator[tuple[int, str, pd.DataFrame]]:
@@ -191,7 +193,7 @@ def _pareto(cell: CellResults, lines: pd.DataFrame, labels: Mapping[str, str]) -
     best, tried = front(points, cell.higher_is_better), tried_frame(cell)
     grey = {"color": "#999999", "size": 4, "opacity": 0.6}
     data: list[Chart] = [
-        {"type": "scatter", "mode": "markers", "name": "scored in the searches", "marker": grey, "hoverinfo": "skip",
+        {"type": "scatter", "mode": "markers", "name": tried_name(cell), "marker": grey, "hoverinfo": "skip",
          "x": _numbers(tried["latency_ms"]), "y": _numbers(tried["score"])},
         {"type": "scatter", "mode": "lines", "name": "front", **QUIET, "x": _numbers(best["latency_ms"]),
          "y": _numbers(best["score"]), "line": {"shape": "hv", "color": "#555555", "width": 1}},
@@ -209,7 +211,9 @@ def _pareto(cell: CellResults, lines: pd.DataFrame, labels: Mapping[str, str]) -
             "hovertemplate": told,
         })  # fmt: skip
     x, y = {"title": {"text": "latency, ms"}}, {"title": {"text": escape(metric)}}
-    return _chart(f"Latency against {metric}; grey: scored in the searches", data, x, y, height=360 + 10 * len(data))
+    return _chart(
+        f"Latency against {metric}; bars: 95 %; grey: {tried_name(cell)}", data, x, y, height=360 + 10 * len(data)
+    )
 
 
 def _errors(value: Any, low: Any, high: Any, colour: str) -> Chart:

@@ -14,7 +14,7 @@ from harness.report.explained import Explanation, read_explanations
 from harness.report.frames import main_frame
 from harness.report.layers import waterfall_frame
 from harness.report.naming import labels_of, metric_name
-from harness.report.points import bounded, tried_frame
+from harness.report.points import bounded, tried_frame, tried_name
 from harness.report.results import CellResults, Results
 from harness.report.samples import sample_frame
 from harness.report.searching import budget_frame, curve_frame
@@ -95,7 +95,7 @@ def _draw_confirmed(cell: CellResults, main: pd.DataFrame, samples: pd.DataFrame
         plots.latencies(rows, table_ms, cell.floor, cell.name, out / f"latency-{cell.name}")
     points = bounded(main)
     if len(points) and cell.metric is not None:
-        words = {"title": cell.name, "metric": metric_name(cell.metric)}
+        words = {"title": cell.name, "metric": metric_name(cell.metric), "tried": tried_name(cell)}
         path = out / f"pareto-{cell.name}"
         points = points.assign(label=points["row"].map(labels))
         plots.pareto(points, tried_frame(cell), words, path, higher=cell.higher_is_better)

@@ -4,58 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import pandas as pd
+
 from harness.evaluators.intervals import Estimate, accuracy_of, metric_estimate
+from harness.report.decision import BEST
 from harness.report.naming import BEYOND, CAPPED, UNSCORED, metric_name
 from harness.report.results import CellResults, Results
 from harness.report.tables import interval
-from harness.run.rows import FLOAT_ROW, Pick
+from harness.run.rows import ACCURACY_ONLY, FLOAT_ROW, Pick
 
 __all__ = [
-    "BUDGET_NOTE", "COST_NOTE", "DECISION_NOTE", "FINALIST_NOTE", "LEVEL_NOTE", "PRECISION_NOTE", "TARGET_NOTE",
-    "VARIANCE_NOTE", "backend_notes", "data_notes", "main_note", "noise", "partial", "progress",
+    "BUDGET_NOTE", "COST_NOTE", "FINALIST_NOTE", "LEVEL_NOTE", "PRECISION_NOTE", "TARGET_NOTE", "VARIANCE_NOTE",
+    "backend_notes", "data_notes", "decision_note", "main_note", "noise", "partial", "progress",
 ]  # fmt: skip
 
 BUDGET_NOTE = (
     "Confirmed speedup over the float baseline of the incumbent after so many evaluations: median over seeds "
     "[95 % interval of the median; where there are fewer than six seeds, from the lowest to the highest limit of their "
-    "own 95 % intervals]. Bold: the highest median of a cell; underlined: its interval meets that of the highest."
+    "own 95 % intervals]. Bold: the highest median of a cell at a budget; underlined: its interval meets that of the "
+    "highest. An incumbent holds the bound on accuracy by what its search saw; what is left of that stands in the main "
+    "table."
 )
 FINALIST_NOTE = (
     "Every placement that a search sent to the confirmation at its largest budget; METHOD #2 is the second best of a "
-    "search, by its runoff where there was one, else by its own samples. The main table shows the best seed of each "
-    "searcher by the same rule, never by the confirmed ones. Shrinkage: speedup by the search's own samples "
-    "less the confirmed one."
+    "search, by its runoff where there was one, else by its own samples (of a front: by the area that it dominates). "
+    "The main table shows the best seed of each searcher by the same rule, never by the confirmed ones. Shrinkage: "
+    "speedup by the search's own samples less the confirmed one. Brackets as in the main table."
 )
 COST_NOTE = (
-    "Searches of a cell together, wall-clock from the first proposal; composing, calibration and confirmation are "
-    "not in it. Harness: the share outside build, sampling, evaluation and failed candidates. Readings saved: "
+    "Searches of a cell together, wall-clock from the first proposal; composing, calibration, runoff and confirmation "
+    "are not in it. Harness: the share outside build, sampling, evaluation and failed candidates. Readings saved: "
     "by racing, an estimate, as a share of those that would have been taken. Built again: candidates that beat the "
     "incumbent by more than noise."
 )
-PRECISION_NOTE = (
+DECIDED = (
     "Decision: shipped is what is faster than the float baseline beyond the noise, and whose drop of accuracy is "
-    "within the bound where there is one. Brackets: 95 %; of the drop by the paired bootstrap over images, where the "
-    "run kept what it takes."
+    "within the bound where there is one; the drop itself counts, not its interval."
 )
-DECISION_NOTE = (
-    "Best found: of the searchers whose choice obeys the bound on accuracy the one that was fastest by its own search "
-    "samples; the figures are fresh ones. Bold, underlined and decision are as in the tables above. File MB: of the "
-    "exported ONNX file. Outputs that are not finite are a reason not to ship, and are named as one."
-)
+PRECISION_NOTE = f"{DECIDED} Figures, brackets, bold and underlined as in the main table."
 LEVEL_NOTE = (
     "A placement is as fast as the median of what the searches of the cell read of it, so that one that several of "
     "them came to, a start for instance, stands at one level."
 )
 TARGET_NOTE = (
     "Evaluations (minutes) until the incumbent had this share of the best gain that any search of the cell found: "
-    "median over seeds, range in brackets, and how many of the seeds came so far. Initial placements count. "
-    + LEVEL_NOTE
+    "median over seeds, range of the evaluations in brackets, and how many of the seeds came so far. Initial "
+    "placements count. " + LEVEL_NOTE
 )
 VARIANCE_NOTE = (
     "Relative standard deviation of single inferences within a turn, of turns within a build, and of fresh builds: "
     "nested analysis of variance on logarithms, median over the rows of a cell."
 )
 
+UNFIT = "not shipped: not scored"
+BROKEN = ("not shipped: accuracy", UNFIT)
 NOISY = 0.10
 """A/A floor from which on a machine is called noisy: gains of the size that quantization has drown in it."""
 
@@ -83,7 +85,7 @@ def partial(results: Results) -> str:
     names = [cell.name for cell in results.cells if not cell.complete] + list(results.waiting)
     if not names:
         return ""
-    head = f"UNFINISHED, so this is partial: {', '.join(names)}; run the same command again to go on."
+    head = f"UNFINISHED, so this is partial: {', '.join(names)}; repeat qdq run to go on."
     return " ".join([head, *_stops(results)])
 
 
@@ -130,10 +132,7 @@ def _float_figure(cell: CellResults) -> Estimate | None:
     score = cell.scores.get(FLOAT_ROW, {})
     if cell.metric is None or cell.metric in CAPPED or "metrics" not in score:
         return None
-    try:
-        return metric_estimate(accuracy_of(score), cell.metric)
-    except ValueError:  # damaged evidence: told where the drops are taken from it
-        return None
+    return metric_estimate(accuracy_of(score), cell.metric)
 
 
 def _own(cells: Iterable[CellResults]) -> Iterator[str]:
@@ -144,20 +143,51 @@ def _own(cells: Iterable[CellResults]) -> Iterator[str]:
             yield f"{cell.name} {metric_name(cell.metric)} {shown} ({estimate.images} images)"
 
 
+def decision_note(decisions: pd.DataFrame) -> str:
+    """What shipping and "best found" mean, also where no searcher's choice may be shipped.
+
+    Args:
+        decisions: See `harness.report.decision.decision_frame`.
+    """
+    lines = decisions.to_dict("records")
+    best = [line for line in lines if line["role"] == BEST]
+    broken = [str(line["cell"]) for line in best if pd.notna(line["speedup"]) and line["decision"].startswith(BROKEN)]
+    told = [
+        DECIDED,
+        "Figures, brackets, bold and underlined as in the main table. File MB: of the ONNX file, 10^6 bytes.",
+    ]
+    if best:
+        told.append(
+            "Best found: of the searchers whose choice keeps the bound on accuracy, where there is one, the one that "
+            "was fastest in the runoff, or where not all of them were in one by the searches' own samples; the figures "
+            "are fresh ones."
+        )
+    if broken:
+        told.append(
+            f"Where no searcher's choice keeps it ({', '.join(broken)}), the fastest of all stands there; it is not to "
+            "be shipped."
+        )
+    if any(UNFIT in line["decision"] for line in lines):
+        told.append("Outputs that are not finite are a reason not to ship, and are named as one.")
+    return " ".join(told)
+
+
 def main_note(results: Results) -> str:
     """How the figures of the main table came about, the floors, and what is odd about the calibration."""
     floors = [f"{cell.name} {cell.floor:.1%}" for cell in results.cells if cell.floor is not None]
     bounds = sorted({cell.allowed for cell in results.cells if cell.allowed is not None})
     builds = sorted({cell.builds for cell in results.cells if cell.builds is not None})
-    within = f" among those whose drop is at most {', '.join(f'{b:g}' for b in bounds)}" if bounds else ""
+    within = f" among those whose drop is at most {' or '.join(f'{b:g}' for b in bounds)}" if bounds else ""
     lines = [
         f"Latency: geometric mean over {' or '.join(str(n) for n in builds) or 'some'} fresh builds (the baseline: "
         f"as many or more) of their median turns. Speedup: {_denominator(results.cells)}, paired by turns. "
         "Intervals: 95 %, Student's over builds.",
-        "Tie: the interval contains 1, or the gain is below 1 % or below the A/A floor: use float. Drop: loss against "
-        f"the float baseline, positive is worse. Bold: the fastest of a finished cell{within}. Underlined: not "
-        "distinguishable from it by the same rule, paired. Builds ok: in the search for a searcher, in the "
-        "confirmation for the others.",
+        "Tie: the interval contains 1, or the gain is below 1 % or below the A/A floor, by which the float model "
+        f"differs from its own rebuilt twin: use float. Bold: the fastest of a finished cell{within}. Underlined: not "
+        "distinguishable from it by the same rule, paired. A searcher stands with the best of its seeds, by the runoff "
+        "or without one by its own samples. Builds ok: in that search, for the others in the confirmation. Minutes: "
+        "wall-clock of that search.",
+        *_scored(results.cells),
         *_reservations(results.cells, bounds),
         f"A/A floor: {', '.join(floors) if floors else 'not measured yet'}.",
     ]
@@ -167,10 +197,20 @@ def main_note(results: Results) -> str:
         )
     if own := ", ".join(_own(results.cells)):
         lines.append(f"Scores of the float models, with 95 % over images: {own}.")
-    lines += [f"Full evaluations of {cell.name}: {text}." for cell in results.cells if (text := _looks(cell))]
+    if looks := [f"Full evaluations of {cell.name}: {text}." for cell in results.cells if (text := _looks(cell))]:
+        lines += ["Full evaluations: those whose metric was measured, seeds added up.", *looks]
     lines += [f"Calibration of {c.name}: {text}." for c in results.cells for text in c.remarks]
     lines += [f"Starts of {c.name}: {text}." for c in results.cells for text in c.cache_remarks]
     return "\n".join([*lines, *filter(None, [partial(results)])])
+
+
+def _scored(cells: Sequence[CellResults]) -> Iterator[str]:
+    """What a drop and its interval are; nothing where nothing was scored."""
+    if any(cell.score(FLOAT_ROW) is not None and cell.metric not in CAPPED for cell in cells):
+        yield (
+            "Drop: loss against the float baseline, positive is worse; its interval: 95 % of the bootstrap over "
+            "images, the same draws for both, where the records of single images allow one."
+        )
 
 
 def _reservations(cells: Sequence[CellResults], bounds: Sequence[float]) -> Iterator[str]:
@@ -179,6 +219,8 @@ def _reservations(cells: Sequence[CellResults], bounds: Sequence[float]) -> Iter
         yield f'"{BEYOND}": the drop breaks the bound of the experiment; however fast it is, it is not to be shipped.'
     if any("failed" in score for cell in cells for score in cell.scores.values()):
         yield f'"{UNSCORED}": its outputs could not be scored (not finite, as a rule); it is not to be shipped.'
+    if any(pick.reason.startswith(ACCURACY_ONLY) for cell in cells for pick in cell.picks):
+        yield f'"{ACCURACY_ONLY}": the device has no speed at that precision, so such a row is scored and never timed.'
     if names := {metric_name(cell.metric) for cell in cells if cell.metric in CAPPED}:
         yield f"No drop of {', '.join(sorted(names))}: it compares with the float model, whose own value is a cap."
 

@@ -31,7 +31,7 @@ WORDS = frozenset({
     "reference", "variant", "parameters", "on", "in", "row",
 })  # fmt: skip
 """Columns that are sorted as text; all others by their first number."""
-KINDS = ("faster", BEYOND, UNSCORED, "tie", "slower", "missing", "without a figure")
+KINDS = ("faster", BEYOND, UNSCORED, "tie", "slower", "missing", "without a speed")
 
 
 def index(
@@ -122,14 +122,23 @@ def _verdict(cell: CellResults, lines: pd.DataFrame) -> dict[str, Any]:
     if len(tied):
         facts.append(f"Not distinguishable from the fastest: {', '.join(tied)}.")
     if not best:
-        head = "no verdict yet" if not cell.complete else "no method obeys the bound"
+        head = "no verdict yet" if not cell.complete else _nothing(cell)
         return {**named, "state": "partial" if not cell.complete else "none", "head": head, "facts": facts}
     top = best[0]
     methods = ", ".join(line["method"] for line in best)
     speedup = interval(top["speedup"], top["speedup_low"], top["speedup_high"])
     latency = interval(top["latency_ms"], top["latency_low_ms"], top["latency_high_ms"], 3)
     head = f"{methods}: {speedup} times the speed of the float model, {latency} ms"
+    if top["verdict"] == "baseline":
+        head = (
+            f"nothing{' that keeps the bound' if cell.allowed is not None else ''} is faster than float, {latency} ms"
+        )
     return {**named, "state": top["verdict"], "head": head, "facts": [_accuracy(cell, top), *facts]}
+
+
+def _nothing(cell: CellResults) -> str:
+    """Why no method of a finished cell is the best."""
+    return "the float model itself scores nothing" if cell.blind else "no method obeys the bound"
 
 
 def _accuracy(cell: CellResults, line: Mapping[Any, Any]) -> str:

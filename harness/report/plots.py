@@ -32,7 +32,10 @@ HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
 FORMATS = ("png", "svg")
 STEPS = 2000
 """Of a curve at most: more than a picture has dots across."""
-READ = "median over seeds and its interval;\na placement is as fast as the median of what all searches read of it"
+READ = (
+    "median over seeds and its 95 % interval, the range with fewer than six;\n"
+    "a placement is as fast as the median of what all searches read of it"
+)
 
 
 @contextmanager
@@ -168,7 +171,9 @@ def budget_bars(budgets: pd.DataFrame, title: str, path: Path) -> None:
             )  # fmt: skip
         axes.axhline(1.0, color="0.3", linewidth=0.8)
         axes.set_xticks(range(len(searchers)), searchers)
-        axes.set_xlabel("median over seeds; whiskers: 95 % interval, with fewer than six seeds the widest of theirs")
+        axes.set_xlabel(
+            "median over seeds; whiskers: 95 % interval,\nwith fewer than six seeds the widest limits of their own"
+        )
         axes.set_ylabel("confirmed speedup")
         axes.set_title(title)
         key(axes)
@@ -235,13 +240,13 @@ def pareto(points: pd.DataFrame, tried: pd.DataFrame, words: Mapping[str, str], 
     Args:
         points: Columns label, latency_ms, latency_low_ms, latency_high_ms, score: confirmed rows.
         tried: Columns latency_ms, score: what the searches scored, by their own samples.
-        words: "title" and "metric", the name of the y axis.
+        words: "title", "metric", the name of the y axis, and "tried", what `tried` is called.
         path: Where to write, without suffix.
         higher: A higher score is better.
     """
     with drawn(path, height=4.6) as axes:
         grey: Any = {"color": "0.45", "alpha": 0.5, "mew": 0, "ms": 3, "zorder": 1}
-        axes.plot(tried["latency_ms"], tried["score"], "o", label="scored in the searches", **grey)
+        axes.plot(tried["latency_ms"], tried["score"], "o", label=name_lines(words["tried"], 24), **grey)
         best = front(points, higher)
         axes.step(best["latency_ms"], best["score"], where="post", color="0.35", linewidth=1.0, label="front", zorder=2)
         for index, row in enumerate(points.drop_duplicates("label").to_dict("records")):

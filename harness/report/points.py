@@ -7,7 +7,7 @@ import pandas as pd
 
 from harness.report.results import CellResults
 
-__all__ = ["bounded", "tried_frame"]
+__all__ = ["bounded", "tried_frame", "tried_name"]
 
 FIELDS = 150
 """Along each axis of a picture: dots of one field lie on top of each other there."""
@@ -30,3 +30,8 @@ def tried_frame(cell: CellResults) -> pd.DataFrame:
     ranges = (points.max() - points.min()).replace(0.0, 1.0)
     fields = ((points - points.min()) / ranges * FIELDS).round()
     return points[~fields.duplicated()]
+
+
+def tried_name(cell: CellResults) -> str:
+    """What the candidates are called in a key: where they were scored on other images than the rows, that is said."""
+    return "scored in the searches" + (", on their half of the data" if cell.facts.get("halves") else "")

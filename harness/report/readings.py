@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
+from harness.evaluators.intervals import RESAMPLES
 from harness.measure.events import Block, Readings
 from harness.measure.stats import block_ci
 from harness.records import Measured, Told
-from harness.report.naming import METRICS
+from harness.report.naming import CAPPED, METRICS
 from harness.report.results import CellResults
 from harness.report.samples import counted
 from harness.run.journal import read_journal
@@ -88,6 +90,8 @@ def of_row(cell: CellResults, line: Mapping[Any, Any], column: str) -> Iterator[
         yield from trials(cell, line["method"].partition(" #")[0], int(line["seed"]))
     elif column.startswith(SCORES):
         yield from _scores(cell, line["row"], dropped=column.startswith("drop"))
+        if column.startswith("drop"):
+            yield from _subtracted(cell, line)
     elif column.startswith(("builds", "minutes")) and line["seed"] == line["seed"] and line["seed"] is not None:
         yield from trials(cell, line["method"], int(line["seed"]))
     elif column.startswith("builds"):
@@ -167,6 +171,22 @@ def _scores(cell: CellResults, row: str, *, dropped: bool) -> Iterator[Source]:
             head.append(f"    failed: {score['failed']}: {score['reason']}")
         head += [f"    {metric}: {value}" for metric, value in score.get("metrics", {}).items()]
         yield Source(head=tuple(head), readings=partial(_by_item, score.get("per_item") or ()))
+
+
+def _subtracted(cell: CellResults, line: Mapping[Any, Any]) -> Iterator[Source]:
+    """How two scores come to a drop, and its limits; nothing where one of them is not there."""
+    own, reference = cell.score(line["row"]), cell.score(FLOAT_ROW)
+    if own is None or reference is None or line["row"] == FLOAT_ROW:
+        return
+    if line["metric"] in CAPPED:
+        yield Source(head=("no drop: the metric compares with the float model, whose own value is a cap",))
+        return
+    larger, smaller = (reference, own) if cell.higher_is_better else (own, reference)
+    said = "float less this row" if cell.higher_is_better else "this row less float, for a lower figure is better"
+    yield Source(head=(f"drop: {larger:.6f} - {smaller:.6f} = {line['drop']:+.6f} ({said})",))
+    if not pd.isna(line["drop_low"]):
+        limits = f"[{line['drop_low']:+.6f}, {line['drop_high']:+.6f}]"
+        yield Source(head=(f"95 % of {RESAMPLES} draws of the images, subtracted draw by draw: {limits}",))
 
 
 def _by_item(items: tuple[float, ...]) -> Iterator[Reading]:

@@ -16,13 +16,13 @@ from harness.report.naming import CAPPED, METRICS, judged, score_head, shown_dro
 from harness.report.notes import (
     BUDGET_NOTE,
     COST_NOTE,
-    DECISION_NOTE,
     FINALIST_NOTE,
     PRECISION_NOTE,
     TARGET_NOTE,
     VARIANCE_NOTE,
     backend_notes,
     data_notes,
+    decision_note,
     main_note,
     noise,
 )
@@ -155,7 +155,7 @@ def _decision(decisions: pd.DataFrame) -> Table:
     cells = cells.drop(columns=[head for head in cells if set(cells[head]) == {MISSING}])
     bold, underlined = (frozenset(places) for places in marks.values())
     return Table(
-        name="decision", title="Decision", cells=cells, raw=decisions, note=DECISION_NOTE, bold=bold,
+        name="decision", title="Decision", cells=cells, raw=decisions, note=decision_note(decisions), bold=bold,
         underlined=underlined,
     )  # fmt: skip
 

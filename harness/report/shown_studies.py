@@ -26,26 +26,30 @@ SCORE_NOTE = (
     + LEVEL_NOTE
 )
 PAIR_NOTE = (
-    "Confirmed speedup at the largest budget, first over second: geometric mean over cells [95 %, Student's over "
-    "cells]. Chance: that a seed of the first beats one of the second, ties half, mean over cells; 50 % is no effect."
+    "Confirmed speedup at the largest budget, first over second, medians over seeds: geometric mean over cells [95 %, "
+    "Student's over cells; none of a single one]. Chance: that a seed of the first beats one of the second, ties half, "
+    f"mean over cells; 50 % is no effect. p (Holm): Wilcoxon's signed ranks over cells, corrected for all pairs; from "
+    f"{ENOUGH} cells on, with fewer no pair could be significant."
 )
 ABLATION_NOTE = (
     "Confirmed speedup of the variant over that of the reference at the largest budget, paired by seeds: geometric "
-    "mean over cells [95 %]. Below 1: the part that the variant lacks helps. Chance: that a seed of the "
-    "variant is better."
+    "mean over cells [95 %, Student's over cells; over seeds where there is one cell]. Below 1: what the variant "
+    "lacks, or has otherwise, helps the reference. Chance: that a seed of the variant is better, 50 % is no effect."
 )
 TRANSFER_NOTE = (
     "The placement that the searches liked best on the backend of the row, run on that of the column: confirmed "
-    "speedup over the column's float baseline [95 %], and its share of the gain of the column's own best."
+    "speedup over the column's float baseline [95 %, Student's over builds], and in parentheses the time that it "
+    "saves, as a share of what the column's own best saves."
 )
 INHERITED_NOTE = (
     "What the searches learned of the patterns of the row's model, put into the column's model by the pattern cache: "
-    "confirmed speedup over its float baseline [95 %], and the share of the gain of its own best."
+    "confirmed speedup over its float baseline [95 %, Student's over builds], and in parentheses the time that it "
+    "saves, as a share of what its own best saves."
 )
 VOLUME_NOTE = (
     "Hypervolume of latency and accuracy at the end of the search, as a share of the box between the ideal (no time, "
     "no loss) and the float model's latency with the largest loss seen in the cell: median over seeds [95 % "
-    "interval; the range below six seeds]. " + LEVEL_NOTE
+    "interval; the range below six seeds]. Scored: evaluations whose metric was measured, all seeds. " + LEVEL_NOTE
 )
 
 
@@ -86,7 +90,6 @@ def _ranked(found: Ranks | None) -> Iterator[str]:
     """The ranks in words, and whether they mean anything."""
     if found is None:
         return
-    few = "" if found.blocks >= ENOUGH else f"; none below {ENOUGH} cells, where no pair could be significant"
     means = ", ".join(f"{name} {rank:.2f}" for name, rank in found.mean.items())
     yield f"Mean ranks over the {found.blocks} cells that have all searchers: {means}."
     if found.untested:
@@ -94,8 +97,7 @@ def _ranked(found: Ranks | None) -> Iterator[str]:
     elif found.p_value is not None and found.critical_difference is not None:
         yield (
             f"Friedman's test: p = {found.p_value:.3g}; Nemenyi's critical difference of mean ranks at 5 %: "
-            f"{found.critical_difference:.2f}. p (Holm): Wilcoxon's signed ranks over cells, corrected for all "
-            f"pairs{few}."
+            f"{found.critical_difference:.2f}."
         )
 
 

@@ -161,6 +161,7 @@ def test_what_a_pattern_costs_in_accuracy_stands_beside_what_it_gives(priced):
     text = next((cell / "explain").glob("*.md")).read_text()
     assert re.search(r"cosine lost against the float model: \+0\.\d{4} \[", text)
     assert "| costs cosine" in text
+    assert "costs: what the whole placement loses in accuracy against itself without the part" in text
     assert re.search(r"[+-]\d+ µs", text)
     assert (priced / "report" / f"price-net-bench-int8-{found.row}.svg").exists()
 

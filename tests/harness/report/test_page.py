@@ -42,7 +42,27 @@ def test_the_verdict_stands_first_with_its_uncertainty(folder):
     text = re.sub(r"<[^>]+>", " ", page_of(folder).read_text().partition("<main")[0])
     assert re.search(r"random: 2.00 \[2.00, 2.00\] times the speed of the float model, 4.000 \[4.000, 4.000\] ms", text)
     assert "top-1 0.7900 (drop +0.0100, allowed 0.02), 5 Q/DQ pairs." in text
-    assert "6 methods: 1 faster, 1 faster but beyond the bound, 1 slower, 3 without a figure." in text
+    assert "6 methods: 1 faster, 1 faster but beyond the bound, 1 slower, 3 without a speed." in text
+
+
+def test_where_the_float_model_is_the_best_nothing_is_called_faster(folder):
+    path = folder / CELL / "cell.json"
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps({**facts, "goal": {**facts["goal"], "max_drop": 0.001}}))
+    assert "nothing that keeps the bound is faster than float, 8.000 [8.000, 8.000] ms" in page_of(folder).read_text()
+
+
+def test_the_cloud_of_the_searches_is_said_to_be_of_other_images(folder):
+    def key_of_the_cloud() -> str:
+        charts = data_of(page_of(folder).read_text())["cells"][0]["charts"]
+        chart = next(chart for chart in charts if chart["title"].startswith("Latency against"))
+        assert chart["data"][0]["name"] in chart["title"]
+        return chart["data"][0]["name"]
+
+    assert key_of_the_cloud() == "scored in the searches"
+    path = folder / CELL / "cell.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "halves": True}))
+    assert key_of_the_cloud() == "scored in the searches, on their half of the data"
 
 
 def test_a_noisy_machine_is_said_with_the_verdict_in_the_warning_colour(folder):

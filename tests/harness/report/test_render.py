@@ -16,6 +16,7 @@ from rich.console import Console
 import harness.report
 from harness.commands.report import show_report
 from harness.errors import UserError
+from harness.evaluators.intervals import evidence_of
 from harness.report import render
 from harness.report.page import index
 from harness.report.render import drawing_of, text_of, write_tables
@@ -226,7 +227,7 @@ def test_random_data_and_few_images_are_said_below_every_table(folder):
     assert "only" not in tables(folder)
     change(folder, calibrated_on="random data")
     for score in body.values():
-        score["per_item"] = [1.0] * 19
+        score.update(metrics={"top1": 1.0}, per_item=[1.0] * 19)
     write_json(path, body)
     tables(folder)
     for file in (folder / "report").glob("*.md"):
@@ -360,7 +361,7 @@ def test_cells_that_have_not_begun_are_unfinished(folder):
     path = folder / "experiment.yaml"
     path.write_text(path.read_text().replace("models:\n", "models:\n- use: other.onnx\n  label: other\n"))
     text = tables(folder)
-    assert "UNFINISHED, so this is partial: other-openvino-int8; run the same command again" in text
+    assert "UNFINISHED, so this is partial: other-openvino-int8; repeat qdq run to go on." in text
     waiting = [line for line in cells_of(folder / "report" / "main.md") if line[0] == "other"]
     assert [line[3] for line in waiting] == ["float", "all", "linear", "random", "tpe"]
     assert all(line[-1] == "missing" and line[4] == "-" for line in waiting)
@@ -493,11 +494,46 @@ def test_the_drop_has_an_interval_where_single_images_were_kept(folder):
 def test_images_that_do_not_match_cost_the_interval_not_the_table(folder, caplog):
     path = folder / CELL / "accuracy.json"
     body = json.loads(path.read_text())
-    body["sha of float main"]["per_item"] = [1.0] * 80
-    body["sha of all main"]["per_item"] = [1.0] * 70
+    body["sha of float main"]["per_item"] = [1.0] * 64 + [0.0] * 16
+    body["sha of all main"]["per_item"] = [1.0] * 49 + [0.0] * 21
     write_json(path, body)
     assert "+0.1000" in tables(folder)
     assert "no interval of the drop of all: a paired interval needs the same images" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("forged", "said"),
+    [
+        ({"metrics": {"top1": 0.79}}, r"aa: top1 is 0.79, but by its own per_item it is 0.7"),
+        ({"per_item": [1.0] * 80 + [0.0] * 20}, r"aa: top1 is 0.7, but by its own per_item it is 0.8"),
+        ({"evidence": "damaged"}, "aa: the evidence of a score is damaged"),
+    ],
+)
+def test_a_score_that_its_own_images_deny_is_not_believed(folder, forged, said):
+    path = folder / CELL / "accuracy.json"
+    body = json.loads(path.read_text())
+    hits = [1.0] * 70 + [0.0] * 30
+    body["sha of aa main"] = {
+        "metrics": {"top1": 0.7},
+        "per_item": hits,
+        "evidence": evidence_of("mean", {"top1": hits}),
+    }
+    write_json(path, body)
+    assert "top-1 0.7000" in tables(folder)
+    forged = {**body["sha of aa main"], "evidence": "", **forged}
+    write_json(path, {**body, "sha of aa main": forged})
+    remedy = "move it away and repeat qdq run, which makes it anew, or restore it"
+    with pytest.raises(UserError, match=rf"accuracy\.json: damaged \(.*{said}.*\); {remedy}"):
+        tables(folder)
+
+
+def test_a_score_that_its_evidence_denies_is_not_believed_either(folder):
+    path = folder / CELL / "accuracy.json"
+    body = json.loads(path.read_text())
+    body["sha of aa main"] = {"metrics": {"top1": 0.79, "top5": 0.9}, "evidence": evidence_of("mean", {"top1": [1, 0]})}
+    write_json(path, body)
+    with pytest.raises(UserError, match=r"aa: top1 is 0\.79, but by its own evidence it is 0\.5"):
+        tables(folder)
 
 
 def test_the_larger_of_the_two_floors_counts(folder):
@@ -581,6 +617,42 @@ def test_the_best_found_is_chosen_by_the_searches_own_samples(folder):
         "random is faster when both are confirmed, but that is to be reported, not chosen by"
     )
     assert best[5] == "1.60 [1.60, 1.60]"
+
+
+def test_below_the_decisions_it_stands_how_the_best_found_was_chosen(folder):
+    tables(folder)
+    note = (folder / "report" / "decision.md").read_text().partition("\n\n")[2]
+    assert "of the searchers whose choice keeps the bound on accuracy" in note
+    assert "the drop itself counts, not its interval" in note
+    assert "Where no searcher's choice keeps it" not in note
+    assert "not finite" not in note
+    goal = Goal(metric="top1", reference=0.8, max_drop=0.001)
+    change(folder, goal=asdict(goal))
+    tables(folder)
+    assert cells_of(folder / "report" / "decision.md")[-1][-1] == "not shipped: accuracy (random)"
+    note = (folder / "report" / "decision.md").read_text().partition("\n\n")[2]
+    assert (
+        f"Where no searcher's choice keeps it ({CELL}), the fastest of all stands there; it is not to be shipped."
+        in note
+    )
+
+
+def test_an_experiment_without_accuracy_says_nothing_of_drops(folder):
+    assert "Drop: loss against the float baseline, positive is worse; its interval: 95 % of the bootstrap" in tables(
+        folder
+    )
+    (folder / CELL / "accuracy.json").unlink()
+    change(folder, metric=None, goal=asdict(Goal()))
+    assert "Drop:" not in tables(folder)
+
+
+def test_what_accuracy_only_means_is_said_where_a_row_is_so(folder):
+    assert '"accuracy only"' not in tables(folder)
+    path = folder / CELL / "rows.json"
+    body = json.loads(path.read_text())
+    body["picks"] = [{**p, "reason": "accuracy only"} if p["method"] == "tpe" else p for p in body["picks"]]
+    write_json(path, body)
+    assert '"accuracy only": the device has no speed at that precision, so such a row is scored' in tables(folder)
 
 
 def test_frames_hold_what_the_tables_are_made_of(folder):

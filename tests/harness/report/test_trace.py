@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -60,11 +61,36 @@ def test_a_search_is_a_line_a_trial(folder):
 def test_scores_name_the_images_and_show_their_values_raw(folder):
     path = folder / CELL / "accuracy.json"
     body = json.loads(path.read_text())
-    body["sha of aa main"]["per_item"] = [1.0, 0.0, 1.0]
+    body["sha of aa main"]["per_item"] = [1.0, 0.79, 0.58]
     path.write_text(json.dumps(body))
     assert "    by item: 3 values" in said(folder, "random:top-1")
-    assert "    by item: 1 0 1" in said(folder, "random:top-1", "--raw")
+    assert "    by item: 1 0.79 0.58" in said(folder, "random:top-1", "--raw")
     assert "    top1: 0.79" in said(folder, "random:top-1", "--last", 1), "figures are never cut"
+
+
+def test_a_drop_is_the_subtraction_of_two_scores(folder):
+    lines = said(folder, "all:drop")
+    assert lines[0] == f"row 3: {CELL}, all, drop [CI]: +0.1000"
+    assert lines[-1] == "drop: 0.800000 - 0.700000 = +0.100000 (float less this row)"
+    assert not any("drop: " in line for line in said(folder, "all:top-1"))
+    path = folder / CELL / "accuracy.json"
+    body = json.loads(path.read_text())
+    for row, share in (("float", 80), ("all", 70)):
+        body[f"sha of {row} main"]["per_item"] = [1.0] * share + [0.0] * (100 - share)
+    path.write_text(json.dumps(body))
+    *_, drop, limits, more = said(folder, "all:drop")
+    assert drop.startswith("drop: 0.800000 - 0.700000 = ")
+    assert re.fullmatch(
+        r"95 % of 1000 draws of the images, subtracted draw by draw: \[\+0\.0\d{5}, \+0\.1\d{5}\]", limits
+    )
+    assert more == "--raw shows every single reading."
+
+
+def test_a_drop_of_what_is_better_lower_is_subtracted_the_other_way(folder):
+    path = folder / CELL / "cell.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "higher_is_better": False}))
+    lines = said(folder, "all:drop")
+    assert lines[-1] == "drop: 0.700000 - 0.800000 = -0.100000 (this row less float, for a lower figure is better)"
 
 
 def test_what_several_seeds_chose_is_shown_once(folder):
