@@ -23,6 +23,7 @@ RULES = {
     "all": "all operators",
     "all-fp8": "all operators, fp8",
 }
+BROKEN = ("not shipped: accuracy", "not shipped: not scored")
 NAMES = {"f32": "FP32", "fp32": "FP32", "f16": "FP16", "fp16": "FP16", "bf16": "BF16"}
 
 
@@ -31,7 +32,8 @@ def decision_frame(results: Results) -> pd.DataFrame:
 
     Roles are the float precisions, "default PTQ" (each tool), "linear operators" and "all operators" where they are
     rows of the experiment, and "best found": of the searchers whose choice obeys the bound on accuracy the one with the
-    highest speedup by its own search samples, so that its confirmed figures are fresh ones. `batch` is the first extent
+    highest speedup in the runoff, or where there was none by its own search samples, so that its confirmed figures are
+    fresh ones. `batch` is the first extent
     of the inputs, `megabytes` the size of the exported file; both are None where they are not known.
     """
     cells = {cell.name: cell for cell in results.cells}
@@ -54,15 +56,23 @@ def _roles(lines: Sequence[dict[Any, Any]], searchers: Sequence[str]) -> Iterato
     yield from ((RULES[line["method"]], line) for line in lines if line["method"] in RULES)
     found = [line for line in lines if line["method"] in searchers]
     if found:
-        yield BEST, max(found, key=_merit)
+        yield BEST, _favourite(found)
 
 
-def _merit(line: Mapping[Any, Any]) -> tuple[bool, float]:
-    """Whether the bound holds, then the speedup that the search itself saw."""
-    broken = str(line["decision"]).startswith(("not shipped: accuracy", "not shipped: not scored"))
+def _favourite(found: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
+    """The searcher's line that did best before the confirmation, of those that obey the bound where any does."""
+    confirmed = [line for line in found if pd.notna(line["speedup"])]
+    obeying = [line for line in confirmed if not str(line["decision"]).startswith(BROKEN)]
+    lines = obeying or confirmed or found
+    met = all(pd.notna(line["runoff"]) for line in lines)
+    return max(lines, key=lambda line: line["runoff"] if met else _seen(line))
+
+
+def _seen(line: Mapping[Any, Any]) -> float:
+    """The speedup that the search itself saw."""
     if pd.isna(line["speedup"]):
-        return False, -math.inf
-    return not broken, line["speedup"] + (0.0 if pd.isna(line["shrinkage"]) else line["shrinkage"])
+        return -math.inf
+    return float(line["speedup"]) + (0.0 if pd.isna(line["shrinkage"]) else float(line["shrinkage"]))
 
 
 def _batch(cell: CellResults | None) -> int | None:

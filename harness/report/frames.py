@@ -29,7 +29,7 @@ COLUMNS = (
     "cell", "model", "backend", "device", "precision", "quantized", "method", "latency_ms", "latency_low_ms",
     "latency_high_ms", "speedup", "speedup_low", "speedup_high", "metric", "score", "drop", "drop_low", "drop_high",
     "pairs", "builds_ok", "builds", "minutes", "verdict", "beyond", "reason", "decision", "seed", "budget",
-    "search_ms", "shrinkage", "scored", "agreement", "row", "sha256", "best", "tied",
+    "search_ms", "shrinkage", "runoff", "scored", "agreement", "row", "sha256", "best", "tied",
 )  # fmt: skip
 
 
@@ -190,6 +190,7 @@ def _line(cell: CellResults, pick: Pick) -> dict[str, Any]:
         "budget": pick.budget,
         "search_ms": pick.search_ms,
         "shrinkage": _shrinkage(cell, pick),
+        "runoff": pick.runoff,
         "scored": pick.scored,
         "agreement": pick.agreement,
         "row": pick.row,

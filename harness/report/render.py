@@ -14,6 +14,7 @@ from harness.report.decision import decision_frame
 from harness.report.drawing import draw
 from harness.report.frames import finalist_frame, main_frame, precision_frame
 from harness.report.notes import partial, progress
+from harness.report.overview import overview_frame
 from harness.report.page import index
 from harness.report.results import Results
 from harness.report.results import load as load_results
@@ -42,6 +43,7 @@ class Frames:
 
     Attributes:
         main: One row a method; see `harness.report.frames.main_frame`.
+        overview: Speedups of several cells by method, and their geometric means; see `harness.report.overview`.
         finalists: Everything that went to the confirmation.
         precision: The rows with an accuracy or of several precisions, with a decision.
         decision: Float, PTQ tools, everything quantized, and the best found; see `harness.report.decision`.
@@ -60,6 +62,7 @@ class Frames:
     """
 
     main: pd.DataFrame
+    overview: pd.DataFrame
     finalists: pd.DataFrame
     precision: pd.DataFrame
     decision: pd.DataFrame
@@ -86,6 +89,7 @@ def load(folder: Path | str) -> Frames:
     results = load_results(Path(folder))
     return Frames(
         main=main_frame(results),
+        overview=overview_frame(main_frame(results)),
         finalists=finalist_frame(results),
         precision=precision_frame(results),
         decision=decision_frame(results),

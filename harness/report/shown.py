@@ -26,6 +26,7 @@ from harness.report.notes import (
     main_note,
     noise,
 )
+from harness.report.overview import overview_frame, overview_table
 from harness.report.results import Results
 from harness.report.samples import variance_frame
 from harness.report.searching import budget_frame, cost_frame, target_frame
@@ -48,6 +49,7 @@ def _made(results: Results) -> Iterator[Table]:
     warnings = tuple(filter(None, map(noise, results.cells)))
     main = _told_apart(main_frame(results))
     yield replace(_marked("main", "Main results", main, _main_row, main_note(results)), warnings=warnings)
+    yield overview_table(overview_frame(main))
     precision = _told_apart(precision_frame(results))
     yield _marked("precision", "Precision and decision", precision, _precision_row, PRECISION_NOTE)
     yield _decision(_told_apart(decision_frame(results)))

@@ -7,9 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pandas as pd
+
 from harness.errors import UserError, nearest
 from harness.report import readings
 from harness.report.frames import main_frame
+from harness.report.overview import MEAN
 from harness.report.readings import Source
 from harness.report.results import CellResults, Results
 from harness.report.shown import tables_of
@@ -19,6 +22,8 @@ __all__ = ["Traced", "row_of", "trace"]
 
 ALIGNED = ("main", "precision", "finalists")
 """Tables whose lines are rows, one by one those of the raw frame."""
+BY_ROW = (*ALIGNED, "overview", "decision", "transfer", "transfer_models")
+"""Tables whose figures are of rows of the main table."""
 CONFIRMED = ("budget", "pairs", "ablation")
 """Tables of what searches chose, by its confirmation. The others are of the searches' own samples."""
 LABELS = ("cell", "searcher", "first", "second", "reference", "variant", "model", "row", "found on", "found in")
@@ -151,8 +156,9 @@ def _names(line: Mapping[Any, Any]) -> set[str]:
 def _origins(results: Results, table: Table, number: int, head: str) -> Iterator[Source]:
     """By the kind of table."""
     line, cells = table.cells.to_dict("records")[number], {cell.name: cell for cell in results.cells}
-    if table.name in (*ALIGNED, "decision", "transfer", "transfer_models"):
-        yield from _of_row(cells, _behind(table, number, head), head)
+    if table.name in BY_ROW:
+        for raw in _behind(table, number, head):
+            yield from _of_row(cells, raw, head)
         return
     for cell in [cells[line["cell"]]] if "cell" in line else results.pooled:
         if table.name == "variance":
@@ -173,20 +179,25 @@ def _of_row(cells: Mapping[str, CellResults], raw: Mapping[Any, Any] | None, hea
         yield Source(head=("the cell has not begun",))
     else:
         column = head.removeprefix(f"{raw.get('quantized')} ")
-        yield from readings.of_row(cells[raw["cell"]], raw, "speedup" if column.startswith("run ") else column)
+        whole = column.startswith("run ") or column == raw.get("column")
+        yield from readings.of_row(cells[raw["cell"]], raw, "speedup" if whole else column)
 
 
-def _behind(table: Table, number: int, head: str) -> Mapping[Any, Any] | None:
-    """The raw line that a figure is of."""
+def _behind(table: Table, number: int, head: str) -> Sequence[Mapping[Any, Any] | None]:
+    """The raw line that a figure is of, or lines of which it is the mean; None for one that is not there."""
     raw, line = table.raw.to_dict("records"), table.cells.to_dict("records")[number]
     if table.name in ALIGNED:
-        return raw[number]
+        return [raw[number]]
+    if table.name == "overview":
+        keys = (line["device"], line["quantized"], head)
+        alike = [r for r in raw if (r["device"], r["quantized"], r["column"]) == keys and not pd.isna(r["cell"])]
+        return [r for r in alike if line["model"] in (r["model"], MEAN)] or [None]
     if table.name == "decision":
         same = [r for r in raw if (r["model"], r["device"], r["role"]) == (line["model"], line["device"], line["row"])]
-        return next((r for r in same if head.startswith(f"{r['quantized']} ")), same[0])
+        return [next((r for r in same if head.startswith(f"{r['quantized']} ")), same[0])]
     within, word = ("model", "on") if table.name == "transfer" else ("backend", "in")
     wanted = (line[within], line["precision"], line[f"found {word}"], head.removeprefix(f"run {word} "))
-    return next((r for r in raw if (r["within"], r["precision"], r["source"], r["target"]) == wanted), None)
+    return [next((r for r in raw if (r["within"], r["precision"], r["source"], r["target"]) == wanted), None)]
 
 
 def _named(line: Mapping[Any, Any]) -> set[str]:

@@ -619,6 +619,22 @@ def test_the_best_found_is_chosen_by_the_searches_own_samples(folder):
     assert best[5] == "1.60 [1.60, 1.60]"
 
 
+def test_the_best_found_is_chosen_by_the_runoff_where_all_met_in_one(folder):
+    path = folder / CELL / "rows.json"
+    body = json.loads(path.read_text())
+    lucky = {"method": "tpe", "kind": "search", "row": "bb", "seed": 0, "budget": 3, "search_ms": 2.0}
+    picks = [pick for pick in body["picks"] if pick["method"] != "tpe"]
+    for pick in picks:
+        if pick["kind"] == "search":
+            pick["runoff"] = 1.9
+    shutil.copy(folder / CELL / "runs" / "random-0.jsonl", folder / CELL / "runs" / "tpe-0.jsonl")
+    for met, chosen in ((None, "ship (tpe)"), (1.5, "ship: fastest (random)")):
+        body["picks"] = [*picks, {**lucky, "runoff": met}]
+        write_json(path, body)
+        tables(folder)
+        assert cells_of(folder / "report" / "decision.md")[-1][-1] == chosen
+
+
 def test_below_the_decisions_it_stands_how_the_best_found_was_chosen(folder):
     tables(folder)
     note = (folder / "report" / "decision.md").read_text().partition("\n\n")[2]

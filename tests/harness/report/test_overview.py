@@ -1,0 +1,74 @@
+"""The table of a paper: a row a model, a column a method, geometric means below."""
+
+from __future__ import annotations
+
+import json
+
+import pandas as pd
+import pytest
+
+import harness.report
+from harness.measure.confirm import TWIN
+from harness.report.render import write_tables
+from harness.report.results import load
+from harness.report.trace import trace
+from harness.run.rows import write_json
+
+CELL = "net-openvino-int8"
+OTHER = "other-openvino-int8"
+
+
+@pytest.fixture
+def models(folder, cell_maker, confirmation_maker):
+    """Two models: random is 2.0 and 4.5 times as fast as float, "all" 4 and 2 times, "linear" builds nowhere."""
+    yaml = folder / "experiment.yaml"
+    yaml.write_text(yaml.read_text().replace("models:\n", "models:\n- {use: other.onnx, label: other}\n"))
+    cell = cell_maker(folder, OTHER, model="other")
+    rows = json.loads((cell / "rows.json").read_text())
+    confirmation_maker(cell, {TWIN: 9.0, "float": 9.0, "float-bf16": 10.0, "all": 4.5, "aa": 2.0, "bb": 5.0})
+    write_json(cell / "rows.json", rows)
+    return folder
+
+
+def lines_of(folder) -> dict[str, dict[str, str]]:
+    write_tables(load(folder), folder / "report")
+    head, _, *lines = (folder / "report" / "overview.md").read_text().partition("\n\n")[0].splitlines()
+    names = [cell.strip() for cell in head.strip("|").split("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {line[0]: dict(zip(names, line, strict=True)) for line in cells}
+
+
+def test_a_row_a_model_a_column_a_method_and_the_geometric_mean(models):
+    found = lines_of(models)
+    assert set(found) == {"net", "other", "geometric mean"}
+    assert found["net"]["random"] == "**2.00 [2.00, 2.00]**"
+    assert found["other"]["random"] == "**4.50 [4.50, 4.50]**"
+    assert found["geometric mean"]["random"] == "3.00 [3.00, 3.00]"
+    assert found["net"]["all"] == "4.00 [4.00, 4.00] beyond", "its drop breaks the bound of the experiment"
+    assert found["net"]["linear"] == "failed: build"
+    assert found["geometric mean"]["linear"] == "-", "no mean over the models that it happens to work on"
+    assert found["geometric mean"]["float bf16"] == "0.85 [0.85, 0.85]", "a float precision that is not the baseline"
+    assert "float" not in found["net"], "the baseline is 1 everywhere"
+    assert "Beyond: the drop" in (models / "report" / "overview.md").read_text()
+
+
+def test_its_figures_can_be_traced(models):
+    results = load(models)
+    one = trace(results, "other:random", "overview")
+    assert one.shown == "4.50 [4.50, 4.50]"
+    assert len(one.sources) == 1
+    both = trace(results, "geometric mean:random", "overview")
+    assert [CELL in source.head[0] or OTHER in source.head[0] for source in both.sources] == [True, True]
+
+
+def test_one_cell_needs_no_overview(folder):
+    write_tables(load(folder), folder / "report")
+    assert not (folder / "report" / "overview.md").exists()
+    assert harness.report.load(folder).overview.empty
+
+
+def test_the_frame_has_the_figures_unrounded(models):
+    frame = harness.report.load(models).overview
+    mean = frame[(frame["model"] == "geometric mean") & (frame["column"] == "random")].iloc[0]
+    assert mean["speedup"] == pytest.approx(3.0)
+    assert pd.isna(mean["cell"])
