@@ -219,8 +219,20 @@ def _cell(folder: Path, stored: Stored) -> CellResults:
         floor=(floor or None) if summary is None else summary.floor,
         builds=builds,
         float_measured=(folder / "float.json").exists(),
-        complete=bool(picks) and summary is not None and builds is not None and summary.builds >= builds,
+        complete=bool(picks)
+        and summary is not None
+        and builds is not None
+        and summary.builds >= builds
+        and _chosen_from(searches, picks),
     )
+
+
+def _chosen_from(searches: Iterable[Search], picks: Iterable[Pick]) -> bool:
+    """Whether the picks are of the searches as they are now; a larger budget makes searches go on, and picks old."""
+    most: dict[tuple[str, int | None], int] = {}
+    for pick in picks:
+        most[pick.method, pick.seed] = max(pick.budget or 0, most.get((pick.method, pick.seed), 0))
+    return all(s.evaluations <= most.get((s.searcher, s.seed), s.evaluations) for s in searches)
 
 
 def _facts(folder: Path) -> Mapping[str, Any]:

@@ -105,6 +105,17 @@ def test_the_text_shows_main_budget_and_cost_and_the_files_hold_all(folder):
         assert all((edge == 1.0).all() for edge in border), f"{path.name}: text runs over the edge"
 
 
+def test_a_search_that_went_on_after_its_picks_leaves_the_cell_unfinished(folder):
+    path = folder / CELL / "runs" / "random-0.jsonl"
+    told = json.loads(path.read_text().splitlines()[-1])
+    asked = json.loads(path.read_text().splitlines()[-2])
+    more = ({**asked, "number": 3, "choices": [3], "digest": "3"}, {**told, "number": 3, "elapsed_s": 40.0})
+    with path.open("a") as file:
+        file.writelines(f"{json.dumps(line)}\n" for line in more)
+    assert "UNFINISHED" in render(folder), "a larger budget was asked for, and the run was cut off"
+    assert not harness.report.load(folder).complete
+
+
 def test_csv_holds_raw_figures_and_whole_reasons(folder):
     tables(folder)
     raw = pd.read_csv(folder / "report" / "main.csv")

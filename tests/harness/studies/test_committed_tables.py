@@ -1,0 +1,49 @@
+"""The replay tables that come with the project: whole, small, of the models as they are, and told truly in the docs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from harness.run.config import ModelSpec
+from harness.studies.landscape import Landscape
+from harness.studies.replay import check_table
+from harness.studies.replay_report import table_lines
+from harness.tables import read_table
+
+ROOT = Path(__file__).resolve().parents[3]
+TABLES = sorted((ROOT / "results" / "tables").glob("*.parquet"))
+
+
+def test_there_are_at_least_four() -> None:
+    assert len(TABLES) >= 4
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_a_table_is_small_whole_and_of_the_model_as_it_is(path: Path, tmp_path: Path) -> None:
+    assert path.stat().st_size < 5_000_000
+    table = read_table(path)  # refuses what is not whole or not what it says
+    if table.facts.source.startswith("assets:") and not os.environ.get("QDQ_ASSETS"):
+        pytest.skip("QDQ_ASSETS is not set")
+    check_table(table, ModelSpec(use=table.facts.source, label=table.facts.model), tmp_path)
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_nothing_that_every_search_is_told_beats_the_optimum(path: Path) -> None:
+    landscape = Landscape(read_table(path))
+    best_ms = landscape.latency_ms[landscape.optimum]
+    assert min(landscape.anchors_ms.values()) > 0.98 * best_ms, "the optimum of a table is no lucky reading"
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_the_docs_say_what_the_table_says(path: Path) -> None:
+    placements, optimum = table_lines(read_table(path))[1:3]
+    line = next(line for line in (ROOT / "docs" / "replay.md").read_text().splitlines() if f"`{path.stem}`" in line)
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    _, dimensions, models, best_ms, *anchors = cells[:7]
+    total = 2 ** int(dimensions.split()[0])
+    assert placements.startswith(f"{total} placements of {dimensions} dimensions, {models} different models")
+    shown = zip(("float", "all", "linear"), anchors, strict=True)
+    assert optimum.startswith(f"optimum {best_ms} ms ({', '.join(f'{name} {ms} ms' for name, ms in shown)})")
