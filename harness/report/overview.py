@@ -20,10 +20,11 @@ KEPT = (
 )  # fmt: skip
 NOTE = (
     "Confirmed speedup over the float baseline [95 % interval] by method; searchers at their largest budget with the "
-    "best of their seeds, by the runoff. Bold: the fastest of a model; underlined: not to be told from it. The mean "
-    "stands where a method has a figure for every model of the device; its interval is of these models, not of others."
+    "best of their seeds, chosen before the confirmation. Bold: the fastest of a model; underlined: not to be told "
+    "from it. The mean stands where a method has a figure for every model of the device; its interval is of these "
+    "models, not of others."
 )
-BEYOND_NOTE = " Beyond: the drop of accuracy breaks the bound of the experiment."
+BEYOND_NOTE = " Beyond: the drop of accuracy breaks the bound of the experiment, of a mean that of any model in it."
 
 
 def overview_frame(main: pd.DataFrame) -> pd.DataFrame:
@@ -62,7 +63,7 @@ def _means(part: pd.DataFrame) -> Iterator[dict[str, Any]]:
             "speedup": mean,
             "speedup_low": mean * math.exp(-half),
             "speedup_high": mean * math.exp(half),
-            "beyond": False,
+            "beyond": bool(lines["beyond"].any()),
             "best": False,
             "tied": False,
         }

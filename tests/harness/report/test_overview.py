@@ -46,6 +46,7 @@ def test_a_row_a_model_a_column_a_method_and_the_geometric_mean(models):
     assert found["geometric mean"]["random"] == "3.00 [3.00, 3.00]"
     assert found["net"]["all"] == "4.00 [4.00, 4.00] beyond", "its drop breaks the bound of the experiment"
     assert found["net"]["linear"] == "failed: build"
+    assert found["geometric mean"]["all"] == "2.83 [2.83, 2.83] beyond"
     assert found["geometric mean"]["linear"] == "-", "no mean over the models that it happens to work on"
     assert found["geometric mean"]["float bf16"] == "0.85 [0.85, 0.85]", "a float precision that is not the baseline"
     assert "float" not in found["net"], "the baseline is 1 everywhere"
