@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
+import psutil
 import pytest
 
 from harness.cli import main
@@ -70,6 +73,33 @@ def test_it_goes_on_where_it_stopped(tables: list[str], tmp_path: Path) -> None:
     now = {path: path.stat().st_mtime_ns for path in (out / "curves").iterdir()}
     assert len(now) == 6
     assert {path: now[path] for path in kept} == kept
+
+
+def test_no_worker_outlives_a_command_that_was_killed(tables: list[str], tmp_path: Path) -> None:
+    endless = ["--searcher", "auto", "--seeds", "1000", "--budget", "60", "--workers", "2"]
+    command = [sys.executable, "-m", "harness.cli", "study", *tables, "--out", str(tmp_path / "out"), *endless]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as study:
+        kept = tmp_path / "out" / "curves"
+        assert within(60, lambda: kept.is_dir() and any(kept.iterdir())), "no worker has done anything"
+        workers = psutil.Process(study.pid).children(recursive=True)
+        study.kill()
+    assert len(workers) >= 2
+    assert within(30, lambda: not any(alive(worker) for worker in workers)), workers
+
+
+def alive(process: psutil.Process) -> bool:
+    """Neither gone nor a corpse that waits for somebody to look at it."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def within(seconds: float, holds: Callable[[], bool]) -> bool:
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.1)
+    return holds()
 
 
 @pytest.mark.parametrize(
