@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from harness.api import Probe
-from harness.measure.conditions import Machine
+from harness.measure.conditions import Machine, disturbance
 from harness.measure.sampling import FIRST_LOOK, STEADY, Samples, read, refuse_jumps, told, warm_up
 from harness.measure.stats import Interval, median_ci
 from harness.run.config import Sampling
@@ -59,16 +59,55 @@ def take_beside(
 
     Every turn of the candidate lies between two of the reference. Its latency is the median of its inferences over the
     mean of those two turns, times the level. Turns go on until the 95 % interval of their median is narrower than
-    `target`, the race is lost, or the time is up.
+    `target`, the race is lost, or the time is up; and start over once where something else ran on the machine.
 
     Args:
         rival: The incumbent's latency in milliseconds, on the same scale.
+        machine: Asked for disturbances; None: readings are not of this machine's time.
 
     Raises:
         MeasureFailed: As `harness.measure.sampling.take`.
     """
     started_s = clock()
     warmup, steady = warm_up(probe, sampling)
+    first = counts = _turns(probe, reference, sampling, rival, machine)
+    if first.trouble:
+        counts = _turns(probe, reference, sampling, rival, machine)
+    return Samples(
+        latency_ms=tuple(counts.paced),
+        raw_ms=tuple(counts.raw),
+        beside_ms=tuple(counts.beside),
+        discarded_ms=() if counts is first else tuple(first.paced),
+        trouble=first.trouble,
+        warmup=warmup,
+        measure_s=max(0.0, clock() - started_s),
+        stable=steady and not counts.trouble,
+        saved=counts.saved,
+        conditions=counts.conditions,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Turns:
+    """Turns of both engines: `paced` on the scale of the level, the others as the clock had them."""
+
+    paced: list[float]
+    raw: list[float]
+    beside: list[float]
+    saved: int
+    trouble: str
+    conditions: Mapping[str, float]
+
+
+def _turns(
+    probe: Probe, reference: Reference, sampling: Sampling, rival: Interval | None, machine: Machine | None
+) -> _Turns:
+    """One attempt, and whether the machine was disturbed meanwhile.
+
+    A pace that both engines share cancels. Another process on the same core does not: it takes whole slices of time,
+    which more of the longer inferences meet, so the slower of two engines loses more than its share.
+    """
+    before = None if machine is None else machine.read()
     candidate, company = _Side(probe), _Side(reference.probe)
     beside = [company.turn()]
     raw: list[float] = []
@@ -89,16 +128,11 @@ def take_beside(
             saved = math.floor(share_left * candidate.counted)
             break
     refuse_jumps(raw)
-    return Samples(
-        latency_ms=tuple(paced),
-        raw_ms=tuple(raw),
-        beside_ms=tuple(beside),
-        warmup=warmup,
-        measure_s=max(0.0, clock() - started_s),
-        stable=steady,
-        saved=saved,
-        conditions=told(machine.read(), probe) if machine is not None else {},
-    )
+    if machine is None or before is None:
+        return _Turns(paced=paced, raw=raw, beside=beside, saved=saved, trouble="", conditions={})
+    after = machine.read()
+    trouble = disturbance(before, after)
+    return _Turns(paced=paced, raw=raw, beside=beside, saved=saved, trouble=trouble, conditions=told(after, probe))
 
 
 class _Side:

@@ -128,3 +128,29 @@ def test_small_engines_get_no_more_time_than_large_ones() -> None:
         return machine.now_ms
 
     assert spent_ms(0.5) == pytest.approx(spent_ms(10.0), rel=0.15)
+
+
+class Crowded:
+    """A machine on which another process works the first so many times that somebody looks."""
+
+    def __init__(self, attempts: int) -> None:
+        self._attempts, self._looks = attempts, 0
+
+    def read(self) -> Conditions:
+        self._looks += 1
+        attempt, second = divmod(self._looks - 1, 2)
+        waited_s = 0.5 if second and attempt < self._attempts else 0.0
+        return Conditions(at_s=float(attempt + second), waited_s=waited_s)
+
+
+@pytest.mark.parametrize(("attempts", "stable"), [(0, True), (1, True), (2, False)])
+def test_turns_that_another_process_interrupted_are_taken_again(attempts: int, stable: bool) -> None:
+    """Slices of time that others take do not cancel: the longer inferences meet more of them."""
+    pace = Machine(7)
+    reference = Reference(Engine(pace, 8.0), 8.0)
+    found = take_beside(Engine(pace, 4.0), reference, Sampling(warmup_ms=20.0), machine=Crowded(attempts))
+    assert found.stable is stable
+    assert bool(found.discarded_ms) is (attempts > 0)
+    assert found.trouble == (
+        "waited for a core 50% of the time: something else runs on this machine" if attempts else ""
+    )
