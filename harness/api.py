@@ -120,7 +120,10 @@ class Benchmarker(Protocol):
         ...
 
     def describe(self) -> Mapping[str, Any]:
-        """Facts for provenance and for the table: at least name, version, device, options."""
+        """Facts for provenance and for the table: at least name, version, device, options.
+
+        One that has answers for a single model alone says which, by `model_sha256`; others are refused.
+        """
         ...
 
 

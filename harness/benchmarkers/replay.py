@@ -82,6 +82,7 @@ class ReplayBenchmarker:
             "device": backend["device"],
             "options": {"table_sha256": self._sha256, "noise_seed": self._noise_seed, "recorded_on": backend},
             "float_precision": backend["float_precision"],
+            "model_sha256": self._table.facts.model_sha256,
         }
 
 

@@ -158,6 +158,8 @@ def compose(
             f"precision {spec.precision!r}: backend {spec.backend.use!r} runs {', '.join(sorted(dialect.precisions))}"
         )
     model = open_model(spec.model, base, work, max(OPSET, dialect.opset(spec.precisions)))
+    if facts.get("model_sha256", model.sha256) != model.sha256:
+        raise UserError(f"backend {spec.backend.use!r} answers for another model than {model.source}: see 'qdq record'")
     with writing(work):
         model_file = save(model, work)
     space = build_space(model, dialect, precisions=spec.precisions, sharing=experiment.sharing)

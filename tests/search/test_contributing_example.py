@@ -15,7 +15,7 @@ class HillClimber:
 
     def __init__(self, space: Space, *, seed: int, rate: float = 0.1) -> None:
         self.space, self.rate, self.rng = space, rate, np.random.default_rng(seed)
-        self.best, self.rank = space.float_placement(), (np.inf, np.inf)
+        self.best, self.rank = space.float_placement(), (np.inf, True, np.inf)
         self.asked: dict[str, Placement] = {}
 
     def ask(self, n: int) -> list[Placement]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.cli import main
 from harness.run.config import ModelSpec
 from harness.studies.landscape import Landscape
 from harness.studies.replay import check_table
@@ -47,3 +48,18 @@ def test_the_docs_say_what_the_table_says(path: Path) -> None:
     assert placements.startswith(f"{total} placements of {dimensions} dimensions, {models} different models")
     shown = zip(("float", "all", "linear"), anchors, strict=True)
     assert optimum.startswith(f"optimum {best_ms} ms ({', '.join(f'{name} {ms} ms' for name, ms in shown)})")
+
+
+def test_a_table_of_another_model_is_refused_before_anything_is_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "other.yaml"
+    table = ROOT / "results" / "tables" / "encoder6-openvino-f32.parquet"
+    file.write_text(
+        "experiment: other\nmodels: [zoo:resnet18]\nsearchers: [random]\ninitial: [float]\nbaselines: []\n"
+        f"backends: [{{use: replay, params: {{table: {table}}}}}]\nbudget: {{evaluations: [5]}}\n"
+    )
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", str(file), "--out", str(tmp_path / "out")])
+    assert stopped.value.code == 2
+    assert "backend 'replay' answers for another model than zoo:resnet18: see 'qdq record'" in capsys.readouterr().err
