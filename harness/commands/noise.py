@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from harness.commands.terminal import param_option, shape_option, table
+from harness.commands.terminal import advised, param_option, shape_option, table
 
 __all__ = ["noise"]
 
@@ -26,7 +26,9 @@ def noise(
     processes: Annotated[int, typer.Option(help="Fresh processes.")] = 6,
     builds: Annotated[int, typer.Option(help="Fresh builds in each process.")] = 4,
     readings: Annotated[int, typer.Option(help="Inferences of each build.")] = 30,
-    out: Annotated[Path | None, typer.Option(help="Folder [default: noise-MODEL-BACKEND-PRECISION].")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder [default: noise-MODEL-BACKEND-PARAMETERS-PLACEMENT].")
+    ] = None,
 ) -> None:
     """Show where the noise of a latency comes from: within a run, between builds, between processes.
 
@@ -35,7 +37,7 @@ def noise(
     Example: `qdq noise zoo:resnet18 --param precision=f32`
     """
     from harness.show import Terminal
-    from harness.studies.cell import study_of
+    from harness.studies.cell import study_of, subject
     from harness.studies.noise import Design
     from harness.studies.noise_report import noise_report
 
@@ -46,8 +48,8 @@ def noise(
         shapes=dict(shape_option(text) for text in shape or []),
     )
     design = Design(processes=processes, builds=builds, readings=readings)
-    folder = out or Path(f"noise-{study.spec.name}")
-    with Terminal() as terminal:
+    folder = out or Path(f"noise-{subject(study, placement)}")
+    with advised(), Terminal() as terminal:
         header, rows, notes = noise_report(study, placement, design, folder, terminal)
     table(header, rows)
     typer.echo("\n".join(notes))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from harness.commands.terminal import param_option, shape_option
+from harness.commands.terminal import advised, param_option, shape_option
 
 __all__ = ["record"]
 
@@ -52,6 +52,6 @@ def record(
         fidelity=fidelity,
     )
     path = out or Path(f"{study.spec.name}.parquet")
-    with Terminal() as terminal:
+    with advised(), Terminal() as terminal:
         record_table(study, path, dimensions, terminal, search=search)
     typer.echo("\n".join(table_lines(read_table(path))))

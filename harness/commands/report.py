@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from harness.commands.terminal import show, tidy
+from harness.run.stops import SearchesBroke
 
-__all__ = ["report", "show_report"]
+__all__ = ["report", "reported", "show_report"]
 
 
 def report(
@@ -19,6 +22,17 @@ def report(
 
     Example: `qdq report out/quickstart`
     """
+    show_report(folder)
+
+
+@contextmanager
+def reported(folder: Path) -> Iterator[None]:
+    """Show the report of what is run within; searches that broke are no reason not to, and are said behind it."""
+    try:
+        yield
+    except SearchesBroke:
+        show_report(folder)
+        raise
     show_report(folder)
 
 

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from harness.commands.compare import compare
-from harness.commands.report import show_report
-from harness.commands.terminal import importable
+from harness.commands.report import reported
+from harness.commands.terminal import advised, importable
 from harness.errors import UserError
 
 __all__ = ["reproduce"]
@@ -47,8 +47,7 @@ def reproduce(
         raise UserError(f"{error}\nrelative paths of the experiment start from {start}; see --base") from error
     for remark in remarks:
         typer.echo(remark, err=True)
-    with Terminal() as terminal:
+    with advised(), reported(again), Terminal() as terminal:
         run_experiment(config, base=start, out=again, observer=terminal)
-    show_report(again)
     typer.echo("")
     compare(folder, again)

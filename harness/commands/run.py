@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from harness.commands.report import show_report
+from harness.commands.report import reported
 from harness.commands.terminal import importable
 
 __all__ = ["run"]
@@ -53,7 +53,7 @@ def run(
             typer.echo(line)
         return
     folder = out or Path("results") / config.experiment
-    with Terminal() as terminal:
+    with reported(folder), Terminal() as terminal:
         run_experiment(
             config,
             base=base,
@@ -62,4 +62,3 @@ def run(
             accept_changes=accept_changes,
             retry_failed=retry_failed,
         )
-    show_report(folder)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from harness.commands.terminal import param_option, shape_option, table, tidy
+from harness.commands.terminal import advised, param_option, shape_option, table, tidy
 
 __all__ = ["sensitivity"]
 
@@ -58,7 +58,7 @@ def sensitivity(
         precision=precision,
     )
     folder = tidy(out or Path(f"sensitivity-{study.spec.name}"))
-    with Terminal() as terminal:
+    with advised(), Terminal() as terminal:
         header, rows, notes = sensitivity_report(study, by.value, folder, terminal, samples)
     table(header, rows)
     typer.echo("\n".join(notes))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,27 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from harness.errors import UserError
+from harness.run.compare import ADVICE
 
-__all__ = ["importable", "param_option", "shape_option", "show", "table", "tidy"]
+__all__ = ["advised", "importable", "param_option", "shape_option", "show", "table", "tidy"]
+
+ELSEWHERE = "use another --out, or move away what is there to begin anew"
+"""What to do about changes where a command has no --accept-changes."""
+
+
+@contextmanager
+def advised() -> Iterator[None]:
+    """Advise on changes what a command without --accept-changes offers.
+
+    Raises:
+        UserError: As it was raised within, with that advice.
+    """
+    try:
+        yield
+    except UserError as error:
+        if ADVICE not in str(error):
+            raise
+        raise UserError(str(error).replace(ADVICE, ELSEWHERE)) from error
 
 
 def importable(folder: Path) -> None:

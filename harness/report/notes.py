@@ -49,7 +49,8 @@ LEVEL_NOTE = (
 TARGET_NOTE = (
     "Evaluations (minutes) until the incumbent had this share of the best gain that any search of the cell found: "
     "median over seeds, range of the evaluations in brackets, and how many of the seeds came so far. Initial "
-    "placements count. " + LEVEL_NOTE
+    "placements count. Incumbents and gains are those of the searches' own readings: one whose choice only the runoff "
+    'or the confirmation showed to be that fast stands as "never". ' + LEVEL_NOTE
 )
 VARIANCE_NOTE = (
     "Relative standard deviation of single inferences within a turn, of turns within a build, and of fresh builds: "

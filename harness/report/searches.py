@@ -11,6 +11,7 @@ from harness.records import Measured, Outcome
 from harness.run.goal import Goal
 from harness.run.journal import RETRY, Entry, read_journal
 from harness.run.readback import Evaluated, counted, evaluated, improves
+from harness.run.stops import End, read_end
 
 __all__ = ["Looked", "Search", "read_search"]
 
@@ -46,6 +47,7 @@ class Search:
         float_ms: Latency of the float model by this search's own samples; None where it was not measured here.
         float_value: The float model's metric, in the same way.
         cost: Seconds spent and readings taken, retries included; see `harness.report.searching.cost_frame`.
+        end: How it ended before its budget was spent; None where it did not.
     """
 
     searcher: str
@@ -60,6 +62,7 @@ class Search:
     float_ms: float | None
     float_value: float | None
     cost: Mapping[str, float]
+    end: End | None = None
 
     @property
     def evaluations(self) -> int:
@@ -101,6 +104,7 @@ def read_search(path: Path, searcher: str, seed: int, goal: Goal, metric: str | 
         float_ms=next((trial.latency_ms for trial in floats), None),
         float_value=next((trial.score.metrics[name] for trial in floats if name in trial.score.metrics), None),
         cost=dict(tally.cost),
+        end=read_end(path),
     )
 
 

@@ -15,8 +15,8 @@ from harness.report.searches import Search
 from harness.run.rows import FLOAT_ROW
 
 __all__ = [
-    "TARGETS", "budget_frame", "cost_frame", "curve_frame", "final_speedups", "float_level_ms", "float_ms",
-    "target_frame",
+    "TARGETS", "budget_frame", "cost_frame", "curve_frame", "early_ends", "final_speedups", "float_level_ms",
+    "float_ms", "target_frame",
 ]  # fmt: skip
 
 TARGETS = (0.95, 0.99)
@@ -72,6 +72,21 @@ def final_speedups(cell: CellResults) -> dict[str, dict[int, float]]:
         if final and pick.seed is not None and pick.row in cell.summaries:
             found.setdefault(pick.method, {})[pick.seed] = cell.summaries[pick.row].speedup.value
     return found
+
+
+def early_ends(results: Results) -> list[str]:
+    """Which searches spent less than their budget and why, a line for each reason."""
+    named: dict[tuple[str, str], list[Search]] = {}
+    for cell in results.cells:
+        for search in cell.searches:
+            if search.end is not None:
+                named.setdefault((cell.name, search.end.said), []).append(search)
+    lines = []
+    for (cell_name, said), found in named.items():
+        names = ", ".join(f"{search.searcher}-{search.seed}" for search in found)
+        traces = [str(s.end.trace.relative_to(results.folder)) for s in found if s.end and s.end.trace]
+        lines.append(f"{cell_name}: {names} {said}{'; traceback: ' if traces else ''}{', '.join(traces)}.")
+    return lines
 
 
 def cost_frame(results: Results) -> pd.DataFrame:

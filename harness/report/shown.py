@@ -29,7 +29,7 @@ from harness.report.notes import (
 from harness.report.overview import overview_frame, overview_table
 from harness.report.results import Results
 from harness.report.samples import variance_frame
-from harness.report.searching import budget_frame, cost_frame, target_frame
+from harness.report.searching import budget_frame, cost_frame, early_ends, target_frame
 from harness.report.shown_studies import study_tables
 from harness.report.tables import MISSING, Table, interval
 from harness.run.rows import FLOAT_ROW
@@ -37,12 +37,20 @@ from harness.run.rows import FLOAT_ROW
 __all__ = ["tables_of"]
 
 LATENCY, SPEEDUP, SCORE = "latency ms [CI]", "speedup [CI]", "score"
+SPENT = frozenset({"main", "budget", "targets"})
+"""Tables whose reader takes it that budgets were spent."""
 
 
 def tables_of(results: Results) -> Iterator[Table]:
     """All tables that have a row, the main one first; each is made when it is asked for."""
     told = (*data_notes(results.cells), *backend_notes(results.cells))
-    return (replace(table, note="\n".join([table.note, *told])) for table in _made(results) if len(table.cells))
+    ends = early_ends(results)
+
+    def noted(table: Table) -> Table:
+        own = ends if table.name in SPENT else []
+        return replace(table, note="\n".join([table.note, *own, *told]))
+
+    return (noted(table) for table in _made(results) if len(table.cells))
 
 
 def _made(results: Results) -> Iterator[Table]:

@@ -7,6 +7,8 @@ did before is refused, so a resumed run is the run it would have been.
 Several proposals may await their outcomes at once. Outcomes are journaled as they come and told in ask order,
 and after each the searcher is asked for as many as have become free. So what a searcher knows when it is asked
 depends on the width of this window alone, not on who is fast: one worker, ten of them and a cluster ask alike.
+
+A searcher that breaks ends its search: what is under way then is waited for and kept, and the search can be run again.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from harness.measure.stats import Interval, median_ci
 from harness.records import Asked, Failed, Measured, Outcome, Told
 from harness.run.compare import ADVICE, Changed
 from harness.run.goal import Goal, Scored, eligible, score_of, scored_of, standing
+from harness.run.guarded import Guarded
 from harness.run.journal import RETRY, Entry, Journal
 from search.api import Observation, Score, Searcher
 from search.space import Placement, Space
 
-__all__ = ["Goal", "SearchTask", "Seed", "Trial", "eligible", "run_search", "score_of"]
+__all__ = ["Ending", "Goal", "SearchTask", "Seed", "Strayed", "Trial", "eligible", "run_search", "score_of"]
 
 DUPLICATES_IN_A_ROW = 200
 """A searcher that proposes known placements so often in a row has nothing left."""
@@ -48,6 +51,7 @@ class SearchTask:
     """Everything that defines one search; the same task gives the same asks for the same outcomes.
 
     Attributes:
+        searcher: What proposes, or how its making failed.
         candidate: Makes the candidate of a placement (its model is written only when asked for).
         evaluations: Budget: unique placements attempted, failures and seeds included.
         seconds: Wall-clock budget, counted apart; None: no limit.
@@ -56,7 +60,7 @@ class SearchTask:
     """
 
     space: Space
-    searcher: Searcher
+    searcher: Searcher | Failed
     seeds: tuple[Seed, ...]
     candidate: Callable[[Placement], Candidate]
     goal: Goal = field(default_factory=Goal)
@@ -83,14 +87,34 @@ class Trial:
     resumed: bool
 
 
-def run_search(task: SearchTask, executor: Executor, journal: Journal, watch: Callable[[Trial], None]) -> None:
-    """Run a search until its budget is spent or its searcher has nothing left.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a search ended.
+
+    Attributes:
+        evaluations: Spent when it did.
+        reason: Why it spent no more; "" where the budget, of evaluations or of time, was spent.
+        broken: What its searcher raised; None where it raised nothing.
+    """
+
+    evaluations: int
+    reason: str = ""
+    broken: Failed | None = None
+
+
+class Strayed(Changed):
+    """A searcher proposes something else than it did before."""
+
+
+def run_search(task: SearchTask, executor: Executor, journal: Journal, watch: Callable[[Trial], None]) -> Ending:
+    """Run a search until its budget is spent, or its searcher has nothing left or breaks.
 
     Raises:
-        UserError: The journal's next proposal is not the one that the searcher makes now, the journal
-            cannot be written, or none of the seeds could be measured (the first reason is given).
+        Strayed: The journal's next proposal is not the one that the searcher makes now.
+        UserError: The journal cannot be written, or none of the seeds could be measured (the first reason is given);
+            or as the searcher raised it.
     """
-    _Search(task, executor, journal, watch).run()
+    return _Search(task, executor, journal, watch).run()
 
 
 _Proposal = tuple[Placement, str]
@@ -101,6 +125,7 @@ class _Search:
 
     def __init__(self, task: SearchTask, executor: Executor, journal: Journal, watch: Callable[[Trial], None]) -> None:
         self._task = task
+        self._searcher = Guarded(task.searcher, task.space)
         self._executor = executor
         self._journal = journal
         self._watch = watch
@@ -118,20 +143,35 @@ class _Search:
         self._spent_s = journal.elapsed_s
         self._started_s = time.monotonic()
 
-    def run(self) -> None:
+    def run(self) -> Ending:
         self._fill()
         while self._waiting:
             self._tell_next()
             self._fill()
+        return Ending(evaluations=len(self._seen), reason=self._reason(), broken=self._searcher.broken)
+
+    def _reason(self) -> str:
+        """See `Ending`."""
+        if self._searcher.broken is not None:
+            return self._searcher.broken.reason
+        if len(self._seen) >= self._task.evaluations or self._late():
+            return ""
+        if self._duplicates_in_a_row >= DUPLICATES_IN_A_ROW:
+            return f"it proposed only placements that were proposed before, {DUPLICATES_IN_A_ROW} in a row"
+        last = next(reversed(self._seen.values())).outcome if self._seen else None
+        after = f"; the last one failed: {last.stage}: {last.reason}" if isinstance(last, Failed) else ""
+        return f"it had nothing more to propose{after}"
 
     def _fill(self) -> None:
         """Ask for as many proposals as may be under way."""
         while (free := self._task.window - len(self._waiting)) > 0 and (proposals := self._propose(free)):
             for placement, origin in proposals:
-                self._ask(self._task.space.validate(placement), origin)
+                self._ask(placement, origin)
 
     def _propose(self, free: int) -> Sequence[_Proposal]:
         """What to evaluate next; nothing where the search is over, or waits for an outcome."""
+        if self._searcher.broken is not None:
+            return []
         recorded = self._recorded(self._asked)
         if recorded is not None and recorded.asked.origin == RETRY:
             return [(Placement(recorded.asked.choices), RETRY)] if self._settled(RETRY) else []
@@ -145,7 +185,7 @@ class _Search:
         if self._waiting and self._waiting[-1][0].origin.startswith("seed:"):
             return []  # a searcher's first proposal comes after all that it is told beforehand
         self._check_start()
-        return [(placement, "searcher") for placement in self._task.searcher.ask(min(free, left))]
+        return [(placement, "searcher") for placement in self._searcher.ask(min(free, left))]
 
     def _retries(self, free: int) -> Sequence[_Proposal]:
         """What failed so far, once more, when everything before has been told; replaying meets it at the same place."""
@@ -195,7 +235,7 @@ class _Search:
         if recorded is None:
             self._journal.append(asked)
         elif recorded.asked != asked:
-            raise Changed(
+            raise Strayed(
                 f"resume refused at proposal {asked.number}: the journal has {recorded.asked.digest} "
                 f"({recorded.asked.origin}), the searcher now proposes {asked.digest} ({asked.origin}); its code or "
                 f"a library changed: {ADVICE}"
@@ -218,7 +258,7 @@ class _Search:
         if isinstance(told.outcome, Measured) and isinstance(score, Score) and eligible(score):
             own = median_ci(told.outcome.samples_ms)
             self._best = min(self._best or own, own, key=lambda latency: latency.value)
-        self._task.searcher.tell(Observation(placement=placement, digest=asked.digest, outcome=score))
+        self._searcher.tell(Observation(placement=placement, digest=asked.digest, outcome=score))
         best_ms = self._best.value if self._best else None
         self._watch(
             Trial(asked=asked, outcome=told.outcome, evaluations=len(self._seen), best_ms=best_ms, resumed=resumed)

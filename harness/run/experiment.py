@@ -6,6 +6,8 @@ A results folder holds, for each cell:
     floor.json      what the baseline gains over itself: the noise floor
     cell.json       what was compared: model, device, space, seeds, baselines, goal
     runs/*.jsonl    one journal per search
+    runs/*.ended.txt    why a search spent less than its budget; gone when it goes on
+    runs/*.broken.txt   the same of one whose searcher broke, with the end of the traceback
     runoff.jsonl    raw samples of the runoff among the best of each search
     rows.json       the finalists: exported files with their hashes, and which method chose which
     accuracy.json   the evaluator's figures of each file
@@ -19,7 +21,7 @@ A results folder holds, for each cell:
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -46,11 +48,14 @@ from harness.run.runoff import run_off
 from harness.run.scores import ScoreBook
 from harness.run.scoring import scoring_of
 from harness.run.sections import in_sections
-from harness.run.stops import forget_stop, note_stop
+from harness.run.stops import SearchesBroke, forget_stop, note_stop, read_end
 from harness.run.strongest import float_benchmarkers
 from harness.run.transfer import guests, remember
 
 __all__ = ["run_experiment"]
+
+NAMED = 3
+"""So many searches that broke are named at the end; the report has all."""
 
 
 def run_experiment(
@@ -71,6 +76,7 @@ def run_experiment(
         retry_failed: What failed in searches that were interrupted or finished is attempted once more.
 
     Raises:
+        SearchesBroke: Searchers raised what they should not; all else was done.
         UserError: Something that the user can mend, in one cell or more; whatever was measured is kept.
     """
     commit = git_commit()
@@ -112,6 +118,24 @@ def run_experiment(
         at_once([partial(run, spec, site) for spec in cells], experiment.executor.cells)
     if stopped:
         raise UserError("\n".join(text if alone else f"{', '.join(names)}: {text}" for text, names in stopped.items()))
+    _refuse_broken(cells, out)
+
+
+def _refuse_broken(cells: Iterable[CellSpec], out: Path) -> None:
+    """Name the searches whose searcher broke, and where their tracebacks stand.
+
+    Raises:
+        SearchesBroke: There is one.
+    """
+    ends = {
+        f"{spec.name} {run.name}": read_end(out / spec.name / "runs" / f"{run.name}.jsonl")
+        for spec in cells
+        for run in spec.runs
+    }
+    broken = [f"{name} {end.said} (traceback: {end.trace})" for name, end in ends.items() if end and end.trace]
+    if broken:
+        named = broken[:NAMED] + ([f"and {len(broken) - NAMED} more"] if len(broken) > NAMED else [])
+        raise SearchesBroke("\n".join(named) + "; all else was done: mend it and give the same command again")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,10 @@ from harness import registry
 from harness.api import Candidate, PeerTask
 from harness.errors import BuildFailed
 from harness.graph.space import build_space
+from harness.measure.local import attempt
 from harness.paths import locate
 from harness.peers.adapter import PeerSearcher, model_in
+from harness.records import Failed
 from harness.run.compose import Cell
 from harness.run.config import Method
 from harness.run.engine import Seed
@@ -27,10 +29,14 @@ __all__ = ["Search", "is_peer", "open_search", "peer_model", "seen_by"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What the engine runs of a method; a peer brings a space and candidates of its own."""
+    """What the engine runs of a method; a peer brings a space and candidates of its own.
+
+    Attributes:
+        searcher: Or how its making failed.
+    """
 
     space: Space
-    searcher: Searcher
+    searcher: Searcher | Failed
     seeds: tuple[Seed, ...]
     candidate: Callable[[Placement], Candidate]
 
@@ -72,7 +78,7 @@ def open_search(run: RunSpec, cell: Cell, base: Path, keep: int) -> Iterator[Sea
         return
     make: Any = registry.load("searcher", run.searcher.use)
     own = seen_by(cell, run.searcher)
-    searcher = make(own.space, seed=run.seed, **run.searcher.params)
+    searcher: Searcher | Failed = attempt("search", lambda: make(own.space, seed=run.seed, **run.searcher.params))
     yield Search(space=own.space, searcher=searcher, seeds=own.seeds, candidate=own.candidate)
 
 

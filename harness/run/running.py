@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from harness.measure.engines import Engines
-from harness.measure.executor import Attempt
+from harness.measure.executor import Attempt, AttemptWith
 from harness.measure.site import Workers
 from harness.records import SCHEMA
 from harness.run.compare import facts_digest
 from harness.run.compose import Cell, dialect_use
 from harness.run.config import Experiment
 from harness.run.confirming import float_latency, level
-from harness.run.engine import SearchTask, Trial, run_search
+from harness.run.engine import Ending, SearchTask, Strayed, Trial, run_search
 from harness.run.goal import goal_facts
 from harness.run.journal import Journal, read_journal
 from harness.run.judge import Judge
@@ -27,6 +27,8 @@ from harness.run.methods import open_search
 from harness.run.observe import Observer, Step, best_note
 from harness.run.plan import RunSpec
 from harness.run.scoring import Scoring
+from harness.run.sections import put_aside
+from harness.run.stops import forget_end, note_end
 from harness.run.trial import BUILDS, Care, attempt_with
 
 __all__ = ["Running"]
@@ -50,10 +52,56 @@ class Running:
     observer: Observer
 
     def search(self, run: RunSpec, workers: Workers, retry_failed: bool) -> None:
-        """Run one search, or what is left of it."""
-        budget, without = self.experiment.budget, run.searcher.without
-        window = self.experiment.executor.width
-        level_ms = level(self.folder, self.experiment.sampling.beside)
+        """Run one search, or what is left of it; where it ends before its budget is spent, say and keep why.
+
+        One whose searcher broke goes on, or begins anew where the searcher proposes something else by now.
+        """
+        journal, named = self._journal(run), f"{self.cell.spec.name} {run.name}"
+        mended = forget_end(journal)
+        try:
+            ending = self._search(run, workers, retry_failed)
+        except Strayed:
+            if not mended:
+                raise
+            kept = put_aside(journal)
+            self.observer.say(f"{named} broke, and proposes something else now: it begins anew, beside {kept.name}")
+            ending = self._search(run, workers, retry_failed)
+        if ending.reason:
+            what, most = "ended" if ending.broken is None else "broke", max(self.experiment.budget.evaluations)
+            end = note_end(journal, f"{what} at {ending.evaluations} of {most}: {ending.reason}", ending.broken)
+            self.observer.say(f"{named} {end.said}")
+
+    def _search(self, run: RunSpec, workers: Workers, retry_failed: bool) -> Ending:
+        budget, window = self.experiment.budget, self.experiment.executor.width
+        most = max(budget.evaluations)
+        confirmation, one_winner = self.experiment.confirmation, self.experiment.objective.minimize == "latency"
+        keep = max(confirmation.top_k, confirmation.contenders) if one_winner else most
+        with (
+            open_search(run, self.cell, self.base, keep) as search,
+            Journal(self._journal(run), self._begun_with(run)) as journal,
+            self.observer.work(f"{self.cell.spec.name} {run.name}", most) as step,
+            workers.lane(self._attempts(run)) as executor,
+        ):
+            task = SearchTask(
+                space=search.space,
+                searcher=search.searcher,
+                seeds=search.seeds,
+                candidate=search.candidate,
+                goal=self.judge.goal,
+                evaluations=most,
+                seconds=None if budget.minutes is None else budget.minutes * 60,
+                window=window,
+                retry_failed=retry_failed,
+            )
+            name = f"{self.cell.spec.name}/{run.name}"
+            live = live_study(self.folder / LIVE, name, search.space, self.judge.goal, fresh=not journal.entries)
+            beside = level(self.folder, self.experiment.sampling.beside) is not None
+            note = partial(best_note, float_ms=float_latency(self.folder), beside=beside)
+            return run_search(task, executor, journal, _watch(step, live, note))
+
+    def _attempts(self, run: RunSpec) -> AttemptWith:
+        """What workers do with the candidates of a search."""
+        without, level_ms = run.searcher.without, level(self.folder, self.experiment.sampling.beside)
 
         def attempt(engines: Engines) -> Attempt:
             return attempt_with(
@@ -68,37 +116,21 @@ class Running:
                 ),
             )
 
-        method = run.searcher.model_dump(exclude=None if without else {"without"})
+        return attempt
+
+    def _begun_with(self, run: RunSpec) -> dict[str, Any]:
+        """Fingerprint of a search; what was not written down in former times is there only where it says something."""
+        window = self.experiment.executor.width
+        method = run.searcher.model_dump(exclude=None if run.searcher.without else {"without"})
         fingerprint = {**self.fingerprint(), "searcher": method, "seed": run.seed}
-        if window > 1:  # as long as it was always 1, it was not written down
-            fingerprint["window"] = window
-        confirmation, one_winner = self.experiment.confirmation, self.experiment.objective.minimize == "latency"
-        keep = max(confirmation.top_k, confirmation.contenders) if one_winner else max(budget.evaluations)
-        with (
-            open_search(run, self.cell, self.base, keep) as search,
-            Journal(self.folder / "runs" / f"{run.name}.jsonl", fingerprint) as journal,
-            self.observer.work(f"{self.cell.spec.name} {run.name}", max(budget.evaluations)) as step,
-            workers.lane(attempt) as executor,
-        ):
-            task = SearchTask(
-                space=search.space,
-                searcher=search.searcher,
-                seeds=search.seeds,
-                candidate=search.candidate,
-                goal=self.judge.goal,
-                evaluations=max(budget.evaluations),
-                seconds=None if budget.minutes is None else budget.minutes * 60,
-                window=window,
-                retry_failed=retry_failed,
-            )
-            name = f"{self.cell.spec.name}/{run.name}"
-            live = live_study(self.folder / LIVE, name, search.space, self.judge.goal, fresh=not journal.entries)
-            note = partial(best_note, float_ms=float_latency(self.folder), beside=level_ms is not None)
-            run_search(task, executor, journal, _watch(step, live, note))
+        return fingerprint if window == 1 else {**fingerprint, "window": window}
+
+    def _journal(self, run: RunSpec) -> Path:
+        return self.folder / "runs" / f"{run.name}.jsonl"
 
     def unfinished(self, run: RunSpec) -> bool:
         """Whether a search may have something left to measure; one that had nothing more to ask counts as such."""
-        path = self.folder / "runs" / f"{run.name}.jsonl"
+        path = self._journal(run)
         told = {entry.asked.digest for entry in read_journal(path) if entry.told} if path.exists() else ()
         return len(told) < max(self.experiment.budget.evaluations)
 

@@ -1,18 +1,39 @@
-"""Why a cell stopped before its time, kept beside its results so that a report can say it."""
+"""Why a cell stopped, or a search ended, before its time: kept beside the results, so that a report can say it."""
 
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness.errors import UserError
+from harness.records import Failed
 from harness.run.rows import write_text
 
-__all__ = ["forget_stop", "note_stop", "read_stop"]
+__all__ = ["End", "SearchesBroke", "forget_end", "forget_stop", "note_end", "note_stop", "read_end", "read_stop"]
 
 NAME = "stopped.txt"
+ENDED, BROKEN = ".ended.txt", ".broken.txt"
+"""Beside the journal of a search; the latter has the end of the traceback below."""
 LONGEST = 4000
 """Characters that are read back: a reason, not a log."""
+
+
+class SearchesBroke(UserError):
+    """Searchers raised what they should not; everything else was done, and its results are there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How a search ended before its budget was spent.
+
+    Attributes:
+        said: For instance "ended at 17 of 100: it had nothing more to propose", behind the name of the search.
+        trace: The file with the traceback, where its searcher broke.
+    """
+
+    said: str
+    trace: Path | None = None
 
 
 def note_stop(folder: Path, reason: str) -> None:
@@ -23,14 +44,56 @@ def note_stop(folder: Path, reason: str) -> None:
 
 def forget_stop(folder: Path) -> None:
     """The cell goes on."""
-    with suppress(OSError):
-        (folder / NAME).unlink(missing_ok=True)
+    _forget(folder / NAME)
 
 
 def read_stop(folder: Path) -> str:
     """Why the last run of a cell stopped; "" where it did not, or nobody knows."""
+    return _read(folder / NAME)
+
+
+def note_end(journal: Path, said: str, broken: Failed | None) -> End:
+    """Keep, beside its journal, how a search ended before its budget was spent.
+
+    Args:
+        said: One line.
+        broken: What its searcher raised, if that is why.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    said = said.encode(errors="backslashreplace").decode()  # what plug-ins raise may hold anything
+    path = journal.with_suffix(ENDED if broken is None else BROKEN)
+    trace = "" if broken is None else f"\n{broken.log_tail}\n".encode(errors="backslashreplace").decode()
+    write_text(path, f"{said}\n{trace}")
+    return End(said=said, trace=None if broken is None else path)
+
+
+def forget_end(journal: Path) -> bool:
+    """The search goes on; whether it was one whose searcher broke."""
+    broke = journal.with_suffix(BROKEN).exists()
+    for suffix in (ENDED, BROKEN):
+        _forget(journal.with_suffix(suffix))
+    return broke
+
+
+def read_end(journal: Path) -> End | None:
+    """How a search ended before its budget was spent; None where it did not, or nobody knows."""
+    for suffix in (BROKEN, ENDED):
+        path = journal.with_suffix(suffix)
+        if said := _read(path).partition("\n")[0]:
+            return End(said=said, trace=path if suffix == BROKEN else None)
+    return None
+
+
+def _forget(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> str:
     try:
-        with (folder / NAME).open(encoding="utf-8", errors="replace") as file:
+        with path.open(encoding="utf-8", errors="replace") as file:
             return file.read(LONGEST).strip()
     except OSError:
         return ""

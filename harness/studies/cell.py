@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from harness.run.observe import Observer
 from harness.run.plan import CellSpec, plan
 from harness.run.strongest import float_benchmarkers
 
-__all__ = ["Study", "open_study", "study_of"]
+__all__ = ["Study", "open_study", "study_of", "subject"]
 
 ANCHORS = ("float", "all", "linear")
 """Placements that every study knows by name; PTQ tools take minutes and are none of its business."""
@@ -31,6 +32,9 @@ BRIEF: Mapping[str, Any] = {
 }  # fmt: skip
 """How an engine is timed where the study is given a model: thousands of engines, so few samples of each, and always
 beside the float model, for in the quarter of an hour that a table takes a machine changes its pace."""
+
+PLAIN = re.compile(r"[A-Za-z0-9._=-]{0,60}")
+"""What may stand in the name of a folder as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +95,19 @@ def study_of(
         names = ", ".join(cell.name for cell in cells)
         raise UserError(f"{text}: a study has one cell, but this experiment has {len(cells)}: {names}; keep one")
     return Study(experiment=experiment, spec=cells[0], base=base)
+
+
+def subject(study: Study, placement: str) -> str:
+    """What is measured, as the name of a folder that another subject does not have.
+
+    For instance "resnet18-openvino-precision=f32-threads=1-linear-int8". The float model has no quantized precision.
+    Parameters and shapes that make no name, a path for instance, stand there by a digest.
+    """
+    spec = study.spec
+    told = "-".join(f"{name}={value}" for name, value in sorted({**spec.backend.params, **spec.model.shapes}.items()))
+    what = placement if placement == "float" else f"{placement}-{spec.precision}"
+    plain = (each if PLAIN.fullmatch(each) else hashlib.sha256(each.encode()).hexdigest()[:12] for each in (told, what))
+    return "-".join(filter(None, (spec.model.name, spec.backend.name, *plain)))
 
 
 def open_study(study: Study, folder: Path, observer: Observer) -> tuple[Cell, WorkerSpec]:

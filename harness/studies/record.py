@@ -69,7 +69,7 @@ def record(study: Study, out: Path, dimensions: int, observer: Observer, *, sear
         raise UserError(f"--dimensions: 1 to {int(math.log2(MAX_PLACEMENTS))}, but got {dimensions}")
     if out.exists():
         with TemporaryDirectory(prefix="qdq-record-") as scratch:
-            _refuse_another(study, out, Path(scratch), observer)
+            _refuse_another(study, out, dimensions, Path(scratch), observer)
         return out
     folder = out.with_name(f"{out.name}.recording")
     with claimed(folder, study.experiment):
@@ -222,7 +222,9 @@ class _Recording:
                 )
                 step.advance("" if trial.best_ms is None else f"best {trial.best_ms:.3f} ms")
 
-            run_search(task, Inline(self._attempt()), journal, watch)
+            ending = run_search(task, Inline(self._attempt()), journal, watch)
+        if ending.broken is not None:
+            raise UserError(f"{name}: the searcher broke: {ending.reason}\n{ending.broken.log_tail}")
 
     def _attempt(self) -> Attempt:
         """An attempt that scores everything, for a table knows no incumbent that could not be beaten."""
@@ -258,8 +260,8 @@ def _begun(path: Path, facts: dict[str, Any]) -> None:
         write_json(path, facts)
 
 
-def _refuse_another(study: Study, out: Path, scratch: Path, observer: Observer) -> None:
-    """Refuse to take a table of something else for the one that is asked for.
+def _refuse_another(study: Study, out: Path, dimensions: int, scratch: Path, observer: Observer) -> None:
+    """Refuse to take a finished table of something else, or of another size, for the one that is asked for.
 
     Raises:
         UserError: With each leaf that differs.
@@ -271,4 +273,7 @@ def _refuse_another(study: Study, out: Path, scratch: Path, observer: Observer) 
     known = {key: getattr(there, key) for key in here}
     for facts in (known, here):
         facts["dimensions"] = space_digest(Space(facts["dimensions"]))
+    told = np.array([there.sensitivity[dimension.name] for dimension in there.dimensions])
+    known["varied in the finished table"] = len(there.varied)
+    here["varied in the finished table"] = len(most_telling(Space(there.dimensions), told, dimensions))
     refuse_changes(out, json.loads(json.dumps(known)), here)

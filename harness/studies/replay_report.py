@@ -49,6 +49,8 @@ def table_lines(table: Table, bound: Bound | None = None) -> list[str]:
     backend, hard, (drift, drift_se) = facts.backend, landscape.difficulty(), landscape.drift()
     space, best = table.subspace.space, list(table.subspace.placements())[landscape.optimum]
     quantized = [f"{d.name}={d.choices[c]}" for d, c in zip(space.dimensions, best.choices, strict=True) if c]
+    fixed = [c for d, c in zip(facts.dimensions, facts.base, strict=True) if d.name not in facts.varied]
+    said = f"{', '.join(quantized) or 'none'} of those that vary, {sum(c > 0 for c in fixed)} of the {len(fixed)} fixed"
     failed = int((~landscape.allowed).sum())
     anchors = ", ".join(f"{name} {value:.3f} ms" for name, value in landscape.anchors_ms.items())
     return [
@@ -57,7 +59,7 @@ def table_lines(table: Table, bound: Bound | None = None) -> list[str]:
         f"{len(table.subspace)} placements of {len(space)} of {len(facts.dimensions)} dimensions, "
         f"{len(landscape.distinct_ms)} different models, {failed} failed or out of bounds; "
         f"drift over the recording {100 * drift:+.2f} % +- {200 * drift_se:.2f} %",
-        f"optimum {landscape.latency_ms[landscape.optimum]:.3f} ms ({anchors}): {', '.join(quantized) or 'all float'}",
+        f"optimum {landscape.latency_ms[landscape.optimum]:.3f} ms ({anchors}); dimensions quantized in it: {said}",
         f"difficulty: {100 * hard.near_optimum:.2f} % within 1 % of the optimum (random search needs "
         f"{hard.random_evaluations:.0f} evaluations on average), fitness-distance correlation "
         f"{hard.fitness_distance:+.2f}, neighbour correlation {hard.neighbour_correlation:+.2f}, local optima "

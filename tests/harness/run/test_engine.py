@@ -9,7 +9,7 @@ from harness.api import Candidate
 from harness.errors import UserError
 from harness.measure.executor import Inline
 from harness.records import Failed, Measured
-from harness.run.engine import Goal, SearchTask, Seed, run_search
+from harness.run.engine import Ending, Goal, SearchTask, Seed, run_search
 from harness.run.journal import Journal, read_journal
 from harness.run.readback import incumbents, reached
 from search.api import Failure, Observation, Placement, Score
@@ -207,19 +207,98 @@ def test_constraint_of_a_metric_where_less_is_better():
     assert goal.violation({}) == 0.0
 
 
-def test_placement_of_the_wrong_size_is_a_plug_in_fault(tmp_path):
+def ended(run: Run, searcher, *, evaluations=20, window=1):
+    task = SearchTask(
+        space=run.space, searcher=searcher, seeds=run.seeds,
+        candidate=lambda p: Candidate(digest=run.space.digest(p), edges=run.space.resolve(p), source=lambda: Path("x")),
+        evaluations=evaluations, window=window,
+    )  # fmt: skip
+    told = []
+    with Journal(run.path, {"run": 1}) as journal:
+        return run_search(task, Inline(latency), journal, told.append), told
+
+
+def test_placement_of_the_wrong_size_ends_its_search_as_the_searchers_fault(tmp_path):
     class Wrong(Uniform):
         def ask(self, n):
             return [Placement((0,))]
 
     run = Run(tmp_path)
-    task = SearchTask(
-        space=run.space, searcher=Wrong(run.space, 1), seeds=run.seeds,
-        candidate=lambda p: Candidate(digest=run.space.digest(p), edges=run.space.resolve(p), source=lambda: Path("x")),
-        evaluations=10,
-    )  # fmt: skip
-    with Journal(run.path, {"run": 1}) as journal, pytest.raises(ValueError, match="has 6 choices, but got 1"):
-        run_search(task, Inline(latency), journal, lambda trial: None)
+    ending, told = ended(run, Wrong(run.space, 1))
+    assert ending.evaluations == len(told) == 2
+    assert ending.reason == "ValueError: a placement here has 6 choices, but got 1"
+    assert "Traceback" in ending.broken.log_tail
+
+
+@pytest.mark.parametrize("proposal", [(0.0,) * 6, ("1",) * 6, None])
+def test_what_is_no_placement_is_the_searchers_fault_too(tmp_path, proposal):
+    class Wrong(Uniform):
+        def ask(self, n):
+            return [proposal and Placement(proposal)]
+
+    run = Run(tmp_path)
+    assert "Error: " in ended(run, Wrong(run.space, 1))[0].broken.reason
+    assert len(run.choices()) == 2
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("broken", ["ask", "tell"])
+def test_what_is_under_way_when_a_searcher_breaks_is_kept_and_a_mended_one_goes_on(tmp_path, window, broken):
+    class Breaks(Uniform):
+        mended = False
+        asked = 0
+
+        def ask(self, n):
+            self.asked += 1
+            if broken == "ask" and self.asked == 6 and not self.mended:
+                raise LookupError("a bug")
+            return super().ask(n)
+
+        def tell(self, observation):
+            if broken == "tell" and len(self.told) == 6 and not self.mended:
+                raise LookupError("a bug")
+            super().tell(observation)
+
+    run, whole = Run(tmp_path / "run"), Run(tmp_path / "whole")
+    ending, told = ended(run, Breaks(run.space, 1), window=window)
+    assert ending.reason == "LookupError: a bug"
+    assert ending.evaluations == told[-1].evaluations < 20
+    entries = list(read_journal(run.path))
+    assert all(entry.told is not None or entry.asked.duplicate_of is not None for entry in entries)
+    Breaks.mended = True
+    assert ended(run, Breaks(run.space, 1), window=window)[0] == Ending(evaluations=20)
+    ended(whole, Breaks(run.space, 1), window=window)
+    assert run.choices() == whole.choices()
+
+
+def test_a_searcher_that_could_not_be_made_spends_nothing(tmp_path):
+    failed = Failed(stage="search", reason="ValueError: no", log_tail="where")
+    ending, told = ended(Run(tmp_path), failed)
+    assert (ending, told) == (Ending(evaluations=0, reason="ValueError: no", broken=failed), [])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, UserError])
+@pytest.mark.parametrize("method", ["ask", "tell"])
+def test_an_interruption_and_a_mistake_of_the_user_end_the_run(tmp_path, error, method):
+    def raises(*_):
+        raise error("stop")
+
+    run = Run(tmp_path)
+    searcher = Uniform(run.space, 1)
+    setattr(searcher, method, raises)
+    with pytest.raises(error, match="stop"):
+        ended(run, searcher)
+
+
+def test_why_a_search_spent_less_than_its_budget(tmp_path):
+    small = Run(tmp_path / "small", size=2)
+    assert ended(small, Uniform(small.space, 1), evaluations=4)[0] == Ending(evaluations=4)
+    many = "it proposed only placements that were proposed before, 200 in a row"
+    assert ended(small, Uniform(small.space, 1), evaluations=9)[0] == Ending(evaluations=4, reason=many)
+    silent = Uniform(small.space, 1)
+    silent.ask = lambda n: []
+    few = Run(tmp_path / "few")
+    assert ended(few, silent)[0] == Ending(evaluations=2, reason="it had nothing more to propose")
 
 
 def test_what_was_not_looked_at_is_no_incumbent_and_a_violator_is_nothing_to_beat(tmp_path):

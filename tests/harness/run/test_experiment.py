@@ -95,7 +95,7 @@ def test_confirmed_latencies_are_the_truth_of_their_placements(done):
     cell = done / "net-simulated-int8"
     truth_ms = {
         entry.asked.digest: entry.told.outcome.info["truth_ms"]
-        for path in cell.glob("runs/*")
+        for path in cell.glob("runs/*.jsonl")
         for entry in read_journal(path)
         if entry.told is not None
     }

@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
 
 def truth_ms(cell):
     """Of everything that the searches looked at."""
-    entries = [entry for path in cell.glob("runs/*") for entry in read_journal(path)]
+    entries = [entry for path in cell.glob("runs/*.jsonl") for entry in read_journal(path)]
     return {entry.asked.digest: entry.told.outcome.info["truth_ms"] for entry in entries if entry.told}
 
 

@@ -237,8 +237,9 @@ def test_the_commands_run_from_the_shell(model: Path, tmp_path: Path, capsys: py
     printed = capsys.readouterr().out
     assert "between builds\t" in printed
     assert "one fresh process with one build is known within" in printed
-    assert (tmp_path / "noise-net-simulated-int8" / "noise.png").stat().st_size > 1000
-    assert '"latency_ms"' in (tmp_path / "noise-net-simulated-int8" / "noise.json").read_text()
+    noise = tmp_path / "noise-net-simulated-build_noise=0.05-noise=0.01-seed=5-float"
+    assert (noise / "noise.png").stat().st_size > 1000
+    assert '"latency_ms"' in (noise / "noise.json").read_text()
 
 
 @pytest.mark.parametrize(
