@@ -23,8 +23,8 @@ from harness.records import Failed
 from harness.run.config import Rounds, Sampling
 
 __all__ = [
-    "TWIN", "Block", "Dropped", "Event", "Row", "RowSummary", "Summary", "confirm", "decode_event", "encode_event",
-    "summarise",
+    "TWIN", "Block", "Dropped", "Event", "Row", "RowSummary", "Summary", "confirm", "decode_event", "disturbance_note",
+    "encode_event", "summarise",
 ]  # fmt: skip
 
 GROUP = 10
@@ -38,6 +38,8 @@ MOST = 200
 """Inferences of one turn, however fast the engine."""
 NEVER = 1e-9
 """Width of an interval that no reading reaches: turns end by time, so that no row gets more than another."""
+DISTURBED = 0.10
+"""Share of disturbed turns that is worth a word: medians over turns bear less."""
 _LOST = ("crash", "timeout")
 
 
@@ -89,12 +91,14 @@ class Summary:
         builds: Number of builds that every row went through to the end.
         rows: By name, the baseline among them; rows without any reading are absent.
         failed: By name, the last failure of each row that has one.
+        disturbed: Share of the turns in which something else was at work on the machine.
     """
 
     floor: float
     builds: int
     rows: Mapping[str, RowSummary]
     failed: Mapping[str, Failed]
+    disturbed: float = 0.0
 
 
 def confirm(
@@ -110,7 +114,8 @@ def confirm(
 
     For each of `plan.builds` and each group of rows: a fresh worker builds them all, then each gets its
     turn in each of `plan.rounds`, in random order. A row that fails drops out of that build; where it took
-    the worker with it, the others start again in a fresh one.
+    the worker with it, the others start again in a fresh one. Rounds that something else on the machine disturbed are
+    taken again at the end, and the later take counts; what is disturbed then is marked, and counts.
 
     Args:
         open_engines: Gives fresh engines.
@@ -166,22 +171,44 @@ class _Turns:
                     return False
             else:
                 handles[row] = built.handle
+        disturbed = []
         for number in range(self._rounds):
-            for row in self._shuffled(alive):
-                samples = engines.sample(handles[row], self._sampling)
-                if isinstance(samples, Failed):
-                    yield self._drop(row, samples, alive)
-                    if samples.stage in _LOST:
-                        return False
-                else:
-                    yield Block(
-                        **self._key,
-                        round=number,
-                        row=row,
-                        samples_ms=samples.latency_ms,
-                        discarded_ms=samples.discarded_ms,
-                    )
+            events = self._round(number, engines, handles, alive)
+            yield from events
+            if _lost(events):
+                return False
+            if _disturbed(events):
+                disturbed.append(number)
+        # Where it was most of them, whatever works beside us stays; taking them again would tell the same.
+        for number in disturbed if 2 * len(disturbed) <= self._rounds else ():
+            events = self._round(number, engines, handles, alive)
+            yield from events
+            if _lost(events):
+                return False
         return True
+
+    def _round(
+        self, number: int, engines: Engines, handles: Mapping[str, int], alive: dict[str, Row]
+    ) -> Sequence[Event]:
+        """A turn of each row in random order, as a whole; it ends where a row takes the worker with it."""
+        events: list[Event] = []
+        for row in self._shuffled(alive):
+            samples = engines.sample(handles[row], self._sampling)
+            if isinstance(samples, Failed):
+                events.append(self._drop(row, samples, alive))
+                if samples.stage in _LOST:
+                    break
+            else:
+                block = Block(
+                    **self._key,
+                    round=number,
+                    row=row,
+                    samples_ms=samples.latency_ms,
+                    discarded_ms=samples.discarded_ms,
+                    disturbed=samples.disturbed,
+                )
+                events.append(block)
+        return events
 
     def _drop(self, row: str, failed: Failed, alive: dict[str, Row]) -> Dropped:
         if row in [base.name for base in self._bases]:
@@ -193,6 +220,14 @@ class _Turns:
     def _shuffled(self, rows: Mapping[str, Row]) -> list[str]:
         names = list(rows)
         return [names[index] for index in self._rng.permutation(len(names))]
+
+
+def _lost(events: Iterable[Event]) -> bool:
+    return any(isinstance(event, Dropped) and event.failed.stage in _LOST for event in events)
+
+
+def _disturbed(events: Iterable[Event]) -> bool:
+    return any(isinstance(event, Block) and event.disturbed for event in events)
 
 
 def summarise(events: Iterable[Event], baseline: str, floor: float = 0.0) -> Summary:
@@ -219,7 +254,24 @@ def summarise(events: Iterable[Event], baseline: str, floor: float = 0.0) -> Sum
                 builds_ok=len(own),
             )
     failed = {name: list(found.values())[-1] for name, found in readings.failed.items() if found}
-    return Summary(floor=floor, builds=_complete_builds(readings), rows=rows, failed=failed)
+    return Summary(
+        floor=floor,
+        builds=_complete_builds(readings),
+        rows=rows,
+        failed=failed,
+        disturbed=readings.disturbed_share,
+    )
+
+
+def disturbance_note(share: float) -> str:
+    """What readings are worth where so large a share of their turns was disturbed; "" where it was too small to matter.
+
+    A pace that all engines share cancels in their ratios, other processes do not: they take whole slices of time, which
+    the slower of two engines meets more of.
+    """
+    if share <= DISTURBED:
+        return ""
+    return f"something else was at work in {share:.0%} of the turns, which distorts speedups, upwards as a rule"
 
 
 def _finished(readings: Readings, rounds: int) -> Mapping[Key, set[str]]:

@@ -29,6 +29,7 @@ class Block:
         row: `Row.name`, or `TWIN`.
         samples_ms: Latency of each inference, in order.
         discarded_ms: Readings of a first attempt that the machine disturbed, so that it was repeated.
+        disturbed: What disturbed the readings that count, too; "" where nothing was seen.
     """
 
     build: int
@@ -37,6 +38,7 @@ class Block:
     row: str
     samples_ms: tuple[float, ...]
     discarded_ms: tuple[float, ...] = ()
+    disturbed: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,19 +57,38 @@ Key = tuple[int, int]
 
 
 class Readings:
-    """Events put in order: for each row and each of its workers (build, group) the turns that count."""
+    """Events put in order: for each row and each of its workers (build, group) the turns that count.
+
+    Attributes:
+        turns: Median latency in milliseconds of each turn.
+        disturbed: Of each turn in which something else was at work, what was seen.
+    """
 
     def __init__(self, events: Iterable[Event]) -> None:
         self.turns: dict[str, dict[Key, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
         self.failed: dict[str, dict[Key, Failed]] = defaultdict(dict)
+        self.disturbed: dict[str, dict[Key, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
         for event in events:
             key = (event.build, event.group)
             if isinstance(event, Block):
                 self.turns[event.row][key][event.round] = float(np.median(event.samples_ms))
                 self.failed[event.row].pop(key, None)
+                self.disturbed[event.row][key].pop(event.round, None)
+                if event.disturbed:
+                    self.disturbed[event.row][key][event.round] = event.disturbed
             else:
-                self.turns[event.row].pop(key, None)
+                for found in (self.turns, self.disturbed):
+                    found[event.row].pop(key, None)
                 self.failed[event.row][key] = event.failed
+
+    @property
+    def disturbed_share(self) -> float:
+        """Share of the turns that something else disturbed; 0 where there are no turns."""
+        turns, disturbed = (
+            sum(len(turns) for found in table.values() for turns in found.values())
+            for table in (self.turns, self.disturbed)
+        )
+        return disturbed / turns if turns else 0.0
 
     def paired(self, row: str, base: str) -> tuple[list[list[float]], list[list[float]]]:
         """For each worker that has both, the base's and the row's readings in the turns that both have."""

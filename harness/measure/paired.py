@@ -17,7 +17,7 @@ import numpy as np
 
 from harness.api import Probe
 from harness.measure.conditions import Machine, disturbance
-from harness.measure.sampling import FIRST_LOOK, STEADY, Samples, read, refuse_jumps, told, warm_up
+from harness.measure.sampling import FIRST_LOOK, STEADY, Samples, attempts, read, refuse_jumps, told, warm_up
 from harness.measure.stats import Interval, median_ci
 from harness.run.config import Sampling
 
@@ -70,15 +70,14 @@ def take_beside(
     """
     started_s = clock()
     warmup, steady = warm_up(probe, sampling)
-    first = counts = _turns(probe, reference, sampling, rival, machine)
-    if first.trouble:
-        counts = _turns(probe, reference, sampling, rival, machine)
+    counts, *discarded = attempts(lambda: _turns(probe, reference, sampling, rival, machine))
     return Samples(
         latency_ms=tuple(counts.paced),
         raw_ms=tuple(counts.raw),
         beside_ms=tuple(counts.beside),
-        discarded_ms=() if counts is first else tuple(first.paced),
-        trouble=first.trouble,
+        discarded_ms=tuple(reading for turns in discarded for reading in turns.paced),
+        trouble="".join(turns.trouble for turns in discarded),
+        disturbed=counts.trouble,
         warmup=warmup,
         measure_s=max(0.0, clock() - started_s),
         stable=steady and not counts.trouble,

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -21,7 +21,9 @@ from harness.measure.conditions import Conditions, Machine, disturbance
 from harness.measure.stats import Interval, median_ci
 from harness.run.config import Sampling
 
-__all__ = ["FIRST_LOOK", "STEADY", "Samples", "fixed_inputs", "read", "refuse_jumps", "take", "told", "warm_up"]
+__all__ = [
+    "FIRST_LOOK", "STEADY", "Samples", "attempts", "fixed_inputs", "read", "refuse_jumps", "take", "told", "warm_up",
+]  # fmt: skip
 
 WINDOW = 5
 """Inferences whose medians are compared to see whether an engine is still warming up."""
@@ -49,6 +51,8 @@ class Samples:
         beside_ms: The reference's turns, before the first of `raw_ms` and after each.
         discarded_ms: Readings of a first attempt that was repeated.
         trouble: Why it was repeated; "" where it was not.
+        disturbed: What the machine did beside the readings that count, although they were repeated; "" where nothing
+            was seen.
         warmup: Inferences before the first reading.
         measure_s: Wall-clock of it all.
         stable: Warm-up ended in a steady state, and nothing speaks against the readings that count.
@@ -59,6 +63,7 @@ class Samples:
     latency_ms: tuple[float, ...]
     discarded_ms: tuple[float, ...] = ()
     trouble: str = ""
+    disturbed: str = ""
     warmup: int
     measure_s: float
     stable: bool
@@ -68,12 +73,24 @@ class Samples:
     beside_ms: tuple[float, ...] = ()
 
 
+class _Attempt(Protocol):
+    @property
+    def trouble(self) -> str: ...
+
+
+A = TypeVar("A", bound=_Attempt)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Series:
     readings: list[float]
     saved: int
-    trouble: str
+    disturbed: str
     conditions: Mapping[str, float]
+
+    @property
+    def trouble(self) -> str:
+        return self.disturbed or _drift(self.readings)
 
 
 def take(
@@ -99,19 +116,24 @@ def take(
     """
     started_s = clock()
     warmup, steady = warm_up(probe, sampling)
-    first = counts = _series(probe, sampling, rival, machine)
-    if first.trouble:
-        counts = _series(probe, sampling, rival, machine)
+    counts, *discarded = attempts(lambda: _series(probe, sampling, rival, machine))
     return Samples(
         latency_ms=tuple(counts.readings),
-        discarded_ms=() if counts is first else tuple(first.readings),
-        trouble=first.trouble,
+        discarded_ms=tuple(reading for series in discarded for reading in series.readings),
+        trouble="".join(series.trouble for series in discarded),
+        disturbed=counts.disturbed,
         warmup=warmup,
         measure_s=max(0.0, clock() - started_s),
         stable=steady and not counts.trouble,
         saved=counts.saved,
         conditions=counts.conditions,
     )
+
+
+def attempts(attempt: Callable[[], A]) -> tuple[A, ...]:
+    """What counts first, then what it was repeated for: once more where something speaks against the first attempt."""
+    first = attempt()
+    return (attempt(), first) if first.trouble else (first,)
 
 
 def fixed_inputs(types: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], seed: int = 0) -> dict[str, Array]:
@@ -150,16 +172,16 @@ def warm_up(probe: Probe, sampling: Sampling) -> tuple[int, bool]:
 
 
 def _series(probe: Probe, sampling: Sampling, rival: Interval | None, machine: Machine | None) -> _Series:
-    """One attempt to time an engine, and whatever speaks against it."""
+    """One attempt to time an engine, and what the machine did meanwhile."""
     if machine is None:
         readings, saved = _collect(probe, sampling, rival)
-        return _Series(readings=readings, saved=saved, trouble=_drift(readings), conditions={})
+        return _Series(readings=readings, saved=saved, disturbed="", conditions={})
     before = machine.read()
     readings, saved = _collect(probe, sampling, rival)
     after = machine.read()
     conditions = told(after, probe)
-    trouble = disturbance(before, after) or _drift(readings)
-    return _Series(readings=readings, saved=saved, trouble=trouble, conditions=conditions)
+    disturbed = disturbance(before, after)
+    return _Series(readings=readings, saved=saved, disturbed=disturbed, conditions=conditions)
 
 
 def told(after: Conditions, probe: Probe) -> dict[str, float]:

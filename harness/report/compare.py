@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from harness.errors import UserError
+from harness.measure.confirm import disturbance_note
 from harness.measure.events import TWIN
 from harness.measure.stats import Interval, verdict
 from harness.report.frames import main_frame
@@ -156,6 +157,9 @@ def _noises(first: Results, second: Results) -> Iterator[str]:
                 f"Noisy machine: the A/A floor of {one.name} is {floors[0]:.1%} in the first and {floors[1]:.1%} in "
                 "the second; what differs by less than the larger one is a tie."
             )
+        for side, cell in (("first", one), ("second", two)):
+            if told := disturbance_note(cell.disturbed):
+                yield f"Noisy machine, {cell.name} in the {side}: {told}."
 
 
 def _both(first: Results, second: Results) -> list[tuple[CellResults, CellResults]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import pandas as pd
 
 from harness.evaluators.intervals import Estimate, accuracy_of, metric_estimate
+from harness.measure.confirm import disturbance_note
 from harness.report.decision import BEST
 from harness.report.naming import BEYOND, CAPPED, UNSCORED, metric_name
 from harness.report.results import CellResults, Results
@@ -61,13 +62,30 @@ UNFIT = "not shipped: not scored"
 BROKEN = ("not shipped: accuracy", UNFIT)
 NOISY = 0.10
 """A/A floor from which on a machine is called noisy: gains of the size that quantization has drown in it."""
+UNSTEADY = 0.25
+"""Half-width of the interval of the float model's latency over builds from which on milliseconds say little."""
 
 
 def noise(cell: CellResults) -> str:
-    """That the machine was too noisy for the verdicts of a cell; "" where it was not."""
-    if cell.floor is None or cell.floor <= NOISY:
+    """What the machine did to the figures of a cell; "" where it was quiet."""
+    told = [what for what in (_rough(cell), disturbance_note(cell.disturbed), _unsteady(cell)) if what]
+    return f"Noisy machine, {cell.name}: {'; '.join(told)}. Close other work and repeat." if told else ""
+
+
+def _rough(cell: CellResults) -> str:
+    """That gains drown in the noise."""
+    return f"the A/A floor is {cell.floor:.1%}" if cell.floor is not None and cell.floor > NOISY else ""
+
+
+def _unsteady(cell: CellResults) -> str:
+    """That the float model's own latency is hardly known: speedups are paired, milliseconds are not."""
+    if FLOAT_ROW not in cell.summaries:
         return ""
-    return f"Noisy machine: the A/A floor of {cell.name} is {cell.floor:.1%}; close other work and repeat."
+    own = cell.summaries[FLOAT_ROW].latency_ms
+    if own.high <= own.value * (1 + UNSTEADY):
+        return ""
+    shown = interval(own.value, own.low, own.high, 3)
+    return f"the float model took {shown} ms, so go by speedups, which are paired, and not by milliseconds"
 
 
 def progress(results: Results) -> str:

@@ -45,6 +45,7 @@ class CellResults:
         failed: The last failure by row id, of the rows that failed in the confirmation.
         lost: Number of builds by row id in which the confirmation lost it.
         floor: Relative A/A noise floor, the larger of before the searches and of the confirmation; None before both.
+        disturbed: Share of the confirmation's turns in which something else was at work on the machine.
         builds: Fresh builds that the confirmation was to make; None where it has not begun.
         float_measured: The baseline's float precision was chosen by measurement.
         complete: All searches ended and the confirmation has all its builds.
@@ -63,6 +64,7 @@ class CellResults:
     failed: Mapping[str, Failed]
     lost: Mapping[str, int]
     floor: float | None
+    disturbed: float
     builds: int | None
     float_measured: bool
     complete: bool
@@ -217,6 +219,7 @@ def _cell(folder: Path, stored: Stored) -> CellResults:
         failed={} if summary is None else summary.failed,
         lost={name: sum(row == name for row, _ in lost) for name, _ in lost},
         floor=(floor or None) if summary is None else summary.floor,
+        disturbed=0.0 if summary is None else summary.disturbed,
         builds=builds,
         float_measured=(folder / "float.json").exists(),
         complete=bool(picks)

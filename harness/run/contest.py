@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from harness.errors import UserError
-from harness.measure.confirm import GROUP, TWIN, Dropped, Event, OpenEngines, Row, confirm, decode_event, encode_event
+from harness.measure.confirm import GROUP, OpenEngines, Row, confirm, disturbance_note
+from harness.measure.events import TWIN, Dropped, Event, Readings, decode_event, encode_event
 from harness.run.config import Rounds
 from harness.run.journal import append_line, cut_torn_line
 from harness.run.observe import Observer
@@ -74,6 +75,8 @@ def hold(contest: Contest, open_engines: OpenEngines, observer: Observer) -> Non
             for key in _keys(event, plan.rounds) & left:
                 left.discard(key)
                 step.advance(f"build {event.build + 1} of {plan.builds}")
+    if note := disturbance_note(Readings(read_contest(path)).disturbed_share):
+        observer.say(f"{contest.name}: {note}: close other work and repeat")
 
 
 def read_contest(path: Path) -> tuple[Event, ...]:

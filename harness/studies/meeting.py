@@ -27,6 +27,8 @@ FASTEST = 16
 """How many of the fastest meet at a time."""
 TURNS = Rounds(builds=1, rounds=20, samples=3)
 """Of those that meet: the table's optimum, and what it fixes, deserve more than a few readings."""
+PACE = 0.15
+"""By how much the float model may be off what it took before the table without a word."""
 
 
 def latencies(rows: Mapping[str, Row]) -> dict[str, float]:
@@ -46,6 +48,7 @@ class Meeting:
         cell: Makes the candidates.
         open_engines: Fresh ones, beside those that measure the table.
         folder: Takes a journal for each meeting.
+        float_ms: Latency of the float model before the table.
         level_ms: See `harness.run.confirming.level`.
     """
 
@@ -53,6 +56,7 @@ class Meeting:
     open_engines: OpenEngines
     folder: Path
     observer: Observer
+    float_ms: float
     level_ms: float | None = None
 
     def settled(self, name: str, digests: Iterable[str], rows: Mapping[str, Row]) -> dict[str, Row]:
@@ -91,7 +95,19 @@ class Meeting:
         )
         hold(contest, self.open_engines, self.observer)
         readings = Readings(read_contest(contest.path))
+        self._say_pace(contest.name, readings)
         return {digest: self._timed_anew(row, *readings.paired(digest, FLOAT_ROW)) for digest, row in rows.items()}
+
+    def _say_pace(self, name: str, readings: Readings) -> None:
+        """Tell where the machine went at another pace than before the table, and what that does to its rows."""
+        turns_ms = [value for turns in readings.turns[FLOAT_ROW].values() for value in turns.values()]
+        now_ms = float(np.median(turns_ms))
+        if 1 / (1 + PACE) <= now_ms / self.float_ms <= 1 + PACE:
+            return
+        alone = "rows are timed beside the float model, so that they stay on one scale"
+        if self.level_ms is None:
+            alone = "its rows are on another scale than the others; record the table anew with sampling.beside: always"
+        self.observer.say(f"{name}: the float model takes {now_ms:.4g} ms, it took {self.float_ms:.4g} ms; {alone}")
 
     def _timed_anew(self, row: Row, bases: list[list[float]], owns: list[list[float]]) -> Row:
         """A row with a sample a turn; beside the float model, where all are timed so."""

@@ -6,12 +6,15 @@ variance, that is by equating mean squares with their expectations (Searle, Case
 Components", 1992, chapter 3 and section 5.4). The same levels as in Kalibera and Jones, "Rigorous benchmarking in
 reasonable time", ISMM 2013. Logarithms, because latencies scatter by shares and are skewed. Outliers are part of
 what happens within a run and count there; what the harness reports are medians, which hardly feel them.
+
+Builds of one process take turns, so time is no part of what is between builds. It is of what is between processes: one
+comes after the other, and a machine that changed its pace meanwhile shows there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +29,7 @@ from harness.measure.engines import Engines
 from harness.measure.stats import Interval
 from harness.records import Failed
 from harness.run.config import Sampling
-from harness.run.observe import Observer
+from harness.run.observe import Observer, Step
 
 __all__ = ["Component", "Components", "Design", "components", "measure_noise"]
 
@@ -34,6 +37,12 @@ Floats = npt.NDArray[np.float64]
 GOAL = 0.01
 """Half-width of an interval that is worth having."""
 Z = 1.96
+TURN = 3
+"""Readings of a build before another has its turn."""
+COLD = Sampling(min_samples=TURN, max_samples=TURN)
+"""The first turn of a build warms it up, and does not count."""
+WARMED = COLD.model_copy(update={"warmup_ms": 1.0})
+"""Later turns: two inferences bring an engine back into the caches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +58,11 @@ class Design:
     processes: int = 6
     builds: int = 4
     readings: int = 30
+
+    @property
+    def turns(self) -> int:
+        """Turns of each build."""
+        return math.ceil(self.readings / TURN)
 
     def __post_init__(self) -> None:
         for name in ("processes", "builds", "readings"):
@@ -102,21 +116,17 @@ def measure_noise(
     Raises:
         UserError: Fewer than two processes went through; the text has the first failure.
     """
-    found: list[list[tuple[float, ...]]] = []
+    found: list[Floats] = []
     failed: list[Failed] = []
-    with observer.work("noise", design.processes * design.builds) as step:
-        for _ in range(design.processes):
-            readings: list[tuple[float, ...]] = []
+    with observer.work("noise", design.processes * design.turns) as step:
+        for process in range(design.processes):
             with open_engines() as engines:
-                for outcome in _builds(engines, candidate, design):
-                    step.advance("" if isinstance(outcome, Failed) else f"{np.median(outcome):.3f} ms")
-                    if isinstance(outcome, Failed):
-                        failed.append(outcome)
-                        observer.say(f"a process does not count; {outcome.stage}: {outcome.reason}")
-                        break
-                    readings.append(outcome)
-                else:
-                    found.append(readings)
+                outcome = _process(engines, candidate, design, np.random.default_rng(process), step)
+            if isinstance(outcome, Failed):
+                failed.append(outcome)
+                observer.say(f"a process does not count; {outcome.stage}: {outcome.reason}")
+            else:
+                found.append(outcome)
     if len(found) < 2:
         raise UserError(
             f"{len(found)} of {design.processes} processes went through; {failed[0].stage}: {failed[0].reason}"
@@ -124,18 +134,31 @@ def measure_noise(
     return np.array(found)
 
 
-def _builds(engines: Engines, candidate: Candidate, design: Design) -> Iterator[tuple[float, ...] | Failed]:
-    sampling = Sampling(min_samples=max(3, design.readings), max_samples=max(3, design.readings))
+def _process(
+    engines: Engines, candidate: Candidate, design: Design, rng: np.random.Generator, step: Step
+) -> Floats | Failed:
+    """Readings [build, reading] of one process.
+
+    All builds are made first and then take turns in random order: what changes with time, a machine's pace above all,
+    is in every build alike, and does not pass for a difference between them.
+    """
+    handles = []
     for _ in range(design.builds):
         built = engines.build(candidate)
         if isinstance(built, Failed):
-            yield built
-            return
-        try:
-            samples = engines.sample(built.handle, sampling)
-        finally:
-            engines.release(built.handle)
-        yield samples if isinstance(samples, Failed) else samples.latency_ms[: design.readings]
+            return built
+        handles.append(built.handle)
+    readings: list[list[float]] = [[] for _ in handles]
+    for turn in range(-1, design.turns):
+        for build in rng.permutation(design.builds):
+            samples = engines.sample(handles[build], WARMED if turn >= 0 else COLD)
+            if isinstance(samples, Failed):
+                return samples
+            if turn >= 0:
+                readings[build] += samples.latency_ms
+        if turn >= 0:
+            step.advance(f"{np.median(readings):.3f} ms")
+    return np.array(readings)[:, : design.readings]
 
 
 def components(latency_ms: Floats, confidence: float = 0.95) -> Components:

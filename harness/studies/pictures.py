@@ -12,8 +12,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from harness.records import Failed
-from harness.studies.landscape import Landscape, RandomCurve
+from harness.studies.landscape import Landscape
 from harness.studies.noise import Components, Floats
+from harness.studies.random_search import RANDOM
 from harness.studies.replay import Replayed
 from harness.studies.sensitivity import Effect, Sensitivities, Unit
 
@@ -27,7 +28,7 @@ LINES = ("-", "--", "-.", ":")
 
 
 def draw_noise(latency_ms: Floats, found: Components, title: str, path: Path) -> None:
-    """All readings in order of measurement, one colour a process, and the components beside them.
+    """All readings build by build, one colour a process, and the components beside them.
 
     Args:
         latency_ms: [process, build, reading].
@@ -45,7 +46,7 @@ def draw_noise(latency_ms: Floats, found: Components, title: str, path: Path) ->
                 median = np.median(latency_ms[process, build])
                 left.plot(place[[0, -1]], [median, median], color="black", linewidth=1)
         left.set_xticks([])
-        left.set_xlabel("readings in order; a colour is a process, a line the median of a build")
+        left.set_xlabel("readings of each build, which took turns; a colour is a process, a line a build's median")
         left.set_ylabel("latency, ms")
         left.set_title(title)
         sd = [100 * component.sd.value for component in found.components]
@@ -56,20 +57,20 @@ def draw_noise(latency_ms: Floats, found: Components, title: str, path: Path) ->
         right.grid(alpha=0.25, axis="y")
 
 
-def draw_curves(landscape: Landscape, curve: RandomCurve, replayed: Sequence[Replayed], title: str, path: Path) -> None:
-    """Mean regret over evaluations: random search as calculated with its 90 % band, and searchers over their seeds."""
+def draw_curves(landscape: Landscape, random_ms: Floats, replayed: Sequence[Replayed], title: str, path: Path) -> None:
+    """Median regret over evaluations: of random searches with their quartiles as a band, and of searchers."""
     optimum_ms = landscape.latency_ms[landscape.optimum]
-    evaluations = np.arange(1, len(curve.mean_ms) + 1)
+    evaluations = np.arange(1, random_ms.shape[1] + 1)
     with _saved(path, columns=(1,)) as (axes,):
-        mean, low, high = (100 * (c / optimum_ms - 1) for c in (curve.mean_ms, curve.low_ms, curve.high_ms))
+        low, middle, high = 100 * (np.quantile(random_ms, (0.25, 0.5, 0.75), axis=0) / optimum_ms - 1)
         axes.fill_between(evaluations, low, high, step="post", color="0.9")
-        axes.step(evaluations, mean, where="post", color="0.4", label="random, calculated")
+        axes.step(evaluations, middle, where="post", color="0.4", label=RANDOM)
         for index, found in enumerate(replayed):
-            regret = 100 * (found.latency_ms.mean(axis=0) / optimum_ms - 1)
+            regret = 100 * (np.median(found.latency_ms, axis=0) / optimum_ms - 1)
             style = {"color": COLOURS[index % len(COLOURS)], "linestyle": LINES[index % len(LINES)]}
             axes.step(evaluations, regret, where="post", label=found.searcher, **style)
         axes.set_xlabel("evaluations")
-        axes.set_ylabel("latency above the optimum, %")
+        axes.set_ylabel("latency above the optimum, %, median over searches")
         axes.set_title(title)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25)

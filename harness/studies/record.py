@@ -21,12 +21,13 @@ from harness.errors import UserError
 from harness.measure.engines import Engines
 from harness.measure.executor import Attempt, Inline
 from harness.measure.provenance import decisive, environment
+from harness.measure.sampling import STEADY
 from harness.measure.sandbox import open_engines
 from harness.records import Failed
 from harness.run.claim import claimed
 from harness.run.compare import refuse_changes
 from harness.run.compose import Cell
-from harness.run.confirming import level, noise_floor
+from harness.run.confirming import float_latency, level, noise_floor
 from harness.run.engine import SearchTask, Seed, Trial, run_search
 from harness.run.goal import Goal
 from harness.run.journal import Journal, writing
@@ -84,7 +85,12 @@ def record(study: Study, out: Path, dimensions: int, observer: Observer, *, sear
                 study=study, cell=cell, engines=engines, folder=folder, observer=observer, level_ms=level_ms
             )
             meeting = Meeting(
-                cell=cell, open_engines=lambda: opened(worker), folder=folder, observer=observer, level_ms=level_ms
+                cell=cell,
+                open_engines=lambda: opened(worker),
+                folder=folder,
+                observer=observer,
+                float_ms=float_latency(folder),
+                level_ms=level_ms,
             )
             if worker.evaluators:
                 recording.prepare()
@@ -140,9 +146,21 @@ class _Recording:
         facts |= {"varied": tuple(space.dimensions[i].name for i in varied), "base": best.choices}
         self.observer.say(f"{len(varied)} of {len(space)} dimensions, {len(listed)} placements")
         self._measure("table", [listed[index] for index in order], rows, facts)
-        self._best(meeting, "table", listed, rows)
+        self._say_beaten(self._best(meeting, "table", listed, rows), rows)
         facts["sensitivity"] = {d.name: float(value) for d, value in zip(space.dimensions, found, strict=True)}
         return rows, facts
+
+    def _say_beaten(self, optimum: Placement, rows: Rows) -> None:
+        """Tell of what everybody knows and is faster than the optimum: then the table fixes what it should not."""
+        digest, latency_ms = self.cell.space.digest, latencies(rows)
+        least_ms = latency_ms[digest(optimum)]
+        for name, placement in self.cell.placements.items():
+            own_ms = latency_ms.get(digest(placement), math.inf)
+            if own_ms < least_ms * (1 - STEADY):
+                self.observer.say(
+                    f"{name} takes {own_ms:.4g} ms, less than the {least_ms:.4g} ms of the table's optimum: what the "
+                    "table leaves fixed is not the best; use more --dimensions, or --search 200"
+                )
 
     def _found(self, evaluations: int, meeting: Meeting, rows: Rows, facts: Mapping[str, Any]) -> Iterator[Placement]:
         """What a search finds that is told the anchors first and goes by no rules of experts; nothing for none."""

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from harness.measure.confirm import (
     Row,
     confirm,
     decode_event,
+    disturbance_note,
     encode_event,
     summarise,
 )  # fmt: skip
@@ -37,6 +38,7 @@ class Bench:
         latency_ms: By name of the row; the truth.
         faults: By name of the row, what to answer instead: (when, stage), when being "build" or a turn's number.
         build_noise: Standard deviation of the logarithm of a build's latency.
+        busy: Numbers of the turns of all rows, from 0, beside which something else is at work.
     """
 
     def __init__(
@@ -45,10 +47,13 @@ class Bench:
         faults: Mapping[str, tuple[str | int, str]] | None = None,
         build_noise: float = 0.0,
         seed: int = 0,
+        busy: Collection[int] = (),
     ) -> None:
         self.latency_ms = latency_ms
         self.faults = faults or {}
         self.build_noise = build_noise
+        self.busy = busy
+        self.taken = 0
         self.rng = np.random.default_rng(seed)
         self.opened = 0
         self.diary: list[tuple[str, str]] = []
@@ -88,7 +93,11 @@ class _Worker:
         if when == self.turns[name]:
             return self._fail(stage)
         readings = latency_ms * np.exp(0.005 * self.bench.rng.standard_normal(sampling.min_samples))
-        return Samples(latency_ms=tuple(readings.tolist()), warmup=0, measure_s=0.0, stable=True)
+        disturbed = "waited for a core" if self.bench.taken in self.bench.busy else ""
+        self.bench.taken += 1
+        # What others take is a slice of time, and not a share of the inference.
+        latency_ms = tuple((readings + 4.0 * bool(disturbed)).tolist())
+        return Samples(latency_ms=latency_ms, warmup=0, measure_s=0.0, stable=True, disturbed=disturbed)
 
     def _fail(self, stage: str) -> Failed:
         self.dead = stage in ("crash", "timeout")
@@ -193,6 +202,37 @@ def test_shrinkage_is_what_the_confirmation_takes_away() -> None:
     assert fast.shrinkage(1.9) < 0
 
 
+def test_rounds_that_something_else_disturbed_are_taken_again_at_the_end() -> None:
+    bench = Bench({"float": 10.0, "a": 5.0}, busy=(0, 3, 12))  # of the first build the first two rounds, and one again
+    events = run(bench, "a")
+    first = [(e.round, e.row, bool(e.disturbed)) for e in events if isinstance(e, Block) and e.build == 0]
+    assert [number for number, _, _ in first] == [n for n in (0, 1, 2, 3, 0, 1) for _ in range(3)]
+    assert sum(disturbed for _, _, disturbed in first) == 3
+    summary = summarise(events, "float")
+    assert summary.disturbed == pytest.approx(1 / 36)
+    assert summary.rows["a"].speedup.value == pytest.approx(2.0, rel=0.02)
+    assert (summary.builds, disturbance_note(summary.disturbed)) == (3, "")
+
+
+def test_what_stays_disturbed_is_marked_and_costs_no_second_take() -> None:
+    events = run(Bench({"float": 10.0, "a": 5.0}, busy=range(1000)), "a")
+    assert len(events) == 36
+    summary = summarise(events, "float")
+    assert summary.disturbed == 1.0
+    assert summary.rows["a"].speedup.value == pytest.approx(14 / 9, rel=0.02)
+    assert disturbance_note(1.0) == (
+        "something else was at work in 100% of the turns, which distorts speedups, upwards as a rule"
+    )
+
+
+def test_a_worker_that_dies_in_a_round_that_is_taken_again_starts_anew() -> None:
+    bench = Bench({"float": 10.0, "bad": 5.0, "good": 5.0}, {"bad": (5, "crash")}, busy=(0,))
+    summary = summarise(run(bench, "bad", "good"), "float")
+    assert bench.opened == 4
+    assert summary.rows["bad"].builds_ok == 2
+    assert (summary.rows["good"].builds_ok, summary.builds) == (3, 3)
+
+
 def test_the_same_model_on_another_benchmarker_is_a_row() -> None:
     bench = Bench({"float": 10.0, "float@fp32": 20.0})
     rows = [Row(name="fp32", candidate=row("float").candidate, benchmarker="fp32")]
@@ -273,7 +313,7 @@ def test_an_unfinished_confirmation_says_so() -> None:
 
 
 def make_block() -> Block:
-    return Block(build=1, group=0, round=2, row="a", samples_ms=(1.25, 1.5), discarded_ms=(9.0,))
+    return Block(build=1, group=0, round=2, row="a", samples_ms=(1.25, 1.5), discarded_ms=(9.0,), disturbed="heat")
 
 
 def make_dropped() -> Dropped:

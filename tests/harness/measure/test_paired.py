@@ -151,6 +151,7 @@ def test_turns_that_another_process_interrupted_are_taken_again(attempts: int, s
     found = take_beside(Engine(pace, 4.0), reference, Sampling(warmup_ms=20.0), machine=Crowded(attempts))
     assert found.stable is stable
     assert bool(found.discarded_ms) is (attempts > 0)
+    assert found.disturbed == ("" if stable else found.trouble)
     assert found.trouble == (
         "waited for a core 50% of the time: something else runs on this machine" if attempts else ""
     )

@@ -190,12 +190,13 @@ def test_readings_of_a_throttled_machine_are_taken_again() -> None:
     found = take(Script(lambda _: 2.0), QUIET, machine=Throttled(1))
     assert found.discarded_ms == found.latency_ms == (2.0,) * 11
     assert found.trouble == "throttled 1 times, by heat or by the container's CPU quota"
-    assert found.stable
+    assert (found.stable, found.disturbed) == (True, "")
     assert found.conditions == {"mhz": 3000.0, "load": 0.5}
 
 
 def test_readings_of_a_machine_that_stays_throttled_are_called_unstable() -> None:
-    assert not take(Script(lambda _: 2.0), QUIET, machine=Throttled(2)).stable
+    found = take(Script(lambda _: 2.0), QUIET, machine=Throttled(2))
+    assert (found.stable, found.disturbed) == (False, found.trouble)
 
 
 def test_a_probe_that_gives_too_few_readings_fails() -> None:

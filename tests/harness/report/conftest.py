@@ -72,10 +72,10 @@ def write_cell(folder: Path, cell_name: str = CELL, **changes) -> Path:
     return cell
 
 
-def write_confirmation(cell: Path, latency_ms: dict[str, float]) -> None:
+def write_confirmation(cell: Path, latency_ms: dict[str, float], paces=(1.0, 1.0, 1.0), disturbed: str = "") -> None:
     events = [
-        Block(build=build, group=0, round=turn, row=row, samples_ms=(ms, ms, ms))
-        for build in range(3)
+        Block(build=build, group=0, round=turn, row=row, samples_ms=(ms * pace,) * 3, disturbed=disturbed)
+        for build, pace in enumerate(paces)
         for turn in range(2)
         for row, ms in latency_ms.items()
     ]

@@ -100,6 +100,14 @@ def test_a_noisy_side_is_said_with_the_table(folder, other):
     assert f"the A/A floor of {CELL} is 33.7% in the first and 0.0% in the second" in text
 
 
+def test_a_side_on_which_something_else_worked_is_said_with_the_table(folder, other, confirmation_maker):
+    latency_ms = {"A/A twin": 8.0, "float": 8.0, "all": 2.0, "aa": 4.0, "bb": 5.0}
+    confirmation_maker(other / CELL, latency_ms, disturbed="waited for a core 50% of the time")
+    text = CliRunner().invoke(app, ["compare", str(folder), str(other)]).stdout
+    assert f"Noisy machine, {CELL} in the second: something else was at work in 100% of the turns" in text
+    assert "in the first: something" not in text
+
+
 def test_cells_of_one_folder_alone_are_named_and_none_in_common_is_an_error(folder, other, cell_maker):
     cell_maker(folder, "net-openvino-fp8", precision="fp8")
     assert f"only in {folder}: net-openvino-fp8" in list(differences(load(folder), load(other)))

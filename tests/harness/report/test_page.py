@@ -69,7 +69,7 @@ def test_a_noisy_machine_is_said_with_the_verdict_in_the_warning_colour(folder):
     assert "Noisy machine" not in page_of(folder).read_text()
     (folder / CELL / "floor.json").write_text('{"floor": 0.337}')
     verdicts = page_of(folder).read_text().partition('id="tables"')[0]
-    said = f"Noisy machine: the A/A floor of {CELL} is 33.7%; close other work and repeat."
+    said = f"Noisy machine, {CELL}: the A/A floor is 33.7%. Close other work and repeat."
     assert f'<p class="warn">{said}</p>' in verdicts
 
 

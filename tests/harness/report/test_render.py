@@ -301,9 +301,30 @@ def test_the_rank_correlation_of_proxy_and_metric_stands_below_the_main_table(fo
 def test_a_noisy_machine_is_said_first_below_the_table(folder):
     assert "Noisy" not in tables(folder)
     write_json(folder / CELL / "floor.json", {"floor": 0.337})
-    said = f"Noisy machine: the A/A floor of {CELL} is 33.7%; close other work and repeat."
+    said = f"Noisy machine, {CELL}: the A/A floor is 33.7%. Close other work and repeat."
     assert said in tables(folder)
     assert (folder / "report" / "main.md").read_text().partition("\n\n")[2].startswith(said)
+
+
+LATENCY_MS = {"A/A twin": 8.0, "float": 8.0, "all": 2.0, "aa": 4.0, "bb": 5.0}
+
+
+def test_what_else_worked_on_the_machine_is_said_first_below_the_table(folder, confirmation_maker):
+    confirmation_maker(folder / CELL, LATENCY_MS, disturbed="waited for a core 50% of the time")
+    said = (
+        f"Noisy machine, {CELL}: something else was at work in 100% of the turns, which distorts speedups, upwards "
+        "as a rule. Close other work and repeat."
+    )
+    assert said in tables(folder)
+
+
+def test_a_float_model_whose_latency_is_hardly_known_is_said_first_below_the_table(folder, confirmation_maker):
+    confirmation_maker(folder / CELL, LATENCY_MS, paces=(1.0, 1.5, 2.0))
+    said = (
+        r"Noisy machine, .*: the float model took 11\.5\d\d \[.*\] ms, so go by speedups, which are paired, and not by"
+    )
+    assert re.search(said, tables(folder))
+    assert "4.00 [4.00, 4.00]" in tables(folder), "what is paired is known as well as before"
 
 
 def test_a_terminal_sees_marks_instead_of_markup_and_what_all_rows_share_once(folder, confirmation_maker):
@@ -317,7 +338,7 @@ def test_a_terminal_sees_marks_instead_of_markup_and_what_all_rows_share_once(fo
     styled = console.export_text(styles=True, clear=False)
     assert re.search(r"\x1b\[1m4\.000 \[4\.000, 4\.000\]", styled)
     assert re.search(r"\x1b\[4m4\.010 \[4\.010, 4\.010\]", styled)
-    assert re.search(r"\x1b\[33mNoisy machine: the A/A floor", styled)
+    assert re.search(r"\x1b\[33mNoisy machine, ", styled)
     plain = console.export_text()
     assert "**" not in plain
     assert "<u>" not in plain

@@ -12,9 +12,10 @@ import pytest
 
 from harness.api import Candidate
 from harness.errors import UserError
-from harness.measure.engines import MAIN, Engines, WorkerSpec
+from harness.measure.engines import MAIN, Built, Engines, WorkerSpec
+from harness.measure.sampling import Samples
 from harness.measure.sandbox import InProcess
-from harness.run.config import Use
+from harness.run.config import Sampling, Use
 from harness.run.observe import Silent
 from harness.studies.noise import Components, Design, components, measure_noise
 from search.space import digest_of
@@ -95,6 +96,34 @@ def test_simulated_noise_is_measured_level_by_level(tmp_path: Path) -> None:
     assert latency_ms.shape == (12, 6, 10)
     for component, truth in zip(components(latency_ms).components, (0.01, 0.05, 0.2), strict=True):
         assert component.sd.low <= truth <= component.sd.high
+
+
+class Slowing:
+    """A process on a machine whose pace falls with every inference; its builds are all alike."""
+
+    def __init__(self) -> None:
+        self.built = self.taken = 0
+
+    def build(self, *_: object) -> Built:
+        self.built += 1
+        return Built(handle=self.built, build_s=0.1)
+
+    def sample(self, _: int, sampling: Sampling) -> Samples:
+        self.taken += 1
+        latency_ms = tuple(10.0 * 1.01**self.taken for _ in range(sampling.min_samples))
+        return Samples(latency_ms=latency_ms, warmup=0, measure_s=0.0, stable=True)
+
+
+def test_time_does_not_pass_for_a_difference_between_builds() -> None:
+    @contextmanager
+    def open_engines() -> Iterator[Engines]:
+        yield Slowing()  # type: ignore[misc]
+
+    latency_ms = measure_noise(open_engines, candidate(), Design(processes=6, builds=4, readings=29), Silent())
+    assert latency_ms.shape == (6, 4, 29)
+    run, build, _ = components(latency_ms).components
+    assert run.sd.value > 0.1, "the pace fell by a third"
+    assert build.share < 0.02
 
 
 def test_nothing_that_works_is_a_mistake_with_its_reason(tmp_path: Path) -> None:

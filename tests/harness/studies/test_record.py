@@ -151,6 +151,45 @@ def test_a_lucky_reading_is_not_the_optimum_of_the_table(
     assert outcome.samples_ms == pytest.approx([truth[chosen]] * 20, rel=1e-6)
 
 
+class Listening(Silent):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def test_a_machine_that_changes_its_pace_is_told(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half as fast while the last ones meet, so that even what was known before seems faster than the optimum."""
+    sample = InProcess.sample
+
+    def slower_at_the_end(self: InProcess, handle: int, *args: Any) -> Any:
+        found = sample(self, handle, *args)
+        late = list(tmp_path.glob("*.recording/table-runoff-*.jsonl"))
+        return replace(found, latency_ms=tuple(2 * value for value in found.latency_ms)) if late else found
+
+    monkeypatch.setattr(InProcess, "sample", slower_at_the_end)
+    study, observer = study_of(str(model), backend="simulated", params=PARAMS), Listening()
+    alone = study.experiment.sampling.model_copy(update={"beside": "never"})
+    study = replace(study, experiment=study.experiment.model_copy(update={"sampling": alone}))
+    record(study, tmp_path / "t.parquet", 1, observer)
+    pace = [text for text in observer.said if "the float model takes" in text]
+    assert pace
+    assert all(text.startswith("net-simulated-int8 runoff: the float model takes") for text in pace)
+    assert all(text.endswith("record the table anew with sampling.beside: always") for text in pace)
+    beaten = [text for text in observer.said if "of the table's optimum" in text]
+    assert beaten
+    assert beaten[0].endswith("what the table leaves fixed is not the best; use more --dimensions, or --search 200")
+
+
+def test_a_steady_machine_is_not_spoken_of(model: Path, tmp_path: Path) -> None:
+    observer = Listening()
+    record(study_of(str(model), backend="simulated", params=PARAMS), tmp_path / "t.parquet", 2, observer)
+    assert not [text for text in observer.said if "float model takes" in text or "optimum" in text]
+
+
 def test_a_recording_of_something_else_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "t.parquet"
     recorded(model, out)

@@ -1,0 +1,72 @@
+"""A contest tells of a machine that did other work beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.api import Candidate
+from harness.measure.confirm import Row
+from harness.measure.engines import MAIN, Built, Engines
+from harness.measure.sampling import Samples
+from harness.run.config import Rounds, Sampling
+from harness.run.contest import Contest, hold, read_contest
+from harness.run.observe import Silent
+
+
+class Busy:
+    """Engines of a machine on which something else is at work, or not."""
+
+    def __init__(self, disturbed: str) -> None:
+        self.disturbed = disturbed
+
+    def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built:
+        return Built(handle=0, build_s=0.1)
+
+    def sample(self, handle: int, sampling: Sampling) -> Samples:
+        return Samples(latency_ms=(2.0,) * 3, warmup=0, measure_s=0.0, stable=True, disturbed=self.disturbed)
+
+    def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
+        return {}
+
+    @contextmanager
+    def open(self) -> Iterator[Engines]:
+        yield self  # type: ignore[misc]
+
+
+class Listening(Silent):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def row(name: str) -> Row:
+    return Row(name=name, candidate=Candidate(digest=name, edges=(), source=lambda: Path("never asked for")))
+
+
+@pytest.mark.parametrize("disturbed", ["", "waited for a core 50% of the time"])
+def test_other_work_on_the_machine_is_told_at_the_end_and_kept_in_the_record(tmp_path: Path, disturbed: str) -> None:
+    contest = Contest(
+        name="confirmation",
+        path=tmp_path / "confirm.jsonl",
+        header={},
+        baseline=row("float"),
+        rows=(row("a"),),
+        plan=Rounds(builds=2, rounds=3, samples=3),
+    )
+    observer = Listening()
+    hold(contest, Busy(disturbed).open, observer)
+    said = (
+        "confirmation: something else was at work in 100% of the turns, which distorts speedups, upwards as a rule: "
+        "close other work and repeat"
+    )
+    assert observer.said == ([said] if disturbed else [])
+    assert {event.disturbed for event in read_contest(contest.path)} == {disturbed}  # type: ignore[union-attr]
