@@ -202,24 +202,26 @@ def expert_rules(space: Space) -> Iterator[Placement]:
 
     ONNX Runtime runs an operator in INT8 only where its result is quantized too, for all who read it ("Quantize ONNX
     models", QDQ format); a dialect of that kind has points at outputs, others have none. There whatever reads a result
-    goes with the operator, and gates, x * sigmoid(x), run on integers too or not at all. OpenVINO and TensorRT fuse
-    linear operators, residual additions, pooling and concatenation. The additions alone may double the time (a
+    goes with the operator, and gates, x * sigmoid(x), run on integers too or not at all; in a Transformer the linear
+    operators do best without its additions. OpenVINO and TensorRT fuse linear operators, residual additions, pooling
+    and concatenation. The additions alone may double the time (a
     Transformer in BF16 on OpenVINO: 8.8 ms with, 4.1 without them); the heads of attention may be moved as integers.
     """
     if any(dimension.kind == "output" for dimension in space.dimensions):
         yield _with_readers(space, MOVERS)
+        yield _with_readers(space, {"linear"})
         yield _with_readers(space, MOVERS | {"movement", "mul"})
-    else:
-        yield space.only(MOVERS - {"add"})
-        yield space.only({"linear", "movement"})
+        return
+    yield space.only(MOVERS - {"add"})
+    yield space.only({"linear", "movement"})
     yield space.only({"linear", "add"})
     yield space.only(MOVERS)
 
 
 def _with_readers(space: Space, roles: Collection[str]) -> Placement:
     """All points of some roles, and those that read the results of `MOVERS` among them."""
-    after = readers(space)
-    behind = [i for index, d in enumerate(space.dimensions) if d.role in MOVERS for i in after.get(index, ())]
+    after, moved = readers(space), MOVERS & set(roles)
+    behind = [i for index, d in enumerate(space.dimensions) if d.role in moved for i in after.get(index, ())]
     return assign(space.only(roles), behind, 1, space)
 
 

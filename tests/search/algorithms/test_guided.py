@@ -95,6 +95,22 @@ def test_where_results_must_be_quantized_too_rules_take_all_their_readers_along(
     assert searcher.ask(2) == [in_front, gates]
 
 
+def test_where_results_must_be_quantized_too_linear_operators_are_tried_without_the_additions():
+    """Twice a matrix product, the addition that reads it, and a normalization."""
+    roles, tensors = ("linear", "add", "normalization"), ("in", "x", "sum")
+    dimensions = [
+        Dimension(
+            name=f"d{i}", group="g", kind="node_input", choices=("float", "int8"), role=roles[i % 3],
+            edges=(Edge(f"{tensors[i % 3]}{i // 3}", f"n{i}", 0),),
+        )
+        for i in range(6)
+    ]  # fmt: skip
+    end = Dimension(name="end", group="g", kind="output", choices=("float", "int8"), edges=(Edge("z", "", 0),))
+    with_additions, alone = (Placement(scheme * 2 + (0,)) for scheme in ((1, 1, 1), (1, 1, 0)))
+    found = list(expert_rules(Space((*dimensions, end))))
+    assert found[:2] == [with_additions, alone]
+
+
 def test_auto_leaves_out_rules_that_can_only_break_the_constraint_more():
     space = plain_space(8, role=lambda i: ("linear", "other", "add", "activation")[i % 4])
     searcher = AutoSearcher(space, seed=0)
