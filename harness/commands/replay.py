@@ -26,7 +26,7 @@ def replay(
     model: Annotated[str | None, typer.Option(help="Refuse the table unless it is of this model.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for curves.csv and curves.png.")] = None,
 ) -> None:
-    """Replay searchers on a recorded table, beside random search as it can be calculated.
+    """Replay searchers on a recorded table, beside ten thousand random searches from the same start.
 
     Example: `qdq replay resnet18-openvino-int8.parquet --searcher tpe --searcher local --seeds 20`
     """

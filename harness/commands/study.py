@@ -76,4 +76,5 @@ def _planned(what: Sequence[Path], options: Mapping[str, Mapping[str, Any]]) -> 
     if len(what) > 1 or options:
         others = ", ".join([*map(str, what[1:]), *options])
         raise UserError(f"{what[0]} is a study, which says everything itself; leave out {others}, or change the file")
+    importable(what[0].resolve().parent)
     return load_study(what[0])

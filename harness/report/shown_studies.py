@@ -21,9 +21,9 @@ __all__ = ["study_tables"]
 
 SCORE_NOTE = (
     "Share of what random search leaves that a searcher has found, on average over its evaluations after the initial "
-    "placements, until random search itself has 95 % of the gain: 0 is random search, 1 the best placement at once. "
-    "Random search is the mean over its seeds here; median over seeds [95 % interval; the range below six seeds]. "
-    + LEVEL_NOTE
+    "placements, until random search itself has found 95 % of what these leave: 0 is random search, 1 the best "
+    "placement at once. Cells where they leave less than 1 % have no line. Random search is the mean over its seeds "
+    "here; median over seeds [95 % interval; the range below six seeds]. " + LEVEL_NOTE
 )
 PAIR_NOTE = (
     "Confirmed speedup at the largest budget, first over second, medians over seeds: geometric mean over cells [95 %, "
@@ -80,7 +80,7 @@ def _pairs(pairs: pd.DataFrame, found: Ranks | None) -> Table:
     lines = []
     for row in pairs.to_dict("records"):
         line = {"first": row["first"], "second": row["second"], "cells": str(row["blocks"])}
-        line |= {"ratio [CI]": _ratio(row), "chance": f"{row['chance']:.0%}"}
+        line |= {"ratio [CI]": interval(row["ratio"], row["low"], row["high"], 3), "chance": f"{row['chance']:.0%}"}
         lines.append({**line, "p (Holm)": MISSING if math.isnan(row["p_holm"]) else f"{row['p_holm']:.3f}"})
     note = "\n".join([PAIR_NOTE, *_ranked(found)])
     return Table(name="pairs", title="Searchers in pairs", cells=pd.DataFrame(lines), raw=pairs, note=note)
@@ -101,12 +101,6 @@ def _ranked(found: Ranks | None) -> Iterator[str]:
         )
 
 
-def _ratio(row: dict[Any, Any]) -> str:
-    """A ratio with its interval where it is a finite one."""
-    finite = math.isfinite(row["high"])
-    return interval(row["ratio"], row["low"] if finite else None, row["high"] if finite else None, 3)
-
-
 def _ablation(ablation: pd.DataFrame) -> Table:
     lines = [
         {
@@ -114,7 +108,7 @@ def _ablation(ablation: pd.DataFrame) -> Table:
             "variant": row["variant"],
             "parameters": row["params"] or MISSING,
             "cells": str(row["cells"]),
-            "ratio [CI]": _ratio(row),
+            "ratio [CI]": interval(row["ratio"], row["low"], row["high"], 3),
             "chance": f"{row['chance']:.0%}",
         }
         for row in ablation.to_dict("records")
@@ -158,12 +152,7 @@ def _matrix(transfer: pd.DataFrame, within: str, word: str) -> pd.DataFrame:
 
 def _moved(row: dict[Any, Any]) -> str:
     share = "" if pd.isna(row["share"]) else f" ({row['share']:.0%})"
-    return f"{_speedup(row)}{share}"
-
-
-def _speedup(row: dict[Any, Any]) -> str:
-    finite = math.isfinite(row["high"])
-    return interval(row["speedup"], row["low"] if finite else None, row["high"] if finite else None)
+    return f"{interval(row['speedup'], row['low'], row['high'])}{share}"
 
 
 def _volumes(volumes: pd.DataFrame) -> Table:

@@ -15,9 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from harness.measure.stats import Interval, block_ci
+from harness.measure.stats import CLAIM_FLOOR, Interval, block_ci
+from harness.report.tables import several
 
-__all__ = ["ENOUGH", "FEWEST", "Ranks", "compare_pairs", "effect_size", "ranks_of", "score_against_random"]
+__all__ = [
+    "ENOUGH", "FEWEST", "Ranks", "compare_pairs", "effect_size", "quartiles", "ranks_of", "score_against_random",
+]  # fmt: skip
 
 FEWEST = 3
 """Blocks that Friedman's test needs here: fewer say nothing of others, however well they agree."""
@@ -28,7 +31,7 @@ MANY_BLOCKS, MANY_METHODS = 10, 5
 RESAMPLES = 19_999
 """Permutations drawn where there are more; the smallest p is their reciprocal."""
 CUTOFF = 0.95
-"""Share of the best gain at which random search has caught up and a score ends."""
+"""Share of what there is to find at which random search has caught up and a score ends."""
 Floats = npt.NDArray[np.float64]
 
 
@@ -54,7 +57,8 @@ class Ranks:
         if self.critical_difference is not None:
             return ""
         if self.blocks < FEWEST:
-            return f"no test: {self.blocks} cells are too few to say anything of others ({FEWEST} are needed)"
+            few = f"{several(self.blocks, 'cell')} {'is' if self.blocks == 1 else 'are'} too few"
+            return f"no test: {few} to say anything of others ({FEWEST} are needed)"
         return f"no test of ranks: {len(self.mean)} searchers are a pair"
 
     @property
@@ -193,24 +197,33 @@ def score_against_random(latency_ms: Floats, random_ms: Floats, best_ms: float, 
     """How much of what random search leaves a searcher has found, on average over its evaluations; one value a seed.
 
     P(t) = (random(t) - searcher(t)) / (random(t) - best): 0 is random search, 1 the best placement at once, negative is
-    worse than random. The average goes over the evaluations until random search itself has 95 % of the gain (Willemsen
-    et al. 2024, "A methodology for comparing optimization algorithms for auto-tuning", Future Generation Computer
-    Systems 159, section 3).
+    worse than random. The average goes over the evaluations until random search itself has found 95 % of what there was
+    to find (Willemsen et al. 2024, "A methodology for comparing optimization algorithms for auto-tuning", Future
+    Generation Computer Systems 159, section 3): from its first evaluation on, or from the last that all searches share.
 
     Args:
         latency_ms: Of the incumbent, [seed, evaluation].
-        random_ms: Of random search, expected after each evaluation.
+        random_ms: Of random search, expected after each evaluation; it shares the first ones.
         best_ms: The best known latency.
         first: Evaluations that all searches share and that are left out: the initial placements.
 
     Returns:
-        NaN where random search has nothing to leave from `first` on.
+        NaN where those that all share leave less than 1 % of latency, which nobody claims.
     """
     rest = random_ms - best_ms
-    reached = rest <= (1 - CUTOFF) * (random_ms[0] - best_ms)
-    end = int(np.argmax(reached)) if reached.any() else len(random_ms)
-    span = slice(first, max(end, first))
-    if span.stop <= span.start or not np.all(rest[span] > 0):
+    start = rest[max(first - 1, 0)]
+    reached = rest[first:] <= (1 - CUTOFF) * start
+    span = slice(first, first + int(np.argmax(reached)) if reached.any() else len(rest))
+    if start <= CLAIM_FLOOR * best_ms or span.stop <= span.start or not np.all(rest[span] > 0):
         return np.full(len(latency_ms), np.nan)
     scores: Floats = ((random_ms[span] - latency_ms[:, span]) / rest[span]).mean(axis=1)
     return scores
+
+
+def quartiles(values: Floats) -> tuple[float, float | None, float | None]:
+    """Median with the lower and the upper quartile; a single value has none.
+
+    What searches reach is skewed: most are near the optimum, and a few far off move a mean and widen its interval.
+    """
+    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
+    return (middle, low, high) if len(values) > 1 else (middle, None, None)

@@ -23,7 +23,8 @@ def score_frame(results: Results) -> pd.DataFrame:
 
     What random search reaches is the mean over the seeds of the searcher `random` in the same cell, latencies are
     the cell's (see `curve_frame`) over the float model's, and the best is the lowest that any search of the cell found.
-    Cells without random search have no line. On recorded tables random search is calculated instead: `qdq replay`.
+    Cells without random search have no line, nor have those where the initial placements leave less than 1 %. On
+    recorded tables ten thousand random searches take the place of those few: `qdq study`.
 
     Returns:
         Columns cell, searcher, seeds, score, low, high: median over seeds with its 95 % interval.

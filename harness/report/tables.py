@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pandas as pd
 
-__all__ = ["MISSING", "Table", "interval", "markdown", "markdown_text", "note_markdown", "printable", "write_table"]
+__all__ = [
+    "MISSING", "Table", "interval", "markdown", "markdown_text", "note_markdown", "printable", "several", "write_table",
+]  # fmt: skip
 
 MISSING = "-"
 SAID_ONCE = ("cell", "model", "device", "batch")
@@ -66,12 +69,17 @@ class Table:
 
 
 def interval(value: float | None, low: float | None, high: float | None, digits: int = 2) -> str:
-    """A figure with its 95 % interval, or a dash where there is none."""
+    """A figure with its limits where they are finite, or a dash where there is no figure."""
     if value is None or pd.isna(value):
         return MISSING
-    if low is None or high is None or pd.isna(low) or pd.isna(high):
+    if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
         return f"{value:.{digits}f}"
     return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def several(count: int, noun: str) -> str:
+    """So many of something: 1 table, 2 tables."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def markdown(table: Table) -> str:

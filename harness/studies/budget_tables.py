@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 from scipy.stats import t as student
 
-from harness.report.statistics import Ranks, compare_pairs, score_against_random
-from harness.report.tables import Table, interval
+from harness.report.statistics import Ranks, compare_pairs, quartiles, score_against_random
+from harness.report.tables import Table, interval, several
+from harness.studies.landscape import Floats
+from harness.studies.random_search import RANDOM
 from harness.studies.study_file import BudgetStudy
 
-__all__ = ["Block", "Curves", "budget_tables"]
+__all__ = ["RISES", "Block", "Curves", "budget_tables", "telling"]
 
-Floats = npt.NDArray[np.float64]
 GAINS = (0.95, 0.99)
-RANDOM = "random, calculated"
+RISES = (
+    "A search chooses its incumbent by noisy readings, as on the machine, and is shown at the recorded latency of what "
+    "it chose: a lucky reading may displace what is better, so the latency may rise with the evaluations."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,9 @@ class Block:
 
     Attributes:
         float_ms: Latency that a gain starts from: the float model's, or the slowest where that failed.
-        random_ms: Of random search, its expectation.
+        random_ms: Of random searches, [search, evaluation]; see `harness.studies.random_search`.
+        told: Evaluations that go to the placements that every search is told first; a model counts once.
+        idle: Why no searcher can be told from another here; "" where they can.
     """
 
     name: str
@@ -49,33 +54,50 @@ class Block:
     float_ms: float
     random_ms: Floats
     curves: Mapping[str, Curves]
+    told: int = 0
+    idle: str = ""
+
+
+def telling(blocks: Sequence[Block]) -> Sequence[Block]:
+    """The blocks that tell searchers apart; all of them where none does."""
+    return [block for block in blocks if not block.idle] or blocks
 
 
 def budget_tables(blocks: Sequence[Block], study: BudgetStudy, ranks: Ranks) -> tuple[Table, ...]:
     """All tables of a study; a block is one recorded table with everything that was replayed on it."""
-    return _budget(blocks, study), _reach(blocks, study), _score(blocks, study), _pairs(blocks), _ranking(ranks)
+    return _budget(blocks, study), _reach(blocks, study), _score(blocks, study), _pairs(blocks), _ranking(blocks, ranks)
 
 
 def _budget(blocks: Sequence[Block], study: BudgetStudy) -> Table:
     """Regret at each budget."""
     lines, shown = [], []
     for block in blocks:
-        figures = {RANDOM: block.random_ms[None, :], **{name: c.latency_ms for name, c in block.curves.items()}}
+        figures = {RANDOM: block.random_ms, **{name: c.latency_ms for name, c in block.curves.items()}}
         for name, latency_ms in figures.items():
             line: dict[str, Any] = {"table": block.name, "searcher": name}
             cells = dict(line)
             for budget in study.budgets:
-                mean, half = _mean(100 * (latency_ms[:, budget - 1] / block.optimum_ms - 1))
-                line |= {f"regret_{budget}": mean, f"half_width_{budget}": half}
-                cells[f"{budget} evaluations"] = f"{mean:.2f}" if half is None else f"{mean:.2f} ± {half:.2f}"
+                regrets = 100 * (latency_ms[:, budget - 1] / block.optimum_ms - 1)
+                middle, low, high = quartiles(regrets)
+                line |= {f"regret_{budget}": middle, f"lower_{budget}": low, f"upper_{budget}": high}
+                line[f"mean_{budget}"] = float(regrets.mean())
+                cells[f"{budget} evaluations"] = interval(middle, low, high)
             lines.append(line)
             shown.append(cells)
     note = (
-        f"Latency of the incumbent above the table's optimum in %: mean over {_seeds(blocks, study)} ± half of its "
-        f"95 % interval (Student's). The {len(study.initial)} placements that every search is told first count. Random "
-        "search is calculated from the table, without them."
+        f"Latency of the incumbent above the table's optimum in %: median over {_seeds(blocks, study)} [quartiles]. "
+        f"{several(len(study.initial), 'placement')} that every search is told first, random search too, "
+        f"{'counts' if len(study.initial) == 1 else 'count'}. All budgets are read off the same searches. {RISES}"
     )
-    return Table(name="budget", title="Budgets", cells=pd.DataFrame(shown), raw=pd.DataFrame(lines), note=note)
+    cells_frame, raw = pd.DataFrame(shown), pd.DataFrame(lines)
+    return Table(name="budget", title="Budgets", cells=cells_frame, raw=raw, note=note, warnings=tuple(_idle(blocks)))
+
+
+def _idle(blocks: Sequence[Block]) -> Iterator[str]:
+    """The blocks that say nothing of searchers, and why."""
+    for block in blocks:
+        if block.idle:
+            yield f"{block.idle}."
 
 
 def _reach(blocks: Sequence[Block], study: BudgetStudy) -> Table:
@@ -110,26 +132,31 @@ def _reach(blocks: Sequence[Block], study: BudgetStudy) -> Table:
 def _score(blocks: Sequence[Block], study: BudgetStudy) -> Table:
     lines, shown = [], []
     for block in blocks:
+        random_ms = block.random_ms.mean(axis=0)
         for name, curves in block.curves.items():
-            scores = score_against_random(curves.latency_ms, block.random_ms, block.optimum_ms, len(study.initial))
-            mean, half = _mean(scores)
-            low, high = (None, None) if half is None else (mean - half, mean + half)
+            scores = score_against_random(curves.latency_ms, random_ms, block.optimum_ms, block.told)
+            mean, half = (None, None) if block.idle else _mean(scores)
+            low, high = (None, None) if mean is None or half is None else (mean - half, mean + half)
             line = {"table": block.name, "searcher": name}
             lines.append({**line, "score": mean, "low": low, "high": high})
             shown.append({**line, "score": interval(mean, low, high)})
     cells, raw = pd.DataFrame(shown), pd.DataFrame(lines)
     note = (
-        "How much of what random search leaves a searcher finds, on average until random search itself has 95 % of the "
-        f"gain (Willemsen et al. 2024): 0 is random search, 1 the optimum at once. Mean over {_seeds(blocks, study)} "
-        "with its 95 % interval; a dash where random search leaves nothing."
+        "How much of what random search leaves a searcher finds, on average until random search itself has found 95 % "
+        "of what there is to find, after the placements that all are told first (Willemsen et al. 2024): 0 is random "
+        "search from the same start, 1 the optimum at once, and below 0 worse than random. "
+        f"Mean over {_seeds(blocks, study)} with its 95 % interval (Student's), for random search is a mean too; a "
+        "dash where these placements leave nothing."
     )
-    return Table(name="score", title="Score against random search", cells=cells, raw=raw, note=note)
+    title, warnings = "Score against random search", tuple(_idle(blocks))
+    return Table(name="score", title=title, cells=cells, raw=raw, note=note, warnings=warnings)
 
 
 def _pairs(blocks: Sequence[Block]) -> Table:
-    names = list(blocks[0].curves)
+    compared = telling(blocks)
     reached = {
-        name: {b.name: (b.optimum_ms / b.curves[name].latency_ms[:, -1]).tolist() for b in blocks} for name in names
+        name: {b.name: (b.optimum_ms / b.curves[name].latency_ms[:, -1]).tolist() for b in compared}
+        for name in blocks[0].curves
     }
     raw = compare_pairs(reached)
     cells = raw[["first", "second", "blocks"]].assign(
@@ -137,15 +164,17 @@ def _pairs(blocks: Sequence[Block]) -> Table:
         chance=[f"{value:.2f}" for value in raw["chance"]],
         p=[f"{value:.3f}" if np.isfinite(value) else "-" for value in raw["p_holm"]],
     )
+    limits = "no interval, for there is one block" if len(compared) == 1 else "with its 95 % interval over tables"
     note = (
-        "Every pair at the largest budget. Ratio: of the shares of the optimum's speed, with its 95 % interval over "
-        "tables. Chance: that a search of the first ends faster than one of the second (effect size; 0.5 is none). "
+        f"Every pair at the largest budget. Ratio: of the shares of the optimum's speed, {limits}. "
+        "Chance: that a search of the first ends faster than one of the second (effect size; 0.5 is none). "
         "p: Wilcoxon's signed ranks over tables with Holm's correction; none with fewer than 6 tables."
+        f"{_without(blocks)}"
     )
     return Table(name="pairs", title="Pairs", cells=cells, raw=raw, note=note)
 
 
-def _ranking(ranks: Ranks) -> Table:
+def _ranking(blocks: Sequence[Block], ranks: Ranks) -> Table:
     raw = pd.DataFrame({"searcher": list(ranks.mean), "mean_rank": list(ranks.mean.values())})
     cells = raw.assign(mean_rank=[f"{value:.2f}" for value in raw["mean_rank"]])
     if ranks.p_value is None or ranks.critical_difference is None:
@@ -155,18 +184,28 @@ def _ranking(ranks: Ranks) -> Table:
             f"Friedman p = {ranks.p_value:.2g}; ranks that differ by more than {ranks.critical_difference:.2f} are "
             "different at 5 % (Nemenyi)"
         )
-    note = f"Mean rank over {ranks.blocks} tables of what the searchers reached at the largest budget; {test}."
+    over = several(ranks.blocks, "table")
+    note = f"Mean rank over {over} of what the searchers reached at the largest budget; {test}.{_without(blocks)}"
     return Table(name="ranks", title="Ranks", cells=cells, raw=raw, note=note)
+
+
+def _without(blocks: Sequence[Block]) -> str:
+    """Which blocks carry no information, for the end of a note."""
+    names = ", ".join(block.name for block in blocks if block.idle)
+    if not names:
+        return ""
+    taken = "left out" if len(telling(blocks)) < len(blocks) else "so that all of this is chance"
+    return f" No information, for every search is told the optimum first: {names} ({taken})."
 
 
 def _seeds(blocks: Sequence[Block], study: BudgetStudy) -> str:
     """How many, and who had fewer."""
     fewer = {name: len(c.latency_ms) for name, c in blocks[0].curves.items() if len(c.latency_ms) != study.seeds}
     said = ", ".join(f"{name}: {count}" for name, count in fewer.items())
-    return f"{study.seeds} seeds ({said})" if said else f"{study.seeds} seeds"
+    return f"{several(study.seeds, 'seed')} ({said})" if said else several(study.seeds, "seed")
 
 
-def _mean(values: Floats) -> tuple[float, float | None]:
+def _mean(values: Floats) -> tuple[float | None, float | None]:
     """Mean with the half-width of Student's 95 % interval; one value has none."""
     mean = float(values.mean())
     if len(values) < 2:

@@ -12,11 +12,13 @@ import pandas as pd
 
 from harness.errors import UserError
 from harness.report.statistics import Ranks, ranks_of
-from harness.report.tables import Table, write_table
+from harness.report.tables import Table, several, write_table
 from harness.run.journal import writing
 from harness.run.observe import Observer
-from harness.studies.budget_tables import Block, Curves, budget_tables
-from harness.studies.landscape import Landscape, random_curve
+from harness.studies.budget_tables import Block, Curves, budget_tables, telling
+from harness.studies.landscape import Landscape
+from harness.studies.random_search import random_search
+from harness.studies.replay import first_placements, idle
 from harness.studies.replaying import chunks_of, curves_of, replay_all
 from harness.studies.study_file import BudgetStudy, everybody
 from harness.tables import read_table
@@ -45,10 +47,13 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
     """
     contenders = study.searchers or everybody()
     if min(study.budgets) <= len(study.initial):
-        raise UserError(f"budgets are above the {len(study.initial)} initial placements, but got {study.budgets}")
+        told = several(len(study.initial), "initial placement")
+        raise UserError(f"budgets are above the {told}, but got {study.budgets}")
     _refuse_twins("tables", [Path(table).stem for table in study.tables])
     _refuse_twins("searchers", [contender.name for contender in contenders])
     landscapes = {Path(table): Landscape(read_table(Path(table))) for table in study.tables}
+    for landscape in landscapes.values():
+        first_placements(landscape, study.initial)  # refused before an hour is spent
     with writing(out):
         chunks = {
             (table, contender.name): chunks_of(table, contender, study, out / "curves")
@@ -57,10 +62,10 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
         }
         replay_all([chunk for some in chunks.values() for chunk in some], workers, observer)
         blocks = [
-            _block(landscape, {c.name: curves_of(chunks[table, c.name]) for c in contenders}, study.most)
+            _block(landscape, {c.name: curves_of(chunks[table, c.name]) for c in contenders}, study)
             for table, landscape in landscapes.items()
         ]
-        ranks = ranks_of(_final(blocks))
+        ranks = ranks_of(_final(telling(blocks)))
         tables = budget_tables(blocks, study, ranks)
         for table in tables:
             write_table(table, out)
@@ -74,13 +79,16 @@ def _refuse_twins(what: str, names: Sequence[str]) -> None:
         raise UserError(f"two {what} have one name: {', '.join(twice)}; rename a table's file, give a searcher a label")
 
 
-def _block(landscape: Landscape, curves: dict[str, Curves], most: int) -> Block:
+def _block(landscape: Landscape, curves: dict[str, Curves], study: BudgetStudy) -> Block:
+    first = first_placements(landscape, study.initial)
     return Block(
         name=landscape.table.path.stem,
         optimum_ms=float(landscape.latency_ms[landscape.optimum]),
         float_ms=landscape.anchors_ms.get("float", float(landscape.latency_ms.max())),
-        random_ms=random_curve(landscape.distinct_ms, most).mean_ms,
+        random_ms=random_search(landscape, study.most, first),
         curves=curves,
+        told=len({int(landscape.identity[landscape.index(placement)]) for placement in first}),
+        idle=idle(landscape, study.initial, "initial: none, or --cold"),
     )
 
 
@@ -97,5 +105,7 @@ def _draw(ranks: Ranks, study: BudgetStudy, out: Path) -> None:
         return
     from harness.report.plots_study import critical_difference  # matplotlib takes a second
 
-    title = f"Mean rank after {study.most} evaluations, {ranks.blocks} tables, {study.seeds} seeds"
+    title = (
+        f"Mean rank after {study.most} evaluations, {several(ranks.blocks, 'table')}, {several(study.seeds, 'seed')}"
+    )
     critical_difference(ranks, title, out / "ranks")

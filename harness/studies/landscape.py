@@ -1,4 +1,4 @@
-"""What a complete table says of the problem itself: optimum, random search without chance, how hard it is."""
+"""What a complete table says of the problem itself: optimum, readings as a search would take them, how hard it is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import gammaln
 
 from harness.errors import UserError, nearest
 from harness.measure.stats import median_ci, stderr_of_median
@@ -19,7 +18,7 @@ from harness.tables import Table
 from search.api import Failure, Score
 from search.space import Placement
 
-__all__ = ["Bound", "Difficulty", "Landscape", "RandomCurve", "random_curve"]
+__all__ = ["NEAR", "Bound", "Difficulty", "Floats", "Landscape"]
 
 Floats = npt.NDArray[np.float64]
 NEAR = 0.01
@@ -34,21 +33,6 @@ class Bound:
 
     metric: str
     at_least: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RandomCurve:
-    """Latency of the best of n placements, drawn uniformly without replacement; index 0 stands for n = 1.
-
-    Attributes:
-        mean_ms: Its expectation.
-        low_ms: Its 5 % quantile.
-        high_ms: Its 95 % quantile.
-    """
-
-    mean_ms: Floats
-    low_ms: Floats
-    high_ms: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +98,7 @@ class Landscape:
             raise UserError(f"{table.path}: no placement {'reaches the bound' if bound else 'could be measured'}")
         raw = np.array([s.objective if isinstance(s, Score) else np.inf for s in self._scores])
         self.latency_ms: Floats = np.where(self.allowed, raw, raw[self.allowed].max())
-        self._samples = [sorted(o.samples_ms) if isinstance(o, Measured) else [] for o in self.outcomes]
+        self._samples = [np.sort(o.samples_ms if isinstance(o, Measured) else []) for o in self.outcomes]
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
@@ -126,13 +110,22 @@ class Landscape:
         return sum(choice * stride for choice, stride in zip(placement.choices, self.strides, strict=True))
 
     def observe(self, index: int, rng: np.random.Generator) -> Score | Failure:
-        """One measurement: the median of as many readings, drawn with replacement from those recorded."""
-        score, samples = self._scores[index], self._samples[index]
+        """One measurement; see `readings_ms`."""
+        score = self._scores[index]
         if isinstance(score, Failure):
             return score
-        drawn = np.sort((rng.random(len(samples)) * len(samples)).astype(int))
-        low, high = samples[drawn[(len(drawn) - 1) // 2]], samples[drawn[len(drawn) // 2]]
-        return Score(objective=(low + high) / 2, stderr=score.stderr, violation=score.violation, metrics=score.metrics)
+        reading = float(self.readings_ms(index, rng, 1)[0])
+        return Score(objective=reading, stderr=score.stderr, violation=score.violation, metrics=score.metrics)
+
+    def readings_ms(self, index: int, rng: np.random.Generator, count: int) -> Floats:
+        """Measurements of a placement that did not fail: medians of as many samples as were recorded, drawn from them.
+
+        Drawn with replacement, so that who reads it is fooled by noise as on the machine.
+        """
+        samples = self._samples[index]
+        drawn = np.sort((rng.random((count, len(samples))) * len(samples)).astype(int), axis=1)
+        middle: Floats = samples[drawn[:, [(len(samples) - 1) // 2, len(samples) // 2]]].mean(axis=1)
+        return middle
 
     @cached_property
     def optimum(self) -> int:
@@ -244,31 +237,6 @@ class Landscape:
             others = tuple(axis for axis in axes if axis not in (first, second))
             pairs += float((grid.mean(axis=others, keepdims=True) - single[first] - single[second]).var())
         return sum(float(effect.var()) for effect in single) / total, pairs / total
-
-
-def random_curve(latency_ms: Floats, evaluations: int) -> RandomCurve:
-    """Random search without chance, from all values that it can meet.
-
-    The best of n of N values exceeds the k-th smallest with probability C(N - k, n) / C(N, n), because all n then come
-    from the N - k larger ones (David and Nagaraja, "Order Statistics", 3rd edition, 2003, section 3.7: simple random
-    sampling from a finite population).
-
-    Args:
-        latency_ms: One value for each different placement.
-        evaluations: Largest n; beyond N the curve stays at the optimum.
-    """
-    values = np.sort(np.asarray(latency_ms, dtype=float))
-    count = len(values)
-    n = np.minimum(np.arange(1, evaluations + 1), count)[:, None]
-    k = np.arange(count + 1)[None, :]
-    left = np.maximum(count - k, n)  # where fewer than n are left, the probability is 0; see below
-    log_share = (
-        gammaln(left + 1) - gammaln(left - n + 1) - gammaln(count + 1) + gammaln(count - n + 1)
-    )  # C(left, n) / C(count, n)
-    beyond = np.where(count - k >= n, np.exp(log_share), 0.0)
-    chance = beyond[:, :-1] - beyond[:, 1:]
-    low, high = (values[(1 - beyond[:, 1:] >= level - 1e-12).argmax(axis=1)] for level in (0.05, 0.95))
-    return RandomCurve(mean_ms=chance @ values, low_ms=low, high_ms=high)
 
 
 def _neighbouring(grid: Floats) -> list[tuple[Floats, Floats]]:

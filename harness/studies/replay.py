@@ -17,11 +17,11 @@ from harness.errors import UserError, nearest
 from harness.run.compose import open_model
 from harness.run.config import ModelSpec, Use
 from harness.run.engine import DUPLICATES_IN_A_ROW
-from harness.studies.landscape import Landscape
+from harness.studies.landscape import NEAR, Landscape
 from harness.tables import Table
 from search.api import Failure, Observation, Placement, Score, Searcher
 
-__all__ = ["Replayed", "check_table", "replay", "replay_once"]
+__all__ = ["Replayed", "check_table", "first_placements", "idle", "replay", "replay_once"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,16 +75,7 @@ def replay(
     """
     if budget < 1 or not seeds:
         raise UserError(f"a replay needs a budget and seeds of at least 1, but got {budget} and {len(seeds)}")
-    space = landscape.table.subspace.space
-    simple: dict[str, Callable[[], Placement]] = {
-        "float": space.float_placement,
-        "all": space.everywhere,
-        "linear": lambda: space.only({"linear"}),
-    }
-    for name in initial:
-        if name not in simple:
-            raise UserError(f"--initial: {name!r} is no placement of a replay; {nearest(name, simple)}")
-    first = [simple[name]() for name in initial]
+    space, first = landscape.table.subspace.space, first_placements(landscape, initial)
     factory = registry.check_params("searcher", use.use, use.params, given=("space", "seed"))
 
     def searcher(seed: int) -> Any:
@@ -102,6 +93,49 @@ def replay(
         evaluations=len(spent),
         wall_s=wall_s,
         build_s=sum(_recorded_s(landscape, index) for index in spent),
+    )
+
+
+def first_placements(landscape: Landscape, initial: Sequence[str]) -> list[Placement]:
+    """What every search of a table is told first.
+
+    Args:
+        initial: Names: float, all, linear.
+
+    Raises:
+        UserError: An unknown name.
+    """
+    space = landscape.table.subspace.space
+    simple: dict[str, Callable[[], Placement]] = {
+        "float": space.float_placement,
+        "all": space.everywhere,
+        "linear": lambda: space.only({"linear"}),
+    }
+    for name in initial:
+        if name not in simple:
+            raise UserError(f"initial: {name!r} is no placement of a replay; {nearest(name, simple)}")
+    return [simple[name]() for name in initial]
+
+
+def idle(landscape: Landscape, initial: Sequence[str], remedy: str) -> str:
+    """Why no searcher can be told from another on a table: every search is told its optimum. "" where it is not.
+
+    Args:
+        remedy: How to begin cold instead.
+    """
+    if not initial:
+        return ""
+    found = [landscape.index(placement) for placement in first_placements(landscape, initial)]
+    above, name = min(
+        (float(landscape.latency_ms[index]) / float(landscape.latency_ms[landscape.optimum]) - 1, name)
+        for index, name in zip(found, initial, strict=True)
+    )
+    if above > NEAR:
+        return ""
+    where = f"within {100 * NEAR:.0f} % of the optimum" if above else "the optimum"
+    return (
+        f"{landscape.table.path.stem} tells no searcher from another: {name!r}, which every search is told first, is "
+        f"{where}; begin cold ({remedy})"
     )
 
 

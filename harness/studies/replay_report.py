@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,13 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from scipy.stats import t as student
 
 from harness.errors import UserError
+from harness.report.statistics import quartiles
+from harness.report.tables import interval
 from harness.run.config import ModelSpec, Use
 from harness.run.journal import writing
-from harness.studies.landscape import Bound, Landscape, RandomCurve, random_curve
-from harness.studies.replay import Replayed, check_table, replay
+from harness.studies.budget_tables import RISES
+from harness.studies.landscape import Bound, Floats, Landscape
+from harness.studies.random_search import RANDOM, random_search
+from harness.studies.replay import Replayed, check_table, first_placements, idle, replay
 from harness.tables import Table
 
 __all__ = ["ReplayOrder", "replay_all", "table_lines"]
@@ -69,55 +73,51 @@ def table_lines(table: Table, bound: Bound | None = None) -> list[str]:
 
 
 def replay_all(table: Table, searchers: Sequence[str], order: ReplayOrder, out: Path | None) -> Lines:
-    """Replay searchers beside random search as it can be calculated.
+    """Replay searchers beside random search from the same start.
 
     Args:
-        out: Takes curves.csv (one line for each searcher, seed and evaluation) and curves.png; None: neither.
+        out: Takes curves.csv (one line for each searcher, seed and evaluation; random search as the mean of its
+            searches, with the seed -1) and curves.png; None: neither.
 
     Raises:
-        UserError: A table of another model, no such searcher or metric, or the folder cannot be written.
+        UserError: A table of another model, no such searcher, placement or metric, or the folder cannot be written.
     """
     if order.model is not None:
         with tempfile.TemporaryDirectory() as work:
             check_table(table, ModelSpec(use=order.model, label="model"), Path(work))
     landscape = Landscape(table, None if order.at_least is None else _bound(order.at_least))
-    curve = random_curve(landscape.distinct_ms, order.budget)
+    random_ms = random_search(landscape, order.budget, first_placements(landscape, order.initial))
     replayed = [
         replay(landscape, Use(use=name), seeds=range(order.seeds), budget=order.budget, initial=order.initial)
         for name in searchers
     ]
     if out is not None:
         with writing(out):
-            _write(landscape, curve, replayed, out)
+            _write(landscape, random_ms, replayed, out)
     marks = [n for n in (5, 10, 20, 50, 100, 200, 500, 1000) if n < order.budget] + [order.budget]
     header = ("searcher", *(str(mark) for mark in marks))
     optimum_ms = landscape.latency_ms[landscape.optimum]
-    means = [100 * (float(curve.mean_ms[mark - 1]) / optimum_ms - 1) for mark in marks]
-    rows = [("random, calculated", *(f"{mean:.2f}" for mean in means))]
-    rows += [(found.searcher, *_cells(found, marks, optimum_ms)) for found in replayed]
-    columns = f"columns: mean latency above the optimum in % after {', '.join(header[1:])} evaluations"
-    return header, rows, [columns, *_notes(replayed)]
+    curves = [(RANDOM, random_ms), *((found.searcher, found.latency_ms) for found in replayed)]
+    rows = [(name, *_cells(latency_ms, marks, optimum_ms)) for name, latency_ms in curves]
+    spent = f"after {', '.join(header[1:])} evaluations"
+    columns = f"columns: latency above the optimum in % {spent}, median over searches [quartiles]"
+    nothing = idle(landscape, order.initial, "initial: none; here without --initial")
+    return header, rows, [columns, RISES, *filter(None, [nothing]), *_notes(replayed)]
 
 
 def _bound(text: str) -> Bound:
     name, equals, value = text.partition("=")
     try:
-        if not equals:
+        if not equals or not math.isfinite(float(value)):
             raise ValueError
         return Bound(metric=name, at_least=float(value))
     except ValueError:
         raise UserError(f"--at-least {text}: METRIC=VALUE, for instance sqnr_db=20") from None
 
 
-def _cells(found: Replayed, marks: Sequence[int], optimum_ms: float) -> Iterator[str]:
-    """Mean over seeds with the half-width of Student's 95 % interval; one seed has none."""
+def _cells(latency_ms: Floats, marks: Sequence[int], optimum_ms: float) -> Iterator[str]:
     for mark in marks:
-        regrets = 100 * (found.latency_ms[:, mark - 1] / optimum_ms - 1)
-        if len(regrets) < 2:
-            yield f"{regrets.mean():.2f}"
-            continue
-        half = student.ppf(0.975, len(regrets) - 1) * regrets.std(ddof=1) / np.sqrt(len(regrets))
-        yield f"{regrets.mean():.2f} +- {half:.2f}"
+        yield interval(*quartiles(100 * (latency_ms[:, mark - 1] / optimum_ms - 1)))
 
 
 def _notes(replayed: Sequence[Replayed]) -> Iterator[str]:
@@ -129,15 +129,15 @@ def _notes(replayed: Sequence[Replayed]) -> Iterator[str]:
         )
 
 
-def _write(landscape: Landscape, curve: RandomCurve, replayed: Sequence[Replayed], out: Path) -> None:
+def _write(landscape: Landscape, random_ms: Floats, replayed: Sequence[Replayed], out: Path) -> None:
     from harness.studies.pictures import draw_curves  # matplotlib takes a second, and a replay without plot less
 
     optimum_ms = float(landscape.latency_ms[landscape.optimum])
-    calculated = Replayed(
-        searcher="random, calculated", seeds=(-1,), latency_ms=curve.mean_ms[None, :],
-        elapsed_s=np.zeros((1, len(curve.mean_ms))), evaluations=0, wall_s=0.0, build_s=0.0,
+    expected = Replayed(
+        searcher=RANDOM, seeds=(-1,), latency_ms=random_ms.mean(axis=0, keepdims=True),
+        elapsed_s=np.zeros((1, random_ms.shape[1])), evaluations=0, wall_s=0.0, build_s=0.0,
     )  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
-    frames = [found.frame(optimum_ms) for found in (calculated, *replayed)]
+    frames = [found.frame(optimum_ms) for found in (expected, *replayed)]
     pd.concat(frames).to_csv(out / "curves.csv", index=False)
-    draw_curves(landscape, curve, replayed, landscape.table.facts.model, out / "curves.png")
+    draw_curves(landscape, random_ms, replayed, landscape.table.facts.model, out / "curves.png")

@@ -78,10 +78,16 @@ def chunks_of(table: Path, contender: Contender, study: BudgetStudy, folder: Pat
             end=min(first + CHUNK, seeds),
             budget=study.most,
             initial=study.initial,
-            path=folder / f"{stem}-{first}-{min(first + CHUNK, seeds)}.parquet",
+            path=_kept(folder / f"{stem}-{first}", min(first + CHUNK, seeds), first + CHUNK),
         )
         for first in range(0, seeds, CHUNK)
     ]
+
+
+def _kept(stem: Path, least: int, most: int) -> Path:
+    """The file of searches up to seed `least`; one that has more of them will do."""
+    paths = [stem.with_name(f"{stem.name}-{end}.parquet") for end in range(least, most + 1)]
+    return next((path for path in paths if path.exists()), paths[0])
 
 
 def replay_all(chunks: Sequence[Chunk], workers: int, observer: Observer) -> None:
@@ -98,7 +104,8 @@ def replay_all(chunks: Sequence[Chunk], workers: int, observer: Observer) -> Non
 
 def curves_of(chunks: Sequence[Chunk]) -> Curves:
     """What was replayed, all seeds together."""
-    frame = pd.concat([pd.read_parquet(chunk.path) for chunk in chunks])
+    read = [(pd.read_parquet(chunk.path), chunk.end) for chunk in chunks]
+    frame = pd.concat([searches[searches["seed"] < end] for searches, end in read])
     shape = (-1, chunks[0].budget)
     return Curves(
         latency_ms=frame["latency_ms"].to_numpy(dtype=float).reshape(shape),

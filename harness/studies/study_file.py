@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from harness.errors import UserError
 from harness.registry import plugins
 from harness.run.config import Use
 from harness.run.document import read_document
+from harness.run.starts import listed
 
 __all__ = ["BudgetStudy", "Contender", "everybody", "load_study"]
 
@@ -39,7 +40,8 @@ class BudgetStudy(BaseModel):
         searchers: Who takes part; none: all that are installed but `LEFT_OUT`.
         seeds: Searches of each searcher on each table, with seeds from 0.
         budgets: Evaluations at which searches are compared; they run to the largest.
-        initial: Placements that every search is told first (float, all, linear); they cost evaluations.
+        initial: Placements that every search is told first (float, all, linear); they cost evaluations. "none" is the
+            cold start.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -52,7 +54,7 @@ class BudgetStudy(BaseModel):
     budgets: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False, min_length=1)] = (
         10, 25, 50, 100, 200,
     )  # fmt: skip
-    initial: Annotated[tuple[str, ...], Field(strict=False)] = ("float", "all", "linear")
+    initial: Annotated[tuple[str, ...], BeforeValidator(listed), Field(strict=False)] = ("float", "all", "linear")
 
     @property
     def most(self) -> int:

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import friedmanchisquare, rankdata
 
-from harness.report.statistics import compare_pairs, effect_size, ranks_of, score_against_random
+from harness.report.statistics import compare_pairs, effect_size, quartiles, ranks_of, score_against_random
+from harness.report.tables import interval, several
 
 # Demšar 2006, table 6: AUC of C4.5 with its parameters m and cf tuned, on 14 data sets.
 DEMSAR = pd.DataFrame(
@@ -117,3 +118,30 @@ def test_scores_are_0_for_random_search_and_1_for_the_best_at_once():
     assert scores[2] < 0
     assert score_against_random(curves, random_ms, 4.0, first=3)[1] == pytest.approx(1.0)
     assert np.isnan(score_against_random(curves, random_ms, 4.0, first=5)).all(), "random search has all by then"
+
+
+def test_a_score_counts_from_what_all_are_told_first():
+    """All have 90 % of the float model's gain before they begin; a score is about the rest."""
+    random_ms = np.array([20.0, 5.0, 5.0, 4.6, 4.3, 4.1, 4.02])
+    best_at_once = np.array([[20.0, 5.0, 5.0, 4.0, 4.0, 4.0, 4.0]])
+    assert score_against_random(random_ms[None, :], random_ms, 4.0, first=3).tolist() == [0.0]
+    assert score_against_random(best_at_once, random_ms, 4.0, first=3).tolist() == [1.0]
+    assert np.isnan(score_against_random(best_at_once, random_ms, 4.99, first=3)).all(), "nobody claims 0.2 %"
+
+
+def test_a_single_cell_is_said_in_the_singular():
+    alone = ranks_of(DEMSAR.iloc[:1])
+    assert alone.untested == "no test: 1 cell is too few to say anything of others (3 are needed)"
+
+
+def test_quartiles_are_of_several_values():
+    assert quartiles(np.array([4.0, 0.0, 1.0, 2.0, 3.0])) == (2.0, 1.0, 3.0)
+    assert quartiles(np.array([7.0])) == (7.0, None, None)
+
+
+def test_limits_that_nobody_knows_are_not_shown():
+    assert interval(1.25, 0.0, math.inf, 3) == "1.250"
+    assert interval(1.25, math.nan, 2.0) == "1.25"
+    assert interval(1.25, 1.0, 2.0) == "1.25 [1.00, 2.00]"
+    assert interval(math.nan, 1.0, 2.0) == "-"
+    assert [several(n, "table") for n in (0, 1, 2)] == ["0 tables", "1 table", "2 tables"]

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from harness.cli import main
+from harness.records import Measured, Outcome
 from harness.registry import check_params
 from harness.run.document import read_document
 from harness.studies.study_file import BudgetStudy
@@ -38,13 +39,13 @@ def test_every_searcher_has_its_line_on_every_table(
     out = tmp_path / "out"
     main(["study", *tables, "--out", str(out), *SEARCHERS, *ORDER])
     printed = capsys.readouterr().out
-    assert "random, calculated" in printed
+    assert "random, 10000 searches" in printed
     assert "too few for a test" in printed, "two tables are no sample"
     budget = pd.read_csv(out / "budget.csv")
-    assert list(budget["searcher"]) == 2 * ["random, calculated", "random", "local"]
+    assert list(budget["searcher"]) == 2 * ["random, 10000 searches", "random", "local"]
     assert (budget["regret_20"] <= budget["regret_5"]).all()
     by_name = budget.groupby("searcher")["regret_20"].mean()
-    assert by_name["local"] < by_name["random, calculated"]
+    assert by_name["local"] < by_name["random, 10000 searches"]
     assert {p.name for p in out.iterdir()} >= {
         f"{name}.{end}" for name in ("budget", "reach", "score", "pairs", "ranks") for end in ("md", "csv", "tex")
     }
@@ -142,10 +143,10 @@ def test_a_study_is_a_file(tables: list[str], tmp_path: Path, capsys: pytest.Cap
     path, out = tmp_path / "study.yaml", tmp_path / "out"
     path.write_text(STUDY)
     main(["study", str(path), "--out", str(out)])
-    assert "mean over 4 seeds (tour: 2)" in capsys.readouterr().out
+    assert "median over 4 seeds (tour: 2) [quartiles]" in capsys.readouterr().out
     budget = pd.read_csv(out / "budget.csv")
     assert list(budget["table"].unique()) == ["one", "two"]
-    assert list(budget["searcher"].unique()) == ["random, calculated", "random", "tour"]
+    assert list(budget["searcher"].unique()) == ["random, 10000 searches", "random", "tour"]
     curves = [pd.read_parquet(file) for file in (out / "curves").iterdir()]
     assert sorted(len(curve) for curve in curves) == [2 * 12, 2 * 12, 4 * 12, 4 * 12]
 
@@ -219,3 +220,81 @@ def test_committed_studies_are_valid() -> None:
         assert study.searchers
         for contender in study.searchers:
             check_params("searcher", contender.use, contender.params, given=("space", "seed"))
+
+
+def told_all(choices: tuple[int, ...]) -> Outcome:
+    """The more is quantized the faster, so that whoever is told `all` has the optimum."""
+    return Measured(samples_ms=(10.0 - sum(choices[:6]),) * 7, build_s=0.5, measure_s=0.1)
+
+
+def test_a_table_without_information_is_named_and_decides_nothing(
+    make_table: MakeTable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    telling = make_table(noise=0.01, path=tmp_path / "telling.parquet")
+    idle = make_table(outcome=told_all, path=tmp_path / "idle.parquet")
+    out = tmp_path / "out"
+    main(["study", str(telling.path), str(idle.path), "--out", str(out), *SEARCHERS, *ORDER])
+    printed = capsys.readouterr().out
+    said = "idle tells no searcher from another: 'all', which every search is told first, is the optimum; begin cold"
+    assert printed.count(f"{said} (initial: none, or --cold).") == 2, "below the budgets and the scores"
+    assert printed.count("every search is told the optimum first: idle (left out)") == 2, "below pairs and ranks"
+    assert pd.read_csv(out / "pairs.csv")["blocks"].tolist() == [1]
+    assert "no interval, for there is one block" in printed
+    assert "inf]" not in printed
+    assert "Mean rank over 1 table of" in printed
+    score = pd.read_csv(out / "score.csv").set_index("table")["score"]
+    assert score["idle"].isna().all()
+    assert score["telling"].notna().all()
+    main(["study", str(idle.path), "--out", str(out), *SEARCHERS, *ORDER])
+    assert "idle (so that all of this is chance)" in capsys.readouterr().out
+    main(["study", str(idle.path), "--out", str(out), *SEARCHERS, *ORDER, "--cold"])
+    assert "every search is told" not in capsys.readouterr().out.replace("placements that every search is told", "")
+
+
+def test_the_score_of_random_search_is_0_whatever_all_are_told_first(make_table: MakeTable, tmp_path: Path) -> None:
+    table = make_table(noise=0.1)
+    order = ["--searcher", "random", "--seeds", "60", "--budget", "20", "--workers", "1"]
+    for start in ([], ["--cold"]):
+        main(["study", str(table.path), "--out", str(tmp_path / "out"), *order, *start])
+        (line,) = pd.read_csv(tmp_path / "out" / "score.csv").to_dict("records")
+        half = (line["high"] - line["low"]) / 2
+        assert abs(line["score"]) < 2 * half < 0.5, start
+
+
+def test_fewer_seeds_read_what_is_there(tables: list[str], tmp_path: Path) -> None:
+    out, order = tmp_path / "out", ["--searcher", "random", "--budget", "5", "--workers", "1"]
+    main(["study", tables[0], "--out", str(out), *order, "--seeds", "14"])
+    kept = {path: path.stat().st_mtime_ns for path in (out / "curves").iterdir()}
+    for seeds in (12, 7):
+        main(["study", tables[0], "--out", str(out), *order, "--seeds", str(seeds)])
+        assert {path: path.stat().st_mtime_ns for path in (out / "curves").iterdir()} == kept
+        main(["study", tables[0], "--out", str(tmp_path / f"anew{seeds}"), *order, "--seeds", str(seeds)])
+        assert (out / "budget.csv").read_text() == (tmp_path / f"anew{seeds}" / "budget.csv").read_text()
+
+
+def test_modules_beside_a_study_are_found(
+    tables: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside_a_study.py").write_text(
+        "from search.algorithms.random import RandomSearcher\n\n\nclass Mine(RandomSearcher):\n    pass\n"
+    )
+    asked = "searchers: ['beside_a_study:Mine']\nseeds: 2\nbudgets: [5]\ninitial: none\n"
+    (tmp_path / "study.yaml").write_text(f"study: mine\ntables: [one.parquet]\n{asked}")
+    main(["study", "../study.yaml", "--out", "out"])
+    printed = capsys.readouterr().out
+    assert "Mine" in printed
+    assert "0 placements that every search is told first" in printed
+
+
+def test_a_start_that_is_none_is_refused_before_anything_is_replayed(
+    tables: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "study.yaml").write_text(f"{STUDY}initial: [float, lineer]\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["study", str(tmp_path / "study.yaml"), "--out", str(tmp_path / "out")])
+    assert ended.value.code == 2
+    assert "initial: 'lineer' is no placement of a replay; did you mean 'linear'?" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -8,12 +8,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from harness.errors import UserError
 from harness.records import Failed, Measured, Outcome
-from harness.studies.landscape import Bound, Landscape, random_curve
+from harness.studies.landscape import Bound, Landscape
 from harness.tables import Table
 
 MakeTable = Callable[..., Table]
@@ -21,27 +19,6 @@ MakeTable = Callable[..., Table]
 
 def measured(latency_ms: float, **metrics: float) -> Measured:
     return Measured(samples_ms=(latency_ms,) * 7, build_s=0.1, measure_s=0.1, metrics=metrics)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from([1.0, 2.0, 2.5, 4.0, 8.0]), min_size=1, max_size=7), st.integers(1, 9))
-def test_the_curve_of_random_search_is_the_mean_over_all_orders(values: list[float], evaluations: int) -> None:
-    curve = random_curve(np.array(values), evaluations)
-    for n in range(1, evaluations + 1):
-        best = [min(drawn) for drawn in itertools.combinations(values, min(n, len(values)))]
-        assert curve.mean_ms[n - 1] == pytest.approx(np.mean(best))
-        assert curve.low_ms[n - 1] == np.quantile(best, 0.05, method="inverted_cdf")
-        assert curve.high_ms[n - 1] == np.quantile(best, 0.95, method="inverted_cdf")
-
-
-def test_the_curve_holds_for_tables_of_real_size() -> None:
-    values = np.random.default_rng(0).lognormal(size=1024)
-    curve = random_curve(values, 1024)
-    assert curve.mean_ms[0] == pytest.approx(values.mean())
-    assert curve.mean_ms[-1] == pytest.approx(values.min())
-    assert (np.diff(curve.mean_ms) <= 1e-12).all()
-    drawn = [np.random.default_rng(i).choice(values, 100, replace=False).min() for i in range(500)]
-    assert curve.mean_ms[99] == pytest.approx(np.mean(drawn), rel=0.1)
 
 
 def test_optimum_and_anchors(make_table: MakeTable) -> None:
