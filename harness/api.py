@@ -109,6 +109,7 @@ class Benchmarker(Protocol):
     7. One that reads another file than it is given (float operations cast to FP16) has `cast(path: Path, folder: Path)
        -> Path`, which gives that file, made in the folder, and of that file itself. The harness casts the float model
        once, searches and delivers in that form, and `build` is given it.
+    8. One whose constructor names `base` gets there the folder that relative paths of the experiment start from.
     """
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:

@@ -27,6 +27,7 @@ class ReplayBenchmarker:
     Args:
         table: File that `qdq record` wrote.
         noise_seed: Repeats the draws of a run; None draws anew each time, as a real machine does.
+        base: Set by the harness: folder that a relative path starts from; None: the working folder.
 
     Raises:
         UserError: No such table, or a damaged one.
@@ -34,8 +35,8 @@ class ReplayBenchmarker:
 
     in_process = True
 
-    def __init__(self, table: str | Path, noise_seed: int | None = None) -> None:
-        path = locate(str(table))
+    def __init__(self, table: str | Path, noise_seed: int | None = None, base: str | Path | None = None) -> None:
+        path = locate(str(table), None if base is None else Path(base))
         self._table = read_table(path)
         self._sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
         self._edges = {edge for dimension in self._table.facts.dimensions for edge in dimension.edges}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -76,6 +77,9 @@ class SimulatedBenchmarker:
     dialect = "openvino"
 
     def __post_init__(self) -> None:
+        for name, value in self._options().items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name}: a finite number, but got {value}")
         noises = ("noise", "build_noise", "process_noise", "wander", "outlier_size", "warmup")
         for name in ("effect", *noises, "drift"):
             if getattr(self, name) < 0:
@@ -130,9 +134,11 @@ class SimulatedBenchmarker:
 
     def describe(self) -> Mapping[str, Any]:
         """Name, version, device and the options that define the landscape."""
-        options = {option.name: getattr(self, option.name) for option in fields(self) if option.init}
         facts = {"name": "simulated", "version": "1", "device": "simulated", "float_precision": "f32"}
-        return {**facts, "options": options}
+        return {**facts, "options": self._options()}
+
+    def _options(self) -> dict[str, Any]:
+        return {option.name: getattr(self, option.name) for option in fields(self) if option.init}
 
     def _hash(self, text: str) -> int:
         return int.from_bytes(hashlib.blake2b(f"{self.seed} {text}".encode(), digest_size=8).digest(), "little")

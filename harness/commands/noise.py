@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from harness.commands.terminal import advised, param_option, shape_option, table
+from harness.commands.terminal import advised, beside, param_option, shape_option, table
 
 __all__ = ["noise"]
 
@@ -41,6 +41,7 @@ def noise(
     from harness.studies.noise import Design
     from harness.studies.noise_report import noise_report
 
+    beside(model)
     study = study_of(
         model,
         backend=backend,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from harness.commands.terminal import advised, param_option, shape_option
+from harness.commands.terminal import advised, beside, param_option, shape_option
 
 __all__ = ["record"]
 
@@ -44,6 +44,7 @@ def record(
     from harness.studies.replay_report import table_lines
     from harness.tables import read_table
 
+    beside(model)
     study = study_of(
         model,
         backend=backend,

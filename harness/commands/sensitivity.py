@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from harness.commands.terminal import advised, param_option, shape_option, table, tidy
+from harness.commands.terminal import advised, beside, param_option, shape_option, table, tidy
 
 __all__ = ["sensitivity"]
 
@@ -50,6 +50,7 @@ def sensitivity(
     from harness.studies.cell import study_of
     from harness.studies.sensitivity_report import sensitivity_report
 
+    beside(model)
     study = study_of(
         model,
         backend=backend,

@@ -17,7 +17,7 @@ from rich.table import Table
 from harness.errors import UserError
 from harness.run.compare import ADVICE
 
-__all__ = ["advised", "importable", "param_option", "shape_option", "show", "table", "tidy"]
+__all__ = ["advised", "beside", "importable", "param_option", "shape_option", "show", "table", "tidy"]
 
 ELSEWHERE = "use another --out, or move away what is there to begin anew"
 """What to do about changes where a command has no --accept-changes."""
@@ -42,6 +42,12 @@ def importable(folder: Path) -> None:
     """Let `use: module:Class` find modules in a folder; last, so that they never hide an installed one."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+
+
+def beside(text: str) -> None:
+    """Let `use: module:Class` find modules beside an experiment file, where a command is given one and no model."""
+    if Path(text).suffix in (".yaml", ".yml"):
+        importable(Path(text).resolve().parent)
 
 
 def param_option(text: str) -> tuple[str, Any]:

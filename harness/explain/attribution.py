@@ -61,7 +61,7 @@ def explain_row(folder: Path, where: str, *, base: Path, observer: Observer) -> 
     if not row.timed:
         raise UserError(f"{where}: this device only emulates {line['precision']}, so no part of it has a speed")
     experiment = load_experiment(folder / "experiment.yaml")
-    spec = next((spec for spec in plan(experiment) if spec.name == cell_results.name), None)
+    spec = next((spec for spec in plan(experiment, base) if spec.name == cell_results.name), None)
     if spec is None:
         raise UserError(f"{folder / 'experiment.yaml'}: has no cell {cell_results.name!r}")
     bare = experiment.model_copy(update={"initial": (Use(use="float"),), "baselines": ()})

@@ -32,7 +32,7 @@ from harness.run.bounds import check_bound, too_fine
 from harness.run.config import Experiment, Method, ModelSpec, Use
 from harness.run.models import evaluator_use, input_types, open_model
 from harness.run.objective import Objective, check_objective
-from harness.run.plan import plan, precisions_of
+from harness.run.plan import based, plan, precisions_of
 from harness.run.seeding import check_files
 from harness.run.starts import TOOLS
 from search.planted import planted_space
@@ -63,7 +63,7 @@ def check_experiment(experiment: Experiment, base: Path) -> tuple[str, ...]:
         else:
             _check_searcher(method, precisions)
     for backend in experiment.backends:
-        _check_backend(backend, precisions)
+        _check_backend(based(backend, base), precisions)
     with _at("initial"):
         check_files(experiment.initial, base)
     data, remarks = _Data(base), []
@@ -138,6 +138,7 @@ def _check_types(what: str, factory: Callable[..., Any], params: Mapping[str, An
 
 def _check_backend(backend: Use, precisions: tuple[str, ...]) -> None:
     what = f"backend {backend.use!r}"
+    _check_types(what, registry.check_params("benchmarker", backend.use, backend.params), backend.params)
     try:
         made = registry.guarded(what, lambda: registry.create("benchmarker", backend.use, backend.params))
     except CandidateError as error:

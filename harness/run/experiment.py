@@ -81,7 +81,7 @@ def run_experiment(
     """
     commit = git_commit()
     stopped: dict[str, list[str]] = {}
-    cells = plan(experiment)
+    cells = plan(experiment, base)
     alone = len(cells) == 1
     known = None if accept_changes else _machine(cells, out)
 
@@ -199,7 +199,9 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
         if place.searching:
             choose(running, found, others)
             return
-        table = choose(running, found, others, guests(experiment.transfer, cell, plan(experiment), folder.parent))
+        table = choose(
+            running, found, others, guests(experiment.transfer, cell, plan(experiment, place.base), folder.parent)
+        )
         if scoring.evaluators:
             if book.lacks(table):
                 scoring.show_float(book, cell.model_file)

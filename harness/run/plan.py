@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from harness import registry
 from harness.errors import UserError
 from harness.run.config import Experiment, Method, ModelSpec, Use
 
-__all__ = ["CellSpec", "RunSpec", "plan", "precisions_of"]
+__all__ = ["CellSpec", "RunSpec", "based", "plan", "precisions_of"]
 
 MIXED = ("int8", "fp8")
 """What "mixed" offers at each point beside float."""
@@ -51,19 +53,23 @@ def precisions_of(precision: str) -> tuple[str, ...]:
     return MIXED if precision == "mixed" else (precision,)
 
 
-def plan(experiment: Experiment) -> tuple[CellSpec, ...]:
+def plan(experiment: Experiment, base: Path | None = None) -> tuple[CellSpec, ...]:
     """The cells of an experiment, in the order of its lists; seeds outermost within a cell.
 
     A run that is cut short then has every searcher at the first seeds, not one searcher at all.
 
+    Args:
+        base: Folder that relative paths of the experiment start from; None: nothing is to be run.
+
     Raises:
         UserError: Two cells would share a folder.
     """
+    backends = tuple(based(backend, base) for backend in experiment.backends)
     runs = tuple(RunSpec(searcher=s, seed=seed) for seed in experiment.seeds for s in experiment.searchers)
     cells = tuple(
         CellSpec(model=model, backend=backend, precision=precision, runs=runs)
         for model in experiment.models
-        for backend in experiment.backends
+        for backend in backends
         for precision in experiment.precision
     )
     names: set[str] = set()
@@ -72,3 +78,16 @@ def plan(experiment: Experiment) -> tuple[CellSpec, ...]:
             raise UserError(f"models and backends: two cells would be called {cell.name!r}; choose other labels")
         names.add(cell.name)
     return cells
+
+
+def based(backend: Use, base: Path | None) -> Use:
+    """A backend that is told where relative paths among its parameters start from, if its constructor asks (`base`)."""
+    if base is None:
+        return backend
+    try:
+        wanted = registry.signature("benchmarker", backend.use).parameters
+    except UserError:  # said where the cell is run, and stops no other
+        return backend
+    if "base" not in wanted or "base" in backend.params:
+        return backend
+    return backend.model_copy(update={"params": {**backend.params, "base": str(base)}})

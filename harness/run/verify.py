@@ -82,7 +82,7 @@ def verify(file: Path, observer: Observer, *, results: Path | None = None, base:
     if row.sha256 != digest:
         return [Check(what="file", holds=False, found=f"SHA-256 {row.sha256} is recorded, but it is {digest}")]
     experiment = load_experiment(folder / "experiment.yaml")
-    spec = next((spec for spec in plan(experiment) if spec.name == cell.name), None)
+    spec = next((spec for spec in plan(experiment, base or Path.cwd()) if spec.name == cell.name), None)
     if spec is None:
         raise UserError(f"{folder}: its experiment has no cell {cell.name!r} any more")
     checks = [Check(what="file", holds=True, found=f"SHA-256 {digest}")]

@@ -90,7 +90,7 @@ def study_of(
         ]
     experiment = _parse(described)
     check_experiment(experiment, base)
-    cells = plan(experiment)
+    cells = plan(experiment, base)
     if len(cells) > 1:
         names = ", ".join(cell.name for cell in cells)
         raise UserError(f"{text}: a study has one cell, but this experiment has {len(cells)}: {names}; keep one")

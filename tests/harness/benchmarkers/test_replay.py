@@ -14,7 +14,8 @@ from harness.errors import BuildFailed, EvaluationFailed, MeasureFailed, UserErr
 from harness.measure.engines import MAIN, WorkerSpec
 from harness.measure.sandbox import open_engines
 from harness.records import Failed, Measured
-from harness.run.config import Limits, Sampling, Use
+from harness.run.config import Limits, Sampling, Use, parse_experiment
+from harness.run.plan import plan
 from harness.tables import Facts, Row, Subspace, write_table
 from search.planted import planted_space
 from search.space import Edge, Placement, Resolved, Space, digest_of
@@ -111,3 +112,19 @@ def test_the_harness_times_it_like_any_other(table: Path, tmp_path: Path) -> Non
         assert not isinstance(samples, Failed)
         assert set(samples.latency_ms) <= {1.0, 2.0, 3.0}
         assert isinstance(engines.build(of(1, 0)), Failed)
+
+
+def test_a_relative_table_lies_beside_the_experiment(
+    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    text = f"experiment: e\nmodels: [m.onnx]\nbackends: [openvino, {{use: replay, params: {{table: {table.name}}}}}]\n"
+    experiment = parse_experiment(text, "e.yaml")
+    openvino, replay = (cell.backend for cell in plan(experiment, table.parent))
+    assert registry.create("benchmarker", replay.use, replay.params).describe()["device"] == "a CPU"
+    assert openvino == Use(use="openvino"), "only who asks is told"
+    with pytest.raises(UserError, match=r"t\.parquet: no such file"):
+        registry.create("benchmarker", "replay", plan(experiment)[1].backend.params)
+    other = f"{text}initial: [float]\nbaselines: []\n".replace("use: replay", "use: replai")
+    assert [cell.backend.use for cell in plan(parse_experiment(other, "e.yaml"), tmp_path)] == ["openvino", "replai"]

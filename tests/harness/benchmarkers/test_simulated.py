@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 
 import numpy as np
@@ -189,6 +190,8 @@ def test_description_holds_every_option() -> None:
     [
         ({"noise": -0.1}, "noise: 0 or more, but got -0.1"),
         ({"failure_rate": 1.5}, "failure_rate: 0 to 1, but got 1.5"),
+        ({"base_ms": math.nan}, "base_ms: a finite number, but got nan"),
+        ({"noise": math.inf}, "noise: a finite number, but got inf"),
         ({"base_ms": 0.0}, "base_ms above 0 and max_speedup above 1, but got 0.0 and 4.0"),
         ({"seeds": 1}, "has no parameter 'seeds'; did you mean 'seed'"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from contextlib import nullcontext
 from pathlib import Path
@@ -208,6 +209,23 @@ KEEPING = f"{__name__}:{Keeping.__name__}"
 def test_parameters_of_another_type_are_refused_at_once(folder: Path, use: str, params: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         with_searcher(folder, use, params)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"base_ms": "nan"}, "^backend 'simulated': base_ms: a valid number, but got 'nan'$"),
+        ({"base_ms": math.nan}, "^benchmarker 'simulated': base_ms: a finite number, but got nan$"),
+        ({"seed": 0.5}, "backend 'simulated': seed: a valid integer"),
+    ],
+)
+def test_parameters_of_a_backend_are_looked_at_too(folder: Path, params: Any, message: str) -> None:
+    """YAML reads nan as text and .nan as a number; neither is one."""
+    text = yaml.safe_dump({
+        "experiment": "e", "models": ["net.onnx"], "backends": [{"use": "simulated", "params": params, "label": "it"}]
+    })  # fmt: skip
+    with pytest.raises(UserError, match=message):
+        check_experiment(parse_experiment(text, "e.yaml"), folder)
 
 
 def test_parameters_that_fit_or_cannot_be_checked_pass(folder: Path) -> None:
