@@ -92,6 +92,7 @@ def early_ends(results: Results) -> list[str]:
 def cost_frame(results: Results) -> pd.DataFrame:
     """What each search took, in seconds: build, sampling, evaluation, failures, and the harness's own rest.
 
+    Builds of a replayed cell took their time elsewhere, when the table was recorded: they have none here.
     `saved` are the readings that racing spared, an estimate; `surprises` the candidates that were built again before
     anyone believed them; `disturbed` those whose first readings were thrown away.
     """
@@ -101,10 +102,14 @@ def cost_frame(results: Results) -> pd.DataFrame:
 def _cost(cell: CellResults, search: Search) -> dict[str, Any]:
     total_s = search.elapsed_s[-1]
     spent = {name: search.cost.get(name, 0.0) for name in ("build_s", "sampling_s", "evaluation_s", "failures_s")}
+    passed_s = sum(spent.values())
+    if "recorded_on" in cell.facts["backend"].get("options", {}):
+        passed_s -= spent["build_s"]
+        spent["build_s"] = math.nan
     counts = {name: search.cost.get(name, 0) for name in ("readings", "saved", "surprises", "disturbed")}
     return {
         "cell": cell.name, "searcher": search.searcher, "seed": search.seed, "evaluations": search.evaluations,
-        "total_s": total_s, **spent, "harness_s": max(0.0, total_s - sum(spent.values())),
+        "total_s": total_s, **spent, "harness_s": max(0.0, total_s - passed_s),
         **counts,
     }  # fmt: skip
 

@@ -230,7 +230,7 @@ def _cost(cost: pd.DataFrame) -> Table:
     for cell, part in cost.groupby("cell", sort=False) if len(cost) else ():
         total_s = part["total_s"].sum()
         shares = {
-            what: f"{part[f'{what}_s'].sum() / total_s:.1%}" if total_s else MISSING
+            what: _share(part[f"{what}_s"].sum(min_count=1), total_s)
             for what in ("build", "sampling", "evaluation", "failures", "harness")
         }
         line = {"cell": cell, "searches": str(len(part)), "evaluations": str(part["evaluations"].sum())}
@@ -238,7 +238,13 @@ def _cost(cost: pd.DataFrame) -> Table:
         racing = f"{part['saved'].sum() / wanted:.1%}" if wanted else MISSING
         counted = {"readings saved": racing, "built again": str(part["surprises"].sum())}
         lines.append({**line, "minutes": f"{total_s / 60:.1f}", **shares, **counted})
-    return Table(name="cost", title="Cost of the searches", cells=pd.DataFrame(lines), raw=cost, note=COST_NOTE)
+    replayed = len(cost) > 0 and cost["build_s"].isna().any()
+    note = f"{COST_NOTE} A dash: builds that are replayed took their time elsewhere." if replayed else COST_NOTE
+    return Table(name="cost", title="Cost of the searches", cells=pd.DataFrame(lines), raw=cost, note=note)
+
+
+def _share(spent_s: float, total_s: float) -> str:
+    return f"{spent_s / total_s:.1%}" if total_s and not math.isnan(spent_s) else MISSING
 
 
 def _variance(variance: pd.DataFrame) -> Table:

@@ -11,6 +11,7 @@ from harness.report.frames import main_frame
 from harness.report.results import load
 from harness.report.searches import read_search
 from harness.report.searching import cost_frame, curve_frame
+from harness.report.shown import tables_of
 from harness.run.goal import Goal
 from harness.run.journal import RETRY, Journal
 
@@ -53,6 +54,21 @@ def test_a_search_without_an_incumbent_has_no_curve_and_its_cost(folder):
     assert set(curve_frame(results.cells)["searcher"]) == {"random"}
     cost = cost_frame(results).set_index("searcher").loc["tpe"]
     assert (cost["evaluations"], cost["failures_s"], cost["readings"], cost["harness_s"]) == (1, 3.0, 0, 1.0)
+
+
+def test_builds_that_were_recorded_elsewhere_take_no_share_of_the_time(folder):
+    path = folder / CELL / "cell.json"
+    facts = json.loads(path.read_text())
+    plain = cost_frame(load(folder))
+    facts["backend"]["options"]["recorded_on"] = {"name": "onnxruntime"}
+    path.write_text(json.dumps(facts))
+    cost = cost_frame(load(folder))
+    assert cost["build_s"].isna().all()
+    assert cost["harness_s"].tolist() == pytest.approx((plain["harness_s"] + plain["build_s"]).tolist())
+    (table,) = (table for table in tables_of(load(folder)) if table.name == "cost")
+    assert table.cells["build"].tolist() == ["-"]
+    assert table.cells["sampling"].item() != "-"
+    assert table.note.splitlines()[0].endswith("A dash: builds that are replayed took their time elsewhere.")
 
 
 def test_a_goal_that_is_none_is_named_with_its_file(folder):
