@@ -88,6 +88,7 @@ class PeerSearcher:
         self._over = False
         self._reason = ""
         self._scores: dict[str, Score] = {}
+        self._once_best: set[str] = set()
 
     def __enter__(self) -> Self:
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -122,7 +123,9 @@ class PeerSearcher:
         if isinstance(outcome, Score):
             self._scores[observation.digest] = outcome
         best = sorted(self._scores, key=lambda digest: self._scores[digest].rank)[: self._keep]
-        if observation.digest not in best:
+        if observation.digest in best:
+            self._once_best.add(observation.digest)
+        elif observation.digest not in self._once_best:  # one that led at a smaller budget may come a second time
             shutil.rmtree(model_in(self._folder, observation.digest).parent, ignore_errors=True)
         self._peer.tell(None if isinstance(outcome, Failure) else outcome.objective)
 

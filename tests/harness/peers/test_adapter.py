@@ -86,6 +86,16 @@ def test_only_models_that_were_among_the_best_are_kept(opened, tmp_path):
             peer.candidate(Placement((2,))).source()
 
 
+def test_a_model_that_led_once_is_kept_though_it_comes_again_behind_others(opened, tmp_path):
+    """It leads at a smaller budget, so the runoff builds it again."""
+    peer, _ = opened("a", "b", "a")
+    with peer:
+        for latency_ms in (5.0, 4.0, 5.0):
+            (placement,) = peer.ask(1)
+            tell(peer, placement, latency_ms)
+        assert peer.candidate(placement).source().exists()
+
+
 def test_a_peer_that_breaks_gives_its_reason_as_a_failed_build_and_ends(opened):
     peer, files = opened("a", None, "b")
     with peer:
