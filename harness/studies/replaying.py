@@ -14,13 +14,13 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 
 import numpy as np
 import pandas as pd
 
+import search
 from harness.errors import UserError
 from harness.registry import load
 from harness.run.config import Use
@@ -28,6 +28,7 @@ from harness.run.observe import Observer
 from harness.studies.budget_tables import Curves
 from harness.studies.landscape import Landscape
 from harness.studies.replay import Replayed, replay
+from harness.studies.sources import code_digest
 from harness.studies.study_file import BudgetStudy, Contender
 from harness.tables import read_table
 
@@ -59,14 +60,14 @@ class Chunk:
 def chunks_of(table: Path, contender: Contender, study: BudgetStudy, folder: Path) -> list[Chunk]:
     """The searches of one searcher on one table.
 
-    The name of a file changes with the table, with what is asked, and with the code of the searchers.
+    The name of a file changes with the table, with what is asked, and with the code of the searcher.
 
     Raises:
         UserError: No such searcher, or no such table.
     """
     asked = {"use": contender.use, "params": contender.params, "budget": study.most, "initial": study.initial}
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode())
-    for part in (_content(table), _content(_source(contender.use)), _code()):
+    for part in (_content(table), _code(contender.use)):
         digest.update(part)
     stem = f"{table.stem}-{re.sub(r'[^A-Za-z0-9._-]+', '-', contender.name)}-{digest.hexdigest()[:12]}"
     seeds = contender.seeds or study.seeds
@@ -170,31 +171,21 @@ def _landscape(table: Path, _written_ns: int) -> Landscape:
     return Landscape(read_table(table))
 
 
-def _content(path: Path | None) -> bytes:
+def _content(table: Path) -> bytes:
     try:
-        return b"" if path is None else hashlib.sha256(path.read_bytes()).digest()
+        return hashlib.sha256(table.read_bytes()).digest()
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise UserError(f"{table}: cannot be read: {error.strerror or error}") from error
 
 
-def _source(use: str) -> Path | None:
-    """The file that a searcher is in, which may be somebody else's; None where there is none."""
+@lru_cache
+def _code(use: str) -> bytes:
+    """Digest of a searcher's code, which may be somebody else's."""
     try:
         file = inspect.getsourcefile(load("searcher", use))
     except TypeError:
-        return None
-    return None if file is None else Path(file)
-
-
-@lru_cache(maxsize=1)
-def _code() -> bytes:
-    """Digest of the package that the searchers are made of."""
-    digest = hashlib.sha256()
-    spec = find_spec("search")
-    for folder in spec.submodule_search_locations or () if spec else ():
-        for file in sorted(Path(folder).rglob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.digest()
+        file = None
+    return code_digest(None if file is None else Path(file), Path(search.__file__).parent)
 
 
 def _frame(found: Replayed) -> pd.DataFrame:

@@ -1,0 +1,57 @@
+"""Replayed searches are of the code that they were replayed with, and of no other."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import search
+from harness.studies.sources import code_digest
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(Path(search.__file__).parent, tmp_path / "search"))
+
+
+def changes(package: Path, searcher: str, module: str) -> bool:
+    """Whether the digest of a searcher changes with a module."""
+    file, changed = package / "algorithms" / searcher, package / module
+    before = code_digest(file, package)
+    changed.write_text(changed.read_text() + "# changed\n")
+    return code_digest(file, package) != before
+
+
+@pytest.mark.parametrize(
+    ("searcher", "module", "expected"),
+    [
+        ("auto.py", "algorithms/auto.py", True),
+        ("auto.py", "acquisition.py", True),
+        ("auto.py", "models.py", True),  # by way of acquisition
+        ("random.py", "algorithms/auto.py", False),
+        ("random.py", "acquisition.py", False),
+        ("random.py", "pareto.py", True),  # by way of archive
+        ("portfolio.py", "algorithms/random.py", True),  # runs searchers by their names
+    ],
+)
+def test_a_searcher_is_its_own_file_and_what_it_imports(
+    package: Path, searcher: str, module: str, expected: bool
+) -> None:
+    assert changes(package, searcher, module) is expected
+
+
+def test_somebody_elses_searcher_counts_with_what_it_imports_of_ours(package: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("import json\nimport search.archive as archive\nfrom . import missing\nimport unknown.module\n")
+    before = code_digest(mine, package)
+    for name, changed in (("moves.py", False), ("archive.py", True)):
+        (package / name).write_text((package / name).read_text() + "# changed\n")
+        assert (code_digest(mine, package) != before) is changed
+
+
+def test_a_searcher_without_a_file_changes_with_any_of_ours(package: Path) -> None:
+    before = code_digest(None, package)
+    (package / "algorithms" / "tpe.py").write_text("# gone\n")
+    assert code_digest(None, package) != before
