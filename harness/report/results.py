@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from statistics import median
 from typing import Any, TypeVar
 
 from harness.errors import UserError
@@ -16,17 +13,17 @@ from harness.evaluators.inputs import NOTHING
 from harness.measure.confirm import RowSummary, summarise
 from harness.measure.events import Dropped, Event
 from harness.records import SCHEMA, Failed
-from harness.report.searches import Search, read_search
+from harness.report.searches import Search, levels_ms, read_searches
 from harness.report.stored import Stored, read_stored, scores_of
 from harness.run.confirming import read_events, read_floor
 from harness.run.goal import Goal
+from harness.run.journal import has_header
 from harness.run.rows import FLOAT_ROW, Pick, Row, read_rows
 from harness.run.stops import read_stop
 
 __all__ = ["CellResults", "Results", "load"]
 
 T = TypeVar("T")
-JOURNAL = re.compile(r"(?P<searcher>.+)-(?P<seed>\d+)\.jsonl")
 REMEDY = "move it away and repeat qdq run, which makes it anew, or restore it"
 
 
@@ -204,7 +201,8 @@ def _cell(folder: Path, stored: Stored) -> CellResults:
     summary = summarise(events, baseline=FLOAT_ROW, floor=floor) if events else None
     paced = replace(goal, minimize="latency")  # the same bounds, but the fastest counts, whatever was minimised
     builds = _builds(folder / "confirm.jsonl") or (stored.builds if events else None)
-    searches = _searches(folder / "runs", paced, facts.get("metric"), stored.searchers)
+    metric = facts.get("metric")
+    searches = read_searches(folder / "runs", paced, None if metric is None else str(metric), stored.searchers)
     return CellResults(
         folder=folder,
         facts=facts,
@@ -212,7 +210,7 @@ def _cell(folder: Path, stored: Stored) -> CellResults:
         rows={row.id: row for row in rows},
         picks=picks,
         searches=searches,
-        levels_ms=_levels(searches),
+        levels_ms=levels_ms(searches),
         scores=_read(folder / "accuracy.json", lambda: scores_of(folder, str(facts.get("metric")))),
         events=events,
         summaries={} if summary is None else summary.rows,
@@ -260,7 +258,7 @@ def _environment(path: Path) -> Mapping[str, Any]:
 
 def _builds(path: Path) -> int | None:
     """How many builds the confirmation was to make; None where its header does not tell."""
-    if not _has_a_line(path):
+    if not has_header(path):
         return None
     with path.open("rb") as file:
         header = _read(path, lambda: json.loads(file.readline()))
@@ -276,33 +274,6 @@ def _sentences(found: object) -> tuple[str, ...]:
 def _goal(facts: Mapping[str, Any]) -> Goal:
     known = {field.name for field in fields(Goal)}
     return Goal(**{key: value for key, value in dict(facts["goal"]).items() if key in known})
-
-
-def _searches(runs: Path, goal: Goal, metric: object, searchers: tuple[str, ...]) -> tuple[Search, ...]:
-    order = {name: place for place, name in enumerate(searchers)}
-    named = [(path, match) for path in runs.glob("*.jsonl") if (match := JOURNAL.fullmatch(path.name))]
-    found = [
-        read_search(path, match["searcher"], int(match["seed"]), goal, None if metric is None else str(metric))
-        for path, match in named
-        if _has_a_line(path)
-    ]
-    return tuple(sorted(found, key=lambda s: (order.get(s.searcher, len(order)), s.searcher, s.seed)))
-
-
-def _levels(searches: Iterable[Search]) -> dict[str, float]:
-    readings: defaultdict[str, list[float]] = defaultdict(list)
-    for search in searches:
-        for digest, latency_ms in search.readings_ms.items():
-            readings[digest].append(latency_ms)
-    return {digest: median(found) for digest, found in readings.items()}
-
-
-def _has_a_line(path: Path) -> bool:
-    """Whether the header, at least, was written to its end before the run was cut off."""
-    if not path.exists():
-        return False
-    with path.open("rb") as file:
-        return file.readline().endswith(b"\n")
 
 
 def _read(path: Path, reader: Callable[[], T]) -> T:

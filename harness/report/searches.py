@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from harness.records import Measured, Outcome
 from harness.run.goal import Goal
-from harness.run.journal import RETRY, Entry, read_journal
+from harness.run.journal import RETRY, Entry, has_header, read_journal
 from harness.run.readback import Evaluated, counted, evaluated, improves
 from harness.run.stops import End, read_end
 
-__all__ = ["Looked", "Search", "read_search"]
+__all__ = ["Looked", "Search", "levels_ms", "read_search", "read_searches"]
+
+JOURNAL = re.compile(r"(?P<searcher>.+)-(?P<seed>\d+)\.jsonl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +110,32 @@ def read_search(path: Path, searcher: str, seed: int, goal: Goal, metric: str | 
         cost=dict(tally.cost),
         end=read_end(path),
     )
+
+
+def read_searches(runs: Path, goal: Goal, metric: str | None, searchers: Sequence[str]) -> tuple[Search, ...]:
+    """The searches of a cell that have begun, in the order of their searchers.
+
+    Args:
+        runs: Folder of their journals.
+        searchers: Names in order; others come behind them.
+    """
+    order = {name: place for place, name in enumerate(searchers)}
+    named = [(path, match) for path in runs.glob("*.jsonl") if (match := JOURNAL.fullmatch(path.name))]
+    found = [
+        read_search(path, match["searcher"], int(match["seed"]), goal, metric)
+        for path, match in named
+        if has_header(path)
+    ]
+    return tuple(sorted(found, key=lambda s: (order.get(s.searcher, len(order)), s.searcher, s.seed)))
+
+
+def levels_ms(searches: Iterable[Search]) -> dict[str, float]:
+    """Of each placement the median of what the searches read of it, by digest."""
+    readings: defaultdict[str, list[float]] = defaultdict(list)
+    for search in searches:
+        for digest, latency_ms in search.readings_ms.items():
+            readings[digest].append(latency_ms)
+    return {digest: median(found) for digest, found in readings.items()}
 
 
 def _looked(trial: Evaluated, metric: str) -> Looked:

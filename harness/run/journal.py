@@ -23,7 +23,7 @@ from harness.errors import UserError
 from harness.records import SCHEMA, Asked, Line, Told, decode, encode
 from harness.run.compare import refuse_changes
 
-__all__ = ["RETRY", "Entry", "Journal", "append_line", "cut_torn_line", "read_journal", "writing"]
+__all__ = ["RETRY", "Entry", "Journal", "append_line", "cut_torn_line", "has_header", "read_journal", "writing"]
 
 _HEAD = re.compile(rb'\{"kind":"(asked|told)","number":(\d+),')
 RETRY = "retry"
@@ -205,6 +205,14 @@ def cut_torn_line(path: Path) -> None:
             end -= step
         if end < size:
             file.truncate(end)
+
+
+def has_header(path: Path) -> bool:
+    """Whether the header, at least, was written to its end before the run was cut off."""
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        return file.readline().endswith(b"\n")
 
 
 def read_journal(path: Path) -> Iterator[Entry]:
