@@ -14,6 +14,8 @@ import pandas as pd
 
 from harness import registry
 from harness.errors import UserError, nearest
+from harness.measure.local import attempt
+from harness.records import Failed
 from harness.run.compose import open_model
 from harness.run.config import ModelSpec, Use
 from harness.run.engine import DUPLICATES_IN_A_ROW
@@ -71,7 +73,8 @@ def replay(
         initial: Placements that every search is told first, by name: float, all, linear. They cost evaluations.
 
     Raises:
-        UserError: No such searcher, a parameter that it does not have, or an unknown name.
+        UserError: No such searcher, a parameter that it does not have, or an unknown name; or the searcher raised
+            what it should not, with the end of its traceback.
     """
     if budget < 1 or not seeds:
         raise UserError(f"a replay needs a budget and seeds of at least 1, but got {budget} and {len(seeds)}")
@@ -81,8 +84,15 @@ def replay(
     def searcher(seed: int) -> Any:
         return registry.guarded(f"searcher {use.use!r}", lambda: factory(space, seed=seed, **use.params))
 
+    def run(seed: int) -> dict[int, int]:
+        made = searcher(seed)
+        found = attempt("search", lambda: replay_once(landscape, made, budget=budget, seed=seed, first=first))
+        if isinstance(found, Failed):
+            raise UserError(f"searcher {use.name!r}, seed {seed}, broke; {found.reason}\n{found.log_tail}")
+        return found
+
     started_s = time.perf_counter()
-    runs = [replay_once(landscape, searcher(seed), budget=budget, seed=seed, first=first) for seed in seeds]
+    runs = [run(seed) for seed in seeds]
     wall_s = time.perf_counter() - started_s
     spent = [index for run in runs for index in run]
     return Replayed(

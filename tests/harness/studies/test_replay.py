@@ -84,6 +84,29 @@ def test_a_searcher_with_nothing_left_keeps_its_incumbent(make_table: MakeTable)
     assert (found.latency_ms[0, 4:] == found.latency_ms[0, 3]).all()
 
 
+BROKEN = """
+class Broken:
+    def __init__(self, space, *, seed):
+        pass
+
+    def ask(self, n):
+        return [][n]
+
+    def tell(self, observation):
+        pass
+"""
+
+
+def test_a_searcher_that_breaks_is_named_with_its_traceback(
+    make_table: MakeTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine_that_breaks.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    said = r"(?s)searcher 'Broken', seed 7, broke; IndexError: list index out of range\n.*return \[\]\[n\]"
+    with pytest.raises(UserError, match=said):
+        replay(Landscape(make_table(dimensions=2)), Use(use="mine_that_breaks:Broken"), seeds=[7], budget=5)
+
+
 def test_mistakes_name_what_would_do(make_table: MakeTable, tmp_path: Path) -> None:
     table = make_table(dimensions=2)
     landscape = Landscape(table)
