@@ -178,7 +178,6 @@ def _content(table: Path) -> bytes:
         raise UserError(f"{table}: cannot be read: {error.strerror or error}") from error
 
 
-@lru_cache
 def _code(use: str) -> bytes:
     """Digest of a searcher's code, which may be somebody else's."""
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 __all__ = ["code_digest"]
@@ -40,11 +41,19 @@ def _with_imports(file: Path, package: Path) -> set[Path]:
 
 def _imports(file: Path, package: Path) -> Iterator[Path]:
     """Files of the package that a file imports; its imports are absolute, which the linter sees to."""
-    for node in ast.walk(ast.parse(file.read_bytes())):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+    for top, *rest in (name.split(".") for name in _names(file.read_bytes())):
+        path = package.joinpath(*rest)
+        if top == package.name:
+            yield from (each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file())
+
+
+@lru_cache(maxsize=256)
+def _names(code: bytes) -> tuple[str, ...]:
+    """What some code imports, modules and what may be modules; read once for all searchers that share it."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
         if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{name}" for name in names)]
-        for top, *rest in (name.split(".") for name in names):
-            path = package.joinpath(*rest)
-            if top == package.name:
-                yield from (each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file())
+            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return tuple(found)
