@@ -33,10 +33,10 @@ FINALIST_NOTE = (
     "speedup by the search's own samples less the confirmed one. Brackets as in the main table."
 )
 COST_NOTE = (
-    "Searches of a cell together, wall-clock from the first proposal; composing, calibration, runoff and confirmation "
-    "are not in it. Harness: the share outside build, sampling, evaluation and failed candidates. Readings saved: "
-    "by racing, an estimate, as a share of those that would have been taken. Built again: candidates that beat the "
-    "incumbent by more than noise."
+    "The seeds of a searcher together, wall-clock from the first proposal; composing, calibration, runoff and "
+    "confirmation are not in it. Harness: the share outside build, sampling, evaluation and failed candidates; the "
+    "searcher's own work is in it. Readings saved: by racing, an estimate, as a share of those that would have been "
+    "taken. Built again: candidates that beat the incumbent by more than noise."
 )
 DECIDED = (
     "Decision: shipped is what is faster than the float baseline beyond the noise, and whose drop of accuracy is "

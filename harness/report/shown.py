@@ -227,13 +227,14 @@ def _spent(value: float, form: str) -> str:
 
 def _cost(cost: pd.DataFrame) -> Table:
     lines = []
-    for cell, part in cost.groupby("cell", sort=False) if len(cost) else ():
+    for (cell, searcher), part in cost.groupby(["cell", "searcher"], sort=False) if len(cost) else ():
         total_s = part["total_s"].sum()
         shares = {
             what: _share(part[f"{what}_s"].sum(min_count=1), total_s)
             for what in ("build", "sampling", "evaluation", "failures", "harness")
         }
-        line = {"cell": cell, "searches": str(len(part)), "evaluations": str(part["evaluations"].sum())}
+        line = {"cell": cell, "searcher": searcher, "seeds": str(len(part))}
+        line["evaluations"] = str(part["evaluations"].sum())
         wanted = part["readings"].sum() + part["saved"].sum()
         racing = f"{part['saved'].sum() / wanted:.1%}" if wanted else MISSING
         counted = {"readings saved": racing, "built again": str(part["surprises"].sum())}

@@ -175,7 +175,7 @@ def test_an_address_that_names_nothing_is_explained(folder, address, message):
         ("budget", "random:2 evaluations", "random, seed 1 at 2 evaluations: bb"),
         ("budget", "1:3 evaluations", "random, seed 0 at 3 evaluations: aa"),
         ("targets", "1:reached 95%", "1: 1 at 20.0 s: median 4 ms of 7 samples, top1 0.79"),
-        ("cost", f"{CELL}:build", "2: 2 at 30.0 s: failed: build: no"),
+        ("cost", "random:build", "2: 2 at 30.0 s: failed: build: no"),
         ("volume", "1:hypervolume", "random-1.jsonl; one line a trial"),
         ("variance", "1:between builds", "build 2, turn 1: median 2 of 2 2 2"),
     ],
