@@ -21,6 +21,7 @@ from harness.report.samples import sample_frame
 from harness.report.tables import MISSING, Table, interval
 from harness.run.compare import changes
 from harness.run.document import read_document
+from harness.run.rows import FLOAT_ROW
 
 __all__ = ["compare_frame", "compared", "differences"]
 
@@ -38,7 +39,8 @@ BUSY = 1.0
 NOTE = (
     "Ratio: latency in the first folder over that in the second, so above 1 the second is faster; 95 % interval, "
     "Welch's over the medians of fresh builds on a logarithmic scale. Verdict: on the second, a tie where the interval "
-    "contains 1 or the difference is below 1 % or below the larger A/A floor. Placement: whether both chose one file."
+    "contains 1 or the difference is below 1 % or below the larger A/A floor. Own verdict: of each folder, over "
+    "its own float baseline. Placement: whether both chose one file."
 )
 
 
@@ -104,12 +106,18 @@ def _line(
         "ratio_low": None if ratio is None else ratio.low,
         "ratio_high": None if ratio is None else ratio.high,
         "verdict": _missing(row) if ratio is None else verdict(ratio, floor),
+        "verdict_1": row["verdict_1"],
+        "verdict_2": row["verdict_2"],
         "speedup_1": row["speedup_1"],
         "speedup_2": row["speedup_2"],
         "score_1": row["score_1"],
         "score_2": row["score_2"],
         "same_file": _same(row["sha256_1"], row["sha256_2"]),
     }
+
+
+def _own(verdict: Any) -> str:
+    return MISSING if pd.isna(verdict) else str(verdict)
 
 
 def _missing(row: Mapping[Any, Any]) -> str:
@@ -177,6 +185,8 @@ def _shown(row: Mapping[Any, Any]) -> dict[str, str]:
         "latency 2 ms": interval(row["latency_2_ms"], None, None, 3),
         "ratio [CI]": interval(row["ratio"], row["ratio_low"], row["ratio_high"]),
         "verdict": row["verdict"],
+        "own verdict 1": _own(row["verdict_1"]),
+        "own verdict 2": _own(row["verdict_2"]),
         "speedup 1": interval(row["speedup_1"], None, None),
         "speedup 2": interval(row["speedup_2"], None, None),
         "metric 1": interval(row["score_1"], None, None, 4),
@@ -206,11 +216,16 @@ def differences(first: Results, second: Results) -> Iterator[str]:
 def _loads(cell: CellResults, other: CellResults) -> Iterator[str]:
     """That one machine had more to do beside the run, where that may be why latencies differ."""
     loads = [_load(side.environment.get("load_average")) for side in (cell, other)]
-    if None not in loads and abs(more := (loads[1] or 0.0) - (loads[0] or 0.0)) > BUSY:
-        yield (
-            f"environment.load_average: {loads[0]:g} -> {loads[1]:g}: {abs(more):.1f} more busy cores when the "
-            f"{'second' if more > 0 else 'first'} began, a likely cause of what differs in latency"
-        )
+    if None in loads or abs(more := (loads[1] or 0.0) - (loads[0] or 0.0)) <= BUSY:
+        return
+    slower = [side.summaries[FLOAT_ROW].latency_ms.value for side in (cell, other) if FLOAT_ROW in side.summaries]
+    floor = max(cell.floor or 0.0, other.floor or 0.0)
+    gap = math.log(slower[1] / slower[0]) if len(slower) == 2 else 0.0
+    likely = abs(gap) > math.log1p(floor) and (gap > 0) == (more > 0)  # whoever had more to do was slower
+    yield (
+        f"environment.load_average: {loads[0]:g} -> {loads[1]:g}: {abs(more):.1f} more busy cores when the "
+        f"{'second' if more > 0 else 'first'} began{', a likely cause of what differs in latency' if likely else ''}"
+    )
 
 
 def _load(found: Any) -> float | None:

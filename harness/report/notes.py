@@ -16,7 +16,7 @@ from harness.run.rows import ACCURACY_ONLY, FLOAT_ROW, Pick
 
 __all__ = [
     "BUDGET_NOTE", "COST_NOTE", "FINALIST_NOTE", "LEVEL_NOTE", "PRECISION_NOTE", "TARGET_NOTE", "VARIANCE_NOTE",
-    "backend_notes", "data_notes", "decision_note", "main_note", "noise", "partial", "progress",
+    "backend_notes", "data_notes", "decision_note", "floor_note", "main_note", "noise", "partial", "progress",
 ]  # fmt: skip
 
 BUDGET_NOTE = (
@@ -36,7 +36,8 @@ COST_NOTE = (
     "The seeds of a searcher together, wall-clock from the first proposal; composing, calibration, runoff and "
     "confirmation are not in it. Harness: the share outside build, sampling, evaluation and failed candidates; the "
     "searcher's own work is in it. Readings saved: by racing, an estimate, as a share of those that would have been "
-    "taken. Built again: candidates that beat the incumbent by more than noise."
+    "taken. Built again: candidates that beat the incumbent by more than noise. Taken again: candidates whose first "
+    "readings drifted or were disturbed; unsteady: their second ones too, or they never warmed up."
 )
 DECIDED = (
     "Decision: shipped is what is faster than the float baseline beyond the noise, and whose drop of accuracy is "
@@ -70,6 +71,12 @@ def noise(cell: CellResults) -> str:
     """What the machine did to the figures of a cell; "" where it was quiet."""
     told = [what for what in (_rough(cell), disturbance_note(cell.disturbed), _unsteady(cell)) if what]
     return f"Noisy machine, {cell.name}: {'; '.join(told)}. Close other work and repeat." if told else ""
+
+
+def floor_note(cells: Iterable[CellResults]) -> str:
+    """Up to which gain the float model differs from itself, by cell."""
+    floors = [f"{cell.name} {cell.floor:.1%}" for cell in cells if cell.floor is not None]
+    return f"A/A floor: {', '.join(floors) if floors else 'not measured yet'}."
 
 
 def _rough(cell: CellResults) -> str:
@@ -193,7 +200,6 @@ def decision_note(decisions: pd.DataFrame) -> str:
 
 def main_note(results: Results) -> str:
     """How the figures of the main table came about, the floors, and what is odd about the calibration."""
-    floors = [f"{cell.name} {cell.floor:.1%}" for cell in results.cells if cell.floor is not None]
     bounds = sorted({cell.allowed for cell in results.cells if cell.allowed is not None})
     builds = sorted({cell.builds for cell in results.cells if cell.builds is not None})
     within = f" among those whose drop is at most {' or '.join(f'{b:g}' for b in bounds)}" if bounds else ""
@@ -208,7 +214,7 @@ def main_note(results: Results) -> str:
         "wall-clock of that search.",
         *_scored(results.cells),
         *_reservations(results.cells, bounds),
-        f"A/A floor: {', '.join(floors) if floors else 'not measured yet'}.",
+        floor_note(results.cells),
     ]
     if halves := [cell.name for cell in results.cells if cell.facts.get("halves")]:
         lines.append(

@@ -183,4 +183,5 @@ def _cost(outcome: Outcome) -> dict[str, float]:
         "saved": outcome.saved,
         "surprises": bool(outcome.retaken_ms),
         "disturbed": bool(outcome.trouble),
+        "unsteady": not outcome.stable,
     }

@@ -94,7 +94,8 @@ def cost_frame(results: Results) -> pd.DataFrame:
 
     Builds of a replayed cell took their time elsewhere, when the table was recorded: they have none here.
     `saved` are the readings that racing spared, an estimate; `surprises` the candidates that were built again before
-    anyone believed them; `disturbed` those whose first readings were thrown away.
+    anyone believed them; `disturbed` those whose first readings were thrown away, `unsteady` those whose second ones
+    were no better, or that never warmed up.
     """
     return pd.DataFrame([_cost(cell, search) for cell in results.cells for search in cell.searches if search.elapsed_s])
 
@@ -106,7 +107,7 @@ def _cost(cell: CellResults, search: Search) -> dict[str, Any]:
     if "recorded_on" in cell.facts["backend"].get("options", {}):
         passed_s -= spent["build_s"]
         spent["build_s"] = math.nan
-    counts = {name: search.cost.get(name, 0) for name in ("readings", "saved", "surprises", "disturbed")}
+    counts = {name: search.cost.get(name, 0) for name in ("readings", "saved", "surprises", "disturbed", "unsteady")}
     return {
         "cell": cell.name, "searcher": search.searcher, "seed": search.seed, "evaluations": search.evaluations,
         "total_s": total_s, **spent, "harness_s": max(0.0, total_s - passed_s),

@@ -23,6 +23,7 @@ from harness.report.notes import (
     backend_notes,
     data_notes,
     decision_note,
+    floor_note,
     main_note,
     noise,
 )
@@ -37,6 +38,8 @@ from harness.run.rows import FLOAT_ROW
 __all__ = ["tables_of"]
 
 LATENCY, SPEEDUP, SCORE = "latency ms [CI]", "speedup [CI]", "score"
+TIMED = frozenset({"overview", "precision", "decision", "budget", "targets", "finalists"})
+"""Tables of latencies beside the main one: what casts doubt on those, and their floor, stands below each."""
 SPENT = frozenset({"main", "budget", "targets"})
 """Tables whose reader takes it that budgets were spent."""
 
@@ -46,9 +49,14 @@ def tables_of(results: Results) -> Iterator[Table]:
     told = (*data_notes(results.cells), *backend_notes(results.cells))
     ends = early_ends(results)
 
+    doubts = tuple(filter(None, map(noise, results.cells)))
+
     def noted(table: Table) -> Table:
         own = ends if table.name in SPENT else []
-        return replace(table, note="\n".join([table.note, *own, *told]))
+        if table.name not in TIMED:
+            return replace(table, note="\n".join([table.note, *own, *told]))
+        note = "\n".join([table.note, floor_note(results.cells), *own, *told])
+        return replace(table, note=note, warnings=(*doubts, *table.warnings))
 
     return (noted(table) for table in _made(results) if len(table.cells))
 
@@ -237,7 +245,10 @@ def _cost(cost: pd.DataFrame) -> Table:
         line["evaluations"] = str(part["evaluations"].sum())
         wanted = part["readings"].sum() + part["saved"].sum()
         racing = f"{part['saved'].sum() / wanted:.1%}" if wanted else MISSING
-        counted = {"readings saved": racing, "built again": str(part["surprises"].sum())}
+        counted = {
+            "readings saved": racing, "built again": str(part["surprises"].sum()),
+            "taken again": str(part["disturbed"].sum()), "unsteady": str(part["unsteady"].sum()),
+        }  # fmt: skip
         lines.append({**line, "minutes": f"{total_s / 60:.1f}", **shares, **counted})
     replayed = len(cost) > 0 and cost["build_s"].isna().any()
     note = f"{COST_NOTE} A dash: builds that are replayed took their time elsewhere." if replayed else COST_NOTE

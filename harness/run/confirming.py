@@ -14,7 +14,16 @@ import numpy as np
 
 from harness.api import Candidate
 from harness.graph.files import file_digest
-from harness.measure.confirm import GROUP, Block, Event, confirm, decode_event, encode_event, summarise
+from harness.measure.confirm import (
+    GROUP,
+    Block,
+    Event,
+    confirm,
+    decode_event,
+    disturbance_note,
+    encode_event,
+    summarise,
+)
 from harness.measure.confirm import Row as Turn
 from harness.measure.engines import WorkerSpec
 from harness.measure.site import OpenEngines
@@ -71,8 +80,11 @@ def noise_floor(
         ):
             events.append(event)
             step.advance()
-    floor = summarise(events, baseline=FLOAT_ROW).floor
+    found = summarise(events, baseline=FLOAT_ROW)
+    floor, note = found.floor, disturbance_note(found.disturbed)
     observer.say(f"noise floor: the baseline against itself, rebuilt, differs by up to {floor:.1%}")
+    if note:
+        observer.say(f"noise floor: {note}: close other work and repeat")
     write_json(path, {"floor": floor, **basis, "events": [json.loads(encode_event(event)) for event in events]})
     return floor
 

@@ -71,6 +71,19 @@ class Design:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Occasion:
+    """What was read.
+
+    Attributes:
+        latency_ms: [process, build, reading], or of one process [build, reading].
+        disturbed: Share of the turns in which something else was at work on the machine.
+    """
+
+    latency_ms: Floats
+    disturbed: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
     """One source of noise.
 
@@ -108,15 +121,13 @@ def measure_noise(
     candidate: Candidate,
     design: Design,
     observer: Observer,
-) -> Floats:
-    """Readings in milliseconds, [process, build, reading].
-
-    A process in which anything fails does not count.
+) -> Occasion:
+    """Time a model as the design says; a process in which anything fails does not count.
 
     Raises:
         UserError: Fewer than two processes went through; the text has the first failure.
     """
-    found: list[Floats] = []
+    found: list[Occasion] = []
     failed: list[Failed] = []
     with observer.work("noise", design.processes * design.turns) as step:
         for process in range(design.processes):
@@ -131,12 +142,15 @@ def measure_noise(
         raise UserError(
             f"{len(found)} of {design.processes} processes went through; {failed[0].stage}: {failed[0].reason}"
         )
-    return np.array(found)
+    return Occasion(
+        latency_ms=np.array([each.latency_ms for each in found]),
+        disturbed=float(np.mean([each.disturbed for each in found])),
+    )
 
 
 def _process(
     engines: Engines, candidate: Candidate, design: Design, rng: np.random.Generator, step: Step
-) -> Floats | Failed:
+) -> Occasion | Failed:
     """Readings [build, reading] of one process.
 
     All builds are made first and then take turns in random order: what changes with time, a machine's pace above all,
@@ -149,6 +163,7 @@ def _process(
             return built
         handles.append(built.handle)
     readings: list[list[float]] = [[] for _ in handles]
+    disturbed = 0
     for turn in range(-1, design.turns):
         for build in rng.permutation(design.builds):
             samples = engines.sample(handles[build], WARMED if turn >= 0 else COLD)
@@ -156,9 +171,12 @@ def _process(
                 return samples
             if turn >= 0:
                 readings[build] += samples.latency_ms
+                disturbed += bool(samples.disturbed)
         if turn >= 0:
             step.advance(f"{np.median(readings):.3f} ms")
-    return np.array(readings)[:, : design.readings]
+    return Occasion(
+        latency_ms=np.array(readings)[:, : design.readings], disturbed=disturbed / (design.turns * design.builds)
+    )
 
 
 def components(latency_ms: Floats, confidence: float = 0.95) -> Components:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from harness.errors import UserError, nearest
+from harness.measure.confirm import disturbance_note
 from harness.measure.engines import MAIN
 from harness.measure.provenance import environment
 from harness.measure.sandbox import open_engines
@@ -41,7 +42,8 @@ def noise_report(
         raise UserError(f"--placement: {placement!r} is none; {nearest(placement, cell.placements)}")
     candidate = cell.candidate(cell.placements[placement])
     limits, use = study.experiment.limits, worker.benchmarkers[MAIN]
-    latency_ms = measure_noise(lambda: open_engines(worker, limits), candidate, design, observer)
+    occasion = measure_noise(lambda: open_engines(worker, limits), candidate, design, observer)
+    latency_ms = occasion.latency_ms
     found = components(latency_ms)
     backend = dict(create("benchmarker", use.use, use.params).describe())
     title = f"{study.spec.model.name}, {placement}, {backend['name']}, {backend['float_precision']}"
@@ -53,6 +55,7 @@ def noise_report(
         "backend": backend,
         "design": asdict(design),
         "components": asdict(found),
+        "disturbed": occasion.disturbed,
         "latency_ms": latency_ms.tolist(),
         "environment": environment(),
     }
@@ -64,6 +67,7 @@ def noise_report(
         f"{title}: {found.latency_ms:.3f} ms; {processes} processes of {builds} builds of {readings} readings",
         f"one fresh process with one build is known within {100 * found.one_build:.1f} % (95 %); "
         f"{found.processes_needed} of them within 1 %",
+        *([f"{note}: close other work and repeat"] if (note := disturbance_note(occasion.disturbed)) else []),
         f"{out / 'noise.png'}, raw readings in {out / 'noise.json'}",
     ]
     return ("component", "standard deviation [95 %]", "share of variance"), [_row(c) for c in found.components], notes

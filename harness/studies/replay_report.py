@@ -101,8 +101,16 @@ def replay_all(table: Table, searchers: Sequence[str], order: ReplayOrder, out: 
     rows = [(name, *_cells(latency_ms, marks, optimum_ms)) for name, latency_ms in curves]
     spent = f"after {', '.join(header[1:])} evaluations"
     columns = f"columns: latency above the optimum in % {spent}, median over searches [quartiles]"
+    told = _told_first(landscape, order.initial)
     nothing = idle(landscape, order.initial, "initial: none; here without --initial")
-    return header, rows, [columns, RISES, *filter(None, [nothing]), *_notes(replayed)]
+    return header, rows, [columns, RISES, *filter(None, [told, nothing]), *_notes(replayed)]
+
+
+def _told_first(landscape: Landscape, initial: Sequence[str]) -> str:
+    """How fast the initial placements are where the table's own fixed dimensions stay as they are; "" for none."""
+    found = zip(initial, first_placements(landscape, initial), strict=True)
+    told = [f"{name} {landscape.latency_ms[landscape.index(placement)]:.3f} ms" for name, placement in found]
+    return f"told first, with what the table fixes: {', '.join(told)}" if told else ""
 
 
 def _bound(text: str) -> Bound:

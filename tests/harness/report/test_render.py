@@ -70,8 +70,8 @@ cell | searcher | 2 evaluations | 3 evaluations | seeds
 net-openvino-int8 | random | **1.60 [1.60, 1.60]** | **1.80 [1.60, 2.00]** | 2
 """
 COST = """
-cell | searcher | seeds | evaluations | minutes | build | sampling | evaluation | failures | harness | readings saved | built again
-net-openvino-int8 | random | 2 | 6 | 1.0 | 26.7% | 26.7% | 10.0% | 31.7% | 5.0% | 0.0% | 0
+cell | searcher | seeds | evaluations | minutes | build | sampling | evaluation | failures | harness | readings saved | built again | taken again | unsteady
+net-openvino-int8 | random | 2 | 6 | 1.0 | 26.7% | 26.7% | 10.0% | 31.7% | 5.0% | 0.0% | 0 | 0 | 0
 """  # noqa: E501
 
 

@@ -48,6 +48,11 @@ def floor(
     return noise_floor(opened, worker, model, facts, model.parent, observer), observer.said
 
 
+def test_a_disturbed_floor_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.run.confirming.disturbance_note", lambda share: f"{share:.0%} disturbed")
+    assert floor(model)[1][1:] == ["noise floor: 0% disturbed: close other work and repeat"]
+
+
 def test_the_floor_is_what_rebuilding_changes_and_it_is_kept(model: Path) -> None:
     assert read_floor(model.parent) == 0.0
     found, said = floor(model)

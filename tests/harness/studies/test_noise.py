@@ -92,7 +92,7 @@ def opener(tmp_path: Path, **params: object):  # type: ignore[no-untyped-def]
 
 def test_simulated_noise_is_measured_level_by_level(tmp_path: Path) -> None:
     opened = opener(tmp_path, noise=0.01, build_noise=0.05, process_noise=0.2)
-    latency_ms = measure_noise(opened, candidate(), Design(processes=12, builds=6, readings=10), Silent())
+    latency_ms = measure_noise(opened, candidate(), Design(processes=12, builds=6, readings=10), Silent()).latency_ms
     assert latency_ms.shape == (12, 6, 10)
     for component, truth in zip(components(latency_ms).components, (0.01, 0.05, 0.2), strict=True):
         assert component.sd.low <= truth <= component.sd.high
@@ -108,10 +108,11 @@ class Slowing:
         self.built += 1
         return Built(handle=self.built, build_s=0.1)
 
-    def sample(self, _: int, sampling: Sampling) -> Samples:
+    def sample(self, handle: int, sampling: Sampling) -> Samples:
         self.taken += 1
         latency_ms = tuple(10.0 * 1.01**self.taken for _ in range(sampling.min_samples))
-        return Samples(latency_ms=latency_ms, warmup=0, measure_s=0.0, stable=True)
+        disturbed = "waited for a core" if handle == 1 else ""
+        return Samples(latency_ms=latency_ms, warmup=0, measure_s=0.0, stable=True, disturbed=disturbed)
 
 
 def test_time_does_not_pass_for_a_difference_between_builds() -> None:
@@ -119,8 +120,10 @@ def test_time_does_not_pass_for_a_difference_between_builds() -> None:
     def open_engines() -> Iterator[Engines]:
         yield Slowing()  # type: ignore[misc]
 
-    latency_ms = measure_noise(open_engines, candidate(), Design(processes=6, builds=4, readings=29), Silent())
+    occasion = measure_noise(open_engines, candidate(), Design(processes=6, builds=4, readings=29), Silent())
+    latency_ms = occasion.latency_ms
     assert latency_ms.shape == (6, 4, 29)
+    assert occasion.disturbed == 0.25, "one build of four"
     run, build, _ = components(latency_ms).components
     assert run.sd.value > 0.1, "the pace fell by a third"
     assert build.share < 0.02

@@ -146,12 +146,23 @@ def test_the_command_prints_and_writes(
     assert "median over searches [quartiles]" in printed
     assert "a lucky reading may displace what is better" in printed
     assert "tells no searcher" not in printed
+    assert "told first" not in printed
     assert "local: 48 evaluations in" in printed
     curves = pd.read_csv(tmp_path / "out" / "curves.csv")
     assert list(curves.columns) == ["searcher", "seed", "evaluations", "latency_ms", "regret"]
     assert curves.groupby("searcher").size().to_dict() == {"local": 48, "random": 48, "random, 10000 searches": 12}
     assert (curves["regret"] >= 0).all()
     assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_initial_placements_are_told_as_fast_as_the_table_has_them(make_table: MakeTable) -> None:
+    """Within the table: what it fixes stays fixed, so they are others than the anchors of the whole space."""
+    table = make_table()
+    notes = replay_all(table, ["random"], ReplayOrder(seeds=1, budget=5, initial=("float", "all")), None)[2]
+    landscape = Landscape(table)
+    space = table.subspace.space
+    both = [landscape.latency_ms[landscape.index(p)] for p in (space.float_placement(), space.everywhere())]
+    assert f"told first, with what the table fixes: float {both[0]:.3f} ms, all {both[1]:.3f} ms" in notes
 
 
 def test_lines_say_what_is_known(make_table: MakeTable) -> None:
