@@ -19,11 +19,11 @@ WAITING = 0.1
 STOLEN = 0.03
 """A hypervisor that gives more than this share of the cores' time to other guests disturbs; an idle one, under 1 %."""
 OTHERS = 0.25
-"""Processes that keep more than this share of all cores busy share caches, memory and sibling threads with ours."""
+"""Other processes that keep more than this share of our cores and their sibling threads busy take time from ours."""
 GRAIN_S = 0.02
 """Linux counts the time of cores in steps of 10 ms; two of them say nothing."""
 CORES = 4
-"""Cores that are read: enough to see the one that works, few enough for machines that have hundreds."""
+"""Cores whose clocks are read: enough to see the one that works, few enough for machines that have hundreds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +37,11 @@ class Conditions:
         load: Processes that ran or wanted to, average of a minute.
         throttled: Times that heat, or the container's CPU quota, slowed this machine since it started.
         waited_s: Time that threads of this process were ready to run and had no core.
-        cores: How many cores the next two are of.
-        busy_s: Time that all cores worked for processes of this machine.
-        stolen_s: Time that all cores wanted to work and a hypervisor did not let them.
+        cores: How many cores the next two are of: those that this process may use, and their sibling threads. A process
+            that was given cores of its own (taskset, a container's cpuset) has nothing to fear of the others: what
+            they do to shared caches and memory was within noise where we measured it (docs/measurement.md).
+        busy_s: Time that these cores worked for processes of this machine.
+        stolen_s: Time that these cores wanted to work and a hypervisor did not let them.
         own_s: Time that cores worked for this process.
     """
 
@@ -68,7 +70,11 @@ class Machine:
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
-        cores = [root / f"sys/devices/system/cpu/cpu{core}" for core in _own_cores()]
+        own = _own_cores()
+        folders = {core: root / f"sys/devices/system/cpu/cpu{core}" for core in own}
+        self._watched = {f"cpu{core}" for folder in folders.values() for core in _siblings(folder)}
+        self._watched |= {f"cpu{core}" for core in own}
+        cores = list(folders.values())[:CORES]
         self._clocks = _readable(core / "cpufreq/scaling_cur_freq" for core in cores)
         self._sensors = _readable(sorted((root / "sys/class/thermal").glob("thermal_zone*/temp")))
         names = ("core_throttle_count", "package_throttle_count")
@@ -105,14 +111,15 @@ class Machine:
         return sum(int(text.split()[1]) for text in texts) / 1e9
 
     def _cores(self) -> tuple[int, float, float]:
-        """How many there are, time they worked, time stolen from them; proc(5), /proc/stat, in clock ticks.
+        """How many are watched, time they worked, time stolen from them; proc(5), /proc/stat, in clock ticks.
 
         Guests that run here are in user and nice already.
         """
-        lines = [line.split() for line in self._stat.read_text().splitlines() if line.startswith("cpu")]
-        user, nice, system, _, _, irq, softirq, steal = (int(field) for field in lines[0][1:9])
+        lines = [line.split() for line in self._stat.read_text().splitlines()]
+        ticks = [[int(field) for field in line[1:9]] for line in lines if line and line[0] in self._watched]
+        busy = sum(user + nice + system + irq + softirq for user, nice, system, _, _, irq, softirq, _ in ticks)
         ticks_s = os.sysconf("SC_CLK_TCK")
-        return len(lines) - 1, (user + nice + system + irq + softirq) / ticks_s, steal / ticks_s
+        return len(ticks), busy / ticks_s, sum(core[7] for core in ticks) / ticks_s
 
 
 def disturbance(before: Conditions, after: Conditions) -> str:
@@ -139,14 +146,21 @@ def _neighbours(before: Conditions, after: Conditions, spent_s: float) -> str:
         return f"the hypervisor took {stolen_s / total_s:.0%} of the cores' time: other guests run on this host"
     others_s = busy_s - own_s
     if others_s > OTHERS * total_s + GRAIN_S:
-        return f"other processes kept {others_s / total_s:.0%} of the cores busy: something else runs on this machine"
+        return f"other processes kept {others_s / total_s:.0%} of its cores busy: something else runs on this machine"
     return ""
 
 
 def _own_cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))[:CORES]
-    return list(range(min(CORES, os.cpu_count() or 1)))
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _siblings(core: Path) -> list[int]:
+    """Threads of the same core, as Linux lists them: "0,64" or "0-1"; none where it does not."""
+    text = _soft((core / "topology/thread_siblings_list").read_text) or ""
+    bounds = [part.split("-") for part in text.strip().split(",") if part]
+    return _soft(lambda: [core for bound in bounds for core in range(int(bound[0]), int(bound[-1]) + 1)]) or []
 
 
 def _readable(paths: Iterable[Path]) -> tuple[Path, ...]:
