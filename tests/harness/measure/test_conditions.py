@@ -7,7 +7,6 @@ import pytest
 
 from harness.measure.conditions import Conditions, Machine, disturbance
 
-
 STAT = """\
 cpu  9000 100 150 90000 40 20 30 900 0 0
 cpu0 300 50 50 4000 20 10 10 300 0 0
