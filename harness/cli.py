@@ -81,10 +81,21 @@ for _name, _function in COMMANDS.items():
     app.command(name=_name, context_settings=PASSED_ON if _name in ("autotune", "ptq") else None)(_function)
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"qdq-bench {version('qdq-bench')}")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     context: typer.Context,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what the parts log.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
 ) -> None:
     importable(Path.cwd())
     context.with_resource(_logged(verbose))

@@ -19,7 +19,13 @@ def record(
             help="ONNX file, zoo:NAME, assets:PATH, or an experiment file (.yaml) with one cell.", show_default=False
         ),
     ],
-    dimensions: Annotated[int, typer.Option(help="At most 2^N placements of the most telling dimensions.")] = 11,
+    dimensions: Annotated[
+        int | None,
+        typer.Option(
+            help="At most 2^N placements of the most telling dimensions [default: 11, or those of a finished table].",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Parquet file [default: MODEL-BACKEND-PRECISION.parquet].")] = None,
     backend: Annotated[str | None, typer.Option(help="Benchmarker [default: openvino].", show_default=False)] = None,
     param: Annotated[list[str] | None, typer.Option(help="Parameter of the backend, NAME=VALUE; repeat.")] = None,

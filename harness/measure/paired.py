@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from harness.api import Probe
-from harness.measure.conditions import Machine, disturbance
-from harness.measure.sampling import FIRST_LOOK, STEADY, Samples, attempts, read, refuse_jumps, told, warm_up
+from harness.measure.conditions import Machine
+from harness.measure.sampling import FIRST_LOOK, STEADY, Readings, Samples, read, refuse_jumps, settle
 from harness.measure.stats import Interval, median_ci
 from harness.run.config import Sampling
 
@@ -68,45 +68,15 @@ def take_beside(
     Raises:
         MeasureFailed: As `harness.measure.sampling.take`.
     """
-    started_s = clock()
-    warmup, steady = warm_up(probe, sampling)
-    counts, *discarded = attempts(lambda: _turns(probe, reference, sampling, rival, machine))
-    return Samples(
-        latency_ms=tuple(counts.paced),
-        raw_ms=tuple(counts.raw),
-        beside_ms=tuple(counts.beside),
-        discarded_ms=tuple(reading for turns in discarded for reading in turns.paced),
-        trouble="".join(turns.trouble for turns in discarded),
-        disturbed=counts.trouble,
-        warmup=warmup,
-        measure_s=max(0.0, clock() - started_s),
-        stable=steady and not counts.trouble,
-        saved=counts.saved,
-        conditions=counts.conditions,
-    )
+    return settle(lambda: _turns(probe, reference, sampling, rival), probe, sampling, machine, clock)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Turns:
-    """Turns of both engines: `paced` on the scale of the level, the others as the clock had them."""
-
-    paced: list[float]
-    raw: list[float]
-    beside: list[float]
-    saved: int
-    trouble: str
-    conditions: Mapping[str, float]
-
-
-def _turns(
-    probe: Probe, reference: Reference, sampling: Sampling, rival: Interval | None, machine: Machine | None
-) -> _Turns:
-    """One attempt, and whether the machine was disturbed meanwhile.
+def _turns(probe: Probe, reference: Reference, sampling: Sampling, rival: Interval | None) -> Readings:
+    """One attempt.
 
     A pace that both engines share cancels. Another process on the same core does not: it takes whole slices of time,
     which more of the longer inferences meet, so the slower of two engines loses more than its share.
     """
-    before = None if machine is None else machine.read()
     candidate, company = _Side(probe), _Side(reference.probe)
     beside = [company.turn()]
     raw: list[float] = []
@@ -127,11 +97,7 @@ def _turns(
             saved = math.floor(share_left * candidate.counted)
             break
     refuse_jumps(raw)
-    if machine is None or before is None:
-        return _Turns(paced=paced, raw=raw, beside=beside, saved=saved, trouble="", conditions={})
-    after = machine.read()
-    trouble = disturbance(before, after)
-    return _Turns(paced=paced, raw=raw, beside=beside, saved=saved, trouble=trouble, conditions=told(after, probe))
+    return Readings(latency_ms=paced, raw_ms=raw, beside_ms=beside, saved=saved)
 
 
 class _Side:

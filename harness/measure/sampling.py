@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 
 from harness.api import Array, Probe
 from harness.errors import MeasureFailed, UserError
 from harness.feeds import random_feeds
-from harness.measure.conditions import Conditions, Machine, disturbance
+from harness.measure.conditions import Machine, disturbance
 from harness.measure.stats import Interval, median_ci
 from harness.run.config import Sampling
 
 __all__ = [
-    "FIRST_LOOK", "STEADY", "Samples", "attempts", "fixed_inputs", "read", "refuse_jumps", "take", "told", "warm_up",
+    "FIRST_LOOK", "STEADY", "Readings", "Samples", "fixed_inputs", "read", "refuse_jumps", "settle", "take", "warm_up",
 ]  # fmt: skip
 
 WINDOW = 5
@@ -73,24 +73,32 @@ class Samples:
     beside_ms: tuple[float, ...] = ()
 
 
-class _Attempt(Protocol):
-    @property
-    def trouble(self) -> str: ...
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readings:
+    """What one attempt to time an engine read; fields as in `Samples`.
 
+    Attributes:
+        drift: How the engine changed meanwhile, which speaks against them.
+    """
 
-A = TypeVar("A", bound=_Attempt)
+    latency_ms: Sequence[float]
+    raw_ms: Sequence[float] = ()
+    beside_ms: Sequence[float] = ()
+    saved: int = 0
+    drift: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Series:
-    readings: list[float]
-    saved: int
-    disturbed: str
-    conditions: Mapping[str, float]
+class _Watched:
+    """Readings, and what the machine did meanwhile."""
+
+    readings: Readings
+    disturbed: str = ""
+    conditions: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def trouble(self) -> str:
-        return self.disturbed or _drift(self.readings)
+        return self.disturbed or self.readings.drift
 
 
 def take(
@@ -114,26 +122,45 @@ def take(
     Raises:
         MeasureFailed: A reading is not a positive finite number, the clock jumped, or there are too few of them.
     """
+    return settle(lambda: _collect(probe, sampling, rival), probe, sampling, machine, clock)
+
+
+def settle(
+    attempt: Callable[[], Readings],
+    probe: Probe,
+    sampling: Sampling,
+    machine: Machine | None,
+    clock: Callable[[], float],
+) -> Samples:
+    """Warm an engine up and make an attempt to time it; one more where something speaks against the first."""
     started_s = clock()
     warmup, steady = warm_up(probe, sampling)
-    counts, *discarded = attempts(lambda: _series(probe, sampling, rival, machine))
+    counts, discarded = _watched(attempt, probe, machine), None
+    if counts.trouble:
+        counts, discarded = _watched(attempt, probe, machine), counts
     return Samples(
-        latency_ms=tuple(counts.readings),
-        discarded_ms=tuple(reading for series in discarded for reading in series.readings),
-        trouble="".join(series.trouble for series in discarded),
+        latency_ms=tuple(counts.readings.latency_ms),
+        raw_ms=tuple(counts.readings.raw_ms),
+        beside_ms=tuple(counts.readings.beside_ms),
+        discarded_ms=tuple(discarded.readings.latency_ms) if discarded else (),
+        trouble=discarded.trouble if discarded else "",
         disturbed=counts.disturbed,
         warmup=warmup,
         measure_s=max(0.0, clock() - started_s),
         stable=steady and not counts.trouble,
-        saved=counts.saved,
+        saved=counts.readings.saved,
         conditions=counts.conditions,
     )
 
 
-def attempts(attempt: Callable[[], A]) -> tuple[A, ...]:
-    """What counts first, then what it was repeated for: once more where something speaks against the first attempt."""
-    first = attempt()
-    return (attempt(), first) if first.trouble else (first,)
+def _watched(attempt: Callable[[], Readings], probe: Probe, machine: Machine | None) -> _Watched:
+    if machine is None:
+        return _Watched(readings=attempt())
+    before = machine.read()
+    readings = attempt()
+    after = machine.read()
+    own: Callable[[], Mapping[str, float]] = getattr(probe, "conditions", dict)
+    return _Watched(readings=readings, disturbed=disturbance(before, after), conditions={**after.facts(), **own()})
 
 
 def fixed_inputs(types: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], seed: int = 0) -> dict[str, Array]:
@@ -171,31 +198,8 @@ def warm_up(probe: Probe, sampling: Sampling) -> tuple[int, bool]:
     return len(readings), True
 
 
-def _series(probe: Probe, sampling: Sampling, rival: Interval | None, machine: Machine | None) -> _Series:
-    """One attempt to time an engine, and what the machine did meanwhile."""
-    if machine is None:
-        readings, saved = _collect(probe, sampling, rival)
-        return _Series(readings=readings, saved=saved, disturbed="", conditions={})
-    before = machine.read()
-    readings, saved = _collect(probe, sampling, rival)
-    after = machine.read()
-    conditions = told(after, probe)
-    disturbed = disturbance(before, after)
-    return _Series(readings=readings, saved=saved, disturbed=disturbed, conditions=conditions)
-
-
-def told(after: Conditions, probe: Probe) -> dict[str, float]:
-    """What the machine and the probe say of readings that were just taken."""
-    own: Callable[[], Mapping[str, float]] = getattr(probe, "conditions", dict)
-    return {**after.facts(), **own()}
-
-
-def _collect(probe: Probe, sampling: Sampling, rival: Interval | None) -> tuple[list[float], int]:
-    """Sample until the race is lost, the median is known well enough, or a cap is reached.
-
-    Returns:
-        The readings, and how many more they would have been without a rival, by estimate.
-    """
+def _collect(probe: Probe, sampling: Sampling, rival: Interval | None) -> Readings:
+    """Sample until the race is lost, the median is known well enough, or a cap is reached."""
     least = sampling.min_samples if rival is None else min(FIRST_LOOK, sampling.min_samples)
     readings, saved = read(probe, least), 0
     while missing := _missing(readings, median := median_ci(readings), sampling):
@@ -204,7 +208,7 @@ def _collect(probe: Probe, sampling: Sampling, rival: Interval | None) -> tuple[
             break
         readings += read(probe, missing)
     refuse_jumps(readings)
-    return readings, saved
+    return Readings(latency_ms=readings, saved=saved, drift=_drift(readings))
 
 
 def _missing(readings: list[float], median: Interval, sampling: Sampling) -> int:

@@ -47,12 +47,14 @@ __all__ = ["record"]
 
 FINDER = "portfolio"
 """What searches first, where a search is asked for: a table must not lie around what `auto`'s own rules found."""
+DIMENSIONS = 11
+"""Two thousand placements: an evening's work for a model of some milliseconds."""
 LIMIT_MB = 5
 """A committed table is no larger."""
 Rows = dict[str, Row]
 
 
-def record(study: Study, out: Path, dimensions: int, observer: Observer, *, search: int = 0) -> Path:
+def record(study: Study, out: Path, dimensions: int | None, observer: Observer, *, search: int = 0) -> Path:
     """Measure a table, or go on where it was interrupted; a finished one is left as it is.
 
     The sensitivity of every dimension is measured first, one change at a time around a few placements; the most telling
@@ -60,13 +62,13 @@ def record(study: Study, out: Path, dimensions: int, observer: Observer, *, sear
 
     Args:
         out: Parquet file; a folder beside it holds the journals until the table is complete.
-        dimensions: The table has at most 2 ** dimensions placements.
+        dimensions: The table has at most 2 ** dimensions placements; None: 11, or as many as a finished table has.
         search: Evaluations of a search whose best is one more placement to look around.
 
     Raises:
         UserError: A table of something else is there, or anything in the study cannot be used.
     """
-    if not 1 <= dimensions <= math.log2(MAX_PLACEMENTS):
+    if dimensions is not None and not 1 <= dimensions <= math.log2(MAX_PLACEMENTS):
         raise UserError(f"--dimensions: 1 to {int(math.log2(MAX_PLACEMENTS))}, but got {dimensions}")
     if out.exists():
         with TemporaryDirectory(prefix="qdq-record-") as scratch:
@@ -94,7 +96,7 @@ def record(study: Study, out: Path, dimensions: int, observer: Observer, *, sear
             )
             if worker.evaluators:
                 recording.prepare()
-            rows, facts = recording.run(dimensions, meeting, search)
+            rows, facts = recording.run(DIMENSIONS if dimensions is None else dimensions, meeting, search)
     with writing(out):
         write_table(out, Facts(**facts, environment=machine), rows)
         read_table(out)
@@ -278,7 +280,7 @@ def _begun(path: Path, facts: dict[str, Any]) -> None:
         write_json(path, facts)
 
 
-def _refuse_another(study: Study, out: Path, dimensions: int, scratch: Path, observer: Observer) -> None:
+def _refuse_another(study: Study, out: Path, dimensions: int | None, scratch: Path, observer: Observer) -> None:
     """Refuse to take a finished table of something else, or of another size, for the one that is asked for.
 
     Raises:
@@ -291,7 +293,8 @@ def _refuse_another(study: Study, out: Path, dimensions: int, scratch: Path, obs
     known = {key: getattr(there, key) for key in here}
     for facts in (known, here):
         facts["dimensions"] = space_digest(Space(facts["dimensions"]))
-    told = np.array([there.sensitivity[dimension.name] for dimension in there.dimensions])
-    known["varied in the finished table"] = len(there.varied)
-    here["varied in the finished table"] = len(most_telling(Space(there.dimensions), told, dimensions))
+    if dimensions is not None:
+        told = np.array([there.sensitivity[dimension.name] for dimension in there.dimensions])
+        known["varied in the finished table"] = len(there.varied)
+        here["varied in the finished table"] = len(most_telling(Space(there.dimensions), told, dimensions))
     refuse_changes(out, json.loads(json.dumps(known)), here)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import subprocess
 import sys
 
@@ -211,3 +212,8 @@ def test_without_a_terminal_short_work_says_nothing(capsys):
     with Terminal() as terminal, terminal.work("search", 2) as step:
         step.advance()
     assert capsys.readouterr().err == ""
+
+
+def test_the_version_is_told(capsys):
+    assert qdq("--version") == 0
+    assert re.fullmatch(r"qdq-bench \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)

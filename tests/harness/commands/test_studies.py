@@ -41,6 +41,7 @@ def test_a_finished_table_is_not_taken_for_a_larger_or_another_one(
         assert error.endswith("use another --out, or move away what is there to begin anew\n")
         assert "accept-changes" not in error
     assert qdq(*table, "2") == 0
+    assert qdq(*table[:-1]) == 0, "without --dimensions a finished table is as large as it is"
     assert Path("t.parquet").read_bytes() == written
 
 
