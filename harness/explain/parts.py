@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from harness.api import Candidate
-from harness.measure.confirm import TWIN, Row, Summary, confirm, summarise
+from harness.measure.confirm import Row, Summary, confirm, summarise
 from harness.measure.engines import Engines
-from harness.measure.events import Readings
+from harness.measure.events import TWIN, Readings
 from harness.measure.stats import CLAIM_FLOOR, Interval, floor_from
 from harness.run.config import Confirmation
 from harness.run.observe import Observer

@@ -17,15 +17,12 @@ import numpy as np
 from harness.api import Candidate
 from harness.errors import UserError
 from harness.measure.engines import MAIN, Engines
-from harness.measure.events import TWIN, Block, Dropped, Event, Key, Readings, decode_event, encode_event
+from harness.measure.events import TWIN, Block, Dropped, Event, Key, Readings
 from harness.measure.stats import Interval, Verdict, block_ci, floor_from, paired_ratio_ci, verdict
 from harness.records import Failed
 from harness.run.config import Rounds, Sampling
 
-__all__ = [
-    "TWIN", "Block", "Dropped", "Event", "Row", "RowSummary", "Summary", "confirm", "decode_event", "disturbance_note",
-    "encode_event", "summarise",
-]  # fmt: skip
+__all__ = ["Row", "RowSummary", "Summary", "confirm", "summarise"]
 
 GROUP = 10
 """Rows that are open at once beside the baseline and its twin; more would cost memory, not precision."""
@@ -38,8 +35,6 @@ MOST = 200
 """Inferences of one turn, however fast the engine."""
 NEVER = 1e-9
 """Width of an interval that no reading reaches: turns end by time, so that no row gets more than another."""
-DISTURBED = 0.10
-"""Share of disturbed turns that is worth a word: medians over turns bear less."""
 _LOST = ("crash", "timeout")
 
 
@@ -115,12 +110,12 @@ def confirm(
     For each of `plan.builds` and each group of rows: a fresh worker builds them all, then each gets its
     turn in each of `plan.rounds`, in random order. A row that fails drops out of that build; where it took
     the worker with it, the others start again in a fresh one. Rounds that something else on the machine disturbed are
-    taken again at the end, and the later take counts; what is disturbed then is marked, and counts.
+    held back and taken again at the end of the build; what is disturbed then is marked, and counts.
 
     Args:
         open_engines: Gives fresh engines.
-        done: Events of an interrupted confirmation of the same rows; finished workers are not repeated,
-            an unfinished one starts again and its events replace the earlier ones.
+        done: Events of an interrupted confirmation of the same rows; finished workers are not repeated, for an
+            unfinished one there is another whose events replace its.
 
     Raises:
         UserError: The baseline failed, so there is nothing to compare with.
@@ -130,19 +125,28 @@ def confirm(
     if len(set(names)) != len(names):
         raise ValueError(f"rows of a confirmation need names of their own, but got {', '.join(names)}")
     groups = [rows[start : start + GROUP] for start in range(0, len(rows), GROUP)] or [()]
-    finished = _finished(Readings(done), plan.rounds)
+    known = Readings(done)
+    finished = _finished(known, plan.rounds)
     for build, streams in enumerate(rng.spawn(plan.builds)):
         for group, (members, stream) in enumerate(zip(groups, streams.spawn(len(groups)), strict=True)):
             wanted = {baseline.name, TWIN, *(row.name for row in members)}
             if wanted <= finished[build, group]:
                 continue
-            yield from _Turns(build, group, baseline, plan, stream).run(members, open_engines)
+            worker = known.workers.get((build, group), -1) + 1
+            yield from _Turns(build, group, worker, baseline, plan, stream).run(members, open_engines)
 
 
 class _Turns:
-    """One group of rows in one build."""
+    """One group of rows in one build.
 
-    def __init__(self, build: int, group: int, baseline: Row, plan: Rounds, rng: np.random.Generator) -> None:
+    Attributes:
+        worker: See `Block.worker`.
+    """
+
+    def __init__(
+        self, build: int, group: int, worker: int, baseline: Row, plan: Rounds, rng: np.random.Generator
+    ) -> None:
+        self.worker = worker
         self._key = {"build": build, "group": group}
         self._bases = (baseline, replace(baseline, name=TWIN))
         self._rounds = plan.rounds
@@ -159,6 +163,7 @@ class _Turns:
         while not intact:
             with open_engines() as engines:
                 intact = yield from self._worker(engines, alive)
+            self.worker += 1
 
     def _worker(self, engines: Engines, alive: dict[str, Row]) -> Generator[Event, None, bool]:
         """Events of one worker's life; rows that fail leave `alive`. False where the worker died early."""
@@ -171,44 +176,47 @@ class _Turns:
                     return False
             else:
                 handles[row] = built.handle
-        disturbed = []
+        held: dict[int, Sequence[Block]] = {}
         for number in range(self._rounds):
-            events = self._round(number, engines, handles, alive)
-            yield from events
-            if _lost(events):
+            blocks = yield from self._round(number, engines, handles, alive)
+            if blocks is None:
                 return False
-            if _disturbed(events):
-                disturbed.append(number)
+            if any(block.disturbed for block in blocks):
+                held[number] = blocks
+            else:
+                yield from blocks
         # Where it was most of them, whatever works beside us stays; taking them again would tell the same.
-        for number in disturbed if 2 * len(disturbed) <= self._rounds else ():
-            events = self._round(number, engines, handles, alive)
-            yield from events
-            if _lost(events):
+        hopeless = 2 * len(held) > self._rounds
+        for number, first in held.items():
+            blocks = first if hopeless else (yield from self._round(number, engines, handles, alive))
+            if blocks is None:
                 return False
+            yield from (block for block in (blocks if hopeless else _again(blocks, first)) if block.row in alive)
         return True
 
     def _round(
         self, number: int, engines: Engines, handles: Mapping[str, int], alive: dict[str, Row]
-    ) -> Sequence[Event]:
-        """A turn of each row in random order, as a whole; it ends where a row takes the worker with it."""
-        events: list[Event] = []
+    ) -> Generator[Event, None, Sequence[Block] | None]:
+        """A turn of each row in random order; None where one takes the worker with it. Gives the rows that fail."""
+        blocks: list[Block] = []
         for row in self._shuffled(alive):
             samples = engines.sample(handles[row], self._sampling)
             if isinstance(samples, Failed):
-                events.append(self._drop(row, samples, alive))
+                yield self._drop(row, samples, alive)
                 if samples.stage in _LOST:
-                    break
+                    return None
             else:
                 block = Block(
                     **self._key,
+                    worker=self.worker,
                     round=number,
                     row=row,
                     samples_ms=samples.latency_ms,
                     discarded_ms=samples.discarded_ms,
                     disturbed=samples.disturbed,
                 )
-                events.append(block)
-        return events
+                blocks.append(block)
+        return blocks
 
     def _drop(self, row: str, failed: Failed, alive: dict[str, Row]) -> Dropped:
         if row in [base.name for base in self._bases]:
@@ -222,12 +230,11 @@ class _Turns:
         return [names[index] for index in self._rng.permutation(len(names))]
 
 
-def _lost(events: Iterable[Event]) -> bool:
-    return any(isinstance(event, Dropped) and event.failed.stage in _LOST for event in events)
-
-
-def _disturbed(events: Iterable[Event]) -> bool:
-    return any(isinstance(event, Block) and event.disturbed for event in events)
+def _again(blocks: Iterable[Block], first: Iterable[Block]) -> Iterator[Block]:
+    """A round that was taken again, with what the first take read."""
+    earlier = {block.row: (*block.discarded_ms, *block.samples_ms) for block in first}
+    for block in blocks:
+        yield replace(block, discarded_ms=(*earlier.get(block.row, ()), *block.discarded_ms))
 
 
 def summarise(events: Iterable[Event], baseline: str, floor: float = 0.0) -> Summary:
@@ -261,17 +268,6 @@ def summarise(events: Iterable[Event], baseline: str, floor: float = 0.0) -> Sum
         failed=failed,
         disturbed=readings.disturbed_share,
     )
-
-
-def disturbance_note(share: float) -> str:
-    """What readings are worth where so large a share of their turns was disturbed; "" where it was too small to matter.
-
-    A pace that all engines share cancels in their ratios, other processes do not: they take whole slices of time, which
-    the slower of two engines meets more of.
-    """
-    if share <= DISTURBED:
-        return ""
-    return f"something else was at work in {share:.0%} of the turns, which distorts speedups, upwards as a rule"
 
 
 def _finished(readings: Readings, rounds: int) -> Mapping[Key, set[str]]:

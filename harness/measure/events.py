@@ -12,10 +12,12 @@ import numpy as np
 
 from harness.records import Failed
 
-__all__ = ["TWIN", "Block", "Dropped", "Event", "Key", "Readings", "decode_event", "encode_event"]
+__all__ = ["TWIN", "Block", "Dropped", "Event", "Key", "Readings", "decode_event", "disturbance_note", "encode_event"]
 
 TWIN = "A/A twin"
 """Name of the row that is the baseline once more."""
+DISTURBED = 0.10
+"""Share of disturbed turns that is worth a word: medians over turns bear less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +27,12 @@ class Block:
     Attributes:
         build: Number of the fresh build.
         group: Number of the worker within the build; rows are compared with the baseline of their own worker.
+        worker: Of those of its build and group, one after the other: where one died or was interrupted, the turns of
+            the next replace all of its.
         round: Number of the turn.
         row: `Row.name`, or `TWIN`.
         samples_ms: Latency of each inference, in order.
-        discarded_ms: Readings of a first attempt that the machine disturbed, so that it was repeated.
+        discarded_ms: Readings of earlier attempts that the machine disturbed, so that they were repeated.
         disturbed: What disturbed the readings that count, too; "" where nothing was seen.
     """
 
@@ -39,6 +43,7 @@ class Block:
     samples_ms: tuple[float, ...]
     discarded_ms: tuple[float, ...] = ()
     disturbed: str = ""
+    worker: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,15 +67,20 @@ class Readings:
     Attributes:
         turns: Median latency in milliseconds of each turn.
         disturbed: Of each turn in which something else was at work, what was seen.
+        workers: Number of the last worker of each build and group, see `Block.worker`.
     """
 
     def __init__(self, events: Iterable[Event]) -> None:
         self.turns: dict[str, dict[Key, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
         self.failed: dict[str, dict[Key, Failed]] = defaultdict(dict)
         self.disturbed: dict[str, dict[Key, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
+        self.workers: dict[Key, int] = {}
         for event in events:
             key = (event.build, event.group)
             if isinstance(event, Block):
+                if event.worker > self.workers.setdefault(key, event.worker):
+                    self._forget(key)
+                    self.workers[key] = event.worker
                 self.turns[event.row][key][event.round] = float(np.median(event.samples_ms))
                 self.failed[event.row].pop(key, None)
                 self.disturbed[event.row][key].pop(event.round, None)
@@ -80,6 +90,11 @@ class Readings:
                 for found in (self.turns, self.disturbed):
                     found[event.row].pop(key, None)
                 self.failed[event.row][key] = event.failed
+
+    def _forget(self, key: Key) -> None:
+        for row in self.turns:
+            self.turns[row].pop(key, None)
+            self.disturbed[row].pop(key, None)
 
     @property
     def disturbed_share(self) -> float:
@@ -124,3 +139,14 @@ def decode_event(text: str) -> Event:
     except (KeyError, TypeError) as error:
         raise ValueError(f"line of a confirmation lacks or adds a field ({error}): {text[:80]}") from error
     raise ValueError(f"not a line of a confirmation: {text[:80]}")
+
+
+def disturbance_note(share: float) -> str:
+    """What readings are worth where so large a share of their turns was disturbed; "" where it was too small to matter.
+
+    A pace that all engines share cancels in their ratios, other processes do not: they take whole slices of time, which
+    the slower of two engines meets more of.
+    """
+    if share <= DISTURBED:
+        return ""
+    return f"something else was at work in {share:.0%} of the turns, which distorts speedups, upwards as a rule"

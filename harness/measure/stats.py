@@ -6,6 +6,7 @@ medians and resampled blocks, never about means and normal distributions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 __all__ = [
     "CLAIM_FLOOR", "Floats", "Interval", "Verdict", "block_ci", "floor_from", "median_ci", "paired_ratio_ci",
-    "stderr_of", "stderr_of_median", "verdict",
+    "rebuilt_ci", "stderr_of", "stderr_of_median", "verdict",
 ]  # fmt: skip
 
 CLAIM_FLOOR = 0.01
@@ -94,6 +95,20 @@ def stderr_of(median: Interval) -> float:
     in Statistics 13, 1984. One sample has none: 0.
     """
     return (median.high - median.low) / (2 * _Z95)
+
+
+def rebuilt_ci(samples: Floats, earlier: Sequence[Floats]) -> Interval:
+    """Median of the samples that count, whose 95 % interval knows what rebuilding the engine changed.
+
+    Args:
+        earlier: Samples of the engine's other builds; none: the interval is that of `median_ci`.
+    """
+    own = median_ci(samples)
+    if not earlier:
+        return own
+    medians = [own.value, *(median_ci(each).value for each in earlier)]
+    wide = _Z95 * float(np.std(medians, ddof=1)) / math.sqrt(len(medians))
+    return Interval(value=own.value, low=min(own.low, own.value - wide), high=max(own.high, own.value + wide))
 
 
 def stderr_of_median(samples: Floats) -> float:

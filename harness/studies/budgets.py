@@ -65,7 +65,7 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
             _block(landscape, {c.name: curves_of(chunks[table, c.name]) for c in contenders}, study)
             for table, landscape in landscapes.items()
         ]
-        ranks = ranks_of(_final(telling(blocks)))
+        ranks = ranks_of(_final(telling(blocks)), unit="table")
         tables = budget_tables(blocks, study, ranks)
         for table in tables:
             write_table(table, out)

@@ -98,13 +98,15 @@ def study_of(
 
 
 def subject(study: Study, placement: str) -> str:
-    """What is measured, as the name of a folder that another subject does not have.
+    """What is measured, as the name of a folder: model, backend with its parameters, shapes, placement, precision.
 
     For instance "resnet18-openvino-precision=f32-threads=1-linear-int8". The float model has no quantized precision.
-    Parameters and shapes that make no name, a path for instance, stand there by a digest.
+    Parameters and shapes that make no name, a path for instance, stand there by a digest; where the study's file lies
+    is no part of it.
     """
     spec = study.spec
-    told = "-".join(f"{name}={value}" for name, value in sorted({**spec.backend.params, **spec.model.shapes}.items()))
+    given = {**spec.backend.params, **spec.model.shapes}
+    told = "-".join(f"{name}={value}" for name, value in sorted(given.items()) if name != "base")
     what = placement if placement == "float" else f"{placement}-{spec.precision}"
     plain = (each if PLAIN.fullmatch(each) else hashlib.sha256(each.encode()).hexdigest()[:12] for each in (told, what))
     return "-".join(filter(None, (spec.model.name, spec.backend.name, *plain)))

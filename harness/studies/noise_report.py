@@ -6,8 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from harness.errors import UserError, nearest
-from harness.measure.confirm import disturbance_note
 from harness.measure.engines import MAIN
+from harness.measure.events import disturbance_note
 from harness.measure.provenance import environment
 from harness.measure.sandbox import open_engines
 from harness.registry import create

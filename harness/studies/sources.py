@@ -10,12 +10,18 @@ from pathlib import Path
 
 __all__ = ["code_digest"]
 
+INSTALLED = ("site-packages", "dist-packages")
+"""Folders of libraries, in which only a searcher's own package is its own."""
+
 BY_NAME = "scope.py"
 """Of the package: finds searchers by their names. Whoever imports it may run any of them."""
 
 
 def code_digest(file: Path | None, package: Path) -> bytes:
-    """Digest of a searcher's file and of whatever it imports of a package, directly or not.
+    """Digest of a searcher's file and of whatever it imports of a package or from beside itself, directly or not.
+
+    Beside itself is its own package, or where it is a module without one the folder that it lies in. What is installed
+    (a library) is not followed.
 
     Args:
         file: None where the searcher has none: the whole package then, as also where it finds others by name.
@@ -32,28 +38,50 @@ def code_digest(file: Path | None, package: Path) -> bytes:
 
 def _with_imports(file: Path, package: Path) -> set[Path]:
     found, left = {file}, [file]
+    own = _own_root(file)
     while left:
-        fresh = set(_imports(left.pop(), package)) - found
+        fresh = set(_imports(left.pop(), package, own)) - found
         found |= fresh
         left += fresh
     return found
 
 
-def _imports(file: Path, package: Path) -> Iterator[Path]:
-    """Files of the package that a file imports; its imports are absolute, which the linter sees to."""
-    for top, *rest in (name.split(".") for name in _names(file.read_bytes())):
-        path = package.joinpath(*rest)
-        if top == package.name:
-            yield from (each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file())
+def _own_root(file: Path) -> Path:
+    """The folder in which imports find a file: above its packages."""
+    folder = file.parent
+    while (folder / "__init__.py").is_file():
+        folder = folder.parent
+    return folder
+
+
+def _imports(file: Path, package: Path, own: Path) -> Iterator[Path]:
+    """Files of the package, and of those beside the searcher, that a file imports."""
+    for level, name in _names(file.read_bytes()):
+        top, *rest = name.split(".")
+        if level:
+            root = file.parents[min(level, len(file.parents)) - 1]
+        elif top == package.name:
+            root = package.parent
+        elif own.name in INSTALLED and not file.is_relative_to(own / top):
+            continue
+        else:
+            root = own
+        path = root.joinpath(top, *rest)
+        yield from (each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file())
 
 
 @lru_cache(maxsize=256)
-def _names(code: bytes) -> tuple[str, ...]:
-    """What some code imports, modules and what may be modules; read once for all searchers that share it."""
-    found: list[str] = []
+def _names(code: bytes) -> tuple[tuple[int, str], ...]:
+    """What some code imports, modules and what may be modules, each with how many dots stand before it.
+
+    Read once for all searchers that share it.
+    """
+    found: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            found += [(0, alias.name) for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            inside = (f"{module}.{alias.name}".lstrip(".") for alias in node.names)
+            found += [(node.level, name) for name in (module, *inside) if name]
     return tuple(found)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.measure.confirm import TWIN, Block, encode_event
+from harness.measure.events import TWIN, Block, encode_event
 from harness.records import Asked, Failed, Measured, Outcome, Told, encode
 from harness.run.config import parse_experiment, to_yaml
 from harness.run.goal import Goal

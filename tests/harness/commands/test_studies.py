@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small import qdq, save_chain
 
+from harness.measure.sandbox import InProcess
 from harness.run.compare import ADVICE, Changed
 from harness.studies.cell import study_of, subject
 
@@ -43,6 +47,25 @@ def test_a_finished_table_is_not_taken_for_a_larger_or_another_one(
     assert qdq(*table, "2") == 0
     assert qdq(*table[:-1]) == 0, "without --dimensions a finished table is as large as it is"
     assert Path("t.parquet").read_bytes() == written
+
+
+@pytest.mark.parametrize("disturbed", ["", "waited for a core"])
+def test_noise_tells_of_other_work(
+    model: str, disturbed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample = InProcess.sample
+
+    def taken(self: InProcess, *args: Any) -> Any:
+        return replace(sample(self, *args), disturbed=disturbed)
+
+    monkeypatch.setattr(InProcess, "sample", taken)
+    few = ("--processes", "2", "--builds", "2", "--readings", "6", "--out", "n")
+    assert qdq("noise", model, *SIMULATED, *few) == 0
+    note = (
+        "something else was at work in 100% of the turns, which distorts speedups, upwards as a rule: close other work"
+    )
+    assert (note in capsys.readouterr().out) is bool(disturbed)
+    assert json.loads(Path("n/noise.json").read_text())["disturbed"] == float(bool(disturbed))
 
 
 def test_noise_advises_what_it_has(

@@ -11,19 +11,9 @@ import pytest
 
 from harness.api import Accuracy, Candidate
 from harness.errors import UserError
-from harness.measure.confirm import (
-    TWIN,
-    Block,
-    Dropped,
-    Event,
-    Row,
-    confirm,
-    decode_event,
-    disturbance_note,
-    encode_event,
-    summarise,
-)  # fmt: skip
+from harness.measure.confirm import Row, confirm, summarise
 from harness.measure.engines import MAIN, Built, Engines
+from harness.measure.events import TWIN, Block, Dropped, Event, decode_event, disturbance_note, encode_event
 from harness.measure.sampling import Samples
 from harness.records import Failed
 from harness.run.config import Confirmation, Sampling
@@ -205,13 +195,27 @@ def test_shrinkage_is_what_the_confirmation_takes_away() -> None:
 def test_rounds_that_something_else_disturbed_are_taken_again_at_the_end() -> None:
     bench = Bench({"float": 10.0, "a": 5.0}, busy=(0, 3, 12))  # of the first build the first two rounds, and one again
     events = run(bench, "a")
-    first = [(e.round, e.row, bool(e.disturbed)) for e in events if isinstance(e, Block) and e.build == 0]
-    assert [number for number, _, _ in first] == [n for n in (0, 1, 2, 3, 0, 1) for _ in range(3)]
-    assert sum(disturbed for _, _, disturbed in first) == 3
+    first = [e for e in events if isinstance(e, Block) and e.build == 0]
+    assert [e.round for e in first] == [number for number in (2, 3, 0, 1) for _ in range(3)]
+    assert [bool(e.disturbed) for e in first].count(True) == 1
+    assert {e.round for e in first if len(e.discarded_ms) == len(e.samples_ms)} == {0, 1}
     summary = summarise(events, "float")
     assert summary.disturbed == pytest.approx(1 / 36)
     assert summary.rows["a"].speedup.value == pytest.approx(2.0, rel=0.02)
     assert (summary.builds, disturbance_note(summary.disturbed)) == (3, "")
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_an_interruption_before_a_round_was_taken_again_costs_the_build_and_nothing_more(cut: int) -> None:
+    """Two interrupted workers, which held back different rounds, must not pass for one that went through."""
+    truth = {"float": 10.0, "a": 5.0}
+    first = run(Bench(truth, busy=(0, 3)), "a")[:cut]
+    second = run(Bench(truth, busy=(6, 9)), "a", done=first)[:cut]
+    third = run(Bench(truth), "a", done=[*first, *second])
+    summary = summarise([*first, *second, *third], "float")
+    assert (summary.builds, summary.disturbed) == (3, 0.0)
+    counted = {e.worker for e in third if isinstance(e, Block) and e.build == 0}
+    assert counted == {2}, "the worker after the two"
 
 
 def test_what_stays_disturbed_is_marked_and_costs_no_second_take() -> None:

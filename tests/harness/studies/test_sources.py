@@ -55,3 +55,35 @@ def test_a_searcher_without_a_file_changes_with_any_of_ours(package: Path) -> No
     before = code_digest(None, package)
     (package / "algorithms" / "tpe.py").write_text("# gone\n")
     assert code_digest(None, package) != before
+
+
+@pytest.mark.parametrize(
+    ("place", "line", "helper", "expected"),
+    [
+        ("mine.py", "import helpers", "helpers.py", True),
+        ("mine.py", "from helpers import one", "helpers.py", True),
+        ("mine.py", "import helpers.deep", "helpers/deep.py", True),
+        ("mine.py", "import other", "helpers.py", False),
+        ("pack/mine.py", "from . import helpers", "pack/helpers.py", True),
+        ("pack/mine.py", "from .helpers import one", "pack/helpers.py", True),
+        ("pack/deep/mine.py", "from ..helpers import one", "pack/helpers.py", True),
+        ("pack/mine.py", "from pack.helpers import one", "pack/helpers.py", True),
+        ("site-packages/pack/mine.py", "from pack.helpers import one", "site-packages/pack/helpers.py", True),
+        ("site-packages/pack/mine.py", "import library", "site-packages/library/__init__.py", False),
+    ],
+)
+def test_what_lies_beside_somebody_elses_searcher_is_of_it(
+    package: Path, tmp_path: Path, place: str, line: str, helper: str, expected: bool
+) -> None:
+    """A helper that changed is a searcher that changed; libraries have a version of their own."""
+    mine, other = tmp_path / place, tmp_path / helper
+    for path in (mine, other):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in path.relative_to(tmp_path).parents:
+            if folder.name not in ("", "site-packages"):
+                (tmp_path / folder / "__init__.py").touch()
+    mine.write_text(f"{line}\n")
+    other.write_text("one = 1\n")
+    before = code_digest(mine, package)
+    other.write_text("one = 2\n")
+    assert (code_digest(mine, package) != before) is expected
