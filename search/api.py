@@ -1,6 +1,6 @@
 """The contract between the harness and a searcher; the only module that a searcher's author needs.
 
-Promises of a searcher (each one is a test in `search.testing`):
+Promises of a searcher (`search.testing` tests each one, as far as asks and tells show it):
 
 1. `ask(n)` returns at most n placements, all valid for the space and all of different digests, and none
    that was asked before and still waits for its outcome: parallel workers never build one graph twice.
@@ -10,8 +10,20 @@ Promises of a searcher (each one is a test in `search.testing`):
    same placement more than once (a re-measured incumbent).
 4. `tell` changes nothing that it is given, and neither method touches files, clocks or global state.
 5. Smaller `Score.objective` is better; among scores with a violation the smaller violation is better,
-   and any score without one beats any score with one. A difference within the standard errors is a tie,
-   and a tie displaces nothing; a placement told again has the pooled score (`search.archive.Archive`).
+   and any score without one beats any score with one. A placement told again has the pooled score
+   (`search.archive.Archive`).
+
+One more is for those that go on from an incumbent; of ours `local`, `sensitivity_greedy`, `evolutionary` and
+`per_pattern`, with one of these inside, give it:
+
+6. A difference within the standard errors is a tie, and a tie displaces nothing: the asks are those that equal
+   readings would lead to (`search.archive.Archive.incumbents`, `search.archive.improves`).
+
+The others: `random` and `exhaustive` go by no reading. `annealing` begins each cycle from such an incumbent, but
+its walk may go to a tie, as it may to a loss. `nsga2` lets a tie dominate nothing, but of those that tie the fastest
+and the slowest reading breed first. `portfolio` gives no credit for a tie; the rest is up to its members.
+`random_mutation` goes by the lowest reading, as ModelOpt does; `tpe` and `optuna` by the readings as they are; `auto`
+and `surrogate` make candidates from the lowest readings, and choose by what their model makes of all of them.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ Example::
         def make(self, space, seed):
             return MySearcher(space, seed=seed)
 
-Run pytest on the file that holds this class; every promise of `search.api` is one test.
+Run pytest on the file that holds this class: it tests what asks and tells show of the promises of `search.api`. Where
+your searcher lets a tie displace nothing (promise 6), take `IncumbentContract` instead.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ import numpy as np
 from search.api import Failure, Observation, Placement, Score, Searcher, Space
 from search.planted import PlantedObjective, common_seeds, drive, planted_space
 
-__all__ = ["PlantedObjective", "SearcherContract", "common_seeds", "drive", "planted_space"]
+__all__ = [
+    "IncumbentContract", "PlantedObjective", "SearcherContract", "common_seeds", "drive", "planted_space",
+]  # fmt: skip
 
 
 class SearcherContract:
-    """One test for each promise of `search.api`. Subclass it, define `make`, run pytest."""
+    """Tests of the promises that every searcher gives (`search.api`). Subclass it, define `make`, run pytest."""
 
     def make(self, space: Space, seed: int) -> Searcher:
         """A fresh searcher; the only thing that a subclass has to supply."""
@@ -225,9 +228,45 @@ class SearcherContract:
         assert all(placement == Placement(()) for placement in searcher.ask(2)), "there is only one placement"
 
 
+class IncumbentContract(SearcherContract):
+    """Besides, that a tie displaces nothing: for searchers that go on from an incumbent."""
+
+    def test_a_tie_leads_nowhere_that_a_loss_does_not(self) -> None:
+        space = planted_space(24, groups=6)
+
+        def asks(second_ms: float) -> list[Placement]:
+            searcher = self.make(space, 0)
+            searcher.tell(_reading(space, space.float_placement(), 10.0))
+            searcher.tell(_reading(space, space.everywhere(), second_ms))
+            return list(searcher.ask(8))
+
+        assert asks(9.95) == asks(30.0), "a lucky reading within the noise leads the search elsewhere than a loss does"
+
+    def test_noise_between_equals_changes_nothing(self) -> None:
+        space = planted_space(8, groups=2)
+
+        def asks(noise_ms: float) -> list[Placement]:
+            rng = np.random.default_rng(0)
+            searcher = self.make(space, 0)
+            searcher.tell(_reading(space, space.float_placement(), 10.0))
+            asked: list[Placement] = []
+            for _ in range(60):
+                for placement in searcher.ask(1):
+                    asked.append(placement)
+                    searcher.tell(_reading(space, placement, 10.0 + noise_ms * float(rng.uniform(-1, 1))))
+            return asked
+
+        assert asks(0.05) == asks(0.0), "where all are equal within the noise, the lowest reading leads the search"
+
+
 def _failure(space: Space, placement: Placement) -> Observation:
     outcome = Failure(stage="build", reason="planted")
     return Observation(placement=placement, digest=space.digest(placement), outcome=outcome)
+
+
+def _reading(space: Space, placement: Placement, objective: float) -> Observation:
+    score = Score(objective=objective, stderr=0.1)
+    return Observation(placement=placement, digest=space.digest(placement), outcome=score)
 
 
 def _objective(observation: Observation) -> float:

@@ -1,6 +1,8 @@
 """README and docs say what is true today."""
 
+import inspect
 import re
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,23 @@ def test_the_defaults_shown_in_the_docs_are_all_and_are_so():
         assert one.keys() == other.keys()
         sections = {key for key, value in other.items() if isinstance(value, dict)}
         assert {key: set(one[key]) for key in sections} == {key: set(other[key]) for key in sections}
+
+
+def test_the_settings_of_searchers_shown_in_the_docs_are_all_and_are_so():
+    page = (ROOT / "docs/searchers.md").read_text(encoding="utf-8").partition("## Settings")[2].partition("\n## ")[0]
+    shown = {
+        name: yaml.safe_load(f"{{{settings}}}")
+        for name, settings in re.findall(r"^\| `(\w+)` \| (?:`([^`]+)`|none)", page, flags=re.MULTILINE)
+    }
+    made = {point.name: inspect.signature(point.load()).parameters for point in entry_points(group="qdq.searchers")}
+    assert shown == {
+        name: {
+            key: list(setting.default) if isinstance(setting.default, tuple) else setting.default
+            for key, setting in settings.items()
+            if key not in {"space", "seed"}
+        }
+        for name, settings in made.items()
+    }
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.yaml")), ids=lambda path: path.name)

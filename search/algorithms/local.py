@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from search.api import Observation, Placement, Space, check_range
-from search.archive import Archive, improves
+from search.archive import Archive, Entry, improves
 from search.moves import assign, blocks, flip, nearby
 
 __all__ = ["LocalSearcher"]
@@ -23,7 +23,8 @@ class LocalSearcher:
     blocks first (a role, a pattern, a role within a pattern) and then single points, in both cases
     those with the larger share of the model's cost first. A neighbour that gains more than the noise
     becomes the base; the tour of the moves goes on where it was, so that every move has its turn
-    before any comes again. After a full tour in vain the search restarts from a perturbed best.
+    before any comes again. After a full tour in vain the search restarts from a perturbed best: of
+    placements that tie, the one told first.
 
     Args:
         space: What to search.
@@ -63,12 +64,12 @@ class LocalSearcher:
 
     def tell(self, observation: Observation) -> None:
         base = self._space.digest(self._base)
-        new, led = self._archive.get(observation.digest) is None, self._leader() == base
+        new, led = self._archive.get(observation.digest) is None, self._leads(base)
         self._archive.tell(observation)
         if new and self._gains(observation.digest, base):
             self._move_to(observation.placement)
-        elif base in self._archive.failures or (led and self._leader() != base):  # measured again, it fell behind
-            self._move_to(self._archive.best(1)[0].placement if len(self._archive) else self._base)
+        elif base in self._archive.failures or (led and not self._leads(base)):  # measured again, it fell behind
+            self._move_to(self._best())
 
     def _gains(self, digest: str, base: str) -> bool:
         told, old = self._archive.get(digest), self._archive.get(base)
@@ -76,8 +77,16 @@ class LocalSearcher:
             return told is not None and base not in self._archive.pending
         return improves(told.score, old.score, self._significance)
 
-    def _leader(self) -> str | None:
-        return next((entry.digest for entry in self._archive.incumbents(1, self._significance)), None)
+    def _leader(self) -> Entry | None:
+        return next(iter(self._archive.incumbents(1, self._significance)), None)
+
+    def _leads(self, digest: str) -> bool:
+        leader = self._leader()
+        return leader is not None and leader.digest == digest
+
+    def _best(self) -> Placement:
+        leader = self._leader()
+        return leader.placement if leader else self._base
 
     def _move_to(self, placement: Placement) -> None:
         self._base = placement
@@ -96,8 +105,7 @@ class LocalSearcher:
         return self._restart()
 
     def _restart(self) -> Placement | None:
-        best = self._archive.best(1)[0].placement if len(self._archive) else self._base
-        base: Placement | None = flip(best, self._space, self._rng, self._flips)
+        base: Placement | None = flip(self._best(), self._space, self._rng, self._flips)
         if base is not None and self._space.digest(base) in self._archive:
             base = nearby(base, self._space, self._rng, self._archive)
         if base is not None:

@@ -24,7 +24,8 @@ class OptunaSearcher(StudySearcher):
     """A sampler of `optuna.samplers`; see `search.studies` for what becomes of seeds, failures and violations.
 
     Choices are integers, so that samplers made for numbers serve as well. A Gaussian process takes about a second
-    for a proposal at a hundred points. NSGAIISampler counts the common seeds as members of its first generation.
+    for a proposal at a hundred points. Genetic samplers, NSGAIISampler for one, breed from what they proposed
+    themselves: to them the common seeds are no members of a generation.
 
     Args:
         space: What to search.

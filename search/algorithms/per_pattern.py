@@ -23,8 +23,8 @@ class PerPatternSearcher:
 
     First the schemes that the best other placements have for the pattern are tried, then those that its searcher
     proposes. After the last pattern a new round begins, so that later patterns revise earlier ones; a round that
-    finds nothing new to propose ends the search. (`random_mutation` with scope "per_pattern" is ModelOpt's walk:
-    one round, and each pattern is committed for good.)
+    finds nothing new to propose ends the search. Of placements that tie, the best is the one told first.
+    (`random_mutation` with scope "per_pattern" is ModelOpt's walk: one round, and each pattern is committed for good.)
 
     Args:
         space: What to search.
@@ -83,7 +83,7 @@ class PerPatternSearcher:
     def _begin(self) -> None:
         """The turn of the pattern that is first now; its searcher learns what is known on this base."""
         self._left = self._evaluations
-        best = self._archive.best(1)
+        best = self._archive.incumbents(1)
         base = best[0].placement if best else self._space.float_placement()
         indices = self._turns[0] if self._turns else ()
         seed = int(self._rng.integers(2**31))
@@ -92,7 +92,7 @@ class PerPatternSearcher:
             self._remind(entry.placement)
 
     def _propose(self) -> Placement | None:
-        for entry in self._archive.best(GRAFTS):
+        for entry in self._archive.incumbents(GRAFTS):
             graft = self._part.graft(entry.placement)
             if self._space.digest(graft) not in self._archive:
                 return graft

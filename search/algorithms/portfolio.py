@@ -79,8 +79,8 @@ class PortfolioSearcher:
             self._turns.append((name, gained))
 
     def _improved(self) -> bool:
-        """Whether the best is now better than it was by more than the noise."""
-        now = self._archive.best(1)[0].score if len(self._archive) else None
+        """Whether the best is now better than it was by more than the noise; a tie does not become the best."""
+        now = next((entry.score for entry in self._archive.incumbents(1)), None)
         before, self._best = self._best, now
         return now is not None and before is not None and improves(now, before)
 

@@ -33,7 +33,7 @@ class SensitivityGreedySearcher:
     and applied cumulatively: one that gains on top of all before it stays, any other is taken back. Cost is the number
     of edges touched, so that small changes with a large gain go first; where the base breaks the constraint, gain is
     the violation taken back and cost the latency given away. The next stage starts from what greed has built, the next
-    round from the best placement that had none; random placements come last.
+    round from the best placement that had none, of those that tie the one told first; random placements come last.
 
     Args:
         space: What to search.
@@ -84,7 +84,8 @@ class SensitivityGreedySearcher:
             yield from self._measured(self._space.float_placement())
         done: set[str] = set()
         while True:
-            base = next((entry for entry in self._archive.ranked if entry.digest not in done), None)
+            best = self._archive.incumbents(len(done) + 1, self._significance)
+            base = next((entry for entry in best if entry.digest not in done), None)
             if base is not None:
                 done.add(base.digest)
                 yield from self._round(base)

@@ -13,8 +13,11 @@ from search.algorithms.exhaustive import ExhaustiveSearcher
 from search.algorithms.local import LocalSearcher
 from search.algorithms.nsga2 import NSGA2Searcher
 from search.algorithms.per_pattern import PerPatternSearcher
+from search.algorithms.portfolio import PortfolioSearcher
 from search.algorithms.random import RandomSearcher
 from search.algorithms.random_mutation import RandomMutationSearcher
+from search.algorithms.sensitivity_greedy import SensitivityGreedySearcher
+from search.algorithms.surrogate import SurrogateSearcher
 from search.algorithms.tpe import TPESearcher
 from search.testing import PlantedObjective, common_seeds, planted_space
 
@@ -26,7 +29,8 @@ POINTS, EVALUATIONS = 250, 200
     "make",
     [
         RandomSearcher, ExhaustiveSearcher, LocalSearcher, AnnealingSearcher, EvolutionarySearcher, NSGA2Searcher,
-        RandomMutationSearcher, PerPatternSearcher, TPESearcher, AutoSearcher,
+        RandomMutationSearcher, PerPatternSearcher, SensitivityGreedySearcher, SurrogateSearcher, PortfolioSearcher,
+        TPESearcher, AutoSearcher,
     ],
 )  # fmt: skip
 def test_ask_and_tell(benchmark, make):

@@ -8,7 +8,8 @@ import pytest
 
 from search.algorithms.random import RandomSearcher
 from search.api import Placement, Space
-from search.testing import PlantedObjective, SearcherContract, common_seeds, drive, planted_space
+from search.moves import flip
+from search.testing import IncumbentContract, PlantedObjective, SearcherContract, common_seeds, drive, planted_space
 
 
 @pytest.mark.parametrize("precisions", [("int8",), ("int8", "fp8")])
@@ -114,6 +115,21 @@ class WritesIntoMetrics(_Broken):
             observation.outcome.metrics["seen"] = 1.0
 
 
+class GoesByTheLowestReading(_Broken):
+    base, objective, slack = None, np.inf, 0.0
+
+    def ask(self, n):
+        return [flip(self.base, self.space, self.rng)] * min(n, 1)
+
+    def tell(self, observation):
+        if observation.outcome.objective < self.objective + self.slack:
+            self.base, self.objective = observation.placement, observation.outcome.objective
+
+
+class GoesToEveryTie(GoesByTheLowestReading):
+    slack = 0.1
+
+
 class HashContract(SearcherContract):
     """At the top level, because another process has to find it."""
 
@@ -130,10 +146,13 @@ class HashContract(SearcherContract):
         (SharesRandomness, "test_changes_nothing_that_it_is_given_and_no_global_state", "global random state"),
         (SharesRandomness, "test_same_seed_and_tells_give_the_same_asks", "two runs in one process differ"),
         (WritesIntoMetrics, "test_changes_nothing_that_it_is_given_and_no_global_state", "changed an observation"),
+        (GoesByTheLowestReading, "test_a_tie_leads_nowhere_that_a_loss_does_not", "elsewhere than a loss does"),
+        (GoesByTheLowestReading, "test_noise_between_equals_changes_nothing", "the lowest reading leads the search"),
+        (GoesToEveryTie, "test_a_tie_leads_nowhere_that_a_loss_does_not", "elsewhere than a loss does"),
     ],
 )
 def test_the_kit_catches(broken, test, message):
-    class Contract(SearcherContract):
+    class Contract(IncumbentContract):
         def make(self, space, seed):
             return broken(space, seed=seed)
 

@@ -19,7 +19,7 @@ from search.algorithms.random_mutation import RandomMutationSearcher
 from search.algorithms.sensitivity_greedy import SensitivityGreedySearcher
 from search.algorithms.surrogate import SurrogateSearcher
 from search.algorithms.tpe import TPESearcher
-from search.testing import SearcherContract
+from search.testing import IncumbentContract, SearcherContract
 
 
 class TestRandom(SearcherContract):
@@ -47,12 +47,12 @@ class TestTPE(SearcherContract):
         return TPESearcher(space, seed=seed)
 
 
-class TestEvolutionary(SearcherContract):
+class TestEvolutionary(IncumbentContract):
     def make(self, space, seed):
         return EvolutionarySearcher(space, seed=seed)
 
 
-class TestLocal(SearcherContract):
+class TestLocal(IncumbentContract):
     def make(self, space, seed):
         return LocalSearcher(space, seed=seed)
 
@@ -77,7 +77,7 @@ class TestOptunaNSGAII(SearcherContract):
         return OptunaSearcher(space, seed=seed, sampler="NSGAIISampler", params={"population_size": 6})
 
 
-class TestPerPattern(SearcherContract):
+class TestPerPattern(IncumbentContract):
     def make(self, space, seed):
         return PerPatternSearcher(space, seed=seed, evaluations=4)
 
@@ -87,12 +87,18 @@ class TestSurrogate(SearcherContract):
         return SurrogateSearcher(space, seed=seed)
 
 
+class TestSurrogateForest(SearcherContract):
+    def make(self, space, seed):
+        draws = 20 if len(space) <= 12 else 50  # the forest is slow: it speaks at the end of each test
+        return SurrogateSearcher(space, seed=seed, model="forest", startup=draws, candidates=60)
+
+
 class TestAuto(SearcherContract):
     def make(self, space, seed):
         return AutoSearcher(space, seed=seed)
 
 
-class TestSensitivityGreedy(SearcherContract):
+class TestSensitivityGreedy(IncumbentContract):
     def make(self, space, seed):
         return SensitivityGreedySearcher(space, seed=seed)
 

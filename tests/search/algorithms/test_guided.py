@@ -178,6 +178,18 @@ def test_a_portfolio_gives_turns_to_the_member_that_improves():
     assert 2 <= by_chance < 30, "both had turns, the one that improves more of them"
 
 
+def test_a_portfolio_credits_a_gain_over_what_no_tie_displaced():
+    space = plain_space(20)
+    searcher = PortfolioSearcher(space, seed=0, members=["exhaustive", "random"], exploration=0.0)
+    twin = RandomSearcher(space, seed=1)
+    searcher.tell(scored(space, space.float_placement(), 10.0, stderr=0.1))
+    for tie_or_gain in (9.9, 9.8):  # the first is a tie with float, the second gains on float and ties with the first
+        (asked,) = searcher.ask(1)
+        searcher.tell(scored(space, asked, tie_or_gain, stderr=0.1))
+    assert asked == twin.ask(1)[0]
+    assert searcher.ask(1) == twin.ask(1), "the turn stays with the member that gained"
+
+
 def test_members_of_a_portfolio_take_their_parameters():
     space = planted_space(8, groups=2)
     with pytest.raises(ValueError, match="population is at least 1, but got 0"):

@@ -1,6 +1,7 @@
 """What exhaustive, annealing, optuna, nsga2 and per_pattern do beyond the contract, and ties and re-measurements."""
 
 import itertools
+from dataclasses import replace
 from importlib.util import find_spec
 
 import numpy as np
@@ -14,8 +15,10 @@ from search.algorithms.local import LocalSearcher
 from search.algorithms.nsga2 import NSGA2Searcher
 from search.algorithms.optuna_sampler import OptunaSearcher
 from search.algorithms.per_pattern import PerPatternSearcher
+from search.algorithms.portfolio import PortfolioSearcher
 from search.algorithms.random import RandomSearcher
 from search.algorithms.random_mutation import RandomMutationSearcher
+from search.algorithms.sensitivity_greedy import SensitivityGreedySearcher
 from search.algorithms.surrogate import SurrogateSearcher
 from search.algorithms.tpe import TPESearcher
 from search.api import Dimension, Edge, Failure, Observation, Placement, Score, Space
@@ -110,6 +113,31 @@ def test_a_gaussian_process_finds_what_matters_in_few_evaluations():
     assert best == 6.0
 
 
+def test_a_gaussian_process_asks_the_same_again_and_nothing_twice():
+    """The short form of its contract, which would take it minutes: batches, a failure and repeated tells."""
+
+    def asks():
+        space = planted_space(6, groups=2)
+        objective = PlantedObjective(space, seed=0)
+        searcher = OptunaSearcher(space, seed=7, params={"n_startup_trials": 4})
+        for placement in common_seeds(space):
+            searcher.tell(objective.observe(placement))
+        asked = []
+        for number in range(3):
+            batch = searcher.ask(2)
+            told = [objective.observe(placement) for placement in batch]
+            if number == 0:
+                told[0] = replace(told[0], outcome=Failure(stage="build", reason="no"))
+            for observation in (*told, objective.observe(space.float_placement())):
+                searcher.tell(observation)
+            asked += [space.digest(placement) for placement in batch]
+        return asked
+
+    first = asks()
+    assert len(set(first)) == len(first) == 6
+    assert first == asks()
+
+
 def test_exhaustive_walks_all_placements_once_few_points_and_costly_ones_first():
     space = plain_space(5)
     searcher = ExhaustiveSearcher(space, seed=3)
@@ -133,6 +161,11 @@ def test_exhaustive_walks_all_placements_once_few_points_and_costly_ones_first()
         RandomMutationSearcher,
         ExhaustiveSearcher,
         PerPatternSearcher,
+        AutoSearcher,
+        SurrogateSearcher,
+        SensitivityGreedySearcher,
+        PortfolioSearcher,
+        OptunaSearcher,
     ],
 )
 def test_a_batch_is_filled_so_that_no_worker_is_idle(make):

@@ -1,0 +1,81 @@
+"""Every searcher that goes by what it is told goes on from what keeps the bound, however fast all else is.
+
+`random` and `exhaustive` are left out: no outcome changes what they ask, so nothing tells them apart here.
+"""
+
+import numpy as np
+import pytest
+
+from search.algorithms.annealing import AnnealingSearcher
+from search.algorithms.auto import AutoSearcher
+from search.algorithms.evolutionary import EvolutionarySearcher
+from search.algorithms.local import LocalSearcher
+from search.algorithms.nsga2 import NSGA2Searcher
+from search.algorithms.optuna_sampler import OptunaSearcher
+from search.algorithms.per_pattern import PerPatternSearcher
+from search.algorithms.portfolio import PortfolioSearcher
+from search.algorithms.random_mutation import RandomMutationSearcher
+from search.algorithms.sensitivity_greedy import SensitivityGreedySearcher
+from search.algorithms.surrogate import SurrogateSearcher
+from search.algorithms.tpe import TPESearcher
+from search.api import Dimension, Edge, Observation, Score, Space
+
+POINTS, TOLD = 20, 40
+FASTEST = 1
+"""The one point that makes fast and, where there is a bound, breaks it."""
+
+
+def modelopt_walk(space, *, seed):
+    return RandomMutationSearcher(space, seed=seed, scope="per_pattern", schemes_per_pattern=8)
+
+
+def asked_within(make, proposals, *, bound):
+    """The share of the proposals that leave the fastest point float."""
+    space = Space(tuple(
+        Dimension(
+            name=f"d{i}", group=f"g{i // 4}", kind="node_input", choices=("float", "int8"),
+            edges=(Edge(f"t{i}", f"n{i}", 0),), cost=1 / POINTS,
+        )
+        for i in range(POINTS)
+    ))  # fmt: skip
+    searcher = make(space, seed=0)
+
+    def tell(placement):
+        breaks = placement.choices[FASTEST]
+        latency_ms = 10.0 - 4.0 * breaks - 0.05 * sum(placement.choices)
+        score = Score(objective=latency_ms, stderr=0.01, violation=0.1 * breaks * bound)
+        searcher.tell(Observation(placement=placement, digest=space.digest(placement), outcome=score))
+
+    rng = np.random.default_rng(0)
+    for placement in [space.float_placement(), *(space.random(rng) for _ in range(TOLD))]:
+        tell(placement)
+    asked = []
+    for _ in range(proposals):
+        for placement in searcher.ask(1):
+            asked.append(placement)
+            tell(placement)
+    assert asked
+    return sum(placement.choices[FASTEST] == 0 for placement in asked) / len(asked)
+
+
+@pytest.mark.parametrize(
+    ("make", "proposals"),
+    [
+        (AutoSearcher, 20),
+        (SurrogateSearcher, 20),
+        (PortfolioSearcher, 20),
+        (SensitivityGreedySearcher, 20),
+        (LocalSearcher, 20),
+        (AnnealingSearcher, 20),
+        (EvolutionarySearcher, 20),
+        (NSGA2Searcher, 20),
+        (PerPatternSearcher, 20),
+        (TPESearcher, 20),
+        (OptunaSearcher, 2),  # its Gaussian process takes its time over each
+        (RandomMutationSearcher, 20),
+        (modelopt_walk, 20),
+    ],
+)
+def test_it_goes_on_around_what_keeps_the_bound(make, proposals):
+    assert asked_within(make, proposals, bound=True) >= 0.7
+    assert asked_within(make, proposals, bound=False) <= 0.3, "without a bound it goes where it is fast"
