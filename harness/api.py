@@ -154,7 +154,8 @@ class Peer(Protocol):
     1. `ask` gives the file of the next model, None where there is none left; the file is the harness' from then on.
        Each model is told before the next is asked for, and costs what any evaluation costs.
     2. The same task and the same tells give the same files, byte for byte: a run is resumed by running it again.
-    3. `BuildFailed`, raised on entering or asking, ends the peer's search and nothing else.
+    3. `BuildFailed`, raised on entering or asking, ends the peer's search and nothing else; so does whatever else it
+       raises, on being told and on leaving too.
     4. One that an experiment names as `package.module:Class` has the class attribute `kind = "peer"`.
     """
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ import typer
 from harness.commands.terminal import show, tidy
 from harness.run.stops import SearchesBroke
 
-__all__ = ["report", "reported", "show_report"]
+__all__ = ["followed", "report", "reported", "show_report"]
 
 
 def report(
@@ -26,14 +27,19 @@ def report(
 
 
 @contextmanager
-def reported(folder: Path) -> Iterator[None]:
-    """Show the report of what is run within; searches that broke are no reason not to, and are said behind it."""
+def followed(show_found: Callable[[], None]) -> Iterator[None]:
+    """Show what is found by what is run within; searches that broke are no reason not to, and are said behind it."""
     try:
         yield
     except SearchesBroke:
-        show_report(folder)
+        show_found()
         raise
-    show_report(folder)
+    show_found()
+
+
+def reported(folder: Path) -> AbstractContextManager[None]:
+    """Show the report of what is run within; see `followed`."""
+    return followed(partial(show_report, folder))
 
 
 def show_report(folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from harness.commands.compare import compare
-from harness.commands.report import reported
+from harness.commands.report import followed, reported
 from harness.commands.terminal import advised, importable
 from harness.errors import UserError
 
@@ -47,7 +47,10 @@ def reproduce(
         raise UserError(f"{error}\nrelative paths of the experiment start from {start}; see --base") from error
     for remark in remarks:
         typer.echo(remark, err=True)
-    with advised(), reported(again), Terminal() as terminal:
+
+    def show_comparison() -> None:
+        typer.echo("")
+        compare(folder, again)
+
+    with advised(), followed(show_comparison), reported(again), Terminal() as terminal:
         run_experiment(config, base=start, out=again, observer=terminal)
-    typer.echo("")
-    compare(folder, again)

@@ -16,6 +16,8 @@ from typing import Self
 from harness.api import Candidate, Peer
 from harness.errors import BuildFailed, CandidateError
 from harness.graph.files import file_digest, move_model
+from harness.measure.local import attempt
+from harness.records import Failed
 from search.api import Failure, Observation, Score
 from search.space import Dimension, Placement, Resolved, Space
 
@@ -75,10 +77,14 @@ class PeerSearcher:
         make: Calls the peer's factory; it is made and entered when it is first asked.
         folder: Takes the models that may still be needed.
         keep: A model that was never among so many best is deleted once it is told.
+
+    Attributes:
+        left: What the peer raised as it was left; None where it did not, or has not been left yet.
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager[Peer]], folder: Path, keep: int) -> None:
         self.space = Models()
+        self.left: Failed | None = None
         self._make = make
         self._opened = ExitStack()
         self._peer: Peer | None = None
@@ -95,7 +101,8 @@ class PeerSearcher:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._opened.close()
+        left = attempt("search", self._opened.close)
+        self.left = left if isinstance(left, Failed) else None
 
     def ask(self, n: int) -> Sequence[Placement]:
         if not n or self._waiting or self._over:

@@ -14,7 +14,7 @@ from harness.calibrate.ranges import CalibrationKey, Ranges, cached_ranges, fini
 from harness.errors import UserError
 from harness.evaluators.datasets import open_data
 from harness.evaluators.feeding import batches
-from harness.evaluators.preprocess import preprocess_fingerprint
+from harness.evaluators.preprocess import open_preprocess, preprocess_fingerprint
 from harness.feeds import random_feeds
 from harness.graph.casting import CastInserter, carried
 from harness.graph.dialects import Dialect
@@ -218,8 +218,7 @@ class _Feeds:
             self.fingerprint = "random feeds 1"
         else:
             dataset = open_data(spec.calibration.data, base, self.settings.samples)
-            used = self._preprocess
-            preprocess = None if used is None else registry.create("preprocessing", used["use"], used["params"])
+            preprocess = None if self._preprocess is None else open_preprocess(self._preprocess)
             self._batches = batches(dataset, preprocess, self._types)
             self.description = f"{len(dataset)} samples"
             self.fingerprint = dataset.fingerprint

@@ -14,18 +14,10 @@ import numpy as np
 
 from harness.api import Candidate
 from harness.graph.files import file_digest
-from harness.measure.confirm import (
-    GROUP,
-    Block,
-    Event,
-    confirm,
-    decode_event,
-    disturbance_note,
-    encode_event,
-    summarise,
-)
+from harness.measure.confirm import GROUP, confirm, summarise
 from harness.measure.confirm import Row as Turn
 from harness.measure.engines import WorkerSpec
+from harness.measure.events import Block, Event, decode_event, disturbance_note, encode_event
 from harness.measure.site import OpenEngines
 from harness.run.compare import refuse_changes
 from harness.run.config import Confirmation

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from harness.errors import UserError
-from harness.measure.confirm import GROUP, OpenEngines, Row, confirm, disturbance_note
-from harness.measure.events import TWIN, Dropped, Event, Readings, decode_event, encode_event
+from harness.measure.confirm import GROUP, OpenEngines, Row, confirm
+from harness.measure.events import TWIN, Dropped, Event, Readings, decode_event, disturbance_note, encode_event
 from harness.run.config import Rounds
 from harness.run.journal import append_line, cut_torn_line
 from harness.run.observe import Observer

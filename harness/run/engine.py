@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from harness.api import Candidate
@@ -92,7 +92,7 @@ class Ending:
     """How a search ended.
 
     Attributes:
-        evaluations: Spent when it did.
+        evaluations: Spent when it did; what is known of an earlier part of it counts, come to again or not.
         reason: Why it spent no more; "" where the budget, of evaluations or of time, was spent.
         broken: What its searcher raised; None where it raised nothing.
     """
@@ -100,6 +100,19 @@ class Ending:
     evaluations: int
     reason: str = ""
     broken: Failed | None = None
+
+
+def _reason(broken: Failed | None, spent: bool, duplicates_in_a_row: int, known: dict[str, Told]) -> str:
+    """See `Ending`; `known` has the outcomes by digest."""
+    if broken is not None:
+        return broken.reason
+    if spent:
+        return ""
+    if duplicates_in_a_row >= DUPLICATES_IN_A_ROW:
+        return f"it proposed only placements that were proposed before, {DUPLICATES_IN_A_ROW} in a row"
+    last = next(reversed(known.values())).outcome if known else None
+    after = f"; the last one failed: {last.stage}: {last.reason}" if isinstance(last, Failed) else ""
+    return f"it had nothing more to propose{after}"
 
 
 class Strayed(Changed):
@@ -140,27 +153,18 @@ class _Search:
         self._duplicates_in_a_row = 0
         self._best: Interval | None = None
         self._scored: list[Scored] = []
-        self._spent_s = journal.elapsed_s
-        self._started_s = time.monotonic()
+        self._started_s = time.monotonic() - journal.elapsed_s
 
     def run(self) -> Ending:
         self._fill()
         while self._waiting:
             self._tell_next()
             self._fill()
-        return Ending(evaluations=len(self._seen), reason=self._reason(), broken=self._searcher.broken)
-
-    def _reason(self) -> str:
-        """See `Ending`."""
-        if self._searcher.broken is not None:
-            return self._searcher.broken.reason
-        if len(self._seen) >= self._task.evaluations or self._late():
-            return ""
-        if self._duplicates_in_a_row >= DUPLICATES_IN_A_ROW:
-            return f"it proposed only placements that were proposed before, {DUPLICATES_IN_A_ROW} in a row"
-        last = next(reversed(self._seen.values())).outcome if self._seen else None
-        after = f"; the last one failed: {last.stage}: {last.reason}" if isinstance(last, Failed) else ""
-        return f"it had nothing more to propose{after}"
+        left = self._journal.entries[self._asked :]  # where a searcher ends sooner than it did before
+        known = self._seen | {entry.asked.digest: entry.told for entry in left if entry.told}
+        spent = len(known) >= self._task.evaluations or self._late()
+        reason = _reason(self._searcher.broken, spent, self._duplicates_in_a_row, known)
+        return Ending(evaluations=len(known), reason=reason, broken=self._searcher.broken)
 
     def _fill(self) -> None:
         """Ask for as many proposals as may be under way."""
@@ -215,7 +219,7 @@ class _Search:
         return self._task.seconds is not None and self._elapsed_s() >= self._task.seconds
 
     def _elapsed_s(self) -> float:
-        return self._spent_s + time.monotonic() - self._started_s
+        return time.monotonic() - self._started_s
 
     def _ask(self, placement: Placement, origin: str) -> None:
         digest = self._task.space.digest(placement)
@@ -243,9 +247,8 @@ class _Search:
 
     def _tell_next(self) -> None:
         """Tell the outcome of the proposal that has waited longest."""
-        asked, placement = self._waiting[0]
+        asked, placement = self._waiting.popleft()
         told, resumed = self._outcome(asked)
-        self._waiting.popleft()
         self._seen[asked.digest] = told
         if isinstance(told.outcome, Failed):
             self._failures[asked.digest] = (placement, told.outcome)

@@ -6,8 +6,8 @@ A results folder holds, for each cell:
     floor.json      what the baseline gains over itself: the noise floor
     cell.json       what was compared: model, device, space, seeds, baselines, goal
     runs/*.jsonl    one journal per search
-    runs/*.ended.txt    why a search spent less than its budget; gone when it goes on
-    runs/*.broken.txt   the same of one whose searcher broke, with the end of the traceback
+    runs/*.ended.txt    why a search spent less than its budget; gone when it has gone on to its end
+    runs/*.broken.txt   the same of one whose searcher broke, with the end of the traceback where there is one
     runoff.jsonl    raw samples of the runoff among the best of each search
     rows.json       the finalists: exported files with their hashes, and which method chose which
     accuracy.json   the evaluator's figures of each file
@@ -132,7 +132,11 @@ def _refuse_broken(cells: Iterable[CellSpec], out: Path) -> None:
         for spec in cells
         for run in spec.runs
     }
-    broken = [f"{name} {end.said} (traceback: {end.trace})" for name, end in ends.items() if end and end.trace]
+    broken = [
+        f"{name} {end.said}" + (f" (traceback: {end.trace})" if end.trace else "")
+        for name, end in ends.items()
+        if end and end.broken
+    ]
     if broken:
         named = broken[:NAMED] + ([f"and {len(broken) - NAMED} more"] if len(broken) > NAMED else [])
         raise SearchesBroke("\n".join(named) + "; all else was done: mend it and give the same command again")

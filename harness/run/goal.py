@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from harness.measure.stats import Interval, median_ci, stderr_of
+from harness.measure.stats import Interval, median_ci, rebuilt_ci, stderr_of
 from harness.records import Failed, Measured, Outcome
 from harness.run.objective import Minimize
 from search.api import Failure, Score
@@ -77,10 +77,10 @@ _ALWAYS = ("metric", "reference", "higher_is_better", "max_drop")
 
 
 def score_of(outcome: Outcome, goal: Goal) -> Score | Failure:
-    """The outcome as searchers see it; see `score_at`."""
+    """The outcome as searchers see it; see `score_at`. What was built again has the scatter of its builds."""
     if isinstance(outcome, Failed):
         return Failure(stage=outcome.stage, reason=outcome.reason)
-    return score_at(median_ci(outcome.samples_ms), outcome.metrics, goal)
+    return score_at(rebuilt_ci(outcome.samples_ms, outcome.retaken_ms), outcome.metrics, goal)
 
 
 def score_at(latency: Interval, metrics: Mapping[str, float], goal: Goal) -> Score:
@@ -90,7 +90,7 @@ def score_at(latency: Interval, metrics: Mapping[str, float], goal: Goal) -> Sco
     Where accuracy comes first, the objective is the loss, or as long as that is not known the worst that may be.
 
     Args:
-        latency: Median of the samples in milliseconds, see `harness.measure.stats.median_ci`.
+        latency: Median of the samples in milliseconds, see `harness.measure.stats.rebuilt_ci`.
         metrics: Of the outcome.
     """
     latency_ms, value = latency.value, metrics.get(goal.metric or "")

@@ -40,6 +40,11 @@ class Search:
     seeds: tuple[Seed, ...]
     candidate: Callable[[Placement], Candidate]
 
+    @property
+    def left(self) -> Failed | None:
+        """What a peer raised as it was left; known once the search is closed."""
+        return self.searcher.left if isinstance(self.searcher, PeerSearcher) else None
+
 
 def is_peer(method: Method) -> bool:
     """Whether a method brings models of its own.

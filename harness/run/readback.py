@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from harness.measure.stats import median_ci
+from harness.measure.stats import rebuilt_ci
 from harness.records import Failed, Measured, Told
 from harness.run.goal import PROXY, Goal, eligible, score_at
 from harness.run.journal import RETRY, Entry
@@ -54,7 +54,7 @@ def evaluated(entries: Iterable[Entry], goal: Goal) -> Iterator[Evaluated]:
 
 
 def _evaluated(entry: Entry, outcome: Measured, goal: Goal, spent: int, elapsed_s: float) -> Evaluated:
-    latency = median_ci(outcome.samples_ms)
+    latency = rebuilt_ci(outcome.samples_ms, outcome.retaken_ms)
     return Evaluated(
         evaluations=spent,
         elapsed_s=elapsed_s,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +28,7 @@ from harness.run.observe import Observer, Step, best_note
 from harness.run.plan import RunSpec
 from harness.run.scoring import Scoring
 from harness.run.sections import put_aside
-from harness.run.stops import forget_end, note_end
+from harness.run.stops import forget_end, note_end, read_end
 from harness.run.trial import BUILDS, Care, attempt_with
 
 __all__ = ["Running"]
@@ -57,19 +57,22 @@ class Running:
         One whose searcher broke goes on, or begins anew where the searcher proposes something else by now.
         """
         journal, named = self._journal(run), f"{self.cell.spec.name} {run.name}"
-        mended = forget_end(journal)
+        before = read_end(journal)  # forgotten only where it no longer holds: what interrupts this run changes nothing
         try:
             ending = self._search(run, workers, retry_failed)
         except Strayed:
-            if not mended:
+            if before is None or not before.broken:
                 raise
             kept = put_aside(journal)
+            forget_end(journal)
             self.observer.say(f"{named} broke, and proposes something else now: it begins anew, beside {kept.name}")
             ending = self._search(run, workers, retry_failed)
         if ending.reason:
             what, most = "ended" if ending.broken is None else "broke", max(self.experiment.budget.evaluations)
             end = note_end(journal, f"{what} at {ending.evaluations} of {most}: {ending.reason}", ending.broken)
             self.observer.say(f"{named} {end.said}")
+        else:
+            forget_end(journal)
 
     def _search(self, run: RunSpec, workers: Workers, retry_failed: bool) -> Ending:
         budget, window = self.experiment.budget, self.experiment.executor.width
@@ -97,7 +100,10 @@ class Running:
             live = live_study(self.folder / LIVE, name, search.space, self.judge.goal, fresh=not journal.entries)
             beside = level(self.folder, self.experiment.sampling.beside) is not None
             note = partial(best_note, float_ms=float_latency(self.folder), beside=beside)
-            return run_search(task, executor, journal, _watch(step, live, note))
+            ending = run_search(task, executor, journal, _watch(step, live, note))
+        if ending.broken is not None or search.left is None:
+            return ending
+        return replace(ending, reason=f"on leaving: {search.left.reason}", broken=search.left)
 
     def _attempts(self, run: RunSpec) -> AttemptWith:
         """What workers do with the candidates of a search."""

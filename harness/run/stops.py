@@ -14,7 +14,7 @@ __all__ = ["End", "SearchesBroke", "forget_end", "forget_stop", "note_end", "not
 
 NAME = "stopped.txt"
 ENDED, BROKEN = ".ended.txt", ".broken.txt"
-"""Beside the journal of a search; the latter has the end of the traceback below."""
+"""Beside the journal of a search; the latter, of one whose searcher broke, may have the end of the traceback below."""
 LONGEST = 4000
 """Characters that are read back: a reason, not a log."""
 
@@ -29,10 +29,12 @@ class End:
 
     Attributes:
         said: For instance "ended at 17 of 100: it had nothing more to propose", behind the name of the search.
-        trace: The file with the traceback, where its searcher broke.
+        broken: Its searcher raised what it should not.
+        trace: The file with the traceback of that; None where there is none, as of what a plug-in raises as a reason.
     """
 
     said: str
+    broken: bool = False
     trace: Path | None = None
 
 
@@ -53,7 +55,7 @@ def read_stop(folder: Path) -> str:
 
 
 def note_end(journal: Path, said: str, broken: Failed | None) -> End:
-    """Keep, beside its journal, how a search ended before its budget was spent.
+    """Keep, beside its journal, how a search ended before its budget was spent, instead of how it did before.
 
     Args:
         said: One line.
@@ -63,26 +65,27 @@ def note_end(journal: Path, said: str, broken: Failed | None) -> End:
         UserError: It cannot be written.
     """
     said = said.encode(errors="backslashreplace").decode()  # what plug-ins raise may hold anything
-    path = journal.with_suffix(ENDED if broken is None else BROKEN)
-    trace = "" if broken is None else f"\n{broken.log_tail}\n".encode(errors="backslashreplace").decode()
-    write_text(path, f"{said}\n{trace}")
-    return End(said=said, trace=None if broken is None else path)
+    suffix, other = (ENDED, BROKEN) if broken is None else (BROKEN, ENDED)
+    path, trace = journal.with_suffix(suffix), "" if broken is None else broken.log_tail
+    below = f"\n{trace}\n".encode(errors="backslashreplace").decode() if trace else ""
+    write_text(path, f"{said}\n{below}")
+    _forget(journal.with_suffix(other))
+    return End(said=said, broken=broken is not None, trace=path if trace else None)
 
 
-def forget_end(journal: Path) -> bool:
-    """The search goes on; whether it was one whose searcher broke."""
-    broke = journal.with_suffix(BROKEN).exists()
+def forget_end(journal: Path) -> None:
+    """The search has spent its budget, or begins anew."""
     for suffix in (ENDED, BROKEN):
         _forget(journal.with_suffix(suffix))
-    return broke
 
 
 def read_end(journal: Path) -> End | None:
     """How a search ended before its budget was spent; None where it did not, or nobody knows."""
     for suffix in (BROKEN, ENDED):
         path = journal.with_suffix(suffix)
-        if said := _read(path).partition("\n")[0]:
-            return End(said=said, trace=path if suffix == BROKEN else None)
+        said, _, trace = _read(path).partition("\n")
+        if said:
+            return End(said=said, broken=suffix == BROKEN, trace=path if trace else None)
     return None
 
 

@@ -18,8 +18,9 @@ from harness import registry
 from harness.api import Candidate
 from harness.errors import BuildFailed
 from harness.graph.files import file_digest
-from harness.measure.confirm import Row, confirm, encode_event, summarise
+from harness.measure.confirm import Row, confirm, summarise
 from harness.measure.engines import MAIN, WorkerSpec
+from harness.measure.events import encode_event
 from harness.measure.site import OpenEngines
 from harness.run.compare import refuse_changes
 from harness.run.config import Confirmation, Use

@@ -48,6 +48,8 @@ class Asks(Plain):
     """Breaks at its third proposal until it is mended; what it proposes before may change with that."""
 
     def ask(self, n):
+        if (HERE / "interrupted").exists():
+            raise KeyboardInterrupt
         if self.asked == 2 and not (HERE / "mended").exists():
             raise KeyError("a bug in ask")
         if not self.asked and (HERE / "other").exists():
@@ -205,7 +207,7 @@ def marks(ran: tuple[Path, int, str]) -> Iterator[Mark]:
 
     yield mark
     for path in made:
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def test_a_mended_searcher_goes_on_where_it_broke(copy: Path, marks: Mark) -> None:
@@ -230,6 +232,20 @@ def test_a_mended_searcher_that_proposes_something_else_begins_anew(copy: Path, 
     assert journal(copy, "Asks").with_name("Asks-1.1.jsonl").read_bytes() == before
     assert len(evaluated(copy, "Asks")) == BUDGET
     assert [search.searcher for search in load(copy / "out").cells[0].searches].count("Asks") == 1
+
+
+def test_an_interruption_costs_a_mended_searcher_nothing(copy: Path, ran: tuple[Path, int, str], marks: Mark) -> None:
+    marks("mended")
+    marks("other")
+    marks("interrupted")
+    assert "interrupted; what was measured is kept" in again(copy)[1]
+    end = read_end(journal(copy, "Asks"))
+    assert end is not None
+    assert end.said.startswith("broke at 4 of 8")
+    (ran[0] / "interrupted").unlink()
+    assert "it begins anew, beside Asks-1.1.jsonl" in again(copy)[1]
+    assert len(evaluated(copy, "Asks")) == BUDGET
+    assert read_end(journal(copy, "Asks")) is None
 
 
 def test_a_searcher_that_never_broke_may_not_propose_something_else(copy: Path, marks: Mark) -> None:

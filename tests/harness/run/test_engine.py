@@ -271,6 +271,29 @@ def test_what_is_under_way_when_a_searcher_breaks_is_kept_and_a_mended_one_goes_
     assert run.choices() == whole.choices()
 
 
+@pytest.mark.parametrize("window", [1, 3])
+def test_what_an_earlier_part_spent_counts_where_a_searcher_ends_while_it_repeats_its_proposals(tmp_path, window):
+    class Changed(Uniform):
+        def ask(self, n):
+            if len(self.told) < 5:
+                return super().ask(n)
+            if broken:
+                raise LookupError("a bug")
+            return []
+
+    run = Run(tmp_path)
+    assert ended(run, Uniform(run.space, 1), evaluations=12, window=window)[0] == Ending(evaluations=12)
+    before = run.path.read_bytes()
+    broken = True
+    ending, told = ended(run, Changed(run.space, 1), window=window)
+    assert told[-1].evaluations < 12 == ending.evaluations
+    assert ending.reason == "LookupError: a bug"
+    broken = False
+    silent = Ending(evaluations=12, reason="it had nothing more to propose")
+    assert ended(run, Changed(run.space, 1), window=window)[0] == silent
+    assert run.path.read_bytes() == before
+
+
 def test_a_searcher_that_could_not_be_made_spends_nothing(tmp_path):
     failed = Failed(stage="search", reason="ValueError: no", log_tail="where")
     ending, told = ended(Run(tmp_path), failed)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.api import Accuracy
 from harness.errors import UserError
 from harness.measure.engines import WorkerSpec
-from harness.measure.sandbox import open_engines
+from harness.measure.sandbox import InProcess, open_engines
 from harness.run.config import Experiment, Use, parse_experiment
 from harness.run.confirming import float_latency, level, noise_floor, read_floor
 from harness.run.objective import Objective
@@ -49,8 +51,16 @@ def floor(
 
 
 def test_a_disturbed_floor_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.run.confirming.disturbance_note", lambda share: f"{share:.0%} disturbed")
-    assert floor(model)[1][1:] == ["noise floor: 0% disturbed: close other work and repeat"]
+    sample = InProcess.sample
+
+    def disturbed(self: InProcess, *args: Any) -> Any:
+        return replace(sample(self, *args), disturbed="waited for a core")
+
+    monkeypatch.setattr(InProcess, "sample", disturbed)
+    assert floor(model)[1][1:] == [
+        "noise floor: something else was at work in 100% of the turns, which distorts speedups, upwards as a rule: "
+        "close other work and repeat"
+    ]
 
 
 def test_the_floor_is_what_rebuilding_changes_and_it_is_kept(model: Path) -> None:

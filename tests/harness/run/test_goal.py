@@ -254,3 +254,15 @@ def test_the_account_says_how_many_were_scored_and_whether_the_proxy_can_be_trus
     found = reached(told, GOAL, [9])[9].looks
     assert (found.full, found.proxied, found.agreement) == (3, 4, pytest.approx(1.0))
     assert reached(entries(outcome(5.0)), Goal(), [1])[1].looks.agreement is None
+
+
+def test_what_was_built_again_has_the_scatter_of_its_builds() -> None:
+    """A searcher that is told 5 ms of a placement whose builds took 5 and 6 must not take 5.2 for something else."""
+    once = score_of(Measured(samples_ms=(5.0,) * 20, build_s=0.1, measure_s=0.1), Goal())
+    twice = Measured(samples_ms=(5.0,) * 20, retaken_ms=((6.0,) * 20,), build_s=0.1, measure_s=0.1)
+    again = score_of(twice, Goal())
+    assert isinstance(once, Score)
+    assert isinstance(again, Score)
+    assert (once.objective, once.stderr) == (5.0, 0.0)
+    assert (again.objective, again.stderr) == (5.0, pytest.approx(0.5))
+    assert reached(entries(twice), Goal(), [1])[1].leaders[0].score == again

@@ -9,6 +9,7 @@ from small import qdq
 from harness.graph.build import GraphBuilder
 from harness.run.journal import read_journal
 from harness.run.rows import read_rows
+from harness.run.stops import End, read_end
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 EXPERIMENT = """
@@ -193,6 +194,16 @@ class Bringer:
     def tell(self, latency_ms):
         with Path(__file__).with_name("told.txt").open("a") as told:
             told.write(f"{latency_ms:.2f} ")
+
+
+class Tells(Bringer):
+    def tell(self, latency_ms):
+        raise BuildFailed("its process is gone")
+
+
+class Leaves(Bringer):
+    def __exit__(self, *_):
+        raise RuntimeError("its process stays")
 '''
 
 
@@ -215,3 +226,30 @@ def test_a_peer_is_journalled_counted_and_resumed_like_any_search(folder, capsys
     assert qdq("run", str(folder / "peer.yaml"), "--out", str(folder / "peer")) == 0
     assert journal(cell, "peer-0") == entries
     assert (folder / "told.txt").read_text() == 2 * before, "a resumed peer is told the same again"
+
+
+def test_a_peer_that_breaks_on_being_told_or_on_leaving_ends_alone(folder, capsys):
+    (folder / "bringing.py").write_text(PEER)
+    text = "experiment: leaving\nmodels: [{use: net.onnx, calibration: {samples: 2}}]\n"
+    text += "backends: [{use: 'bringing:Scales', label: scales}]\nsearchers:\n"
+    for name in ("Tells", "Leaves", "Bringer"):
+        text += f"  - {{use: 'bringing:{name}', label: {name}, params: {{channels: [4, 5, 6]}}}}\n"
+    text += "initial: [float]" + EXPERIMENT.partition("initial: [float, all, linear]")[2]
+    (folder / "leaving.yaml").write_text(text)
+    assert qdq("run", str(folder / "leaving.yaml"), "--out", str(folder / "leaving")) == 2
+    cell = folder / "leaving" / "net-scales-int8"
+    told, left = (cell / "runs" / f"{name}-0.jsonl" for name in ("Tells", "Leaves"))
+    assert [len(journal(cell, f"{name}-0")) for name in ("Tells", "Leaves", "Bringer")] == [1, 3, 3]
+    assert {pick.method: pick.row for pick in read_rows(cell)[1]}["Leaves"], "what it found by then is compared"
+    assert read_end(told) == End(said="broke at 1 of 12: its process is gone", broken=True)
+    assert told.with_suffix(".broken.txt").read_text() == "broke at 1 of 12: its process is gone\n"
+    trace = left.with_suffix(".broken.txt")
+    said = "broke at 3 of 12: on leaving: RuntimeError: its process stays"
+    assert read_end(left) == End(said=said, broken=True, trace=trace)
+    assert "in __exit__" in trace.read_text()
+    last = capsys.readouterr().err.rpartition("qdq: ")[2]
+    assert last.startswith("net-scales-int8 Tells-0 broke at 1 of 12: its process is gone\n"), "there is no traceback"
+    assert f"net-scales-int8 Leaves-0 {said} (traceback: {trace}); all else was done" in last
+    report = (folder / "leaving" / "report" / "main.md").read_text().replace("\\", "")
+    assert "Tells-0 broke at 1 of 12: its process is gone." in report
+    assert f"Leaves-0 {said}; traceback: net-scales-int8/runs/Leaves-0.broken.txt." in report

@@ -41,6 +41,32 @@ def test_a_run_is_repeated_and_compared(done, tmp_path, capsys):
     assert list((tmp_path / "out-again").glob("*/optuna.journal"))
 
 
+BREAKS = '''
+class Breaks:
+    """The check of the experiment makes it too."""
+
+    def __init__(self, space, *, seed):
+        pass
+
+    def ask(self, n):
+        raise LookupError("a bug in ask")
+
+    def tell(self, observation):
+        pass
+'''
+
+
+def test_a_searcher_that_breaks_does_not_cost_the_comparison(done, tmp_path, capsys):
+    (tmp_path / "breaking.py").write_text(BREAKS)
+    (tmp_path / "small.yaml").write_text(EXPERIMENT.replace("[random]", "[random, 'breaking:Breaks']"))
+    assert qdq("run", str(tmp_path / "small.yaml"), "--out", str(done)) == 2
+    capsys.readouterr()
+    assert qdq("reproduce", str(done), "--base", str(tmp_path)) == 2
+    said = capsys.readouterr()
+    assert "| same" in said.out[said.out.index("ratio [CI]") :]
+    assert "LookupError: a bug in ask (traceback: " in said.err
+
+
 def test_mistakes_name_the_remedy(done, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(done)
     assert qdq("reproduce", str(done)) == 2
