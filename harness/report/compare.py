@@ -11,8 +11,7 @@ import numpy as np
 import pandas as pd
 
 from harness.errors import UserError
-from harness.measure.confirm import disturbance_note
-from harness.measure.events import TWIN
+from harness.measure.events import TWIN, disturbance_note
 from harness.measure.stats import Interval, verdict
 from harness.report.frames import main_frame
 from harness.report.notes import NOISY

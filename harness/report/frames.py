@@ -71,7 +71,8 @@ def _main_lines(cell: CellResults, results: Results) -> list[dict[str, Any]]:
 
 def _ranked(cell: CellResults, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Mark the best, and what cannot be told from it, where the cell is finished."""
-    within = [line for line in lines if line["speedup"] is not None and _obeys(cell, line)] if cell.complete else []
+    told = [line for line in lines if line["speedup"] is not None] if cell.complete else []
+    within = [line for line in told if cell.obeys(line["row"])]
     top = max(within, key=lambda line: line["speedup"], default=None)
     tied = indistinct(cell, top["row"]) if top is not None else frozenset()
     for line in lines:
@@ -97,7 +98,7 @@ def finalist_frame(results: Results) -> pd.DataFrame:
 
 def _final(cell: CellResults) -> Iterator[Pick]:
     """What the searches chose at the largest budget."""
-    largest = max((pick.budget or 0 for pick in cell.picks), default=0)
+    largest = cell.budget
     return (pick for pick in cell.picks if pick.kind == "search" and pick.budget == largest)
 
 
@@ -131,14 +132,6 @@ def _missing(facts: dict[str, Any], method: str) -> dict[str, Any]:
     return {**nothing, **facts, **counts, **words}
 
 
-def _obeys(cell: CellResults, line: Mapping[str, Any]) -> bool:
-    """It could be scored where it was tried, and the bound on accuracy, where there is one, was looked at and holds."""
-    goal = cell.goal
-    if cell.blind or "failed" in cell.scores.get(line["row"], {}):
-        return False
-    return goal.metric is None or (line["drop"] is not None and goal.excess(line["drop"]) == 0.0)
-
-
 def _decision(cell: CellResults, line: Mapping[str, Any]) -> str:
     """What to do with a row, by its verdict and the bound: ship it or not, and why not."""
     verdict = line["verdict"]
@@ -148,7 +141,7 @@ def _decision(cell: CellResults, line: Mapping[str, Any]) -> str:
         return f"not shipped: {verdict}" if verdict != MISSING else MISSING
     if cell.blind:
         return "not shipped: the float model scores nothing"
-    if not _obeys(cell, line):
+    if not cell.obeys(line["row"]):
         return "not shipped: accuracy" if line["score"] is not None else f"not shipped: {_unscored(cell, line)}"
     if verdict != "faster":
         return "tie: use float" if verdict == "tie" and line["method"] != FLOAT_ROW else f"not shipped: {verdict}"

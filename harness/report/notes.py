@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import pandas as pd
 
 from harness.evaluators.intervals import Estimate, accuracy_of, metric_estimate
-from harness.measure.confirm import disturbance_note
+from harness.measure.events import disturbance_note
 from harness.report.decision import BEST
 from harness.report.naming import BEYOND, CAPPED, UNSCORED, metric_name
 from harness.report.results import CellResults, Results
@@ -252,7 +252,7 @@ def _reservations(cells: Sequence[CellResults], bounds: Sequence[float]) -> Iter
 
 def _looks(cell: CellResults) -> str:
     """How often each search looked at the metric, and how far its proxy agreed; "" where none did."""
-    largest = max((pick.budget or 0 for pick in cell.picks), default=0)
+    largest = cell.budget
     picks = [p for p in cell.picks if p.rank == 0 and p.budget == largest and p.scored is not None]
     seeds = {method: [p for p in picks if p.method == method] for method in dict.fromkeys(p.method for p in picks)}
     return ", ".join(f"{method} {_looked(found, largest)}{_agreed(found)}" for method, found in seeds.items())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pandas as pd
 
+from harness.measure.stats import Interval
+from harness.report.statistics import geometric_mean
 from harness.report.tables import MISSING, Table, interval
 from harness.run.rows import FLOAT_ROW
 
@@ -31,8 +32,7 @@ def overview_frame(main: pd.DataFrame) -> pd.DataFrame:
     """Speedups of `main_frame`, one line a cell and `column`; nothing where there are fewer than two cells.
 
     A column is a method, or a float precision that is not the baseline. Means have `MEAN` for a model and no cell:
-    exp of the mean of log speedups over the n cells of a device, with half-widths of the intervals combined as those
-    of independent estimates, sqrt(sum h^2) / n on the log scale.
+    see `harness.report.statistics.geometric_mean`, over the cells of a device.
     """
     lines = main[main["verdict"] != "baseline"]
     if lines["cell"].nunique() < 2:
@@ -51,18 +51,16 @@ def _means(part: pd.DataFrame) -> Iterator[dict[str, Any]]:
         values = lines["speedup"].astype(float)
         if cells < 2 or len(lines) != cells or values.isna().any():
             continue
-        ends = lines[["speedup_low", "speedup_high"]].astype(float)
-        halves = [math.log(high / low) / 2 for low, high in ends.itertuples(index=False) if 0 < low <= high < math.inf]
-        mean = math.exp(sum(map(math.log, values)) / cells)
-        half = math.hypot(*halves) / cells if len(halves) == cells else math.nan
+        figures = lines[["speedup", "speedup_low", "speedup_high"]].astype(float).itertuples(index=False)
+        mean = geometric_mean([Interval(value=value, low=low, high=high) for value, low, high in figures])
         first = lines.iloc[0]
         yield {
             **dict.fromkeys(KEPT),
             **{key: first[key] for key in ("backend", "device", "quantized", "column", "method")},
             "model": MEAN,
-            "speedup": mean,
-            "speedup_low": mean * math.exp(-half),
-            "speedup_high": mean * math.exp(half),
+            "speedup": mean.value,
+            "speedup_low": mean.low,
+            "speedup_high": mean.high,
             "beyond": bool(lines["beyond"].any()),
             "best": False,
             "tied": False,

@@ -56,9 +56,9 @@ def _scale(axes: Axes, found: Ranks, ends: tuple[float, float]) -> None:
     if found.critical_difference is not None:
         stop = min(ends[0] + found.critical_difference, ends[1] * 1.4)
         axes.plot([ends[0], stop], [1.35, 1.35], color="black", linewidth=1.2, marker="|")
-        said = f"critical difference {found.critical_difference:.2f} at 5 %, {several(found.blocks, 'cell')}"
+        said = f"critical difference {found.critical_difference:.2f} at 5 %, {several(found.blocks, found.unit)}"
     else:
-        said = f"mean ranks over {several(found.blocks, 'cell')}, 1 is the best"
+        said = f"mean ranks over {several(found.blocks, found.unit)}, 1 is the best"
     axes.text(ends[0], 1.5, said, ha="left", va="bottom")
 
 

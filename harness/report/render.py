@@ -10,8 +10,10 @@ import pandas as pd
 from rich.console import Group
 from rich.text import Text
 
+from harness.report.ablation import ablation_frame
 from harness.report.decision import decision_frame
 from harness.report.drawing import draw
+from harness.report.fixed import fixed_frame
 from harness.report.frames import finalist_frame, main_frame, precision_frame
 from harness.report.notes import partial, progress
 from harness.report.overview import overview_frame
@@ -22,7 +24,7 @@ from harness.report.samples import sample_frame, variance_frame
 from harness.report.scenes import graph_of, keep_graph
 from harness.report.searching import budget_frame, cost_frame, curve_frame, target_frame
 from harness.report.shown import tables_of
-from harness.report.study import ablation_frame, pair_frame, score_frame
+from harness.report.study import pair_frame, score_frame
 from harness.report.tables import Table, markdown, note_markdown, printable, write_table
 from harness.report.terminal import Drawn
 from harness.report.transfer import transfer_frame
@@ -48,13 +50,14 @@ class Frames:
         precision: The rows with an accuracy or of several precisions, with a decision.
         decision: Float, PTQ tools, everything quantized, and the best found; see `harness.report.decision`.
         budget: Confirmed speedup by searcher and budget.
+        fixed: The same over the best fixed row of the cell; see `harness.report.fixed`.
         targets: Evaluations and minutes to a share of the best gain.
         cost: Where the searches spent their time.
         curves: The incumbent after every evaluation of every search.
         volumes: Hypervolume of latency and accuracy after every evaluation that was scored.
         scores: Searchers against random search.
         pairs: Searchers against each other, over all cells.
-        ablation: Searchers against variants of themselves.
+        ablation: Searchers against variants of themselves, by budget; see `harness.report.ablation`.
         transfer: Placements found on one backend and run on another.
         samples: Every latency of the confirmation.
         variance: How much inferences, turns and builds scatter.
@@ -67,6 +70,7 @@ class Frames:
     precision: pd.DataFrame
     decision: pd.DataFrame
     budget: pd.DataFrame
+    fixed: pd.DataFrame
     targets: pd.DataFrame
     cost: pd.DataFrame
     curves: pd.DataFrame
@@ -94,6 +98,7 @@ def load(folder: Path | str) -> Frames:
         precision=precision_frame(results),
         decision=decision_frame(results),
         budget=budget_frame(results),
+        fixed=fixed_frame(results),
         targets=target_frame(results),
         cost=cost_frame(results),
         curves=curve_frame(results.cells),

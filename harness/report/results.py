@@ -77,6 +77,11 @@ class CellResults:
         return _goal(self.facts)
 
     @property
+    def budget(self) -> int:
+        """Evaluations of the largest budget that its searches have chosen at; 0 where none has ended."""
+        return max((pick.budget or 0 for pick in self.picks), default=0)
+
+    @property
     def allowed(self) -> float | None:
         """Largest loss of the metric that the experiment allows; None: any."""
         goal = self.goal
@@ -125,6 +130,13 @@ class CellResults:
         if own is None or reference is None:
             return None
         return reference - own if self.higher_is_better else own - reference
+
+    def obeys(self, row: str) -> bool:
+        """It could be scored where it was tried, and the bound on accuracy, where there is one, was seen to hold."""
+        if self.blind or "failed" in self.scores.get(row, {}):
+            return False
+        goal, drop = self.goal, self.drop(row)
+        return goal.metric is None or (drop is not None and goal.excess(drop) == 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from harness.measure.stats import Interval, block_ci, paired_ratio_ci, verdict
 from harness.report.results import CellResults, Results
 from harness.run.rows import FLOAT_ROW
 
-__all__ = ["counted", "indistinct", "sample_frame", "variance_frame"]
+__all__ = ["Turns", "advantage", "counted", "indistinct", "sample_frame", "variance_frame"]
 
 Turns = Mapping[tuple[int, int], Mapping[int, float]]
 """For each worker (build, group) the median latency of each turn, in milliseconds."""
@@ -52,16 +52,22 @@ def indistinct(cell: CellResults, best: str) -> frozenset[str]:
     others = {
         row: verdict(ratio, cell.floor or 0.0)
         for row in cell.summaries
-        if row != best and (ratio := _advantage(turns, best, row)) is not None
+        if row != best and (ratio := advantage(turns, best, row)) is not None
     }
     return frozenset({best, *(row for row, said in others.items() if said == "tie")})
 
 
-def _advantage(turns: Mapping[str, Turns], row: str, other: str) -> Interval | None:
-    """Latency of `other` over that of `row`; None where no build has both.
+def advantage(turns: Mapping[str, Turns], row: str, other: str) -> Interval | None:
+    """Latency of `other` over that of `row`, both confirmed; None where no build has both.
 
-    Rows of one worker are paired turn by turn; rows of different workers by build, each over its own baseline.
+    Rows of one worker are paired turn by turn; rows of different workers by build, each over its own baseline. A row is
+    as fast as itself, however few its turns.
+
+    Args:
+        turns: By row, see `harness.measure.events.Readings`.
     """
+    if row == other:
+        return Interval(value=1.0, low=1.0, high=1.0)
     shared = [key for key in turns.get(row, {}) if key in turns.get(other, {})]
     pairs = [(_common(turns[other][key], turns[row][key])) for key in shared]
     if pairs := [pair for pair in pairs if pair[0]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,8 @@ from harness.report.searches import Search
 from harness.run.rows import FLOAT_ROW
 
 __all__ = [
-    "TARGETS", "budget_frame", "cost_frame", "curve_frame", "early_ends", "final_speedups", "float_level_ms",
-    "float_ms", "target_frame",
+    "TARGETS", "budget_frame", "chosen", "cost_frame", "curve_frame", "early_ends", "float_level_ms", "float_ms",
+    "ratio_over_seeds", "speedups_at", "target_frame",
 ]  # fmt: skip
 
 TARGETS = (0.95, 0.99)
@@ -36,16 +37,12 @@ def budget_frame(results: Results) -> pd.DataFrame:
     """
     lines = []
     for cell in results.cells:
-        found: dict[tuple[str, int], list[Interval]] = {}
-        for pick in cell.picks:
-            if pick.kind == "search" and pick.rank == 0 and pick.budget is not None and pick.row in cell.summaries:
-                found.setdefault((pick.method, pick.budget), []).append(cell.summaries[pick.row].speedup)
-        for (searcher, budget), speedups in found.items():
-            middle = _over_seeds(speedups)
+        for (searcher, budget), rows in chosen(cell).items():
+            middle = _over_seeds([cell.summaries[row].speedup for row in rows.values()])
             lines.append(
                 {
                     "cell": cell.name, "model": cell.facts["model"], "searcher": searcher, "budget": budget,
-                    "speedup": middle.value, "low": middle.low, "high": middle.high, "seeds": len(speedups),
+                    "speedup": middle.value, "low": middle.low, "high": middle.high, "seeds": len(rows),
                 }
             )  # fmt: skip
     columns = ["cell", "model", "searcher", "budget", "speedup", "low", "high", "seeds"]
@@ -53,6 +50,17 @@ def budget_frame(results: Results) -> pd.DataFrame:
     top = frame.groupby(["cell", "budget"])["speedup"].transform("max")
     lowest = frame["low"].where(frame["speedup"] == top).groupby([frame["cell"], frame["budget"]]).transform("max")
     return frame.assign(best=frame["speedup"] == top, tied=frame["high"] >= lowest)
+
+
+def chosen(cell: CellResults) -> dict[tuple[str, int], dict[int, str]]:
+    """By searcher and budget the row that each seed chose, of those that are confirmed."""
+    found: dict[tuple[str, int], dict[int, str]] = {}
+    for pick in cell.picks:
+        if pick.kind != "search" or pick.rank or pick.seed is None or pick.budget is None:
+            continue
+        if pick.row in cell.summaries:
+            found.setdefault((pick.method, pick.budget), {})[pick.seed] = pick.row
+    return found
 
 
 def _over_seeds(speedups: Sequence[Interval]) -> Interval:
@@ -63,30 +71,42 @@ def _over_seeds(speedups: Sequence[Interval]) -> Interval:
     return Interval(value=middle.value, low=min(s.low for s in known), high=max(s.high for s in known))
 
 
-def final_speedups(cell: CellResults) -> dict[str, dict[int, float]]:
-    """Confirmed speedup at the largest budget, by searcher and seed."""
-    largest = max((pick.budget or 0 for pick in cell.picks), default=0)
-    found: dict[str, dict[int, float]] = {}
-    for pick in cell.picks:
-        final = pick.kind == "search" and pick.rank == 0 and pick.budget == largest
-        if final and pick.seed is not None and pick.row in cell.summaries:
-            found.setdefault(pick.method, {})[pick.seed] = cell.summaries[pick.row].speedup.value
-    return found
+def ratio_over_seeds(ratios: Sequence[Interval]) -> Interval:
+    """Median over seeds with limits as in `budget_frame`; none where no seed's own ratio has any (a single turn)."""
+    middle = _over_seeds(ratios)
+    bounded = any(math.isfinite(ratio.high) for ratio in ratios)
+    return middle if bounded else replace(middle, low=0.0, high=math.inf)
+
+
+def speedups_at(cell: CellResults, budget: int) -> dict[str, list[float]]:
+    """Confirmed speedup of the incumbents at a budget, by searcher, one a seed."""
+    return {
+        searcher: [cell.summaries[row].speedup.value for row in rows.values()]
+        for (searcher, asked), rows in chosen(cell).items()
+        if asked == budget
+    }
 
 
 def early_ends(results: Results) -> list[str]:
-    """Which searches spent less than their budget and why, a line for each reason."""
+    """Which searches spent less than their budget, and why where they told, a line for each reason."""
     named: dict[tuple[str, str], list[Search]] = {}
     for cell in results.cells:
         for search in cell.searches:
-            if search.end is not None:
-                named.setdefault((cell.name, search.end.said), []).append(search)
+            if said := _ended(search, cell.budget):
+                named.setdefault((cell.name, said), []).append(search)
     lines = []
     for (cell_name, said), found in named.items():
         names = ", ".join(f"{search.searcher}-{search.seed}" for search in found)
         traces = [str(s.end.trace.relative_to(results.folder)) for s in found if s.end and s.end.trace]
         lines.append(f"{cell_name}: {names} {said}{'; traceback: ' if traces else ''}{', '.join(traces)}.")
     return lines
+
+
+def _ended(search: Search, budget: int) -> str:
+    """How a search ended before its budget; "" where it did not, or goes on."""
+    if search.end is not None:
+        return search.end.said
+    return f"ended at {search.evaluations} of {budget}" if search.evaluations < budget else ""
 
 
 def cost_frame(results: Results) -> pd.DataFrame:

@@ -11,6 +11,7 @@ import pandas as pd
 
 from harness.measure.stats import Interval
 from harness.report.decision import BEST, decision_frame
+from harness.report.fixed import fixed_frame, fixed_table
 from harness.report.frames import finalist_frame, main_frame, precision_frame
 from harness.report.naming import CAPPED, METRICS, judged, score_head, shown_drop
 from harness.report.notes import (
@@ -35,12 +36,17 @@ from harness.report.shown_studies import study_tables
 from harness.report.tables import MISSING, Table, interval
 from harness.run.rows import FLOAT_ROW
 
-__all__ = ["tables_of"]
+__all__ = ["TIMED", "tables_of"]
 
 LATENCY, SPEEDUP, SCORE = "latency ms [CI]", "speedup [CI]", "score"
-TIMED = frozenset({"overview", "precision", "decision", "budget", "targets", "finalists"})
-"""Tables of latencies beside the main one: what casts doubt on those, and their floor, stands below each."""
-SPENT = frozenset({"main", "budget", "targets"})
+TIMED = frozenset({
+    "main", "overview", "precision", "decision", "budget", "fixed", "targets", "finalists", "ablation", "pairs",
+    "transfer", "transfer_models",
+})  # fmt: skip
+"""Tables of latencies: what casts doubt on those, and their floor, stands below each."""
+FLOORED = frozenset({"main", "fixed"})
+"""Those of them that tell the floors themselves."""
+SPENT = frozenset({"main", "budget", "fixed", "targets"})
 """Tables whose reader takes it that budgets were spent."""
 
 
@@ -48,28 +54,25 @@ def tables_of(results: Results) -> Iterator[Table]:
     """All tables that have a row, the main one first; each is made when it is asked for."""
     told = (*data_notes(results.cells), *backend_notes(results.cells))
     ends = early_ends(results)
-
     doubts = tuple(filter(None, map(noise, results.cells)))
 
     def noted(table: Table) -> Table:
-        own = ends if table.name in SPENT else []
-        if table.name not in TIMED:
-            return replace(table, note="\n".join([table.note, *own, *told]))
-        note = "\n".join([table.note, floor_note(results.cells), *own, *told])
-        return replace(table, note=note, warnings=(*doubts, *table.warnings))
+        floors = [floor_note(results.cells)] if table.name in TIMED - FLOORED else []
+        note = "\n".join([table.note, *floors, *(ends if table.name in SPENT else []), *told])
+        return replace(table, note=note, warnings=(*(doubts if table.name in TIMED else ()), *table.warnings))
 
     return (noted(table) for table in _made(results) if len(table.cells))
 
 
 def _made(results: Results) -> Iterator[Table]:
-    warnings = tuple(filter(None, map(noise, results.cells)))
     main = _told_apart(main_frame(results))
-    yield replace(_marked("main", "Main results", main, _main_row, main_note(results)), warnings=warnings)
+    yield _marked("main", "Main results", main, _main_row, main_note(results))
     yield overview_table(overview_frame(main))
     precision = _told_apart(precision_frame(results))
     yield _marked("precision", "Precision and decision", precision, _precision_row, PRECISION_NOTE)
     yield _decision(_told_apart(decision_frame(results)))
     yield _budgets(budget_frame(results))
+    yield fixed_table(fixed_frame(results))
     yield _targets(target_frame(results))
     finalists = finalist_frame(results)
     cells = _formatted(finalists, _finalist_row)

@@ -9,10 +9,11 @@ from typing import Any
 import pandas as pd
 
 from harness.measure.stats import median_ci
+from harness.report.ablation import ablation_frame, ablation_table
 from harness.report.notes import LEVEL_NOTE
 from harness.report.results import Results
 from harness.report.statistics import ENOUGH, Ranks
-from harness.report.study import ablation_frame, pair_frame, ranks, score_frame
+from harness.report.study import pair_frame, ranks, score_frame
 from harness.report.tables import MISSING, Table, interval
 from harness.report.transfer import likeness_frame, transfer_frame
 from harness.report.volumes import volume_frame
@@ -22,19 +23,15 @@ __all__ = ["study_tables"]
 SCORE_NOTE = (
     "Share of what random search leaves that a searcher has found, on average over its evaluations after the initial "
     "placements, until random search itself has found 95 % of what these leave: 0 is random search, 1 the best "
-    "placement at once. Cells where they leave less than 1 % have no line. Random search is the mean over its seeds "
-    "here; median over seeds [95 % interval; the range below six seeds]. " + LEVEL_NOTE
+    "placement at once. Cells where they leave less than 1 % have no line, nor have searchers that were told others "
+    "first, as peers are. Random search is the mean over its seeds here; median over seeds [95 % interval; the range "
+    "below six seeds]. " + LEVEL_NOTE
 )
 PAIR_NOTE = (
     "Confirmed speedup at the largest budget, first over second, medians over seeds: geometric mean over cells [95 %, "
     "Student's over cells; none of a single one]. Chance: that a seed of the first beats one of the second, ties half, "
     f"mean over cells; 50 % is no effect. p (Holm): Wilcoxon's signed ranks over cells, corrected for all pairs; from "
     f"{ENOUGH} cells on, with fewer no pair could be significant."
-)
-ABLATION_NOTE = (
-    "Confirmed speedup of the variant over that of the reference at the largest budget, paired by seeds: geometric "
-    "mean over cells [95 %, Student's over cells; over seeds where there is one cell]. Below 1: what the variant "
-    "lacks, or has otherwise, helps the reference. Chance: that a seed of the variant is better, 50 % is no effect."
 )
 TRANSFER_NOTE = (
     "The placement that the searches liked best on the backend of the row, run on that of the column: confirmed "
@@ -57,7 +54,7 @@ def study_tables(results: Results) -> Iterator[Table]:
     """Those that the results have something to say on may have no row; the caller leaves them out."""
     yield _scores(score_frame(results))
     yield _pairs(pair_frame(results), ranks(results))
-    yield _ablation(ablation_frame(results))
+    yield ablation_table(ablation_frame(results))
     yield from _transfers(transfer_frame(results), likeness_frame(results))
     yield _volumes(volume_frame(results.cells))
 
@@ -99,23 +96,6 @@ def _ranked(found: Ranks | None) -> Iterator[str]:
             f"Friedman's test: p = {found.p_value:.3g}; Nemenyi's critical difference of mean ranks at 5 %: "
             f"{found.critical_difference:.2f}."
         )
-
-
-def _ablation(ablation: pd.DataFrame) -> Table:
-    lines = [
-        {
-            "reference": row["reference"],
-            "variant": row["variant"],
-            "parameters": row["params"] or MISSING,
-            "cells": str(row["cells"]),
-            "ratio [CI]": interval(row["ratio"], row["low"], row["high"], 3),
-            "chance": f"{row['chance']:.0%}",
-        }
-        for row in ablation.to_dict("records")
-    ]
-    return Table(
-        name="ablation", title="What each part is worth", cells=pd.DataFrame(lines), raw=ablation, note=ABLATION_NOTE
-    )
 
 
 def _transfers(transfer: pd.DataFrame, likeness: pd.DataFrame) -> Iterator[Table]:

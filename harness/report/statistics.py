@@ -19,7 +19,8 @@ from harness.measure.stats import CLAIM_FLOOR, Interval, block_ci
 from harness.report.tables import several
 
 __all__ = [
-    "ENOUGH", "FEWEST", "Ranks", "compare_pairs", "effect_size", "quartiles", "ranks_of", "score_against_random",
+    "ENOUGH", "FEWEST", "Ranks", "compare_pairs", "effect_size", "geometric_mean", "quartiles", "ranks_of",
+    "score_against_random",
 ]  # fmt: skip
 
 FEWEST = 3
@@ -44,12 +45,14 @@ class Ranks:
         blocks: Number of blocks.
         p_value: Of Friedman's test that all methods are alike; None with fewer than `FEWEST` blocks or three methods.
         critical_difference: Mean ranks that differ by more are different at 5 % (Nemenyi); None as above.
+        unit: What people call a block.
     """
 
     mean: Mapping[str, float]
     blocks: int
     p_value: float | None
     critical_difference: float | None
+    unit: str = "cell"
 
     @property
     def untested(self) -> str:
@@ -57,7 +60,7 @@ class Ranks:
         if self.critical_difference is not None:
             return ""
         if self.blocks < FEWEST:
-            few = f"{several(self.blocks, 'cell')} {'is' if self.blocks == 1 else 'are'} too few"
+            few = f"{several(self.blocks, self.unit)} {'is' if self.blocks == 1 else 'are'} too few"
             return f"no test: {few} to say anything of others ({FEWEST} are needed)"
         return f"no test of ranks: {len(self.mean)} searchers are a pair"
 
@@ -75,11 +78,12 @@ class Ranks:
         return tuple(found)
 
 
-def ranks_of(values: pd.DataFrame) -> Ranks:
+def ranks_of(values: pd.DataFrame, unit: str = "cell") -> Ranks:
     """Friedman's test and Nemenyi's critical difference (Demšar 2006, sections 3.2.2 and 3.2.3).
 
     Args:
         values: One row a block, one column a method, nothing missing; larger is better.
+        unit: What people call a block.
 
     Raises:
         ValueError: No block or no method.
@@ -97,7 +101,7 @@ def ranks_of(values: pd.DataFrame) -> Ranks:
         p_value = _friedman(ranks)
         q = float(studentized_range.ppf(0.95, methods, np.inf)) / math.sqrt(2)
         critical = q * math.sqrt(methods * (methods + 1) / (6 * blocks))
-    return Ranks(mean=mean, blocks=blocks, p_value=p_value, critical_difference=critical)
+    return Ranks(mean=mean, blocks=blocks, p_value=p_value, critical_difference=critical, unit=unit)
 
 
 def _friedman(ranks: Floats) -> float:
@@ -218,6 +222,20 @@ def score_against_random(latency_ms: Floats, random_ms: Floats, best_ms: float, 
         return np.full(len(latency_ms), np.nan)
     scores: Floats = ((random_ms[span] - latency_ms[:, span]) / rest[span]).mean(axis=1)
     return scores
+
+
+def geometric_mean(parts: Sequence[Interval]) -> Interval:
+    """Mean of independent estimates on a logarithmic scale; its limits are of these, not of others like them.
+
+    Distances to the limits combine as sqrt(sum d^2) / n, above and below apart. Where a part has none, the mean has
+    none: NaN.
+    """
+    mean = math.exp(sum(math.log(part.value) for part in parts) / len(parts))
+    if not all(0 < part.low <= part.high < math.inf for part in parts):
+        return Interval(value=mean, low=math.nan, high=math.nan)
+    below = math.hypot(*(math.log(part.value / part.low) for part in parts)) / len(parts)
+    above = math.hypot(*(math.log(part.high / part.value) for part in parts)) / len(parts)
+    return Interval(value=mean, low=mean * math.exp(-below), high=mean * math.exp(above))
 
 
 def quartiles(values: Floats) -> tuple[float, float | None, float | None]:

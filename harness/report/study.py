@@ -1,4 +1,4 @@
-"""What a results folder says of the searchers themselves, over all its cells: scores, pairs, ranks, parts left out."""
+"""What a results folder says of the searchers themselves, over all its cells: scores, pairs, ranks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from harness.measure.stats import block_ci, median_ci
+from harness.measure.stats import median_ci
 from harness.report.results import CellResults, Results
-from harness.report.searching import curve_frame, final_speedups
-from harness.report.statistics import Ranks, compare_pairs, effect_size, ranks_of, score_against_random
+from harness.report.searching import curve_frame, speedups_at
+from harness.report.statistics import Ranks, compare_pairs, ranks_of, score_against_random
 
-__all__ = ["ablation_frame", "pair_frame", "ranks", "score_frame"]
+__all__ = ["pair_frame", "ranks", "score_frame"]
 
 RANDOM = "random"
 
@@ -23,7 +23,8 @@ def score_frame(results: Results) -> pd.DataFrame:
 
     What random search reaches is the mean over the seeds of the searcher `random` in the same cell, latencies are
     the cell's (see `curve_frame`) over the float model's, and the best is the lowest that any search of the cell found.
-    Cells without random search have no line, nor have those where the initial placements leave less than 1 %. On
+    Cells without random search have no line, nor have those where the initial placements leave less than 1 %, nor
+    searchers that were told other placements first than random search: peers, and those `without: [seeds]`. On
     recorded tables ten thousand random searches take the place of those few: `qdq study`.
 
     Returns:
@@ -38,13 +39,17 @@ def _scores(cell: CellResults, uses: Mapping[str, Any]) -> list[dict[str, Any]]:
     random = next((name for name in curves["searcher"].unique() if uses.get(name, (name,))[0] == RANDOM), None)
     if random is None:
         return []
+    begun: dict[str, set[int]] = {}
+    for search in cell.searches:
+        begun.setdefault(search.searcher, set()).add(search.initial)
+    first = max(begun[random])
     last = int(curves["evaluations"].max())
     latency = {str(name): _relative(part, last) for name, part in curves.groupby("searcher", sort=False)}
     best = min(float(values.min()) for values in latency.values())
     lines = []
     for name, values in latency.items():
-        scores = score_against_random(values, latency[random].mean(axis=0), best, _initial(cell))
-        if name != random and not np.isnan(scores).any():
+        scores = score_against_random(values, latency[random].mean(axis=0), best, first)
+        if name != random and begun[name] == {first} and not np.isnan(scores).any():
             middle = median_ci(scores)
             figures = {"score": middle.value, "low": middle.low, "high": middle.high}
             lines.append({"cell": cell.name, "searcher": name, "seeds": len(scores), **figures})
@@ -58,11 +63,6 @@ def _relative(curves: pd.DataFrame, last: int) -> np.ndarray[Any, np.dtype[np.fl
     return 1 / whole.to_numpy(dtype=float)
 
 
-def _initial(cell: CellResults) -> int:
-    """Evaluations that went to the initial placements, which all searches of a cell share."""
-    return min((search.initial for search in cell.searches), default=0)
-
-
 def pair_frame(results: Results) -> pd.DataFrame:
     """Every pair of searchers by confirmed speedup at the largest budget; see `compare_pairs`. Blocks are cells."""
     return compare_pairs(_by_searcher(results))
@@ -71,8 +71,8 @@ def pair_frame(results: Results) -> pd.DataFrame:
 def _by_searcher(results: Results) -> dict[str, dict[str, Sequence[float]]]:
     found: dict[str, dict[str, Sequence[float]]] = {name: {} for name in results.stored.searchers}
     for cell in results.pooled:
-        for searcher, speedups in final_speedups(cell).items():
-            found.setdefault(searcher, {})[cell.name] = list(speedups.values())
+        for searcher, speedups in speedups_at(cell, cell.budget).items():
+            found.setdefault(searcher, {})[cell.name] = speedups
     return {name: blocks for name, blocks in found.items() if blocks}
 
 
@@ -81,45 +81,3 @@ def ranks(results: Results) -> Ranks | None:
     found = {name: {b: median_ci(v).value for b, v in blocks.items()} for name, blocks in _by_searcher(results).items()}
     table = pd.DataFrame(found).dropna()
     return None if min(table.shape) < 2 else ranks_of(table)
-
-
-def ablation_frame(results: Results) -> pd.DataFrame:
-    """Searchers beside others of the same plug-in with other parameters: what each part is worth.
-
-    The first without parameters is the reference, else the first of all. The ratio is the variant's confirmed speedup
-    over the reference's, paired by seeds: the geometric mean over cells with Student's interval over them, over seeds
-    where there is one cell; below 1 the part that the variant lacks helps. The chance is that of being better, ties
-    half.
-
-    Returns:
-        Columns reference, variant, params, cells, ratio, low, high, chance.
-    """
-    groups: dict[str, list[str]] = {}
-    for name in results.stored.searchers:
-        groups.setdefault(results.stored.uses.get(name, (name, {}))[0], []).append(name)
-    lines = []
-    for names in groups.values():
-        plain = [name for name in names if not results.stored.uses.get(name, (name, {}))[1]]
-        reference = (plain or names)[0]
-        for variant in names:
-            if variant != reference and (line := _ablated(results, reference, variant)) is not None:
-                lines.append(line)
-    return pd.DataFrame(lines, columns=["reference", "variant", "params", "cells", "ratio", "low", "high", "chance"])
-
-
-def _ablated(results: Results, reference: str, variant: str) -> dict[str, Any] | None:
-    ratios, chances = [], []
-    for cell in results.pooled:
-        found = final_speedups(cell)
-        own, other = found.get(variant, {}), found.get(reference, {})
-        if shared := [seed for seed in own if seed in other]:
-            ratios.append([own[seed] / other[seed] for seed in shared])
-            chances.append(effect_size(list(own.values()), list(other.values())))
-    if not ratios:
-        return None
-    middle = block_ci(ratios)
-    params = ", ".join(f"{key}={value}" for key, value in results.stored.uses[variant][1].items())
-    return {
-        "reference": reference, "variant": variant, "params": params, "cells": len(ratios), "ratio": middle.value,
-        "low": middle.low, "high": middle.high, "chance": float(np.mean(chances)),
-    }  # fmt: skip

@@ -24,9 +24,11 @@ ALIGNED = ("main", "precision", "finalists")
 """Tables whose lines are rows, one by one those of the raw frame."""
 BY_ROW = (*ALIGNED, "overview", "decision", "transfer", "transfer_models")
 """Tables whose figures are of rows of the main table."""
-CONFIRMED = ("budget", "pairs", "ablation")
+CONFIRMED = ("budget", "fixed", "pairs", "ablation")
 """Tables of what searches chose, by its confirmation. The others are of the searches' own samples."""
-LABELS = ("cell", "searcher", "first", "second", "reference", "variant", "model", "row", "found on", "found in")
+LABELS = (
+    "cell", "searcher", "first", "second", "reference", "budget", "variant", "model", "row", "found on", "found in",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,12 +162,13 @@ def _origins(results: Results, table: Table, number: int, head: str) -> Iterator
         for raw in _behind(table, number, head):
             yield from _of_row(cells, raw, head)
         return
-    for cell in [cells[line["cell"]]] if "cell" in line else results.pooled:
+    for cell in [cells[line["cell"]]] if line.get("cell") in cells else results.pooled:
         if table.name == "variance":
             for row in cell.summaries:
                 yield readings.turns(cell, row, paired=False)
         elif table.name in CONFIRMED:
-            yield from _chosen(cell, _named(line), head)
+            yield from _chosen(cell, _named(line), line.get("budget", head))
+            yield from _beside(cell, table)
         else:
             for search in cell.searches:
                 if not _named(line) or search.searcher in _named(line):
@@ -211,7 +214,7 @@ def _chosen(cell: CellResults, searchers: set[str], head: str) -> Iterator[Sourc
     The readings of what several chose are told once, after the last of them.
     """
     asked = re.match(r"\d+", head)
-    budget = int(asked[0]) if asked else max((pick.budget or 0 for pick in cell.picks), default=0)
+    budget = int(asked[0]) if asked else cell.budget
     choices: dict[str, list[str]] = {}
     for pick in cell.picks:
         if pick.method in searchers and pick.rank == 0 and pick.budget == budget:
@@ -221,3 +224,11 @@ def _chosen(cell: CellResults, searchers: set[str], head: str) -> Iterator[Sourc
         yield Source(head=tuple(told))
         if row:
             yield readings.turns(cell, row, paired=True)
+
+
+def _beside(cell: CellResults, table: Table) -> Iterator[Source]:
+    """The fixed row that choices are compared with; nothing where it is not with one."""
+    lines = table.raw.to_dict("records") if table.name == "fixed" else []
+    for row in dict.fromkeys(line["row"] for line in lines if line["cell"] == cell.name and line["row"]):
+        yield Source(head=(f"{cell.name}, the best fixed row: {row}",))
+        yield readings.turns(cell, row, paired=True)

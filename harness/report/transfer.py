@@ -21,9 +21,9 @@ FEWEST = 4
 def transfer_frame(results: Results) -> pd.DataFrame:
     """What the best placement of each cell gives elsewhere, and at home: on other backends, and in other models.
 
-    The best is the finalist with the lowest latency by its own search. Elsewhere it is the row that was brought over
-    from there ("from_" and the name of the backend or model), else on another backend the row with the same resolved
-    edges.
+    The best is the finalist that did best before the confirmation: by the runoff where all finalists were in it, else
+    by their searches' own samples. Elsewhere it is the row that was brought over from there ("from_" and the name of
+    the backend or model), else on another backend the row with the same resolved edges.
 
     Returns:
         Columns across ("backends" or "models"), within (what is the same: the model, or the backend), precision,

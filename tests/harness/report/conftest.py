@@ -16,7 +16,7 @@ from harness.graph.dialects import OPENVINO
 from harness.graph.insert import Inserter
 from harness.graph.load import from_proto, write
 from harness.graph.space import build_space
-from harness.measure.confirm import TWIN, Block, Dropped, encode_event
+from harness.measure.events import TWIN, Block, Dropped, encode_event
 from harness.records import Asked, Failed, Measured, Told
 from harness.run.config import parse_experiment, to_yaml
 from harness.run.engine import Goal
@@ -140,6 +140,28 @@ def cell_maker():
 def confirmation_maker():
     """Replaces a cell's confirmation by one with these latencies."""
     return write_confirmation
+
+
+@pytest.fixture
+def choices_maker(tmp_path):
+    """Writes a cell whose searchers chose these rows, one a seed: by searcher and budget."""
+
+    def written(cell_name, fixed, choices, latency_ms, **changes) -> Path:
+        cell = write_cell(tmp_path, cell_name, **changes)
+        shutil.rmtree(cell / "runs")
+        chosen = [Pick(method="float", kind="float", row="float")]
+        chosen += [Pick(method=name, kind="baseline", row=row) for name, row in fixed.items()]
+        chosen += [
+            Pick(method=searcher, kind="search", row=row, seed=seed, budget=budget, search_ms=5.0)
+            for (searcher, budget), rows in choices.items()
+            for seed, row in enumerate(rows)
+        ]
+        rows = json.loads((cell / "rows.json").read_text())["rows"]
+        write_json(cell / "rows.json", {"rows": rows, "picks": [asdict(pick) for pick in chosen]})
+        write_confirmation(cell, {TWIN: 8.0, "float": 8.0, **latency_ms})
+        return cell
+
+    return written
 
 
 @pytest.fixture

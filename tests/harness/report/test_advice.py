@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from small import qdq
 
-from harness.measure.confirm import TWIN
+from harness.measure.events import TWIN
 from harness.report.advice import next_steps
 from harness.report.frames import main_frame
 from harness.report.results import load

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 import harness.report
-from harness.measure.confirm import TWIN
+from harness.measure.events import TWIN
 from harness.report.render import write_tables
 from harness.report.results import load
 from harness.report.trace import trace

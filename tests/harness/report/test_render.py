@@ -21,6 +21,7 @@ from harness.report import render
 from harness.report.page import index
 from harness.report.render import drawing_of, text_of, write_tables
 from harness.report.results import load as load_results
+from harness.report.shown import TIMED
 from harness.report.tables import Table, markdown, write_table
 from harness.run.engine import Goal
 from harness.run.rows import write_json
@@ -91,7 +92,7 @@ def test_the_text_shows_main_budget_and_cost_and_the_files_hold_all(folder):
     assert "random #2" not in text
     assert "UNFINISHED" not in text
     names = {path.name for path in (folder / "report").iterdir()}
-    shown = ("main", "precision", "decision", "finalists", "budget", "targets", "volume", "cost", "variance")
+    shown = ("main", "precision", "decision", "finalists", "budget", "fixed", "targets", "volume", "cost", "variance")
     drawn = ("anytime", "anytime-minutes", "budget", "latency", "pareto", "volume")
     assert names == {
         "index.html",
@@ -298,12 +299,16 @@ def test_the_rank_correlation_of_proxy_and_metric_stands_below_the_main_table(fo
     assert said in tables(folder)
 
 
-def test_a_noisy_machine_is_said_first_below_the_table(folder):
+def test_a_noisy_machine_is_said_first_below_every_table_of_latencies(folder):
     assert "Noisy" not in tables(folder)
     write_json(folder / CELL / "floor.json", {"floor": 0.337})
     said = f"Noisy machine, {CELL}: the A/A floor is 33.7%. Close other work and repeat."
-    assert said in tables(folder)
-    assert (folder / "report" / "main.md").read_text().partition("\n\n")[2].startswith(said)
+    tables(folder)
+    written = {path.stem: path.read_text() for path in (folder / "report").glob("*.md") if path.stem in TIMED}
+    assert {"main", "budget", "fixed", "decision", "finalists", "targets"} <= set(written)
+    for name, text in written.items():
+        assert text.partition("\n\n")[2].startswith(said), name
+        assert "A/A floor" in text.partition(said)[2], name
 
 
 LATENCY_MS = {"A/A twin": 8.0, "float": 8.0, "all": 2.0, "aa": 4.0, "bb": 5.0}

@@ -10,13 +10,15 @@ import pytest
 
 from harness.api import Layer
 from harness.records import Asked, Measured, Told
+from harness.report.ablation import ablation_frame
 from harness.report.drawing import draw
 from harness.report.layers import waterfall_frame
 from harness.report.render import render, write_tables
 from harness.report.results import load
 from harness.report.scenes import graph_of
+from harness.report.searching import early_ends
 from harness.report.shown import tables_of
-from harness.report.study import ablation_frame, pair_frame, ranks, score_frame
+from harness.report.study import pair_frame, ranks, score_frame
 from harness.report.transfer import likeness_frame, transfer_frame
 from harness.report.volumes import volume_frame
 from harness.run.journal import Journal
@@ -80,6 +82,28 @@ def test_scores_say_how_much_of_what_random_search_leaves_was_found(study):
     assert "random" not in found.index.get_level_values("searcher")
 
 
+@pytest.mark.parametrize("told", [[], ["searcher"], ["seed:float", "seed:all", "searcher"]])
+def test_a_searcher_that_was_told_something_else_first_has_no_score_and_changes_nobody_elses(study, told):
+    """A peer is told nothing, and one that broke when it was made has an empty journal."""
+    before = score_frame(load(study)).set_index(["cell", "searcher"])["score"]
+    for cell in ("net-one-int8", "net-two-int8"):
+        with Journal(study / cell / "runs" / "peer-0.jsonl", {}) as journal:
+            for number, origin in enumerate(told):
+                outcome = Measured(samples_ms=(6.0 - number,) * 7, build_s=1.0, measure_s=1.0)
+                journal.append(Asked(number=number, choices=(number,), digest=f"peer's {number}", origin=origin))
+                journal.append(Told(number=number, outcome=outcome, elapsed_s=10.0))
+    assert score_frame(load(study)).set_index(["cell", "searcher"])["score"].to_dict() == before.to_dict()
+
+
+def test_a_search_that_ended_early_is_named_though_it_did_not_say_why(study):
+    """Those of before ends were noted."""
+    assert early_ends(load(study)) == []
+    path = study / "net-one-int8" / "runs" / "tpe-1.jsonl"
+    path.unlink()
+    write_search(path, [8.0, 4.0])
+    assert early_ends(load(study)) == ["net-one-int8: tpe-1 ended at 2 of 3."]
+
+
 def test_pairs_and_ranks_go_over_cells(study):
     pairs = pair_frame(load(study)).set_index(["first", "second"])
     assert pairs.loc[("random", "tpe"), "blocks"] == 2
@@ -91,13 +115,12 @@ def test_pairs_and_ranks_go_over_cells(study):
 
 
 def test_variants_are_compared_with_the_plain_searcher(study):
-    found = ablation_frame(load(study)).to_dict("records")
-    assert len(found) == 1
-    row = found[0]
+    row, *cells = ablation_frame(load(study)).to_dict("records")
     assert (row["reference"], row["variant"], row["cells"]) == ("tpe", "bare", 2)
     assert row["params"] == "n_startup_trials=3, without=racing and retakes"
     assert row["ratio"] < 1
     assert row["chance"] == pytest.approx(0.25)
+    assert [cell["cell"] for cell in cells] == ["net-one-int8", "net-two-int8"]
 
 
 def test_figures_of_a_backend_with_a_note_are_in_no_mean_with_others(study):
@@ -236,7 +259,8 @@ def test_frames_of_a_study_are_there_in_python(study):
     assert isinstance(frames.transfer, pd.DataFrame)
     assert len(frames.pairs) == 3
     assert len(frames.scores) == 4
-    assert len(frames.ablation) == 1
+    assert len(frames.ablation) == 3
+    assert frames.fixed["fixed"].unique().tolist() == [""], "the drop of all is beyond the bound"
 
 
 def test_what_a_model_learned_is_followed_to_another_model(study, cell_maker):
