@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from harness.evaluators.intervals import accuracy_of, drop_estimate
+from harness.measure.events import disturbance_note
 from harness.measure.stats import Interval
 from harness.report.results import CellResults, Results
 from harness.report.samples import indistinct
@@ -145,7 +146,8 @@ def _decision(cell: CellResults, line: Mapping[str, Any]) -> str:
         return "not shipped: accuracy" if line["score"] is not None else f"not shipped: {_unscored(cell, line)}"
     if verdict != "faster":
         return "tie: use float" if verdict == "tie" and line["method"] != FLOAT_ROW else f"not shipped: {verdict}"
-    return "ship: fastest" if line["best"] else "ship"
+    shipped = "ship: fastest" if line["best"] else "ship"
+    return f"{shipped}, once confirmed on a quiet machine" if disturbance_note(cell.disturbed) else shipped
 
 
 def _unscored(cell: CellResults, line: Mapping[str, Any]) -> str:

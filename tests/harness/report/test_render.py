@@ -321,6 +321,10 @@ def test_what_else_worked_on_the_machine_is_said_first_below_the_table(folder, c
         "as a rule. Close other work and repeat."
     )
     assert said in tables(folder)
+    decisions = {line[-1] for line in cells_of(folder / "report" / "precision.md")}
+    shipped = {text for text in decisions if text.startswith("ship")}
+    assert shipped
+    assert all(text.endswith(", once confirmed on a quiet machine") for text in shipped)
 
 
 def test_a_float_model_whose_latency_is_hardly_known_is_said_first_below_the_table(folder, confirmation_maker):
