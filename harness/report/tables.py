@@ -23,6 +23,9 @@ LATEX = str.maketrans(
         "|": r"\textbar{}",
     }
 )  # fmt: skip
+DIGITS = "%.12g"
+"""Of raw figures. The last ones of sums differ with the width of a processor's vectors; the same results give the same
+file anywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +111,7 @@ def write_table(table: Table, folder: Path) -> None:
     """Write the table as .md and .tex with its note, and its raw figures as .csv."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{table.name}.md").write_text(f"{markdown(table)}\n\n{note_markdown(table)}\n", encoding="utf-8")
-    table.raw.to_csv(folder / f"{table.name}.csv", index=False)
+    table.raw.to_csv(folder / f"{table.name}.csv", index=False, float_format=DIGITS)
     (folder / f"{table.name}.tex").write_text(_latex_table(table), encoding="utf-8")
 
 
