@@ -12,6 +12,7 @@ import openvino as ov
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from machine import exact_int8
 from onnx import TensorProto, numpy_helper
 
 from harness.errors import UserError
@@ -128,7 +129,7 @@ def mixture(fp8: set[str]) -> Resolved:
     return space.resolve(Placement(tuple(1 + (d.role in fp8) for d in space.dimensions)))
 
 
-@pytest.mark.parametrize("fp8", [{"linear"}, {"pool"}])
+@pytest.mark.parametrize("fp8", [{"linear"}, pytest.param({"pool"}, marks=exact_int8)])
 def test_openvino_runs_mixtures(fp8: set[str], tmp_path: Path) -> None:
     asked = mixture(fp8)
     assert {precision for _, precision in asked} == {"int8", "fp8"}

@@ -13,6 +13,7 @@ import numpy as np
 import onnxruntime
 import openvino
 import pytest
+from machine import CPU_FLAGS, exact_int8
 
 from harness.calibrate.ranges import calibrate
 from harness.feeds import random_feeds
@@ -25,7 +26,6 @@ from harness.graph.space import build_space
 
 SYMMETRIC = dataclasses.replace(OPENVINO, affine_ops=frozenset(), unsigned_positive=False)
 FEEDS = list(random_feeds({"x": ("float", (1, 8, 16, 16))}, 4))
-CPU_FLAGS = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
 
 
 def model(*, concat: bool) -> Model:
@@ -50,10 +50,12 @@ def error(made: Model, dialect: Dialect, folder: Path) -> float:
     return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
 
 
+@exact_int8
 def test_unsigned_data_behind_a_concat_are_exact(tmp_path: Path) -> None:
     assert error(model(concat=True), OPENVINO, tmp_path) < 1e-4
 
 
+@exact_int8
 def test_symmetric_data_without_a_concat_are_exact(tmp_path: Path) -> None:
     assert error(model(concat=False), SYMMETRIC, tmp_path) < 1e-4
 

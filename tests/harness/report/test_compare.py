@@ -9,6 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from harness.cli import app
+from harness.commands.terminal import tidy
 from harness.errors import UserError
 from harness.report.compare import compare_frame, differences
 from harness.report.results import load
@@ -218,7 +219,8 @@ def test_a_table_that_is_not_there_is_named(folder):
 
 def test_the_command_prints_the_cell_and_its_source(folder):
     text = CliRunner().invoke(app, ["trace", str(folder), "random:speedup"]).stdout
-    assert text.startswith(f"row 6: {CELL}, random, speedup [CI]: 2.00 [2.00, 2.00]\n{folder / CELL / 'confirm.jsonl'}")
+    place = tidy(folder / CELL / "confirm.jsonl")
+    assert text.startswith(f"row 6: {CELL}, random, speedup [CI]: 2.00 [2.00, 2.00]\n{place}")
 
 
 def test_what_has_not_begun_has_no_source(folder):

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from harness.cli import app
+from harness.commands.terminal import tidy
 from harness.report.results import load
 from harness.report.trace import trace
 
@@ -24,7 +25,7 @@ def said(*arguments: object) -> list[str]:
 def test_a_ratio_is_a_line_a_turn_the_last_ones_and_how_they_come_to_the_figure(folder):
     head, place, hidden, *turns, result, more = said(folder, "random:speedup")
     assert head == f"row 6: {CELL}, random, speedup [CI]: 2.00 [2.00, 2.00]"
-    assert place == f"{folder / CELL / 'confirm.jsonl'}; samples in ms, one line a turn"
+    assert place == f"{tidy(folder / CELL / 'confirm.jsonl')}; samples in ms, one line a turn"
     assert hidden == "... 1 before these:"
     assert len(turns) == 5
     number = int(turns[-1].removeprefix("line ").partition(":")[0])

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from harness import zoo
 from harness.api import Accuracy
 from harness.cli import app
+from harness.commands.terminal import tidy
 from harness.errors import UserError
 from harness.graph.build import GraphBuilder
 from harness.run.config import Use
@@ -109,7 +110,7 @@ def test_another_runtimes_engine_is_not_called_as_if_it_were_tensorrts(
         assert done.exit_code == 0, done.output
         built = tmp_path / f"out/model.{backend}"
         first, second = done.stdout.splitlines()
-        assert first.startswith(f"{built}: {backend} ")
+        assert first.startswith(f"{tidy(built)}: {backend} ")
         assert second.startswith(
             f"called model.{backend}, for no TensorRT can load it; where a spec file says model.trt"
         )
