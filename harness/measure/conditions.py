@@ -38,8 +38,9 @@ class Conditions:
         throttled: Times that heat, or the container's CPU quota, slowed this machine since it started.
         waited_s: Time that threads of this process were ready to run and had no core.
         cores: How many cores the next two are of: those that this process may use, and their sibling threads. A process
-            that was given cores of its own (taskset, a container's cpuset) has nothing to fear of the others: what
-            they do to shared caches and memory was within noise where we measured it (docs/measurement.md).
+            that was given cores of its own (taskset, a container's cpuset) is not called disturbed by the others. What
+            they do to shared caches and memory is not seen here; where we measured it, it was within noise
+            (docs/measurement.md).
         busy_s: Time that these cores worked for processes of this machine.
         stolen_s: Time that these cores wanted to work and a hypervisor did not let them.
         own_s: Time that cores worked for this process.
