@@ -11,7 +11,7 @@ from typing import Any
 
 from harness import registry
 from harness.errors import CandidateError, UserError
-from harness.measure.provenance import environment
+from harness.measure.provenance import environment, saturates
 
 __all__ = ["examine"]
 
@@ -28,6 +28,12 @@ REMEDIES: Mapping[str, tuple[str, str]] = {
 
 READINGS = ("cpu.governor", "cpu.mhz", "cpu.turbo")
 """What decides whether timings can be trusted: shown even where it cannot be read."""
+
+
+SATURATING = (
+    "no VNNI: INT8 gains little and its products are added in 16 bits, where they saturate; figures of this machine, "
+    "accuracy above all, are not those of processors that have it (docs/accuracy.md)"
+)
 
 
 def examine() -> list[tuple[str, str, str]]:
@@ -107,6 +113,8 @@ def _machine() -> Iterator[tuple[str, str, str]]:
         yield ("gpu", "none found", "nvidia-smi is missing or lists none; not needed for CPU backends")
     for index, gpu in enumerate(gpus):
         yield (f"gpu {index}", "ok", ", ".join(f"{field} {value}" for field, value in gpu.items()))
+    if saturates(facts):
+        yield ("int8 on this cpu", "warning", SATURATING)
     flat = dict(_flat(facts))
     for key in READINGS:
         yield (key, "" if key in flat else "not readable", _shown(flat.pop(key, "")))

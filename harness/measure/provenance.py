@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-__all__ = ["checked_threads", "cores", "cpu_model", "decisive", "environment", "git_commit"]
+__all__ = ["checked_threads", "cores", "cpu_model", "decisive", "environment", "git_commit", "saturates"]
 
 PACKAGES = (
     "qdq-bench", "numpy", "onnx", "onnxruntime-gpu", "onnxruntime", "openvino", "nvidia-modelopt", "tensorrt", "torch",
@@ -58,6 +58,16 @@ def decisive(facts: Mapping[str, Any]) -> dict[str, Any]:
         "cpu": facts.get("cpu", {}).get("model"),
         "gpus": [{name: gpu.get(name) for name in ("name", "driver_version")} for gpu in facts.get("gpus", [])],
     }
+
+
+def saturates(facts: Mapping[str, Any]) -> bool:
+    """Whether the processor of an `environment` adds products of UINT8 and INT8 in 16 bits, where they saturate.
+
+    x86 with AVX2 (VPMADDUBSW) and without VNNI or AMX: runtimes compute something else there than the Q/DQ file says
+    (ONNX Runtime, "Quantize ONNX models", on data types).
+    """
+    flags = set(facts.get("cpu", {}).get("flags", ()))
+    return "avx2" in flags and not flags & {"avx_vnni", "avx512_vnni", "amx_int8"}
 
 
 def git_commit() -> str | None:

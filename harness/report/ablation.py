@@ -150,7 +150,7 @@ def ablation_table(ablation: pd.DataFrame) -> Table:
             "parameters": row["params"] or MISSING,
             "budget": f"{row['budget']} evaluations",
             "cell": f"{MEAN} of {row['cells']}" if pd.isna(row["cell"]) else row["cell"],
-            "ratio [CI]": interval(row["ratio"], row["low"], row["high"], 3),
+            "ratio [limits]": interval(row["ratio"], row["low"], row["high"], 3),
             "chance": f"{row['chance']:.0%}",
             "seeds": str(row["seeds"]),
         }

@@ -32,7 +32,7 @@ def next_steps(results: Results, main: pd.DataFrame) -> Iterator[str]:
     asked = {spec.name for spec in results.stored.cells}
     for cell in results.cells:
         lines = [line for line in main.to_dict("records") if line["cell"] == cell.name and line["method"] != FLOAT_ROW]
-        shipped = any(str(line["decision"]).startswith("ship") for line in lines)
+        shipped = any(str(line["decision"]).startswith(("ship", "fast")) for line in lines)
         if shipped or cell.name not in asked or not cell.complete or cell.blind:
             continue
         beyond = [line for line in lines if line["verdict"] == "faster" and line["beyond"]]

@@ -8,9 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from harness.report.frames import main_frame
+from harness.report.frames import BROKEN, main_frame
 from harness.report.results import CellResults, Results
 from harness.report.scenes import sizes_of
+from harness.report.stored import Stored
 from harness.run.rows import FLOAT_ROW
 from harness.run.starts import TOOLS
 
@@ -23,38 +24,38 @@ RULES = {
     "all": "all operators",
     "all-fp8": "all operators, fp8",
 }
-BROKEN = ("not shipped: accuracy", "not shipped: not scored")
 NAMES = {"f32": "FP32", "fp32": "FP32", "f16": "FP16", "fp16": "FP16", "bf16": "BF16"}
 
 
 def decision_frame(results: Results) -> pd.DataFrame:
     """One line a cell and `role`, with the columns of `main_frame`.
 
-    Roles are the float precisions, "default PTQ" (each tool), "linear operators" and "all operators" where they are
-    rows of the experiment, and "best found": of the searchers whose choice obeys the bound on accuracy the one with the
-    highest speedup in the runoff, or where there was none by its own search samples, so that its confirmed figures are
-    fresh ones. `batch` is the first extent
-    of the inputs, `megabytes` the size of the exported file; both are None where they are not known.
+    Roles are the float precisions, "default PTQ" (each tool), the other baselines of the experiment ("linear
+    operators", "all operators", further ones by their names), and "best found": of the searchers whose choice obeys the
+    bound on accuracy the one with the highest speedup in the runoff, or where there was none by its own search samples,
+    so that its confirmed figures are fresh ones. `batch` is the first extent of the inputs, `megabytes` the size of the
+    exported file; both are None where they are not known.
     """
     cells = {cell.name: cell for cell in results.cells}
     lines = []
     for name, part in main_frame(results).groupby("cell", sort=False):
         cell = cells.get(str(name))
         sizes = {} if cell is None else sizes_of(cell)
-        for role, line in _roles(part.to_dict("records"), results.stored.searchers):
+        for role, line in _roles(part.to_dict("records"), results.stored):
             size = sizes.get(line["row"])
             facts = {"role": role, "batch": _batch(cell), "megabytes": None if size is None else size / 1e6}
             lines.append({**line, **facts})
     return pd.DataFrame(lines)
 
 
-def _roles(lines: Sequence[dict[Any, Any]], searchers: Sequence[str]) -> Iterator[tuple[str, dict[Any, Any]]]:
+def _roles(lines: Sequence[dict[Any, Any]], stored: Stored) -> Iterator[tuple[str, dict[Any, Any]]]:
     floats = [line for line in lines if line["method"] == FLOAT_ROW]
     named = [(NAMES.get(line["precision"], FLOAT_ROW), line) for line in floats]
     yield from sorted(named, key=lambda pair: pair[0] != "FP32")
     yield from ((f"default PTQ, {line['method']}", line) for line in lines if line["method"] in TOOLS)
-    yield from ((RULES[line["method"]], line) for line in lines if line["method"] in RULES)
-    found = [line for line in lines if line["method"] in searchers]
+    rules = (line for line in lines if line["method"] in stored.baselines and line["method"] not in TOOLS)
+    yield from ((RULES.get(line["method"], line["method"]), line) for line in rules)
+    found = [line for line in lines if line["method"] in stored.searchers]
     if found:
         yield BEST, _favourite(found)
 

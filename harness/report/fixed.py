@@ -9,16 +9,18 @@ import pandas as pd
 
 from harness.measure.events import Readings
 from harness.measure.stats import CLAIM_FLOOR, verdict
+from harness.report.overview import MEAN
 from harness.report.results import CellResults, Results
 from harness.report.samples import Turns, advantage
 from harness.report.searching import chosen, ratio_over_seeds
+from harness.report.statistics import over_blocks
 from harness.report.tables import MISSING, Table, interval
 
 __all__ = ["fixed_frame", "fixed_table"]
 
 COLUMNS = (
-    "cell", "model", "searcher", "budget", "fixed", "row", "ratio", "low", "high", "floor", "verdict", "seeds", "same",
-    "unfit",
+    "cell", "model", "cells", "searcher", "budget", "fixed", "row", "ratio", "low", "high", "floor", "verdict", "seeds",
+    "same", "unfit",
 )  # fmt: skip
 SAME = "the same placement"
 NONE = "none to ship"
@@ -33,8 +35,9 @@ NOTE = (
     f'the bound on accuracy where there is one; "{NONE}": no baseline keeps it, or none could be scored. "1/2 not to '
     'ship": the choices of so many of the seeds break the bound, or could not be scored.\n'
     "The best fixed row was picked by its confirmed figure, the searcher's choice before the confirmation: what luck "
-    "there was in the confirmation is the fixed row's, so the comparison favours it. Ties by their brackets alone: the "
-    "figure itself is slower by more than the A/A floor."
+    "there was in the confirmation is the fixed row's, so the comparison favours it. Geometric mean over cells: "
+    "Student's interval over them [95 %], none of fewer than three. Ties by their brackets alone: the figure itself is "
+    "slower by more than the A/A floor; ties by the floor alone: the bracket is without 1."
 )
 
 
@@ -46,9 +49,26 @@ def fixed_frame(results: Results) -> pd.DataFrame:
     are paired as `harness.report.samples.advantage` has it, 1 where a seed chose the fixed row itself. `same` of the
     `seeds` did, and `unfit` chose what breaks the bound or could not be scored. Cells without a confirmed baseline have
     no line.
+
+    Lines without a cell are geometric means over the `cells` that have a ratio, of searchers with several; cells that
+    are never pooled (`Results.pooled`) are not among them.
     """
     lines = [line for cell in results.cells for line in _lines(cell, results.stored.baselines)]
-    return pd.DataFrame(lines, columns=list(COLUMNS))
+    frame = pd.DataFrame(lines, columns=list(COLUMNS))
+    pooled = frame["cell"].isin([cell.name for cell in results.pooled])
+    return pd.DataFrame([*lines, *_means(frame[frame["ratio"].notna() & pooled])], columns=list(COLUMNS))
+
+
+def _means(judged: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """Over cells, by searcher and budget."""
+    for (searcher, budget), part in judged.groupby(["searcher", "budget"], sort=False):
+        if len(part) > 1:
+            mean = over_blocks(part["ratio"].astype(float).tolist())
+            yield {
+                **dict.fromkeys(COLUMNS), "model": MEAN, "cells": len(part), "searcher": searcher, "budget": budget,
+                "ratio": mean.value, "low": mean.low, "high": mean.high, "seeds": int(part["seeds"].min()),
+                "same": int(part["same"].sum()), "unfit": int(part["unfit"].sum()),
+            }  # fmt: skip
 
 
 def _lines(cell: CellResults, baselines: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -62,7 +82,7 @@ def _lines(cell: CellResults, baselines: Sequence[str]) -> Iterator[dict[str, An
     best = max(filter(cell.obeys, fixed), key=lambda row: cell.summaries[row].speedup.value, default="")
     for (searcher, budget), rows in chosen(cell).items():
         yield {
-            "cell": cell.name, "model": cell.facts["model"], "searcher": searcher, "budget": budget,
+            "cell": cell.name, "model": cell.facts["model"], "cells": 1, "searcher": searcher, "budget": budget,
             "fixed": ", ".join(fixed.get(best, [])), "row": best, "floor": cell.floor,
             **_judged(cell, turns, list(rows.values()), best), "seeds": len(rows),
             "same": sum(row == best for row in rows.values()),
@@ -83,12 +103,13 @@ def fixed_table(fixed: pd.DataFrame) -> Table:
     """One row a cell and searcher, one column a budget; below it the tally of each searcher where cells are several."""
     heads = {budget: f"{budget} evaluations" for budget in sorted(set(fixed["budget"]))}
     lines = []
-    for (cell, searcher), part in fixed.groupby(["cell", "searcher"], sort=False):
+    for (cell, searcher), part in fixed.groupby(["cell", "searcher"], sort=False, dropna=False):
         first, shown = part.iloc[0], {row["budget"]: _shown(row) for row in part.to_dict("records")}
+        mean = bool(pd.isna(first["cell"]))
         lines.append(
             {
-                "cell": str(cell),
-                "best fixed row": first["fixed"] or NONE,
+                "cell": MEAN if mean else str(cell),
+                "best fixed row": MISSING if mean else first["fixed"] or NONE,
                 "A/A floor": MISSING if pd.isna(first["floor"]) else f"{first['floor']:.1%}",
                 "searcher": str(searcher),
                 **{head: shown.get(budget, MISSING) for budget, head in heads.items()},
@@ -103,6 +124,9 @@ def fixed_table(fixed: pd.DataFrame) -> Table:
 def _shown(row: Mapping[Any, Any]) -> str:
     if pd.isna(row["ratio"]):
         return MISSING
+    if pd.isna(row["cell"]):
+        mean = f"{interval(row['ratio'], row['low'], row['high'])} of {row['cells']}"
+        return f"{mean}, {row['unfit']} not to ship" if row["unfit"] else mean
     figure = "" if row["verdict"] == SAME else f"{interval(row['ratio'], row['low'], row['high'])} "
     said = f"{figure}{row['verdict']}"
     return f"{said}, {row['unfit']}/{row['seeds']} not to ship" if row["unfit"] else said
@@ -110,7 +134,7 @@ def _shown(row: Mapping[Any, Any]) -> str:
 
 def _tallies(fixed: pd.DataFrame) -> Iterator[str]:
     """Of each searcher and budget the verdicts over cells, and the least that came of it."""
-    judged = fixed[fixed["ratio"].notna()]
+    judged = fixed[fixed["ratio"].notna() & fixed["cell"].notna()]
     for searcher, lines in judged.groupby("searcher", sort=False) if judged["cell"].nunique() > 1 else ():
         told = [f"after {budget} evaluations {_tally(part)}" for budget, part in lines.groupby("budget")]
         yield f"{searcher}: {'; '.join(told)}."
@@ -119,7 +143,14 @@ def _tallies(fixed: pd.DataFrame) -> Iterator[str]:
 def _tally(part: pd.DataFrame) -> str:
     counts = part["verdict"].value_counts()
     ratios, floors = part["ratio"].astype(float), part["floor"].astype(float).fillna(0.0)
-    below = part[(part["verdict"] == "tie") & (ratios * (1 + floors.clip(lower=CLAIM_FLOOR)) < 1)]
+    tied = part["verdict"] == "tie"
+    below = tied & (ratios * (1 + floors.clip(lower=CLAIM_FLOOR)) < 1)
+    clear = tied & ((part["low"] > 1) | (part["high"] < 1))
     counted = ", ".join(f"{counts[said]} {said}" for said in VERDICTS if said in counts)
-    alone = ", ".join(f"{row['cell']} {row['ratio']:.2f}" for row in below.to_dict("records"))
-    return f"{counted}, least {ratios.min():.2f}" + (f" (ties by their brackets alone: {alone})" if alone else "")
+    kinds = {"their brackets": below, "the floor": clear}
+    alone = [f"ties by {what} alone: {_named(part[which])}" for what, which in kinds.items() if which.any()]
+    return f"{counted}, least {ratios.min():.2f}" + (f" ({'; '.join(alone)})" if alone else "")
+
+
+def _named(part: pd.DataFrame) -> str:
+    return ", ".join(f"{row['cell']} {row['ratio']:.2f}" for row in part.to_dict("records"))

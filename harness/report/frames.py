@@ -20,12 +20,14 @@ from harness.report.searching import float_ms
 from harness.run.plan import CellSpec
 from harness.run.rows import FLOAT_ROW, Pick, favourite
 
-__all__ = ["backend_of", "finalist_frame", "main_frame", "precision_frame"]
+__all__ = ["BROKEN", "backend_of", "finalist_frame", "main_frame", "precision_frame"]
 
 logger = logging.getLogger(__name__)
 
 REASON_WIDTH = 60
 MISSING = "missing"
+BROKEN = ("not shipped: accuracy", "not shipped: not scored")
+"""How decisions begin on what breaks the bound on accuracy, or was not seen to keep it."""
 COLUMNS = (
     "cell", "model", "backend", "device", "precision", "quantized", "method", "latency_ms", "latency_low_ms",
     "latency_high_ms", "speedup", "speedup_low", "speedup_high", "metric", "score", "drop", "drop_low", "drop_high",
@@ -146,8 +148,16 @@ def _decision(cell: CellResults, line: Mapping[str, Any]) -> str:
         return "not shipped: accuracy" if line["score"] is not None else f"not shipped: {_unscored(cell, line)}"
     if verdict != "faster":
         return "tie: use float" if verdict == "tie" and line["method"] != FLOAT_ROW else f"not shipped: {verdict}"
-    shipped = "ship: fastest" if line["best"] else "ship"
+    shipped = _shipped(cell, line)
     return f"{shipped}, once confirmed on a quiet machine" if disturbance_note(cell.disturbed) else shipped
+
+
+def _shipped(cell: CellResults, line: Mapping[str, Any]) -> str:
+    """What may be said of a row that is faster: nobody ships what was held to no bound on accuracy."""
+    if line["score"] is not None and cell.allowed is not None:
+        return "ship: fastest" if line["best"] else "ship"
+    why = "accuracy unknown" if line["score"] is None else "no bound on accuracy"
+    return f"{'fastest' if line['best'] else 'faster'}, {why}"
 
 
 def _unscored(cell: CellResults, line: Mapping[str, Any]) -> str:

@@ -8,59 +8,20 @@ import pandas as pd
 
 from harness.evaluators.intervals import Estimate, accuracy_of, metric_estimate
 from harness.measure.events import disturbance_note
+from harness.measure.provenance import saturates
+from harness.report.captions import DECIDED
 from harness.report.decision import BEST
+from harness.report.frames import BROKEN
 from harness.report.naming import BEYOND, CAPPED, UNSCORED, metric_name
 from harness.report.results import CellResults, Results
 from harness.report.tables import interval
 from harness.run.rows import ACCURACY_ONLY, FLOAT_ROW, Pick
 
 __all__ = [
-    "BUDGET_NOTE", "COST_NOTE", "FINALIST_NOTE", "LEVEL_NOTE", "PRECISION_NOTE", "TARGET_NOTE", "VARIANCE_NOTE",
     "backend_notes", "data_notes", "decision_note", "floor_note", "main_note", "noise", "partial", "progress",
 ]  # fmt: skip
 
-BUDGET_NOTE = (
-    "Confirmed speedup over the float baseline of the incumbent after so many evaluations: median over seeds "
-    "[95 % interval of the median; where there are fewer than six seeds, from the lowest to the highest limit of their "
-    "own 95 % intervals]. Bold: the highest median of a cell at a budget; underlined: its interval meets that of the "
-    "highest. An incumbent holds the bound on accuracy by what its search saw; what is left of that stands in the main "
-    "table."
-)
-FINALIST_NOTE = (
-    "Every placement that a search sent to the confirmation at its largest budget; METHOD #2 is the second best of a "
-    "search, by its runoff where there was one, else by its own samples (of a front: by the area that it dominates). "
-    "The main table shows the best seed of each searcher by the same rule, never by the confirmed ones. Shrinkage: "
-    "speedup by the search's own samples less the confirmed one. Brackets as in the main table."
-)
-COST_NOTE = (
-    "The seeds of a searcher together, wall-clock from the first proposal; composing, calibration, runoff and "
-    "confirmation are not in it. Harness: the share outside build, sampling, evaluation and failed candidates; the "
-    "searcher's own work is in it. Readings saved: by racing, an estimate, as a share of those that would have been "
-    "taken. Built again: candidates that beat the incumbent by more than noise. Taken again: candidates whose first "
-    "readings drifted or were disturbed; unsteady: their second ones too, or they never warmed up."
-)
-DECIDED = (
-    "Decision: shipped is what is faster than the float baseline beyond the noise, and whose drop of accuracy is "
-    "within the bound where there is one; the drop itself counts, not its interval."
-)
-PRECISION_NOTE = f"{DECIDED} Figures, brackets, bold and underlined as in the main table."
-LEVEL_NOTE = (
-    "A placement is as fast as the median of what the searches of the cell read of it, so that one that several of "
-    "them came to, a start for instance, stands at one level."
-)
-TARGET_NOTE = (
-    "Evaluations (minutes) until the incumbent had this share of the best gain that any search of the cell found: "
-    "median over seeds, range of the evaluations in brackets, and how many of the seeds came so far. Initial "
-    "placements count. Incumbents and gains are those of the searches' own readings: one whose choice only the runoff "
-    'or the confirmation showed to be that fast stands as "never". ' + LEVEL_NOTE
-)
-VARIANCE_NOTE = (
-    "Relative standard deviation of single inferences within a turn, of turns within a build, and of fresh builds: "
-    "nested analysis of variance on logarithms, median over the rows of a cell."
-)
-
 UNFIT = "not shipped: not scored"
-BROKEN = ("not shipped: accuracy", UNFIT)
 NOISY = 0.10
 """A/A floor from which on a machine is called noisy: gains of the size that quantization has drown in it."""
 UNSTEADY = 0.25
@@ -76,7 +37,12 @@ def noise(cell: CellResults) -> str:
 def floor_note(cells: Iterable[CellResults]) -> str:
     """Up to which gain the float model differs from itself, by cell."""
     floors = [f"{cell.name} {cell.floor:.1%}" for cell in cells if cell.floor is not None]
-    return f"A/A floor: {', '.join(floors) if floors else 'not measured yet'}."
+    if not floors:
+        return "A/A floor: not measured yet."
+    return (
+        "A/A floor, by which the float model and its twin differ at most in single builds (in 95 % of them, up to 20 "
+        f"builds in all of them): {', '.join(floors)}."
+    )
 
 
 def _rough(cell: CellResults) -> str:
@@ -140,11 +106,22 @@ def data_notes(cells: Sequence[CellResults]) -> tuple[str, ...]:
         for cell in cells
         if cell.blind
     ]
+    if rough := [cell.name for cell in cells if FLOAT_ROW in cell.scores and _saturates(cell)]:
+        told.append(
+            f"Accuracy of {', '.join(rough)}: of a processor without VNNI, where INT8 products saturate; one that has "
+            "it gives other drops."
+        )
     few: dict[str, list[str]] = {}
     for cell in cells:
         if note := _few(cell):
             few.setdefault(note, []).append(cell.name)
     return (*told, *(f"Accuracy of {', '.join(names)}: {note}." for note, names in few.items()))
+
+
+def _saturates(cell: CellResults) -> bool:
+    """Whether the device is a processor that adds products of integers in 16 bits."""
+    own = cell.environment.get("cpu", {}).get("model")
+    return saturates(cell.environment) and cell.facts["backend"].get("device") == own
 
 
 def _few(cell: CellResults) -> str:
@@ -205,10 +182,10 @@ def main_note(results: Results) -> str:
     within = f" among those whose drop is at most {' or '.join(f'{b:g}' for b in bounds)}" if bounds else ""
     lines = [
         f"Latency: geometric mean over {' or '.join(str(n) for n in builds) or 'some'} fresh builds (the baseline: "
-        f"as many or more) of their median turns. Speedup: {_denominator(results.cells)}, paired by turns. "
-        "Intervals: 95 %, Student's over builds.",
-        "Tie: the interval contains 1, or the gain is below 1 % or below the A/A floor, by which the float model "
-        f"differs from its own rebuilt twin: use float. Bold: the fastest of a finished cell{within}. Underlined: not "
+        f"as many or more) of their median turns. Speedup: {_denominator(results.cells)}, paired by turns, so "
+        "not quite the ratio of two latencies of the table. Intervals: 95 %, Student's over builds.",
+        "Tie: the interval contains 1, or the gain is below 1 % or below the A/A floor: use float. "
+        f"Bold: the fastest of a finished cell{within}. Underlined: not "
         "distinguishable from it by the same rule, paired. A searcher stands with the best of its seeds, by the runoff "
         "or without one by its own samples. Builds ok: in that search, for the others in the confirmation. Minutes: "
         "wall-clock of that search.",
@@ -216,6 +193,8 @@ def main_note(results: Results) -> str:
         *_reservations(results.cells, bounds),
         floor_note(results.cells),
     ]
+    if versions := _versions(results.cells):
+        lines.append(versions)
     if halves := [cell.name for cell in results.cells if cell.facts.get("halves")]:
         lines.append(
             f"Searches saw one half of the evaluator's data, scores and drops are of the other: {', '.join(halves)}."
@@ -227,6 +206,16 @@ def main_note(results: Results) -> str:
     lines += [f"Calibration of {c.name}: {text}." for c in results.cells for text in c.remarks]
     lines += [f"Starts of {c.name}: {text}." for c in results.cells for text in c.cache_remarks]
     return "\n".join([*lines, *filter(None, [partial(results)])])
+
+
+def _versions(cells: Sequence[CellResults]) -> str:
+    """That cells were measured with different versions of this code; "" where they were not."""
+    found: dict[str, list[str]] = {}
+    for cell in cells:
+        if commit := str(cell.environment.get("git_commit", "")):
+            found.setdefault(commit[:12] + commit[40:], []).append(cell.name)
+    told = "; ".join(f"{commit} {', '.join(names)}" for commit, names in found.items())
+    return f"Begun with different versions of this code: {told}." if len(found) > 1 else ""
 
 
 def _scored(cells: Sequence[CellResults]) -> Iterator[str]:

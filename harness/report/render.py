@@ -93,7 +93,7 @@ def load(folder: Path | str) -> Frames:
     results = load_results(Path(folder))
     return Frames(
         main=main_frame(results),
-        overview=overview_frame(main_frame(results)),
+        overview=overview_frame(main_frame(results), budget_frame(results)),
         finalists=finalist_frame(results),
         precision=precision_frame(results),
         decision=decision_frame(results),

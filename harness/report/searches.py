@@ -44,6 +44,7 @@ class Search:
         path: Its journal.
         elapsed_s: Wall-clock after each evaluation, which never goes back; a retry's belongs to the last before it.
         good: Evaluations that worked.
+        failures: How many others failed, by stage.
         initial: Evaluations that went to initial placements.
         steps: Each evaluation that became the incumbent, the fastest one that obeys the bounds.
         looked: Those whose metric was measured, in order.
@@ -59,6 +60,7 @@ class Search:
     path: Path
     elapsed_s: tuple[float, ...]
     good: int
+    failures: Mapping[str, int]
     initial: int
     steps: tuple[Evaluated, ...]
     looked: tuple[Looked, ...]
@@ -101,6 +103,7 @@ def read_search(path: Path, searcher: str, seed: int, goal: Goal, metric: str | 
         path=path,
         elapsed_s=tuple(tally.elapsed_s),
         good=tally.good,
+        failures=dict(tally.failures),
         initial=tally.initial,
         steps=tuple(steps),
         looked=tuple(looked),
@@ -154,6 +157,7 @@ class _Tally:
     def __init__(self) -> None:
         self.elapsed_s: list[float] = []
         self.good = 0
+        self.failures: Counter[str] = Counter()
         self.initial = 0
         self.cost: Counter[str] = Counter()
 
@@ -166,7 +170,10 @@ class _Tally:
                 self.elapsed_s[spent - 1 :] = [latest_s]
             else:
                 self.elapsed_s.append(latest_s)
-                self.good += isinstance(told.outcome, Measured)
+                if isinstance(told.outcome, Measured):
+                    self.good += 1
+                else:
+                    self.failures[told.outcome.stage] += 1
                 self.initial += entry.asked.origin.startswith("seed:")
             self.cost.update(_cost(told.outcome))
             yield entry

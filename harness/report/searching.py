@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from harness.measure.stats import Interval, median_ci
+from harness.measure.stats import CLAIM_FLOOR, Interval, median_ci
 from harness.report.results import CellResults, Results
 from harness.report.searches import Search
 from harness.run.rows import FLOAT_ROW
 
 __all__ = [
-    "TARGETS", "budget_frame", "chosen", "cost_frame", "curve_frame", "early_ends", "float_level_ms", "float_ms",
-    "ratio_over_seeds", "speedups_at", "target_frame",
+    "TARGETS", "budget_frame", "chosen", "cost_frame", "curve_frame", "early_ends", "failures", "float_level_ms",
+    "float_ms", "ratio_over_seeds", "speedups_at", "target_frame",
 ]  # fmt: skip
 
 TARGETS = (0.95, 0.99)
@@ -109,6 +109,20 @@ def _ended(search: Search, budget: int) -> str:
     return f"ended at {search.evaluations} of {budget}" if search.evaluations < budget else ""
 
 
+def failures(results: Results) -> list[str]:
+    """How many evaluations of which searches failed at which stage, a line a cell."""
+    lines = []
+    for cell in results.cells:
+        told = [
+            f"{search.searcher}-{search.seed} {', '.join(f'{n} at {stage}' for stage, n in search.failures.items())}"
+            for search in cell.searches
+            if search.failures
+        ]
+        if told:
+            lines.append(f"Failed evaluations, {cell.name}: {'; '.join(told)}.")
+    return lines
+
+
 def cost_frame(results: Results) -> pd.DataFrame:
     """What each search took, in seconds: build, sampling, evaluation, failures, and the harness's own rest.
 
@@ -164,20 +178,21 @@ def _curve(cell: CellResults, search: Search) -> pd.DataFrame:
 def target_frame(results: Results) -> pd.DataFrame:
     """Evaluations and minutes until the incumbent has a share of the best gain, by the searches' readings.
 
-    The gain is that of the fastest incumbent of any search of the cell, in milliseconds, each placement at its one
-    level in the cell (`CellResults.levels_ms`). Median over the seeds with their range; seeds that never came so far
-    count as infinitely late, and `reached` of `seeds` did.
+    The gain is that of the fastest confirmed incumbent of any search of the cell (of any, where none is confirmed), in
+    milliseconds. A placement is as fast as its confirmed speedup makes it of the float model's readings, because the
+    best of many readings is a lucky one; what was not confirmed stands at its level (`CellResults.levels_ms`). Median
+    over the seeds with their range; seeds that never came so far count as infinitely late, and `reached` of `seeds`
+    did. Cells whose best gain is within the A/A floor have no lines.
     """
     lines = []
     for cell in results.cells:
         searches: dict[str, list[Search]] = {}
         for search in cell.searches:
             searches.setdefault(search.searcher, []).append(search)
-        found_ms = [cell.levels_ms[step.digest] for search in cell.searches for step in search.steps]
-        best_ms = min(found_ms, default=math.inf)
-        for searcher, found in searches.items() if math.isfinite(best_ms) else ():
+        gains = _gains(cell)
+        for searcher, found in searches.items() if gains else ():
             for share in TARGETS:
-                spent = [_spent_until(cell, search, best_ms, share) for search in found]
+                spent = [_spent_until(search, gains, share * max(gains.values())) for search in found]
                 figures = {"share": share, "seeds": len(spent), "reached": sum(math.isfinite(n) for n, _ in spent)}
                 evaluations, minutes = (_middle(values) for values in zip(*spent, strict=True))
                 lines.append(
@@ -190,11 +205,30 @@ def target_frame(results: Results) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def _spent_until(cell: CellResults, search: Search, best_ms: float, share: float) -> tuple[float, float]:
-    """Evaluations and minutes until the gain over the float model reached a share of the best; infinite if never."""
+def _gains(cell: CellResults) -> dict[str, float]:
+    """By digest the milliseconds that each incumbent saves; nothing where the best saves no more than the noise."""
     base_ms = float_level_ms(cell)
+    steps = {step.digest for search in cell.searches for step in search.steps}
+    if base_ms is None or not steps:
+        return {}
+    confirmed = {
+        digest: cell.summaries[digest].speedup.value for digest in steps & (cell.summaries.keys() - {FLOAT_ROW})
+    }
+    if any(pick.kind == "search" and pick.row == FLOAT_ROW for pick in cell.picks):
+        confirmed |= {
+            s.digest: 1.0 for search in cell.searches for s in search.steps if s.choices and not any(s.choices)
+        }
+    speedups = {digest: confirmed.get(digest, base_ms / cell.levels_ms[digest]) for digest in steps}
+    best = max((confirmed or speedups).values())
+    if best - 1 < max(CLAIM_FLOOR, cell.floor or 0.0):
+        return {}
+    return {digest: base_ms * (1 - 1 / min(speedup, best)) for digest, speedup in speedups.items()}
+
+
+def _spent_until(search: Search, gains: Mapping[str, float], wanted_ms: float) -> tuple[float, float]:
+    """Evaluations and minutes until the incumbent saved so much; infinite if never."""
     for step in search.steps:
-        if base_ms is not None and base_ms - cell.levels_ms[step.digest] >= share * (base_ms - best_ms):
+        if gains[step.digest] >= wanted_ms:
             return step.evaluations, step.elapsed_s / 60
     return math.inf, math.inf
 

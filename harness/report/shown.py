@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 
 from harness.measure.stats import Interval
-from harness.report.decision import BEST, decision_frame
-from harness.report.fixed import fixed_frame, fixed_table
-from harness.report.frames import finalist_frame, main_frame, precision_frame
-from harness.report.naming import CAPPED, METRICS, judged, score_head, shown_drop
-from harness.report.notes import (
+from harness.report.captions import (
     BUDGET_NOTE,
     COST_NOTE,
     FINALIST_NOTE,
     PRECISION_NOTE,
+    SECOND_NOTE,
     TARGET_NOTE,
     VARIANCE_NOTE,
-    backend_notes,
-    data_notes,
-    decision_note,
-    floor_note,
-    main_note,
-    noise,
 )
+from harness.report.decision import BEST, decision_frame
+from harness.report.fixed import fixed_frame, fixed_table
+from harness.report.frames import finalist_frame, main_frame, precision_frame
+from harness.report.naming import CAPPED, METRICS, judged, score_head, shown_drop
+from harness.report.notes import backend_notes, data_notes, decision_note, floor_note, main_note, noise
 from harness.report.overview import overview_frame, overview_table
 from harness.report.results import Results
 from harness.report.samples import variance_frame
-from harness.report.searching import budget_frame, cost_frame, early_ends, target_frame
+from harness.report.searching import budget_frame, cost_frame, early_ends, failures, target_frame
 from harness.report.shown_studies import study_tables
 from harness.report.tables import MISSING, Table, interval
 from harness.run.rows import FLOAT_ROW
@@ -39,6 +35,7 @@ from harness.run.rows import FLOAT_ROW
 __all__ = ["TIMED", "tables_of"]
 
 LATENCY, SPEEDUP, SCORE = "latency ms [CI]", "speedup [CI]", "score"
+NEVER = "never"
 TIMED = frozenset({
     "main", "overview", "precision", "decision", "budget", "fixed", "targets", "finalists", "ablation", "pairs",
     "transfer", "transfer_models",
@@ -67,17 +64,15 @@ def tables_of(results: Results) -> Iterator[Table]:
 def _made(results: Results) -> Iterator[Table]:
     main = _told_apart(main_frame(results))
     yield _marked("main", "Main results", main, _main_row, main_note(results))
-    yield overview_table(overview_frame(main))
+    yield overview_table(overview_frame(main, budget_frame(results)))
     precision = _told_apart(precision_frame(results))
     yield _marked("precision", "Precision and decision", precision, _precision_row, PRECISION_NOTE)
     yield _decision(_told_apart(decision_frame(results)))
     yield _budgets(budget_frame(results))
     yield fixed_table(fixed_frame(results))
     yield _targets(target_frame(results))
-    finalists = finalist_frame(results)
-    cells = _formatted(finalists, _finalist_row)
-    yield Table(name="finalists", title="Finalists", cells=cells, raw=finalists, note=FINALIST_NOTE)
-    yield _cost(cost_frame(results))
+    yield _finalists(finalist_frame(results))
+    yield _cost(cost_frame(results), failures(results))
     yield from study_tables(results)
     yield _variance(variance_frame(results))
 
@@ -94,7 +89,7 @@ def _marked(
     rows = raw.to_dict("records")
 
     def marked(key: str) -> frozenset[tuple[int, str]]:
-        return frozenset((n, column) for n, row in enumerate(rows) if row[key] for column in (LATENCY, SPEEDUP))
+        return frozenset((n, SPEEDUP) for n, row in enumerate(rows) if row[key])  # latencies are not paired
 
     cells = _formatted(raw, show)
     return Table(
@@ -138,6 +133,13 @@ def _finalist_row(row: dict[Any, Any]) -> dict[str, str]:
     return {**line, "seed": f"{row['seed']:.0f}", "placement": row["row"] or MISSING}
 
 
+def _finalists(finalists: pd.DataFrame) -> Table:
+    cells = _formatted(finalists, _finalist_row)
+    second = [SECOND_NOTE] if finalists["method"].str.contains(" #").any() else []
+    note = "\n".join([FINALIST_NOTE, *second])
+    return Table(name="finalists", title="Finalists", cells=cells, raw=finalists, note=note)
+
+
 def _score(row: dict[Any, Any]) -> str:
     if pd.isna(row["score"]):
         return MISSING
@@ -170,7 +172,7 @@ def _decision(decisions: pd.DataFrame) -> Table:
                 before = f"{row['quantized']} " if several else ""
                 line |= {f"{before}{score if head == SCORE else head}": text for head, text in _decided(row).items()}
                 for key, places in marks.items():
-                    places |= {(len(lines), f"{before}{head}") for head in (LATENCY, SPEEDUP) if row[key]}
+                    places |= {(len(lines), f"{before}{SPEEDUP}")} if row[key] else set()
             lines.append(line)
     cells = pd.DataFrame(lines).fillna(MISSING)
     cells = cells.drop(columns=[head for head in cells if set(cells[head]) == {MISSING}])
@@ -217,10 +219,7 @@ def _targets(targets: pd.DataFrame) -> Table:
     for (cell, searcher), part in targets.groupby(["cell", "searcher"], sort=False) if len(targets) else ():
         line = {"cell": str(cell), "searcher": str(searcher)}
         for row in part.to_dict("records"):
-            figures = [_spent(row[name], "{:.0f}") for name in ("evaluations", "evaluations_low", "evaluations_high")]
-            middle, low, high = figures
-            column = f"to {row['share']:.0%} of the best gain"
-            line[column] = f"{middle} [{low}, {high}] ({_spent(row['minutes'], '{:.2f} min')})"
+            line[f"to {row['share']:.0%} of the best gain"] = _evaluations(row)
             line[f"reached {row['share']:.0%}"] = f"{row['reached']}/{row['seeds']}"
         lines.append(line)
     return Table(
@@ -232,11 +231,19 @@ def _targets(targets: pd.DataFrame) -> Table:
     )
 
 
+def _evaluations(row: dict[Any, Any]) -> str:
+    if not row["reached"]:
+        return NEVER
+    middle, low, high = (_spent(row[f"evaluations{end}"], "{:.0f}") for end in ("", "_low", "_high"))
+    shown = middle if row["seeds"] == 1 else f"{middle} [{low}, {high}]"
+    return f"{shown} ({_spent(row['minutes'], '{:.2f} min')})"
+
+
 def _spent(value: float, form: str) -> str:
-    return form.format(value) if math.isfinite(value) else "never"
+    return form.format(value) if math.isfinite(value) else NEVER
 
 
-def _cost(cost: pd.DataFrame) -> Table:
+def _cost(cost: pd.DataFrame, failed: Sequence[str]) -> Table:
     lines = []
     for (cell, searcher), part in cost.groupby(["cell", "searcher"], sort=False) if len(cost) else ():
         total_s = part["total_s"].sum()
@@ -255,6 +262,7 @@ def _cost(cost: pd.DataFrame) -> Table:
         lines.append({**line, "minutes": f"{total_s / 60:.1f}", **shares, **counted})
     replayed = len(cost) > 0 and cost["build_s"].isna().any()
     note = f"{COST_NOTE} A dash: builds that are replayed took their time elsewhere." if replayed else COST_NOTE
+    note = "\n".join([note, *failed])
     return Table(name="cost", title="Cost of the searches", cells=pd.DataFrame(lines), raw=cost, note=note)
 
 

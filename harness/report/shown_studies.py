@@ -10,7 +10,7 @@ import pandas as pd
 
 from harness.measure.stats import median_ci
 from harness.report.ablation import ablation_frame, ablation_table
-from harness.report.notes import LEVEL_NOTE
+from harness.report.captions import LEVEL_NOTE
 from harness.report.results import Results
 from harness.report.statistics import ENOUGH, Ranks
 from harness.report.study import pair_frame, ranks, score_frame
@@ -29,9 +29,9 @@ SCORE_NOTE = (
 )
 PAIR_NOTE = (
     "Confirmed speedup at the largest budget, first over second, medians over seeds: geometric mean over cells [95 %, "
-    "Student's over cells; none of a single one]. Chance: that a seed of the first beats one of the second, ties half, "
-    f"mean over cells; 50 % is no effect. p (Holm): Wilcoxon's signed ranks over cells, corrected for all pairs; from "
-    f"{ENOUGH} cells on, with fewer no pair could be significant."
+    "Student's over cells; none of fewer than three]. Chance: that a seed of the first beats one of the second, ties "
+    "half, mean over cells; 50 % is no effect. p (Holm): Wilcoxon's signed ranks over cells, corrected for all pairs; "
+    f"from {ENOUGH} cells on, with fewer no pair could be significant."
 )
 TRANSFER_NOTE = (
     "The placement that the searches liked best on the backend of the row, run on that of the column: confirmed "

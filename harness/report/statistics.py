@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +19,12 @@ from harness.measure.stats import CLAIM_FLOOR, Interval, block_ci
 from harness.report.tables import several
 
 __all__ = [
-    "ENOUGH", "FEWEST", "Ranks", "compare_pairs", "effect_size", "geometric_mean", "quartiles", "ranks_of",
-    "score_against_random",
+    "ENOUGH", "FEWEST", "Ranks", "compare_pairs", "effect_size", "geometric_mean", "over_blocks", "quartiles",
+    "ranks_of", "score_against_random",
 ]  # fmt: skip
 
 FEWEST = 3
-"""Blocks that Friedman's test needs here: fewer say nothing of others, however well they agree."""
+"""Blocks that a mean's interval and Friedman's test need here: fewer say nothing of others, however well they agree."""
 ENOUGH = 6
 """Blocks that Wilcoxon's test needs: its smallest p is 2 / 2^n, 0.06 for five."""
 MANY_BLOCKS, MANY_METHODS = 10, 5
@@ -144,9 +144,9 @@ def compare_pairs(seeds: Mapping[str, Mapping[str, Sequence[float]]]) -> pd.Data
     """Every pair of methods: ratio with its interval, size of effect, Wilcoxon's signed ranks with Holm's correction.
 
     The ratio goes over blocks as `harness.measure.stats.block_ci` has it: the median over seeds stands for a block, the
-    interval is Student's over blocks on a logarithmic scale; a single block gives none. The chance to be better is the
-    mean over blocks of the effect size over seeds (Agarwal et al. 2021, "Deep reinforcement learning at the edge of the
-    statistical precipice", probability of improvement).
+    interval is Student's over blocks on a logarithmic scale; fewer than `FEWEST` give none. The chance to be better is
+    the mean over blocks of the effect size over seeds (Agarwal et al. 2021, "Deep reinforcement learning at the edge of
+    the statistical precipice", probability of improvement).
 
     Args:
         seeds: By method, by block, one positive value a seed; a pair is compared on the blocks that both have.
@@ -166,7 +166,7 @@ def _pair(
 ) -> dict[str, object]:
     blocks = [block for block in first if block in second and len(first[block]) and len(second[block])]
     ratios = [float(np.median(first[block]) / np.median(second[block])) for block in blocks]
-    middle = block_ci([[ratio] for ratio in ratios]) if blocks else Interval(value=1.0, low=0.0, high=math.inf)
+    middle = over_blocks(ratios) if blocks else Interval(value=1.0, low=0.0, high=math.inf)
     return {
         "first": one,
         "second": two,
@@ -177,6 +177,16 @@ def _pair(
         "chance": float(np.mean([effect_size(first[b], second[b]) for b in blocks])) if blocks else math.nan,
         "p_value": _wilcoxon(np.log(ratios)) if len(blocks) >= ENOUGH else math.nan,
     }
+
+
+def over_blocks(ratios: Sequence[float]) -> Interval:
+    """Geometric mean of the ratios of several blocks with Student's interval over them; with fewer than `FEWEST` none.
+
+    Raises:
+        ValueError: No ratio, or one that is not positive.
+    """
+    middle = block_ci([[ratio] for ratio in ratios])
+    return middle if len(ratios) >= FEWEST else replace(middle, low=0.0, high=math.inf)
 
 
 def _wilcoxon(differences: Floats) -> float:

@@ -116,19 +116,27 @@ def write_table(table: Table, folder: Path) -> None:
 
 
 def _latex_table(table: Table) -> str:
-    """A float of booktabs, no wider than the text; its caption says what all rows share, comments are the notes."""
+    """A float of booktabs, no wider than the text; comments are the notes.
+
+    The caption has the title, what all rows share, and the first two sentences of the note: what the figures are.
+    """
     shown = _marked(table, _latex, {"best": r"\textbf{{{}}}", "tied": r"\underline{{{}}}"})
     shown = shown.drop(columns=[_latex(name) for name in table.alike])
     body = shown.to_latex(index=False, escape=False, column_format="l" * len(shown.columns)).rstrip()
     shared = "; ".join(f"{name}: {value}" for name, value in table.alike.items())
     title = table.title or table.name
-    caption = _latex(f"{title}. {shared}." if shared else f"{title}.")
+    caption = _latex(" ".join(filter(None, [f"{title}.", shared and f"{shared}.", *_sentences(table.note)[:2]])))
     notes = "".join(f"% {printable(line)}\n" for line in table.lines)
     return (
         "% \\usepackage{booktabs,graphicx}\n"
         f"{notes}\\begin{{table}}\n\\centering\n\\caption{{{caption}}}\n\\label{{tab:{table.name}}}\n"
         f"\\resizebox{{\\ifdim\\width>\\linewidth\\linewidth\\else\\width\\fi}}{{!}}{{%\n{body}}}\n\\end{{table}}\n"
     )
+
+
+def _sentences(note: str) -> list[str]:
+    """Of the first line of a note."""
+    return re.split(r"(?<=[.!?]) (?=[A-Z])", note.partition("\n")[0])
 
 
 def _marked(table: Table, escape: Callable[[str], str], marks: Mapping[str, str]) -> pd.DataFrame:

@@ -25,7 +25,8 @@ ALIGNED = ("main", "precision", "finalists")
 BY_ROW = (*ALIGNED, "overview", "decision", "transfer", "transfer_models")
 """Tables whose figures are of rows of the main table."""
 CONFIRMED = ("budget", "fixed", "pairs", "ablation")
-"""Tables of what searches chose, by its confirmation. The others are of the searches' own samples."""
+"""Tables of what searches chose, by its confirmation. The others are of the searches' own samples, `targets` of both.
+"""
 LABELS = (
     "cell", "searcher", "first", "second", "reference", "budget", "variant", "model", "row", "found on", "found in",
 )  # fmt: skip
@@ -160,7 +161,10 @@ def _origins(results: Results, table: Table, number: int, head: str) -> Iterator
     line, cells = table.cells.to_dict("records")[number], {cell.name: cell for cell in results.cells}
     if table.name in BY_ROW:
         for raw in _behind(table, number, head):
-            yield from _of_row(cells, raw, head)
+            if table.name == "overview" and raw is not None and raw["seeds"] > 1:  # a median over them
+                yield from _chosen(cells[raw["cell"]], {raw["method"]}, f"{raw['budget']:.0f}")
+            else:
+                yield from _of_row(cells, raw, head)
         return
     for cell in [cells[line["cell"]]] if line.get("cell") in cells else results.pooled:
         if table.name == "variance":
@@ -170,9 +174,16 @@ def _origins(results: Results, table: Table, number: int, head: str) -> Iterator
             yield from _chosen(cell, _named(line), line.get("budget", head))
             yield from _beside(cell, table)
         else:
-            for search in cell.searches:
-                if not _named(line) or search.searcher in _named(line):
-                    yield from readings.trials(cell, search.searcher, search.seed)
+            yield from _tried(cell, _named(line), confirmed=table.name == "targets")
+
+
+def _tried(cell: CellResults, searchers: set[str], *, confirmed: bool) -> Iterator[Source]:
+    """Every evaluation of these searchers, of all where none is named; and of their incumbents the confirmation."""
+    for search in cell.searches:
+        if not searchers or search.searcher in searchers:
+            yield from readings.trials(cell, search.searcher, search.seed)
+            rows = dict.fromkeys(step.digest for step in search.steps if confirmed and step.digest in cell.summaries)
+            yield from (readings.turns(cell, row, paired=True) for row in rows)
 
 
 def _of_row(cells: Mapping[str, CellResults], raw: Mapping[Any, Any] | None, head: str) -> Iterator[Source]:

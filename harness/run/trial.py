@@ -16,7 +16,7 @@ from harness.run.judge import Judge
 __all__ = ["BUILDS", "Care", "attempt_with"]
 
 BUILDS = 3
-"""A surprise is built again until two readings agree on it; the third decides."""
+"""A surprise, or a winner by disturbed readings, is built again until two readings agree on it; the third decides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Care:
     Attributes:
         floor: Relative A/A noise floor; a gain within it is not worth a second look.
         racing: An engine that is clearly slower than the incumbent is timed no further.
-        builds: Of a surprise at most; 1: it is believed at once.
+        builds: Of a surprise, or of a winner by disturbed readings, at most; 1: it is believed at once.
         level_ms: The baseline's latency, where the machine is so restless that candidates are timed beside it.
     """
 
@@ -47,7 +47,8 @@ def attempt_with(
 
     A candidate that may win and beats the incumbent by more than noise is built and sampled again before anyone
     believes it: the lowest of many noisy readings is low by luck (Helion's autotuner found configurations 7 %
-    faster once it confirmed suspicious timings, pytorch/helion pull request 2377).
+    faster once it confirmed suspicious timings, pytorch/helion pull request 2377). So is one that would be the
+    incumbent by readings that something else on the machine disturbed, however wide their interval is.
 
     Args:
         judge: Looks at accuracy; by default nobody does.
@@ -71,22 +72,28 @@ class _Trial:
             return self.judge.look(self.engines, handle, measured, incumbent)
 
         outcome = self._measure(candidate, rival, look)
-        if isinstance(outcome, Failed) or not self._surprising(outcome, rival):
+        if isinstance(outcome, Failed) or rival is None or not self.judge.holds(outcome.metrics):
+            return outcome  # the first one surprises nobody
+        if not self._ahead(outcome, rival) or (outcome.stable and not _apart(outcome, rival)):
             return outcome
         taken = [outcome]
-        while len(taken) < self.care.builds and (len(taken) == 1 or not self._surprising(taken[-1], rival)):
+        while len(taken) < self.care.builds and not self._settled(taken, rival):
             again = self._measure(candidate, rival, lambda _, measured: measured)
             if isinstance(again, Failed):
                 return again
             taken.append(again)
         return _agreed(taken)
 
-    def _surprising(self, measured: Measured, rival: Interval | None) -> bool:
-        """Whether it would become the incumbent by more than noise; the first one surprises nobody."""
-        if rival is None or not self.judge.holds(measured.metrics):
+    def _ahead(self, measured: Measured, rival: Interval) -> bool:
+        """Whether it would become the incumbent, with more than the floor between them."""
+        return median_ci(measured.samples_ms).value * (1 + self.care.floor) < rival.value
+
+    def _settled(self, taken: Sequence[Measured], rival: Interval) -> bool:
+        """Whether the last build repeats a surprise, or is steady where the first was disturbed."""
+        first, last = taken[0], taken[-1]
+        if len(taken) == 1 or not last.stable:
             return False
-        own = median_ci(measured.samples_ms)
-        return own.high < rival.low and own.value * (1 + self.care.floor) < rival.value
+        return not first.stable or (self._ahead(last, rival) and _apart(last, rival))
 
     def _measure(self, candidate: Candidate, rival: Interval | None, then: _Then) -> Outcome:
         """Build and sample, and while the engine is there do what comes then."""
@@ -121,13 +128,28 @@ class _Trial:
 _Then = Callable[[int, Measured], Outcome]
 
 
+def _apart(measured: Measured, rival: Interval) -> bool:
+    """Whether its interval ends before the incumbent's begins."""
+    return median_ci(measured.samples_ms).high < rival.low
+
+
 def _agreed(taken: Sequence[Measured]) -> Measured:
-    """One record of several builds: the later of two that agree counts, else the middle one of three."""
-    order = sorted(taken, key=lambda measured: median_ci(measured.samples_ms).value)
-    counted = order[1] if len(taken) > 2 else taken[-1]
+    """One record of several builds: the later of two counts, of three the middle one.
+
+    Disturbed ones are left out, and kept with the discarded readings, where enough others are there: one that was taken
+    to check them, or two.
+    """
+    steady = [measured for measured in taken if measured.stable]
+    pool = steady if len(steady) > 1 or (steady and not taken[0].stable) else list(taken)
+    order = sorted(pool, key=lambda measured: median_ci(measured.samples_ms).value)
+    counted = taken[-1] if len(taken) == 2 else order[len(order) // 2]
+    others = [measured for measured in taken if measured is not counted]
+    left_out = [measured for measured in others if measured not in pool]
     return replace(
         counted,
-        retaken_ms=tuple(measured.samples_ms for measured in taken if measured is not counted),
+        retaken_ms=tuple(measured.samples_ms for measured in others if measured in pool),
+        discarded_ms=(*counted.discarded_ms, *(ms for measured in left_out for ms in measured.samples_ms)),
+        trouble=counted.trouble or taken[0].trouble,
         saved=sum(measured.saved for measured in taken),
         build_s=sum(measured.build_s for measured in taken),
         measure_s=sum(measured.measure_s for measured in taken),

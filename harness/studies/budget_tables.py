@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import t as student
 
-from harness.report.statistics import Ranks, compare_pairs, quartiles, score_against_random
+from harness.report.statistics import FEWEST, Ranks, compare_pairs, quartiles, score_against_random
 from harness.report.tables import Table, interval, several
 from harness.studies.landscape import Floats
 from harness.studies.random_search import RANDOM
@@ -164,7 +164,8 @@ def _pairs(blocks: Sequence[Block]) -> Table:
         chance=[f"{value:.2f}" for value in raw["chance"]],
         p=[f"{value:.3f}" if np.isfinite(value) else "-" for value in raw["p_holm"]],
     )
-    limits = "no interval, for there is one block" if len(compared) == 1 else "with its 95 % interval over tables"
+    few = len(compared) < FEWEST
+    limits = f"no interval, for {FEWEST} tables are needed" if few else "with its 95 % interval over tables"
     note = (
         f"Every pair at the largest budget. Ratio: of the shares of the optimum's speed, {limits}. "
         "Chance: that a search of the first ends faster than one of the second (effect size; 0.5 is none). "
@@ -185,7 +186,11 @@ def _ranking(blocks: Sequence[Block], ranks: Ranks) -> Table:
             "different at 5 % (Nemenyi)"
         )
     over = several(ranks.blocks, "table")
-    note = f"Mean rank over {over} of what the searchers reached at the largest budget; {test}.{_without(blocks)}"
+    note = (
+        f"Mean rank over {over} of what the searchers reached at the largest budget, on average over seeds, because "
+        f"the medians of many are the optimum; {test}. Tables of one model are related, which the test does not know."
+        f"{_without(blocks)}"
+    )
     return Table(name="ranks", title="Ranks", cells=cells, raw=raw, note=note)
 
 

@@ -25,6 +25,20 @@ def test_a_machine_without_gpu_and_readings_says_so(rows):
     assert found["cpu.flags"] == ("", "avx2, amx_int8")
 
 
+@pytest.mark.parametrize(
+    ("flags", "warned"),
+    [(["avx2"], True), (["avx2", "avx512f"], True), (["avx2", "avx_vnni"], False), (["asimddp"], False), ([], False)],
+)
+def test_processors_whose_integer_products_saturate_are_a_warning(rows, flags, warned):
+    found = rows(cpu={"model": "x", "flags": flags})
+    assert ("int8 on this cpu" in found) == warned
+    if warned:
+        state, detail = found["int8 on this cpu"]
+        assert state == "warning"
+        assert "no VNNI" in detail
+        assert "saturate" in detail
+
+
 def test_gpus_and_clocks_are_readable(rows):
     found = rows(cpu={"governor": "performance", "mhz": 2100, "turbo": False}, gpus=[GPU])
     assert found["gpu 0"] == ("ok", "name NVIDIA H100, driver_version 570.1, memory.total 81559 MiB")

@@ -107,11 +107,11 @@ def test_the_table_names_budget_and_cell_and_says_what_few_seeds_can_tell(cells,
     write_tables(results, tmp_path / "report")
     text = (tmp_path / "report" / "ablation.md").read_text()
     head, _, mean, one, *_ = ([c.strip() for c in line.strip("|").split("|")] for line in text.splitlines())
-    assert head == ["reference", "variant", "parameters", "budget", "cell", "ratio [CI]", "chance", "seeds"]
+    assert head == ["reference", "variant", "parameters", "budget", "cell", "ratio [limits]", "chance", "seeds"]
     assert mean[:5] == ["auto", "bare", "rules=0", "10 evaluations", "geometric mean of 2"]
     assert one[4:] == ["net-0-int8", "0.800 [0.800, 1.000]", "17%", "3"]
     assert "75 % with three" in text
-    assert "A/A floor: net-0-int8 0.0%, net-1-int8 0.0%." in text
+    assert "up to 20 builds in all of them): net-0-int8 0.0%, net-1-int8 0.0%." in text
 
 
 def test_a_line_is_traced_to_its_cell_and_budget_and_a_mean_to_all_cells(cells):

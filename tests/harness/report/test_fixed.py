@@ -44,11 +44,15 @@ def text_of(folder) -> str:
     return (folder / "report" / "fixed.md").read_text()
 
 
-def shown(folder) -> dict[str, dict[str, str]]:
+def rows_of(folder) -> list[dict[str, str]]:
     write_tables(load(folder), folder / "report")
     head, _, *lines = text_of(folder).partition("\n\n")[0].splitlines()
     names, *cells = ([cell.strip() for cell in line.strip("|").split("|")] for line in (head, *lines))
-    return {line[names.index("searcher")]: dict(zip(names, line, strict=True)) for line in cells}
+    return [dict(zip(names, line, strict=True)) for line in cells]
+
+
+def shown(folder) -> dict[str, dict[str, str]]:
+    return {row["searcher"]: row for row in rows_of(folder)}
 
 
 def test_each_choice_is_judged_beside_the_fastest_fixed_row(tmp_path, choices_maker):
@@ -146,6 +150,37 @@ def test_the_tally_names_ties_whose_figure_is_slower_by_more_than_the_floor(tmp_
     write_tables(load(tmp_path), tmp_path / "report")
     said = f"auto: after 25 evaluations 2 tie, least 0.80 (ties by their brackets alone: {CELL} 0.80)."
     assert said in text_of(tmp_path)
+
+
+def test_the_tally_names_ties_that_the_floor_alone_makes(tmp_path, choices_maker):
+    latency_ms = {"all": 5.0, "bb": 4.0, "aa": 3.9}
+    for cell, model in ((CELL, "net"), (OTHER, "other")):
+        written = choices_maker(cell, FIXED, {("auto", 25): ["aa"]}, latency_ms, model=model, goal=FREE)
+    write_json(written / "floor.json", {"floor": 0.05})
+    write_tables(load(tmp_path), tmp_path / "report")
+    said = f"auto: after 25 evaluations 1 faster, 1 tie, least 1.03 (ties by the floor alone: {OTHER} 1.03)."
+    assert said in text_of(tmp_path)
+
+
+def test_over_several_cells_stands_their_geometric_mean_with_an_interval_from_three_on(tmp_path, choices_maker):
+    third = "third-openvino-int8"
+    (tmp_path / "experiment.yaml").write_text(
+        YAML.replace("label: other}", "label: other}, {use: t.onnx, label: third}")
+    )
+    latency_ms = {"all": 5.0, "bb": 4.0, "aa": 2.0}
+    choices_maker(CELL, FIXED, {("auto", 10): ["aa"]}, latency_ms, goal=FREE)
+    choices_maker(OTHER, FIXED, {("auto", 10): ["bb"]}, latency_ms, model="other", goal=FREE)
+    found = [row["10 evaluations"] for row in rows_of(tmp_path) if row["cell"] == "geometric mean"]
+    assert found == ["1.41 of 2"], "two cells say nothing of others"
+    choices_maker(third, FIXED, {("auto", 10): ["all"]}, latency_ms, model="third", goal=FREE)
+    mean = next(row for row in rows_of(tmp_path) if row["cell"] == "geometric mean")
+    assert (mean["best fixed row"], mean["A/A floor"], mean["searcher"]) == ("-", "-", "auto")
+    assert mean["10 evaluations"].startswith("1.17 [0.3")
+    assert mean["10 evaluations"].endswith("] of 3"), "no verdict without a floor"
+    frame = harness.report.load(tmp_path).fixed
+    assert frame[frame["cell"].isna()]["ratio"].tolist() == pytest.approx([(2.0 * 1.0 * 0.8) ** (1 / 3)])
+    sources = trace(load(tmp_path), "geometric mean/auto:10", "fixed").lines
+    assert f"{third}, auto, seed 0 at 10 evaluations: all" in sources
 
 
 def test_it_is_on_the_page_in_every_markup_and_can_be_traced(tmp_path, choices_maker):

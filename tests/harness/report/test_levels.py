@@ -17,8 +17,10 @@ from harness.report.render import write_tables
 from harness.report.results import load
 from harness.report.samples import sample_frame
 from harness.report.searching import budget_frame, curve_frame, target_frame
+from harness.report.shown import tables_of
 from harness.report.volumes import volume_frame
 from harness.run.journal import Journal
+from harness.run.rows import write_json
 
 CELL = "net-openvino-int8"
 FAILED = Failed(stage="build", reason="no", wall_s=1.0)
@@ -77,9 +79,44 @@ def test_a_curve_falls_where_a_lucky_reading_had_displaced_a_better_placement(fo
 
 def test_the_tables_say_what_a_level_is(folder):
     write_tables(load(folder), folder / "report")
-    for name in ("targets", "volume"):
-        text = (folder / "report" / f"{name}.md").read_text()
-        assert "A placement is as fast as the median of what the searches of the cell read of it" in text
+    text = (folder / "report" / "volume.md").read_text()
+    assert "A placement is as fast as the median of what the searches of the cell read of it" in text
+    text = (folder / "report" / "targets.md").read_text()
+    assert (
+        "How fast an incumbent is says the confirmation, of what was not confirmed the median of the searches" in text
+    )
+
+
+def test_what_was_confirmed_is_as_fast_as_that_whatever_a_search_read(folder, runs):
+    # Confirmed are aa 2.0 and bb 1.6 times as fast; the search read 4.0 of bb.
+    write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("aa", read(4.0)), ("bb", read(2.0)))
+    write_search(runs / "tpe-0.jsonl", ("float", read(8.0)), ("aa", read(4.1)), ("none", FAILED))
+    found = target_frame(load(folder)).set_index(["searcher", "share"])
+    assert found["reached"].to_dict() == {(name, share): 1 for name in ("random", "tpe") for share in (0.95, 0.99)}
+    assert set(found["evaluations"]) == {2.0}, "a placement that nobody can confirm is no target"
+
+
+def test_where_nothing_was_found_beyond_the_noise_nobody_is_said_to_have_missed_it(folder, runs):
+    write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("aa", read(4.0)))
+    assert len(target_frame(load(folder)))
+    write_json(folder / CELL / "floor.json", {"floor": 1.5})
+    assert target_frame(load(folder)).empty
+    assert "targets" not in {table.name for table in tables_of(load(folder))}
+
+
+def test_a_target_of_one_seed_has_no_range_and_a_miss_is_said_once(folder, runs):
+    write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("aa", read(4.0)))
+    write_search(runs / "tpe-0.jsonl", ("float", read(8.0)), ("none", FAILED))
+    table = next(table for table in tables_of(load(folder)) if table.name == "targets")
+    assert table.cells["to 95% of the best gain"].tolist() == ["2 (2.00 min)", "never"]
+
+
+def test_failed_evaluations_are_counted_by_stage_below_the_costs(folder, runs):
+    slow = Failed(stage="measure", reason="hang", wall_s=1.0)
+    write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("a", FAILED), ("b", FAILED), ("c", slow))
+    write_search(runs / "tpe-0.jsonl", ("float", read(8.0)))
+    table = next(table for table in tables_of(load(folder)) if table.name == "cost")
+    assert f"Failed evaluations, {CELL}: random-0 2 at build, 1 at measure." in table.lines
 
 
 def test_hypervolume_stays_to_the_end_of_the_search(folder, runs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pandas as pd
 import pytest
@@ -12,6 +13,7 @@ from harness.measure.events import TWIN
 from harness.report.render import write_tables
 from harness.report.results import load
 from harness.report.trace import trace
+from harness.run.goal import Goal
 from harness.run.rows import write_json
 
 CELL = "net-openvino-int8"
@@ -20,7 +22,7 @@ OTHER = "other-openvino-int8"
 
 @pytest.fixture
 def models(folder, cell_maker, confirmation_maker):
-    """Two models: random is 2.0 and 4.5 times as fast as float, "all" 4 and 2 times, "linear" builds nowhere."""
+    """Two models: random's seeds are 2.0 and 1.6, 4.5 and 1.8 times as fast as float, "linear" builds nowhere."""
     yaml = folder / "experiment.yaml"
     yaml.write_text(yaml.read_text().replace("models:\n", "models:\n- {use: other.onnx, label: other}\n"))
     cell = cell_maker(folder, OTHER, model="other")
@@ -41,9 +43,9 @@ def lines_of(folder) -> dict[str, dict[str, str]]:
 def test_a_row_a_model_a_column_a_method_and_the_geometric_mean(models):
     found = lines_of(models)
     assert set(found) == {"net", "other", "geometric mean"}
-    assert found["net"]["random"] == "**2.00 [2.00, 2.00]**"
-    assert found["other"]["random"] == "**4.50 [4.50, 4.50]**"
-    assert found["geometric mean"]["random"] == "3.00 [3.00, 3.00]"
+    assert found["net"]["random"] == "**1.80 [1.60, 2.00]**", "the median of two seeds, from the lower to the higher"
+    assert found["other"]["random"] == "**3.15 [1.80, 4.50]**"
+    assert found["geometric mean"]["random"].startswith("2.38 [")
     assert found["net"]["all"] == "4.00 [4.00, 4.00] beyond", "its drop breaks the bound of the experiment"
     assert found["net"]["linear"] == "failed: build"
     assert found["geometric mean"]["all"] == "2.83 [2.83, 2.83] beyond"
@@ -55,11 +57,41 @@ def test_a_row_a_model_a_column_a_method_and_the_geometric_mean(models):
 
 def test_its_figures_can_be_traced(models):
     results = load(models)
-    one = trace(results, "other:random", "overview")
-    assert one.shown == "4.50 [4.50, 4.50]"
+    one = trace(results, "other:all", "overview")
+    assert one.shown == "2.00 [2.00, 2.00] beyond"
     assert len(one.sources) == 1
-    both = trace(results, "geometric mean:random", "overview")
+    seeds = trace(results, "other:random", "overview")
+    assert f"{OTHER}, random, seed 0 at 3 evaluations: aa" in seeds.lines
+    assert f"{OTHER}, random, seed 1 at 3 evaluations: bb" in seeds.lines
+    both = trace(results, "geometric mean:all", "overview")
     assert [CELL in source.head[0] or OTHER in source.head[0] for source in both.sources] == [True, True]
+
+
+def test_a_best_of_seeds_is_no_favourite_and_the_note_says_how_many_there_were(models, confirmation_maker):
+    confirmation_maker(models / CELL, {TWIN: 8.0, "float": 8.0, "all": 4.4, "aa": 4.0, "bb": 8.0})
+    facts = json.loads((models / CELL / "cell.json").read_text())
+    write_json(models / CELL / "cell.json", {**facts, "goal": asdict(Goal())})
+    found = lines_of(models)["net"]
+    assert found["random"] == "<u>1.50 [1.00, 2.00]</u>", "its best seed alone would be 2.0, and bold"
+    assert found["all"] == "**1.82 [1.82, 1.82]**"
+    note = (models / "report" / "overview.md").read_text()
+    assert "of searchers after 3 evaluations the median over 2 seeds" in note
+    assert "The main table has the best seed of each searcher" in note
+
+
+def test_of_one_search_the_note_says_what_its_interval_does_not_hold(models):
+    for cell in (CELL, OTHER):
+        path = models / cell / "rows.json"
+        body = json.loads(path.read_text())
+        body["picks"] = [pick for pick in body["picks"] if pick["seed"] != 1]
+        write_json(path, body)
+    found = lines_of(models)
+    assert found["net"]["random"] == "**2.00 [2.00, 2.00]**"
+    assert found["geometric mean"]["random"] == "3.00 [3.00, 3.00]"
+    note = (models / "report" / "overview.md").read_text()
+    assert (
+        "what their one search had chosen after 3 evaluations [95 % interval over fresh builds of that choice" in note
+    )
 
 
 def test_one_cell_needs_no_overview(folder):
@@ -71,5 +103,5 @@ def test_one_cell_needs_no_overview(folder):
 def test_the_frame_has_the_figures_unrounded(models):
     frame = harness.report.load(models).overview
     mean = frame[(frame["model"] == "geometric mean") & (frame["column"] == "random")].iloc[0]
-    assert mean["speedup"] == pytest.approx(3.0)
+    assert mean["speedup"] == pytest.approx((1.8 * 3.15) ** 0.5)
     assert pd.isna(mean["cell"])

@@ -18,6 +18,8 @@ from harness.commands.report import show_report
 from harness.errors import UserError
 from harness.evaluators.intervals import evidence_of
 from harness.report import render
+from harness.report.advice import next_steps
+from harness.report.frames import main_frame
 from harness.report.page import index
 from harness.report.render import drawing_of, text_of, write_tables
 from harness.report.results import load as load_results
@@ -56,7 +58,7 @@ net | A CPU, 2 threads | bf16 | float | 10.000 [10.000, 10.000] | 0.80 [0.80, 0.
 net | A CPU, 2 threads | int8+f32 | all | 2.000 [2.000, 2.000] | 4.00 [4.00, 4.00] | top-1 0.7000 | +0.1000 | 9 | 3/3 | - | faster, beyond the bound
 net | A CPU, 2 threads | int8+f32 | linear | - | - | - | - | 4 | 0/3 | - | failed: build
 net | A CPU, 2 threads | int8+f32 | ort_static | - | - | - | - | - | 0/0 | - | it said that this will never work this will never work ...
-net | A CPU, 2 threads | int8+f32 | random | **4.000 [4.000, 4.000]** | **2.00 [2.00, 2.00]** | top-1 0.7900 | +0.0100 | 5 | 2/3 | 0.5 | faster
+net | A CPU, 2 threads | int8+f32 | random | 4.000 [4.000, 4.000] | **2.00 [2.00, 2.00]** | top-1 0.7900 | +0.0100 | 5 | 2/3 | 0.5 | faster
 net | A CPU, 2 threads | int8+f32 | tpe | - | - | - | - | - | 0/0 | - | nothing measured
 """  # noqa: E501
 FINALISTS = """
@@ -248,6 +250,19 @@ def test_random_data_and_few_images_are_said_below_every_table(folder):
         assert f"Accuracy of {CELL}: only 19 images: the interval is too wide to say much." in note, file.name
 
 
+@pytest.mark.parametrize(
+    ("model", "flags", "said"),
+    [("A CPU", ["avx2"], True), ("A CPU", ["avx2", "avx_vnni"], False), ("X", ["avx2"], False)],
+)
+def test_scores_of_a_processor_that_saturates_are_named(folder, model, flags, said):
+    # The device is "A CPU"; where another one runs the model, a GPU for one, the processor does not matter.
+    write_json(folder / CELL / "env.json", {"cpu": {"model": model, "flags": flags}})
+    tables(folder)
+    note = f"Accuracy of {CELL}: of a processor without VNNI, where INT8 products saturate"
+    for file in (folder / "report").glob("*.md"):
+        assert (note in file.read_text()) == said, file.name
+
+
 def test_where_the_float_model_scores_nothing_no_row_is_shipped_and_every_table_says_why(folder):
     path = folder / CELL / "accuracy.json"
     body = json.loads(path.read_text())
@@ -345,8 +360,8 @@ def test_a_terminal_sees_marks_instead_of_markup_and_what_all_rows_share_once(fo
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=160, record=True)
     console.print(drawing_of(results, written))
     styled = console.export_text(styles=True, clear=False)
-    assert re.search(r"\x1b\[1m4\.000 \[4\.000, 4\.000\]", styled)
-    assert re.search(r"\x1b\[4m4\.010 \[4\.010, 4\.010\]", styled)
+    assert re.search(r"\x1b\[1m2\.00 \[2\.00, 2\.00\]", styled)
+    assert re.search(r"\x1b\[4m2\.00 \[2\.00, 2\.00\]", styled)
     assert re.search(r"\x1b\[33mNoisy machine, ", styled)
     plain = console.export_text()
     assert "**" not in plain
@@ -395,7 +410,7 @@ def test_a_cell_that_stopped_before_its_searches_says_why(folder):
     assert f"{CELL} stopped: net.onnx: all 3 builds failed; the first: no kernel" in text
     forget_stop(folder / CELL)
     assert "stopped:" not in tables(folder)
-    assert "Speedup: over the float model, paired by turns." in text
+    assert "Speedup: over the float model, paired by turns, so" in text
 
 
 def test_cells_that_have_not_begun_are_unfinished(folder):
@@ -500,10 +515,10 @@ def test_what_cannot_be_told_from_the_best_is_underlined(folder, confirmation_ma
     confirmation_maker(folder / CELL, latency_ms)
     change(folder, goal=asdict(Goal()))
     tables(folder)
-    lines = {line[3]: line[4] for line in cells_of(folder / "report" / "main.md")}
-    assert lines["random"] == "**4.000 [4.000, 4.000]**"
-    assert lines["all"] == "<u>4.010 [4.010, 4.010]</u>"
-    assert r"\underline{4.010 [4.010, 4.010]}" in (folder / "report" / "main.tex").read_text()
+    lines = {line[3]: (line[4], line[5]) for line in cells_of(folder / "report" / "main.md")}
+    assert lines["random"] == ("4.000 [4.000, 4.000]", "**2.00 [2.00, 2.00]**"), "latencies are not paired"
+    assert lines["all"] == ("4.010 [4.010, 4.010]", "<u>2.00 [2.00, 2.00]</u>")
+    assert r"\underline{2.00 [2.00, 2.00]}" in (folder / "report" / "main.tex").read_text()
     raw = pd.read_csv(folder / "report" / "main.csv")
     assert raw.loc[raw["tied"], "method"].tolist() == ["all", "random"]
 
@@ -515,6 +530,77 @@ def test_decisions_say_what_is_shipped_and_why_not(folder):
     assert lines["bf16", "float"] == "not shipped: slower"
     assert lines["int8+f32", "all"] == "not shipped: accuracy"
     assert lines["int8+f32", "random"] == "ship: fastest"
+
+
+@pytest.mark.parametrize(
+    ("goal", "scores", "said"),
+    [
+        (Goal(), {}, ("fastest, accuracy unknown", "faster, accuracy unknown")),
+        (Goal(), None, ("fastest, no bound on accuracy", "faster, no bound on accuracy")),
+        (Goal(metric="top1", max_drop=None), None, ("fastest, no bound on accuracy", "faster, no bound on accuracy")),
+        (Goal(metric="top1", reference=0.8, max_drop=0.2), None, ("ship: fastest", "ship")),
+    ],
+)
+def test_nothing_ships_whose_accuracy_was_held_to_no_bound(folder, goal, scores, said):
+    change(folder, goal=asdict(goal))
+    if scores is not None:
+        write_json(folder / CELL / "accuracy.json", scores)
+    tables(folder)
+    raw = pd.read_csv(folder / "report" / "main.csv").set_index("method")["decision"]
+    assert (raw["all"], raw["random"]) == said
+    assert not list(next_steps(load_results(folder), main_frame(load_results(folder)))), "nothing has to be done"
+    best = cells_of(folder / "report" / "decision.md")[-1]
+    assert best[-1] == f"{said[1]} (random)"
+
+
+def test_every_baseline_is_looked_at_before_a_decision(folder):
+    path = folder / "experiment.yaml"
+    path.write_text(path.read_text().replace("- linear\n", "- linear\n- movers\n"))
+    path = folder / CELL / "rows.json"
+    body = json.loads(path.read_text())
+    brought = next(pick for pick in body["picks"] if pick["method"] == "all")
+    body["picks"] += [{**brought, "method": "movers", "row": "bb"}, {**brought, "method": "from_other", "row": "aa"}]
+    write_json(path, body)
+    tables(folder)
+    rows = [line[2] for line in cells_of(folder / "report" / "decision.md")[1:]]
+    assert rows == [
+        "FP32", "BF16", "default PTQ, ort_static", "all operators", "linear operators", "movers", "best found",
+    ]  # fmt: skip
+
+
+def test_cells_of_different_versions_of_the_code_are_named(folder, cell_maker):
+    path = folder / "experiment.yaml"
+    path.write_text(path.read_text().replace("models:\n", "models:\n- {use: other.onnx, label: other}\n"))
+    other = cell_maker(folder, "other-openvino-int8", model="other")
+    write_json(folder / CELL / "env.json", {"git_commit": "a" * 40})
+    write_json(other / "env.json", {"git_commit": "a" * 40})
+    assert "different versions" not in tables(folder)
+    write_json(other / "env.json", {"git_commit": "b" * 40})
+    said = f"Begun with different versions of this code: {'b' * 12} other-openvino-int8; {'a' * 12} {CELL}."
+    assert said in tables(folder)
+
+
+def test_a_caption_says_what_the_figures_are(folder):
+    tables(folder)
+    for name, words in {
+        "budget": "Budgets. Confirmed speedup over the float baseline of the incumbent after so many evaluations:",
+        "finalists": "Every placement that a search sent to the confirmation at its largest budget. The main table",
+        "main": "Main results. model: net; device: A CPU, 2 threads. Latency: geometric mean over 3 fresh builds",
+    }.items():
+        caption = re.search(r"\\caption\{(.*)\}", (folder / "report" / f"{name}.tex").read_text())
+        assert caption is not None
+        assert words in caption[1], name
+
+
+def test_the_second_best_is_explained_where_there_is_one(folder):
+    tables(folder)
+    said = "METHOD #2: the second best of a search"
+    assert said in (folder / "report" / "finalists.md").read_text()
+    path = folder / CELL / "rows.json"
+    body = json.loads(path.read_text())
+    write_json(path, {**body, "picks": [pick for pick in body["picks"] if pick["rank"] == 0]})
+    tables(folder)
+    assert said not in (folder / "report" / "finalists.md").read_text()
 
 
 def test_the_drop_has_an_interval_where_single_images_were_kept(folder):
@@ -579,7 +665,7 @@ def test_a_score_that_its_evidence_denies_is_not_believed_either(folder):
 
 def test_the_larger_of_the_two_floors_counts(folder):
     write_json(folder / CELL / "floor.json", {"floor": 1.5})
-    assert "A/A floor: net-openvino-int8 150.0%" in tables(folder)
+    assert "up to 20 builds in all of them): net-openvino-int8 150.0%." in tables(folder)
     lines = {line[3]: line[-1] for line in cells_of(folder / "report" / "main.md")}
     assert (lines["random"], lines["all"]) == ("tie: use float", "faster, beyond the bound")
 
@@ -606,7 +692,7 @@ net | A CPU, 2 threads | BF16 | bf16 | 10.000 [10.000, 10.000] | 0.80 [0.80, 0.8
 net | A CPU, 2 threads | default PTQ, ort_static | int8+f32 | - | - | - | - | - | not shipped: it said that this will never work this will never work ...
 net | A CPU, 2 threads | all operators | int8+f32 | 2.000 [2.000, 2.000] | 4.00 [4.00, 4.00] | top-1 0.7000 | +0.1000 | 9 | not shipped: accuracy
 net | A CPU, 2 threads | linear operators | int8+f32 | - | - | - | - | 4 | not shipped: failed: build
-net | A CPU, 2 threads | best found | int8+f32 | **4.000 [4.000, 4.000]** | **2.00 [2.00, 2.00]** | top-1 0.7900 | +0.0100 | 5 | ship: fastest (random)
+net | A CPU, 2 threads | best found | int8+f32 | 4.000 [4.000, 4.000] | **2.00 [2.00, 2.00]** | top-1 0.7900 | +0.0100 | 5 | ship: fastest (random)
 """  # noqa: E501
 
 

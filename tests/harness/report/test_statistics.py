@@ -94,10 +94,16 @@ def test_pairs_have_a_ratio_an_effect_and_a_corrected_test():
     assert found.loc[("bad", "same"), "chance"] == 0.5
 
 
+WORTH = {"a": (2.0, 3.0, 2.5), "b": (1.0, 1.0, 1.0)}
+
+
 def test_few_blocks_have_an_effect_and_no_test():
     found = compare_pairs({"a": {"x": [2.0], "y": [3.0]}, "b": {"x": [1.0], "y": [1.0]}, "c": {"z": [1.0]}})
     assert found[["first", "second"]].to_numpy().tolist() == [["a", "b"]], "c shares no block with anybody"
     assert math.isnan(found["p_value"].item())
+    assert (found["low"].item(), found["high"].item()) == (0.0, math.inf), "two blocks give no interval"
+    three = compare_pairs({name: {b: [v] for b, v in zip("xyz", w, strict=True)} for name, w in WORTH.items()})
+    assert 0 < three["low"].item() < three["ratio"].item() < three["high"].item() < math.inf
     assert math.isnan(found["p_holm"].item())
     assert found["chance"].item() == 1.0
     assert found["ratio"].item() == pytest.approx(math.sqrt(6))

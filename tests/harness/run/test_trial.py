@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,15 @@ INCUMBENT = Interval(value=10.0, low=9.9, high=10.1)
 
 
 class Bench:
-    """Engines whose builds have these latencies, one after the other; text is a failure of that stage."""
+    """Engines whose builds have these latencies, one after the other; text is a failure of that stage.
 
-    def __init__(self, *builds: float | str, score: float | None = 0.5) -> None:
+    The readings of builds whose number is in `disturbed` have a wide interval and are not stable.
+    """
+
+    def __init__(self, *builds: float | str, score: float | None = 0.5, disturbed: Container[int] = ()) -> None:
         self.builds = list(builds)
+        self.disturbed = disturbed
+        self.sampled = 0
         self.score = score
         self.diary: list[str] = []
 
@@ -44,8 +49,11 @@ class Bench:
         value = self.builds.pop(0)
         if isinstance(value, str):
             return Failed(stage="measure", reason="no")
-        readings = tuple(value * factor for factor in (0.999, 1.0, 1.001))
-        return Samples(latency_ms=readings, warmup=3, measure_s=0.25, stable=True, saved=4, conditions={"load": 1.0})
+        stable = self.sampled not in self.disturbed
+        self.sampled += 1
+        spread = 0.001 if stable else 0.99
+        readings = (value * (1 - spread), value, value * (1 + spread))
+        return Samples(latency_ms=readings, warmup=3, measure_s=0.25, stable=stable, saved=4, conditions={"load": 1.0})
 
     def evaluate(self, handle: int, evaluator: str = MAIN) -> Accuracy | Failed:
         self.diary.append("evaluate")
@@ -102,6 +110,44 @@ def test_where_the_fresh_build_disagrees_a_third_decides(third: float, believed:
 def test_one_lucky_reading_never_becomes_the_incumbent() -> None:
     found = measured(attempt_with(Bench(2.0, 10.0, 10.05), SAMPLING)(CANDIDATE, INCUMBENT))
     assert found.samples_ms[1] == 10.0
+
+
+@pytest.mark.parametrize(
+    ("builds", "disturbed", "believed"),
+    [
+        ((5.0, 12.0), (0,), 12.0),
+        ((5.0, 9.99), (0,), 9.99),
+        ((5.0, 4.0, 12.0), (0, 1), 12.0),
+        ((5.0, 4.0, 4.5), (0, 1, 2), 4.5),
+        ((5.0, 4.5, 12.0), (1,), 12.0),
+        ((5.0, 13.0, 12.0), (1, 2), 12.0),
+    ],
+)
+def test_a_disturbed_reading_never_becomes_the_incumbent_unseen(
+    builds: tuple[float, ...], disturbed: tuple[int, ...], believed: float
+) -> None:
+    bench = Bench(*builds, disturbed=disturbed)
+    found = measured(attempt_with(bench, SAMPLING)(CANDIDATE, INCUMBENT))
+    assert found.samples_ms[1] == believed
+    assert bench.diary.count("build") == len(builds)
+
+
+def test_disturbed_readings_are_kept_with_the_discarded_and_widen_nothing() -> None:
+    found = measured(attempt_with(Bench(5.0, 9.0, disturbed=(0,)), SAMPLING)(CANDIDATE, INCUMBENT))
+    assert found.retaken_ms == ()
+    assert found.discarded_ms[1] == 5.0
+
+
+def test_a_disturbed_reading_that_is_no_better_is_left_as_it_is() -> None:
+    bench = Bench(10.0, disturbed=(0,))
+    assert not measured(attempt_with(bench, SAMPLING)(CANDIDATE, INCUMBENT)).stable
+    assert bench.diary.count("build") == 1
+
+
+def test_without_retakes_a_disturbed_reading_is_believed() -> None:
+    bench = Bench(5.0, disturbed=(0,))
+    assert measured(attempt_with(bench, SAMPLING, care=Care(builds=1))(CANDIDATE, INCUMBENT)).samples_ms[1] == 5.0
+    assert bench.diary.count("build") == 1
 
 
 def test_a_gain_within_the_floor_is_not_worth_a_second_look() -> None:

@@ -239,7 +239,7 @@ def test_a_table_without_information_is_named_and_decides_nothing(
     assert printed.count(f"{said} (initial: none, or --cold).") == 2, "below the budgets and the scores"
     assert printed.count("every search is told the optimum first: idle (left out)") == 2, "below pairs and ranks"
     assert pd.read_csv(out / "pairs.csv")["blocks"].tolist() == [1]
-    assert "no interval, for there is one block" in printed
+    assert "no interval, for 3 tables are needed" in printed
     assert "inf]" not in printed
     assert "Mean rank over 1 table of" in printed
     score = pd.read_csv(out / "score.csv").set_index("table")["score"]
