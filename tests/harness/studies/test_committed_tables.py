@@ -17,6 +17,13 @@ from harness.tables import read_table
 ROOT = Path(__file__).resolve().parents[3]
 TABLES = sorted((ROOT / "results" / "tables").glob("*.parquet"))
 
+SHAPES = {
+    "mobilenet_v1_0.75_224": {"input": "1x3x224x224"},
+    "deit_tiny_patch16_224": {"input": "1x3x224x224"},
+    "squeezenet1.1": {"data": "1x3x224x224"},
+}
+"""As the commands of docs/replay.md give them: these files leave the batch open."""
+
 
 def test_there_are_at_least_four() -> None:
     assert len(TABLES) >= 4
@@ -28,7 +35,8 @@ def test_a_table_is_small_whole_and_of_the_model_as_it_is(path: Path, tmp_path: 
     table = read_table(path)  # refuses what is not whole or not what it says
     if table.facts.source.startswith("assets:") and not os.environ.get("QDQ_ASSETS"):
         pytest.skip("QDQ_ASSETS is not set")
-    check_table(table, ModelSpec(use=table.facts.source, label=table.facts.model), tmp_path)
+    shapes = SHAPES.get(table.facts.model, {})
+    check_table(table, ModelSpec(use=table.facts.source, label=table.facts.model, shapes=shapes), tmp_path)
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
