@@ -44,6 +44,7 @@ def overview_frame(main: pd.DataFrame, budgets: pd.DataFrame) -> pd.DataFrame:
 
     Where a searcher has several seeds it stands with their median at its largest budget, as in `budget_frame`, and
     `best` and `tied` go by values and limits, as there: a best of some seeds beside others' only one would be favoured.
+    Its `verdict`, `beyond` and `row` stay those of its best seed.
 
     A column is a method, or a float precision that is not the baseline. Means have `MEAN` for a model and no cell:
     see `harness.report.statistics.geometric_mean`, over the cells of a device.

@@ -16,7 +16,8 @@ from harness.run.judge import Judge
 __all__ = ["BUILDS", "Care", "attempt_with"]
 
 BUILDS = 3
-"""A surprise, or a winner by disturbed readings, is built again until two readings agree on it; the third decides."""
+"""A surprise is built again until two readings agree on it, a winner by disturbed readings until one is steady; the
+third decides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
