@@ -161,6 +161,11 @@ class Space:
         wanted = frozenset(roles)
         return self._where(lambda dimension: dimension.role in wanted, precision)
 
+    def at(self, indices: Iterable[int], precision: str | None = None) -> Placement:
+        """The points with these numbers quantized, all others float."""
+        wanted = {self.dimensions[index].name for index in indices}
+        return self._where(lambda dimension: dimension.name in wanted, precision)
+
     def nearest(self, edges: Mapping[Edge, str]) -> Placement:
         """The placement that agrees with most of the given quantized edges.
 

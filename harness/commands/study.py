@@ -62,7 +62,7 @@ def study(
     planned = _planned(what, {name: said for name, said in options.items() if said})
     with Terminal() as terminal:
         found = study_budgets(planned, out, terminal, workers=workers or cores())
-    for table in found.tables:
+    for table in found:
         typer.echo(f"{markdown(table)}\n\n{note_markdown(table)}\n")
 
 

@@ -36,12 +36,12 @@ PAIR_NOTE = (
 TRANSFER_NOTE = (
     "The placement that the searches liked best on the backend of the row, run on that of the column: confirmed "
     "speedup over the column's float baseline [95 %, Student's over builds], and in parentheses the time that it "
-    "saves, as a share of what the column's own best saves."
+    "saves, as a share of what the column's own best saves; none where that best is no gain beyond the noise."
 )
 INHERITED_NOTE = (
     "What the searches learned of the patterns of the row's model, put into the column's model by the pattern cache: "
     "confirmed speedup over its float baseline [95 %, Student's over builds], and in parentheses the time that it "
-    "saves, as a share of what its own best saves."
+    "saves, as a share of what its own best saves; none where that best is no gain beyond the noise."
 )
 VOLUME_NOTE = (
     "Hypervolume of latency and accuracy at the end of the search, as a share of the box between the ideal (no time, "

@@ -28,7 +28,8 @@ def transfer_frame(results: Results) -> pd.DataFrame:
     Returns:
         Columns across ("backends" or "models"), within (what is the same: the model, or the backend), precision,
         source, target, cell (the target's), method, row, speedup, low, high, verdict, and share: the gain in time there
-        over that of the target's own best placement, 1 at home. Without any line where nothing was moved.
+        over that of the target's own best placement, 1 at home, and None where that is no gain beyond the noise.
+        Without any line where nothing was moved.
     """
     lines = []
     for across in ("backends", "models"):
@@ -71,11 +72,11 @@ def _moved(source: CellResults, target: CellResults, across: str) -> dict[str, A
     row = None if pick is None else pick.row if source is target else _counterpart(pick, source, target, across)
     if pick is None or row is None or row not in target.summaries:
         return None
-    speedup, best = target.summaries[row].speedup, None if own is None else target.summaries[own.row].speedup.value
+    speedup, best = target.summaries[row].speedup, None if own is None else target.summaries[own.row]
     return {
         "cell": target.name, "method": pick.method, "row": row,
         "speedup": speedup.value, "low": speedup.low, "high": speedup.high, "verdict": target.summaries[row].verdict,
-        "share": None if best is None or best <= 1 else (1 - 1 / speedup.value) / (1 - 1 / best),
+        "share": (1 - 1 / speedup.value) / (1 - 1 / best.speedup.value) if best and best.verdict == "faster" else None,
     }  # fmt: skip
 
 

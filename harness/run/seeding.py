@@ -19,7 +19,8 @@ from harness.run.foreign import Foreign
 from harness.run.observe import Observer
 from harness.run.plan import CellSpec
 from harness.run.prior import ladder, read_prior
-from harness.run.starts import ROLES, Start, placed
+from harness.run.starts import Start, placed
+from search.rules import RULES
 from search.space import Edge, Placement, Space
 
 __all__ = ["Seeding", "check_files", "imported", "trt_guide"]
@@ -76,8 +77,8 @@ class Seeding:
 
     def _of(self, start: Start) -> Iterator[tuple[str, Placement]]:
         rule, precision = placed(start.use)
-        if rule in ROLES:
-            yield start.name, self.space.only(ROLES[rule], precision)
+        if rule in RULES:
+            yield start.name, RULES[rule](self.space, precision)
         elif start.use == "trt_guide":
             yield start.name, trt_guide(self.space, self.model)
         elif start.use == "pattern_cache":

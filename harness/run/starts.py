@@ -6,19 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from harness.errors import nearest
+from search.rules import RULES
 
 __all__ = [
-    "BASELINES", "EXTREME", "FILES", "INITIAL", "ROLES", "TOOLS", "Start", "check_baselines", "check_starts", "listed",
-    "placed", "seeds_of",
+    "BASELINES", "EXTREME", "FILES", "INITIAL", "TOOLS", "Start", "check_baselines", "check_starts", "listed", "placed",
+    "seeds_of",
 ]  # fmt: skip
-
-ROLES: Mapping[str, frozenset[str]] = {
-    "linear": frozenset({"linear"}),
-    "linear_add": frozenset({"linear", "add"}),
-    "linear_pool": frozenset({"linear", "pool"}),
-    "movers": frozenset({"linear", "add", "pool", "concat"}),
-}
-"""Placements that quantize the inputs of operators by what they are, see `search.space.Dimension.role`."""
 
 _USUAL = ("modelopt_ptq", "ort_static")
 TOOLS = (*_USUAL, "ort_static_s8")
@@ -45,7 +38,7 @@ BASELINES = ("all", "linear", *_USUAL)
 EXTREME = "extreme"
 """Everything quantized in the plainest form, a stress test; see `harness.run.foreign.extreme_form`."""
 _FP8 = "-fp8"
-_PLACED = ("float", "all", EXTREME, *ROLES, "trt_guide", *(f"{name}{_FP8}" for name in ("all", *ROLES)))
+_PLACED = ("float", "all", EXTREME, *RULES, "trt_guide", *(f"{name}{_FP8}" for name in ("all", *RULES)))
 _MEANT = {"path": "the name of a file", "limit": f"1 to {MOST}"}
 _PARAMS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "import": {"path": _is_path},

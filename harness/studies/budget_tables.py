@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from scipy.stats import t as student
 
-from harness.report.statistics import FEWEST, Ranks, compare_pairs, quartiles, score_against_random
+from harness.report.statistics import FEWEST, Ranks, compare_with, quartiles, score_against_random
 from harness.report.tables import Table, interval, several
 from harness.studies.landscape import Floats
 from harness.studies.random_search import RANDOM
 from harness.studies.study_file import BudgetStudy
 
-__all__ = ["RISES", "Block", "Curves", "budget_tables", "telling"]
+__all__ = ["RISES", "Block", "Curves", "budget_tables"]
 
 GAINS = (0.95, 0.99)
 RISES = (
@@ -46,7 +46,6 @@ class Block:
         float_ms: Latency that a gain starts from: the float model's, or the slowest where that failed.
         random_ms: Of random searches, [search, evaluation]; see `harness.studies.random_search`.
         told: Evaluations that go to the placements that every search is told first; a model counts once.
-        idle: Why no searcher can be told from another here; "" where they can.
     """
 
     name: str
@@ -55,17 +54,21 @@ class Block:
     random_ms: Floats
     curves: Mapping[str, Curves]
     told: int = 0
-    idle: str = ""
 
 
-def telling(blocks: Sequence[Block]) -> Sequence[Block]:
-    """The blocks that tell searchers apart; all of them where none does."""
-    return [block for block in blocks if not block.idle] or blocks
+def budget_tables(
+    blocks: Sequence[Block], study: BudgetStudy, ranks: Mapping[int, Ranks], warnings: tuple[str, ...]
+) -> tuple[Table, ...]:
+    """All tables of a study; a block is one recorded table with everything that was replayed on it.
 
-
-def budget_tables(blocks: Sequence[Block], study: BudgetStudy, ranks: Ranks) -> tuple[Table, ...]:
-    """All tables of a study; a block is one recorded table with everything that was replayed on it."""
-    return _budget(blocks, study), _reach(blocks, study), _score(blocks, study), _pairs(blocks), _ranking(blocks, ranks)
+    Args:
+        ranks: By budget.
+        warnings: Shown below each table.
+    """
+    made = (
+        _budget(blocks, study), _reach(blocks, study), _score(blocks, study), _pairs(blocks, study), _ranking(ranks),
+    )  # fmt: skip
+    return tuple(replace(table, warnings=warnings) for table in made)
 
 
 def _budget(blocks: Sequence[Block], study: BudgetStudy) -> Table:
@@ -89,15 +92,7 @@ def _budget(blocks: Sequence[Block], study: BudgetStudy) -> Table:
         f"{several(len(study.initial), 'placement')} that every search is told first, random search too, "
         f"{'counts' if len(study.initial) == 1 else 'count'}. All budgets are read off the same searches. {RISES}"
     )
-    cells_frame, raw = pd.DataFrame(shown), pd.DataFrame(lines)
-    return Table(name="budget", title="Budgets", cells=cells_frame, raw=raw, note=note, warnings=tuple(_idle(blocks)))
-
-
-def _idle(blocks: Sequence[Block]) -> Iterator[str]:
-    """The blocks that say nothing of searchers, and why."""
-    for block in blocks:
-        if block.idle:
-            yield f"{block.idle}."
+    return Table(name="budget", title="Budgets", cells=pd.DataFrame(shown), raw=pd.DataFrame(lines), note=note)
 
 
 def _reach(blocks: Sequence[Block], study: BudgetStudy) -> Table:
@@ -135,7 +130,7 @@ def _score(blocks: Sequence[Block], study: BudgetStudy) -> Table:
         random_ms = block.random_ms.mean(axis=0)
         for name, curves in block.curves.items():
             scores = score_against_random(curves.latency_ms, random_ms, block.optimum_ms, block.told)
-            mean, half = (None, None) if block.idle else _mean(scores)
+            mean, half = (None, None) if np.isnan(scores).any() else _mean(scores)
             low, high = (None, None) if mean is None or half is None else (mean - half, mean + half)
             line = {"table": block.name, "searcher": name}
             lines.append({**line, "score": mean, "low": low, "high": high})
@@ -148,59 +143,56 @@ def _score(blocks: Sequence[Block], study: BudgetStudy) -> Table:
         f"Mean over {_seeds(blocks, study)} with its 95 % interval (Student's), for random search is a mean too; a "
         "dash where these placements leave nothing."
     )
-    title, warnings = "Score against random search", tuple(_idle(blocks))
-    return Table(name="score", title=title, cells=cells, raw=raw, note=note, warnings=warnings)
+    return Table(name="score", title="Score against random search", cells=cells, raw=raw, note=note)
 
 
-def _pairs(blocks: Sequence[Block]) -> Table:
-    compared = telling(blocks)
-    reached = {
-        name: {b.name: (b.optimum_ms / b.curves[name].latency_ms[:, -1]).tolist() for b in compared}
-        for name in blocks[0].curves
-    }
-    raw = compare_pairs(reached)
-    cells = raw[["first", "second", "blocks"]].assign(
+def _pairs(blocks: Sequence[Block], study: BudgetStudy) -> Table:
+    """The first searcher with each of the others, at each budget."""
+    control, *others = blocks[0].curves
+    frames = []
+    for budget in study.budgets:
+        shares = {
+            name: {b.name: (b.optimum_ms / b.curves[name].latency_ms[:, budget - 1]).tolist() for b in blocks}
+            for name in (control, *others)
+        }
+        frames.append(compare_with(control, shares).assign(budget=budget))
+    raw = pd.concat(frames, ignore_index=True)
+    cells = raw[["budget", "first", "second", "blocks"]].assign(
         ratio=[interval(*figures, 3) for figures in zip(raw["ratio"], raw["low"], raw["high"], strict=True)],
         chance=[f"{value:.2f}" for value in raw["chance"]],
         p=[f"{value:.3f}" if np.isfinite(value) else "-" for value in raw["p_holm"]],
     )
-    few = len(compared) < FEWEST
+    few = len(blocks) < FEWEST
     limits = f"no interval, for {FEWEST} tables are needed" if few else "with its 95 % interval over tables"
     note = (
-        f"Every pair at the largest budget. Ratio: of the shares of the optimum's speed, {limits}. "
+        f"{control} with each of the others, at each budget. Ratio: of the shares of the optimum's speed, {limits}. "
         "Chance: that a search of the first ends faster than one of the second (effect size; 0.5 is none). "
-        "p: Wilcoxon's signed ranks over tables with Holm's correction; none with fewer than 6 tables."
-        f"{_without(blocks)}"
+        "p: Wilcoxon's signed ranks over tables with Holm's correction for all of one budget; none with fewer than "
+        "6 tables."
     )
     return Table(name="pairs", title="Pairs", cells=cells, raw=raw, note=note)
 
 
-def _ranking(blocks: Sequence[Block], ranks: Ranks) -> Table:
-    raw = pd.DataFrame({"searcher": list(ranks.mean), "mean_rank": list(ranks.mean.values())})
-    cells = raw.assign(mean_rank=[f"{value:.2f}" for value in raw["mean_rank"]])
-    if ranks.p_value is None or ranks.critical_difference is None:
+def _ranking(ranks: Mapping[int, Ranks]) -> Table:
+    """Mean rank of each searcher at each budget, the best of the largest budget first."""
+    most = ranks[max(ranks)]
+    columns = {str(budget): [found.mean[name] for name in most.mean] for budget, found in ranks.items()}
+    raw = pd.DataFrame({"searcher": list(most.mean), **columns})
+    cells = raw.assign(**{budget: [f"{value:.2f}" for value in raw[budget]] for budget in columns})
+    if most.critical_difference is None:
         test = "too few for a test"
     else:
+        tests = ", ".join(f"{found.p_value:.2g} at {budget}" for budget, found in ranks.items())
         test = (
-            f"Friedman p = {ranks.p_value:.2g}; ranks that differ by more than {ranks.critical_difference:.2f} are "
+            f"Friedman p = {tests}; ranks of one budget that differ by more than {most.critical_difference:.2f} are "
             "different at 5 % (Nemenyi)"
         )
-    over = several(ranks.blocks, "table")
     note = (
-        f"Mean rank over {over} of what the searchers reached at the largest budget, on average over seeds, because "
-        f"the medians of many are the optimum; {test}. Tables of one model are related, which the test does not know."
-        f"{_without(blocks)}"
+        f"Mean rank over {several(most.blocks, 'table')} of what the searchers have reached after so many evaluations, "
+        f"on average over seeds, because the medians of many are the optimum; {test}. Tables of one model are related, "
+        "which the test does not know."
     )
     return Table(name="ranks", title="Ranks", cells=cells, raw=raw, note=note)
-
-
-def _without(blocks: Sequence[Block]) -> str:
-    """Which blocks carry no information, for the end of a note."""
-    names = ", ".join(block.name for block in blocks if block.idle)
-    if not names:
-        return ""
-    taken = "left out" if len(telling(blocks)) < len(blocks) else "so that all of this is chance"
-    return f" No information, for every search is told the optimum first: {names} ({taken})."
 
 
 def _seeds(blocks: Sequence[Block], study: BudgetStudy) -> str:

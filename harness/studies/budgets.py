@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,62 +14,78 @@ from harness.report.statistics import Ranks, ranks_of
 from harness.report.tables import Table, several, write_table
 from harness.run.journal import writing
 from harness.run.observe import Observer
-from harness.studies.budget_tables import Block, Curves, budget_tables, telling
-from harness.studies.landscape import Landscape
+from harness.studies.budget_tables import Block, Curves, budget_tables
+from harness.studies.landscape import NEAR, Landscape
 from harness.studies.random_search import random_search
-from harness.studies.replay import first_placements, idle
+from harness.studies.replay import first_placements, told_optimum
 from harness.studies.replaying import chunks_of, curves_of, replay_all
 from harness.studies.study_file import BudgetStudy, everybody
 from harness.tables import read_table
 
-__all__ = ["Budgets", "study_budgets"]
+__all__ = ["study_budgets"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budgets:
-    """Tables to show, and how the searchers rank over all recorded tables."""
-
-    tables: tuple[Table, ...]
-    ranks: Ranks
-
-
-def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers: int = 1) -> Budgets:
+def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers: int = 1) -> tuple[Table, ...]:
     """Replay searchers on recorded tables and write what comes of it; goes on where it was interrupted.
 
+    Tables whose optimum every search is told first are left out, for they tell no searcher from another.
+
     Args:
-        out: Takes the tables (budget, reach, score, pairs, ranks), a critical-difference plot and all curves.
+        out: Takes the tables (budget, reach, score, pairs, ranks), critical-difference plots and all curves.
         workers: Processes that replay at once.
 
     Raises:
         UserError: Two tables or two searchers of one name, an unknown searcher or initial placement, a table that
-            cannot be read, or the folder cannot be written.
+            cannot be read, no table that tells searchers apart, or the folder cannot be written.
     """
     contenders = study.searchers or everybody()
     if min(study.budgets) <= len(study.initial):
-        told = several(len(study.initial), "initial placement")
-        raise UserError(f"budgets are above the {told}, but got {study.budgets}")
+        first = several(len(study.initial), "initial placement")
+        raise UserError(f"budgets are above the {first}, but got {study.budgets}")
     _refuse_twins("tables", [Path(table).stem for table in study.tables])
     _refuse_twins("searchers", [contender.name for contender in contenders])
     landscapes = {Path(table): Landscape(read_table(Path(table))) for table in study.tables}
-    for landscape in landscapes.values():
-        first_placements(landscape, study.initial)  # refused before an hour is spent
+    told = {table: told_optimum(landscape, study.initial) for table, landscape in landscapes.items()}
+    warnings = _left_out(told)
+    telling = {table: landscape for table, landscape in landscapes.items() if not told[table]}
     with writing(out):
         chunks = {
             (table, contender.name): chunks_of(table, contender, study, out / "curves")
-            for table in landscapes
+            for table in telling
             for contender in contenders
         }
         replay_all([chunk for some in chunks.values() for chunk in some], workers, observer)
         blocks = [
             _block(landscape, {c.name: curves_of(chunks[table, c.name]) for c in contenders}, study)
-            for table, landscape in landscapes.items()
+            for table, landscape in telling.items()
         ]
-        ranks = ranks_of(_final(telling(blocks)), unit="table")
-        tables = budget_tables(blocks, study, ranks)
+        ranks = {budget: ranks_of(_reached(blocks, budget), unit="table") for budget in study.budgets}
+        tables = budget_tables(blocks, study, ranks, warnings)
         for table in tables:
             write_table(table, out)
         _draw(ranks, study, out)
-    return Budgets(tables=tables, ranks=ranks)
+    return tables
+
+
+def _left_out(told: Mapping[Path, str]) -> tuple[str, ...]:
+    """What to say of the tables whose optimum every search is told.
+
+    Args:
+        told: By table, the initial placement that is its optimum, or "".
+
+    Raises:
+        UserError: No other table is there.
+    """
+    names = ", ".join(f"{table.stem} ({name!r})" for table, name in told.items() if name)
+    if not names:
+        return ()
+    said = (
+        f"told first, and within {100 * NEAR:.0f} % of the optimum, so that no searcher can be told from another: "
+        f"{names}; a cold start has something to find there (initial: none, or --cold)"
+    )
+    if all(told.values()):
+        raise UserError(f"no table is left: {said}")
+    return (f"Left out: {said}.",)
 
 
 def _refuse_twins(what: str, names: Sequence[str]) -> None:
@@ -88,24 +103,23 @@ def _block(landscape: Landscape, curves: dict[str, Curves], study: BudgetStudy) 
         random_ms=random_search(landscape, study.most, first),
         curves=curves,
         told=len({int(landscape.identity[landscape.index(placement)]) for placement in first}),
-        idle=idle(landscape, study.initial, "initial: none, or --cold"),
     )
 
 
-def _final(blocks: Sequence[Block]) -> pd.DataFrame:
-    """Optimum over the latency that was reached in the end: one row a table, one column a searcher."""
+def _reached(blocks: Sequence[Block], budget: int) -> pd.DataFrame:
+    """Optimum over the latency that was reached by then: one row a table, one column a searcher."""
     reached = [
-        {name: float(np.mean(b.optimum_ms / c.latency_ms[:, -1])) for name, c in b.curves.items()} for b in blocks
+        {name: float(np.mean(b.optimum_ms / c.latency_ms[:, budget - 1])) for name, c in b.curves.items()}
+        for b in blocks
     ]
     return pd.DataFrame(reached, index=[block.name for block in blocks])
 
 
-def _draw(ranks: Ranks, study: BudgetStudy, out: Path) -> None:
-    if len(ranks.mean) < 2:
-        return
+def _draw(ranks: Mapping[int, Ranks], study: BudgetStudy, out: Path) -> None:
+    """A picture of the ranks at each budget."""
     from harness.report.plots_study import critical_difference  # matplotlib takes a second
 
-    title = (
-        f"Mean rank after {study.most} evaluations, {several(ranks.blocks, 'table')}, {several(study.seeds, 'seed')}"
-    )
-    critical_difference(ranks, title, out / "ranks")
+    for budget, found in ranks.items():
+        if len(found.mean) > 1:
+            over = f"{several(found.blocks, 'table')}, {several(study.seeds, 'seed')}"
+            critical_difference(found, f"Mean rank after {budget} evaluations, {over}", out / f"ranks-{budget}")

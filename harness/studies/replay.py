@@ -23,7 +23,7 @@ from harness.studies.landscape import NEAR, Landscape
 from harness.tables import Table
 from search.api import Failure, Observation, Placement, Score, Searcher
 
-__all__ = ["Replayed", "check_table", "first_placements", "idle", "replay", "replay_once"]
+__all__ = ["Replayed", "check_table", "first_placements", "replay", "replay_once", "told_optimum"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,26 +127,16 @@ def first_placements(landscape: Landscape, initial: Sequence[str]) -> list[Place
     return [simple[name]() for name in initial]
 
 
-def idle(landscape: Landscape, initial: Sequence[str], remedy: str) -> str:
-    """Why no searcher can be told from another on a table: every search is told its optimum. "" where it is not.
+def told_optimum(landscape: Landscape, initial: Sequence[str]) -> str:
+    """Name of the initial placement that is the optimum, or within 1 % of it; "" where none is.
 
-    Args:
-        remedy: How to begin cold instead.
+    Every search is told it, so that such a table tells no searcher from another.
     """
-    if not initial:
-        return ""
-    found = [landscape.index(placement) for placement in first_placements(landscape, initial)]
-    above, name = min(
-        (float(landscape.latency_ms[index]) / float(landscape.latency_ms[landscape.optimum]) - 1, name)
-        for index, name in zip(found, initial, strict=True)
-    )
-    if above > NEAR:
-        return ""
-    where = f"within {100 * NEAR:.0f} % of the optimum" if above else "the optimum"
-    return (
-        f"{landscape.table.path.stem} tells no searcher from another: {name!r}, which every search is told first, is "
-        f"{where}; begin cold ({remedy})"
-    )
+    near_ms = (1 + NEAR) * float(landscape.latency_ms[landscape.optimum])
+    found = zip(initial, first_placements(landscape, initial), strict=True)
+    told = [(float(landscape.latency_ms[landscape.index(placement)]), name) for name, placement in found]
+    latency_ms, name = min(told, default=(float("inf"), ""))
+    return name if latency_ms <= near_ms else ""
 
 
 def replay_once(

@@ -17,9 +17,9 @@ from harness.report.tables import interval
 from harness.run.config import ModelSpec, Use
 from harness.run.journal import writing
 from harness.studies.budget_tables import RISES
-from harness.studies.landscape import Bound, Floats, Landscape
+from harness.studies.landscape import NEAR, Bound, Floats, Landscape
 from harness.studies.random_search import RANDOM, random_search
-from harness.studies.replay import Replayed, check_table, first_placements, idle, replay
+from harness.studies.replay import Replayed, check_table, first_placements, replay, told_optimum
 from harness.tables import Table
 
 __all__ = ["ReplayOrder", "replay_all", "table_lines"]
@@ -102,7 +102,7 @@ def replay_all(table: Table, searchers: Sequence[str], order: ReplayOrder, out: 
     spent = f"after {', '.join(header[1:])} evaluations"
     columns = f"columns: latency above the optimum in % {spent}, median over searches [quartiles]"
     told = _told_first(landscape, order.initial)
-    nothing = idle(landscape, order.initial, "initial: none; here without --initial")
+    nothing = _nothing_to_find(landscape, order.initial)
     return header, rows, [columns, RISES, *filter(None, [told, nothing]), *_notes(replayed)]
 
 
@@ -111,6 +111,15 @@ def _told_first(landscape: Landscape, initial: Sequence[str]) -> str:
     found = zip(initial, first_placements(landscape, initial), strict=True)
     told = [f"{name} {landscape.latency_ms[landscape.index(placement)]:.3f} ms" for name, placement in found]
     return f"told first, with what the table fixes: {', '.join(told)}" if told else ""
+
+
+def _nothing_to_find(landscape: Landscape, initial: Sequence[str]) -> str:
+    """Why no searcher can be told from another here; "" where they can."""
+    name = told_optimum(landscape, initial)
+    return name and (
+        f"{landscape.table.path.stem} tells no searcher from another: {name!r}, which every search is told first, is "
+        f"within {100 * NEAR:.0f} % of the optimum; begin cold (initial: none; here without --initial)"
+    )
 
 
 def _bound(text: str) -> Bound:

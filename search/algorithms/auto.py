@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from operator import ne
 
@@ -12,7 +12,8 @@ from search.acquisition import Advice, Advisor
 from search.api import Observation, Placement, Space, check_range
 from search.archive import Archive, Entry
 from search.moves import assign, crossover_by_group, nearby
-from search.relations import readers, stages
+from search.relations import stages
+from search.rules import expert_rules
 
 __all__ = ["AutoSearcher"]
 
@@ -25,14 +26,12 @@ PARTNERS = 9
 """Best moves that are combined in pairs."""
 RUNGS = 12
 """Placements of a ladder at most."""
-MOVERS = frozenset({"linear", "add", "pool", "concat"})
-"""Roles that fusing runtimes run in INT8 together."""
 
 
 class AutoSearcher:
     """What the studies of the zoo show to win within 25 to 100 evaluations, the seeds counted.
 
-    It begins with rules that experts go by, as far as they are new (`expert_rules`). Every later proposal is the
+    It begins with rules that experts go by, as far as they are new (`search.rules`). Every later proposal is the
     candidate with the largest expected improvement (`search.acquisition`), from two rounds of candidates:
 
     1. Moves from each of the best placements that differ from each other: blocks across patterns (a role, what follows
@@ -195,34 +194,6 @@ class AutoSearcher:
                 rungs += 1
                 base = assign(base, indices, choice, self._space)
                 yield base
-
-
-def expert_rules(space: Space) -> Iterator[Placement]:
-    """Placements that win on some runtime, most surprising first.
-
-    ONNX Runtime runs an operator in INT8 only where its result is quantized too, for all who read it ("Quantize ONNX
-    models", QDQ format); a dialect of that kind has points at outputs, others have none. There whatever reads a result
-    goes with the operator, and gates, x * sigmoid(x), run on integers too or not at all; in a Transformer the linear
-    operators do best without its additions. OpenVINO and TensorRT fuse linear operators, residual additions, pooling
-    and concatenation. The additions alone may double the time (a
-    Transformer in BF16 on OpenVINO: 8.8 ms with, 4.1 without them); the heads of attention may be moved as integers.
-    """
-    if any(dimension.kind == "output" for dimension in space.dimensions):
-        yield _with_readers(space, MOVERS)
-        yield _with_readers(space, {"linear"})
-        yield _with_readers(space, MOVERS | {"movement", "mul"})
-        return
-    yield space.only(MOVERS - {"add"})
-    yield space.only({"linear", "movement"})
-    yield space.only({"linear", "add"})
-    yield space.only(MOVERS)
-
-
-def _with_readers(space: Space, roles: Collection[str]) -> Placement:
-    """All points of some roles, and those that read the results of `MOVERS` among them."""
-    after, moved = readers(space), MOVERS & set(roles)
-    behind = [i for index, d in enumerate(space.dimensions) if d.role in moved for i in after.get(index, ())]
-    return assign(space.only(roles), behind, 1, space)
 
 
 def _moves(sets: Sequence[tuple[int, ...]], space: Space) -> tuple[Move, ...]:

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import friedmanchisquare, rankdata
 
-from harness.report.statistics import compare_pairs, effect_size, quartiles, ranks_of, score_against_random
+from harness.report.statistics import (
+    compare_pairs,
+    compare_with,
+    effect_size,
+    quartiles,
+    ranks_of,
+    score_against_random,
+)
 from harness.report.tables import interval, several
 
 # Demšar 2006, table 6: AUC of C4.5 with its parameters m and cf tuned, on 14 data sets.
@@ -92,6 +99,18 @@ def test_pairs_have_a_ratio_an_effect_and_a_corrected_test():
     assert row["p_holm"] == pytest.approx(3 * 2 / 2**8)
     assert found.loc[("bad", "same"), "p_holm"] == 1.0
     assert found.loc[("bad", "same"), "chance"] == 0.5
+
+
+def test_with_a_control_only_its_own_comparisons_are_paid_for():
+    blocks = {f"b{i}": 1.0 + 0.1 * i for i in range(8)}
+    seeds = {name: {b: [gain * v] for b, v in blocks.items()} for name, gain in (("a", 1.0), ("b", 2.0), ("c", 0.5))}
+    every, own = compare_pairs(seeds), compare_with("b", seeds)
+    assert own[["first", "second"]].to_numpy().tolist() == [["b", "a"], ["b", "c"]]
+    assert own["ratio"].tolist() == pytest.approx([2.0, 4.0])
+    assert own["p_holm"].tolist() == pytest.approx(2 * [2 * 2 / 2**8]), "two comparisons"
+    assert every["p_holm"].tolist() == pytest.approx(3 * [3 * 2 / 2**8]), "three comparisons"
+    with pytest.raises(KeyError):
+        compare_with("nobody", seeds)
 
 
 WORTH = {"a": (2.0, 3.0, 2.5), "b": (1.0, 1.0, 1.0)}

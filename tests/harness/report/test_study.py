@@ -148,6 +148,21 @@ def test_placements_are_followed_to_the_other_backend(study):
     assert alike["spearman"].item() == pytest.approx(1.0)
 
 
+def test_of_a_gain_within_the_noise_nothing_is_a_share(study, confirmation_maker):
+    """A floor of 1 % and a best gain of 0.5 % once made -1660 % of a placement that is slower than float."""
+    twin = {"A/A twin": 8.08, "float": 8.0, "all": 8.5, "aa": 7.96, "bb": 9.0, "cc": 7.5}
+    confirmation_maker(study / "net-two-int8", twin)
+    found = transfer_frame(load(study)).set_index(["source", "target"])
+    assert found.loc[("two", "two"), "verdict"] == "tie"
+    assert found["share"].isna().to_dict() == {
+        ("one", "one"): False, ("one", "two"): True, ("two", "one"): False, ("two", "two"): True,
+    }  # fmt: skip
+    write_tables(load(study), study / "report")
+    text = (study / "report" / "transfer.md").read_text()
+    assert "(100%)" in text
+    assert "none where that best is no gain beyond the noise" in text
+
+
 def test_a_placement_that_was_brought_over_by_name_is_found(study):
     cell = study / "net-two-int8"
     body = json.loads((cell / "rows.json").read_text())

@@ -49,7 +49,8 @@ def test_every_searcher_has_its_line_on_every_table(
     assert {p.name for p in out.iterdir()} >= {
         f"{name}.{end}" for name in ("budget", "reach", "score", "pairs", "ranks") for end in ("md", "csv", "tex")
     }
-    assert (out / "ranks.png").exists()
+    assert (out / "ranks-5.png").exists()
+    assert (out / "ranks-20.png").exists()
     ranks = pd.read_csv(out / "ranks.csv")
     assert list(ranks["searcher"]) == ["local", "random"]
 
@@ -227,7 +228,7 @@ def told_all(choices: tuple[int, ...]) -> Outcome:
     return Measured(samples_ms=(10.0 - sum(choices[:6]),) * 7, build_s=0.5, measure_s=0.1)
 
 
-def test_a_table_without_information_is_named_and_decides_nothing(
+def test_a_table_whose_optimum_is_told_first_is_left_out_and_named(
     make_table: MakeTable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     telling = make_table(noise=0.01, path=tmp_path / "telling.parquet")
@@ -235,20 +236,44 @@ def test_a_table_without_information_is_named_and_decides_nothing(
     out = tmp_path / "out"
     main(["study", str(telling.path), str(idle.path), "--out", str(out), *SEARCHERS, *ORDER])
     printed = capsys.readouterr().out
-    said = "idle tells no searcher from another: 'all', which every search is told first, is the optimum; begin cold"
-    assert printed.count(f"{said} (initial: none, or --cold).") == 2, "below the budgets and the scores"
-    assert printed.count("every search is told the optimum first: idle (left out)") == 2, "below pairs and ranks"
-    assert pd.read_csv(out / "pairs.csv")["blocks"].tolist() == [1]
+    said = (
+        "told first, and within 1 % of the optimum, so that no searcher can be told from another: idle ('all'); "
+        "a cold start has something to find there (initial: none, or --cold)"
+    )
+    assert printed.count(f"Left out: {said}.") == 5, "below each table"
+    assert not [path for path in (out / "curves").iterdir() if path.name.startswith("idle")], "no hour is spent on it"
+    for name in ("budget", "reach", "score"):
+        assert set(pd.read_csv(out / f"{name}.csv")["table"]) == {"telling"}
+    assert set(pd.read_csv(out / "pairs.csv")["blocks"]) == {1}
     assert "no interval, for 3 tables are needed" in printed
     assert "inf]" not in printed
     assert "Mean rank over 1 table of" in printed
-    score = pd.read_csv(out / "score.csv").set_index("table")["score"]
-    assert score["idle"].isna().all()
-    assert score["telling"].notna().all()
-    main(["study", str(idle.path), "--out", str(out), *SEARCHERS, *ORDER])
-    assert "idle (so that all of this is chance)" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["study", str(idle.path), "--out", str(out), *SEARCHERS, *ORDER])
+    assert ended.value.code == 2
+    assert f"no table is left: {said}" in capsys.readouterr().err
     main(["study", str(idle.path), "--out", str(out), *SEARCHERS, *ORDER, "--cold"])
-    assert "every search is told" not in capsys.readouterr().out.replace("placements that every search is told", "")
+    assert "Left out" not in capsys.readouterr().out
+
+
+def test_ranks_and_pairs_are_there_for_every_budget(make_table: MakeTable, tmp_path: Path) -> None:
+    """After the largest most searches are at the optimum of so small a table; what tells them apart comes before."""
+    names, out = ("one", "two", "three"), tmp_path / "out"
+    tables = [str(make_table(noise=0.01, path=tmp_path / f"{name}.parquet").path) for name in names]
+    searchers = [*SEARCHERS, "--searcher", "annealing"]
+    main(["study", *tables, "--out", str(out), *searchers, *ORDER])
+    ranks = pd.read_csv(out / "ranks.csv").set_index("searcher")
+    assert list(ranks.columns) == ["5", "20"]
+    assert ranks.sum().tolist() == [6.0, 6.0], "three searchers share the ranks 1, 2 and 3"
+    assert ranks["20"].is_monotonic_increasing
+    pairs = pd.read_csv(out / "pairs.csv")
+    assert pairs[["budget", "first", "second"]].to_numpy().tolist() == [
+        [budget, "random", other] for budget in (5, 20) for other in ("local", "annealing")
+    ], "the first searcher with each of the others"
+    assert (pairs["low"] <= pairs["ratio"]).all()
+    note = (out / "ranks.md").read_text()
+    assert " at 5, " in note
+    assert " at 20; ranks of one budget that differ by more than 1.91 are different at 5 % (Nemenyi)" in note
 
 
 def test_the_score_of_random_search_is_0_whatever_all_are_told_first(make_table: MakeTable, tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_a_mistyped_start_is_refused_with_or_without_a_searcher(
     ("initial", "gain", "said"),
     [
         (("float", "all"), 0.1, "made-up tells no searcher from another: 'all', which every search is told first, is"),
-        (("float", "all"), 0.001, "'all', which every search is told first, is the optimum; begin cold (initial: none"),
+        (("float", "all"), 0.001, "'all', which every search is told first, is within 1 % of the optimum; begin cold"),
         (("float",), 0.001, "'float', which every search is told first, is within 1 % of the optimum"),
         (("float",), 0.1, None),
         ((), 0.1, None),

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
-from search.algorithms.auto import AutoSearcher, expert_rules
+from search.algorithms.auto import AutoSearcher
 from search.algorithms.portfolio import PortfolioSearcher
 from search.algorithms.random import RandomSearcher
 from search.algorithms.sensitivity_greedy import SensitivityGreedySearcher
 from search.algorithms.surrogate import SurrogateSearcher
 from search.api import Dimension, Edge, Observation, Placement, Score, Space
+from search.rules import expert_rules
 from search.testing import PlantedObjective, common_seeds, drive, planted_space
 
 
