@@ -162,9 +162,9 @@ class Space:
         return self._where(lambda dimension: dimension.role in wanted, precision)
 
     def at(self, indices: Iterable[int], precision: str | None = None) -> Placement:
-        """The points with these numbers quantized, all others float."""
-        wanted = {self.dimensions[index].name for index in indices}
-        return self._where(lambda dimension: dimension.name in wanted, precision)
+        """The points with these numbers, positions in `dimensions`, quantized, all others float."""
+        wanted, choices = frozenset(indices), self.everywhere(precision).choices
+        return Placement(tuple(choice if index in wanted else 0 for index, choice in enumerate(choices)))
 
     def nearest(self, edges: Mapping[Edge, str]) -> Placement:
         """The placement that agrees with most of the given quantized edges.
