@@ -11,7 +11,7 @@ import numpy as np
 from search.acquisition import Advice, Advisor
 from search.api import Observation, Placement, Space, check_range
 from search.archive import Archive, Entry
-from search.moves import assign, crossover_by_group, nearby
+from search.moves import assign, crossover_by_group, drawn, flip, nearby
 from search.relations import stages
 from search.rules import expert_rules
 
@@ -35,7 +35,8 @@ class AutoSearcher:
     candidate with the largest expected improvement (`search.acquisition`), from two rounds of candidates:
 
     1. Moves from each of the best placements that differ from each other: blocks across patterns (a role, what follows
-       it), blocks within a pattern, single points, coarse ones first; crossovers of patterns; random sets of roles.
+       it), blocks within a pattern, single points, coarse ones first; crossovers of patterns; two to four points
+       at once; random sets of roles and of points.
     2. The most promising moves combined: in pairs, and one upon the other in the order of their expected gain. Under a
        constraint also retreats from the fastest placements that break it, block by block in the order of violation
        taken back per latency given away, and advances from the best feasible one in the order of gain per violation.
@@ -127,17 +128,20 @@ class AutoSearcher:
     def _base(self) -> Placement:
         """The best placement; where a front is searched, one of its loneliest, drawn."""
         leaders = self._archive.leaders(BASES)
-        drawn = int(self._rng.integers(len(leaders))) if self._archive.several else 0
-        return leaders[drawn].placement
+        place = int(self._rng.integers(len(leaders))) if self._archive.several else 0
+        return leaders[place].placement
 
     def _drawn_moves(self, count: int) -> list[Move]:
         """All wide moves, and as many of the others as there is room for, drawn."""
         others = (*self._narrow, *self._points)
-        drawn = self._rng.permutation(len(others))[: max(count - len(self._wide), count // 2)]
-        return [*self._wide[:count], *(others[index] for index in sorted(drawn))]
+        kept = self._rng.permutation(len(others))[: max(count - len(self._wide), count // 2)]
+        return [*self._wide[:count], *(others[index] for index in sorted(kept))]
 
     def _further(self) -> Iterator[Placement]:
-        """Candidates that do not start from the best: its rivals' neighbours, crossovers, random sets of roles."""
+        """Candidates that are no single move of the best: of its rivals, crossovers, several points at once, draws.
+
+        Where an operator gains only if several of its points change together, no sequence of single moves gets there.
+        """
         bases = [entry.placement for entry in self._elite()]
         room = self._candidates // 2
         for base in bases[1:]:
@@ -150,6 +154,10 @@ class AutoSearcher:
             for index in self._rng.permutation(len(self._wide))[: int(self._rng.integers(1, 6))]:
                 placement = self._after(placement, self._wide[index])
             yield placement
+        for _ in range(room // 4):
+            parent = bases[int(self._rng.integers(len(bases)))]
+            yield flip(parent, self._space, self._rng, int(self._rng.integers(2, 5)))
+            yield drawn(self._space, self._rng, self._rng.random())
 
     def _elite(self) -> list[Entry]:
         """The best and those behind it that differ from it and from each other by more than a tenth of the points."""
