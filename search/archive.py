@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -70,8 +71,9 @@ class Archive:
         A placement told again gets the mean of what was told. Scores that all have a standard error
         are weighted by its inverse square; the error of their mean is then widened by the Birge ratio
         where they disagree by more than their errors explain (Birge 1932, Phys. Rev. 40, 207), as
-        rebuilds of one engine do. An equal score is the same measurement told twice and changes nothing.
-        A score replaces a failure; a later failure leaves a score standing.
+        rebuilds of one engine do. Where an error is not known, that of the mean comes from their scatter.
+        An equal score is the same measurement told twice and changes nothing. A score replaces a failure;
+        a later failure leaves a score standing.
         """
         digest = observation.digest
         self._pending.pop(digest, None)
@@ -185,8 +187,8 @@ def _pooled(told: list[Score]) -> Score:
     if len(told) == 1:
         return told[0]
     weights = [1.0] * len(told)
-    stderr = 0.0
     errors_known = all(score.stderr > 0 for score in told)
+    stderr = 0.0 if errors_known else _error_of_mean(told)
     if errors_known:
         weights = [score.stderr**-2 for score in told]
         stderr = sum(weights) ** -0.5
@@ -203,6 +205,12 @@ def _pooled(told: list[Score]) -> Score:
         metrics=told[-1].metrics,
         objectives=_pooled_objectives(told, weights),
     )
+
+
+def _error_of_mean(told: list[Score]) -> float:
+    """From the scatter of what was told, and no less than the errors that are known give."""
+    scatter = statistics.stdev(score.objective for score in told)
+    return max(scatter, *(score.stderr for score in told)) / math.sqrt(len(told))
 
 
 def _pooled_objectives(told: list[Score], weights: list[float]) -> tuple[float, ...]:

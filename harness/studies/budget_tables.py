@@ -20,8 +20,8 @@ __all__ = ["RISES", "Block", "Curves", "budget_tables"]
 
 GAINS = (0.95, 0.99)
 RISES = (
-    "A search chooses its incumbent by noisy readings, as on the machine, and is shown at the recorded latency of what "
-    "it chose: a lucky reading may displace what is better, so the latency may rise with the evaluations."
+    "A search is shown at the recorded latency of what it hands over: a runoff of its best readings chooses, as on the "
+    "machine. Luck may still choose, so the latency may rise with the evaluations."
 )
 
 
@@ -30,7 +30,7 @@ class Curves:
     """Searches of one searcher on one table; both arrays are [seed, evaluation].
 
     Attributes:
-        latency_ms: Recorded latency of the incumbent.
+        latency_ms: Recorded latency of what a search hands over, see `harness.studies.choosing`.
         elapsed_s: Recorded wall-clock of all that was built and measured until then.
     """
 

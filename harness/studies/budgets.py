@@ -56,7 +56,7 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
         }
         replay_all([chunk for some in chunks.values() for chunk in some], workers, observer)
         blocks = [
-            _block(landscape, {c.name: curves_of(chunks[table, c.name]) for c in contenders}, study)
+            _block(landscape, {c.name: curves_of(chunks[table, c.name], landscape) for c in contenders}, study)
             for table, landscape in telling.items()
         ]
         ranks = {budget: ranks_of(_reached(blocks, budget), unit="table") for budget in study.budgets}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from harness.studies.choosing import SAMPLES, chosen
 from harness.studies.landscape import Floats, Landscape
 from search.space import Placement
 
@@ -27,12 +27,13 @@ def random_search(landscape: Landscape, evaluations: int, first: Sequence[Placem
 
     A search is told the same placements first as all others, which cost what they cost there: a model that was told
     already costs nothing. It then meets the others in a random order of the placements, without replacement; a model
-    that several placements give comes up so much sooner, and once. A failure costs an evaluation and helps nobody. The
-    incumbent is chosen by noisy readings. So the searcher `random` has this mean whatever the table, the noise and the
-    first placements are; it walks spaces of up to 4096 placements, and draws from larger ones less evenly than this.
+    that several placements give comes up so much sooner, and once. A failure costs an evaluation and helps nobody. A
+    runoff chooses, as for everybody (`harness.studies.choosing`). So the searcher `random` has this mean whatever the
+    table, the noise and the first placements are; it walks spaces of up to 4096 placements, and draws from larger ones
+    less evenly than this.
 
     Returns:
-        [search, evaluation]: recorded latency of the incumbent; the last one's where the table has no more models, the
+        [search, evaluation]: recorded latency of the choice; the last one's where the table has no more models, the
         slowest that is allowed where there is none yet.
     """
     rng = np.random.default_rng(0)
@@ -40,34 +41,25 @@ def random_search(landscape: Landscape, evaluations: int, first: Sequence[Placem
     told = [int(np.searchsorted(names, landscape.identity[landscape.index(placement)])) for placement in first]
     told = list(dict.fromkeys(told))[:evaluations]
     rest = np.setdiff1d(np.arange(len(models)), told)
-    readings = np.full((len(models), READINGS), np.inf)
+    readings, runoffs = np.full((2, len(models), READINGS), np.inf)
     for number, index in enumerate(models):
         if landscape.allowed[index]:
             readings[number] = landscape.readings_ms(int(index), rng, READINGS)
+            runoffs[number] = landscape.readings_ms(int(index), rng, READINGS, SAMPLES)
+    slowest_ms = landscape.latency_ms.max()
     found = []
     for size in _portions(max(1, AT_ONCE // len(models))):
         # The first of w uniform arrivals is ordered like one exponential arrival at the rate w.
         arrival = rng.exponential(size=(size, len(rest))) / copies[rest]
         order = rest[np.argsort(arrival, axis=1)[:, : evaluations - len(told)]]
         met = np.hstack([np.broadcast_to(np.array(told, dtype=int), (size, len(told))), order])
-        place = _incumbents(readings[met, rng.integers(READINGS, size=met.shape)])
-        found.append(np.take_along_axis(landscape.latency_ms[models][met], place, axis=1))
+        once, again = rng.integers(READINGS, size=(2, *met.shape))
+        place = chosen(readings[met, once], runoffs[met, again])
+        handed = np.take_along_axis(landscape.latency_ms[models][met], np.maximum(place, 0), axis=1)
+        found.append(np.where(place < 0, slowest_ms, handed))
     latency_ms: Floats = np.vstack(found)
     return np.pad(latency_ms, ((0, 0), (0, evaluations - latency_ms.shape[1])), mode="edge")
 
 
 def _portions(size: int) -> list[int]:
     return [min(size, SEARCHES - done) for done in range(0, SEARCHES, size)]
-
-
-def _incumbents(readings: Floats) -> npt.NDArray[np.intp]:
-    """Which evaluation is the incumbent after each: the first one where there is none, which is slow by definition.
-
-    Args:
-        readings: [search, evaluation]; infinite for what cannot be an incumbent.
-    """
-    lowest = np.minimum.accumulate(readings, axis=1)
-    before = np.pad(lowest[:, :-1], ((0, 0), (1, 0)), constant_values=np.inf)
-    fresh = np.where(readings < before, np.arange(readings.shape[1]), 0)
-    place: npt.NDArray[np.intp] = np.maximum.accumulate(fresh, axis=1)
-    return place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
 from harness import registry
 from harness.errors import UserError, nearest
@@ -19,6 +19,7 @@ from harness.records import Failed
 from harness.run.compose import open_model
 from harness.run.config import ModelSpec, Use
 from harness.run.engine import DUPLICATES_IN_A_ROW
+from harness.studies.choosing import Walks
 from harness.studies.landscape import NEAR, Landscape
 from harness.tables import Table
 from search.api import Failure, Observation, Placement, Score, Searcher
@@ -32,34 +33,22 @@ class Replayed:
 
     Attributes:
         searcher: Its name.
-        seeds: One search each.
-        latency_ms: [seed, evaluation]: recorded latency of the incumbent, which the search chose by noisy readings.
-        elapsed_s: [seed, evaluation]: recorded wall-clock of all builds and measurements until then.
-        evaluations: Spent in all searches together; a searcher that has nothing left spends less than its budget.
+        walks: What they evaluated.
+        latency_ms: [seed, evaluation]: see `Walks.latency_ms`.
         wall_s: Wall-clock of them all.
         build_s: Recorded wall-clock of all builds and measurements that this stands for.
     """
 
     searcher: str
-    seeds: tuple[int, ...]
+    walks: Walks
     latency_ms: npt.NDArray[np.float64]
-    elapsed_s: npt.NDArray[np.float64]
-    evaluations: int
     wall_s: float
     build_s: float
 
-    def frame(self, optimum_ms: float) -> pd.DataFrame:
-        """One line for each seed and evaluation: searcher, seed, evaluations, latency_ms, regret."""
-        seeds, budget = self.latency_ms.shape
-        return pd.DataFrame(
-            {
-                "searcher": self.searcher,
-                "seed": np.repeat(self.seeds, budget),
-                "evaluations": np.tile(np.arange(1, budget + 1), seeds),
-                "latency_ms": self.latency_ms.ravel(),
-                "regret": self.latency_ms.ravel() / optimum_ms - 1,
-            }
-        )
+    @property
+    def evaluations(self) -> int:
+        """Spent in all searches together; a searcher that has nothing left spends less than its budget."""
+        return int((self.walks.indices >= 0).sum())
 
 
 def replay(
@@ -84,7 +73,7 @@ def replay(
     def searcher(seed: int) -> Any:
         return registry.guarded(f"searcher {use.use!r}", lambda: factory(space, seed=seed, **use.params))
 
-    def run(seed: int) -> dict[int, int]:
+    def run(seed: int) -> dict[int, float]:
         made = searcher(seed)
         found = attempt("search", lambda: replay_once(landscape, made, budget=budget, seed=seed, first=first))
         if isinstance(found, Failed):
@@ -92,18 +81,22 @@ def replay(
         return found
 
     started_s = time.perf_counter()
-    runs = [run(seed) for seed in seeds]
-    wall_s = time.perf_counter() - started_s
-    spent = [index for run in runs for index in run]
+    walks = _walks(seeds, [run(seed) for seed in seeds], budget)
     return Replayed(
         searcher=use.name,
-        seeds=tuple(seeds),
-        latency_ms=np.array([_curve(landscape, run, budget) for run in runs]),
-        elapsed_s=np.array([_clock(landscape, run, budget) for run in runs]),
-        evaluations=len(spent),
-        wall_s=wall_s,
-        build_s=sum(_recorded_s(landscape, index) for index in spent),
+        walks=walks,
+        latency_ms=walks.latency_ms(landscape),
+        wall_s=time.perf_counter() - started_s,
+        build_s=float(walks.elapsed_s(landscape)[:, -1].sum()),
     )
+
+
+def _walks(seeds: Sequence[int], runs: Sequence[Mapping[int, float]], budget: int) -> Walks:
+    indices, readings_ms = np.full((len(runs), budget), -1), np.full((len(runs), budget), np.inf)
+    for row, run in enumerate(runs):
+        indices[row, : len(run)] = list(run)
+        readings_ms[row, : len(run)] = list(run.values())
+    return Walks(seeds=tuple(seeds), indices=indices, readings_ms=readings_ms)
 
 
 def first_placements(landscape: Landscape, initial: Sequence[str]) -> list[Placement]:
@@ -141,16 +134,16 @@ def told_optimum(landscape: Landscape, initial: Sequence[str]) -> str:
 
 def replay_once(
     landscape: Landscape, searcher: Searcher, *, budget: int, seed: int, first: Sequence[Placement] = ()
-) -> dict[int, int]:
+) -> dict[int, float]:
     """One search, as `harness.run.engine` runs it: the same model again is told again and costs nothing.
 
     Returns:
-        For each evaluated index in order the index of the incumbent after it; -1 while there is none.
+        The evaluated indices in order, and what was read of each in ms; infinite where that was a failure or broke the
+        bound.
     """
     space, rng = landscape.table.subspace.space, np.random.default_rng([seed, 0x5EED])
     known: dict[int, Score | Failure] = {}
-    incumbents: dict[int, int] = {}
-    best: tuple[float, int] = (float("inf"), -1)
+    walk: dict[int, float] = {}
     waiting, duplicates = list(first)[::-1], 0
     while len(known) < budget and duplicates < DUPLICATES_IN_A_ROW:
         asked = [waiting.pop()] if waiting else searcher.ask(1)
@@ -162,11 +155,9 @@ def replay_once(
         duplicates = 0 if outcome is None else duplicates + 1
         if outcome is None:
             outcome = known[key] = landscape.observe(index, rng)
-            if isinstance(outcome, Score) and outcome.violation == 0 and outcome.objective < best[0]:
-                best = (outcome.objective, index)
-            incumbents[index] = best[1]
+            walk[index] = outcome.objective if isinstance(outcome, Score) and outcome.violation == 0 else math.inf
         searcher.tell(Observation(placement=asked[0], digest=space.digest(asked[0]), outcome=outcome))
-    return incumbents
+    return walk
 
 
 def check_table(table: Table, spec: ModelSpec, work: Path) -> None:
@@ -181,24 +172,3 @@ def check_table(table: Table, spec: ModelSpec, work: Path) -> None:
             f"{table.path} is of another model: it was recorded of {table.facts.source} "
             f"({table.facts.model_sha256[:12]}), but {spec.use} is {model.sha256[:12]}"
         )
-
-
-def _curve(landscape: Landscape, incumbents: Mapping[int, int], budget: int) -> npt.NDArray[np.float64]:
-    """Recorded latency of the incumbent after each evaluation; once the search ended, its last."""
-    worst_ms = float(landscape.latency_ms.max())
-    found = [worst_ms if index < 0 else float(landscape.latency_ms[index]) for index in incumbents.values()]
-    found += [found[-1] if found else worst_ms] * (budget - len(found))
-    return np.array(found)
-
-
-def _clock(landscape: Landscape, incumbents: Mapping[int, int], budget: int) -> npt.NDArray[np.float64]:
-    """Recorded time until each evaluation was done; once the search ended, its last."""
-    spent_s = np.cumsum([_recorded_s(landscape, index) for index in incumbents])
-    return np.pad(spent_s, (0, budget - len(spent_s)), mode="edge") if len(spent_s) else np.zeros(budget)
-
-
-def _recorded_s(landscape: Landscape, index: int) -> float:
-    outcome: Any = landscape.outcomes[index]
-    if hasattr(outcome, "wall_s"):
-        return float(outcome.wall_s)
-    return float(outcome.build_s + outcome.measure_s + outcome.evaluate_s)

@@ -17,6 +17,7 @@ from harness.report.tables import interval
 from harness.run.config import ModelSpec, Use
 from harness.run.journal import writing
 from harness.studies.budget_tables import RISES
+from harness.studies.difficulty import difficulty_of, drift_of
 from harness.studies.landscape import NEAR, Bound, Floats, Landscape
 from harness.studies.random_search import RANDOM, random_search
 from harness.studies.replay import Replayed, check_table, first_placements, replay, told_optimum
@@ -50,7 +51,7 @@ class ReplayOrder:
 def table_lines(table: Table, bound: Bound | None = None) -> list[str]:
     """What a table is, its optimum, and how hard it is to search."""
     facts, landscape = table.facts, Landscape(table, bound)
-    backend, hard, (drift, drift_se) = facts.backend, landscape.difficulty(), landscape.drift()
+    backend, hard, (drift, drift_se) = facts.backend, difficulty_of(landscape), drift_of(landscape)
     space, best = table.subspace.space, list(table.subspace.placements())[landscape.optimum]
     quantized = [f"{d.name}={d.choices[c]}" for d, c in zip(space.dimensions, best.choices, strict=True) if c]
     fixed = [c for d, c in zip(facts.dimensions, facts.base, strict=True) if d.name not in facts.varied]
@@ -150,11 +151,22 @@ def _write(landscape: Landscape, random_ms: Floats, replayed: Sequence[Replayed]
     from harness.studies.pictures import draw_curves  # matplotlib takes a second, and a replay without plot less
 
     optimum_ms = float(landscape.latency_ms[landscape.optimum])
-    expected = Replayed(
-        searcher=RANDOM, seeds=(-1,), latency_ms=random_ms.mean(axis=0, keepdims=True),
-        elapsed_s=np.zeros((1, random_ms.shape[1])), evaluations=0, wall_s=0.0, build_s=0.0,
-    )  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
-    frames = [found.frame(optimum_ms) for found in (expected, *replayed)]
+    frames = [_frame(RANDOM, [-1], random_ms.mean(axis=0, keepdims=True), optimum_ms)]
+    frames += [_frame(found.searcher, found.walks.seeds, found.latency_ms, optimum_ms) for found in replayed]
     pd.concat(frames).to_csv(out / "curves.csv", index=False)
     draw_curves(landscape, random_ms, replayed, landscape.table.facts.model, out / "curves.png")
+
+
+def _frame(searcher: str, seeds: Sequence[int], latency_ms: Floats, optimum_ms: float) -> pd.DataFrame:
+    """One line for each seed and evaluation."""
+    budget = latency_ms.shape[1]
+    return pd.DataFrame(
+        {
+            "searcher": searcher,
+            "seed": np.repeat(seeds, budget),
+            "evaluations": np.tile(np.arange(1, budget + 1), len(seeds)),
+            "latency_ms": latency_ms.ravel(),
+            "regret": latency_ms.ravel() / optimum_ms - 1,
+        }
+    )

@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
 
@@ -26,9 +27,10 @@ from harness.registry import load
 from harness.run.config import Use
 from harness.run.observe import Observer
 from harness.studies.budget_tables import Curves
+from harness.studies.choosing import Walks
 from harness.studies.landscape import Landscape
-from harness.studies.replay import Replayed, replay
-from harness.studies.sources import code_digest
+from harness.studies.replay import replay
+from harness.studies.sources import code_digest, meaning_of
 from harness.studies.study_file import BudgetStudy, Contender
 from harness.tables import read_table
 
@@ -36,6 +38,9 @@ __all__ = ["Chunk", "chunks_of", "curves_of", "replay_all"]
 
 CHUNK = 10
 """Searches of one file: what an interruption costs at most, of each worker."""
+
+
+LIBRARIES = ("numpy", "optuna", "scikit-learn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +65,16 @@ class Chunk:
 def chunks_of(table: Path, contender: Contender, study: BudgetStudy, folder: Path) -> list[Chunk]:
     """The searches of one searcher on one table.
 
-    The name of a file changes with the table, with what is asked, and with the code of the searcher.
+    The name of a file changes with the table, with what is asked, with the code of the searcher and of the replay, and
+    with the libraries that draw and propose.
 
     Raises:
         UserError: No such searcher, or no such table.
     """
     asked = {"use": contender.use, "params": contender.params, "budget": study.most, "initial": study.initial}
+    asked["libraries"] = {name: version(name) for name in LIBRARIES}
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode())
-    for part in (_content(table), _code(contender.use)):
+    for part in (_content(table), _code(contender.use), *_told_by()):
         digest.update(part)
     stem = f"{table.stem}-{re.sub(r'[^A-Za-z0-9._-]+', '-', contender.name)}-{digest.hexdigest()[:12]}"
     seeds = contender.seeds or study.seeds
@@ -103,15 +110,17 @@ def replay_all(chunks: Sequence[Chunk], workers: int, observer: Observer) -> Non
             step.advance(f"{chunk.searcher.name} on {chunk.table.stem}")
 
 
-def curves_of(chunks: Sequence[Chunk]) -> Curves:
+def curves_of(chunks: Sequence[Chunk], landscape: Landscape) -> Curves:
     """What was replayed, all seeds together."""
     read = [(pd.read_parquet(chunk.path), chunk.end) for chunk in chunks]
     frame = pd.concat([searches[searches["seed"] < end] for searches, end in read])
     shape = (-1, chunks[0].budget)
-    return Curves(
-        latency_ms=frame["latency_ms"].to_numpy(dtype=float).reshape(shape),
-        elapsed_s=frame["elapsed_s"].to_numpy(dtype=float).reshape(shape),
+    walks = Walks(
+        seeds=tuple(frame["seed"].to_numpy().reshape(shape)[:, 0].tolist()),
+        indices=frame["index"].to_numpy(dtype=np.int64).reshape(shape),
+        readings_ms=frame["reading_ms"].to_numpy(dtype=float).reshape(shape),
     )
+    return Curves(latency_ms=walks.latency_ms(landscape), elapsed_s=walks.elapsed_s(landscape))
 
 
 def _replayed(chunks: Sequence[Chunk], workers: int) -> Iterator[Chunk]:
@@ -161,7 +170,7 @@ def _replay(chunk: Chunk) -> None:
     found = replay(landscape, chunk.searcher, seeds=seeds, budget=chunk.budget, initial=chunk.initial)
     chunk.path.parent.mkdir(parents=True, exist_ok=True)
     part = chunk.path.with_suffix(".part")
-    _frame(found).to_parquet(part, index=False, compression="zstd")
+    _frame(found.walks).to_parquet(part, index=False, compression="zstd")
     part.replace(chunk.path)
 
 
@@ -187,11 +196,18 @@ def _code(use: str) -> bytes:
     return code_digest(None if file is None else Path(file), Path(search.__file__).parent)
 
 
-def _frame(found: Replayed) -> pd.DataFrame:
-    seeds, budget = found.latency_ms.shape
+@lru_cache(maxsize=1)
+def _told_by() -> tuple[bytes, ...]:
+    """The code that decides what a searcher is told."""
+    files = (inspect.getsourcefile(told_by) for told_by in (Landscape, replay))
+    return tuple(meaning_of(Path(str(file)).read_bytes()) for file in files)
+
+
+def _frame(walks: Walks) -> pd.DataFrame:
+    searches, budget = walks.indices.shape
     return pd.DataFrame({
-        "seed": np.repeat(found.seeds, budget),
-        "evaluations": np.tile(np.arange(1, budget + 1), seeds),
-        "latency_ms": found.latency_ms.ravel(),
-        "elapsed_s": found.elapsed_s.ravel(),
+        "seed": np.repeat(walks.seeds, budget),
+        "evaluation": np.tile(np.arange(1, budget + 1), searches),
+        "index": walks.indices.ravel(),
+        "reading_ms": walks.readings_ms.ravel(),
     })  # fmt: skip

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["code_digest"]
+__all__ = ["code_digest", "meaning_of"]
 
 INSTALLED = ("site-packages", "dist-packages")
 """Folders of libraries, in which only a searcher's own package is its own."""
@@ -21,7 +21,7 @@ def code_digest(file: Path | None, package: Path) -> bytes:
     """Digest of a searcher's file and of whatever it imports of a package or from beside itself, directly or not.
 
     Beside itself is its own package, or where it is a module without one the folder that it lies in. What is installed
-    (a library) is not followed.
+    (a library) is not followed. Comments and docstrings do not count.
 
     Args:
         file: None where the searcher has none: the whole package then, as also where it finds others by name.
@@ -32,8 +32,27 @@ def code_digest(file: Path | None, package: Path) -> bytes:
         found |= set(package.rglob("*.py"))
     digest = hashlib.sha256()
     for path in sorted(found):
-        digest.update(path.read_bytes())
+        digest.update(meaning_of(path.read_bytes()))
     return digest.digest()
+
+
+@lru_cache(maxsize=256)
+def meaning_of(code: bytes) -> bytes:
+    """What some code does, whatever its comments, docstrings and layout say."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = [each for each in node.body if not _is_text(each)] or [ast.Pass()]
+    return ast.dump(tree).encode()
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    """A docstring, or that of a constant."""
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
 
 
 def _with_imports(file: Path, package: Path) -> set[Path]:

@@ -58,9 +58,11 @@ def test_a_rebuild_that_disagrees_widens_the_error():
     assert entry.score.stderr == pytest.approx(2.0), "half the gap, not 0.007"
 
 
-def test_without_errors_the_mean_is_plain():
-    (entry,) = filled(told("a", 1.0), told("a", 4.0, stderr=0.5)).ranked
-    assert entry.score == Score(objective=2.5)
+@pytest.mark.parametrize(("errors", "stderr"), [((0.0, 0.5), 1.5), ((0.0, 0.0), 1.5), ((0.0, 9.0), 9.0 / 2**0.5)])
+def test_without_errors_the_mean_is_plain_and_as_sure_as_its_scatter(errors, stderr):
+    first, second = errors
+    (entry,) = filled(told("a", 1.0, stderr=first), told("a", 4.0, stderr=second)).ranked
+    assert entry.score == Score(objective=2.5, stderr=pytest.approx(stderr))
 
 
 def test_the_same_score_told_twice_is_one_measurement():

@@ -206,7 +206,7 @@ def test_the_searchers_of_somebody_else_are_replayed_again_once_their_file_chang
     source = "from search.algorithms.random import RandomSearcher\n\n\nclass Mine(RandomSearcher):\n    pass\n"
     (tmp_path / "of_somebody_else.py").write_text(source)
     order = ["--searcher", "of_somebody_else:Mine", "--budget", "5", "--seeds", "2", "--workers", "1"]
-    for text, files in ((source, 1), (source, 1), (f"{source}# changed\n", 2)):
+    for text, files in ((source, 1), (source, 1), (f"{source}# a remark\n", 1), (f"{source}CHANGED = 1\n", 2)):
         (tmp_path / "of_somebody_else.py").write_text(text)
         main(["study", tables[0], "--out", "out", *order])
         assert len(list((tmp_path / "out/curves").iterdir())) == files

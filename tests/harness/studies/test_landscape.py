@@ -11,6 +11,7 @@ import pytest
 
 from harness.errors import UserError
 from harness.records import Failed, Measured, Outcome
+from harness.studies.difficulty import difficulty_of, drift_of
 from harness.studies.landscape import Bound, Landscape
 from harness.tables import Table
 
@@ -35,7 +36,7 @@ def test_optimum_and_anchors(make_table: MakeTable) -> None:
 
 def test_variance_is_shared_out_exactly(make_table: MakeTable) -> None:
     """Of a pair product, half the effect falls to each single dimension and a quarter of it to the pair."""
-    difficulty = Landscape(make_table()).difficulty()
+    difficulty = difficulty_of(Landscape(make_table()))
     single = np.array([-0.4 - 0.2, 0.3 - 0.2, -0.2, 0.1, -0.05, 0.02]) / 2
     pair = 0.4 / 4
     total = float((single**2).sum() + pair**2)
@@ -50,7 +51,7 @@ def test_difficulty_tells_easy_from_hard(make_table: MakeTable) -> None:
     def rough(choices: tuple[int, ...]) -> Outcome:
         return measured(float(np.exp(rng.standard_normal())))
 
-    easy, hard = Landscape(make_table()).difficulty(), Landscape(make_table(outcome=rough)).difficulty()
+    easy, hard = difficulty_of(Landscape(make_table())), difficulty_of(Landscape(make_table(outcome=rough)))
     assert easy.fitness_distance > 0.5 > hard.fitness_distance
     assert easy.neighbour_correlation > 0.5 > hard.neighbour_correlation
     assert easy.local_optima == pytest.approx(1 / 64)
@@ -61,7 +62,7 @@ def test_difficulty_tells_easy_from_hard(make_table: MakeTable) -> None:
 
 
 def test_a_flat_table_is_all_optimum(make_table: MakeTable) -> None:
-    difficulty = Landscape(make_table(outcome=lambda _: measured(3.0))).difficulty()
+    difficulty = difficulty_of(Landscape(make_table(outcome=lambda _: measured(3.0))))
     assert difficulty.near_optimum == difficulty.local_optima == difficulty.additive == 1.0
     assert difficulty.random_evaluations == 1.0
     assert difficulty.fitness_distance == difficulty.neighbour_correlation == difficulty.pairwise == 0.0
@@ -114,8 +115,8 @@ def test_drift_is_seen_through_the_random_order(make_table: MakeTable) -> None:
         turned = [(digest, row, drifting(row.choices)) for digest, row in items]
         return {d: type(r)(number=i, choices=r.choices, outcome=o) for i, (d, r, o) in enumerate(turned)}
 
-    slope, stderr = Landscape(make_table(anchors={}, rows=shuffled)).drift()
+    slope, stderr = drift_of(Landscape(make_table(anchors={}, rows=shuffled)))
     assert slope == pytest.approx(0.1, abs=3 * stderr)
     assert 0 < stderr < 0.03
-    slope, stderr = Landscape(make_table(noise=0.05)).drift()
+    slope, stderr = drift_of(Landscape(make_table(noise=0.05)))
     assert abs(slope) < 3 * stderr

@@ -38,9 +38,8 @@ def enumerated(landscape: Landscape, evaluations: int, first: Sequence[Placement
     """The incumbent's latency over all orders that a table can be walked in, each as likely as the others."""
     found = []
     for order in itertools.permutations(landscape.table.subspace.placements()):
-        incumbents = list(replay_once(landscape, Listed(order), budget=evaluations, seed=0, first=first).values())
-        slowest_ms = landscape.latency_ms.max()
-        curve = [slowest_ms if index < 0 else landscape.latency_ms[index] for index in incumbents]
+        walk = replay_once(landscape, Listed(order), budget=evaluations, seed=0, first=first)
+        curve = np.minimum(np.minimum.accumulate(list(walk.values())), landscape.latency_ms.max()).tolist()
         found.append(curve + curve[-1:] * (evaluations - len(curve)))
     return np.array(found)
 

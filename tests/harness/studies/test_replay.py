@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -51,8 +52,8 @@ def test_searchers_find_the_optimum_and_repeat_themselves(name: str, make_table:
 def test_the_same_model_again_costs_nothing_and_gets_the_same_answer(make_table: MakeTable) -> None:
     landscape = Landscape(make_table(dimensions=2, noise=0.1))
     searcher = Listed([(0, 0), (0, 0), (1, 0), (0, 0), (1, 1)])
-    incumbents = replay_once(landscape, searcher, budget=3, seed=0)
-    assert list(incumbents) == [0, 2, 3]
+    walk = replay_once(landscape, searcher, budget=3, seed=0)
+    assert list(walk) == [0, 2, 3]
     assert len(searcher.told) == 5
     assert searcher.told[0] == searcher.told[1] == searcher.told[3]
     assert searcher.told[0].digest == landscape.table.subspace.space.digest(Placement((0, 0)))
@@ -68,7 +69,7 @@ def test_failures_and_bounds_are_told_and_are_no_incumbents(make_table: MakeTabl
 
     landscape = Landscape(make_table(dimensions=2, outcome=outcome), Bound(metric="sqnr_db", at_least=20.0))
     searcher = Listed([(1, 1), (1, 0), (0, 1)])
-    assert replay_once(landscape, searcher, budget=10, seed=0) == {3: -1, 2: -1, 1: 1}
+    assert replay_once(landscape, searcher, budget=10, seed=0) == {3: math.inf, 2: math.inf, 1: 4.0}
     failed, bad, good = (observation.outcome for observation in searcher.told)
     assert failed == Failure(stage="crash", reason="the worker died")
     assert isinstance(bad, Score)
@@ -144,7 +145,7 @@ def test_the_command_prints_and_writes(
     assert "64 placements of 6 of 8 dimensions" in printed
     assert "random, 10000 searches\t" in printed
     assert "median over searches [quartiles]" in printed
-    assert "a lucky reading may displace what is better" in printed
+    assert "a runoff of its best readings chooses" in printed
     assert "tells no searcher" not in printed
     assert "told first" not in printed
     assert "local: 48 evaluations in" in printed
