@@ -97,17 +97,25 @@ class Advisor:
             believed, _ = self._objective.predict(self._features(pending))
             everything = self._features([*(entry.placement for entry in entries), *pending])
             self._objective.fit(everything, np.append(values, believed), np.append(errors, np.zeros(len(pending))))
+        self._learn_violations([entry.placement for entry in entries], scores)
         eligible = np.array([score.violation == 0 and not score.assumed for score in scores])
         smooth, _ = self._objective.predict(rows)
         # A lucky reading is no incumbent: what the model makes of it is.
-        self._best = float(smooth[eligible].min()) if eligible.any() else None
+        attained = [*smooth[eligible], *(believed[self._holding(pending)] if pending else ())]
+        self._best = float(min(attained)) if attained else None
         self._learn_front(entries, smooth, pending)
-        self._learn_violations([entry.placement for entry in entries], scores)
         self._failing = bool(failed)
         if failed:
             outcomes = np.array([0.0] * len(entries) + [1.0] * len(failed))
             tried = self._features([*(entry.placement for entry in entries), *failed])
             self._failure.fit(tried, outcomes, np.zeros(len(outcomes)))
+
+    def _holding(self, pending: Sequence[Placement]) -> npt.NDArray[np.bool_]:
+        """Which of these are expected to keep the constraint."""
+        if not self.constrained:
+            return np.ones(len(pending), dtype=bool)
+        holding: npt.NDArray[np.bool_] = self._violation.predict(self._features(pending))[0] <= 0
+        return holding
 
     def _learn_front(self, entries: Sequence[Entry], firsts: Vector, pending: Sequence[Placement]) -> None:
         """Fit the second objective; what holds the constraint and what is awaited make the front."""
@@ -160,11 +168,13 @@ def signed_violations(scores: Sequence[Score]) -> Vector:
 
     A score tells how much is too much only where it is. But the metric behind the constraint is among its metrics,
     and is the one whose distance from the violation is the same for all that break it; that distance is the bound.
-    Where there is no such metric the violations are taken as told.
+    One violation alone does not tell which of several metrics that is. Where there is no such metric, or it is not
+    known yet, the violations are taken as told.
     """
     plain = np.array([math.nan if score.assumed else score.violation for score in scores])
     broken = [score for score in scores if not score.assumed and score.violation > 0]
     looked_at = [index for index, score in enumerate(scores) if not score.assumed]
+    fitting: list[Vector] = []
     for name in broken[0].metrics if broken else ():
         if not all(name in scores[index].metrics for index in looked_at):
             continue
@@ -175,8 +185,9 @@ def signed_violations(scores: Sequence[Score]) -> Vector:
             tolerance = 1e-9 * max(1.0, abs(bounds[0]))
             fits = max(bounds) - min(bounds) <= tolerance
             if fits and all(signed[i] <= tolerance for i in looked_at if scores[i].violation == 0):
-                return signed
-    return plain
+                fitting.append(signed)
+    several = len({score.violation for score in broken}) > 1
+    return fitting[0] if fitting and (several or len(fitting) == 1) else plain
 
 
 def front_of(attained: Vector, seen: Vector) -> Front:

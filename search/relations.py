@@ -12,9 +12,17 @@ __all__ = ["followers", "readers", "stages"]
 
 
 def followers(space: Space) -> Mapping[int, int]:
-    """For each node input the next one in graph order, which most often reads what its node computes."""
+    """For each node input the next one of another node in graph order: most often it reads what its node computes."""
     inputs = [index for index, dimension in enumerate(space.dimensions) if dimension.kind == "node_input"]
-    return dict(pairwise(inputs))
+    consumers = {index: {edge.consumer for edge in space.dimensions[index].edges} - {""} for index in inputs}
+    found: dict[int, int] = {}
+    for index, after in reversed([*pairwise(inputs)]):
+        same = consumers[index] & consumers[after]
+        if not same:
+            found[index] = after
+        elif after in found:  # another input of the same node: what follows that follows this
+            found[index] = found[after]
+    return dict(reversed(found.items()))
 
 
 def readers(space: Space) -> Mapping[int, tuple[int, ...]]:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 
 from search.api import Observation, Placement, Searcher, SearcherFactory, Space
+from search.archive import Archive
 
-__all__ = ["Part", "searcher_named"]
+__all__ = ["Part", "remembered", "searcher_named"]
 
 GROUP = "qdq.searchers"
 
@@ -25,6 +26,14 @@ def searcher_named(use: str) -> SearcherFactory:
         raise ValueError(f"searcher is one of {', '.join(sorted(points))}, but got {use!r}")
     made: SearcherFactory = points[use].load()
     return made
+
+
+def remembered(archive: Archive, placement: Placement, digest: str) -> Observation | None:
+    """What became of a placement as far as it is known, to be told to a searcher that asks for it anew."""
+    entry, failed = archive.get(digest), archive.failures.get(digest)
+    if entry is not None:
+        return Observation(placement=placement, digest=digest, outcome=entry.score)
+    return None if failed is None else Observation(placement=placement, digest=digest, outcome=failed.outcome)
 
 
 class Part:

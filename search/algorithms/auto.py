@@ -99,7 +99,14 @@ class AutoSearcher:
         return found or nearby(best, self._space, self._rng, self._archive)
 
     def _hopeless(self, rule: Placement) -> bool:
-        """Whether it quantizes all that breaks the constraint already: more Q/DQ pairs do not heal accuracy."""
+        """Whether it quantizes all that breaks the constraint already: more Q/DQ pairs do not heal accuracy.
+
+        Nothing is known of a constraint that the float model is not known to hold: it may be one of latency, which more
+        pairs do heal.
+        """
+        unquantized = self._archive.get(self._space.digest(self._space.float_placement()))
+        if unquantized is None or unquantized.score.violation > 0:
+            return False
         broken = [entry.placement.choices for entry in self._archive if entry.score.violation > 0]
         return any(all(a == b for a, b in zip(known, rule.choices, strict=True) if a) for known in broken)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from search.api import Observation, Placement, Space, check_range
 from search.archive import Archive
-from search.scope import Part, searcher_named
+from search.scope import Part, remembered, searcher_named
 
 __all__ = ["PerPatternSearcher"]
 
@@ -88,8 +88,8 @@ class PerPatternSearcher:
         indices = self._turns[0] if self._turns else ()
         seed = int(self._rng.integers(2**31))
         self._part = Part(self._space, indices, base, make=lambda inside: self._make(inside, seed=seed, **self._params))
-        for entry in self._archive:
-            self._remind(entry.placement)
+        for known in [*self._archive, *self._archive.failures.values()]:
+            self._remind(known.placement)
 
     def _propose(self) -> Placement | None:
         for entry in self._archive.incumbents(GRAFTS):
@@ -105,6 +105,5 @@ class PerPatternSearcher:
 
     def _remind(self, placement: Placement) -> None:
         """What is new to a pattern's searcher may be known as a graph."""
-        known = self._archive.get(self._space.digest(placement))
-        if known is not None:
-            self._part.tell(Observation(placement=placement, digest=known.digest, outcome=known.score))
+        if (known := remembered(self._archive, placement, self._space.digest(placement))) is not None:
+            self._part.tell(known)

@@ -13,7 +13,7 @@ from typing import Any
 
 from search.api import Observation, Placement, Score, Searcher, Space, check_range
 from search.archive import Archive, improves
-from search.scope import searcher_named
+from search.scope import remembered, searcher_named
 
 __all__ = ["PortfolioSearcher"]
 
@@ -93,14 +93,12 @@ class PortfolioSearcher:
                         self._archive.ask(digest)
                         self._asked_by[digest] = name
                         return placement
-                    self._remind(name, digest)
+                    self._remind(name, placement, digest)
         return None
 
-    def _remind(self, name: str, digest: str) -> None:
-        known = self._archive.get(digest)
-        if known is not None:
-            outcome = Observation(placement=known.placement, digest=digest, outcome=known.score)
-            self._members[name].tell(outcome)
+    def _remind(self, name: str, placement: Placement, digest: str) -> None:
+        if (known := remembered(self._archive, placement, digest)) is not None:
+            self._members[name].tell(known)
 
     def _credit(self, name: str) -> float:
         mine = [gained for turn, gained in self._turns if turn == name]

@@ -55,6 +55,20 @@ def test_a_follower_is_the_next_node_input_and_blocks_hold_what_follows_a_role()
     assert len(points) < 4, "a role with one point is a block already"
 
 
+def test_what_follows_an_input_is_no_other_input_of_the_same_node():
+    """Both inputs of an addition are followed by what comes after it."""
+    consumers = ("conv", "add", "add", "concat", "concat", "concat", "last")
+    space = Space(
+        tuple(
+            Dimension(
+                name=f"d{i}", group="g", kind="node_input", choices=("float", "int8"), edges=(Edge(f"t{i}", node, i),)
+            )
+            for i, node in enumerate(consumers)
+        )
+    )  # fmt: skip
+    assert followers(space) == {0: 1, 1: 3, 2: 3, 3: 6, 4: 6, 5: 6}
+
+
 def test_the_model_predicts_held_out_latency_and_is_surer_near_what_it_saw():
     space = planted_space(24, groups=6, seed=1)
     objective = PlantedObjective(space, seed=1)
@@ -85,6 +99,22 @@ def test_the_bound_behind_violations_is_found_among_the_metrics():
     signed = signed_violations(scores)
     assert signed[:3] == pytest.approx([-0.01, 0.04, 0.14]), "float has 0.01 to spare: the bound is 0.74"
     assert np.isnan(signed[3])
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [
+        (Score(objective=4.0, assumed=True), [0.0, 0.05]),  # either may be behind it
+        (Score(objective=4.0, violation=0.10, metrics={"proxy": 19.0, "top1": 0.65}), [-0.05, 0.05]),
+    ],
+)
+def test_one_violation_does_not_tell_which_of_two_metrics_is_bounded(second, expected):
+    scores = [
+        Score(objective=9.0, metrics={"proxy": 30.0, "top1": 0.80}),
+        Score(objective=5.0, violation=0.05, metrics={"proxy": 22.0, "top1": 0.70}),
+        second,
+    ]
+    assert signed_violations(scores)[:2] == pytest.approx(expected)
 
 
 def test_violations_are_taken_as_told_where_no_metric_explains_them():
@@ -125,3 +155,24 @@ def test_what_waits_for_its_outcome_is_worth_less_than_before():
     before = advisor.advise([candidate]).worth[0]
     advisor.learn(archive, [candidate])
     assert advisor.advise([candidate]).worth[0] < before
+
+
+class Counting:
+    """Believes that each quantized atom saves the same, whatever it is told."""
+
+    def fit(self, rows, values, errors):
+        pass
+
+    def predict(self, rows):
+        return -0.1 * rows.states.sum(axis=1).astype(float), np.full(len(rows.states), 0.1)
+
+
+def test_a_faster_one_that_is_awaited_raises_what_must_be_beaten():
+    space = planted_space(20, groups=4, seed=2)
+    archive = told(space, [space.float_placement()], [Score(objective=1.0)])
+    awaited, other = space.everywhere(), space.random(np.random.default_rng(0))
+    advisor = Advisor(space, Counting)
+    advisor.learn(archive, [])
+    before = advisor.advise([other]).worth[0]
+    advisor.learn(archive, [awaited])
+    assert 0 < advisor.advise([other]).worth[0] < before

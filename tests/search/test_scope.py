@@ -3,8 +3,9 @@
 import pytest
 
 from search.algorithms.random import RandomSearcher
-from search.api import Observation, Placement, Score
-from search.scope import Part, searcher_named
+from search.api import Failure, Observation, Placement, Score
+from search.archive import Archive
+from search.scope import Part, remembered, searcher_named
 from search.testing import planted_space
 
 SPACE = planted_space(8, groups=2)
@@ -52,3 +53,14 @@ def test_searchers_are_found_by_name_or_by_module():
     assert searcher_named("search.algorithms.random:RandomSearcher") is RandomSearcher
     with pytest.raises(ValueError, match=r"searcher is one of .*evolutionary.*, but got 'evolution'"):
         searcher_named("evolution")
+
+
+def test_what_is_known_is_told_as_it_was_asked_for_whether_it_was_scored_or_failed():
+    archive, failure = Archive(), Failure(stage="build", reason="no")
+    placement, other = Placement((1,) * 8), Placement((0,) * 8)
+    assert remembered(archive, placement, "d") is None
+    archive.tell(Observation(placement=other, digest="d", outcome=failure))
+    assert remembered(archive, placement, "d") == Observation(placement=placement, digest="d", outcome=failure)
+    archive.tell(Observation(placement=other, digest="d", outcome=Score(objective=1.0)))
+    found = remembered(archive, placement, "d")
+    assert found == Observation(placement=placement, digest="d", outcome=Score(objective=1.0))

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from search.algorithms.auto import AutoSearcher
+from search.algorithms.per_pattern import PerPatternSearcher
 from search.algorithms.portfolio import PortfolioSearcher
 from search.algorithms.random import RandomSearcher
 from search.algorithms.sensitivity_greedy import SensitivityGreedySearcher
 from search.algorithms.surrogate import SurrogateSearcher
-from search.api import Dimension, Edge, Observation, Placement, Score, Space
+from search.api import Dimension, Edge, Failure, Observation, Placement, Score, Space
 from search.rules import expert_rules
 from search.testing import PlantedObjective, common_seeds, drive, planted_space
 
@@ -119,6 +120,32 @@ def test_auto_leaves_out_rules_that_can_only_break_the_constraint_more():
     searcher.tell(scored(space, space.only({"linear"}), 5.0, violation=0.1, metrics={"top1": 0.6}))
     (asked,) = searcher.ask(1)
     assert asked not in list(expert_rules(space))
+
+
+@pytest.mark.parametrize("told_float", [True, False])
+def test_auto_keeps_its_rules_where_the_float_model_is_not_known_to_hold_the_bound(told_float):
+    """A bound on latency is broken by too few Q/DQ pairs, and more of them heal it."""
+    space = plain_space(8, role=lambda i: ("linear", "add", "pool", "concat")[i % 4])
+    searcher = AutoSearcher(space, seed=0)
+    if told_float:
+        searcher.tell(scored(space, space.float_placement(), 0.0, violation=3.0, metrics={"too_slow": 3.0}))
+    searcher.tell(scored(space, space.only({"linear"}), 0.1, violation=1.0, metrics={"too_slow": 1.0}))
+    assert searcher.ask(1) == list(expert_rules(space))[:1]
+
+
+@pytest.mark.parametrize("outcome", [Score(objective=9.0), Failure(stage="build", reason="no")])
+def test_per_pattern_goes_on_past_a_placement_that_was_told_before(outcome):
+    """Also where the one inside proposes one at a time and waits for each."""
+    space = plain_space(4)
+    searcher = PerPatternSearcher(space, seed=0, searcher="sensitivity_greedy", evaluations=3)
+    known = Placement((1, 0, 0, 0))
+    searcher.tell(scored(space, space.float_placement(), 10.0))
+    searcher.tell(Observation(placement=known, digest=space.digest(known), outcome=outcome))
+    found = {known, space.float_placement()}
+    while asked := searcher.ask(1):
+        found.update(asked)
+        searcher.tell(scored(space, asked[0], 10.0 - sum(asked[0].choices[1:])))
+    assert len(found) >= 8
 
 
 def test_auto_finds_a_fast_placement_within_the_bound():
