@@ -24,13 +24,15 @@ __all__ = [
 UNFIT = "not shipped: not scored"
 NOISY = 0.10
 """A/A floor from which on a machine is called noisy: gains of the size that quantization has drown in it."""
+MISLED = 0.10
+"""Share of disturbed evaluations above which a search is called misled."""
 UNSTEADY = 0.25
 """Half-width of the interval of the float model's latency over builds from which on milliseconds say little."""
 
 
 def noise(cell: CellResults) -> str:
     """What the machine did to the figures of a cell; "" where it was quiet."""
-    told = [what for what in (_rough(cell), disturbance_note(cell.disturbed), _unsteady(cell)) if what]
+    told = [what for what in (_rough(cell), disturbance_note(cell.disturbed), _misled(cell), _unsteady(cell)) if what]
     return f"Noisy machine, {cell.name}: {'; '.join(told)}. Close other work and repeat." if told else ""
 
 
@@ -48,6 +50,15 @@ def floor_note(cells: Iterable[CellResults]) -> str:
 def _rough(cell: CellResults) -> str:
     """That gains drown in the noise."""
     return f"the A/A floor is {cell.floor:.1%}" if cell.floor is not None and cell.floor > NOISY else ""
+
+
+def _misled(cell: CellResults) -> str:
+    """That many readings of its searches were disturbed: what is confirmed then holds, but may be a poor choice."""
+    readings = sum(search.evaluations for search in cell.searches)
+    unsteady = sum(int(search.cost.get("unsteady", 0)) for search in cell.searches)
+    if unsteady <= MISLED * readings:
+        return ""
+    return f"{unsteady} of {readings} evaluations of its searches stayed disturbed, so they may have chosen badly"
 
 
 def _unsteady(cell: CellResults) -> str:

@@ -18,6 +18,7 @@ from harness.graph.dialects import ONNXRUNTIME, ONNXRUNTIME_S8
 from harness.graph.insert import Inserter
 from harness.graph.load import load
 from harness.graph.space import build_space
+from harness.measure.provenance import cores
 from search.space import Space
 
 
@@ -55,6 +56,20 @@ def test_openvino_counts_time_where_asked_to(path: Path, tmp_path: Path) -> None
     assert times["Convolution"] > 0
     assert sum(times.values()) < 50 * whole_ms
     assert made.describe()["options"]["profile"] is True
+
+
+@pytest.mark.skipif(cores() < 2, reason="needs two cores")
+def test_threads_of_one_engine_leave_the_cores_to_the_next_once_it_has_run(path: Path, tmp_path: Path) -> None:
+    """Engines that are timed in turns took each other's cores: threads wait for the next run at full load."""
+    for threads, told in ((1, False), (2, True)):
+        made = ONNXRuntimeBenchmarker(threads=threads)
+        options = made.build(candidate(path), tmp_path).engine.get_session_options()
+        assert ("spinning" in made.describe()["options"]) == told
+        if told:
+            assert options.get_session_config_entry("session.force_spinning_stop") == "1"
+        else:
+            with pytest.raises(RuntimeError, match="does not have configuration"):
+                options.get_session_config_entry("session.force_spinning_stop")
 
 
 def test_activations_are_stored_as_chosen_and_run_as_integers(path: Path, tmp_path: Path) -> None:

@@ -342,6 +342,20 @@ def test_what_else_worked_on_the_machine_is_said_first_below_the_table(folder, c
     assert all(text.endswith(", once confirmed on a quiet machine") for text in shipped)
 
 
+def test_searches_that_were_disturbed_are_said_first_below_the_table(folder):
+    paths = sorted((folder / CELL / "runs").glob("random-*.jsonl"))
+    undisturbed = tables(folder)
+    assert "stayed disturbed" not in undisturbed
+    for path in paths:
+        path.write_text(path.read_text().replace('"stable":true', '"stable":false'))
+    count = sum(path.read_text().count('"stable":false') for path in paths)
+    assert count
+    said = (
+        rf"Noisy machine, {CELL}: {count} of \d+ evaluations of its searches stayed disturbed, so they may"
+    )
+    assert re.search(said, tables(folder))
+
+
 def test_a_float_model_whose_latency_is_hardly_known_is_said_first_below_the_table(folder, confirmation_maker):
     confirmation_maker(folder / CELL, LATENCY_MS, paces=(1.0, 1.5, 2.0))
     said = (
