@@ -41,8 +41,12 @@ SCHEMA = 1
 KEY = b"qdq-bench replay table"
 MAX_BYTES = 32 * 2**20
 """A table's file is no larger, and neither is what is written down about it."""
-MAX_DECODED = 2**30
+MAX_DECODED = 2**28
 MAX_PLACEMENTS = 2**16
+MAX_LINES = 2 * MAX_PLACEMENTS
+"""Beside the placements there are those that sensitivities were measured with."""
+AT_ONCE = 32
+"""Lines that are unpacked at once."""
 COLUMNS = pa.schema([
     ("digest", pa.string()),
     ("number", pa.int32()),
@@ -216,7 +220,7 @@ def read_table(path: Path) -> Table:
             decoded = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
             if decoded > MAX_DECODED:
                 raise UserError(f"{path}: unpacks to more than {MAX_DECODED >> 20} MiB; no replay table does")
-            listed = file.read().to_pylist()
+            listed = list(_lines(path, file))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (pa.ArrowException, ValueError) as error:
@@ -224,9 +228,21 @@ def read_table(path: Path) -> Table:
     try:
         table = Table(path, facts, {line["digest"]: _decoded(line) for line in listed})
         _check(table)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: damaged: {error}; record it again") from error
     return table
+
+
+def _lines(path: Path, file: pq.ParquetFile) -> Iterator[dict[str, Any]]:
+    """All lines, as long as they are few and small: equal values are stored once, so the file does not tell."""
+    if file.metadata.num_rows > MAX_LINES:
+        raise UserError(f"{path}: {file.metadata.num_rows} lines, more than the {MAX_LINES} of the largest table")
+    decoded = 0
+    for batch in file.iter_batches(batch_size=AT_ONCE):
+        decoded += batch.nbytes
+        if decoded > MAX_DECODED:
+            raise UserError(f"{path}: unpacks to more than {MAX_DECODED >> 20} MiB; no replay table does")
+        yield from batch.to_pylist()
 
 
 def _facts(path: Path, text: bytes | None) -> Facts:
@@ -246,7 +262,22 @@ def _check(table: Table) -> None:
     Raises:
         ValueError: What does not hold.
     """
-    facts, whole = table.facts, table.subspace.whole
+    _check_facts(table.facts, table.subspace.whole)
+    whole, anchors = table.subspace.whole, table.facts.anchors
+    for digest, row in table.rows.items():
+        _check_row(whole, digest, row)
+    if len({row.number for row in table.rows.values()}) != len(table.rows):
+        raise ValueError("two rows have one number")
+    if len(table.subspace) > MAX_PLACEMENTS:
+        raise ValueError(f"{len(table.subspace)} placements, more than the {MAX_PLACEMENTS} of the largest table")
+    missing = sum(whole.digest(table.subspace.full(p)) not in table.rows for p in table.subspace.placements())
+    if missing:
+        raise ValueError(f"incomplete: {missing} of {len(table.subspace)} placements have no row")
+    if nowhere := [name for name, choices in anchors.items() if whole.digest(Placement(choices)) not in table.rows]:
+        raise ValueError(f"incomplete: no row is of {', '.join(map(repr, nowhere))}")
+
+
+def _check_facts(facts: Facts, whole: Space) -> None:
     if len(set(facts.varied)) != len(facts.varied):
         raise ValueError("a dimension is varied twice")
     for choices in (facts.base, *facts.anchors.values()):
@@ -254,22 +285,22 @@ def _check(table: Table) -> None:
     for key in ("name", "version", "device", "float_precision"):
         if key not in facts.backend:
             raise ValueError(f"its backend has no {key!r}")
-    for digest, row in table.rows.items():
-        _check_row(whole, digest, row)
-    if len(table.subspace) > MAX_PLACEMENTS:
-        raise ValueError(f"{len(table.subspace)} placements, more than the {MAX_PLACEMENTS} of the largest table")
-    missing = sum(whole.digest(table.subspace.full(p)) not in table.rows for p in table.subspace.placements())
-    if missing:
-        raise ValueError(f"incomplete: {missing} of {len(table.subspace)} placements have no row")
 
 
 def _check_row(whole: Space, digest: str, row: Row) -> None:
+    if not isinstance(row.number, int):
+        raise ValueError(f"the row of the placement {digest} has no number")
     if whole.digest(whole.validate(Placement(row.choices))) != digest:
         raise ValueError(f"row {row.number} is not the placement {digest} that it says")
     if isinstance(row.outcome, Measured):
         samples = row.outcome.samples_ms
         if not samples or not all(math.isfinite(value) and value > 0 for value in samples):
             raise ValueError(f"row {row.number} has a latency that is no positive number")
+        if any(math.isnan(value) for value in row.outcome.metrics.values()):
+            raise ValueError(f"row {row.number} has a metric that is no number")
+        spent_s = (row.outcome.build_s, row.outcome.measure_s, row.outcome.evaluate_s)
+        if not all(math.isfinite(value) and value >= 0 for value in spent_s):
+            raise ValueError(f"row {row.number} has a time that is no number of seconds")
 
 
 def _encoded(digest: str, row: Row) -> dict[str, Any]:

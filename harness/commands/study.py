@@ -31,10 +31,11 @@ def study(
         list[str] | None, typer.Option(help="Searcher; repeat. [default: all but exhaustive and optuna]")
     ] = None,
     budget: Annotated[
-        list[int] | None, typer.Option(min=1, help="Compare after so many evaluations; repeat. [default: 10 to 200]")
+        list[int] | None,
+        typer.Option(min=1, max=5_000, help="Compare after so many evaluations; repeat. [default: 10 to 200]"),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="Searches of each searcher on each table. [default: 100]")
+        int | None, typer.Option(min=1, max=10_000, help="Searches of each searcher on each table. [default: 100]")
     ] = None,
     cold: Annotated[bool, typer.Option("--cold", help="Tell searches no placement first.")] = False,
     workers: Annotated[

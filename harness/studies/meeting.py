@@ -25,6 +25,7 @@ __all__ = ["Meeting", "latencies"]
 
 FASTEST = 16
 """How many of the fastest meet at a time."""
+LOST = "it was measured once and did not come through the runoff, so that nothing is known of it but a lucky reading"
 TURNS = Rounds(builds=1, rounds=20, samples=3)
 """Of those that meet: the table's optimum, and what it fixes, deserve more than a few readings."""
 PACE = 0.15
@@ -81,7 +82,7 @@ class Meeting:
         return met
 
     def _met(self, name: str, rows: Mapping[str, Row]) -> dict[str, Row]:
-        """The rows with readings taken in turns; one that does not come through keeps those it has."""
+        """The rows with readings taken in turns; one that does not come through has failed, however fast it seemed."""
         cell = self.cell
         contest = Contest(
             name=f"{cell.spec.name} runoff",
@@ -111,8 +112,11 @@ class Meeting:
 
     def _timed_anew(self, row: Row, bases: list[list[float]], owns: list[list[float]]) -> Row:
         """A row with a sample a turn; beside the float model, where all are timed so."""
-        if isinstance(row.outcome, Failed) or not owns:
+        if isinstance(row.outcome, Failed):
             return row
+        if not owns:
+            spent_s = row.outcome.build_s + row.outcome.measure_s + row.outcome.evaluate_s
+            return replace(row, outcome=Failed(stage="build", reason=LOST, wall_s=spent_s))
         base_ms, own_ms = np.concatenate(bases), np.concatenate(owns)
         if self.level_ms is None:
             return replace(row, outcome=replace(row.outcome, samples_ms=tuple(own_ms.tolist())))

@@ -89,8 +89,9 @@ def draw_sensitivities(found: Sensitivities, path: Path) -> None:
     roles = list(dict.fromkeys(each.unit.role for each in found.units))
     colours = {role: COLOURS[index % len(COLOURS)] for index, role in enumerate(roles)}
     with _saved(path, columns=(2, 2)) as (left, right):
-        _dots(left, [(each.unit, each.alone) for each in found.units], 0.0, colours)
-        _dots(right, [(each.unit, each.left_out) for each in found.units], found.full_db or 0.0, colours)
+        _dots(left, [(each.unit, each.alone, 0.0) for each in found.units], colours)
+        compared = [each for each in found.units if each.unit.precision in found.full_db]
+        _dots(right, [(each.unit, each.left_out, found.full_db[each.unit.precision]) for each in compared], colours)
         left.set_title("alone in the float model")
         left.set_ylabel("SQNR, dB (lower: more is lost)")
         right.set_title("left out of the full model")
@@ -100,10 +101,11 @@ def draw_sensitivities(found: Sensitivities, path: Path) -> None:
         left.legend(frameon=False, fontsize=7)
 
 
-def _dots(
-    axes: Any, effects: Sequence[tuple[Unit, Effect | Failed]], base_db: float, colours: Mapping[str, str]
-) -> None:
-    for rank, (unit, effect) in enumerate(effects):
+def _dots(axes: Any, effects: Sequence[tuple[Unit, Effect | Failed, float]], colours: Mapping[str, str]) -> None:
+    """Args:
+    effects: Of each unit, with the SQNR in dB that its own counts from.
+    """
+    for rank, (unit, effect, base_db) in enumerate(effects):
         if isinstance(effect, Failed) or effect.gain_us is None:
             continue
         gain, place = effect.gain_us, (effect.gain_us.value, effect.sqnr_db - base_db)

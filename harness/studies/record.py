@@ -135,6 +135,10 @@ class _Recording:
     def run(self, dimensions: int, meeting: Meeting, search: int) -> tuple[Rows, dict[str, Any]]:
         """All rows, and what the table says about itself."""
         space, facts = self.cell.space, self.facts()
+        least = min(space.sizes, default=0)
+        if not 2 <= least <= 2**dimensions:
+            held = f"a dimension has at least {least} choices" if least else "the model has no insertion points"
+            raise UserError(f"--dimensions {dimensions}: nothing to enumerate, for {held}")
         rows: Rows = {}
         anchors = [*self.cell.placements.values(), *self._found(search, meeting, rows, facts)]
         around = [*anchors, *(p for anchor in anchors for p in neighbours(space, anchor))]
@@ -229,7 +233,6 @@ class _Recording:
             candidate=self.cell.candidate,
             evaluations=max(evaluations, 1),
         )
-        first = len(rows)
         with (
             Journal(self.folder / f"{name}.jsonl", json.loads(json.dumps(fingerprint, default=sorted))) as journal,
             self.observer.work(f"{self.cell.spec.name} {name}", evaluations) as step,
@@ -237,9 +240,7 @@ class _Recording:
 
             def watch(trial: Trial) -> None:
                 asked = trial.asked
-                rows.setdefault(
-                    asked.digest, Row(number=first + asked.number, choices=asked.choices, outcome=trial.outcome)
-                )
+                rows.setdefault(asked.digest, Row(number=len(rows), choices=asked.choices, outcome=trial.outcome))
                 step.advance("" if trial.best_ms is None else f"best {trial.best_ms:.3f} ms")
 
             ending = run_search(task, Inline(self._attempt()), journal, watch)

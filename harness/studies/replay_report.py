@@ -21,6 +21,7 @@ from harness.studies.difficulty import difficulty_of, drift_of
 from harness.studies.landscape import NEAR, Bound, Floats, Landscape
 from harness.studies.random_search import RANDOM, random_search
 from harness.studies.replay import Replayed, check_table, first_placements, replay, told_optimum
+from harness.studies.study_file import MOST_EVALUATIONS, MOST_SEEDS
 from harness.tables import Table
 
 __all__ = ["ReplayOrder", "replay_all", "table_lines"]
@@ -83,6 +84,11 @@ def replay_all(table: Table, searchers: Sequence[str], order: ReplayOrder, out: 
     Raises:
         UserError: A table of another model, no such searcher, placement or metric, or the folder cannot be written.
     """
+    if order.budget > MOST_EVALUATIONS or order.seeds > MOST_SEEDS:
+        raise UserError(
+            f"a replay has at most {MOST_EVALUATIONS} evaluations and {MOST_SEEDS} seeds, but got {order.budget} and "
+            f"{order.seeds}"
+        )
     if order.model is not None:
         with tempfile.TemporaryDirectory() as work:
             check_table(table, ModelSpec(use=order.model, label="model"), Path(work))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -95,7 +95,8 @@ class Sensitivities:
     """All units of a cell, best rank first.
 
     Attributes:
-        full_db: Fidelity with everything quantized; None where that cannot be built.
+        full_db: Fidelity with everything quantized, by the precision of what has a choice; without those that cannot be
+            built.
         calibrated_on: What ranges and fidelity come from.
         backend: The benchmarker's own facts.
     """
@@ -103,7 +104,7 @@ class Sensitivities:
     name: str
     space: Space
     units: tuple[Sensitivity, ...]
-    full_db: float | None
+    full_db: Mapping[str, float]
     calibrated_on: str
     backend: dict[str, Any]
 
@@ -154,13 +155,13 @@ def measure(study: Study, by: By, folder: Path, observer: Observer, *, samples: 
             for unit in units:
                 measured.append(bench.sensitivity(unit))
                 step.advance(unit.name)
-        full = bench.fidelity(cell.space.everywhere())
+        full = {each: bench.fidelity(cell.space.everywhere(each)) for each in sorted({u.precision for u in units})}
         backend = dict(engines.describe())
     return Sensitivities(
         name=study.spec.name,
         space=cell.space,
         units=tuple(sorted(measured, key=lambda each: -each.rank)),
-        full_db=None if isinstance(full, Failed) else full,
+        full_db={name: found for name, found in full.items() if not isinstance(found, Failed)},
         calibrated_on=cell.calibrated_on,
         backend=backend,
     )
@@ -172,7 +173,7 @@ class _Bench:
 
     engines: Engines
     cell: Cell
-    _bases: dict[str, int] = field(default_factory=dict)
+    _bases: dict[str, int | Failed] = field(default_factory=dict)
 
     def sensitivity(self, unit: Unit) -> Sensitivity:
         space = self.cell.space
@@ -194,6 +195,7 @@ class _Bench:
             return self._lost(built)
         gain_us = self._gain_us(base, built.handle, sign) if timed else None
         if isinstance(gain_us, Failed):
+            self.engines.release(built.handle)
             return self._lost(gain_us)
         sqnr_db = self._scored(built.handle)
         return self._lost(sqnr_db) if isinstance(sqnr_db, Failed) else Effect(gain_us=gain_us, sqnr_db=sqnr_db)
@@ -219,9 +221,7 @@ class _Bench:
         digest = self.cell.space.digest(placement)
         if digest not in self._bases:
             built = self.engines.build(self.cell.candidate(placement))
-            if isinstance(built, Failed):
-                return built
-            self._bases[digest] = built.handle
+            self._bases[digest] = built if isinstance(built, Failed) else built.handle
         return self._bases[digest]
 
     def _scored(self, handle: int) -> float | Failed:
@@ -266,7 +266,7 @@ def to_json(found: Sensitivities, path: Path) -> None:
         for each in found.units
     ]
     facts = {"cell": found.name, "backend": found.backend, "calibrated_on": found.calibrated_on}
-    write_json(path, {"schema": SCHEMA, "kind": "sensitivity", **facts, "full_db": found.full_db, "units": units})
+    write_json(path, {"schema": SCHEMA, "kind": "sensitivity", **facts, "full_db": dict(found.full_db), "units": units})
 
 
 def _effect_facts(effect: Effect | Failed) -> dict[str, Any]:

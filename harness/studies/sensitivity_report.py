@@ -41,7 +41,8 @@ def _row(found: Sensitivities, index: int) -> tuple[str, ...]:
     each = found.units[index]
     unit = each.unit
     left_out = each.left_out
-    regained = "-" if isinstance(left_out, Failed) else f"{left_out.sqnr_db - (found.full_db or 0.0):+.1f}"
+    full_db = found.full_db.get(unit.precision)
+    regained = "-" if isinstance(left_out, Failed) or full_db is None else f"{left_out.sqnr_db - full_db:+.1f}"
     alone = "-" if isinstance(each.alone, Failed) else f"{each.alone.sqnr_db:.1f}"
     return unit.name, unit.precision, unit.role, str(unit.edges), _gain(each.alone), alone, _gain(left_out), regained
 
@@ -57,7 +58,9 @@ def _shown(interval: Interval) -> str:
 
 
 def _notes(found: Sensitivities, folder: Path) -> list[str]:
-    full = "cannot be built" if found.full_db is None else f"has {found.full_db:.1f} dB"
+    several = len(found.full_db) > 1
+    figures = [f"{value:.1f} dB" + (f" at {name}" if several else "") for name, value in found.full_db.items()]
+    full = f"has {', '.join(figures)}" if figures else "cannot be built"
     notes = [
         "Alone: quantized in the float model; microseconds gained and the SQNR that is left. Left out: of the model "
         f"with everything quantized, which {full}; microseconds lost and SQNR regained. Best gain per noise "

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from glob import glob
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from harness.errors import UserError
 from harness.registry import plugins
@@ -13,12 +14,23 @@ from harness.run.config import Use
 from harness.run.document import read_document
 from harness.run.starts import listed
 
-__all__ = ["BudgetStudy", "Contender", "everybody", "load_study"]
+__all__ = ["MOST_EVALUATIONS", "MOST_SEEDS", "BudgetStudy", "Contender", "everybody", "load_study"]
 
 LEFT_OUT = ("exhaustive", "optuna")
 """The one walks a table from end to end and says nothing about searching; the other's Gaussian process takes up to a
 second for a proposal. Both run where they are named."""
 MAX_BYTES = 2**20
+
+
+MOST_SEEDS = 10_000
+MOST_EVALUATIONS = 5_000
+"""Of one search: ten thousand random searches of them take 0.4 GB."""
+
+
+def _rising(budgets: tuple[int, ...]) -> tuple[int, ...]:
+    if list(budgets) != sorted(set(budgets)):
+        raise ValueError(f"budgets rise, and none comes twice, but got {list(budgets)}")
+    return budgets
 
 
 class Contender(Use):
@@ -28,7 +40,7 @@ class Contender(Use):
         seeds: Searches on each table, for one that takes its time; None: as many as of all others.
     """
 
-    seeds: Annotated[int, Field(ge=1)] | None = None
+    seeds: Annotated[int, Field(ge=1, le=MOST_SEEDS)] | None = None
 
 
 class BudgetStudy(BaseModel):
@@ -50,10 +62,12 @@ class BudgetStudy(BaseModel):
     description: str = ""
     tables: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
     searchers: Annotated[tuple[Contender, ...], Field(strict=False)] = ()
-    seeds: Annotated[int, Field(ge=1)] = 100
-    budgets: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False, min_length=1)] = (
-        10, 25, 50, 100, 200,
-    )  # fmt: skip
+    seeds: Annotated[int, Field(ge=1, le=MOST_SEEDS)] = 100
+    budgets: Annotated[
+        tuple[Annotated[int, Field(ge=1, le=MOST_EVALUATIONS)], ...],
+        Field(strict=False, min_length=1),
+        AfterValidator(_rising),
+    ] = (10, 25, 50, 100, 200)
     initial: Annotated[tuple[str, ...], BeforeValidator(listed), Field(strict=False)] = ("float", "all", "linear")
 
     @property
@@ -90,7 +104,7 @@ def load_study(path: Path) -> BudgetStudy:
 def _files(path: Path, tables: tuple[str, ...]) -> list[str]:
     found: list[str] = []
     for text in tables:
-        there = sorted(path.parent.glob(text)) if "*" in text else [path.parent / text]
+        there = sorted(map(Path, glob(str(path.parent / text)))) if "*" in text else [path.parent / text]
         if not there:
             raise UserError(f"{path}: tables: nothing is there for {text!r}; 'qdq record MODEL --out FILE' makes one")
         found += [str(file) for file in there]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ def facts(**changes: Any) -> Facts:
     plain: dict[str, Any] = {
         "model": "m", "source": "m.onnx", "model_sha256": "0" * 64, "dimensions": SPACE.dimensions,
         "varied": tuple(SPACE.dimensions[i].name for i in SUBSPACE.varied), "base": SUBSPACE.base.choices,
-        "anchors": {"float": (0,) * 5}, "sensitivity": {}, "precision": "int8", "dialect": "openvino",
+        "anchors": {"linear": SUBSPACE.base.choices}, "sensitivity": {}, "precision": "int8", "dialect": "openvino",
         "backend": backend, "calibrated_on": "random data", "ranges": "", "sampling": {}, "environment": {},
     }  # fmt: skip
     return Facts(**{**plain, **changes})
@@ -97,9 +100,27 @@ def zero_latency(found: dict[str, Row]) -> dict[str, Row]:
     return {first[0]: Row(number=0, choices=first[1].choices, outcome=bad), **dict(rest)}
 
 
+def with_first(**changes: Any) -> Callable[[dict[str, Row]], dict[str, Row]]:
+    """The rows with the first one's outcome changed."""
+
+    def change(found: dict[str, Row]) -> dict[str, Row]:
+        first, *rest = found.items()
+        return {first[0]: replace(first[1], outcome=replace(MEASURED, **changes)), **dict(rest)}
+
+    return change
+
+
+def one_number(found: dict[str, Row]) -> dict[str, Row]:
+    return {digest: replace(row, number=0) for digest, row in found.items()}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (one_number, "two rows have one number"),
+        (with_first(metrics={"sqnr_db": math.nan}), "row 0 has a metric that is no number"),
+        (with_first(build_s=math.nan), "row 0 has a time that is no number of seconds"),
+        (with_first(measure_s=-1.0), "row 0 has a time that is no number of seconds"),
         (missing_row, "incomplete: 1 of 4 placements have no row; record it again"),
         (renamed_row, "row 0 is not the placement 0000000000000000 that it says"),
         (zero_latency, "row 0 has a latency that is no positive number"),
@@ -118,6 +139,7 @@ def test_rows_that_cannot_be_are_refused(path: Path, change: Any, message: str) 
         ({"base": (0, 0, 0, 0, 7)}, "choice 0 to 1, but got 7"),
         ({"varied": ("nobody",)}, "'nobody' is not in list"),
         ({"varied": (SPACE.dimensions[1].name,) * 2}, "a dimension is varied twice|share one name"),
+        ({"anchors": {"float": (0,) * 5}}, "damaged: incomplete: no row is of 'float'; record it again"),
         ({"backend": {"name": "x"}}, "its backend has no 'version'"),
         ({"dimensions": SPACE.dimensions[:1] * 5}, "two dimensions of a space share one name"),
     ],
@@ -155,6 +177,32 @@ def test_what_is_no_table_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(UserError, match="no replay table, or damaged"):
         read_table(path)
+    write_table(path, facts(), rows())
+    body = pq.read_table(path)
+    for name, value, message in (
+        ("info", "[" * 200_000, "damaged: maximum recursion depth exceeded|damaged: .*recursion"),
+        ("number", None, "has no number; record it again"),
+        ("build_s", None, "damaged: "),
+    ):
+        column = pa.array([value] * len(body), COLUMNS.field(name).type)
+        pq.write_table(body.set_column(body.column_names.index(name), COLUMNS.field(name), column), path)
+        with pytest.raises(UserError, match=message):
+            read_table(path)
+    write_table(path, facts(), rows())
+    monkeypatch.setattr(tables, "MAX_LINES", 3)
+    with pytest.raises(UserError, match="4 lines, more than the 3 of the largest table"):
+        read_table(path)
     monkeypatch.setattr(tables, "MAX_BYTES", 10)
     with pytest.raises(UserError, match="larger than the 0 MiB that a replay table may have"):
+        read_table(path)
+
+
+def test_what_is_small_only_because_its_values_are_equal_is_refused_before_it_is_unpacked(path: Path) -> None:
+    write_table(path, facts(), rows())
+    first = pq.read_table(path).slice(0, 1)
+    text = pa.array(["x" * 100_000], pa.string())
+    large = first.set_column(first.column_names.index("info"), "info", text)
+    pq.write_table(pa.concat_tables([large] * 4_000).combine_chunks(), path, compression="zstd")
+    assert path.stat().st_size < 2**20
+    with pytest.raises(UserError, match="unpacks to more than 256 MiB; no replay table does"):
         read_table(path)

@@ -350,9 +350,7 @@ def test_searches_that_were_disturbed_are_said_first_below_the_table(folder):
         path.write_text(path.read_text().replace('"stable":true', '"stable":false'))
     count = sum(path.read_text().count('"stable":false') for path in paths)
     assert count
-    said = (
-        rf"Noisy machine, {CELL}: {count} of \d+ evaluations of its searches stayed disturbed, so they may"
-    )
+    said = rf"Noisy machine, {CELL}: {count} of \d+ evaluations of its searches stayed disturbed, so they may"
     assert re.search(said, tables(folder))
 
 

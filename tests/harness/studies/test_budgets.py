@@ -17,7 +17,7 @@ from harness.cli import main
 from harness.records import Measured, Outcome
 from harness.registry import check_params
 from harness.run.document import read_document
-from harness.studies.study_file import BudgetStudy
+from harness.studies.study_file import BudgetStudy, load_study
 from harness.tables import Table
 
 MakeTable = Callable[..., Table]
@@ -152,9 +152,20 @@ def test_a_study_is_a_file(tables: list[str], tmp_path: Path, capsys: pytest.Cap
     assert sorted(len(curve) for curve in curves) == [2 * 12, 2 * 12, 4 * 12, 4 * 12]
 
 
+def test_tables_may_be_named_by_a_whole_path(tables: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "elsewhere" / "study.yaml"
+    path.parent.mkdir()
+    path.write_text(STUDY.replace("*.parquet", str(Path(tables[0]).parent / "*.parquet")))
+    assert sorted(load_study(path).tables) == sorted(tables)
+
+
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
+        (STUDY.replace("[5, 12]", "[12, 5]"), [], "budgets: Value error, budgets rise, and none comes twice, but got"),
+        (STUDY.replace("[5, 12]", "[5, 5]"), [], "budgets: Value error, budgets rise, and none comes twice, but got"),
+        (STUDY.replace("[5, 12]", "[5, 5001]"), [], "budgets.1: Input should be less than or equal to 5000"),
+        (STUDY.replace("seeds: 4", "seeds: 10001"), [], "seeds: Input should be less than or equal to 10000"),
         (STUDY, ["--seeds", "3", "--cold"], "says everything itself; leave out --seeds, --cold, or change the file"),
         (STUDY.replace("seeds: 4", "sedes: 4"), [], "study.yaml: sedes: Extra inputs are not permitted"),
         (STUDY.replace("[5, 12]", "[]"), [], "study.yaml: budgets: Tuple should have at least 1 item"),

@@ -18,6 +18,7 @@ from harness.records import Failed, Measured
 from harness.run.config import Rounds
 from harness.run.observe import Silent
 from harness.studies.cell import study_of
+from harness.studies.landscape import Landscape
 from harness.studies.record import record
 from harness.studies.telling import most_telling, neighbours, sensitivity
 from harness.tables import Table, read_table
@@ -149,6 +150,38 @@ def test_a_lucky_reading_is_not_the_optimum_of_the_table(
     outcome = table.rows[chosen].outcome
     assert isinstance(outcome, Measured)
     assert outcome.samples_ms == pytest.approx([truth[chosen]] * 20, rel=1e-6)
+
+
+def test_a_lucky_reading_that_cannot_be_repeated_is_no_optimum(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What seems fastest is built once, and never again when it is to meet the others."""
+    table = recorded(model, tmp_path / "true.parquet", dimensions=3)
+    fastest = table.subspace.full(list(table.subspace.placements())[Landscape(table).optimum])
+    gone, builds, build = table.subspace.whole.digest(fastest), list[str](), InProcess.build
+
+    def once(self: InProcess, candidate: Any, *args: Any) -> Any:
+        builds.append(candidate.digest)
+        if candidate.digest == gone and builds.count(gone) > 1:
+            return Failed(stage="build", reason="gone")
+        return build(self, candidate, *args)
+
+    monkeypatch.setattr(InProcess, "build", once)
+    table = recorded(model, tmp_path / "gone.parquet", dimensions=3)
+    outcome = table.rows[gone].outcome
+    assert isinstance(outcome, Failed)
+    assert outcome.reason.startswith("it was measured once and did not come through the runoff")
+    assert outcome.wall_s > 0
+    numbers = sorted(row.number for row in table.rows.values())
+    assert numbers == list(range(len(numbers)))
+
+
+def test_what_has_too_many_choices_for_so_few_placements_is_refused_before_it_is_measured(
+    model: Path, tmp_path: Path
+) -> None:
+    study = study_of(str(model), backend="simulated", params=PARAMS, precision="mixed")
+    with pytest.raises(UserError, match="--dimensions 1: nothing to enumerate, for a dimension has at least 3 choices"):
+        record(study, tmp_path / "mixed.parquet", 1, Silent())
 
 
 class Listening(Silent):
