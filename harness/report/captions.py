@@ -47,7 +47,8 @@ TARGET_NOTE = (
     "far. How fast an incumbent is says the confirmation, of what was not confirmed the median of the searches' "
     "readings, at most the best gain; what the incumbent is say the search's own readings, so that one whose choice "
     'only the runoff showed to be that fast stands as "never". Initial placements count. The best gain is that of what '
-    "was confirmed; cells where it is within the A/A floor have no line, for nothing was found there."
+    "was confirmed; cells where its interval reaches down to the A/A floor have no line, for nothing sure was found "
+    "there."
 )
 VARIANCE_NOTE = (
     "Relative standard deviation of single inferences within a turn, of turns within a build, and of fresh builds: "

@@ -182,7 +182,7 @@ def target_frame(results: Results) -> pd.DataFrame:
     milliseconds. A placement is as fast as its confirmed speedup makes it of the float model's readings, because the
     best of many readings is a lucky one; what was not confirmed stands at its level (`CellResults.levels_ms`). Median
     over the seeds with their range; seeds that never came so far count as infinitely late, and `reached` of `seeds`
-    did. Cells whose best gain is within the A/A floor have no lines.
+    did. Cells have no lines where the interval of the best gain reaches down to the A/A floor.
     """
     lines = []
     for cell in results.cells:
@@ -206,7 +206,7 @@ def target_frame(results: Results) -> pd.DataFrame:
 
 
 def _gains(cell: CellResults) -> dict[str, float]:
-    """By digest the milliseconds that each incumbent saves; nothing where the best saves no more than the noise."""
+    """By digest the milliseconds that each incumbent saves; nothing where the best may save no more than the noise."""
     base_ms = float_level_ms(cell)
     steps = {step.digest for search in cell.searches for step in search.steps}
     if base_ms is None or not steps:
@@ -219,8 +219,12 @@ def _gains(cell: CellResults) -> dict[str, float]:
             s.digest: 1.0 for search in cell.searches for s in search.steps if s.choices and not any(s.choices)
         }
     speedups = {digest: confirmed.get(digest, base_ms / cell.levels_ms[digest]) for digest in steps}
-    best = max((confirmed or speedups).values())
-    if best - 1 < max(CLAIM_FLOOR, cell.floor or 0.0):
+    known = confirmed or speedups
+    fastest = max(known, key=known.__getitem__)
+    best, sure = known[fastest], known[fastest]
+    if fastest in cell.summaries:  # the highest of many confirmed ones is a lucky one too
+        sure = cell.summaries[fastest].speedup.low
+    if sure - 1 < max(CLAIM_FLOOR, cell.floor or 0.0):
         return {}
     return {digest: base_ms * (1 - 1 / min(speedup, best)) for digest, speedup in speedups.items()}
 

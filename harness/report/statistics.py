@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -155,41 +156,50 @@ def compare_pairs(seeds: Mapping[str, Mapping[str, Sequence[float]]]) -> pd.Data
         Columns first, second, blocks, ratio, low, high, chance, p_value, p_holm; the last two are NaN below `ENOUGH`
         blocks.
     """
-    return _compared(itertools.combinations(seeds, 2), seeds)
+    return _compared(itertools.combinations(seeds, 2), seeds, np.median)
 
 
 def compare_with(control: str, seeds: Mapping[str, Mapping[str, Sequence[float]]]) -> pd.DataFrame:
     """One method with each of the others, as `compare_pairs`; `first` is the control throughout.
 
+    It is for blocks of many seeds: their means are compared, for the medians of many are one and the same best.
     With k methods the correction is for k - 1 comparisons and not for k (k - 1) / 2, which so few blocks as recorded
     tables can never pay for (Demšar 2006, section 3.2.2: all against a control).
 
     Raises:
         KeyError: No such method.
     """
-    return _compared([(control, other) for other in seeds if other != control], seeds)
+    return _compared([(control, other) for other in seeds if other != control], seeds, np.mean)
 
 
-def _compared(pairs: Iterable[tuple[str, str]], seeds: Mapping[str, Mapping[str, Sequence[float]]]) -> pd.DataFrame:
-    lines = [_pair(one, two, seeds[one], seeds[two]) for one, two in pairs]
+def _compared(
+    pairs: Iterable[tuple[str, str]],
+    seeds: Mapping[str, Mapping[str, Sequence[float]]],
+    middle: Callable[[Sequence[float]], Any],
+) -> pd.DataFrame:
+    lines = [_pair(one, two, seeds[one], seeds[two], middle) for one, two in pairs]
     columns = ["first", "second", "blocks", "ratio", "low", "high", "chance", "p_value"]
     frame = pd.DataFrame([line for line in lines if line["blocks"]], columns=columns)
     return frame.assign(p_holm=_holm(frame["p_value"].to_numpy(dtype=float)))
 
 
 def _pair(
-    one: str, two: str, first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[float]]
+    one: str,
+    two: str,
+    first: Mapping[str, Sequence[float]],
+    second: Mapping[str, Sequence[float]],
+    middle: Callable[[Sequence[float]], Any],
 ) -> dict[str, object]:
     blocks = [block for block in first if block in second and len(first[block]) and len(second[block])]
-    ratios = [float(np.median(first[block]) / np.median(second[block])) for block in blocks]
-    middle = over_blocks(ratios) if blocks else Interval(value=1.0, low=0.0, high=math.inf)
+    ratios = [float(middle(first[block]) / middle(second[block])) for block in blocks]
+    mean = over_blocks(ratios) if blocks else Interval(value=1.0, low=0.0, high=math.inf)
     return {
         "first": one,
         "second": two,
         "blocks": len(blocks),
-        "ratio": middle.value,
-        "low": middle.low,
-        "high": middle.high,
+        "ratio": mean.value,
+        "low": mean.low,
+        "high": mean.high,
         "chance": float(np.mean([effect_size(first[b], second[b]) for b in blocks])) if blocks else math.nan,
         "p_value": _wilcoxon(np.log(ratios)) if len(blocks) >= ENOUGH else math.nan,
     }

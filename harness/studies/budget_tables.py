@@ -165,7 +165,8 @@ def _pairs(blocks: Sequence[Block], study: BudgetStudy) -> Table:
     few = len(blocks) < FEWEST
     limits = f"no interval, for {FEWEST} tables are needed" if few else "with its 95 % interval over tables"
     note = (
-        f"{control} with each of the others, at each budget. Ratio: of the shares of the optimum's speed, {limits}. "
+        f"{control} with each of the others, at each budget. Ratio: of the shares of the optimum's speed, each "
+        f"the mean over seeds, {limits}. "
         "Chance: that a search of the first ends faster than one of the second (effect size; 0.5 is none). "
         "p: Wilcoxon's signed ranks over tables with Holm's correction for all of one budget; none with fewer than "
         "6 tables."

@@ -113,6 +113,13 @@ def test_with_a_control_only_its_own_comparisons_are_paid_for():
         compare_with("nobody", seeds)
 
 
+def test_many_seeds_that_mostly_end_at_the_best_are_compared_by_their_means():
+    first, second = [1.0] * 90 + [0.5] * 10, [1.0] * 60 + [0.5] * 40
+    found = compare_with("a", {"a": dict.fromkeys("xyzuvw", first), "b": dict.fromkeys("xyzuvw", second)})
+    assert found["ratio"].item() == pytest.approx(0.95 / 0.8), "both medians are 1"
+    assert found["p_value"].item() < 0.05
+
+
 WORTH = {"a": (2.0, 3.0, 2.5), "b": (1.0, 1.0, 1.0)}
 
 
