@@ -102,9 +102,7 @@ def draw_sensitivities(found: Sensitivities, path: Path) -> None:
 
 
 def _dots(axes: Any, effects: Sequence[tuple[Unit, Effect | Failed, float]], colours: Mapping[str, str]) -> None:
-    """Args:
-    effects: Of each unit, with the SQNR in dB that its own counts from.
-    """
+    """Draw the SQNR that each unit gains over its own base, in dB, against the time that quantizing it gains."""
     for rank, (unit, effect, base_db) in enumerate(effects):
         if isinstance(effect, Failed) or effect.gain_us is None:
             continue

@@ -79,6 +79,8 @@ def record(study: Study, out: Path, dimensions: int | None, observer: Observer, 
         machine = environment()
         _begun(folder / "env.json", decisive(machine))
         cell, worker = open_study(study, folder, observer)
+        most = DIMENSIONS if dimensions is None else dimensions
+        _refuse_nothing(cell.space, most)
         opened = partial(open_engines, limits=study.experiment.limits)
         with opened(worker) as engines:
             noise_floor(opened, worker, cell.model_file, engines.describe(), folder, observer)
@@ -96,7 +98,7 @@ def record(study: Study, out: Path, dimensions: int | None, observer: Observer, 
             )
             if worker.evaluators:
                 recording.prepare()
-            rows, facts = recording.run(DIMENSIONS if dimensions is None else dimensions, meeting, search)
+            rows, facts = recording.run(most, meeting, search)
     with writing(out):
         write_table(out, Facts(**facts, environment=machine), rows)
         read_table(out)
@@ -105,6 +107,14 @@ def record(study: Study, out: Path, dimensions: int | None, observer: Observer, 
         observer.say(f"{out} has {size_mb:.1f} MB, more than the {LIMIT_MB} MB of a committed table: sample less")
     shutil.rmtree(folder)
     return out
+
+
+def _refuse_nothing(space: Space, dimensions: int) -> None:
+    """Before anything is timed: no table is smaller than its smallest dimension, and a model may have none."""
+    least = min(space.sizes, default=0)
+    if not 2 <= least <= 2**dimensions:
+        held = f"a dimension has at least {least} choices" if least else "the model has no insertion points"
+        raise UserError(f"--dimensions {dimensions}: nothing to enumerate, for {held}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,10 +145,6 @@ class _Recording:
     def run(self, dimensions: int, meeting: Meeting, search: int) -> tuple[Rows, dict[str, Any]]:
         """All rows, and what the table says about itself."""
         space, facts = self.cell.space, self.facts()
-        least = min(space.sizes, default=0)
-        if not 2 <= least <= 2**dimensions:
-            held = f"a dimension has at least {least} choices" if least else "the model has no insertion points"
-            raise UserError(f"--dimensions {dimensions}: nothing to enumerate, for {held}")
         rows: Rows = {}
         anchors = [*self.cell.placements.values(), *self._found(search, meeting, rows, facts)]
         around = [*anchors, *(p for anchor in anchors for p in neighbours(space, anchor))]

@@ -20,6 +20,7 @@ from threading import Thread
 
 import numpy as np
 import pandas as pd
+from threadpoolctl import threadpool_limits
 
 import search
 from harness.errors import UserError
@@ -38,9 +39,8 @@ __all__ = ["Chunk", "chunks_of", "curves_of", "replay_all"]
 
 CHUNK = 10
 """Searches of one file: what an interruption costs at most, of each worker."""
-
-
 LIBRARIES = ("numpy", "optuna", "scikit-learn")
+"""What draws and proposes: another version may search differently from the same seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,8 +148,6 @@ def _replayed(chunks: Sequence[Chunk], workers: int) -> Iterator[Chunk]:
 
 def _begin() -> None:
     """One thread for each worker, which an interrupt ends at once, unless nobody listens to any."""
-    from threadpoolctl import threadpool_limits
-
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     threadpool_limits(1)

@@ -104,7 +104,8 @@ def load_study(path: Path) -> BudgetStudy:
 def _files(path: Path, tables: tuple[str, ...]) -> list[str]:
     found: list[str] = []
     for text in tables:
-        there = sorted(map(Path, glob(str(path.parent / text)))) if "*" in text else [path.parent / text]
+        names = sorted(glob(text, root_dir=path.parent, recursive=True)) if "*" in text else [text]
+        there = [path.parent / name for name in names]
         if not there:
             raise UserError(f"{path}: tables: nothing is there for {text!r}; 'qdq record MODEL --out FILE' makes one")
         found += [str(file) for file in there]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import subprocess
 import sys
 import time
@@ -157,6 +158,15 @@ def test_tables_may_be_named_by_a_whole_path(tables: list[str], tmp_path: Path) 
     path.parent.mkdir()
     path.write_text(STUDY.replace("*.parquet", str(Path(tables[0]).parent / "*.parquet")))
     assert sorted(load_study(path).tables) == sorted(tables)
+
+
+def test_tables_are_found_below_a_folder_whose_name_has_brackets(tables: list[str], tmp_path: Path) -> None:
+    home = tmp_path / "runs [new]"
+    (home / "deeper" / "still").mkdir(parents=True)
+    for place, table in zip(("deeper", "deeper/still"), tables, strict=True):
+        shutil.copy(table, home / place)
+    (home / "study.yaml").write_text(STUDY.replace("*.parquet", "**/*.parquet"))
+    assert [Path(name).name for name in load_study(home / "study.yaml").tables] == ["one.parquet", "two.parquet"]
 
 
 @pytest.mark.parametrize(

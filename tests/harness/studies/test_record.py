@@ -182,6 +182,7 @@ def test_what_has_too_many_choices_for_so_few_placements_is_refused_before_it_is
     study = study_of(str(model), backend="simulated", params=PARAMS, precision="mixed")
     with pytest.raises(UserError, match="--dimensions 1: nothing to enumerate, for a dimension has at least 3 choices"):
         record(study, tmp_path / "mixed.parquet", 1, Silent())
+    assert not list(tmp_path.glob("mixed.parquet.recording/*.jsonl"))
 
 
 class Listening(Silent):
