@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import ndtr
 
 from search.api import Placement, Score, Space
-from search.archive import Archive, Entry
+from search.archive import Archive
 from search.features import Described, Features
 from search.models import ADDITIVE, GaussianProcess, Regressor
 
@@ -84,61 +85,60 @@ class Advisor:
         self._front: Front | None = None  # None where there is one objective
         self.known: set[bytes] = set()
 
-    def learn(self, archive: Archive, pending: Sequence[Placement]) -> None:
-        """Fit all models; `archive` holds at least one score."""
-        entries = list(archive)
+    def learn(self, archive: Archive) -> None:
+        """Fit all models to what an archive holds, at least one score; what it awaits counts as told."""
+        entries, pending = list(archive), list(archive.pending.values())
         failed = [observation.placement for observation in archive.failures.values()]
-        rows = self._features([entry.placement for entry in entries])
+        told = [*failed, *(entry.placement for entry in entries)]
+        tried = self._features([*told, *pending])
+        rows, awaited = tried[len(failed) : len(told)], tried[len(told) :]
+        self.known = set(tried.keys())
         scores = [entry.score for entry in entries]
         values, errors = _objectives(scores)
-        self._objective.fit(rows, values, errors)
-        self.known = {*rows.keys(), *self._features([*failed, *pending]).keys()}
+        smooth = self._objective.fit(rows, values, errors)
+        believed = np.zeros(0)
         if pending:
-            believed, _ = self._objective.predict(self._features(pending))
-            everything = self._features([*(entry.placement for entry in entries), *pending])
-            self._objective.fit(everything, np.append(values, believed), np.append(errors, np.zeros(len(pending))))
-        self._learn_violations([entry.placement for entry in entries], scores)
+            believed, _ = self._objective.predict(awaited)
+            errors = np.append(errors, np.zeros(len(pending)))
+            smooth = self._objective.fit(tried[len(failed) :], np.append(values, believed), errors)[: len(entries)]
+        self._learn_violations(rows, scores)
         eligible = np.array([score.violation == 0 and not score.assumed for score in scores])
-        smooth, _ = self._objective.predict(rows)
         # A lucky reading is no incumbent: what the model makes of it is.
-        attained = [*smooth[eligible], *(believed[self._holding(pending)] if pending else ())]
+        attained = [*smooth[eligible], *believed[self._holding(awaited)]]
         self._best = float(min(attained)) if attained else None
-        self._learn_front(entries, smooth, pending)
+        self._learn_front(rows, scores, smooth, awaited)
         self._failing = bool(failed)
         if failed:
-            outcomes = np.array([0.0] * len(entries) + [1.0] * len(failed))
-            tried = self._features([*(entry.placement for entry in entries), *failed])
-            self._failure.fit(tried, outcomes, np.zeros(len(outcomes)))
+            outcomes = np.array([1.0] * len(failed) + [0.0] * len(entries))
+            self._failure.fit(tried[: len(told)], outcomes, np.zeros(len(outcomes)))
 
-    def _holding(self, pending: Sequence[Placement]) -> npt.NDArray[np.bool_]:
+    def _holding(self, awaited: Described) -> npt.NDArray[np.bool_]:
         """Which of these are expected to keep the constraint."""
-        if not self.constrained:
-            return np.ones(len(pending), dtype=bool)
-        holding: npt.NDArray[np.bool_] = self._violation.predict(self._features(pending))[0] <= 0
+        if not self.constrained or not len(awaited):
+            return np.ones(len(awaited), dtype=bool)
+        holding: npt.NDArray[np.bool_] = self._violation.predict(awaited)[0] <= 0
         return holding
 
-    def _learn_front(self, entries: Sequence[Entry], firsts: Vector, pending: Sequence[Placement]) -> None:
+    def _learn_front(self, rows: Described, scores: Sequence[Score], firsts: Vector, awaited: Described) -> None:
         """Fit the second objective; what holds the constraint and what is awaited make the front."""
-        rated = [n for n, entry in enumerate(entries) if len(entry.score.values) > 1]
-        holding = [n for n in rated if entries[n].score.violation == 0]
+        rated = [n for n, score in enumerate(scores) if len(score.values) > 1]
+        holding = [n for n in rated if scores[n].violation == 0]
         self._front = None
         if not holding:
             return
-        seconds = np.array([entries[n].score.values[1] for n in rated])
-        self._second.fit(self._features([entries[n].placement for n in rated]), seconds, np.zeros(len(rated)))
-        attained = [(firsts[n], entries[n].score.values[1]) for n in holding]
-        if pending:
-            rows = self._features(pending)
-            attained += zip(self._objective.predict(rows)[0], self._second.predict(rows)[0], strict=True)
+        seconds = np.array([scores[n].values[1] for n in rated])
+        self._second.fit(rows[rated], seconds, np.zeros(len(rated)))
+        attained = [(firsts[n], scores[n].values[1]) for n in holding]
+        if len(awaited):
+            attained += zip(self._objective.predict(awaited)[0], self._second.predict(awaited)[0], strict=True)
         self._front = front_of(np.array(attained), np.column_stack([firsts[rated], seconds]))
 
-    def _learn_violations(self, placements: Sequence[Placement], scores: Sequence[Score]) -> None:
+    def _learn_violations(self, rows: Described, scores: Sequence[Score]) -> None:
         signed = signed_violations(scores)
         known = [index for index, value in enumerate(signed) if not math.isnan(value)]
         self.constrained = bool((signed[known] > 0).any())
         if self.constrained:
-            rows = self._features([placements[index] for index in known])
-            self._violation.fit(rows, signed[known], np.zeros(len(known)))
+            self._violation.fit(rows[known], signed[known], np.zeros(len(known)))
 
     def advise(self, candidates: Sequence[Placement]) -> Advice:
         """What the models say; after `learn`."""
@@ -239,4 +239,5 @@ def _improvement(gain: Vector, deviation: Vector) -> Vector:
 
 def _normal(z: Vector) -> Vector:
     """Distribution function of the standard normal."""
-    return 0.5 * (1.0 + np.array([math.erf(value) for value in (z / math.sqrt(2)).flat]).reshape(z.shape))
+    below: Vector = ndtr(z)
+    return below

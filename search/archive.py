@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
 
-from search.api import Failure, Observation, Placement, Score
+from search.api import Failure, Observation, Placement, Score, Space
 from search.pareto import ordered
 
 __all__ = ["Archive", "Entry", "improves"]
@@ -38,8 +38,7 @@ class Archive:
 
         archive = Archive()
         archive.tell(observation)
-        if space.digest(placement) not in archive:  # neither asked nor told
-            archive.ask(space.digest(placement))
+        asked = archive.ask(n, lambda: flip(archive.best(1)[0].placement, space, rng), space)
         parents = archive.top_fraction(0.1, at_least=10)
     """
 
@@ -47,7 +46,7 @@ class Archive:
         self._told: dict[str, list[Score]] = {}
         self._entries: dict[str, Entry] = {}
         self._failures: dict[str, Observation] = {}
-        self._pending: dict[str, None] = {}
+        self._pending: dict[str, Placement] = {}
         self._ranked: tuple[Entry, ...] | None = None
 
     def __contains__(self, digest: object) -> bool:
@@ -61,9 +60,16 @@ class Archive:
         """The scored placements in the order of their first tells."""
         return iter(self._entries.values())
 
-    def ask(self, digest: str) -> None:
-        """Note that a placement was proposed; it counts as seen until its outcome is told, and after."""
-        self._pending[digest] = None
+    def ask(self, n: int, propose: Callable[[], Placement | None], space: Space) -> list[Placement]:
+        """Up to n proposals, fewer where there are no more (None); each is noted before the next one is made.
+
+        A proposal counts as seen from now on, before and after its outcome is told.
+        """
+        asked: list[Placement] = []
+        while len(asked) < n and (placement := propose()) is not None:
+            self._pending[space.digest(placement)] = placement
+            asked.append(placement)
+        return asked
 
     def tell(self, observation: Observation) -> None:
         """Learn one outcome.
@@ -105,9 +111,9 @@ class Archive:
         return self._failures
 
     @property
-    def pending(self) -> tuple[str, ...]:
-        """Digests asked and not yet told, in the order of the asks."""
-        return tuple(self._pending)
+    def pending(self) -> Mapping[str, Placement]:
+        """What was asked and not yet told, by digest, in the order of the asks."""
+        return self._pending
 
     @property
     def ranked(self) -> tuple[Entry, ...]:

@@ -45,6 +45,20 @@ class Described:
     pairs: Matrix
     borders: Matrix
 
+    def __getitem__(self, rows: slice | list[int]) -> Described:
+        """Some of the rows; a slice copies nothing."""
+        return Described(
+            states=self.states[rows],
+            roles=self.roles[rows],
+            scopes=self.scopes[rows],
+            points=self.points[rows],
+            pairs=self.pairs[rows],
+            borders=self.borders[rows],
+        )
+
+    def __len__(self) -> int:
+        return len(self.states)
+
     def keys(self) -> list[bytes]:
         """Identity of each row: equal exactly where the resolved edges are."""
         return [row.tobytes() for row in self.states]

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from scipy.linalg import cho_solve, cholesky, solve_triangular
 
 from search.features import Described
 
@@ -33,8 +34,8 @@ NUGGETS = (1e-3, 1e-2, 6e-2)
 class Regressor(Protocol):
     """Learns values of placements and says how sure it is."""
 
-    def fit(self, rows: Described, values: Vector, errors: Vector) -> None:
-        """Forget what was learned, and learn values with their standard errors."""
+    def fit(self, rows: Described, values: Vector, errors: Vector) -> Vector:
+        """Forget what was learned, learn values with their standard errors, and say what is expected of them now."""
         ...
 
     def predict(self, rows: Described) -> tuple[Vector, Vector]:
@@ -48,7 +49,7 @@ class _Fitted:
     mean: float
     scale: float
     mix: Vector
-    inverse: Matrix
+    root: Matrix
     weights: Vector
 
 
@@ -62,18 +63,34 @@ class GaussianProcess:
     def __init__(self, mix: Sequence[float] = MIX) -> None:
         self._mix = np.array(mix)
         self._fitted: _Fitted | None = None
+        self._known: tuple[Described, Matrix] | None = None  # what was learned last, with the kernel of the mix
 
-    def fit(self, rows: Described, values: Vector, errors: Vector) -> None:
+    def fit(self, rows: Described, values: Vector, errors: Vector) -> Vector:
         """See `Regressor`."""
         mean, scale = float(values.mean()), max(float(values.std()), 1e-9)
         targets, noise = (values - mean) / scale, (errors / scale) ** 2
-        kernel = _kernel(rows, rows, self._mix)
+        kernel = self._grown(rows)
         explained = max(float(np.trace(kernel) / len(kernel) - kernel.mean()), 1e-6)
         kernel, mix = kernel / explained, self._mix / explained
         solved = [_solved(kernel + np.diag(nugget + noise), targets) for nugget in NUGGETS]
         _, root, weights = max(solved, key=lambda found: found[0])
-        inverse = np.asarray(np.linalg.inv(root), dtype=np.float64)
-        self._fitted = _Fitted(rows, mean, scale, mix, inverse, weights)
+        self._fitted = _Fitted(rows, mean, scale, mix, root, weights)
+        smooth: Vector = mean + scale * (kernel @ weights)
+        return smooth
+
+    def _grown(self, rows: Described) -> Matrix:
+        """The kernel of the rows; those that the last fit began with as well are not multiplied again."""
+        kernel, same = np.empty((len(rows), len(rows))), 0
+        if self._known is not None:
+            before, old = self._known
+            most = min(len(before), len(rows))
+            differs = (before.states[:most] != rows.states[:most]).any(axis=1)
+            same = int(differs.argmax()) if differs.any() else most
+            kernel[:same, :same] = old[:same, :same]
+        kernel[same:] = _kernel(rows[same:], rows, self._mix)
+        kernel[:same, same:] = kernel[same:, :same].T
+        self._known = rows, kernel
+        return kernel
 
     def predict(self, rows: Described) -> tuple[Vector, Vector]:
         """See `Regressor`."""
@@ -81,15 +98,15 @@ class GaussianProcess:
         if fitted is None:
             raise ValueError("predict needs a fit first")
         across = _kernel(rows, fitted.rows, fitted.mix)
-        inner = fitted.inverse @ across.T
+        inner = solve_triangular(fitted.root, across.T, lower=True, check_finite=False)
         variance = np.maximum(fitted.mix @ _diagonals(rows) - (inner**2).sum(axis=0), 1e-10)
         return fitted.mean + fitted.scale * (across @ fitted.weights), fitted.scale * np.sqrt(variance)
 
 
 def _solved(covariance: Matrix, targets: Vector) -> tuple[float, Matrix, Vector]:
     """Log marginal likelihood but for a constant, Cholesky root of the covariance, weights of the observations."""
-    root: Matrix = np.asarray(np.linalg.cholesky(covariance), dtype=np.float64)
-    weights: Vector = np.asarray(np.linalg.solve(covariance, targets), dtype=np.float64)
+    root: Matrix = cholesky(covariance, lower=True, check_finite=False)
+    weights: Vector = cho_solve((root, True), targets, check_finite=False)
     evidence = -0.5 * float(targets @ weights) - float(np.log(np.diag(root)).sum())
     return round(evidence, 6), root, weights  # rounded: another library's last bit must not choose another nugget
 
@@ -98,12 +115,16 @@ def _kernel(a: Described, b: Described, mix: Vector) -> Matrix:
     """The kernel [rows of a, rows of b]: a mixture of parts, each of about unit variance."""
     roles, points = a.roles @ b.roles.T, a.points @ b.points.T
     kernel: Matrix = mix[0] * np.exp(-0.5 * _distances(a.roles, b.roles, roles))
-    kernel += mix[1] * (a.scopes @ b.scopes.T)
     kernel += mix[2] * points
-    kernel += mix[3] * (a.pairs @ b.pairs.T)
-    kernel += mix[4] / max(a.borders.shape[1], 1) * (a.borders @ b.borders.T)
+    kernel += _weighted(a, mix) @ np.concatenate([b.scopes, b.pairs, b.borders], axis=1).T
     kernel += mix[5] * np.exp(-4.0 * np.sqrt(_distances(a.points, b.points, points)))
     return kernel
+
+
+def _weighted(rows: Described, mix: Vector) -> Matrix:
+    """Scopes, pairs and borders, by their prior variances: one product of matrices instead of three."""
+    borders = mix[4] / max(rows.borders.shape[1], 1)
+    return np.concatenate([mix[1] * rows.scopes, mix[3] * rows.pairs, borders * rows.borders], axis=1)
 
 
 def _distances(a: Matrix, b: Matrix, products: Matrix) -> Matrix:

@@ -27,10 +27,11 @@ def assign(placement: Placement, indices: Iterable[int], choice: int, space: Spa
 
 def drawn(space: Space, rng: np.random.Generator, density: float) -> Placement:
     """Each dimension quantized with probability `density`, in one of its precisions drawn uniformly."""
-    quantized = rng.random(len(space)) < density
-    return Placement(
-        tuple(int(rng.integers(1, size)) if on else 0 for on, size in zip(quantized, space.sizes, strict=True))
-    )
+    choices = [0] * len(space)
+    for index in np.flatnonzero(rng.random(len(space)) < density):
+        size = space.sizes[index]
+        choices[index] = 1 if size == 2 else int(rng.integers(1, size))  # a draw from one choice takes its time too
+    return Placement(tuple(choices))
 
 
 def flip(placement: Placement, space: Space, rng: np.random.Generator, count: int = 1) -> Placement:

@@ -150,7 +150,8 @@ def _begin() -> None:
     """One thread for each worker, which an interrupt ends at once, unless nobody listens to any."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    threadpool_limits(1)
+    threadpool_limits(1)  # of what is loaded now; the variables are for what a searcher loads later, Torch for one
+    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     Thread(target=_leave_with_parent, daemon=True).start()
 
 

@@ -56,11 +56,7 @@ class AnnealingSearcher:
         self._base = space.float_placement()
 
     def ask(self, n: int) -> Sequence[Placement]:
-        asked: list[Placement] = []
-        while len(asked) < n and (placement := self._propose()) is not None:
-            self._archive.ask(self._space.digest(placement))
-            asked.append(placement)
-        return asked
+        return self._archive.ask(n, self._propose, self._space)
 
     def tell(self, observation: Observation) -> None:
         base = self._archive.get(self._space.digest(self._base))

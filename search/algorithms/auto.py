@@ -68,23 +68,15 @@ class AutoSearcher:
         self._rng = np.random.default_rng(seed)
         self._candidates = candidates
         self._archive = Archive()
-        self._asked: dict[str, Placement] = {}
         self._advisor = Advisor(space) if surrogate else None
         sets = stages(space)
         self._wide, self._narrow, self._points = (_moves(s, space) for s in (sets if blocks else ((), (), sets[2])))
         self._rules = list(expert_rules(space))[:rules]
 
     def ask(self, n: int) -> Sequence[Placement]:
-        asked: list[Placement] = []
-        while len(asked) < n and (placement := self._propose()) is not None:
-            digest = self._space.digest(placement)
-            self._archive.ask(digest)
-            self._asked[digest] = placement
-            asked.append(placement)
-        return asked
+        return self._archive.ask(n, self._propose, self._space)
 
     def tell(self, observation: Observation) -> None:
-        self._asked.pop(observation.digest, None)
         self._archive.tell(observation)
 
     def _propose(self) -> Placement | None:
@@ -119,7 +111,7 @@ class AutoSearcher:
         return None
 
     def _worthiest(self, advisor: Advisor) -> Placement | None:
-        advisor.learn(self._archive, list(self._asked.values()))
+        advisor.learn(self._archive)
         base = self._base()
         moves = self._drawn_moves(self._candidates // 2)
         near = {move: self._after(base, move) for move in moves}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -67,18 +67,14 @@ class EvolutionarySearcher:
     def ask(self, n: int) -> Sequence[Placement]:
         parents = self._archive.incumbents(self._population, self._significance)
         born = (lambda: self._child(parents)) if parents else self._drawn
-        asked: list[Placement] = []
-        while len(asked) < n:
-            placement = unseen(born, self._space, self._archive, ATTEMPTS)
-            placement = placement or nearby(self._drawn(), self._space, self._rng, self._archive)
-            if placement is None:
-                break
-            self._archive.ask(self._space.digest(placement))
-            asked.append(placement)
-        return asked
+        return self._archive.ask(n, lambda: self._fresh(born), self._space)
 
     def tell(self, observation: Observation) -> None:
         self._archive.tell(observation)
+
+    def _fresh(self, born: Callable[[], Placement]) -> Placement | None:
+        placement = unseen(born, self._space, self._archive, ATTEMPTS)
+        return placement or nearby(self._drawn(), self._space, self._rng, self._archive)
 
     def _child(self, parents: Sequence[Entry]) -> Placement:
         first = self._winner(parents)

@@ -25,16 +25,10 @@ class ExhaustiveSearcher:
     def __init__(self, space: Space, *, seed: int) -> None:
         self._space = space
         self._archive = Archive()
-        self._walk = _by_weight(space)
+        self._fresh = (p for p in _by_weight(space) if space.digest(p) not in self._archive)
 
     def ask(self, n: int) -> Sequence[Placement]:
-        asked: list[Placement] = []
-        while len(asked) < n and (placement := next(self._walk, None)) is not None:
-            digest = self._space.digest(placement)
-            if digest not in self._archive:
-                self._archive.ask(digest)
-                asked.append(placement)
-        return asked
+        return self._archive.ask(n, lambda: next(self._fresh, None), self._space)
 
     def tell(self, observation: Observation) -> None:
         self._archive.tell(observation)

@@ -47,18 +47,14 @@ class NSGA2Searcher:
 
     def ask(self, n: int) -> Sequence[Placement]:
         parents = [entry.placement for entry in self._archive.spread(self._population)]
-        asked: list[Placement] = []
-        while len(asked) < n:
-            placement = unseen(lambda: self._child(parents), self._space, self._archive, ATTEMPTS)
-            placement = placement or nearby(self._drawn(), self._space, self._rng, self._archive)
-            if placement is None:
-                break
-            self._archive.ask(self._space.digest(placement))
-            asked.append(placement)
-        return asked
+        return self._archive.ask(n, lambda: self._fresh(parents), self._space)
 
     def tell(self, observation: Observation) -> None:
         self._archive.tell(observation)
+
+    def _fresh(self, parents: Sequence[Placement]) -> Placement | None:
+        placement = unseen(lambda: self._child(parents), self._space, self._archive, ATTEMPTS)
+        return placement or nearby(self._drawn(), self._space, self._rng, self._archive)
 
     def _child(self, parents: Sequence[Placement]) -> Placement:
         if not parents:

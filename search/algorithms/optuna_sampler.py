@@ -12,7 +12,7 @@ import optuna
 from optuna.distributions import IntDistribution
 
 from search.api import Space
-from search.studies import StudySearcher
+from search.optuna_study import StudySearcher
 
 __all__ = ["OptunaSearcher"]
 
@@ -21,7 +21,7 @@ BATCHES = {"constant_liar": True, "warn_asynchronous_seeding": False}
 
 
 class OptunaSearcher(StudySearcher):
-    """A sampler of `optuna.samplers`; see `search.studies` for what becomes of seeds, failures and violations.
+    """A sampler of `optuna.samplers`; see `search.optuna_study` for what becomes of seeds, failures and violations.
 
     Choices are integers, so that samplers made for numbers serve as well. A Gaussian process takes about a second
     for a proposal at a hundred points. Genetic samplers, NSGAIISampler for one, breed from what they proposed

@@ -61,24 +61,24 @@ class PerPatternSearcher:
         self._begin()
 
     def ask(self, n: int) -> Sequence[Placement]:
-        asked: list[Placement] = []
-        while len(asked) < n and self._in_vain < len(self._turns):
-            placement = self._propose() if self._left else None
-            if placement is not None:
-                self._archive.ask(self._space.digest(placement))
-                self._left -= 1
-                asked.append(placement)
-            elif self._archive.pending:
-                break  # the turn's last outcomes decide what the next one starts from
-            else:
-                self._in_vain = self._in_vain + 1 if self._left == self._evaluations else 0
-                self._turns.append(self._turns.pop(0))
-                self._begin()
-        return asked
+        return self._archive.ask(n, self._next, self._space)
 
     def tell(self, observation: Observation) -> None:
         self._archive.tell(observation)
         self._part.tell(observation)
+
+    def _next(self) -> Placement | None:
+        """A proposal of the first turn that has one; None while outcomes that decide where one starts from are due."""
+        while self._in_vain < len(self._turns):
+            if self._left and (placement := self._propose()) is not None:
+                self._left -= 1
+                return placement
+            if self._archive.pending:
+                return None
+            self._in_vain = self._in_vain + 1 if self._left == self._evaluations else 0
+            self._turns.append(self._turns.pop(0))
+            self._begin()
+        return None
 
     def _begin(self) -> None:
         """The turn of the pattern that is first now; its searcher learns what is known on this base."""

@@ -65,10 +65,7 @@ class PortfolioSearcher:
         self._best: Score | None = None
 
     def ask(self, n: int) -> Sequence[Placement]:
-        asked: list[Placement] = []
-        while len(asked) < n and (placement := self._propose()) is not None:
-            asked.append(placement)
-        return asked
+        return self._archive.ask(n, self._propose, self._space)
 
     def tell(self, observation: Observation) -> None:
         self._archive.tell(observation)
@@ -90,7 +87,6 @@ class PortfolioSearcher:
                 for placement in self._members[name].ask(1):
                     digest = self._space.digest(placement)
                     if digest not in self._archive:
-                        self._archive.ask(digest)
                         self._asked_by[digest] = name
                         return placement
                     self._remind(name, placement, digest)

@@ -42,11 +42,7 @@ class RandomSearcher:
         self._fresh = self._stream(np.random.default_rng(seed))
 
     def ask(self, n: int) -> Sequence[Placement]:
-        asked: list[Placement] = []
-        while len(asked) < n and (placement := next(self._fresh, None)) is not None:
-            self._archive.ask(self._space.digest(placement))
-            asked.append(placement)
-        return asked
+        return self._archive.ask(n, lambda: next(self._fresh, None), self._space)
 
     def tell(self, observation: Observation) -> None:
         self._archive.tell(observation)

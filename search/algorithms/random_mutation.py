@@ -78,18 +78,7 @@ class RandomMutationSearcher:
         self._alike: set[str] = set()  # digests of what is as committed outside the pattern whose turn it is
 
     def ask(self, n: int) -> Sequence[Placement]:
-        asked: list[Placement] = []
-        while len(asked) < n and self._turns:
-            placement = self._propose()
-            if placement is not None:
-                self._archive.ask(self._space.digest(placement))
-                self._had.add(self._space.digest(placement))
-                asked.append(placement)
-            elif self._archive.pending:
-                break  # the pattern's last outcomes decide what it commits
-            else:
-                self._commit()
-        return asked
+        return self._archive.ask(n, self._next, self._space)
 
     def tell(self, observation: Observation) -> None:
         if observation.digest not in self._archive:
@@ -98,6 +87,17 @@ class RandomMutationSearcher:
         entry = self._archive.get(observation.digest)
         if entry is not None and self._is_alike(entry):
             self._alike.add(entry.digest)
+
+    def _next(self) -> Placement | None:
+        """A scheme of the first pattern that has one left; None while outcomes that decide what one commits are due."""
+        while self._turns:
+            if (placement := self._propose()) is not None:
+                self._had.add(self._space.digest(placement))
+                return placement
+            if self._archive.pending:
+                return None
+            self._commit()
+        return None
 
     def _propose(self) -> Placement | None:
         pool = self._pool()

@@ -66,14 +66,7 @@ class SensitivityGreedySearcher:
         self._plan = self._search()
 
     def ask(self, n: int) -> Sequence[Placement]:
-        asked: list[Placement] = []
-        while len(asked) < n:
-            placement = next(self._plan, None)
-            if placement is None:  # outcomes are awaited, or everything is known
-                break
-            self._archive.ask(self._space.digest(placement))
-            asked.append(placement)
-        return asked
+        return self._archive.ask(n, lambda: next(self._plan, None), self._space)
 
     def tell(self, observation: Observation) -> None:
         self._archive.tell(observation)

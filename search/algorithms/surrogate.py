@@ -63,27 +63,19 @@ class SurrogateSearcher:
         self._candidates = candidates
         self._parents = parents
         self._archive = Archive()
-        self._asked: dict[str, Placement] = {}
         self._advisor = Advisor(space, GaussianProcess if model == "ridge" else lambda: Forest(seed))
         self._blocks = tuple(block for stage in stages(space) for block in stage)
 
     def ask(self, n: int) -> Sequence[Placement]:
-        asked: list[Placement] = []
-        while len(asked) < n and (placement := self._propose()) is not None:
-            digest = self._space.digest(placement)
-            self._archive.ask(digest)
-            self._asked[digest] = placement
-            asked.append(placement)
-        return asked
+        return self._archive.ask(n, self._propose, self._space)
 
     def tell(self, observation: Observation) -> None:
-        self._asked.pop(observation.digest, None)
         self._archive.tell(observation)
 
     def _propose(self) -> Placement | None:
         if len(self._archive) < self._startup:
             return nearby(drawn(self._space, self._rng, self._rng.random()), self._space, self._rng, self._archive)
-        self._advisor.learn(self._archive, list(self._asked.values()))
+        self._advisor.learn(self._archive)
         candidates = list(dict.fromkeys(self._neighbours()))
         advice = self._advisor.advise(candidates)
         for index in advice.order:
@@ -124,10 +116,11 @@ class Forest:
 
         self._trees = ExtraTreesRegressor(trees, min_samples_leaf=2, max_features=0.5, random_state=seed, n_jobs=1)
 
-    def fit(self, rows: Described, values: Vector, errors: Vector) -> None:
+    def fit(self, rows: Described, values: Vector, errors: Vector) -> Vector:
         """See `search.models.Regressor`; standard errors become weights."""
         typical = max(float(np.median(errors)), 1e-9)
         self._trees.fit(_columns(rows), values, sample_weight=1.0 / (1.0 + (errors / typical) ** 2))
+        return self.predict(rows)[0]
 
     def predict(self, rows: Described) -> tuple[Vector, Vector]:
         """See `search.models.Regressor`."""

@@ -75,7 +75,7 @@ def archive_with_a_gap(space):
 def test_the_gap_in_a_front_is_worth_more_than_its_neighbours():
     space = planted_space(10, groups=2)
     advisor, archive = Advisor(space), archive_with_a_gap(space)
-    advisor.learn(archive, [])
+    advisor.learn(archive)
     middle, beside = Placement((1,) * 5 + (0,) * 5), Placement((0, 1) + (0,) * 8)
     advice = advisor.advise([middle, beside])
     assert advice.worth[0] > advice.worth[1]
@@ -85,9 +85,10 @@ def test_what_is_awaited_is_part_of_the_front():
     space = planted_space(10, groups=2)
     advisor, archive = Advisor(space), archive_with_a_gap(space)
     middle = Placement((1,) * 5 + (0,) * 5)
-    advisor.learn(archive, [])
+    advisor.learn(archive)
     before = advisor.advise([middle]).worth[0]
-    advisor.learn(archive, [middle])
+    archive.ask(1, lambda: middle, space)
+    advisor.learn(archive)
     assert advisor.advise([middle]).worth[0] < 0.5 * before
 
 
@@ -97,7 +98,7 @@ def test_what_breaks_the_bound_is_no_part_of_the_front():
     told(space, archive, space.float_placement(), 10.0, 0.0)
     told(space, archive, space.everywhere(), 5.0, 0.3, violation=0.2, metrics={"top1": 0.5})
     advisor = Advisor(space)
-    advisor.learn(archive, [])
+    advisor.learn(archive)
     assert advisor.constrained
     near_float, near_all = Placement((1,) + (0,) * 9), Placement((0,) + (1,) * 9)
     worth = advisor.advise([near_float, near_all]).worth

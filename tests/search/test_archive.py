@@ -6,6 +6,7 @@ import pytest
 
 from search.api import Failure, Observation, Placement, Score
 from search.archive import Archive, improves
+from search.planted import planted_space
 
 
 def told(name, objective=None, **facts):
@@ -87,14 +88,27 @@ def test_failures_are_kept_apart_and_a_score_replaces_one():
 
 
 def test_asked_told_and_failed_are_seen():
-    archive = filled(told("scored", 1.0), told("failed"))
-    archive.ask("asked")
-    assert all(name in archive for name in ("scored", "failed", "asked"))
-    assert "other" not in archive
-    assert archive.pending == ("asked",)
-    archive.tell(told("asked"))
-    assert archive.pending == ()
-    assert "asked" in archive
+    space = planted_space(4)
+    first, second = space.float_placement(), space.everywhere()
+    archive, proposals = filled(told("scored", 1.0), told("failed")), iter([first, second])
+    assert archive.ask(1, lambda: next(proposals, None), space) == [first]
+    assert all(name in archive for name in ("scored", "failed", space.digest(first)))
+    assert space.digest(second) not in archive
+    assert archive.ask(3, lambda: next(proposals, None), space) == [second], "fewer where there are no more"
+    assert archive.pending == {space.digest(first): first, space.digest(second): second}
+    archive.tell(Observation(placement=first, digest=space.digest(first), outcome=Score(objective=1.0)))
+    assert list(archive.pending) == [space.digest(second)]
+    assert space.digest(first) in archive
+
+
+def test_a_proposal_is_noted_before_the_next_is_made():
+    space = planted_space(4)
+    archive = Archive()
+
+    def fresh():
+        return next((p for p in (space.float_placement(), space.everywhere()) if space.digest(p) not in archive), None)
+
+    assert archive.ask(5, fresh, space) == [space.float_placement(), space.everywhere()]
 
 
 @pytest.mark.parametrize(

@@ -60,12 +60,8 @@ class StudySearcher:
             self._study = self._new_study()
 
     def ask(self, n: int) -> Sequence[Placement]:
-        asked: list[Placement] = []
         with _quiet():
-            while len(asked) < n and (placement := self._fresh()) is not None:
-                self._archive.ask(self._space.digest(placement))
-                asked.append(placement)
-        return asked
+            return self._archive.ask(n, self._fresh, self._space)
 
     def tell(self, observation: Observation) -> None:
         digest = observation.digest
