@@ -282,6 +282,8 @@ def _check_facts(facts: Facts, whole: Space) -> None:
         raise ValueError("a dimension is varied twice")
     for choices in (facts.base, *facts.anchors.values()):
         whole.validate(Placement(choices))
+    if set(facts.sensitivity) != {dimension.name for dimension in whole.dimensions}:
+        raise ValueError("its sensitivity is not one number for each dimension")
     for key in ("name", "version", "device", "float_precision"):
         if key not in facts.backend:
             raise ValueError(f"its backend has no {key!r}")
@@ -298,9 +300,11 @@ def _check_row(whole: Space, digest: str, row: Row) -> None:
             raise ValueError(f"row {row.number} has a latency that is no positive number")
         if any(math.isnan(value) for value in row.outcome.metrics.values()):
             raise ValueError(f"row {row.number} has a metric that is no number")
-        spent_s = (row.outcome.build_s, row.outcome.measure_s, row.outcome.evaluate_s)
-        if not all(math.isfinite(value) and value >= 0 for value in spent_s):
-            raise ValueError(f"row {row.number} has a time that is no number of seconds")
+        spent_s = [row.outcome.build_s, row.outcome.measure_s, row.outcome.evaluate_s]
+    else:
+        spent_s = [row.outcome.wall_s]
+    if not all(math.isfinite(value) and value >= 0 for value in spent_s):
+        raise ValueError(f"row {row.number} has a time that is no number of seconds")
 
 
 def _encoded(digest: str, row: Row) -> dict[str, Any]:

@@ -10,7 +10,7 @@ measured at their expected value ("kriging believer", Ginsbourger et al. 2010), 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,6 +59,10 @@ class Advice:
     objective: Vector
     violation: Vector
 
+    def first_new(self, known: Set[bytes]) -> int | None:
+        """Number of the worthiest candidate whose edges are not known; None where all are."""
+        return next((index for index in self.order if self.keys[index] not in known), None)
+
     @property
     def order(self) -> list[int]:
         """Numbers of the candidates, the worthiest first, equals in their order; last bits do not count."""
@@ -104,9 +108,10 @@ class Advisor:
         self._learn_violations(rows, scores)
         eligible = np.array([score.violation == 0 and not score.assumed for score in scores])
         # A lucky reading is no incumbent: what the model makes of it is.
-        attained = [*smooth[eligible], *believed[self._holding(awaited)]]
+        holding = self._holding(awaited)
+        attained = [*smooth[eligible], *believed[holding]]
         self._best = float(min(attained)) if attained else None
-        self._learn_front(rows, scores, smooth, awaited)
+        self._learn_front(rows, scores, smooth, awaited[np.flatnonzero(holding)])
         self._failing = bool(failed)
         if failed:
             outcomes = np.array([1.0] * len(failed) + [0.0] * len(entries))
@@ -120,7 +125,7 @@ class Advisor:
         return holding
 
     def _learn_front(self, rows: Described, scores: Sequence[Score], firsts: Vector, awaited: Described) -> None:
-        """Fit the second objective; what holds the constraint and what is awaited make the front."""
+        """Fit the second objective; what holds the constraint makes the front, with what is awaited and expected to."""
         rated = [n for n, score in enumerate(scores) if len(score.values) > 1]
         holding = [n for n in rated if scores[n].violation == 0]
         self._front = None
@@ -148,7 +153,7 @@ class Advisor:
         violation = np.zeros(len(mean))
         if self.constrained:
             violation, doubt = self._violation.predict(rows)
-            worth = worth * _normal(-violation / doubt)
+            worth = worth * ndtr(-violation / doubt)
         if self._failing:
             chance, _ = self._failure.predict(rows)
             worth = worth * np.clip(1.0 - chance, 0.0, 1.0)
@@ -234,10 +239,5 @@ def _improvement(gain: Vector, deviation: Vector) -> Vector:
     """Expected improvement over the incumbent for minimisation."""
     z = gain / deviation
     density = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
-    return np.maximum(gain * _normal(z) + deviation * density, 0.0)
-
-
-def _normal(z: Vector) -> Vector:
-    """Distribution function of the standard normal."""
-    below: Vector = ndtr(z)
-    return below
+    improvement: Vector = np.maximum(gain * ndtr(z) + deviation * density, 0.0)
+    return improvement

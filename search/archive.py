@@ -39,7 +39,7 @@ class Archive:
         archive = Archive()
         archive.tell(observation)
         asked = archive.ask(n, lambda: flip(archive.best(1)[0].placement, space, rng), space)
-        parents = archive.top_fraction(0.1, at_least=10)
+        parents = archive.best(10)
     """
 
     def __init__(self) -> None:
@@ -168,10 +168,6 @@ class Archive:
             if place < k:
                 standing[place:] = [entry, *standing[place : k - 1]]
         return tuple(standing)
-
-    def top_fraction(self, share: float, *, at_least: int = 1) -> tuple[Entry, ...]:
-        """The best `share` (0 to 1) of the scored placements, rounded down, but `at_least` so many."""
-        return self.ranked[: max(int(len(self) * share), at_least)]
 
 
 def improves(new: Score, old: Score, significance: float = 1.0) -> bool:

@@ -45,7 +45,7 @@ class Described:
     pairs: Matrix
     borders: Matrix
 
-    def __getitem__(self, rows: slice | list[int]) -> Described:
+    def __getitem__(self, rows: slice | list[int] | npt.NDArray[np.int64]) -> Described:
         """Some of the rows; a slice copies nothing."""
         return Described(
             states=self.states[rows],

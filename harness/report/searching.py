@@ -65,16 +65,15 @@ def chosen(cell: CellResults) -> dict[tuple[str, int], dict[int, str]]:
 
 def _over_seeds(speedups: Sequence[Interval]) -> Interval:
     middle = median_ci([speedup.value for speedup in speedups])
-    known = [speedup for speedup in speedups if math.isfinite(speedup.low) and math.isfinite(speedup.high)]
-    if len(speedups) >= FEWEST_SEEDS or not known:
+    if len(speedups) >= FEWEST_SEEDS:
         return middle
-    return Interval(value=middle.value, low=min(s.low for s in known), high=max(s.high for s in known))
+    return Interval(value=middle.value, low=min(s.low for s in speedups), high=max(s.high for s in speedups))
 
 
 def ratio_over_seeds(ratios: Sequence[Interval]) -> Interval:
-    """Median over seeds with limits as in `budget_frame`; none where no seed's own ratio has any (a single turn)."""
+    """Median over seeds with limits as in `budget_frame`; none where a seed's own ratio has none (a single turn)."""
     middle = _over_seeds(ratios)
-    bounded = any(math.isfinite(ratio.high) for ratio in ratios)
+    bounded = all(math.isfinite(ratio.high) for ratio in ratios)
     return middle if bounded else replace(middle, low=0.0, high=math.inf)
 
 

@@ -57,6 +57,7 @@ class SearchTask:
         seconds: Wall-clock budget, counted apart; None: no limit.
         window: Proposals that may await their outcomes at once.
         retry_failed: What failed in an earlier part of this run is attempted once more, at no cost to the budget.
+        patience: Without seeds, the search stops where so many first evaluations all fail.
     """
 
     space: Space
@@ -68,6 +69,7 @@ class SearchTask:
     seconds: float | None = None
     window: int = 1
     retry_failed: bool = False
+    patience: int = COLD_START
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +209,7 @@ class _Search:
         """Stop where nothing works: what all seeds fail at is no matter of placement."""
         if len(self._failures) < len(self._seen):
             return
-        wanted = len({self._task.space.digest(seed.placement) for seed in self._task.seeds}) or COLD_START
+        wanted = len({self._task.space.digest(seed.placement) for seed in self._task.seeds}) or self._task.patience
         if len(self._seen) >= wanted:
             first = next(iter(self._failures.values()))[1]
             what = "no seed" if self._task.seeds else f"none of the first {wanted} placements"

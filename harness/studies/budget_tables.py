@@ -98,7 +98,7 @@ def _budget(blocks: Sequence[Block], study: BudgetStudy) -> Table:
 def _reach(blocks: Sequence[Block], study: BudgetStudy) -> Table:
     """Evaluations and minutes until so much of the best gain is there; what never comes is censored at the end."""
     lines, shown = [], []
-    for block in blocks:
+    for block in (block for block in blocks if block.float_ms > block.optimum_ms):
         for name, curves in block.curves.items():
             line: dict[str, Any] = {"table": block.name, "searcher": name}
             cells = dict(line)
@@ -119,7 +119,8 @@ def _reach(blocks: Sequence[Block], study: BudgetStudy) -> Table:
     note = (
         "Evaluations, and recorded minutes of builds and measurements, until a search had so much of the gain from the "
         f"float model to the table's optimum: median over {_seeds(blocks, study)}; those that never had it within "
-        f"{study.most} evaluations count as later than all others. In brackets: how many had it."
+        f"{study.most} evaluations count as later than all others. In brackets: how many had it, "
+        "if only for a while. A table without a placement faster than the float model has no line."
     )
     return Table(name="reach", title="Time to the gain", cells=pd.DataFrame(shown), raw=pd.DataFrame(lines), note=note)
 

@@ -130,7 +130,7 @@ class Landscape:
         missed = 0.0
         if self._bound is not None:
             found = outcome.metrics.get(self._bound.metric, math.nan)
-            if math.isnan(found):
+            if not found > -math.inf:  # nor NaN
                 return Failure(stage="evaluate", reason=f"no {self._bound.metric} was recorded")
             missed = max(0.0, self._bound.at_least - found)
         return Score(

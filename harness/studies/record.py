@@ -28,7 +28,7 @@ from harness.run.claim import claimed
 from harness.run.compare import refuse_changes
 from harness.run.compose import Cell
 from harness.run.confirming import float_latency, level, noise_floor
-from harness.run.engine import SearchTask, Seed, Trial, run_search
+from harness.run.engine import COLD_START, SearchTask, Seed, Trial, run_search
 from harness.run.goal import Goal
 from harness.run.journal import Journal, writing
 from harness.run.judge import Judge
@@ -238,6 +238,7 @@ class _Recording:
             seeds=seeds,
             candidate=self.cell.candidate,
             evaluations=max(evaluations, 1),
+            patience=max(evaluations, 1) if latencies(rows) else COLD_START,  # what works elsewhere is no broken setup
         )
         with (
             Journal(self.folder / f"{name}.jsonl", json.loads(json.dumps(fingerprint, default=sorted))) as journal,

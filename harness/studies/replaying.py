@@ -24,8 +24,10 @@ from threadpoolctl import threadpool_limits
 
 import search
 from harness.errors import UserError
+from harness.measure.stats import stderr_of_median
 from harness.registry import load
 from harness.run.config import Use
+from harness.run.engine import DUPLICATES_IN_A_ROW
 from harness.run.observe import Observer
 from harness.studies.budget_tables import Curves
 from harness.studies.choosing import Walks
@@ -39,7 +41,7 @@ __all__ = ["Chunk", "chunks_of", "curves_of", "replay_all"]
 
 CHUNK = 10
 """Searches of one file: what an interruption costs at most, of each worker."""
-LIBRARIES = ("numpy", "optuna", "scikit-learn")
+LIBRARIES = ("numpy", "optuna", "scikit-learn", "scipy")
 """What draws and proposes: another version may search differently from the same seed."""
 
 
@@ -73,6 +75,7 @@ def chunks_of(table: Path, contender: Contender, study: BudgetStudy, folder: Pat
     """
     asked = {"use": contender.use, "params": contender.params, "budget": study.most, "initial": study.initial}
     asked["libraries"] = {name: version(name) for name in LIBRARIES}
+    asked["patience"] = DUPLICATES_IN_A_ROW
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode())
     for part in (_content(table), _code(contender.use), *_told_by()):
         digest.update(part)
@@ -127,7 +130,8 @@ def _replayed(chunks: Sequence[Chunk], workers: int) -> Iterator[Chunk]:
     """The chunks as they are done; in this very process where one worker is enough."""
     if min(workers, len(chunks)) < 2:
         for chunk in chunks:
-            _replay(chunk)
+            with threadpool_limits(1):  # small matrices; see `harness.run.guarded`
+                _replay(chunk)
             yield chunk
         return
     context = multiprocessing.get_context("spawn")
@@ -168,7 +172,7 @@ def _replay(chunk: Chunk) -> None:
     landscape = _landscape(chunk.table, chunk.table.stat().st_mtime_ns)
     found = replay(landscape, chunk.searcher, seeds=seeds, budget=chunk.budget, initial=chunk.initial)
     chunk.path.parent.mkdir(parents=True, exist_ok=True)
-    part = chunk.path.with_suffix(".part")
+    part = chunk.path.with_suffix(f".{os.getpid()}.part")  # another study may write to the same folder
     _frame(found.walks).to_parquet(part, index=False, compression="zstd")
     part.replace(chunk.path)
 
@@ -198,7 +202,7 @@ def _code(use: str) -> bytes:
 @lru_cache(maxsize=1)
 def _told_by() -> tuple[bytes, ...]:
     """The code that decides what a searcher is told."""
-    files = (inspect.getsourcefile(told_by) for told_by in (Landscape, replay))
+    files = (inspect.getsourcefile(told_by) for told_by in (Landscape, replay, stderr_of_median))
     return tuple(meaning_of(Path(str(file)).read_bytes()) for file in files)
 
 

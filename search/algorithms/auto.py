@@ -212,7 +212,5 @@ def _distance(a: Placement, b: Placement) -> int:
 
 
 def _best_new(candidates: Sequence[Placement], advice: Advice, advisor: Advisor) -> tuple[float, Placement] | None:
-    for index in advice.order:
-        if advice.keys[index] not in advisor.known:
-            return float(advice.worth[index]), candidates[index]
-    return None
+    index = advice.first_new(advisor.known)
+    return None if index is None else (float(advice.worth[index]), candidates[index])

@@ -78,9 +78,8 @@ class SurrogateSearcher:
         self._advisor.learn(self._archive)
         candidates = list(dict.fromkeys(self._neighbours()))
         advice = self._advisor.advise(candidates)
-        for index in advice.order:
-            if advice.keys[index] not in self._advisor.known:
-                return candidates[index]
+        if (index := advice.first_new(self._advisor.known)) is not None:
+            return candidates[index]
         return nearby(self._archive.best(1)[0].placement, self._space, self._rng, self._archive)
 
     def _neighbours(self) -> Iterator[Placement]:
@@ -117,8 +116,9 @@ class Forest:
         self._trees = ExtraTreesRegressor(trees, min_samples_leaf=2, max_features=0.5, random_state=seed, n_jobs=1)
 
     def fit(self, rows: Described, values: Vector, errors: Vector) -> Vector:
-        """See `search.models.Regressor`; standard errors become weights."""
-        typical = max(float(np.median(errors)), 1e-9)
+        """See `search.models.Regressor`; standard errors become weights, and one of 0 is not known."""
+        known = errors[errors > 0]
+        typical = float(np.median(known)) if len(known) else 1.0
         self._trees.fit(_columns(rows), values, sample_weight=1.0 / (1.0 + (errors / typical) ** 2))
         return self.predict(rows)[0]
 

@@ -27,13 +27,17 @@ MEASURED = Measured(
 )  # fmt: skip
 
 
+SENSITIVITY = dict.fromkeys((dimension.name for dimension in SPACE.dimensions), 0.5)
+
+
 def facts(**changes: Any) -> Facts:
     backend = {"name": "openvino", "version": "1", "device": "a CPU", "float_precision": "f32"}
     plain: dict[str, Any] = {
         "model": "m", "source": "m.onnx", "model_sha256": "0" * 64, "dimensions": SPACE.dimensions,
         "varied": tuple(SPACE.dimensions[i].name for i in SUBSPACE.varied), "base": SUBSPACE.base.choices,
-        "anchors": {"linear": SUBSPACE.base.choices}, "sensitivity": {}, "precision": "int8", "dialect": "openvino",
-        "backend": backend, "calibrated_on": "random data", "ranges": "", "sampling": {}, "environment": {},
+        "anchors": {"linear": SUBSPACE.base.choices}, "sensitivity": SENSITIVITY, "precision": "int8",
+        "dialect": "openvino", "backend": backend, "calibrated_on": "random data", "ranges": "", "sampling": {},
+        "environment": {},
     }  # fmt: skip
     return Facts(**{**plain, **changes})
 
@@ -79,7 +83,8 @@ def test_2048_placements_stay_far_below_5_mb(path: Path) -> None:
         space.digest(full): Row(number=i, choices=full.choices, outcome=samples)
         for i, full in enumerate(subspace.full(p) for p in subspace.placements())
     }
-    changes = {"dimensions": space.dimensions, "base": subspace.base.choices, "anchors": {}}
+    changes: dict[str, Any] = {"dimensions": space.dimensions, "base": subspace.base.choices, "anchors": {}}
+    changes["sensitivity"] = dict.fromkeys((dimension.name for dimension in space.dimensions), 0.5)
     write_table(path, facts(**changes, varied=tuple(d.name for d in subspace.space.dimensions)), found)
     assert path.stat().st_size < 1e6
     assert len(read_table(path).subspace) == 2048
@@ -110,6 +115,13 @@ def with_first(**changes: Any) -> Callable[[dict[str, Row]], dict[str, Row]]:
     return change
 
 
+def endless_failure(found: dict[str, Row]) -> dict[str, Row]:
+    return {
+        digest: replace(row, outcome=replace(row.outcome, wall_s=math.nan)) if isinstance(row.outcome, Failed) else row
+        for digest, row in found.items()
+    }
+
+
 def one_number(found: dict[str, Row]) -> dict[str, Row]:
     return {digest: replace(row, number=0) for digest, row in found.items()}
 
@@ -121,6 +133,7 @@ def one_number(found: dict[str, Row]) -> dict[str, Row]:
         (with_first(metrics={"sqnr_db": math.nan}), "row 0 has a metric that is no number"),
         (with_first(build_s=math.nan), "row 0 has a time that is no number of seconds"),
         (with_first(measure_s=-1.0), "row 0 has a time that is no number of seconds"),
+        (endless_failure, "row 2 has a time that is no number of seconds"),
         (missing_row, "incomplete: 1 of 4 placements have no row; record it again"),
         (renamed_row, "row 0 is not the placement 0000000000000000 that it says"),
         (zero_latency, "row 0 has a latency that is no positive number"),
@@ -140,6 +153,7 @@ def test_rows_that_cannot_be_are_refused(path: Path, change: Any, message: str) 
         ({"varied": ("nobody",)}, "'nobody' is not in list"),
         ({"varied": (SPACE.dimensions[1].name,) * 2}, "a dimension is varied twice|share one name"),
         ({"anchors": {"float": (0,) * 5}}, "damaged: incomplete: no row is of 'float'; record it again"),
+        ({"sensitivity": {}}, "its sensitivity is not one number for each dimension"),
         ({"backend": {"name": "x"}}, "its backend has no 'version'"),
         ({"dimensions": SPACE.dimensions[:1] * 5}, "two dimensions of a space share one name"),
     ],

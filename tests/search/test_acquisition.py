@@ -92,6 +92,25 @@ def test_what_is_awaited_is_part_of_the_front():
     assert advisor.advise([middle]).worth[0] < 0.5 * before
 
 
+def test_what_is_awaited_and_expected_to_break_the_bound_is_no_part_of_the_front():
+    """Else it would hide what may still be found behind it."""
+    space = planted_space(10, groups=2)
+    archive = Archive()
+    for on in range(10):
+        placement, loss = Placement((1,) * on + (0,) * (10 - on)), 0.02 * on
+        broken = max(0.0, loss - 0.1)
+        told(space, archive, placement, 10.0 - 0.5 * on, loss, violation=broken, metrics={"top1": 0.9 - loss})
+    advisor, candidate = Advisor(space), Placement((0, 1, 1) + (0,) * 7)
+    advisor.learn(archive)
+    before = advisor.advise([candidate]).worth
+    archive.ask(1, space.everywhere, space)
+    advisor.learn(archive)
+    front = advisor._front
+    assert front is not None
+    assert front.steps[:, 1].max() <= 0.1 + 1e-9
+    assert before[0] >= 0
+
+
 def test_what_breaks_the_bound_is_no_part_of_the_front():
     space = planted_space(10, groups=2)
     archive = Archive()

@@ -38,14 +38,6 @@ def test_equals_keep_the_order_of_their_tells():
     assert names(filled(told("b", 1.0), told("a", 1.0)).ranked) == ["b", "a"]
 
 
-def test_top_fraction_takes_a_share_but_at_least_so_many():
-    archive = filled(*(told(f"p{i}", float(i)) for i in range(40)))
-    assert len(archive.top_fraction(0.5)) == 20
-    assert len(archive.top_fraction(0.1, at_least=10)) == 10
-    assert len(filled(told("a", 1.0)).top_fraction(0.1, at_least=10)) == 1
-    assert Archive().top_fraction(0.1, at_least=10) == ()
-
-
 def test_a_placement_told_again_gets_the_mean_weighted_by_its_errors():
     (entry,) = filled(told("a", 10.0, stderr=0.1), told("a", 10.3, stderr=0.2)).ranked
     assert entry.score.objective == pytest.approx(10.06)

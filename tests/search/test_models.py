@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from search.acquisition import Advisor, signed_violations
+from search.algorithms.surrogate import Forest
 from search.api import Dimension, Edge, Failure, Observation, Placement, Score, Space
 from search.archive import Archive
 from search.features import Features
@@ -171,6 +172,15 @@ def test_what_waits_for_its_outcome_is_worth_less_than_before():
     archive.ask(1, lambda: candidate, space)
     advisor.learn(archive)
     assert advisor.advise([candidate]).worth[0] < before
+
+
+def test_a_forest_goes_by_readings_however_many_are_awaited():
+    """An error of 0 is one that is not known, and must not outweigh those that are."""
+    space = planted_space(20, groups=4, seed=0)
+    rng = np.random.default_rng(0)
+    rows = Features(space)([space.random(rng) for _ in range(30)])
+    values, errors = np.array([0.0] * 10 + [1.0] * 20), np.array([0.01] * 10 + [0.0] * 20)
+    assert Forest(0).fit(rows, values, errors)[:10].mean() < 0.4
 
 
 class Counting:

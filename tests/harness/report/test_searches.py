@@ -1,16 +1,18 @@
 """What reports take from journals: each evaluation in figures, however many there are; retries are none."""
 
 import json
+import math
 import tracemalloc
 
 import pytest
 
 from harness.errors import UserError
+from harness.measure.stats import Interval
 from harness.records import Asked, Failed, Measured, Told, encode
 from harness.report.frames import main_frame
 from harness.report.results import load
 from harness.report.searches import read_search
-from harness.report.searching import cost_frame, curve_frame
+from harness.report.searching import cost_frame, curve_frame, ratio_over_seeds
 from harness.report.shown import tables_of
 from harness.run.goal import Goal
 from harness.run.journal import RETRY, Journal
@@ -43,6 +45,27 @@ def test_a_retry_is_no_evaluation_and_its_time_and_its_find_count(folder):
     assert own["evaluations"].tolist() == [1, 2, 3]
     assert own["minutes"].tolist() == pytest.approx([10 / 60, 20 / 60, 1.5])
     assert own["speedup"].tolist() == [1.0, 2.0, 4.0]
+
+
+def interval(value, low, high):
+    return Interval(value=value, low=low, high=high)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ([interval(1.2, 1.1, 1.3), interval(1.0, 0.9, 1.1)], interval(1.1, 0.9, 1.3)),
+        ([interval(1.0, 1.0, 1.0)], interval(1.0, 1.0, 1.0)),
+        (
+            [interval(1.0, 1.0, 1.0), interval(1.2, 0.0, math.inf), interval(1.3, 0.0, math.inf)],
+            interval(1.2, 0.0, math.inf),
+        ),
+    ],
+)
+def test_the_limits_of_a_few_seeds_hold_all_of_them(ratios, expected):
+    """Also where a seed was timed in one turn only, which gives no limits."""
+    found = ratio_over_seeds(ratios)
+    assert (found.value, found.low, found.high) == (expected.value, expected.low, expected.high)
 
 
 def test_a_search_without_an_incumbent_has_no_curve_and_its_cost(folder):

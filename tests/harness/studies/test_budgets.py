@@ -56,6 +56,30 @@ def test_every_searcher_has_its_line_on_every_table(
     assert list(ranks["searcher"]) == ["local", "random"]
 
 
+def test_a_table_in_which_nothing_beats_float_has_no_line_in_what_is_reached(
+    tables: list[str], make_table: MakeTable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def slower(choices: tuple[int, ...]) -> Outcome:
+        return Measured(samples_ms=(1.0 + sum(choices),) * 7, build_s=0.1, measure_s=0.1)
+
+    make_table(path=tmp_path / "slower.parquet", outcome=slower)
+    main(
+        [
+            "study",
+            tables[0],
+            str(tmp_path / "slower.parquet"),
+            "--out",
+            str(tmp_path / "out"),
+            *SEARCHERS,
+            *ORDER,
+            "--cold",
+        ]
+    )
+    reach = pd.read_csv(tmp_path / "out" / "reach.csv")
+    assert set(reach["table"]) == {"one"}
+    assert "A table without a placement faster than the float model has no line." in capsys.readouterr().out
+
+
 def test_what_is_never_reached_is_censored_and_not_left_out(
     make_table: MakeTable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from harness.records import Failed, Measured, Outcome
 from harness.studies.difficulty import difficulty_of, drift_of
 from harness.studies.landscape import Bound, Landscape
 from harness.tables import Table
+from search.api import Failure
 
 MakeTable = Callable[..., Table]
 
@@ -81,6 +83,20 @@ def test_what_failed_or_misses_the_bound_cannot_be_the_optimum(make_table: MakeT
     assert bound.latency_ms[bound.optimum] == pytest.approx(4.5)
     assert bound.allowed.sum() == 32
     assert bound.latency_ms.max() == pytest.approx(5.0)  # the slowest that is allowed stands for all that are not
+
+
+def test_a_metric_without_limit_is_no_answer_to_a_bound(make_table: MakeTable) -> None:
+    """Nobody could say by how much it misses."""
+    table = make_table()
+    digests = list(table.rows)
+    row = table.rows[digests[-1]]
+    assert isinstance(row.outcome, Measured)
+    endless = replace(row, outcome=replace(row.outcome, metrics={"sqnr_db": -math.inf}))
+    landscape = Landscape(
+        replace(table, rows={**table.rows, digests[-1]: endless}), Bound(metric="sqnr_db", at_least=-1000.0)
+    )
+    (failure,) = [score for score in landscape.scores if isinstance(score, Failure)]
+    assert failure.reason == "no sqnr_db was recorded"
 
 
 def test_bounds_that_no_placement_can_answer_are_refused(make_table: MakeTable) -> None:

@@ -16,6 +16,7 @@ from harness.graph.build import GraphBuilder
 from harness.measure.local import InProcess
 from harness.records import Failed, Measured
 from harness.run.config import Rounds
+from harness.run.engine import COLD_START
 from harness.run.observe import Silent
 from harness.studies.cell import study_of
 from harness.studies.landscape import Landscape
@@ -248,6 +249,27 @@ def test_failures_are_recorded_and_nothing_but_failures_is_an_error(model: Path,
     assert all(outcome.stage == "build" and "refuses placement" in outcome.reason for outcome in failed)
     found = recorded(model, tmp_path / "float.parquet", failure_rate=1.0)
     assert sum(isinstance(row.outcome, Measured) for row in found.rows.values()) == 1
+
+
+def test_changes_that_fail_one_after_the_other_do_not_stop_a_recording_in_which_others_work(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a search has measured first shows that the machine works, however many single changes are refused."""
+    study = study_of(str(model), backend="simulated", params=PARAMS, precision="mixed")
+    whole = read_table(record(study, tmp_path / "plain.parquet", 2, Silent())).subspace.whole
+    refused = {whole.digest(p) for p in neighbours(whole, whole.float_placement())}
+    assert len(refused) > COLD_START
+    build = InProcess.build
+
+    def some(self: InProcess, candidate: Any, *args: Any) -> Any:
+        return (
+            Failed(stage="build", reason="no kernel") if candidate.digest in refused else build(self, candidate, *args)
+        )
+
+    monkeypatch.setattr(InProcess, "build", some)
+    table = read_table(record(study, tmp_path / "some.parquet", 2, Silent(), search=10))
+    failed = {digest for digest, row in table.rows.items() if isinstance(row.outcome, Failed)}
+    assert refused <= failed
 
 
 def test_fidelity_is_recorded_of_every_placement_on_a_real_runtime(
