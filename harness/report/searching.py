@@ -87,11 +87,11 @@ def speedups_at(cell: CellResults, budget: int) -> dict[str, list[float]]:
 
 
 def early_ends(results: Results) -> list[str]:
-    """Which searches spent less than their budget, and why where they told, a line for each reason."""
+    """Which searches have spent less than their budget, and why where they told, a line for each reason."""
     named: dict[tuple[str, str], list[Search]] = {}
     for cell in results.cells:
         for search in cell.searches:
-            if said := _ended(search, cell.budget):
+            if said := _ended(search, cell):
                 named.setdefault((cell.name, said), []).append(search)
     lines = []
     for (cell_name, said), found in named.items():
@@ -101,11 +101,15 @@ def early_ends(results: Results) -> list[str]:
     return lines
 
 
-def _ended(search: Search, budget: int) -> str:
-    """How a search ended before its budget; "" where it did not, or goes on."""
+def _ended(search: Search, cell: CellResults) -> str:
+    """How a search ended before its budget, or how far it has come; "" where it has spent it."""
     if search.end is not None:
         return search.end.said
-    return f"ended at {search.evaluations} of {budget}" if search.evaluations < budget else ""
+    if search.evaluations >= cell.budget:
+        return ""
+    return (
+        f"{'ended' if cell.picks else 'is'} at {search.evaluations} of {cell.budget}"  # picks come after all searches
+    )
 
 
 def failures(results: Results) -> list[str]:
