@@ -91,7 +91,7 @@ def early_ends(results: Results) -> list[str]:
     named: dict[tuple[str, str], list[Search]] = {}
     for cell in results.cells:
         for search in cell.searches:
-            if said := _ended(search, cell):
+            if said := _ended(search, cell.budget):
                 named.setdefault((cell.name, said), []).append(search)
     lines = []
     for (cell_name, said), found in named.items():
@@ -101,15 +101,11 @@ def early_ends(results: Results) -> list[str]:
     return lines
 
 
-def _ended(search: Search, cell: CellResults) -> str:
-    """How a search ended before its budget, or how far it has come; "" where it has spent it."""
+def _ended(search: Search, budget: int) -> str:
+    """How a search ended before its budget; "" where it did not, or where no search has chosen yet (budget 0)."""
     if search.end is not None:
         return search.end.said
-    if search.evaluations >= cell.budget:
-        return ""
-    return (
-        f"{'ended' if cell.picks else 'is'} at {search.evaluations} of {cell.budget}"  # picks come after all searches
-    )
+    return f"ended at {search.evaluations} of {budget}" if search.evaluations < budget else ""
 
 
 def failures(results: Results) -> list[str]:
