@@ -49,7 +49,8 @@ def table(tmp_path: Path) -> Path:
     facts = Facts(
         model="m", source="m.onnx", model_sha256="0" * 64, dimensions=SPACE.dimensions,
         varied=tuple(d.name for d in SUBSPACE.space.dimensions), base=SUBSPACE.base.choices, anchors={},
-        sensitivity={}, precision="int8", dialect="onnxruntime_s8", calibrated_on="", ranges="", sampling={},
+        sensitivity=dict.fromkeys((d.name for d in SPACE.dimensions), 0.1), precision="int8", dialect="onnxruntime_s8",
+        calibrated_on="", ranges="", sampling={},
         backend={"name": "onnxruntime", "version": "1.24", "device": "a CPU", "options": {}, "float_precision": "f32"},
         environment={},
     )  # fmt: skip
