@@ -63,7 +63,8 @@ class Archive:
     def ask(self, n: int, propose: Callable[[], Placement | None], space: Space) -> list[Placement]:
         """Up to n proposals, fewer where there are no more (None); each is noted before the next one is made.
 
-        A proposal counts as seen from now on, before and after its outcome is told.
+        A proposal counts as seen from now on, before and after its outcome is told. To propose nothing that is known is
+        up to `propose`, see `search.moves.unseen`.
         """
         asked: list[Placement] = []
         while len(asked) < n and (placement := propose()) is not None:

@@ -81,6 +81,7 @@ def get_parser(prog: str = "python -m harness.autotune") -> argparse.ArgumentPar
     """The parser."""
     parser = argparse.ArgumentParser(
         prog=prog,
+        allow_abbrev=False,  # a misspelled flag is told at once, not after the run
         description="Finds by measured latency where Q/DQ pairs belong in an ONNX model, region after region.",
         epilog=f"Example: {prog} --onnx_path model.onnx --output_dir out/model. "
         "An interrupted run goes on when the same command is given again.",

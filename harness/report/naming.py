@@ -18,8 +18,9 @@ __all__ = [
 
 METRICS = {"map": ("mAP", 4, ""), "top1": ("top-1", 4, ""), "sqnr_db": ("SQNR", 1, " dB")}
 """How a metric is shown: name, digits, unit. Others are shown under their own name with four digits."""
-CAPPED = frozenset({"sqnr_db"})
-"""Metrics of which the float model has no value of its own but the largest there is, so that no drop can be told."""
+CAPPED = {"sqnr_db": 120.0}
+"""Metrics of which the float model has no value of its own but the largest there is
+(`harness.evaluators.fidelity`), so that no drop can be told."""
 BEYOND = "faster, beyond the bound"
 """Of a row that is faster and loses more accuracy than the experiment allows; it is no recommendation."""
 UNSCORED = "faster, not scored"

@@ -7,7 +7,7 @@ from typing import Any
 
 from harness import registry
 from harness.errors import UserError
-from harness.report.naming import METRICS, metric_name
+from harness.report.naming import CAPPED, METRICS, metric_name
 from harness.run.config import Experiment
 from harness.run.objective import Objective, absolute
 
@@ -76,6 +76,11 @@ def _words(objective: Objective, metric: str, higher_is_better: bool) -> str:
     bound, name = objective.max_drop, metric_name(metric)
     if bound is None:
         return f"none; {name} is scored and rules nothing out"
+    if metric in CAPPED and not isinstance(bound, str):
+        return (
+            f"{name} has to be {CAPPED[metric] - bound:g} dB or more, for the float model's own counts as "
+            f"{CAPPED[metric]:g}; INT8 has 20 to 50 dB as a rule"
+        )
     return f"{name} may {'drop' if higher_is_better else 'rise'} by at most {_amount(bound, metric)}"
 
 

@@ -38,6 +38,11 @@ def state(folder):
     return read_plain_yaml(folder / "autotuner_state.yaml", 1 << 24)
 
 
+def test_a_misspelled_flag_is_told_at_once(capsys):
+    assert qdq("--onnx_path", "m.onnx", "--mod", "quick") == 2
+    assert "unrecognized arguments: --mod quick" in capsys.readouterr().err
+
+
 def test_defaults_are_those_of_the_guide():
     options = get_parser().parse_args(["--onnx_path", "m.onnx"])
     assert options.output_dir == "./autotuner_output"
