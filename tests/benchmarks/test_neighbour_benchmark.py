@@ -29,7 +29,7 @@ backends: [{use: onnxruntime, params: {threads: 1}}]
 searchers: [random]
 initial: [float]
 baselines: [linear, ort_static]
-budget: {evaluations: [1]}
+budget: {evaluations: [2]}
 """
 BUSY = """
 import sys
