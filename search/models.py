@@ -45,7 +45,14 @@ class Regressor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Fitted:
+    """What a fit leaves for predictions, and for the next fit.
+
+    Attributes:
+        kernel: Of the rows, before it is scaled to explain the variance of the values.
+    """
+
     rows: Described
+    kernel: Matrix
     mean: float
     scale: float
     mix: Vector
@@ -63,33 +70,30 @@ class GaussianProcess:
     def __init__(self, mix: Sequence[float] = MIX) -> None:
         self._mix = np.array(mix)
         self._fitted: _Fitted | None = None
-        self._known: tuple[Described, Matrix] | None = None  # what was learned last, with the kernel of the mix
 
     def fit(self, rows: Described, values: Vector, errors: Vector) -> Vector:
         """See `Regressor`."""
         mean, scale = float(values.mean()), max(float(values.std()), 1e-9)
         targets, noise = (values - mean) / scale, (errors / scale) ** 2
-        kernel = self._grown(rows)
-        explained = max(float(np.trace(kernel) / len(kernel) - kernel.mean()), 1e-6)
-        kernel, mix = kernel / explained, self._mix / explained
+        plain = self._grown(rows)
+        explained = max(float(np.trace(plain) / len(plain) - plain.mean()), 1e-6)
+        kernel, mix = plain / explained, self._mix / explained
         solved = [_solved(kernel + np.diag(nugget + noise), targets) for nugget in NUGGETS]
         _, root, weights = max(solved, key=lambda found: found[0])
-        self._fitted = _Fitted(rows, mean, scale, mix, root, weights)
+        self._fitted = _Fitted(rows, plain, mean, scale, mix, root, weights)
         smooth: Vector = mean + scale * (kernel @ weights)
         return smooth
 
     def _grown(self, rows: Described) -> Matrix:
         """The kernel of the rows; those that the last fit began with as well are not multiplied again."""
         kernel, same = np.empty((len(rows), len(rows))), 0
-        if self._known is not None:
-            before, old = self._known
-            most = min(len(before), len(rows))
-            differs = (before.states[:most] != rows.states[:most]).any(axis=1)
+        if (last := self._fitted) is not None:
+            most = min(len(last.rows), len(rows))
+            differs = (last.rows.states[:most] != rows.states[:most]).any(axis=1)
             same = int(differs.argmax()) if differs.any() else most
-            kernel[:same, :same] = old[:same, :same]
+            kernel[:same, :same] = last.kernel[:same, :same]
         kernel[same:] = _kernel(rows[same:], rows, self._mix)
         kernel[:same, same:] = kernel[same:, :same].T
-        self._known = rows, kernel
         return kernel
 
     def predict(self, rows: Described) -> tuple[Vector, Vector]:

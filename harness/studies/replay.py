@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from threadpoolctl import threadpool_limits
 
 from harness import registry
 from harness.errors import UserError, nearest
@@ -81,7 +82,8 @@ def replay(
         return found
 
     started_s = time.perf_counter()
-    walks = _walks(seeds, [run(seed) for seed in seeds], budget)
+    with threadpool_limits(1):  # small matrices; see `harness.run.guarded`
+        walks = _walks(seeds, [run(seed) for seed in seeds], budget)
     return Replayed(
         searcher=use.name,
         walks=walks,

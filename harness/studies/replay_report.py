@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from threadpoolctl import threadpool_limits
 
 from harness.errors import UserError
 from harness.report.statistics import quartiles
@@ -95,11 +94,10 @@ def replay_all(table: Table, searchers: Sequence[str], order: ReplayOrder, out: 
             check_table(table, ModelSpec(use=order.model, label="model"), Path(work))
     landscape = Landscape(table, None if order.at_least is None else _bound(order.at_least))
     random_ms = random_search(landscape, order.budget, first_placements(landscape, order.initial))
-    with threadpool_limits(1):  # small matrices; see `harness.run.guarded`
-        replayed = [
-            replay(landscape, Use(use=name), seeds=range(order.seeds), budget=order.budget, initial=order.initial)
-            for name in searchers
-        ]
+    replayed = [
+        replay(landscape, Use(use=name), seeds=range(order.seeds), budget=order.budget, initial=order.initial)
+        for name in searchers
+    ]
     if out is not None:
         with writing(out):
             _write(landscape, random_ms, replayed, out)

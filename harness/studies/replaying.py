@@ -20,7 +20,6 @@ from threading import Thread
 
 import numpy as np
 import pandas as pd
-from threadpoolctl import threadpool_limits
 
 import search
 from harness.errors import UserError
@@ -130,8 +129,7 @@ def _replayed(chunks: Sequence[Chunk], workers: int) -> Iterator[Chunk]:
     """The chunks as they are done; in this very process where one worker is enough."""
     if min(workers, len(chunks)) < 2:
         for chunk in chunks:
-            with threadpool_limits(1):  # small matrices; see `harness.run.guarded`
-                _replay(chunk)
+            _replay(chunk)
             yield chunk
         return
     context = multiprocessing.get_context("spawn")
@@ -151,11 +149,10 @@ def _replayed(chunks: Sequence[Chunk], workers: int) -> Iterator[Chunk]:
 
 
 def _begin() -> None:
-    """One thread for each worker, which an interrupt ends at once, unless nobody listens to any."""
+    """A worker begins: an interrupt ends it at once, unless nobody listens to any, and so does its parent's end."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    threadpool_limits(1)  # of what is loaded now; the variables are for what a searcher loads later, Torch for one
-    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # of what a search loads only as it goes: Torch
     Thread(target=_leave_with_parent, daemon=True).start()
 
 
