@@ -13,25 +13,31 @@ from harness.cli import COMMANDS, app
 from harness.run.config import parse_experiment, to_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"<!-- (results/\S+\.md) -->\n(.*?)<!-- end -->", README, flags=re.DOTALL)
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+BLOCKS = [
+    pytest.param(source, block, id=f"{page.stem}: {source}")
+    for page in PAGES
+    for source, block in re.findall(
+        r"<!-- (results/\S+\.md) -->\n(.*?)<!-- end -->", page.read_text(encoding="utf-8"), flags=re.DOTALL
+    )
+]
 
 
-@pytest.mark.parametrize(("source", "block"), BLOCKS, ids=[source for source, _ in BLOCKS])
-def test_tables_of_the_readme_are_those_of_committed_runs(source, block):
+@pytest.mark.parametrize(("source", "block"), BLOCKS)
+def test_tables_shown_are_those_of_committed_runs(source, block):
     table = (ROOT / source).read_text(encoding="utf-8").partition("\n\n")[0]
     assert block.strip() == table.strip()
 
 
 def test_links_and_pictures_lead_somewhere():
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md"):
+    for page in (*PAGES, ROOT / "CONTRIBUTING.md"):
         for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 def test_every_command_shown_exists():
-    pages = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md"))
-    shown = set(re.findall(r"^(?:\$ )?qdq ([a-z-]+)", f"{README}\n{pages}", flags=re.MULTILINE))
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in PAGES)
+    shown = set(re.findall(r"^(?:\$ )?qdq ([a-z-]+)", pages, flags=re.MULTILINE))
     assert {"run", "report", "regions", "autotune"} <= shown
     assert shown <= set(COMMANDS)
     help_text = CliRunner().invoke(app, ["--help"]).output

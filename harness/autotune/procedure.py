@@ -186,6 +186,12 @@ class _Run:
             f"Written: {path}",
             *self._elsewhere,
         ]
+        read = self._session.measured.get(self._session.space.digest(placement))
+        if read is not None and read.latency_ms is not None and (lucky := self._baseline_ms / read.latency_ms) > high:
+            lines.append(
+                f"While it was searched it read {lucky:.3f}x: the best of many readings is a lucky one, so "
+                "only the fresh builds count"
+            )
         if row.verdict != "faster":
             lines.append(f"Not faster than the float model beyond noise: {baseline_path} does as well")
         for line in lines:

@@ -14,6 +14,7 @@ from harness.report.explained import Explanation, read_explanations
 from harness.report.frames import main_frame
 from harness.report.layers import waterfall_frame
 from harness.report.naming import labels_of, metric_name
+from harness.report.overview import overview_frame
 from harness.report.points import bounded, tried_frame, tried_name
 from harness.report.results import CellResults, Results
 from harness.report.samples import sample_frame
@@ -46,7 +47,7 @@ def draw(results: Results, out: Path) -> list[Picture]:
         UserError: An explanation in the folder is damaged.
     """
     main, budgets, samples = main_frame(results), budget_frame(results), sample_frame(results)
-    pictures = list(_draw_study(results, out))
+    pictures = [*_draw_overview(overview_frame(main, budgets), out), *_draw_study(results, out)]
     for cell in results.cells:
         marks = budgets[budgets["cell"] == cell.name]
         _draw_searches(cell, marks, out)
@@ -59,6 +60,15 @@ def draw(results: Results, out: Path) -> list[Picture]:
 def explanations_of(cell: CellResults) -> Iterator[Explanation]:
     """The explanations of rows that are still what they were."""
     return read_explanations(cell.folder, {row: facts.sha256 for row, facts in cell.rows.items()})
+
+
+def _draw_overview(overview: pd.DataFrame, out: Path) -> Iterator[Picture]:
+    """A picture for each device, as the table of the overview has it."""
+    for number, ((device, quantized), part) in enumerate(overview.groupby(["device", "quantized"], sort=False), 1):
+        name = "overview" if number == 1 else f"overview-{number}"
+        title = f"Speedups at a glance, {quantized}, {device}"
+        plots_study.speedups(part, title, out / name)
+        yield Picture(title=title, cell="", path=out / f"{name}.svg")
 
 
 def _draw_study(results: Results, out: Path) -> Iterator[Picture]:

@@ -1,4 +1,4 @@
-"""Pictures that compare searchers and runtimes: critical differences, transfer, growth of the front."""
+"""Pictures that compare methods and runtimes: speedups, critical differences, transfer, growth of the front."""
 
 from __future__ import annotations
 
@@ -8,13 +8,62 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from harness.report.plots import COLOURS, READ, drawn, envelope, key, look, name_lines
 from harness.report.statistics import Ranks
 from harness.report.tables import several
 
-__all__ = ["critical_difference", "transfer_map", "volumes"]
+__all__ = ["critical_difference", "speedups", "transfer_map", "volumes"]
+
+TICKS = (1, 1.5, 2, 3, 4, 6, 8)
+"""Of a logarithmic axis of speedups, in each decade."""
+
+
+def speedups(overview: pd.DataFrame, title: str, path: Path) -> None:
+    """Confirmed speedups with their intervals: a band a cell, in it a line a method, the geometric means at the end.
+
+    Args:
+        overview: Of one device: cell, model, column, speedup, speedup_low, speedup_high, beyond; see
+            `harness.report.overview.overview_frame`.
+        title: Shown above the axes.
+        path: Where to write, without suffix.
+    """
+    overview = overview.assign(cell=overview["cell"].fillna(""))  # means have none
+    columns = list(dict.fromkeys(overview["column"]))
+    bands = list(dict.fromkeys(zip(overview["cell"], overview["model"], strict=True)))
+    models = [model for _, model in bands]
+    step = 0.84 / len(columns)
+    with drawn(path, height=1.9 + len(bands) * max(0.34, 0.085 * len(columns))) as axes:
+        for place in range(0, len(bands), 2):
+            axes.axhspan(place - 0.5, place + 0.5, color="0.955", zorder=0)
+        axes.axvline(1.0, color="0.4", linewidth=0.9)
+        for index, (column, part) in enumerate(overview.groupby("column", sort=False)):
+            colour, _, mark = look(index)
+            axes.plot([], [], mark, ms=4.5, color=colour, label=name_lines(str(column), 24))
+            for row in part[part["speedup"].notna()].to_dict("records"):
+                place = bands.index((row["cell"], row["model"])) + (index - (len(columns) - 1) / 2) * step
+                errors = [[row["speedup"] - row["speedup_low"]], [row["speedup_high"] - row["speedup"]]]
+                axes.errorbar(
+                    [row["speedup"]], [place], xerr=errors, fmt=mark, ms=4.5, color=colour, elinewidth=0.9,
+                    mfc="white" if row["beyond"] else colour,
+                )  # fmt: skip
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=TICKS) if _wide(overview) else MaxNLocator(6))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
+        names = [model if models.count(model) == 1 else cell for cell, model in bands]
+        axes.set_yticks(range(len(bands)), [name_lines(str(name), 20) for name in names])
+        axes.set_ylim(len(bands) - 0.5, -0.5)
+        hollow = "; hollow: breaks the bound on accuracy" if overview["beyond"].any() else ""
+        axes.set_xlabel(f"confirmed speedup over the float baseline, log scale{hollow}\nlimits as in the table")
+        axes.set_title(name_lines(title, 70))
+        key(axes)
+
+
+def _wide(overview: pd.DataFrame) -> bool:
+    """Whether some speedups are more than twice others, so that a tick at each of `TICKS` is enough."""
+    return bool(overview["speedup"].max() > 2 * overview["speedup"].min())
 
 
 def critical_difference(found: Ranks, title: str, path: Path) -> None:

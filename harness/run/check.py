@@ -1,7 +1,7 @@
 """What can be known to be wrong before anything runs: every model, data set, plug-in and parameter.
 
-A run takes hours, so its last cell is looked at before its first begins: models that data or shapes belong to
-are loaded, and evaluators are made. Nothing is built or measured, and no image is prepared.
+A run takes hours, so its last cell is looked at before its first begins: models are loaded (those of the zoo where
+data or shapes belong to them), and evaluators are made. Nothing is built or measured, and no image is prepared.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from harness.evaluators.inputs import evaluator_params
 from harness.evaluators.intervals import too_few
 from harness.evaluators.preprocess import open_plugin, open_preprocess
 from harness.graph.dialects import Dialect
+from harness.graph.importer import refuse_quantized
 from harness.graph.model import Model
 from harness.paths import locate
 from harness.run.bounds import check_bound, too_fine
@@ -192,13 +193,14 @@ def _remarks(model: ModelSpec, base: Path, data: _Data, objective: Objective) ->
         objective: Says whether halves of the evaluator's data are used, and what their accuracy is held to.
 
     Raises:
-        UserError: Shapes or data do not fit the model.
+        UserError: The model cannot be used, or shapes or data do not fit it.
     """
-    if not model.shapes and model.evaluator is None and model.calibration.data is None:
+    if model.use.startswith("zoo:") and not model.shapes and model.evaluator is None and model.calibration.data is None:
         return
     halves = HALVES if objective.halves else (None,)
     with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
         loaded = open_model(model, base, Path(scratch))
+        refuse_quantized(loaded)
         if model.shapes:
             _check_channels(loaded)
         if model.calibration.data is not None:

@@ -51,6 +51,8 @@ def best_note(best_ms: float, float_ms: float, *, beside: bool) -> str:
         float_ms: The float model's latency on the same scale.
         beside: Candidates are timed in turns with it.
     """
+    if best_ms >= float_ms:
+        return f"nothing faster than float's {float_ms:.3f} ms so far"
     return (
         f"best {best_ms:.3f} ms, {float_ms / best_ms:.2f}x {'beside' if beside else 'over'} float's {float_ms:.3f} ms"
     )

@@ -16,7 +16,7 @@ from harness.studies.landscape import Floats
 from harness.studies.random_search import RANDOM
 from harness.studies.study_file import BudgetStudy
 
-__all__ = ["RISES", "Block", "Curves", "budget_tables"]
+__all__ = ["RISES", "Block", "Curves", "budget_tables", "seeds_said"]
 
 GAINS = (0.95, 0.99)
 RISES = (
@@ -88,8 +88,8 @@ def _budget(blocks: Sequence[Block], study: BudgetStudy) -> Table:
             lines.append(line)
             shown.append(cells)
     note = (
-        f"Latency of the incumbent above the table's optimum in %: median over {_seeds(blocks, study)} [quartiles]. "
-        f"{several(len(study.initial), 'placement')} that every search is told first, random search too, "
+        f"Latency of the incumbent above the table's optimum in %: median over {seeds_said(blocks, study)} "
+        f"[quartiles]. {several(len(study.initial), 'placement')} that every search is told first, random search too, "
         f"{'counts' if len(study.initial) == 1 else 'count'}. All budgets are read off the same searches. {RISES}"
     )
     return Table(name="budget", title="Budgets", cells=pd.DataFrame(shown), raw=pd.DataFrame(lines), note=note)
@@ -118,7 +118,7 @@ def _reach(blocks: Sequence[Block], study: BudgetStudy) -> Table:
             shown.append(cells)
     note = (
         "Evaluations, and recorded minutes of builds and measurements, until a search had so much of the gain from the "
-        f"float model to the table's optimum: median over {_seeds(blocks, study)}; those that never had it within "
+        f"float model to the table's optimum: median over {seeds_said(blocks, study)}; those that never had it within "
         f"{study.most} evaluations count as later than all others. In brackets: how many had it, "
         "if only for a while. A table without a placement faster than the float model has no line."
     )
@@ -141,7 +141,7 @@ def _score(blocks: Sequence[Block], study: BudgetStudy) -> Table:
         "How much of what random search leaves a searcher finds, on average until random search itself has found 95 % "
         "of what there is to find, after the placements that all are told first (Willemsen et al. 2024): 0 is random "
         "search from the same start, 1 the optimum at once, and below 0 worse than random. "
-        f"Mean over {_seeds(blocks, study)} with its 95 % interval (Student's), for random search is a mean too; a "
+        f"Mean over {seeds_said(blocks, study)} with its 95 % interval (Student's), for random search is a mean too; a "
         "dash where these placements leave nothing."
     )
     return Table(name="score", title="Score against random search", cells=cells, raw=raw, note=note)
@@ -197,8 +197,8 @@ def _ranking(ranks: Mapping[int, Ranks]) -> Table:
     return Table(name="ranks", title="Ranks", cells=cells, raw=raw, note=note)
 
 
-def _seeds(blocks: Sequence[Block], study: BudgetStudy) -> str:
-    """How many, and who had fewer."""
+def seeds_said(blocks: Sequence[Block], study: BudgetStudy) -> str:
+    """How many seeds there are, and who had fewer."""
     fewer = {name: len(c.latency_ms) for name, c in blocks[0].curves.items() if len(c.latency_ms) != study.seeds}
     said = ", ".join(f"{name}: {count}" for name, count in fewer.items())
     return f"{several(study.seeds, 'seed')} ({said})" if said else several(study.seeds, "seed")

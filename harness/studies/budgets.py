@@ -14,7 +14,7 @@ from harness.report.statistics import Ranks, ranks_of
 from harness.report.tables import Table, several, write_table
 from harness.run.journal import writing
 from harness.run.observe import Observer
-from harness.studies.budget_tables import Block, Curves, budget_tables
+from harness.studies.budget_tables import Block, Curves, budget_tables, seeds_said
 from harness.studies.landscape import NEAR, Landscape
 from harness.studies.random_search import random_search
 from harness.studies.replay import first_placements, told_optimum
@@ -63,7 +63,7 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
         tables = budget_tables(blocks, study, ranks, warnings)
         for table in tables:
             write_table(table, out)
-        _draw(ranks, study, out)
+        _draw(ranks, blocks, study, out)
     return tables
 
 
@@ -115,11 +115,11 @@ def _reached(blocks: Sequence[Block], budget: int) -> pd.DataFrame:
     return pd.DataFrame(reached, index=[block.name for block in blocks])
 
 
-def _draw(ranks: Mapping[int, Ranks], study: BudgetStudy, out: Path) -> None:
+def _draw(ranks: Mapping[int, Ranks], blocks: Sequence[Block], study: BudgetStudy, out: Path) -> None:
     """A picture of the ranks at each budget."""
     from harness.report.plots_study import critical_difference  # matplotlib takes a second
 
     for budget, found in ranks.items():
         if len(found.mean) > 1:
-            over = f"{several(found.blocks, 'table')}, {several(study.seeds, 'seed')}"
+            over = f"{several(found.blocks, 'table')}, {seeds_said(blocks, study)}"
             critical_difference(found, f"Mean rank after {budget} evaluations, {over}", out / f"ranks-{budget}")

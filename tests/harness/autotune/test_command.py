@@ -194,6 +194,13 @@ def test_calibration_data_decide_the_scales(folder, runtime):
     assert largest("large") > 10 * largest("small")
 
 
+def test_a_lucky_reading_is_told_from_what_fresh_builds_say(folder, runtime):
+    runtime.generous = True
+    assert qdq("-m", "model.onnx", "--max_evals", "3") == 0
+    said = (folder / "autotuner_output/logs/final.log").read_text()
+    assert re.search(r"While it was searched it read \d+\.\d{3}x: .* only the fresh builds count", said)
+
+
 def test_a_model_that_fails_everywhere_but_as_float_stays_float(folder, runtime):
     runtime.broken = True
     assert qdq("-m", "model.onnx", "-s", "3") == 0

@@ -10,6 +10,8 @@ import pytest
 
 import harness.report
 from harness.measure.events import TWIN
+from harness.report import plots_study
+from harness.report.drawing import draw
 from harness.report.render import write_tables
 from harness.report.results import load
 from harness.report.trace import trace
@@ -53,6 +55,19 @@ def test_a_row_a_model_a_column_a_method_and_the_geometric_mean(models):
     assert found["geometric mean"]["float bf16"] == "0.85 [0.85, 0.85]", "a float precision that is not the baseline"
     assert "float" not in found["net"], "the baseline is 1 everywhere"
     assert "Beyond: the drop" in (models / "report" / "overview.md").read_text()
+
+
+def test_the_picture_shows_every_model_and_method(models, monkeypatch):
+    keys = []
+    monkeypatch.setattr(plots_study, "key", lambda axes: keys.append(axes))
+    (picture,) = [each for each in draw(load(models), models / "report") if each.path.stem == "overview"]
+    assert picture.title.startswith("Speedups at a glance, int8, ")
+    assert picture.path.with_suffix(".png").exists()
+    axes = next(axes for axes in keys if "float baseline, log scale" in axes.get_xlabel())
+    *shown, last = [label.get_text() for label in axes.get_yticklabels()]
+    assert (sorted(shown), last) == (["net", "other"], "geometric mean")
+    assert {"random", "all", "linear", "float bf16"} <= set(axes.get_legend_handles_labels()[1])
+    assert "hollow: breaks the bound on accuracy" in axes.get_xlabel()
 
 
 def test_its_figures_can_be_traced(models):

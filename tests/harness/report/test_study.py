@@ -196,8 +196,8 @@ def test_every_table_and_picture_of_a_study_is_written(study):
     assert "run on two" in transfer
     assert "rank correlation of latencies on one and two: +1.00 over 4 placements" in transfer
     pictures = draw(load(study), study / "report")
-    assert [picture.path.name for picture in pictures] == ["ranks.svg", "transfer-net-int8.svg"]
-    assert pictures[0].title == (
+    assert [picture.path.name for picture in pictures] == ["overview.svg", "ranks.svg", "transfer-net-int8.svg"]
+    assert pictures[1].title == (
         "Searchers by mean rank; no test: 2 cells are too few to say anything of others (3 are needed)"
     )
     assert all(picture.path.with_suffix(".png").exists() for picture in pictures)

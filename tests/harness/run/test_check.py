@@ -140,11 +140,18 @@ def test_calibration_data_that_do_not_fit_the_model_are_refused_at_once(folder: 
         checked(folder, None, {"data": {"use": "npy", "path": "a.npy"}})
 
 
-def test_a_model_that_data_belong_to_is_loaded(folder: Path) -> None:
-    (folder / "net.onnx").write_bytes(b"hello")
+def test_a_model_that_no_run_could_use_is_refused_at_once(folder: Path) -> None:
     assert checked(folder) == ()
+    quantized = GraphBuilder("net")
+    x = quantized.input("x", (1, 3, 8, 8))
+    scale, zero = quantized.const(np.float32(0.1)), quantized.const(np.uint8(0))
+    quantized.output(quantized.op("DequantizeLinear", quantized.op("QuantizeLinear", x, scale, zero), scale, zero))
+    quantized.save(folder / "net.onnx")
+    with pytest.raises(UserError, match=r"net\.onnx: QuantizeLinear '.*' says that this model is quantized"):
+        checked(folder)
+    (folder / "net.onnx").write_bytes(b"hello")
     with pytest.raises(UserError, match=r"model 'net': net\.onnx: "):
-        checked(folder, top1())
+        checked(folder)
 
 
 @pytest.mark.parametrize(

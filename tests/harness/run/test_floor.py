@@ -120,3 +120,4 @@ class _Scored:
 def test_the_note_on_the_best_says_how_it_compares_with_float_and_on_which_scale() -> None:
     assert best_note(0.958, 1.080, beside=True) == "best 0.958 ms, 1.13x beside float's 1.080 ms"
     assert best_note(0.958, 1.080, beside=False) == "best 0.958 ms, 1.13x over float's 1.080 ms"
+    assert best_note(1.102, 1.080, beside=True) == "nothing faster than float's 1.080 ms so far"
