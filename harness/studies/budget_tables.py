@@ -1,4 +1,4 @@
-"""The tables of a budget ablation: regret, time to the gain, score against random search, pairs, ranks."""
+"""The tables of a budget ablation: means, regret, time to the gain, score against random search, pairs, ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.studies.landscape import Floats
 from harness.studies.random_search import RANDOM
 from harness.studies.study_file import BudgetStudy
 
-__all__ = ["RISES", "Block", "Curves", "budget_tables", "seeds_said"]
+__all__ = ["RISES", "Block", "Curves", "budget_tables", "means_of", "seeds_said"]
 
 GAINS = (0.95, 0.99)
 RISES = (
@@ -65,10 +65,47 @@ def budget_tables(
         ranks: By budget.
         warnings: Shown below each table.
     """
-    made = (
-        _budget(blocks, study), _reach(blocks, study), _score(blocks, study), _pairs(blocks, study), _ranking(ranks),
-    )  # fmt: skip
+    budget, score = _budget(blocks, study), _score(blocks, study)
+    means = means_of(budget.raw, score.raw)
+    made = (means, budget, _reach(blocks, study), score, _pairs(blocks, study), _ranking(ranks))
     return tuple(replace(table, warnings=warnings) for table in made)
+
+
+def means_of(budget: pd.DataFrame, score: pd.DataFrame) -> Table:
+    """A line a searcher: its regret at each budget and its score, in the mean over tables.
+
+    Args:
+        budget: Raw figures of the table `budget`: table, searcher, and a column `mean_BUDGET` for each budget.
+        score: Raw figures of the table `score`.
+    """
+    blocks = budget["table"].nunique()
+    columns = {name: f"{name.removeprefix('mean_')} evaluations" for name in budget if name.startswith("mean_")}
+    figures = budget[["table", "searcher", *columns]].merge(score[["table", "searcher", "score"]], how="left")
+    lines, shown = [], []
+    for searcher, part in figures.groupby("searcher", sort=False):
+        line: dict[str, Any] = {"searcher": searcher}
+        cells = dict(line)
+        for name, title in {**columns, "score": "score"}.items():
+            values = part[name].to_numpy(dtype=float)
+            mean, low, high = (None, None, None) if np.isnan(values).any() else _over_tables(values)
+            line |= {name: mean, f"{name}_low": low, f"{name}_high": high}
+            cells[title] = interval(mean, low, high)
+        lines.append(line)
+        shown.append(cells)
+    limits = "no interval, for 3 tables are needed" if blocks < FEWEST else "with its 95 % interval over tables"
+    note = (
+        f"Latency of the incumbent above the optimum in %, and the score against random search: mean over seeds and "
+        f"{several(blocks, 'table')}, {limits} (Student's). Tables are few and differ; `pairs` compares searchers on "
+        "one and the same table."
+    )
+    return Table(
+        name="means", title="In the mean over tables", cells=pd.DataFrame(shown), raw=pd.DataFrame(lines), note=note
+    )
+
+
+def _over_tables(values: Floats) -> tuple[float, float | None, float | None]:
+    mean, half = _mean(values)
+    return (mean, None, None) if half is None or len(values) < FEWEST else (mean, mean - half, mean + half)
 
 
 def _budget(blocks: Sequence[Block], study: BudgetStudy) -> Table:
@@ -204,7 +241,7 @@ def seeds_said(blocks: Sequence[Block], study: BudgetStudy) -> str:
     return f"{several(study.seeds, 'seed')} ({said})" if said else several(study.seeds, "seed")
 
 
-def _mean(values: Floats) -> tuple[float | None, float | None]:
+def _mean(values: Floats) -> tuple[float, float | None]:
     """Mean with the half-width of Student's 95 % interval; one value has none."""
     mean = float(values.mean())
     if len(values) < 2:

@@ -48,7 +48,9 @@ def test_every_searcher_has_its_line_on_every_table(
     by_name = budget.groupby("searcher")["regret_20"].mean()
     assert by_name["local"] < by_name["random, 10000 searches"]
     assert {p.name for p in out.iterdir()} >= {
-        f"{name}.{end}" for name in ("budget", "reach", "score", "pairs", "ranks") for end in ("md", "csv", "tex")
+        f"{name}.{end}"
+        for name in ("means", "budget", "reach", "score", "pairs", "ranks")
+        for end in ("md", "csv", "tex")
     }
     assert (out / "ranks-5.png").exists()
     assert (out / "ranks-20.png").exists()
@@ -285,7 +287,7 @@ def test_a_table_whose_optimum_is_told_first_is_left_out_and_named(
         "told first, and within 1 % of the optimum, so that no searcher can be told from another: idle ('all'); "
         "a cold start has something to find there (initial: none, or --cold)"
     )
-    assert printed.count(f"Left out: {said}.") == 5, "below each table"
+    assert printed.count(f"Left out: {said}.") == 6, "below each table"
     assert not [path for path in (out / "curves").iterdir() if path.name.startswith("idle")], "no hour is spent on it"
     for name in ("budget", "reach", "score"):
         assert set(pd.read_csv(out / f"{name}.csv")["table"]) == {"telling"}
@@ -311,6 +313,11 @@ def test_ranks_and_pairs_are_there_for_every_budget(make_table: MakeTable, tmp_p
     assert list(ranks.columns) == ["5", "20"]
     assert ranks.sum().tolist() == [6.0, 6.0], "three searchers share the ranks 1, 2 and 3"
     assert ranks["20"].is_monotonic_increasing
+    means, budget = (pd.read_csv(out / f"{name}.csv").set_index("searcher") for name in ("means", "budget"))
+    assert list(means.index) == ["random, 10000 searches", "random", "local", "annealing"]
+    for searcher in means.index:
+        assert means.loc[searcher, "mean_20"] == pytest.approx(budget.loc[searcher, "mean_20"].mean())
+    assert (means["mean_5_low"] <= means["mean_5"]).all()
     pairs = pd.read_csv(out / "pairs.csv")
     assert pairs[["budget", "first", "second"]].to_numpy().tolist() == [
         [budget, "random", other] for budget in (5, 20) for other in ("local", "annealing")
