@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.errors import UserError
+from harness.mistakes import refusal
 from harness.records import Failed, Measured, Outcome
 from search.space import Dimension, Placement, Space
 
@@ -251,9 +252,7 @@ def _facts(path: Path, text: bytes | None) -> Facts:
     try:
         return Facts.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"{path}: its description does not fit this version: {where}: {first['msg']}") from error
+        raise refusal(Facts, f"{path}: its description does not fit this version", error) from error
 
 
 def _check(table: Table) -> None:

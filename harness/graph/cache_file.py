@@ -22,6 +22,7 @@ from harness.graph.cache import (
     merged,
     parse_point,
 )
+from harness.mistakes import refusal
 
 __all__ = ["read_cache", "read_plain_yaml", "write_cache", "write_plain_yaml"]
 
@@ -47,10 +48,7 @@ def read_cache(path: Path) -> PatternCache:
     try:
         return _File.model_validate(body).cache()
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        message = str(first["msg"]).removeprefix("Value error, ")
-        raise UserError(f"{path}: no pattern cache of ours: {where + ': ' if where else ''}{message}") from error
+        raise refusal(_File, f"{path}: no pattern cache of ours", error) from error
 
 
 def write_cache(cache: PatternCache, path: Path) -> None:

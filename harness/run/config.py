@@ -6,14 +6,15 @@ Every default of an experiment stands here, or with the sections `objective`, `e
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from harness.errors import UserError, nearest
+from harness.errors import UserError
+from harness.mistakes import refusal
 from harness.run.document import MAX_BYTES, read_document
 from harness.run.executing import ExecutorSpec
 from harness.run.measuring import Confirmation, Limits, Rounds, Sampling
@@ -248,48 +249,9 @@ def parse_experiment(text: str, source: str) -> Experiment:
     try:
         return Experiment.model_validate(read_document(text, source))
     except ValidationError as error:
-        raise UserError("\n".join(_explain(source, dict(e)) for e in error.errors())) from error
+        raise refusal(Experiment, source, error, beside=["matrix"]) from error
 
 
 def to_yaml(experiment: Experiment) -> str:
     """The resolved experiment, every default written out."""
     return yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def _explain(source: str, error: Mapping[str, Any]) -> str:
-    where = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        owner = _fields_at(error["loc"][:-1])
-        return f"{source}: {where}: unknown key; {nearest(str(error['loc'][-1]), owner)}"
-    if error["type"] == "missing":
-        return f"{source}: {where}: this key is required"
-    got = error.get("input")
-    shown = "" if isinstance(got, dict) else f", but got {'nothing' if got is None else repr(got)}"
-    return ": ".join(part for part in (source, where, f"{_wanted(error, got)}{shown}") if part)
-
-
-def _wanted(error: Mapping[str, Any], got: Any) -> str:
-    """What belongs there, in words of YAML."""
-    if error["type"] == "tuple_type":
-        return f"a list, such as [{'...' if got is None or isinstance(got, dict) else got}]"
-    if error["type"] == "dict_type":
-        return "a mapping of keys"
-    if error["type"] == "model_type":
-        section = next(each for each in _sections() if each.__name__ == error["ctx"]["class_name"])
-        return f"a mapping with keys such as {', '.join(list(section.model_fields)[:4])}"
-    return str(error["msg"]).removeprefix("Value error, ")
-
-
-def _fields_at(location: tuple[Any, ...]) -> list[str]:
-    """Names allowed at a place of the experiment, found by walking the model classes."""
-    owner: type[BaseModel] = Experiment
-    for part in location:
-        if isinstance(part, int):
-            continue
-        annotation = str(owner.model_fields[part].annotation) if part in owner.model_fields else ""
-        owner = next((c for c in _sections() if re.search(rf"\b{c.__name__}\b", annotation)), owner)
-    return [*owner.model_fields, *(["matrix"] if owner is Experiment else [])]
-
-
-def _sections() -> tuple[type[BaseModel], ...]:
-    return (ModelSpec, Method, Use, Calibration, Objective, Budget, Sampling, Confirmation, Limits, ExecutorSpec)

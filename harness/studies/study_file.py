@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from harness.errors import UserError
+from harness.mistakes import refusal
 from harness.registry import plugins
 from harness.run.config import Use
 from harness.run.document import read_document
@@ -96,8 +97,7 @@ def load_study(path: Path) -> BudgetStudy:
     try:
         study = BudgetStudy.model_validate(document)
     except ValidationError as error:
-        found = [f"{path}: {'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
-        raise UserError("\n".join(found)) from error
+        raise refusal(BudgetStudy, str(path), error) from error
     return study.model_copy(update={"tables": tuple(_files(path, study.tables))})
 
 

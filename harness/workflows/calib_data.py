@@ -16,8 +16,8 @@ from harness.evaluators.datasets import open_images
 from harness.evaluators.feeding import image_input, image_size
 from harness.evaluators.preprocess import Size, open_preprocess
 from harness.graph.cleaning.shapes import parse_shape
-from harness.workflows.mistakes import respelled
 from harness.workflows.model_file import onnx_file, static_shapes, static_types
+from harness.workflows.respelling import respelled
 
 __all__ = ["ADVISED", "USUAL_SIZES", "input_size", "write_calibration"]
 

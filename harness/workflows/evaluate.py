@@ -27,8 +27,8 @@ from harness.run.observe import Observer, Silent
 from harness.run.scores import watching
 from harness.workflows.engine_file import EngineFacts, load_engine, read_facts, stand_in
 from harness.workflows.layout import decoder_of
-from harness.workflows.mistakes import respelled
 from harness.workflows.model_file import found_file, onnx_file, static_shapes, static_types
+from harness.workflows.respelling import respelled
 from harness.workflows.spec import Dataset, EvaluateSection, Spec, section
 
 __all__ = ["Scored", "evaluate", "source_of"]

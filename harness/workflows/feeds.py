@@ -16,8 +16,8 @@ from harness.evaluators.datasets import open_data
 from harness.evaluators.feeding import batches
 from harness.evaluators.preprocess import open_preprocess
 from harness.feeds import Types, random_feeds
-from harness.workflows.mistakes import respelled
 from harness.workflows.model_file import found_file
+from harness.workflows.respelling import respelled
 from harness.workflows.spec import Dataset
 
 __all__ = ["Feeds", "calibration_feeds", "loader_feeds"]

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from harness.errors import UserError, nearest
+from harness.mistakes import refusal
 from harness.run.config import Use
 from harness.run.document import read_mapping
-from harness.workflows.mistakes import explain
 from harness.workflows.presets import PRESETS
 
 __all__ = [
@@ -252,7 +252,7 @@ def parse_spec(text: str, source: str) -> Spec:
     try:
         return Spec.model_validate(read_mapping(text, source, "a spec file"))
     except ValidationError as error:
-        raise UserError("\n".join(explain(Spec, source, dict(e)) for e in error.errors())) from error
+        raise refusal(Spec, source, error) from error
 
 
 def section(found: T | None, name: str, source: str) -> T:

@@ -181,7 +181,7 @@ def test_what_is_no_table_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch
         read_table(path)
     empty = COLUMNS.empty_table().replace_schema_metadata({KEY: '{"version": 1}'})
     pq.write_table(empty, path)
-    with pytest.raises(UserError, match="its description does not fit this version: model: Field required"):
+    with pytest.raises(UserError, match="its description does not fit this version: model: this key is required"):
         read_table(path)
     newer = facts().model_dump_json().replace('"version":1', '"version":9', 1)
     pq.write_table(COLUMNS.empty_table().replace_schema_metadata({KEY: newer}), path)

@@ -55,6 +55,14 @@ def test_plan_runs_every_searcher_at_the_first_seed_before_the_second():
     ("text", "expected"),
     [
         ("experiment: e\nmodel: [a]", "e.yaml: model: unknown key; did you mean 'models'?"),
+        (MINIMAL + "evaluations: [3]", "evaluations: unknown key; it belongs below budget (look at the indentation)"),
+        (
+            MINIMAL + "backends: [{use: openvino, threads: 2}]",
+            "backends.0.threads: unknown key; a setting of the plug-in stands below params: {params: {threads: ...}}",
+        ),
+        (MINIMAL + "sharing: patern", "sharing: Input should be 'pattern' or 'region', but got 'patern'; did you mean"),
+        (MINIMAL + f"seeds: [{', '.join('abcdefghijklmnopqrstuvwxyz')}]", "\nand 6 more"),
+        (MINIMAL + f"seeds: [{'x' * 1000}]", "'" + "x" * 199 + "..."),
         (MINIMAL + "budget: {evaluation: [3]}", "budget.evaluation: unknown key; did you mean 'evaluations'?"),
         (MINIMAL + "models: [b]", "duplicate key 'models'"),
         ("experiment: e\nmodels: []", "models: a list here needs at least one entry, but got []"),

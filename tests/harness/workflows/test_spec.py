@@ -122,7 +122,7 @@ def test_defaults_are_those_of_the_document() -> None:
             quantize(layers="[{module_name: Conv, weights: int8}]"),
             "weights: a mapping with keys such as dtype, but got 'int8'",
         ),
-        (quantize(layers=LAYER), "quantize.layers: Input should be a valid list"),
+        (quantize(layers=LAYER), "quantize.layers: a list, such as [...]"),
         ("evaluate: {}", "give either trt_engine or onnx_file"),
         ("evaluate: {trt_engine: a, onnx_file: b}", "give either trt_engine or onnx_file"),
         ("evaluate: {onnx_file: b}\ndataset: {batch_size: 0}", "dataset.batch_size: Input should be greater than or"),

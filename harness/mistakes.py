@@ -1,0 +1,116 @@
+"""What is wrong with a file that pydantic checked, in words: the place, what is allowed there, where a key belongs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from harness.errors import UserError, nearest
+
+__all__ = ["refusal"]
+
+MEANT = "did you mean"
+QUOTED = re.compile(r"'([^']+)'")
+MOST = 20
+"""Mistakes that are named; a file with more of them is another file than was meant."""
+LONGEST = 200
+"""Characters that are shown of what stands where something else belongs."""
+SHOWN = 4
+"""Keys of a mapping that are named as its likes."""
+
+
+def refusal(root: type[BaseModel], source: str, error: ValidationError, *, beside: Sequence[str] = ()) -> UserError:
+    """All mistakes of a file, a line each.
+
+    Args:
+        root: What the whole file is checked against.
+        source: Name of the file.
+        error: What pydantic found.
+        beside: Keys of the top level that are read before the file is checked.
+
+    Returns:
+        What to raise from `error`.
+    """
+    found = error.errors()
+    lines = [_explain(root, source, dict(each), beside) for each in found[:MOST]]
+    return UserError("\n".join([*lines, *([f"and {len(found) - MOST} more"] if len(found) > MOST else [])]))
+
+
+def _explain(root: type[BaseModel], source: str, error: Mapping[str, Any], beside: Sequence[str]) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    return ": ".join(part for part in (source, where, _said(root, error, beside)) if part)
+
+
+def _said(root: type[BaseModel], error: Mapping[str, Any], beside: Sequence[str]) -> str:
+    kind, loc, got = error["type"], error["loc"], error.get("input")
+    if kind == "extra_forbidden":
+        return f"unknown key; {_place(root, loc, beside)}"
+    if kind == "missing":
+        return "this key is required"
+    wanted = _wanted(root, error, got)
+    if isinstance(got, dict | BaseModel) or "but got" in wanted:
+        return wanted
+    said = f"{wanted}, but got {_shown(got)}"
+    if kind != "literal_error" or not isinstance(got, str):
+        return said
+    like = nearest(got, QUOTED.findall(error["ctx"]["expected"]))
+    return f"{said}; {like}" if like.startswith(MEANT) else said
+
+
+def _wanted(root: type[BaseModel], error: Mapping[str, Any], got: Any) -> str:
+    """What belongs there, in words of YAML."""
+    if error["type"] in {"tuple_type", "list_type"}:
+        return f"a list, such as [{'...' if got is None or isinstance(got, dict) else _shown(got).strip(chr(39))}]"
+    if error["type"] == "too_short" and error["ctx"]["min_length"] == 1:
+        return "a list with at least one entry"
+    if error["type"] == "dict_type":
+        return "a mapping of keys"
+    if error["type"] == "model_type":
+        return f"a mapping with keys such as {', '.join(list(_class_at(root, error['loc']).model_fields)[:SHOWN])}"
+    return str(error["msg"]).removeprefix("Value error, ")
+
+
+def _shown(got: Any) -> str:
+    text = "nothing" if got is None else repr(got)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def _place(root: type[BaseModel], loc: tuple[Any, ...], beside: Sequence[str]) -> str:
+    """Where a key belongs that stands where it does not; else the names that are like it."""
+    name, owner = str(loc[-1]), _class_at(root, loc[:-1])
+    homes = ["at the top level"] if name in root.model_fields else []
+    homes += [f"below {path}" for path in _homes(root, name)]
+    if homes:
+        return f"it belongs {' or '.join(homes)} (look at the indentation)"
+    like = nearest(name, [*owner.model_fields, *(beside if owner is root else ())])
+    if "params" in owner.model_fields and not like.startswith(MEANT):
+        return f"a setting of the plug-in stands below params: {{params: {{{name}: ...}}}}; {like}"
+    return like
+
+
+def _homes(owner: type[BaseModel], name: str, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Dotted paths of the mappings that have a key of this name."""
+    if path and name in owner.model_fields:
+        yield ".".join(path)
+    for field, info in owner.model_fields.items():
+        inner = _class_in(info.annotation)
+        if inner is not None:
+            yield from _homes(inner, name, (*path, field))
+
+
+def _class_at(root: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel]:
+    """What checks the mapping at a place, found by walking the classes."""
+    owner = root
+    for part in loc:
+        if part in owner.model_fields:
+            owner = _class_in(owner.model_fields[part].annotation) or owner
+    return owner
+
+
+def _class_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for inner in get_args(annotation) if (found := _class_in(inner)) is not None), None)
