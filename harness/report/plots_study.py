@@ -35,8 +35,8 @@ def speedups(overview: pd.DataFrame, title: str, path: Path) -> None:
     models = [model for _, model in bands]
     step = 0.84 / len(columns)
     with drawn(path, height=1.9 + len(bands) * max(0.34, 0.085 * len(columns))) as axes:
-        for place in range(0, len(bands), 2):
-            axes.axhspan(place - 0.5, place + 0.5, color="0.955", zorder=0)
+        for band in range(0, len(bands), 2):
+            axes.axhspan(band - 0.5, band + 0.5, color="0.955", zorder=0)
         axes.axvline(1.0, color="0.4", linewidth=0.9)
         for index, (column, part) in enumerate(overview.groupby("column", sort=False)):
             colour, _, mark = look(index)
