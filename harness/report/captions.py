@@ -44,11 +44,11 @@ LEVEL_NOTE = (
 TARGET_NOTE = (
     "Evaluations (minutes) until the incumbent had this share of the best gain that any search of the cell found: "
     "median over seeds, range of the evaluations in brackets where seeds are several, and how many of them came so "
-    "far. How fast an incumbent is says the confirmation, of what was not confirmed the median of the searches' "
-    "readings, at most the best gain; what the incumbent is say the search's own readings, so that one whose choice "
-    'only the runoff showed to be that fast stands as "never". Initial placements count. The best gain is that of what '
-    "was confirmed; cells where its interval reaches down to the A/A floor have no line, for nothing sure was found "
-    "there."
+    "far. How fast an incumbent is says the confirmation, of what was not confirmed the runoff, of what was in neither "
+    "the median of the searches' readings, at most the best gain; what the incumbent is say the search's own readings, "
+    'so that one whose choice only the runoff showed to be that fast stands as "never". Initial placements count. The '
+    "best gain is that of what was confirmed; cells where its interval reaches down to the A/A floor have no line, for "
+    "nothing sure was found there."
 )
 VARIANCE_NOTE = (
     "Relative standard deviation of single inferences within a turn, of turns within a build, and of fresh builds: "

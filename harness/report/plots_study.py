@@ -43,9 +43,11 @@ def speedups(overview: pd.DataFrame, title: str, path: Path) -> None:
             axes.plot([], [], mark, ms=4.5, color=colour, label=name_lines(str(column), 24))
             for row in part[part["speedup"].notna()].to_dict("records"):
                 place = bands.index((row["cell"], row["model"])) + (index - (len(columns) - 1) / 2) * step
-                errors = [[row["speedup"] - row["speedup_low"]], [row["speedup_high"] - row["speedup"]]]
+                low, high = float(row["speedup_low"] or 0), float(row["speedup_high"] or 0)
+                known = low > 0 and np.isfinite(high)  # one build has no interval
                 axes.errorbar(
-                    [row["speedup"]], [place], xerr=errors, fmt=mark, ms=4.5, color=colour, elinewidth=0.9,
+                    [row["speedup"]], [place], fmt=mark, ms=4.5, color=colour, elinewidth=0.9,
+                    xerr=[[row["speedup"] - low], [high - row["speedup"]]] if known else None,
                     mfc="white" if row["beyond"] else colour,
                 )  # fmt: skip
         axes.set_xscale("log")

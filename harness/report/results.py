@@ -16,6 +16,7 @@ from harness.records import SCHEMA, Failed
 from harness.report.searches import Search, levels_ms, read_searches
 from harness.report.stored import Stored, read_stored, scores_of
 from harness.run.confirming import read_events, read_floor
+from harness.run.contest import RUNOFF, read_speedups
 from harness.run.goal import Goal
 from harness.run.journal import has_header
 from harness.run.rows import FLOAT_ROW, Pick, Row, read_rows
@@ -36,6 +37,7 @@ class CellResults:
         searches: Those that have begun.
         levels_ms: Latency of each placement that they measured, by digest: one for all of them, the median of their
             readings, so that what several searches came to is as fast in each.
+        runoff: Speedup over the float model by digest of what met in the runoff; empty where there was none.
         scores: The evaluator's figures by row id.
         events: Of the confirmation, in order.
         summaries: Confirmed figures by row id.
@@ -55,6 +57,7 @@ class CellResults:
     picks: tuple[Pick, ...]
     searches: tuple[Search, ...]
     levels_ms: Mapping[str, float]
+    runoff: Mapping[str, float]
     scores: Mapping[str, Mapping[str, Any]]
     events: tuple[Event, ...]
     summaries: Mapping[str, RowSummary]
@@ -223,6 +226,7 @@ def _cell(folder: Path, stored: Stored) -> CellResults:
         picks=picks,
         searches=searches,
         levels_ms=levels_ms(searches),
+        runoff=_read(folder / RUNOFF, lambda: read_speedups(folder / RUNOFF, FLOAT_ROW)),
         scores=_read(folder / "accuracy.json", lambda: scores_of(folder, str(facts.get("metric")))),
         events=events,
         summaries={} if summary is None else summary.rows,

@@ -179,9 +179,10 @@ def target_frame(results: Results) -> pd.DataFrame:
 
     The gain is that of the fastest confirmed incumbent of any search of the cell (of any, where none is confirmed), in
     milliseconds. A placement is as fast as its confirmed speedup makes it of the float model's readings, because the
-    best of many readings is a lucky one; what was not confirmed stands at its level (`CellResults.levels_ms`). Median
-    over the seeds with their range; seeds that never came so far count as infinitely late, and `reached` of `seeds`
-    did. Cells have no lines where the interval of the best gain reaches down to the A/A floor.
+    best of many readings is a lucky one; what was not confirmed is as fast as in the runoff, and what was in neither
+    stands at its level (`CellResults.levels_ms`). Median over the seeds with their range; seeds that never came so far
+    count as infinitely late, and `reached` of `seeds` did. Cells have no lines where the interval of the best gain
+    reaches down to the A/A floor.
     """
     lines = []
     for cell in results.cells:
@@ -217,7 +218,8 @@ def _gains(cell: CellResults) -> dict[str, float]:
         confirmed |= {
             s.digest: 1.0 for search in cell.searches for s in search.steps if s.choices and not any(s.choices)
         }
-    speedups = {digest: confirmed.get(digest, base_ms / cell.levels_ms[digest]) for digest in steps}
+    read = {digest: cell.runoff.get(digest, base_ms / cell.levels_ms[digest]) for digest in steps}
+    speedups = read | confirmed
     known = confirmed or speedups
     fastest = max(known, key=known.__getitem__)
     best, sure = known[fastest], known[fastest]

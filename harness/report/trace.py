@@ -17,6 +17,7 @@ from harness.report.readings import Source
 from harness.report.results import CellResults, Results
 from harness.report.shown import tables_of
 from harness.report.tables import Table
+from harness.run.contest import RUNOFF
 
 __all__ = ["Traced", "row_of", "trace"]
 
@@ -178,12 +179,20 @@ def _origins(results: Results, table: Table, number: int, head: str) -> Iterator
 
 
 def _tried(cell: CellResults, searchers: set[str], *, confirmed: bool) -> Iterator[Source]:
-    """Every evaluation of these searchers, of all where none is named; and of their incumbents the confirmation."""
+    """Every evaluation of these searchers, or of all; and of their incumbents the confirmation, or else the runoff."""
     for search in cell.searches:
         if not searchers or search.searcher in searchers:
             yield from readings.trials(cell, search.searcher, search.seed)
             rows = dict.fromkeys(step.digest for step in search.steps if confirmed and step.digest in cell.summaries)
             yield from (readings.turns(cell, row, paired=True) for row in rows)
+            met = dict.fromkeys(step.digest for step in search.steps if confirmed and step.digest in cell.runoff)
+            yield from (_met(cell, digest) for digest in met if digest not in rows)
+
+
+def _met(cell: CellResults, digest: str) -> Source:
+    """What the runoff says of a placement that was not confirmed."""
+    path, speedup = cell.folder / RUNOFF, cell.runoff[digest]
+    return Source(head=(f"{path}: {digest} ran {speedup:.4f} times as fast as float, the median over its turns",))
 
 
 def _of_row(cells: Mapping[str, CellResults], raw: Mapping[Any, Any] | None, head: str) -> Iterator[Source]:

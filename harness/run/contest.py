@@ -18,8 +18,10 @@ from harness.run.config import Rounds
 from harness.run.journal import append_line, cut_torn_line
 from harness.run.observe import Observer
 
-__all__ = ["SEED", "Contest", "hold", "read_contest"]
+__all__ = ["RUNOFF", "SEED", "Contest", "hold", "read_contest", "read_speedups"]
 
+RUNOFF = "runoff.jsonl"
+"""Name in a cell's folder of the contest between the best of each search."""
 SEED = 0
 """Of the order of turns; it has nothing to do with the seeds of searches."""
 _Key = tuple[int, int, str, int]
@@ -92,6 +94,21 @@ def read_contest(path: Path) -> tuple[Event, ...]:
         return tuple(decode_event(line.decode()) for line in lines if line.endswith(b"\n"))
     except ValueError as error:
         raise UserError(f"{path}: {error}; move the file away to have it timed anew") from error
+
+
+def read_speedups(path: Path, baseline: str) -> dict[str, float]:
+    """Of each row of a contest that came through, its speedup over the baseline: the median over its turns.
+
+    Raises:
+        UserError: A damaged line.
+    """
+    readings = Readings(read_contest(path))
+    paired = {name: readings.paired(name, baseline) for name in readings.turns if name not in {baseline, TWIN}}
+    return {
+        name: float(np.median(np.concatenate(bases) / np.concatenate(owns)))
+        for name, (bases, owns) in paired.items()
+        if owns
+    }
 
 
 def _put_aside(path: Path, header: str) -> None:

@@ -8,20 +8,17 @@ simulation optimization", Operations Research 51, 2003; irace calls it a postsel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-
-import numpy as np
 
 from harness.api import Candidate
 from harness.graph.files import file_digest
 from harness.measure.confirm import GROUP, Row
 from harness.measure.engines import Engines
-from harness.measure.events import Readings
 from harness.run.compose import Cell
 from harness.run.config import Rounds
-from harness.run.contest import Contest, hold, read_contest
+from harness.run.contest import RUNOFF, Contest, hold, read_speedups
 from harness.run.journal import read_journal
 from harness.run.methods import is_peer, peer_model, seen_by
 from harness.run.plan import RunSpec
@@ -67,7 +64,7 @@ def run_off(running: Running, open_engines: Callable[[], AbstractContextManager[
     contest = _contest(running, found)
     if len(contest.rows) > 1:
         hold(contest, open_engines, running.observer)
-    speedups = _speedups(contest)
+    speedups = read_speedups(contest.path, FLOAT_ROW)
     settled = {
         name: {budget: _settled(there, speedups, running) for budget, there in budgets.items()}
         for name, budgets in found.items()
@@ -111,7 +108,7 @@ def _contest(running: Running, found: _Budgets) -> Contest:
     unquantized = cell.candidate(cell.space.float_placement())
     return Contest(
         name="runoff",
-        path=running.folder / "runoff.jsonl",
+        path=running.folder / RUNOFF,
         header=header,
         baseline=Row(name=FLOAT_ROW, candidate=unquantized),
         rows=tuple(rows.values()),
@@ -130,19 +127,6 @@ def _built_again(run: RunSpec, cell: Cell) -> Callable[[Evaluated], Candidate]:
         return Candidate(digest=trial.digest, edges=(), source=lambda: path)
 
     return brought
-
-
-def _speedups(contest: Contest) -> Mapping[str, float]:
-    """Of each row that came through, the median over its turns."""
-    readings = Readings(read_contest(contest.path))
-    return dict(_medians(readings, [row.name for row in contest.rows]))
-
-
-def _medians(readings: Readings, names: Sequence[str]) -> Iterator[tuple[str, float]]:
-    for name in names:
-        bases, owns = readings.paired(name, FLOAT_ROW)
-        if owns:
-            yield name, float(np.median(np.concatenate(bases) / np.concatenate(owns)))
 
 
 def _settled(there: Reached, speedups: Mapping[str, float], running: Running) -> Reached:

@@ -79,7 +79,8 @@ def means_of(budget: pd.DataFrame, score: pd.DataFrame) -> Table:
         score: Raw figures of the table `score`.
     """
     blocks = budget["table"].nunique()
-    columns = {name: f"{name.removeprefix('mean_')} evaluations" for name in budget if name.startswith("mean_")}
+    names = [str(name) for name in budget if str(name).startswith("mean_")]
+    columns = {name: f"{name.removeprefix('mean_')} evaluations" for name in names}
     figures = budget[["table", "searcher", *columns]].merge(score[["table", "searcher", "score"]], how="left")
     lines, shown = [], []
     for searcher, part in figures.groupby("searcher", sort=False):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from harness.measure.events import TWIN, Block, encode_event
 from harness.records import Asked, Failed, Measured, Outcome, Told
 from harness.report.charts import charts_of
 from harness.report.frames import main_frame
@@ -18,6 +19,7 @@ from harness.report.results import load
 from harness.report.samples import sample_frame
 from harness.report.searching import budget_frame, curve_frame, target_frame
 from harness.report.shown import tables_of
+from harness.report.trace import trace
 from harness.report.volumes import volume_frame
 from harness.run.journal import Journal
 from harness.run.rows import write_json
@@ -83,7 +85,7 @@ def test_the_tables_say_what_a_level_is(folder):
     assert "A placement is as fast as the median of what the searches of the cell read of it" in text
     text = (folder / "report" / "targets.md").read_text()
     assert (
-        "How fast an incumbent is says the confirmation, of what was not confirmed the median of the searches" in text
+        "How fast an incumbent is says the confirmation, of what was not confirmed the runoff, of what was in" in text
     )
 
 
@@ -94,6 +96,26 @@ def test_what_was_confirmed_is_as_fast_as_that_whatever_a_search_read(folder, ru
     found = target_frame(load(folder)).set_index(["searcher", "share"])
     assert found["reached"].to_dict() == {(name, share): 1 for name in ("random", "tpe") for share in (0.95, 0.99)}
     assert set(found["evaluations"]) == {2.0}, "a placement that nobody can confirm is no target"
+
+
+def test_what_was_not_confirmed_is_as_fast_as_in_the_runoff(folder, runs):
+    write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("aa", read(4.0)))
+    write_search(runs / "tpe-0.jsonl", ("float", read(8.0)), ("lucky", read(3.9)))
+    reached = target_frame(load(folder)).set_index(["searcher", "share"])["reached"]
+    assert reached["tpe", 0.95] == 1, "nothing else is known of it"
+    turns = [
+        Block(build=0, group=0, round=number, row=row, samples_ms=(latency_ms,))
+        for number in range(3)
+        for row, latency_ms in (("float", 8.0), ("lucky", 7.0), (TWIN, 8.1))
+    ]
+    (folder / CELL / "runoff.jsonl").write_text("{}\n" + "".join(f"{encode_event(turn)}\n" for turn in turns))
+    results = load(folder)
+    assert results.cells[0].runoff == {"lucky": pytest.approx(8 / 7)}
+    reached = target_frame(results).set_index(["searcher", "share"])["reached"]
+    assert (reached["tpe", 0.95], reached["random", 0.95]) == (0, 1)
+    table = next(table for table in tables_of(results) if table.name == "targets")
+    told = [head for source in trace(results, "tpe:reached 95%", "targets").sources for head in source.head]
+    assert any("runoff.jsonl: lucky ran 1.1429 times as fast as float" in head for head in told), table.cells
 
 
 def test_where_nothing_was_found_beyond_the_noise_nobody_is_said_to_have_missed_it(folder, runs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 
 import pandas as pd
@@ -12,6 +13,7 @@ import harness.report
 from harness.measure.events import TWIN
 from harness.report import plots_study
 from harness.report.drawing import draw
+from harness.report.plots_study import speedups
 from harness.report.render import write_tables
 from harness.report.results import load
 from harness.report.trace import trace
@@ -68,6 +70,16 @@ def test_the_picture_shows_every_model_and_method(models, monkeypatch):
     assert (sorted(shown), last) == (["net", "other"], "geometric mean")
     assert {"random", "all", "linear", "float bf16"} <= set(axes.get_legend_handles_labels()[1])
     assert "hollow: breaks the bound on accuracy" in axes.get_xlabel()
+
+
+def test_a_figure_without_an_interval_is_drawn_without_one(tmp_path):
+    limits = [(1.4, 1.6), (0.0, math.inf), (None, None)]
+    lines = [
+        {"cell": str(n), "model": "m", "column": "all", "speedup": 1.5, "speedup_low": low, "speedup_high": high}
+        for n, (low, high) in enumerate(limits)
+    ]
+    speedups(pd.DataFrame(lines).assign(beyond=False), "t", tmp_path / "picture")
+    assert (tmp_path / "picture.svg").exists()
 
 
 def test_its_figures_can_be_traced(models):
