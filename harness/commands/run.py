@@ -35,7 +35,7 @@ def run(
     Example: `qdq run experiments/quickstart.yaml --out out/quickstart`
     """
     from harness.run.bounds import bound_lines
-    from harness.run.check import check_experiment
+    from harness.run.check import check_experiment, check_models
     from harness.run.config import load_experiment
     from harness.run.experiment import run_experiment
     from harness.run.plan import plan
@@ -47,6 +47,7 @@ def run(
     for remark in check_experiment(config, base):
         typer.echo(remark, err=True)
     if check:
+        check_models(config, base)
         for cell in plan(config):
             typer.echo(f"{cell.name}: {', '.join(search.name for search in cell.runs)}")
         for line in bound_lines(config):

@@ -1,7 +1,7 @@
 """What can be known to be wrong before anything runs: every model, data set, plug-in and parameter.
 
-A run takes hours, so its last cell is looked at before its first begins: models are loaded (those of the zoo where
-data or shapes belong to them), and evaluators are made. Nothing is built or measured, and no image is prepared.
+A run takes hours, so its last cell is looked at before its first begins: models that data or shapes belong to
+are loaded, and evaluators are made. Nothing is built or measured, and no image is prepared.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from harness.run.seeding import check_files
 from harness.run.starts import TOOLS
 from search.planted import planted_space
 
-__all__ = ["check_experiment"]
+__all__ = ["check_experiment", "check_models"]
 
 SUPPLIED = ("input_name", "input_shape", "inputs", "reference", "base")
 """What the harness gives an evaluator that names it; see `harness.evaluators.inputs.evaluator_params`."""
@@ -76,6 +76,28 @@ def check_experiment(experiment: Experiment, base: Path) -> tuple[str, ...]:
             found = _remarks(model, base, data, experiment.objective)
             remarks += [f"model {model.name!r}: {remark}" for remark in found]
     return tuple(remarks)
+
+
+def check_models(experiment: Experiment, base: Path) -> None:
+    """Load every model file: a run finds out cell by cell, so that one that is no good stops its own cells alone.
+
+    Args:
+        base: Folder that relative paths of the experiment start from.
+
+    Raises:
+        UserError: What is wrong with each that cannot be used, a line each.
+    """
+    wrong = []
+    for model in experiment.models:
+        if model.use.startswith("zoo:"):  # is made by code
+            continue
+        try:
+            with _at(f"model {model.name!r}"):
+                refuse_quantized(open_model(model, base, base))
+        except UserError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise UserError("\n".join(wrong))
 
 
 def _check_objective(objective: Objective, model: ModelSpec) -> None:
@@ -193,14 +215,13 @@ def _remarks(model: ModelSpec, base: Path, data: _Data, objective: Objective) ->
         objective: Says whether halves of the evaluator's data are used, and what their accuracy is held to.
 
     Raises:
-        UserError: The model cannot be used, or shapes or data do not fit it.
+        UserError: Shapes or data do not fit the model.
     """
-    if model.use.startswith("zoo:") and not model.shapes and model.evaluator is None and model.calibration.data is None:
+    if not model.shapes and model.evaluator is None and model.calibration.data is None:
         return
     halves = HALVES if objective.halves else (None,)
     with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
         loaded = open_model(model, base, Path(scratch))
-        refuse_quantized(loaded)
         if model.shapes:
             _check_channels(loaded)
         if model.calibration.data is not None:

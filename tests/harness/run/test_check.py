@@ -20,7 +20,7 @@ from harness.errors import UserError
 from harness.evaluators.fidelity import MAX_SQNR_DB
 from harness.graph.build import GraphBuilder
 from harness.run.bounds import bound_lines
-from harness.run.check import check_experiment
+from harness.run.check import check_experiment, check_models
 from harness.run.config import parse_experiment
 from harness.run.models import evaluator_use, open_model
 from search.space import Space
@@ -140,18 +140,25 @@ def test_calibration_data_that_do_not_fit_the_model_are_refused_at_once(folder: 
         checked(folder, None, {"data": {"use": "npy", "path": "a.npy"}})
 
 
-def test_a_model_that_no_run_could_use_is_refused_at_once(folder: Path) -> None:
-    assert checked(folder) == ()
+def test_a_model_that_no_run_could_use_is_refused_by_the_check(folder: Path) -> None:
+    def models() -> None:
+        models = [{"use": "net.onnx"}, {"use": "zoo:resnet18"}]
+        check_models(parse_experiment(json.dumps({"experiment": "e", "models": models}), "e.yaml"), folder)
+
+    models()
     quantized = GraphBuilder("net")
     x = quantized.input("x", (1, 3, 8, 8))
     scale, zero = quantized.const(np.float32(0.1)), quantized.const(np.uint8(0))
     quantized.output(quantized.op("DequantizeLinear", quantized.op("QuantizeLinear", x, scale, zero), scale, zero))
     quantized.save(folder / "net.onnx")
     with pytest.raises(UserError, match=r"net\.onnx: QuantizeLinear '.*' says that this model is quantized"):
-        checked(folder)
+        models()
     (folder / "net.onnx").write_bytes(b"hello")
+    assert checked(folder) == (), "a run goes on with what else there is"
     with pytest.raises(UserError, match=r"model 'net': net\.onnx: "):
-        checked(folder)
+        checked(folder, top1())
+    with pytest.raises(UserError, match=r"model 'net': net\.onnx: not an ONNX file"):
+        models()
 
 
 @pytest.mark.parametrize(
