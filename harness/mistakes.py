@@ -17,7 +17,7 @@ QUOTED = re.compile(r"'([^']+)'")
 MOST = 20
 """Mistakes that are named; a file with more of them is another file than was meant."""
 LONGEST = 200
-"""Characters that are shown of what stands where something else belongs."""
+"""Characters that are shown of a place, and of what stands where something else belongs."""
 SHOWN = 4
 """Keys of a mapping that are named as its likes."""
 
@@ -40,7 +40,7 @@ def refusal(root: type[BaseModel], source: str, error: ValidationError, *, besid
 
 
 def _explain(root: type[BaseModel], source: str, error: Mapping[str, Any], beside: Sequence[str]) -> str:
-    where = ".".join(str(part) for part in error["loc"])
+    where = _cut(".".join(str(part) for part in error["loc"]))
     return ": ".join(part for part in (source, where, _said(root, error, beside)) if part)
 
 
@@ -74,21 +74,22 @@ def _wanted(root: type[BaseModel], error: Mapping[str, Any], got: Any) -> str:
 
 
 def _shown(got: Any) -> str:
-    text = "nothing" if got is None else repr(got)
+    return "nothing" if got is None else _cut(repr(got))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def _place(root: type[BaseModel], loc: tuple[Any, ...], beside: Sequence[str]) -> str:
     """Where a key belongs that stands where it does not; else the names that are like it."""
-    name, owner = str(loc[-1]), _class_at(root, loc[:-1])
+    name, owner = _cut(str(loc[-1])), _class_at(root, loc[:-1])
+    like = nearest(name, [*owner.model_fields, *(beside if owner is root else ())])
+    if "params" in owner.model_fields and not like.startswith(MEANT):  # its names may be those of keys elsewhere
+        return f"a setting of the plug-in stands below params: {{params: {{{name}: ...}}}}; {like}"
     homes = ["at the top level"] if name in root.model_fields else []
     homes += [f"below {path}" for path in _homes(root, name)]
-    if homes:
-        return f"it belongs {' or '.join(homes)} (look at the indentation)"
-    like = nearest(name, [*owner.model_fields, *(beside if owner is root else ())])
-    if "params" in owner.model_fields and not like.startswith(MEANT):
-        return f"a setting of the plug-in stands below params: {{params: {{{name}: ...}}}}; {like}"
-    return like
+    return f"it belongs {' or '.join(homes)} (look at the indentation)" if homes else like
 
 
 def _homes(owner: type[BaseModel], name: str, path: tuple[str, ...] = ()) -> Iterator[str]:

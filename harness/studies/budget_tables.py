@@ -95,7 +95,7 @@ def means_of(budget: pd.DataFrame, score: pd.DataFrame) -> Table:
         shown.append(cells)
     limits = "no interval, for 3 tables are needed" if blocks < FEWEST else "with its 95 % interval over tables"
     note = (
-        f"Latency of the incumbent above the optimum in %, and the score against random search: mean over seeds and "
+        "Latency of the incumbent above the optimum in %, and the score against random search: mean over seeds and "
         f"{several(blocks, 'table')}, {limits} (Student's). Tables are few and differ; `pairs` compares searchers on "
         "one and the same table."
     )

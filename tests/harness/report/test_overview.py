@@ -80,6 +80,9 @@ def test_a_figure_without_an_interval_is_drawn_without_one(tmp_path):
     ]
     speedups(pd.DataFrame(lines).assign(beyond=False), "t", tmp_path / "picture")
     assert (tmp_path / "picture.svg").exists()
+    nothing = pd.DataFrame(lines).assign(speedup=None, speedup_low=None, speedup_high=None, beyond=False)
+    speedups(nothing, "nothing is confirmed yet", tmp_path / "empty")
+    assert (tmp_path / "empty.svg").exists()
 
 
 def test_its_figures_can_be_traced(models):

@@ -60,6 +60,8 @@ def test_plan_runs_every_searcher_at_the_first_seed_before_the_second():
             MINIMAL + "backends: [{use: openvino, threads: 2}]",
             "backends.0.threads: unknown key; a setting of the plug-in stands below params: {params: {threads: ...}}",
         ),
+        (MINIMAL + "backends: [{use: openvino, precision: f32}]", "stands below params: {params: {precision: ...}}"),
+        (MINIMAL + f"{'k' * 1000}: 1", f"e.yaml: {'k' * 200}...: unknown key"),
         (MINIMAL + "sharing: patern", "sharing: Input should be 'pattern' or 'region', but got 'patern'; did you mean"),
         (MINIMAL + f"seeds: [{', '.join('abcdefghijklmnopqrstuvwxyz')}]", "\nand 6 more"),
         (MINIMAL + f"seeds: [{'x' * 1000}]", "'" + "x" * 199 + "..."),
