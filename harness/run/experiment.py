@@ -13,6 +13,7 @@ A results folder holds, for each cell:
     accuracy.json   the evaluator's figures of each file
     confirm.jsonl   raw samples of the confirmation
     models/*.onnx   the exported files themselves: what was timed and scored, byte for byte
+    through.json    that nothing is left to do; a cell that has it, and whose files are as they were, is not gone over
     stopped.txt     why the last run of the cell ended before its time; gone when it goes on
 
 `env.json` and `cell.json` are written once; what they hold must still be so when the experiment goes on.
@@ -50,6 +51,7 @@ from harness.run.scoring import scoring_of
 from harness.run.sections import in_sections
 from harness.run.stops import SearchesBroke, forget_stop, note_stop, read_end
 from harness.run.strongest import float_benchmarkers
+from harness.run.through import is_through, note_through
 from harness.run.transfer import guests, remember
 
 __all__ = ["run_experiment"]
@@ -191,6 +193,10 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
         _begun(
             folder / "cell.json", running.facts(), lambda facts: {key: facts.get(key) for key in running.fingerprint()}
         )
+        if not (experiment.transfer or place.retry_failed) and is_through(folder, running.asked_for()):
+            observer.say(f"{spec.name}: nothing is left to do")
+            shutil.rmtree(cell.work, ignore_errors=True)
+            return
         runs = spec.runs if len(cell.searched) else ()
         if goal.metric is not None and (place.retry_failed or any(map(running.unfinished, runs))):
             scoring.show_float(book, cell.model_file)
@@ -213,6 +219,8 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
         backend = engines.describe()
     confirm_rows(experiment.confirmation, site.open, worker, table.timed, backend, observer)
     shutil.rmtree(cell.work, ignore_errors=True)
+    if not any(end.broken for end in map(running.end, runs) if end is not None):  # else the same command tries it again
+        note_through(folder, running.asked_for())
 
 
 def _machine(cells: Sequence[CellSpec], out: Path) -> Mapping[str, Any] | None:

@@ -28,7 +28,7 @@ from harness.run.observe import Observer, Step, best_note
 from harness.run.plan import RunSpec
 from harness.run.scoring import Scoring
 from harness.run.sections import put_aside
-from harness.run.stops import forget_end, note_end, read_end
+from harness.run.stops import End, forget_end, note_end, read_end
 from harness.run.trial import BUILDS, Care, attempt_with
 
 __all__ = ["Running"]
@@ -134,11 +134,24 @@ class Running:
     def _journal(self, run: RunSpec) -> Path:
         return self.folder / "runs" / f"{run.name}.jsonl"
 
+    def end(self, run: RunSpec) -> End | None:
+        """How a search ended before its budget was spent; None where it did not."""
+        return read_end(self._journal(run))
+
     def unfinished(self, run: RunSpec) -> bool:
         """Whether a search may have something left to measure; one that had nothing more to ask counts as such."""
         path = self._journal(run)
         told = {entry.asked.digest for entry in read_journal(path) if entry.told} if path.exists() else ()
         return len(told) < max(self.experiment.budget.evaluations)
+
+    @property
+    def config(self) -> str:
+        """Digest of what the experiment asks for."""
+        return facts_digest(self.experiment.model_dump(mode="json", exclude={"description", "executor"}))
+
+    def asked_for(self) -> str:
+        """Digest of what the experiment asks of the cell, and of what its searches are begun with."""
+        return facts_digest([self.config, *map(self._begun_with, self.cell.spec.runs)])
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be the same for a run to go on."""
@@ -162,7 +175,7 @@ class Running:
         """What readers of the results need to know about the cell."""
         return {
             "schema": SCHEMA,
-            "config": facts_digest(self.experiment.model_dump(mode="json", exclude={"description", "executor"})),
+            "config": self.config,
             "cell": self.cell.spec.name,
             "model": self.cell.spec.model.name,
             "source": self.cell.spec.model.use,

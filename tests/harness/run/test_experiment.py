@@ -77,6 +77,28 @@ def test_a_finished_experiment_run_again_measures_nothing(done, folder):
     before = {p: p.read_bytes() for p in done.glob("*/*.jsonl")} | {p: p.read_bytes() for p in done.glob("*/runs/*")}
     assert qdq("run", str(folder / "small.yaml"), "--out", str(done)) == 0
     assert before == {p: p.read_bytes() for p in before}
+    (done / "net-simulated-int8" / "through.json").unlink()  # nobody knows that it is through: it is gone over
+    assert qdq("run", str(folder / "small.yaml"), "--out", str(done)) == 0
+    assert before == {p: p.read_bytes() for p in before}
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "{", '{"config": 1}'])
+def test_a_damaged_note_that_a_cell_is_through_is_not_believed(copy, folder, damage):
+    cell = copy / "net-simulated-int8"
+    (cell / "through.json").write_text(damage)
+    file = next(cell.glob("models/*.onnx"))
+    body = file.read_bytes()
+    file.unlink()
+    assert qdq("run", str(folder / "small.yaml"), "--out", str(copy)) == 0
+    assert file.read_bytes() == body
+
+
+def test_a_file_that_is_gone_is_made_again(copy, folder):
+    file = next((copy / "net-simulated-int8").glob("models/*.onnx"))
+    body = file.read_bytes()
+    file.unlink()
+    assert qdq("run", str(folder / "small.yaml"), "--out", str(copy)) == 0
+    assert file.read_bytes() == body
 
 
 def test_the_delivered_file_is_the_confirmed_one(done):

@@ -223,7 +223,13 @@ def test_a_peer_is_journalled_counted_and_resumed_like_any_search(folder, capsys
     assert picks["broken"].reason == "nothing measured; build: no channels, no model"
     assert picks["peer"].row == "float", "none of them has a Q/DQ pair"
     before = (folder / "told.txt").read_text()
+    capsys.readouterr()
     assert qdq("run", str(folder / "peer.yaml"), "--out", str(folder / "peer")) == 0
+    assert "net-scales-int8: nothing is left to do" in capsys.readouterr().err
+    assert (folder / "told.txt").read_text() == before, "a cell that is through does not ask its peers again"
+    (cell / "confirm.jsonl").unlink()
+    assert qdq("run", str(folder / "peer.yaml"), "--out", str(folder / "peer")) == 0
+    assert (cell / "confirm.jsonl").exists()
     assert journal(cell, "peer-0") == entries
     assert (folder / "told.txt").read_text() == 2 * before, "a resumed peer is told the same again"
 
