@@ -17,7 +17,7 @@ import numpy as np
 from harness.api import Array, Artifact, Candidate, Layer
 from harness.errors import BuildFailed, MeasureFailed, UserError
 from harness.measure.host import plain, refuse_dynamic, said, timed, words
-from harness.measure.provenance import checked_threads, cpu_model, environment
+from harness.measure.provenance import checked_threads, cpu_model, environment, saturates_here
 from harness.measure.sampling import fixed_inputs
 
 __all__ = ["ONNXRuntimeBenchmarker"]
@@ -39,6 +39,7 @@ LEVELS: Mapping[str, str] = {
     "all": "ORT_ENABLE_ALL",
 }
 DIALECTS: Mapping[str, str] = {"uint8": "onnxruntime", "int8": "onnxruntime_s8"}
+"""By storage of activations; those with weights of 7 bits are called so with `_7bit` behind."""
 _SUFFIX = re.compile(r"(_token_\d+|/duplicated(_token_\d+)?)$")
 FATAL, WARNING = 4, 2
 """Severities of what its logger prints."""
@@ -55,13 +56,15 @@ class ONNXRuntimeBenchmarker:
             `onnxruntime_s8`); weights are INT8 in both. TensorRT takes INT8 alone, in its own dialect.
         precision: What float operations run in. "f16" for TensorRT alone; "auto" leaves it to the harness there.
         profile: Count the time of every node, for `layers`; it costs time itself, so not for comparisons.
+        reduce_range: Store weights in 7 bits; None: on the CPU where it adds products in 16 bits, in which those of 8
+            bits saturate. Not for TensorRT.
 
     Raises:
         UserError: ONNX Runtime is not installed, or the provider does not work here.
         ValueError: More threads than cores, or a choice that there is not.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one option, one parameter
         self,
         threads: int = 1,
         optimization: Optimization = "all",
@@ -69,6 +72,7 @@ class ONNXRuntimeBenchmarker:
         activation: Activation | None = None,
         precision: Precision = "auto",
         profile: bool = False,
+        reduce_range: bool | None = None,
     ) -> None:
         if activation is None:
             activation = "int8" if provider == "tensorrt" else "uint8"
@@ -76,7 +80,10 @@ class ONNXRuntimeBenchmarker:
         _check("provider", provider, PROVIDERS)
         _check("activation", activation, ("int8",) if provider == "tensorrt" else DIALECTS)
         _check("precision", precision, ("auto", "f32", "f16") if provider == "tensorrt" else ("auto", "f32"))
-        self.dialect = "tensorrt" if provider == "tensorrt" else DIALECTS[activation]
+        if reduce_range and provider == "tensorrt":
+            raise ValueError("reduce_range: TensorRT computes with weights of 8 bits as they are; leave it out")
+        self._reduced = provider == "cpu" and saturates_here() if reduce_range is None else reduce_range
+        self.dialect = "tensorrt" if provider == "tensorrt" else DIALECTS[activation] + "_7bit" * self._reduced
         self._threads = checked_threads(threads)
         self._optimization, self._provider, self._activation = optimization, provider, activation
         self._profile = profile
@@ -158,6 +165,7 @@ class ONNXRuntimeBenchmarker:
             },
             "float_precision": self._float,
             **({"float_open": self._open, "float_params": precisions} if self._provider == "tensorrt" else {}),
+            **({"dialect": self.dialect} if self._reduced else {}),
         }
 
     def _session(

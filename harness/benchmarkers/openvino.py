@@ -16,7 +16,7 @@ import numpy as np
 from harness.api import Array, Artifact, Candidate, Layer
 from harness.errors import BuildFailed, MeasureFailed, UserError
 from harness.measure.host import plain, refuse_dynamic, said, timed
-from harness.measure.provenance import checked_threads
+from harness.measure.provenance import checked_threads, saturates_here
 from harness.measure.sampling import fixed_inputs
 
 __all__ = ["OpenVINOBenchmarker"]
@@ -36,6 +36,8 @@ class OpenVINOBenchmarker:
         precision: What float operations run in (OpenVINO's `INFERENCE_PRECISION_HINT`). "auto" leaves it to
             the harness, which times both where the CPU reports BF16; until it has, that is FP32.
         profile: Count the time of every layer, for `layers`; it costs time itself, so not for comparisons.
+        reduce_range: Store weights in 7 bits (dialect `openvino_7bit`); None: where the processor adds products in 16
+            bits, in which those of 8 bits saturate.
 
     Raises:
         UserError: OpenVINO is not installed.
@@ -45,7 +47,9 @@ class OpenVINOBenchmarker:
     accuracy_only = frozenset({"fp8", "fp8e5m2"})
     """CPUs have no FP8 kernels: OpenVINO converts to float and back, so accuracies are true and latencies are not."""
 
-    def __init__(self, threads: int = 1, precision: Precision = "auto", profile: bool = False) -> None:
+    def __init__(
+        self, threads: int = 1, precision: Precision = "auto", profile: bool = False, reduce_range: bool | None = None
+    ) -> None:
         if precision not in PRECISIONS:
             raise ValueError(f"precision: one of {', '.join(PRECISIONS)}, but got {precision!r}")
         self._threads = checked_threads(threads)
@@ -58,6 +62,8 @@ class OpenVINOBenchmarker:
         self._float = "f32" if self._open else precision
         self._offered = ("f32", "bf16") if "BF16" in offered else ("f32",)
         self._profile = profile
+        self._reduced = saturates_here() if reduce_range is None else reduce_range
+        self.dialect = "openvino_7bit" if self._reduced else "openvino"
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -132,6 +138,7 @@ class OpenVINOBenchmarker:
             "float_precision": self._float,
             "float_open": self._open,
             "float_params": {precision: {"precision": precision} for precision in self._offered},
+            **({"dialect": self.dialect} if self._reduced else {}),
         }
 
 

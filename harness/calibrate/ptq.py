@@ -25,6 +25,7 @@ from harness import registry
 from harness.api import Array
 from harness.calibrate.ranges import Method
 from harness.errors import BuildFailed
+from harness.graph.dialects import EIGHT_BITS
 from harness.graph.files import copy_model, move_model
 
 __all__ = ["PtqOptions", "modelopt", "modelopt_ptq", "ort_static", "ptq_fingerprint"]
@@ -149,6 +150,7 @@ def _settings(options: PtqOptions) -> dict[str, Any]:
         "activation": dialect.activation,
         "symmetric": dialect.symmetric_activation,
         "bias": dialect.bias,
+        **({"reduce_range": True} if dialect.weight_limit < EIGHT_BITS else {}),
     }
 
 

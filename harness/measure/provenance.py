@@ -13,7 +13,16 @@ from typing import Any
 
 import psutil
 
-__all__ = ["checked_threads", "cores", "cpu_model", "decisive", "environment", "git_commit", "saturates"]
+__all__ = [
+    "checked_threads",
+    "cores",
+    "cpu_model",
+    "decisive",
+    "environment",
+    "git_commit",
+    "saturates",
+    "saturates_here",
+]
 
 PACKAGES = (
     "qdq-bench", "numpy", "onnx", "onnxruntime-gpu", "onnxruntime", "openvino", "nvidia-modelopt", "tensorrt", "torch",
@@ -68,6 +77,11 @@ def saturates(facts: Mapping[str, Any]) -> bool:
     """
     flags = set(facts.get("cpu", {}).get("flags", ()))
     return "avx2" in flags and not flags & {"avx_vnni", "avx512_vnni", "amx_int8"}
+
+
+def saturates_here() -> bool:
+    """Whether the processor of this machine does, see `saturates`; where it cannot be read, no."""
+    return saturates({"cpu": _soft(_cpu) or {}})
 
 
 def git_commit() -> str | None:

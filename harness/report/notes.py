@@ -117,10 +117,17 @@ def data_notes(cells: Sequence[CellResults]) -> tuple[str, ...]:
         for cell in cells
         if cell.blind
     ]
-    if rough := [cell.name for cell in cells if FLOAT_ROW in cell.scores and _saturates(cell)]:
+    scored = [cell for cell in cells if FLOAT_ROW in cell.scores and _saturates(cell)]
+    if rough := [cell.name for cell in scored if not _reduced(cell)]:
         told.append(
             f"Accuracy of {', '.join(rough)}: of a processor without VNNI, where INT8 products saturate; one that has "
             "it gives other drops."
+        )
+    if reduced := [cell.name for cell in scored if _reduced(cell)]:
+        told.append(
+            f"Accuracy of {', '.join(reduced)}: of a processor without VNNI, where products with weights of 8 bits "
+            "saturate: those of placements and of quantize_static have 7, those of ModelOpt's models and of imported "
+            "ones what they came with."
         )
     few: dict[str, list[str]] = {}
     for cell in cells:
@@ -133,6 +140,11 @@ def _saturates(cell: CellResults) -> bool:
     """Whether the device is a processor that adds products of integers in 16 bits."""
     own = cell.environment.get("cpu", {}).get("model")
     return saturates(cell.environment) and cell.facts["backend"].get("device") == own
+
+
+def _reduced(cell: CellResults) -> bool:
+    """Whether weights were stored in 7 bits; backends say so where they are."""
+    return str(cell.facts["backend"].get("dialect", "")).endswith("_7bit")
 
 
 def _few(cell: CellResults) -> str:

@@ -256,9 +256,10 @@ class _Feeds:
         )
 
 
-def dialect_use(backend: Use) -> str:
-    """The dialect that a backend has with its parameters, as the registry knows it."""
-    return str(getattr(registry.create("benchmarker", backend.use, backend.params), "dialect", backend.use))
+def dialect_use(backend: Use, facts: Facts) -> str:
+    """The dialect that a backend has on the device whose facts these are, by the name that the registry has for it."""
+    benchmarker = registry.create("benchmarker", backend.use, backend.params)
+    return str(facts.get("dialect", getattr(benchmarker, "dialect", backend.use)))
 
 
 def _runtime(backend: Use, facts: Facts | None) -> tuple[Dialect, frozenset[str], Facts]:
@@ -269,7 +270,7 @@ def _runtime(backend: Use, facts: Facts | None) -> tuple[Dialect, frozenset[str]
     """
     benchmarker = registry.create("benchmarker", backend.use, backend.params)
     facts = benchmarker.describe() if facts is None else facts
-    dialect: Any = registry.load("dialect", getattr(benchmarker, "dialect", backend.use))
+    dialect: Any = registry.load("dialect", dialect_use(backend, facts))
     if not isinstance(dialect, Dialect):
         raise UserError(f"dialect of backend {backend.use!r}: a harness.graph.dialects.Dialect, but got {dialect!r}")
     return dialect, frozenset(getattr(benchmarker, "accuracy_only", ())), facts

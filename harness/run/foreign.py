@@ -8,11 +8,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any
 
+from harness import registry
 from harness.api import Array
 from harness.calibrate.ptq import PtqOptions, modelopt_ptq, ort_static, ptq_fingerprint
 from harness.errors import BuildFailed
-from harness.graph.dialects import ONNXRUNTIME_S8, Dialect
+from harness.graph.dialects import ONNXRUNTIME_S8, ONNXRUNTIME_S8_7BIT, Dialect
 from harness.graph.diff import pairs_in
 from harness.graph.insert import Inserter
 from harness.graph.model import Model
@@ -24,9 +26,8 @@ from search.space import Space
 
 __all__ = ["PTQ", "Foreign", "Order", "extreme_form", "quantize_with"]
 
-PTQ = {"modelopt_ptq": modelopt_ptq, "ort_static": ort_static, "ort_static_s8": ort_static}
-DIALECTS = {"ort_static_s8": ONNXRUNTIME_S8.name}
-"""Of those that speak another dialect than the backend's."""
+SIGNED = "ort_static_s8"
+PTQ = {"modelopt_ptq": modelopt_ptq, "ort_static": ort_static, SIGNED: ort_static}
 PACKAGES = ("nvidia-modelopt", "onnxruntime")
 
 
@@ -63,7 +64,9 @@ def quantize_with(name: str, order: Order, observer: Observer) -> Foreign:
     Raises:
         UserError: The disk is full.
     """
-    options: PtqOptions = {**order.options, "dialect_name": DIALECTS.get(name, order.options["dialect_name"])}
+    options = order.options
+    if name == SIGNED:
+        options = {**options, "dialect_name": _signed(options["dialect_name"])}
     path = cache_folder() / "ptq" / _key(name, options, order.data_key) / f"{name}.onnx"
     if not path.exists():
         with observer.work(f"{order.source}: quantize with {name}", 1) as step, writing(path):
@@ -93,6 +96,13 @@ def extreme_form(
     with writing(path):
         inserter.export(resolved, path)
     return Foreign(name=EXTREME, path=path, pairs=inserter.pairs(resolved))
+
+
+def _signed(dialect_name: str) -> str:
+    """ONNX Runtime's dialect with INT8 activations, and weights of as many bits as another's."""
+    other: Any = registry.load("dialect", dialect_name)
+    kinds = (ONNXRUNTIME_S8, ONNXRUNTIME_S8_7BIT)
+    return next((kind.name for kind in kinds if kind.weight_limit == other.weight_limit), ONNXRUNTIME_S8.name)
 
 
 def _key(name: str, options: PtqOptions, data_key: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -162,7 +162,7 @@ class Running:
             "precision": self.cell.spec.precision,
             "space": hashlib.sha256(repr(self.cell.space.dimensions).encode()).hexdigest()[:16],
             "seeds": {seed.name: self.cell.space.digest(seed.placement) for seed in self.cell.seeds},
-            "dialect": facts_digest({**asdict(dialect), "precisions": dialect.precisions - LATER}),
+            "dialect": facts_digest({**dialect.facts, "precisions": dialect.precisions - LATER}),
             "calibration": self.cell.spec.model.calibration.model_dump(mode="json"),
             "ranges": facts_digest(self.cell.ranges),
             "sampling": self.experiment.sampling.model_dump(mode="json"),
@@ -187,7 +187,7 @@ class Running:
             "accuracy_only": sorted(self.cell.accuracy_only),
             "calibration_remarks": list(self.cell.remarks),
             "cache_remarks": list(self.cell.cache_remarks),
-            "dialect_use": dialect_use(self.cell.spec.backend),
+            "dialect_use": dialect_use(self.cell.spec.backend, self.cell.facts),
             "placements": {name: list(placement.choices) for name, placement in self.cell.placements.items()},
             "metric": self.scoring.metric,
             "higher_is_better": self.scoring.higher_is_better,

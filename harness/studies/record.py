@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -230,7 +230,7 @@ class _Recording:
         seeds: tuple[Seed, ...] = (),
     ) -> None:
         """Measure what a searcher proposes, and add the rows."""
-        plain = {**facts, "dimensions": space_digest(self.cell.space), "dialect": asdict(self.cell.dialect)}
+        plain = {**facts, "dimensions": space_digest(self.cell.space), "dialect": self.cell.dialect.facts}
         fingerprint = {**plain, "qdq_bench": version("qdq-bench"), "evaluator": self._evaluator()}
         task = SearchTask(
             space=self.cell.space,

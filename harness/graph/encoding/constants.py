@@ -63,7 +63,7 @@ class Constants:
         axis = self._axis(node, slot)
         name = f"{tensor.name}{TAG}{precision}.axis{axis}"
         if name not in self._made:
-            self._store(name, quantize_weight(numpy_helper.to_array(tensor), axis, precision))
+            self._store(name, self._quantized(numpy_helper.to_array(tensor), axis, precision))
         return self._made[name]
 
     def operand(self, tensor: str, precision: str, scale: Array, zero_point: Array) -> Stored:
@@ -89,7 +89,7 @@ class Constants:
             name, axis = f"{node.inputs[1]}{TAG}widened.{suffix}", self._axis(node, 1)
             if name not in self._made:
                 lowest = floor if axis is not None else floor.max()
-                self._store(name, quantize_weight(self._array(node.inputs[1]), axis, "int8", lowest))
+                self._store(name, self._quantized(self._array(node.inputs[1]), axis, "int8", lowest))
             weight = self._made[name]
         name = f"{node.inputs[2]}{TAG}int32.{suffix}"
         if name not in self._made:
@@ -168,6 +168,12 @@ class Constants:
         axis = self._axis(node, 1)
         channels = self._model.constants[node.inputs[1]].dims[axis] if axis is not None else bias.size
         return bias.astype(np.float64) if bias.shape == (channels,) and bias.dtype == np.float32 else None
+
+    def _quantized(
+        self, weight: Array, axis: int | None, precision: str, floor: Array | float = 0.0
+    ) -> QuantizedTensor:
+        limit = self._dialect.weight_limit if precision == "int8" else None
+        return quantize_weight(weight, axis, precision, floor, limit)
 
     def _axis(self, node: Node, slot: int) -> int | None:
         rank = len(self._model.constants[node.inputs[slot]].dims)

@@ -70,7 +70,9 @@ def weight_axis(node: Node, slot: int, rank: int, transposed: int | None = 1) ->
     return 1 if node.op == "MatMul" and rank == 2 else None
 
 
-def quantize_weight(weight: Array, axis: int | None, precision: str, floor: Array | float = 0.0) -> QuantizedTensor:
+def quantize_weight(
+    weight: Array, axis: int | None, precision: str, floor: Array | float = 0.0, limit: float | None = None
+) -> QuantizedTensor:
     """Quantize a weight symmetrically: scale = amax / 127 (INT8), amax / 448 (FP8 E4M3), amax / 57344 (E5M2).
 
     Channels of zeros take the largest scale of the tensor, so that a bias expressed in it stays representable.
@@ -80,18 +82,19 @@ def quantize_weight(weight: Array, axis: int | None, precision: str, floor: Arra
         axis: See `weight_axis`.
         precision: "int8", "fp8" or "fp8e5m2".
         floor: Smallest allowed scale, for each channel or for all.
+        limit: Largest stored magnitude instead of the type's, which makes the scale amax / limit.
     """
+    limit = LEVELS[precision] if limit is None else limit
     values = weight.astype(np.float32)
     others = tuple(i for i in range(values.ndim) if i != axis) if axis is not None else None
     amax = np.abs(values).max(axis=others) if values.size else np.float32(0)
-    scale = np.maximum(np.asarray(amax, np.float32) / np.float32(LEVELS[precision]), floor)
+    scale = np.maximum(np.asarray(amax, np.float32) / np.float32(limit), floor)
     smallest = smallest_scale(weight.dtype)
     scale = np.where(scale < smallest, np.maximum(scale.max(initial=0), smallest), scale).astype(weight.dtype)
     shape = [1] * values.ndim
     if axis is not None:
         shape[axis] = -1
     scaled = values / scale.astype(np.float32).reshape(shape)
-    limit = LEVELS[precision]
     stored = np.clip(np.rint(scaled) if precision == "int8" else scaled, -limit, limit).astype(STORAGE[precision])
     return QuantizedTensor(stored, scale, np.zeros(scale.shape, STORAGE[precision]), axis)
 

@@ -76,7 +76,7 @@ def test_activations_are_stored_as_chosen_and_run_as_integers(path: Path, tmp_pa
     answers = {}
     feeds = {"x": np.random.default_rng(0).uniform(-1, 1, (1, 8, 32, 32)).astype(np.float32)}
     for activation, dialect in (("uint8", ONNXRUNTIME), ("int8", ONNXRUNTIME_S8)):
-        made: Any = registry.create("benchmarker", "onnxruntime", {"activation": activation})
+        made: Any = registry.create("benchmarker", "onnxruntime", {"activation": activation, "reduce_range": False})
         assert registry.load("dialect", made.dialect) is dialect
         assert made.describe()["options"]["activation"] == activation
         model = load(path)
@@ -94,9 +94,40 @@ def test_activations_are_stored_as_chosen_and_run_as_integers(path: Path, tmp_pa
         assert 0 < np.abs(answer - expected).max() < 0.2
 
 
+@pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
+def test_weights_have_seven_bits_where_products_saturate_unless_told(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(saturates: bool, **params: Any) -> Any:
+        monkeypatch.setattr(f"harness.benchmarkers.{backend}.saturates_here", lambda: saturates)
+        return registry.create("benchmarker", backend, params)
+
+    seven, eight = f"{backend}_7bit", backend
+    assert [made(True).dialect, made(False).dialect] == [seven, eight]
+    assert [made(True, reduce_range=False).dialect, made(False, reduce_range=True).dialect] == [eight, seven]
+    assert made(True).describe()["dialect"] == seven, (
+        "so that a cluster's devices decide, and a run cannot go on without"
+    )
+    assert "dialect" not in made(False).describe(), "as it always was"
+
+
+def test_other_providers_have_weights_of_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    import onnxruntime
+
+    monkeypatch.setattr("harness.benchmarkers.onnxruntime._import_onnxruntime", lambda: FakeOrt(onnxruntime))
+    monkeypatch.setattr("harness.benchmarkers.onnxruntime.saturates_here", lambda: True)
+    dialects = [ONNXRuntimeBenchmarker(provider=name).dialect for name in ("cpu", "cuda", "tensorrt")]
+    assert dialects == ["onnxruntime_7bit", "onnxruntime", "tensorrt"]
+    assert ONNXRuntimeBenchmarker(activation="int8").dialect == "onnxruntime_s8_7bit"
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
+        (
+            {"provider": "tensorrt", "reduce_range": True},
+            "reduce_range: TensorRT computes with weights of 8 bits as they",
+        ),
         ({"provider": "rocm"}, "provider: one of cpu, cuda, tensorrt, but got 'rocm'"),
         ({"activation": "int4"}, "activation: one of uint8, int8, but got 'int4'"),
         ({"activation": "uint8", "provider": "tensorrt"}, "activation: one of int8, but got 'uint8'"),

@@ -101,6 +101,16 @@ def test_ort_static_speaks_the_dialect(
     assert max(constants[n.input[1]].size for n in weights) == CHANNELS
 
 
+def test_ort_static_reduces_weights_as_the_dialect_does(model: Path, made: Callable[..., Path], tmp_path: Path) -> None:
+    def largest(path: Path) -> int:
+        constants = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
+        stored = [constants[n.input[0]] for n in onnx.load(path).graph.node if n.input and n.input[0] in constants]
+        return max(int(np.abs(values.astype(int)).max()) for values in stored if values.dtype == np.int8)
+
+    reduced = ort_static(model, tmp_path / "q.onnx", BATCHES, dialect_name="onnxruntime_7bit")
+    assert (largest(made(ort_static)), largest(reduced)) == (127, 64)
+
+
 def test_modelopt_leaves_onnx_runtime_as_it_is(
     model: Path,
     made: Callable[..., Path],

@@ -13,12 +13,12 @@ import numpy as np
 import onnxruntime
 import openvino
 import pytest
-from machine import CPU_FLAGS, exact_int8
+from machine import CPU_FLAGS, SATURATES, exact_int8
 
 from harness.calibrate.ranges import calibrate
 from harness.feeds import random_feeds
 from harness.graph.build import GraphBuilder
-from harness.graph.dialects import OPENVINO, Dialect
+from harness.graph.dialects import OPENVINO, OPENVINO_7BIT, Dialect
 from harness.graph.insert import Inserter
 from harness.graph.load import from_proto, save
 from harness.graph.model import Model
@@ -50,14 +50,23 @@ def error(made: Model, dialect: Dialect, folder: Path) -> float:
     return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
 
 
-@exact_int8
-def test_unsigned_data_behind_a_concat_are_exact(tmp_path: Path) -> None:
-    assert error(model(concat=True), OPENVINO, tmp_path) < 1e-4
+def seven_bits(dialect: Dialect) -> Dialect:
+    return dataclasses.replace(dialect, weight_limit=OPENVINO_7BIT.weight_limit)
 
 
-@exact_int8
-def test_symmetric_data_without_a_concat_are_exact(tmp_path: Path) -> None:
-    assert error(model(concat=False), SYMMETRIC, tmp_path) < 1e-4
+@pytest.mark.parametrize("dialect", [pytest.param(OPENVINO, marks=exact_int8), OPENVINO_7BIT], ids=lambda d: d.name)
+def test_unsigned_data_behind_a_concat_are_exact(dialect: Dialect, tmp_path: Path) -> None:
+    assert error(model(concat=True), dialect, tmp_path) < 1e-4
+
+
+@pytest.mark.parametrize("dialect", [pytest.param(SYMMETRIC, marks=exact_int8), seven_bits(SYMMETRIC)], ids=["8", "7"])
+def test_symmetric_data_without_a_concat_are_exact(dialect: Dialect, tmp_path: Path) -> None:
+    assert error(model(concat=False), dialect, tmp_path) < 1e-4
+
+
+def test_weights_of_8_bits_are_wrong_where_products_saturate(tmp_path: Path) -> None:
+    """What weights of 7 bits are for; where this fails, they may go."""
+    assert (error(model(concat=False), OPENVINO, tmp_path) > 1e-2) == SATURATES
 
 
 @pytest.mark.skipif("avx512_vnni" not in CPU_FLAGS, reason="seen on a CPU with AVX512-VNNI")

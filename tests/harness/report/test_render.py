@@ -263,6 +263,21 @@ def test_scores_of_a_processor_that_saturates_are_named(folder, model, flags, sa
         assert (note in file.read_text()) == said, file.name
 
 
+def test_where_weights_have_seven_bits_only_other_tools_saturate(folder):
+    write_json(folder / CELL / "env.json", {"cpu": {"model": "A CPU", "flags": ["avx2"]}})
+    path = folder / CELL / "cell.json"
+    body = json.loads(path.read_text())
+    body["backend"]["dialect"] = "openvino_7bit"
+    write_json(path, body)
+    tables(folder)
+    text = (folder / "report" / "main.md").read_text()
+    assert (
+        f"Accuracy of {CELL}: of a processor without VNNI, where products with weights of 8 bits saturate: those of "
+        in text
+    )
+    assert "where INT8 products saturate" not in text
+
+
 def test_where_the_float_model_scores_nothing_no_row_is_shipped_and_every_table_says_why(folder):
     path = folder / CELL / "accuracy.json"
     body = json.loads(path.read_text())
