@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import registry
 from harness.graph.model import Model
 from harness.graph.patterns import Pattern, find_patterns
 from harness.graph.points import refusals
 from harness.graph.regions import Region, RegionType, discover
 from harness.graph.space import build_space
+from harness.graph.spoken import dialect_called
 from harness.graph.summary import TreeView, describe_phases, describe_summary, describe_tree, summary, to_json
 from harness.run.compose import open_model
 from harness.run.config import ModelSpec
@@ -101,7 +101,7 @@ def inspect_regions(
     Raises:
         UserError: The model cannot be loaded, or there is no such dialect.
     """
-    rules: Any = registry.load("dialect", dialect)
+    rules = dialect_called(dialect)
     with tempfile.TemporaryDirectory() as work:
         model = open_model(ModelSpec(use=use, label="model", shapes=dict(shapes)), Path.cwd(), Path(work))
     root = discover(model, maximum_sequence_region_size=max_sequence_size)

@@ -154,9 +154,9 @@ class QDQAutotunerBase:
         pattern = self.graph.pattern(region)
         if any(known.pattern == pattern for known in self.profiled_patterns):
             return
-        self._turn = session.turn(region, session.with_schemes(self.profiled_patterns))
-        if any(session.base.choices):
-            self._turn.seed([session.chart.encode(region, session.base)])
+        around = session.with_schemes(self.profiled_patterns)
+        self._turn = session.turn(region, around)
+        self._turn.seed([session.chart.encode(region, around)])  # what there is competes, and as a rule is measured
         if self.pattern_cache is not None:
             self._turn.seed(self.pattern_cache.starts(pattern.signature))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ from harness.run.trial import Care, attempt_with
 
 __all__ = [
     "Benchmark", "TensorRTPyBenchmark", "TrtExecBenchmark", "backend_use", "benchmark_onnx_model", "current_benchmark",
-    "init_benchmark_instance",
+    "init_benchmark_instance", "split_arguments",
 ]  # fmt: skip
 
 _logger = logging.getLogger(__name__)
@@ -82,6 +83,14 @@ class Benchmark:
             reference: The float model.
             level_ms: Its latency, which sets the scale.
         """
+        self._time_beside(reference, level_ms)
+
+    def alone(self) -> None:
+        """Time each model by itself again, as at first."""
+        if self._level_ms is not None:
+            self._time_beside(None, None)
+
+    def _time_beside(self, reference: Path | None, level_ms: float | None) -> None:
         self._opened.close()
         self._worker, self._level_ms = replace(self._worker, reference=reference), level_ms
         self._engines = self._opened.enter_context(open_engines(self._worker, _LIMITS))
@@ -237,6 +246,18 @@ def backend_use(name: str, options: Mapping[str, Any], params: Mapping[str, Any]
     return Use(use=name, params=found)
 
 
+def split_arguments(text: str) -> list[str]:
+    """Arguments of a command as a shell would split them.
+
+    Raises:
+        AutotunerError: A quotation that does not end.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise AutotunerError(f"arguments of trtexec: {error}: {text}; each quotation mark needs its second") from error
+
+
 def init_benchmark_instance(  # noqa: PLR0913 - the signature is ModelOpt's
     use_trtexec: bool = False,
     plugin_libraries: Sequence[str] | None = None,
@@ -266,7 +287,7 @@ def init_benchmark_instance(  # noqa: PLR0913 - the signature is ModelOpt's
     if use_trtexec and backend not in (None, "trtexec"):
         raise AutotunerError(f"use_trtexec and backend {backend!r}: choose one")
     name = "trtexec" if use_trtexec else backend or "openvino"
-    arguments = trtexec_args.split() if isinstance(trtexec_args, str) else trtexec_args
+    arguments = split_arguments(trtexec_args) if isinstance(trtexec_args, str) else trtexec_args
     options = {"plugin_libraries": plugin_libraries, "timing_cache_file": timing_cache_file, "trtexec_args": arguments}
     made = Benchmark(backend_use(name, options, params), warmup_runs=warmup_runs, timing_runs=timing_runs)
     before = current_benchmark()

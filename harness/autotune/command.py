@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from harness.autotune.arguments import Depth, arguments, depth_of, get_node_filter_list, shapes_of
-from harness.autotune.benchmark import backend_use, init_benchmark_instance
+from harness.autotune.benchmark import backend_use, init_benchmark_instance, split_arguments
 from harness.autotune.common import AutotunerError, Config
 from harness.autotune.procedure import Plan, run_plan
 from harness.errors import UserError
@@ -144,7 +143,7 @@ def _backend(options: argparse.Namespace) -> Use:
     given = {
         "plugin_libraries": options.plugin_libraries,
         "timing_cache_file": options.timing_cache,
-        "trtexec_args": None if extra is None else shlex.split(extra),
+        "trtexec_args": None if extra is None else split_arguments(extra),
     }
     return backend_use(name, given)
 

@@ -80,6 +80,7 @@ def run_plan(model: Any, plan: Plan) -> QDQAutotuner:
         run.regions()
         run.finish()
     finally:
+        benchmark.alone()
         if autotuner.baseline_latency_ms is not None:
             autotuner.save_state(str(plan.state))
     return autotuner
@@ -131,14 +132,13 @@ class _Run:
         self._plan.observer.say(self._extent())
         self._time_baseline()
         starts = session.starts(self._warm, self._plan.qdq_baseline)
-        found = {name: self._start(name, placement) for name, placement in starts.items()}
-        name = min(found, key=lambda each: found[each])
-        if found[name] < self._baseline_ms:
+        found = {name: self._start(name, placement) for name, placement in starts.items() if self._in_reach(placement)}
+        name = min(found, key=lambda each: found[each], default=None)
+        if name is not None and found[name] < self._baseline_ms:
             session.base = starts[name]
-        self._plan.observer.say(
-            f"baseline {self._baseline_ms:.3f} ms; starts: "
-            + ", ".join(f"{each} {self._against_float(value)}" for each, value in found.items())
-        )
+        told = [f"{each} {self._against_float(value)}" for each, value in found.items()]
+        told += [f"{each} left out (max_evals)" for each in starts if each not in found]
+        self._plan.observer.say(f"baseline {self._baseline_ms:.3f} ms; starts: {', '.join(told)}")
 
     def _time_baseline(self) -> None:
         """Time the float model alone; where that tells too little, everything else is timed beside it."""
@@ -246,8 +246,17 @@ class _Run:
         """Whether the turn of a pattern is over, counting what was measured in it before an interruption."""
         measured = self._session.measured
         own = sum(each.signature == signature for each in measured.values())
+        return own >= self._plan.schemes_per_region or self._full
+
+    @property
+    def _full(self) -> bool:
+        """Whether as many models are measured as may be."""
         limit = self._plan.max_evals
-        return own >= self._plan.schemes_per_region or (limit is not None and len(measured) >= limit)
+        return limit is not None and len(self._session.measured) >= limit
+
+    def _in_reach(self, placement: Placement) -> bool:
+        """Whether a placement is measured, or still may be."""
+        return not self._full or self._session.space.digest(placement) in self._session.measured
 
     def _start(self, name: str, placement: Placement) -> float:
         known = self._session.measured.get(self._session.space.digest(placement))

@@ -17,9 +17,9 @@ from harness.autotune.schemes import PatternSchemes
 from harness.autotune.state import Measurement
 from harness.autotune.turn import Turn
 from harness.graph import cache as engine
-from harness.graph.dialects import Dialect
 from harness.graph.exchange import float_names
 from harness.graph.importer import import_qdq
+from harness.graph.spoken import dialect_called, dialect_name
 from harness.run.config import Use
 from harness.run.models import input_types
 from search.api import Observation, Score
@@ -42,10 +42,9 @@ class Backend:
 
     def __init__(self, use: Use) -> None:
         benchmarker = registry.create("benchmarker", use.use, use.params)
-        found: Any = registry.load("dialect", getattr(benchmarker, "dialect", use.use))
         self.use = use
-        self.dialect: Dialect = found
         self.facts: Mapping[str, Any] = benchmarker.describe()
+        self.dialect = dialect_called(dialect_name(benchmarker, use.use, self.facts))
 
 
 class Session:
@@ -104,12 +103,12 @@ class Session:
         return Turn(self.chart, region, self.allowed, around, self._config)
 
     def with_schemes(self, profiled: Iterable[PatternSchemes]) -> Placement:
-        """The best scheme of each profiled pattern; the others are as the base has them."""
+        """The best scheme of each profiled pattern; the others as the base has them, and float what is not allowed."""
         placement = self.base
         for schemes in profiled:
             if schemes.best_scheme is not None:
                 placement = self.chart.decode(schemes.pattern_signature, schemes.best_scheme, placement)
-        return placement
+        return self._allowed(placement)
 
     def candidate(self, placement: Placement) -> Candidate:
         """The candidate of a placement."""

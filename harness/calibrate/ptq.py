@@ -21,12 +21,12 @@ from typing import Any, Required, TypedDict, Unpack
 
 import numpy as np
 
-from harness import registry
 from harness.api import Array
 from harness.calibrate.ranges import Method
 from harness.errors import BuildFailed
 from harness.graph.dialects import EIGHT_BITS
 from harness.graph.files import copy_model, move_model
+from harness.graph.spoken import dialect_called
 
 __all__ = ["PtqOptions", "modelopt", "modelopt_ptq", "ort_static", "ptq_fingerprint"]
 
@@ -142,7 +142,7 @@ def _run(
 
 
 def _settings(options: PtqOptions) -> dict[str, Any]:
-    dialect: Any = registry.load("dialect", options["dialect_name"])
+    dialect = dialect_called(options["dialect_name"])
     return {
         "method": options.get("method", "minmax"),
         "percentile": options.get("percentile", 99.99),

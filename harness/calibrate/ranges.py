@@ -26,7 +26,7 @@ from harness.errors import UserError, nearest
 from harness.graph.files import copy_model
 from harness.graph.operators import LARGEST
 from harness.paths import cache_folder
-from search.space import Space
+from search.space import Edge, Space
 
 if TYPE_CHECKING:
     from harness.calibrate._observer import Collector
@@ -51,6 +51,7 @@ Ranges = Mapping[str, tuple[float, float]]
 """Lowest and highest value by tensor name. Symmetric or not is for the dialect to decide."""
 
 _SCHEMA = 2
+_OUTSIDE = ""  # the consumer of what leaves the model, see `Edge`
 _SHOWN = 5
 
 
@@ -140,10 +141,21 @@ def finite_ranges(ranges: Ranges) -> Ranges:
 
 
 def narrowed(space: Space, ranges: Ranges) -> Space:
-    """The space without the edges of tensors that are to stay float, and without the dimensions of no other edge."""
+    """The space without the edges of tensors that are to stay float, and without the dimensions of no other edge.
+
+    What goes together with such an edge stays float too, as a weight does with its data; inputs of a Concat do without
+    each other.
+    """
     broken = ranges.keys() - finite_ranges(ranges).keys()
-    kept = ((d, tuple(edge for edge in d.edges if edge.tensor not in broken)) for d in space.dimensions)
+    apart = {edge.consumer for d in space.dimensions if d.role == "concat" for edge in d.edges} | {_OUTSIDE}
+    kept = ((dimension, _whole(dimension.edges, broken, apart)) for dimension in space.dimensions)
     return Space(tuple(replace(dimension, edges=edges) for dimension, edges in kept if edges))
+
+
+def _whole(edges: Iterable[Edge], broken: Collection[str], apart: Collection[str]) -> tuple[Edge, ...]:
+    """Edges of one dimension but for those of broken tensors, and what their consumers read besides."""
+    torn = {edge.consumer for edge in edges if edge.tensor in broken}.difference(apart)
+    return tuple(edge for edge in edges if edge.tensor not in broken and edge.consumer not in torn)
 
 
 def remarks(ranges: Ranges) -> tuple[str, ...]:

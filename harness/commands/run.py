@@ -26,7 +26,7 @@ def run(
         ),
     ] = False,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Attempt what failed in the searches once more; costs no budget.")
+        bool, typer.Option("--retry-failed", help="Attempt what failed once more; costs no budget.")
     ] = False,
     check: Annotated[bool, typer.Option("--check", help="Check the file and show the plan; run nothing.")] = False,
 ) -> None:

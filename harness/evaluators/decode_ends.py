@@ -15,6 +15,7 @@ __all__ = ["decode_rtdetr", "decode_ultralytics"]
 
 ENDED = 6  # left, top, right, bottom, score, class
 MAX_BOXES = 300  # what both projects keep of an image
+LOGITS, BOXES = "logits", "pred_boxes"  # as Hugging Face calls the outputs of RT-DETR
 
 
 def decode_ultralytics(
@@ -67,23 +68,37 @@ def decode_rtdetr(
         top: How many boxes to keep.
 
     Raises:
-        EvaluationFailed: The outputs have other shapes.
+        EvaluationFailed: The outputs have other shapes, or there are 4 classes and no name says which output is which.
     """
     if {"labels", "boxes", "scores"} <= outputs.keys():
         labels, boxes, scores = (outputs[name] for name in ("labels", "boxes", "scores"))
         if boxes.ndim == 3 and boxes.shape[::2] == (1, 4) and labels.shape == scores.shape == boxes.shape[:2]:
             return _ended(prepared.to_image(boxes[0]), scores[0], labels[0], score)
-    arrays = sorted((a for a in outputs.values() if a.ndim == 3 and len(a) == 1), key=lambda a: a.shape[2] != 4)
-    if len(outputs) != 2 or len(arrays) != 2 or arrays[0].shape[2] != 4 or arrays[0].shape[1] != arrays[1].shape[1]:
-        raise EvaluationFailed(
-            "decoder 'rtdetr' wants logits of 1 x queries x classes and boxes of 1 x queries x 4, or outputs called "
-            f"labels, boxes and scores, but got {shapes_of(outputs)}"
-        )
-    relative, logits = (array[0].astype(np.float64) for array in arrays)
+    relative, logits = (array[0].astype(np.float64) for array in _boxes_and_logits(outputs))
     chances = 0.5 * (1 + np.tanh(logits / 2))  # the logistic function, which cannot overflow so
     queries, classes = np.divmod(np.argsort(-chances, axis=None, kind="stable")[:top], chances.shape[1])
     boxes = _corners(relative) * np.tile([size[1], size[0]], 2)
     return _ended(prepared.to_image(boxes)[queries], chances[queries, classes], classes, score)
+
+
+def _boxes_and_logits(outputs: Mapping[str, Array]) -> tuple[Array, Array]:
+    """The two outputs as Hugging Face exports them: boxes have 4 columns, and where logits have as many, names tell.
+
+    Raises:
+        EvaluationFailed: They have other shapes, or nothing tells them apart.
+    """
+    narrow = [name for name, array in outputs.items() if array.ndim == 3 and array.shape[2] == 4]
+    called = [name for name in narrow if name == BOXES or (LOGITS in narrow and name != LOGITS)]
+    boxes = next(iter(narrow if len(narrow) == 1 else called), None)
+    shapes = {array.shape[:-1] for array in outputs.values()}
+    if boxes is None or len(outputs) != 2 or shapes != {(1, outputs[boxes].shape[1])}:
+        raise EvaluationFailed(
+            "decoder 'rtdetr' wants logits of 1 x queries x classes and boxes of 1 x queries x 4 (with 4 classes these "
+            f"are told apart by their names, {LOGITS} and {BOXES}), or outputs called labels, boxes and scores, "
+            f"but got {shapes_of(outputs)}"
+        )
+    (logits,) = (array for name, array in outputs.items() if name != boxes)
+    return outputs[boxes], logits
 
 
 def _corners(values: Floats) -> Floats:

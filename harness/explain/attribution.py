@@ -33,7 +33,6 @@ from search.space import Placement
 
 __all__ = ["explain_row"]
 
-SAME = Interval(value=1.0, low=1.0, high=1.0)
 TURNS = Confirmation(builds=3, rounds=10, samples=3)
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,8 @@ def explain_row(folder: Path, where: str, *, base: Path, observer: Observer) -> 
         The explanation, and the folder of its cell.
 
     Raises:
-        UserError: No such row, one without a placement, or the model or the runtime is another one today.
+        UserError: No such row, one without a placement, the model or the runtime is another one today, or the float
+            model cannot be timed beside the row.
     """
     results = load(folder)
     line = row_of(results, where)
@@ -111,15 +111,14 @@ class _Asked:
     observer: Observer
 
     def explain(self, row: str, sha256: str, method: str) -> Explanation:
-        """Measure everything."""
+        """Measure everything; see `explain_row`."""
         bench = self._bench()
         space, whole = self.cell.space, self.whole
-        flat = bench.time({"float": space.float_placement()}, "against float")["float"]
+        flat = _against_float(bench)
         patterns, drop = self._patterns(bench)
         points = self._points(bench, patterns)
-        speedup = flat.ratio or SAME
-        fast = speedup.low > 1 + bench.tolerance
-        minimal = self._minimal(bench, patterns, points) if fast else None
+        fast = flat.low > 1 + bench.tolerance
+        minimal = self._minimal(bench, patterns, points, flat) if fast else None
         before, after = (
             self._layers(placement, name) for name, placement in (("b", space.float_placement()), ("a", whole))
         )
@@ -129,7 +128,7 @@ class _Asked:
             sha256=sha256,
             method=method,
             pairs=self._pairs(whole),
-            speedup=speedup,
+            speedup=flat,
             floor=bench.tolerance,
             patterns=patterns,
             points=points,
@@ -224,8 +223,11 @@ class _Asked:
         names = {group.partition(".")[0] for group in self.cell.space.groups}
         return {n: ", ".join(p.operators) for n in names for p in patterns if p.signature.startswith(n)}
 
-    def _minimal(self, bench: Bench, patterns: Sequence[Effect], points: Sequence[Effect]) -> Kept:
-        """The fewest points that keep the gain in a measurement of their own, beside all that seemed to on the way."""
+    def _minimal(self, bench: Bench, patterns: Sequence[Effect], points: Sequence[Effect], flat: Interval) -> Kept:
+        """The fewest points that keep the gain in a measurement of their own, beside all that seemed to on the way.
+
+        Where the float model fails in it, what is known from before stands: `flat`, its latency over the whole's.
+        """
         dimensions = self.cell.space.dimensions
         worth = {e.part: e.ratio.value for e in (*patterns, *points) if e.ratio is not None}
         order = sorted(
@@ -235,10 +237,9 @@ class _Asked:
         trail, tests = fewer_points(bench, order)
         steps = {str(place): placement for place, placement in enumerate(trail)}
         timed = bench.time({**steps, "float": self.cell.space.float_placement()}, "the fewest points")
-        keeping = [name for name in steps if (r := timed[name].ratio) is not None and r.value <= 1 + bench.tolerance]
-        fewest = keeping[-1]  # the whole placement, at least, keeps its own gain
-        placement, ratio = steps[fewest], timed[fewest].ratio or SAME
-        speedup = _over(timed["float"], timed[fewest]) or SAME
+        keeping = [(n, r) for n in steps if (r := timed[n].ratio) is not None and r.value <= 1 + bench.tolerance]
+        fewest, ratio = keeping[-1]  # the whole placement, at least, keeps its own gain
+        placement, speedup = steps[fewest], _divided(timed["float"].ratio or flat, ratio)
         names = tuple(dimensions[index].name for index in quantized(placement))
         return Kept(points=names, pairs=self._pairs(placement), ratio=ratio, speedup=speedup, tests=tests)
 
@@ -256,12 +257,26 @@ def _sorted(effects: Iterable[Effect]) -> tuple[Effect, ...]:
     return tuple(sorted(effects, key=lambda e: (e.ratio is None, -(e.ratio.value if e.ratio is not None else 0.0))))
 
 
+def _against_float(bench: Bench) -> Interval:
+    """Latency of the float model over that of the whole placement.
+
+    Raises:
+        UserError: It has none.
+    """
+    flat = bench.time({"float": bench.space.float_placement()}, "against float")["float"]
+    if flat.ratio is None:
+        raise UserError(
+            f"the float model could not be timed beside this row ({flat.reason}), so nothing can be said of its speed: "
+            "give the same command again with nothing else at work; limits are those of experiment.yaml in the folder"
+        )
+    return flat.ratio
+
+
 def _over(first: Timed, second: Timed) -> Interval | None:
-    """Latency of the first over that of the second; the limits are the widest that their own allow."""
-    if first.ratio is None or second.ratio is None:
-        return None
-    return Interval(
-        value=first.ratio.value / second.ratio.value,
-        low=first.ratio.low / second.ratio.high,
-        high=first.ratio.high / second.ratio.low,
-    )
+    """Latency of the first over that of the second; None where one of them has none."""
+    return None if first.ratio is None or second.ratio is None else _divided(first.ratio, second.ratio)
+
+
+def _divided(first: Interval, second: Interval) -> Interval:
+    """A ratio over another; the limits are the widest that their own allow."""
+    return Interval(value=first.value / second.value, low=first.low / second.high, high=first.high / second.low)

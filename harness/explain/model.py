@@ -16,6 +16,7 @@ from harness.errors import CandidateError, UserError
 from harness.explain.fusion import Explanation, explain_layers
 from harness.graph.asked import read_asked
 from harness.graph.files import file_digest
+from harness.graph.spoken import dialect_called, dialect_name
 from harness.paths import locate
 from harness.run.config import Use
 
@@ -54,7 +55,7 @@ def explain_model(use: str, backend: Use, runs: int = RUNS) -> Explanation:
         if not hasattr(made, "layers"):
             raise UserError(f"backend {backend.use!r} does not tell what became of a model: it has no layers()")
         try:
-            return _explain(made, getattr(made, "dialect", backend.use), path, Path(work), runs)
+            return _explain(made, backend.use, path, Path(work), runs)
         except CandidateError as error:
             raise UserError(f"{use} on {backend.use}: {error}") from error
 
@@ -66,7 +67,7 @@ def compare(before: Explanation, after: Explanation) -> tuple[Change, ...]:
     return tuple(Change(name=name, before=old, after=new) for name, old, new in pairs if old != new)
 
 
-def _explain(made: Any, dialect_name: str, path: Path, work: Path, runs: int) -> Explanation:
+def _explain(made: Any, use: str, path: Path, work: Path, runs: int) -> Explanation:
     benchmarker: Benchmarker = made
     candidate = Candidate(digest=file_digest(path)[:16], edges=(), source=lambda: path)
     artifact: Artifact = benchmarker.build(candidate, work)
@@ -74,7 +75,7 @@ def _explain(made: Any, dialect_name: str, path: Path, work: Path, runs: int) ->
         readings = probe.sample(runs)
         layers = made.layers(artifact)
     facts: Mapping[str, Any] = benchmarker.describe()
-    dialect: Any = registry.load("dialect", dialect_name)
+    dialect = dialect_called(dialect_name(made, use, facts))
     return explain_layers(
         layers,
         read_asked(path),

@@ -7,7 +7,7 @@ from pathlib import Path
 import onnx
 
 from harness.graph.cleaning.read import read_model
-from harness.graph.diff import label
+from harness.graph.diff import labels
 from harness.graph.load import write
 
 __all__ = ["Bypass"]
@@ -31,7 +31,8 @@ class Bypass:
         self._proto, _ = read_model(path, str(path))
         makers = {name: node for node in self._proto.graph.node for name in node.output if name}
         self._inputs: dict[str, dict[int, str]] = {}
-        for node in self._proto.graph.node:
+        self._labels = labels(self._proto.graph)
+        for node, label in zip(self._proto.graph.node, self._labels, strict=True):
             if node.op_type in _NO_CONSUMERS:
                 continue
             for slot, name in enumerate(node.input):
@@ -40,20 +41,19 @@ class Bypass:
                     continue
                 quantize = makers.get(dequantize.input[0])
                 if quantize is not None and quantize.op_type == "QuantizeLinear":
-                    self._inputs.setdefault(label(node), {})[slot] = quantize.input[0]
+                    self._inputs.setdefault(label, {})[slot] = quantize.input[0]
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Names of the nodes that read pairs, in the order of the graph."""
+        """Names of the nodes that read pairs, as edges call them, in the order of the graph."""
         return tuple(self._inputs)
 
     def write(self, kept: frozenset[str], path: Path) -> Path:
         """Write the model with the pairs in front of these nodes alone; other nodes read what is in front of theirs."""
         proto = onnx.ModelProto()
         proto.CopyFrom(self._proto)
-        for node in proto.graph.node:
-            name = label(node)
-            if name in self._inputs and name not in kept:
-                for slot, source in self._inputs[name].items():
+        for node, label in zip(proto.graph.node, self._labels, strict=True):
+            if label in self._inputs and label not in kept:
+                for slot, source in self._inputs[label].items():
                     node.input[slot] = source
         return write(proto, path)

@@ -11,7 +11,7 @@ from onnx import helper
 
 from harness.graph.cleaning.read import read_model
 from harness.graph.cleaning.shapes import fix_inputs
-from harness.graph.diff import delivered, label
+from harness.graph.diff import delivered, labels
 from harness.graph.load import write
 
 __all__ = ["Declared", "DeclaredNode", "Dims", "before_transpose", "fix_shapes", "read_declared"]
@@ -83,8 +83,8 @@ def read_declared(path: Path, source: str | None = None) -> Declared:
         inputs={v.name: (_element(v), _dims(v)) for v in tensors},
         outputs={v.name: _dims(v) for v in graph.output},
         nodes=tuple(
-            DeclaredNode(name=node.name, op=node.op_type, precisions=frozenset(stored.get(label(node), ())))
-            for node in graph.node
+            DeclaredNode(name=node.name, op=node.op_type, precisions=frozenset(stored.get(name, ())))
+            for node, name in zip(graph.node, labels(graph), strict=True)
             if node.op_type not in _QDQ
         ),
     )

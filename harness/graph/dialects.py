@@ -33,7 +33,7 @@ class Dialect:
             None: one scale for the tensor.
         unit_softmax: The result of a Softmax is stored as numbers from 0 to 1, however small a part of that it fills.
         bias: "int32": the bias of a linear operator whose data and weight are quantized gets a DequantizeLinear with
-            scale = data scale x weight scale; "float": it is left alone.
+            scale = data scale x weight scale (x alpha of a Gemm); "float": it is left alone.
         min_opset: Smallest opset of the default domain that carries its INT8 Q/DQ; see `opset`.
         linear_ops: Operators that take data and weight quantized together.
         points: Further operators whose floating-point inputs may be quantized.

@@ -11,7 +11,7 @@ from onnx import TensorProto
 from harness.graph.encoding.wire import TAG
 from search.space import Edge, Resolved
 
-__all__ = ["delivered", "diff", "pairs_in", "precisions_in"]
+__all__ = ["delivered", "diff", "label", "labels", "pairs_in", "precisions_in"]
 
 _STORAGE = {
     TensorProto.INT8: "int8", TensorProto.UINT8: "int8", TensorProto.FLOAT8E4M3FN: "fp8",
@@ -54,7 +54,20 @@ def precisions_in(path: Path) -> frozenset[str]:
 
 def label(node: onnx.NodeProto) -> str:
     """What edges call a node: its name, or its first output where it has none."""
-    return node.name or next(iter(node.output), "")
+    return node.name or next(filter(None, node.output), "")
+
+
+def labels(graph: onnx.GraphProto) -> list[str]:
+    """What edges call each node: its `label`; of nodes with one name all but the first get a number, as in `load`."""
+    taken = {node.name for node in graph.node}
+    found: dict[str, None] = {}
+    for node in graph.node:
+        name, number = label(node), 0
+        while name in found or (name in taken and name != node.name):
+            number += 1
+            name = f"{label(node)}_{number}"
+        found[name] = None
+    return list(found)
 
 
 class _Reader:
@@ -83,11 +96,11 @@ class _Reader:
 
     def _ends(self) -> Iterator[tuple[str, int, str]]:
         """Every place where a tensor is put to use, by consumer, slot and tensor."""
-        for node in self._graph.node:
+        for node, consumer in zip(self._graph.node, labels(self._graph), strict=True):
             if node.op_type in _NO_CONSUMERS:
                 continue
             for slot, name in enumerate(node.input):
-                yield label(node), slot, name
+                yield consumer, slot, name
         for value in self._graph.output:
             yield "", 0, value.name
 

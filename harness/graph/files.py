@@ -7,41 +7,63 @@ import os
 import shutil
 from pathlib import Path
 
+import onnx
+from google.protobuf.message import DecodeError
+
+from harness.graph.cleaning.read import external_data
+
 __all__ = ["copy_model", "file_digest", "move_model", "parts"]
+
+_Outside = list[tuple[onnx.TensorProto, Path]]
+"""Tensors that lie in other files, each with its file."""
 
 
 def copy_model(model_path: Path, folder: Path, name: str = "model.onnx") -> Path:
-    """Copy a model with its external data.
+    """Copy a model with its external data, which are called after the copy: a folder may hold several models.
 
-    External data are the files whose names stand in the model; one that only happens to be named there costs a copy.
-    Links would do, but ONNX refuses linked external data.
+    A model without external data is copied byte for byte. Links would do, but ONNX refuses linked external data.
 
     Returns:
-        The copy.
+        The copy; its external data are `<name>.data`, `<name>.data1` and so on beside it.
+
+    Raises:
+        UserError: External data are missing, or outside of the model's folder.
     """
-    content = model_path.read_bytes()
     target = folder / name
-    for other in _named(content, model_path):
-        shutil.copyfile(other, folder / other.name)
+    content, places = _called_after(target, model_path)
+    for other, place in places.items():
+        shutil.copyfile(other, place)
     target.write_bytes(content)
     return target
 
 
 def move_model(model_path: Path, target: Path) -> None:
-    """Move a model and the data beside it; the model itself comes last, so that it appears whole or not at all."""
+    """Move a model and its external data, which are called after it, as `copy_model` does.
+
+    The model itself comes last, so that it appears whole or not at all.
+
+    Raises:
+        UserError: See `copy_model`.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
-    for other in [*_named(model_path.read_bytes(), model_path), model_path]:
-        final = target if other == model_path else target.with_name(other.name)
+    content, places = _called_after(target, model_path)
+    if places:
+        model_path.write_bytes(content)
+    for other, final in [*places.items(), (model_path, target)]:
         part = final.with_name(f"{final.name}.{os.getpid()}.part")
         shutil.move(other, part)
         os.replace(part, final)
 
 
 def file_digest(model_path: Path) -> str:
-    """SHA-256 of a model's file, followed by its external data where it has some."""
+    """SHA-256 of a model's file, followed by its external data where it has some.
+
+    Raises:
+        UserError: See `copy_model`.
+    """
     content = model_path.read_bytes()
     digest = hashlib.sha256(content)
-    for other in _named(content, model_path):
+    for other in _files(content, model_path):
         with other.open("rb") as file:
             while chunk := file.read(1 << 24):
                 digest.update(chunk)
@@ -49,12 +71,44 @@ def file_digest(model_path: Path) -> str:
 
 
 def parts(model_path: Path) -> list[Path]:
-    """A model's file and, behind it, the files of its external data."""
-    return [model_path, *_named(model_path.read_bytes(), model_path)]
+    """A model's file and, behind it, the files of its external data.
+
+    Raises:
+        UserError: See `copy_model`.
+    """
+    return [model_path, *_files(model_path.read_bytes(), model_path)]
 
 
-def _named(content: bytes, model_path: Path) -> list[Path]:
-    if b"location" not in content:
-        return []
-    others = (other for other in sorted(model_path.parent.iterdir()) if other != model_path)
-    return [other for other in others if other.name.encode() in content and other.is_file()]
+def _outside(content: bytes, model_path: Path) -> tuple[onnx.ModelProto, _Outside]:
+    """A model as it is in its file, and what of it lies outside; nothing of a file that has nothing there."""
+    proto = onnx.ModelProto()
+    if b"location" not in content:  # every reference says so, and few models have any: they need no parsing
+        return proto, []
+    try:
+        proto.ParseFromString(content)
+    except DecodeError:  # whoever reads it will say so
+        return proto, []
+    return proto, external_data(proto, model_path.parent, str(model_path))
+
+
+def _files(content: bytes, model_path: Path) -> list[Path]:
+    return sorted({file for _, file in _outside(content, model_path)[1]})
+
+
+def _called_after(target: Path, model_path: Path) -> tuple[bytes, dict[Path, Path]]:
+    """What a model's file says where its external data are called after another, and where each of these then goes."""
+    content = model_path.read_bytes()
+    proto, outside = _outside(content, model_path)
+    files = dict.fromkeys(file for _, file in outside)  # by first use: a copy of a copy is the same again
+    places = {file: target.with_name(f"{target.name}.data{number or ''}") for number, file in enumerate(files)}
+    said = [
+        (entry, places[file].name)
+        for tensor, file in outside
+        for entry in tensor.external_data
+        if entry.key == "location"
+    ]
+    if all(entry.value == name for entry, name in said):
+        return content, places
+    for entry, name in said:
+        entry.value = name
+    return proto.SerializeToString(deterministic=True), places

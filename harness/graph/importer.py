@@ -12,7 +12,7 @@ import onnx
 from harness.errors import UserError
 from harness.graph.cleaning.read import read_model
 from harness.graph.cutting.twins import twins_of
-from harness.graph.diff import delivered, label
+from harness.graph.diff import delivered, labels
 from harness.graph.model import Model, Node
 from search.space import Edge
 
@@ -97,7 +97,7 @@ class _Matches:
         self._theirs = theirs.graph
         self._model = model
         self._by_name = {node.name: node for node in model.nodes}
-        self._nodes = {label(node): node for node in theirs.graph.node}
+        self._nodes = dict(zip(labels(theirs.graph), theirs.graph.node, strict=True))
 
     def of(self, edge: Edge) -> Edge | None:
         if not edge.consumer:

@@ -156,7 +156,9 @@ def _is_lone_constant(site: Site) -> bool:
 
 
 def _has_unheld_constant(site: Site) -> bool:
-    names = (site.node.inputs[slot] for slot in _joint_constants(site))
+    """Among what goes together; around a Concat all share a scale, constants that stay float too."""
+    shared = site.node.op == "Concat" and _is_float(site.model, site.tensor)
+    names = site.node.inputs if shared else [site.node.inputs[slot] for slot in _joint_constants(site)]
     constants = (site.model.constants[name] for name in names if name in site.model.constants)
     return not all((np.abs(numpy_helper.to_array(tensor)) <= LARGEST).all() for tensor in constants)
 

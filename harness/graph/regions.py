@@ -101,7 +101,7 @@ def _readers(model: Model) -> dict[str, list[int]]:
     """Indices of the nodes that read a tensor, subgraphs included, in topological order and without repetition."""
     found: dict[str, list[int]] = defaultdict(list)
     for node in model.nodes:
-        for name in {*node.inputs, *node.captures}:
+        for name in {*node.inputs, *node.captures} - {""}:
             found[name].append(node.index)
     return found
 

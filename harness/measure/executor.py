@@ -247,10 +247,12 @@ def at_once(works: Sequence[Callable[[], None]], threads: int) -> None:
     def serve() -> None:
         error: BaseException | None = None
         try:
-            while left:
-                with suppress(IndexError):
+            while True:
+                try:
                     work = left.pop()
-                    work()
+                except IndexError:  # nothing is left
+                    break
+                work()
         except BaseException as caught:  # raised again where the works were given out
             error = caught
             left.clear()

@@ -24,7 +24,6 @@ from harness.measure.engines import MAIN, Built, Watch, WorkerSpec
 from harness.measure.paired import Reference, take_beside
 from harness.measure.sampling import Samples, take, warm_up
 from harness.measure.stats import Interval
-from harness.measure.stopwatch import stopwatch
 from harness.records import Failed
 from harness.run.config import Sampling
 from harness.run.journal import writing
@@ -106,10 +105,9 @@ class InProcess:
             if made_up:
                 return take(probe, sampling, rival)
             reference = self._reference(level_ms) if level_ms is not None else None
-            with stopwatch():
-                if reference is None:
-                    return take(probe, sampling, rival, machine=self._machine)
-                return take_beside(probe, reference, sampling, rival, machine=self._machine)
+            if reference is None:
+                return take(probe, sampling, rival, machine=self._machine)
+            return take_beside(probe, reference, sampling, rival, machine=self._machine)
 
         return attempt("measure", work)
 
@@ -119,8 +117,7 @@ class InProcess:
             path = self._spec.reference
             candidate = Candidate(digest=digest_of(()), edges=(), source=lambda: path)
             self._beside = self._build(candidate, self._benchmarkers[MAIN]).handle
-            with stopwatch():
-                warm_up(self._probe(self._beside), Sampling())
+            warm_up(self._probe(self._beside), Sampling())
         return None if self._beside is None else Reference(self._probe(self._beside), level_ms)
 
     def evaluate(self, handle: int, evaluator: str = MAIN, watch: Watch | None = None) -> Accuracy | Failed:
@@ -153,6 +150,9 @@ class InProcess:
         if evaluator.metric not in metrics:
             raise EvaluationFailed(f"the evaluator gave {', '.join(metrics) or 'nothing'}, but not {evaluator.metric}")
         per_item = tuple(float(value) for value in accuracy.per_item)
+        for number, value in enumerate(per_item):
+            if not math.isfinite(value):
+                raise EvaluationFailed(f"per_item[{number}] is {value}: give a figure for every item, or for none")
         return Accuracy(metrics=metrics, per_item=per_item, evidence=accuracy.evidence, note=str(accuracy.note))
 
     def release(self, handle: int) -> None:

@@ -159,8 +159,9 @@ def _watched(attempt: Callable[[], Readings], probe: Probe, machine: Machine | N
     before = machine.read()
     readings = attempt()
     after = machine.read()
-    own: Callable[[], Mapping[str, float]] = getattr(probe, "conditions", dict)
-    return _Watched(readings=readings, disturbed=disturbance(before, after), conditions={**after.facts(), **own()})
+    told: Callable[[], Mapping[str, float]] = getattr(probe, "conditions", dict)
+    own = {name: float(value) for name, value in told().items() if math.isfinite(value)}  # JSON has no others
+    return _Watched(readings=readings, disturbed=disturbance(before, after), conditions={**after.facts(), **own})
 
 
 def fixed_inputs(types: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], seed: int = 0) -> dict[str, Array]:

@@ -27,6 +27,7 @@ from harness.measure.engines import MAIN, Built, Engines, Watch, WorkerSpec
 from harness.measure.local import InProcess, attempt, tail
 from harness.measure.sampling import Samples
 from harness.measure.stats import Interval
+from harness.measure.stopwatch import stopwatch
 from harness.measure.worker import Worker, end_with_driver
 from harness.records import Failed
 from harness.run.config import Limits, Sampling
@@ -101,8 +102,11 @@ class Sandbox:
         self, handle: int, sampling: Sampling, rival: Interval | None = None, level_ms: float | None = None
     ) -> Samples | Failed:
         """See `Engines`; the first engine that is timed beside the reference waits for that to be built."""
+        if lost := self._lost(handle, "measure"):
+            return lost
         limit_s = self._limits.measure_s + (self._limits.build_s if level_ms else 0.0)
-        return self._lost(handle, "measure") or self._call("sample", limit_s, handle, sampling, rival, level_ms)
+        with stopwatch():  # held here, so that no limit counts how long another run has it
+            return self._call("sample", limit_s, handle, sampling, rival, level_ms)  # type: ignore[no-any-return]
 
     def evaluate(self, handle: int, evaluator: str = MAIN, watch: Watch | None = None) -> Accuracy | Failed:
         """See `Engines`."""
@@ -159,7 +163,9 @@ class Sandbox:
             self._stop()
             memory_gb = self._limits.memory_gb
             return Failed(
-                stage="crash", reason=f"{method} used more than {memory_gb:g} GB of memory (limits.memory_gb)"
+                stage="crash",
+                reason=f"{method} used more than {memory_gb:g} GB of memory (limits.memory_gb, which all engines of a "
+                "worker share)",
             )
         except (EOFError, OSError):
             reason = f"the worker {worker.ending()} during {method}"

@@ -100,8 +100,8 @@ class LocalSite:
 
     @contextmanager
     def workers(self, spec: WorkerSpec, engines: Engines, maker: Maker, baseline: Candidate) -> Iterator[Workers]:
-        """See `Site`; a single worker needs no thread, nor a second process."""
-        if self._executor.workers == 1:
+        """See `Site`; a single worker of a single search needs no thread, nor a second process."""
+        if self._executor.workers == self._executor.searches == 1:
             yield _Alone(engines)
             return
         with Pool(lambda: self.open(spec), self._executor.workers, self._gate) as pool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import socket
 import sys
 from pathlib import Path
@@ -17,6 +16,8 @@ from types import TracebackType
 from typing import Any, TextIO
 
 import numpy as np
+
+from harness.graph.files import copy_model
 
 __all__ = ["main"]
 
@@ -35,7 +36,7 @@ class _Benchmark:
         if isinstance(path_or_bytes, bytes):
             model.write_bytes(path_or_bytes)
         else:
-            shutil.copyfile(path_or_bytes, model)
+            copy_model(Path(path_or_bytes), Path(), model.name)  # with its weights, where they lie beside it
         _say(self._connection, {"model": str(model)})
         answer = self._connection.readline()
         if not answer:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 __all__ = [
-    "BUDGET_NOTE", "COST_NOTE", "DECIDED", "FINALIST_NOTE", "LEVEL_NOTE", "PRECISION_NOTE", "SECOND_NOTE",
-    "TARGET_NOTE", "VARIANCE_NOTE",
+    "BUDGET_NOTE", "COST_NOTE", "DECIDED", "FINALIST_NOTE", "LEVEL_NOTE", "LOSS_NOTE", "PRECISION_NOTE",
+    "SECOND_NOTE", "TARGET_NOTE", "VARIANCE_NOTE",
 ]  # fmt: skip
 
 BUDGET_NOTE = (
@@ -22,6 +22,10 @@ FINALIST_NOTE = (
 SECOND_NOTE = (
     "METHOD #2: the second best of a search, by its runoff where there was one, else by its own samples (of a front: "
     "by the area that it dominates)."
+)
+LOSS_NOTE = (
+    "The searches minimised the loss of accuracy, and no runoff was held: what is best or second best of their choices "
+    "is so by the loss that they saw, of equal ones by their own samples."
 )
 COST_NOTE = (
     "The seeds of a searcher together, wall-clock from the first proposal; composing, calibration, runoff and "

@@ -25,6 +25,7 @@ RULES = {
     "all-fp8": "all operators, fp8",
 }
 NAMES = {"f32": "FP32", "fp32": "FP32", "f16": "FP16", "fp16": "FP16", "bf16": "BF16"}
+Losses = Mapping[tuple[str, int | None], float]
 
 
 def decision_frame(results: Results) -> pd.DataFrame:
@@ -33,22 +34,31 @@ def decision_frame(results: Results) -> pd.DataFrame:
     Roles are the float precisions, "default PTQ" (each tool), the other baselines of the experiment ("linear
     operators", "all operators", further ones by their names), and "best found": of the searchers whose choice obeys the
     bound on accuracy the one with the highest speedup in the runoff, or where there was none by its own search samples,
-    so that its confirmed figures are fresh ones. `batch` is the first extent of the inputs, `megabytes` the size of the
-    exported file; both are None where they are not known.
+    or where the loss of accuracy was minimised the one that saw the least of it, so that its confirmed figures are
+    fresh ones. `batch` is the first extent of the inputs, `megabytes` the size of the exported file; both are None
+    where they are not known.
     """
     cells = {cell.name: cell for cell in results.cells}
     lines = []
     for name, part in main_frame(results).groupby("cell", sort=False):
         cell = cells.get(str(name))
         sizes = {} if cell is None else sizes_of(cell)
-        for role, line in _roles(part.to_dict("records"), results.stored):
+        for role, line in _roles(part.to_dict("records"), results.stored, _losses(cell)):
             size = sizes.get(line["row"])
             facts = {"role": role, "batch": _batch(cell), "megabytes": None if size is None else size / 1e6}
             lines.append({**line, **facts})
     return pd.DataFrame(lines)
 
 
-def _roles(lines: Sequence[dict[Any, Any]], stored: Stored) -> Iterator[tuple[str, dict[Any, Any]]]:
+def _losses(cell: CellResults | None) -> Losses:
+    """By searcher and seed the loss that the search saw of its choice, where that is what it minimised."""
+    if cell is None:
+        return {}
+    last = (pick for pick in cell.picks if pick.rank == 0 and pick.budget == cell.budget)
+    return {(pick.method, pick.seed): pick.loss for pick in last if pick.loss is not None}
+
+
+def _roles(lines: Sequence[dict[Any, Any]], stored: Stored, losses: Losses) -> Iterator[tuple[str, dict[Any, Any]]]:
     floats = [line for line in lines if line["method"] == FLOAT_ROW]
     named = [(NAMES.get(line["precision"], FLOAT_ROW), line) for line in floats]
     yield from sorted(named, key=lambda pair: pair[0] != "FP32")
@@ -57,14 +67,17 @@ def _roles(lines: Sequence[dict[Any, Any]], stored: Stored) -> Iterator[tuple[st
     yield from ((RULES.get(line["method"], line["method"]), line) for line in rules)
     found = [line for line in lines if line["method"] in stored.searchers]
     if found:
-        yield BEST, _favourite(found)
+        yield BEST, _favourite(found, losses)
 
 
-def _favourite(found: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
+def _favourite(found: Sequence[dict[Any, Any]], losses: Losses) -> dict[Any, Any]:
     """The searcher's line that did best before the confirmation, of those that obey the bound where any does."""
     confirmed = [line for line in found if pd.notna(line["speedup"])]
     obeying = [line for line in confirmed if not str(line["decision"]).startswith(BROKEN)]
     lines = obeying or confirmed or found
+    seen = {(line["method"], line["seed"]): line for line in lines}
+    if seen.keys() <= losses.keys():
+        return seen[min(seen, key=lambda search: (losses[search], -_seen(seen[search])))]
     met = all(pd.notna(line["runoff"]) for line in lines)
     return max(lines, key=lambda line: line["runoff"] if met else _seen(line))
 

@@ -20,7 +20,7 @@ from harness.report.searching import float_ms
 from harness.run.plan import CellSpec
 from harness.run.rows import FLOAT_ROW, Pick, favourite
 
-__all__ = ["BROKEN", "backend_of", "finalist_frame", "main_frame", "precision_frame"]
+__all__ = ["BROKEN", "backend_of", "finalist_frame", "main_frame", "precision_frame", "told_apart"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +39,10 @@ COLUMNS = (
 def main_frame(results: Results) -> pd.DataFrame:
     """One row a method: confirmed latency and speedup with 95 % intervals, accuracy, drop, cost, verdict, decision.
 
-    A searcher stands with the best of its seeds at the largest budget, by the runoff, or without one by its own
-    samples; the figures shown are fresh ones. `best` marks the fastest confirmed method of a finished cell among
-    those that obey the bound on accuracy, `tied` those of them that cannot be told from it. What was asked
-    for and is not there yet has a row with the verdict "missing". `beyond` marks the rows whose drop breaks that
-    bound, however fast they are.
+    A searcher stands with the best of its seeds at the largest budget, see `harness.run.rows.favourite`; the figures
+    shown are fresh ones. `best` marks the fastest confirmed method of a finished cell among those that obey the bound
+    on accuracy, `tied` those of them that cannot be told from it. What was asked for and is not there yet has a row
+    with the verdict "missing". `beyond` marks the rows whose drop breaks that bound, however fast they are.
     """
     lines = [line for cell in results.cells for line in _main_lines(cell, results)]
     waiting = {spec.name: spec for spec in results.stored.cells if spec.name in results.waiting}
@@ -58,6 +57,12 @@ def precision_frame(results: Results) -> pd.DataFrame:
     scored = main.groupby("cell")["score"].transform("count") > 0
     several = main.groupby(["model", "backend"])["quantized"].transform("nunique") > 1
     return main[scored | several].reset_index(drop=True)
+
+
+def told_apart(main: pd.DataFrame) -> pd.DataFrame:
+    """Lines of `main_frame` with the backend before their devices where there are several backends."""
+    several = len(main) > 0 and main["backend"].nunique() > 1
+    return main.assign(device=main["backend"] + " on " + main["device"]) if several else main
 
 
 def _main_lines(cell: CellResults, results: Results) -> list[dict[str, Any]]:

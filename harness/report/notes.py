@@ -14,8 +14,9 @@ from harness.report.decision import BEST
 from harness.report.frames import BROKEN
 from harness.report.naming import BEYOND, CAPPED, UNSCORED, metric_name
 from harness.report.results import CellResults, Results
+from harness.report.searching import looks
 from harness.report.tables import interval
-from harness.run.rows import ACCURACY_ONLY, FLOAT_ROW, Pick
+from harness.run.rows import ACCURACY_ONLY, FLOAT_ROW
 
 __all__ = [
     "backend_notes", "data_notes", "decision_note", "floor_note", "main_note", "noise", "partial", "progress",
@@ -224,8 +225,8 @@ def main_note(results: Results) -> str:
         )
     if own := ", ".join(_own(results.cells)):
         lines.append(f"Scores of the float models, with 95 % over images: {own}.")
-    if looks := [f"Full evaluations of {cell.name}: {text}." for cell in results.cells if (text := _looks(cell))]:
-        lines += ["Full evaluations: those whose metric was measured, seeds added up.", *looks]
+    if full := [f"Full evaluations of {cell.name}: {text}." for cell in results.cells if (text := looks(cell))]:
+        lines += ["Full evaluations: those whose metric was measured, seeds added up.", *full]
     lines += [f"Calibration of {c.name}: {text}." for c in results.cells for text in c.remarks]
     lines += [f"Starts of {c.name}: {text}." for c in results.cells for text in c.cache_remarks]
     return "\n".join([*lines, *filter(None, [partial(results)])])
@@ -260,23 +261,6 @@ def _reservations(cells: Sequence[CellResults], bounds: Sequence[float]) -> Iter
         yield f'"{ACCURACY_ONLY}": the device has no speed at that precision, so such a row is scored and never timed.'
     if names := {metric_name(cell.metric) for cell in cells if cell.metric in CAPPED}:
         yield f"No drop of {', '.join(sorted(names))}: it compares with the float model, whose own value is a cap."
-
-
-def _looks(cell: CellResults) -> str:
-    """How often each search looked at the metric, and how far its proxy agreed; "" where none did."""
-    largest = cell.budget
-    picks = [p for p in cell.picks if p.rank == 0 and p.budget == largest and p.scored is not None]
-    seeds = {method: [p for p in picks if p.method == method] for method in dict.fromkeys(p.method for p in picks)}
-    return ", ".join(f"{method} {_looked(found, largest)}{_agreed(found)}" for method, found in seeds.items())
-
-
-def _looked(seeds: Sequence[Pick], budget: int) -> str:
-    return f"{sum(pick.scored or 0 for pick in seeds)} of {budget * len(seeds)}"
-
-
-def _agreed(seeds: Iterable[Pick]) -> str:
-    told = [f"{pick.agreement:+.2f}" for pick in seeds if pick.agreement is not None]
-    return f" (rank correlation of proxy and metric {' and '.join(told)})" if told else ""
 
 
 def _denominator(cells: Iterable[CellResults]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from harness.measure.stats import Interval
-from harness.report.frames import BROKEN
+from harness.report.frames import BROKEN, told_apart
 from harness.report.statistics import geometric_mean
 from harness.report.tables import MISSING, Table, interval
 from harness.run.rows import FLOAT_ROW
@@ -47,9 +47,11 @@ def overview_frame(main: pd.DataFrame, budgets: pd.DataFrame) -> pd.DataFrame:
     Its `verdict`, `beyond` and `row` stay those of its best seed.
 
     A column is a method, or a float precision that is not the baseline. Means have `MEAN` for a model and no cell:
-    see `harness.report.statistics.geometric_mean`, over the cells of a device.
+    see `harness.report.statistics.geometric_mean`, over the cells of a device. Devices are those of
+    `harness.report.frames.told_apart`, so that no mean goes over two backends.
     """
-    lines = main[main["verdict"] != "baseline"]
+    apart = told_apart(main)
+    lines = apart[apart["verdict"] != "baseline"]
     if lines["cell"].nunique() < 2:
         return pd.DataFrame(columns=list(KEPT))
     floats = lines["method"] == FLOAT_ROW

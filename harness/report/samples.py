@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import pandas as pd
 
-from harness.measure.events import Block, Event, Readings
+from harness.measure.events import Block, Event, Key, Readings
 from harness.measure.stats import Interval, block_ci, paired_ratio_ci, verdict
 from harness.report.results import CellResults, Results
 from harness.run.rows import FLOAT_ROW
@@ -21,15 +21,19 @@ COLUMNS = ["cell", "row", "build", "group", "round", "sample", "latency_ms"]
 
 
 def counted(events: Iterable[Event]) -> list[Block]:
-    """The turns that count: a worker that started again replaces its earlier turns, a row that failed has none."""
-    found: dict[tuple[str, int, int], dict[int, Block]] = defaultdict(dict)
+    """The turns that count, as `Readings` has it: those of the last worker of a build and group, none of a lost row."""
+    found: dict[Key, dict[str, dict[int, Block]]] = defaultdict(lambda: defaultdict(dict))
+    workers: dict[Key, int] = {}
     for event in events:
-        key = (event.row, event.build, event.group)
+        key = (event.build, event.group)
         if isinstance(event, Block):
-            found[key][event.round] = event
+            if event.worker > workers.setdefault(key, event.worker):
+                found.pop(key)
+                workers[key] = event.worker
+            found[key][event.row][event.round] = event
         else:
-            found.pop(key, None)
-    return [block for turns in found.values() for block in turns.values()]
+            found[key].pop(event.row, None)
+    return [block for rows in found.values() for turns in rows.values() for block in turns.values()]
 
 
 def sample_frame(results: Results) -> pd.DataFrame:

@@ -14,7 +14,6 @@ from typing import Any
 
 from harness import registry
 from harness.errors import UserError
-from harness.graph.dialects import Dialect
 from harness.graph.files import parts
 from harness.graph.importer import import_qdq
 from harness.graph.load import load
@@ -22,6 +21,7 @@ from harness.graph.model import Model
 from harness.graph.patterns import find_patterns
 from harness.graph.regions import discover
 from harness.graph.space import build_space
+from harness.graph.spoken import dialect_called, dialect_name
 from harness.report.picture import marks_of, scene_of
 from harness.report.results import CellResults
 from harness.run.plan import precisions_of
@@ -108,11 +108,9 @@ def _size(path: Path) -> int:
 def _dimensions(cell: CellResults, model: Model) -> tuple[Dimension, ...]:
     """Insertion points as the runtime's dialect has them; none where its plug-in is not installed any more."""
     try:
-        dialect: Any = registry.load("dialect", _dialect(cell.facts))
+        dialect = dialect_called(_dialect(cell.facts))
     except UserError as error:
         logger.warning("%s: no insertion points on the page: %s", cell.name, error)
-        return ()
-    if not isinstance(dialect, Dialect):
         return ()
     return build_space(model, dialect, precisions=precisions_of(str(cell.facts["precision"]))).dimensions
 
@@ -122,7 +120,7 @@ def _dialect(facts: Mapping[str, Any]) -> str:
     if "dialect_use" in facts:
         return str(facts["dialect_use"])
     name = str(facts["backend"].get("name"))
-    return str(getattr(registry.load("benchmarker", name), "dialect", name))
+    return dialect_name(registry.load("benchmarker", name), name, facts["backend"])
 
 
 def _marks(cell: CellResults, model: Model) -> Mapping[str, list[list[Any]]]:

@@ -13,11 +13,11 @@ import pandas as pd
 from harness.measure.stats import CLAIM_FLOOR, Interval, median_ci
 from harness.report.results import CellResults, Results
 from harness.report.searches import Search
-from harness.run.rows import FLOAT_ROW
+from harness.run.rows import FLOAT_ROW, Pick
 
 __all__ = [
     "TARGETS", "budget_frame", "chosen", "cost_frame", "curve_frame", "early_ends", "failures", "float_level_ms",
-    "float_ms", "ratio_over_seeds", "speedups_at", "target_frame",
+    "float_ms", "looks", "ratio_over_seeds", "speedups_at", "target_frame",
 ]  # fmt: skip
 
 TARGETS = (0.95, 0.99)
@@ -120,6 +120,27 @@ def failures(results: Results) -> list[str]:
         if told:
             lines.append(f"Failed evaluations, {cell.name}: {'; '.join(told)}.")
     return lines
+
+
+def looks(cell: CellResults) -> str:
+    """How often each search looked at the metric, and how far its proxy agreed; "" where none did."""
+    largest = cell.budget
+    picks = [p for p in cell.picks if p.rank == 0 and p.budget == largest and p.scored is not None]
+    seeds = {method: [p for p in picks if p.method == method] for method in dict.fromkeys(p.method for p in picks)}
+    return ", ".join(f"{method} {_looked(found, cell)}{_agreed(found)}" for method, found in seeds.items())
+
+
+def _looked(seeds: Sequence[Pick], cell: CellResults) -> str:
+    """How many evaluations were scored, of those that were spent: a search may have ended before its budget."""
+    largest = cell.budget
+    spent = {f"{s.searcher}-{s.seed}": min(s.evaluations, largest) for s in cell.searches}
+    total = sum(spent.get(f"{pick.method}-{pick.seed}", largest) for pick in seeds)
+    return f"{sum(pick.scored or 0 for pick in seeds)} of {total}"
+
+
+def _agreed(seeds: Iterable[Pick]) -> str:
+    told = [f"{pick.agreement:+.2f}" for pick in seeds if pick.agreement is not None]
+    return f" (rank correlation of proxy and metric {' and '.join(told)})" if told else ""
 
 
 def cost_frame(results: Results) -> pd.DataFrame:

@@ -14,6 +14,7 @@ from harness.report.captions import (
     BUDGET_NOTE,
     COST_NOTE,
     FINALIST_NOTE,
+    LOSS_NOTE,
     PRECISION_NOTE,
     SECOND_NOTE,
     TARGET_NOTE,
@@ -21,7 +22,7 @@ from harness.report.captions import (
 )
 from harness.report.decision import BEST, decision_frame
 from harness.report.fixed import fixed_frame, fixed_table
-from harness.report.frames import finalist_frame, main_frame, precision_frame
+from harness.report.frames import finalist_frame, main_frame, precision_frame, told_apart
 from harness.report.naming import CAPPED, METRICS, judged, score_head, shown_drop
 from harness.report.notes import backend_notes, data_notes, decision_note, floor_note, main_note, noise
 from harness.report.overview import overview_frame, overview_table
@@ -43,8 +44,10 @@ TIMED = frozenset({
 """Tables of latencies: what casts doubt on those, and their floor, stands below each."""
 FLOORED = frozenset({"main", "fixed"})
 """Those of them that tell the floors themselves."""
-SPENT = frozenset({"main", "budget", "fixed", "targets"})
+SPENT = frozenset({"main", "overview", "budget", "fixed", "targets", "pairs", "ablation"})
 """Tables whose reader takes it that budgets were spent."""
+CHOSEN = frozenset({"main", "decision", "finalists"})
+"""Tables of what searches and their seeds have chosen, which tell by what."""
 
 
 def tables_of(results: Results) -> Iterator[Table]:
@@ -52,22 +55,24 @@ def tables_of(results: Results) -> Iterator[Table]:
     told = (*data_notes(results.cells), *backend_notes(results.cells))
     ends = early_ends(results)
     doubts = tuple(filter(None, map(noise, results.cells)))
+    losses = [LOSS_NOTE] if any(pick.loss is not None for cell in results.cells for pick in cell.picks) else []
 
     def noted(table: Table) -> Table:
         floors = [floor_note(results.cells)] if table.name in TIMED - FLOORED else []
-        note = "\n".join([table.note, *floors, *(ends if table.name in SPENT else []), *told])
+        chosen, spent = (losses if table.name in CHOSEN else []), (ends if table.name in SPENT else [])
+        note = "\n".join([table.note, *chosen, *floors, *spent, *told])
         return replace(table, note=note, warnings=(*(doubts if table.name in TIMED else ()), *table.warnings))
 
     return (noted(table) for table in _made(results) if len(table.cells))
 
 
 def _made(results: Results) -> Iterator[Table]:
-    main = _told_apart(main_frame(results))
-    yield _marked("main", "Main results", main, _main_row, main_note(results))
+    main = main_frame(results)
+    yield _marked("main", "Main results", told_apart(main), _main_row, main_note(results))
     yield overview_table(overview_frame(main, budget_frame(results)))
-    precision = _told_apart(precision_frame(results))
+    precision = told_apart(precision_frame(results))
     yield _marked("precision", "Precision and decision", precision, _precision_row, PRECISION_NOTE)
-    yield _decision(_told_apart(decision_frame(results)))
+    yield _decision(told_apart(decision_frame(results)))
     yield _budgets(budget_frame(results))
     yield fixed_table(fixed_frame(results))
     yield _targets(target_frame(results))
@@ -75,12 +80,6 @@ def _made(results: Results) -> Iterator[Table]:
     yield _cost(cost_frame(results), failures(results))
     yield from study_tables(results)
     yield _variance(variance_frame(results))
-
-
-def _told_apart(main: pd.DataFrame) -> pd.DataFrame:
-    """Devices with the backend before them where there are several backends."""
-    several = len(main) > 0 and main["backend"].nunique() > 1
-    return main.assign(device=main["backend"] + " on " + main["device"]) if several else main
 
 
 def _marked(

@@ -21,9 +21,9 @@ FEWEST = 4
 def transfer_frame(results: Results) -> pd.DataFrame:
     """What the best placement of each cell gives elsewhere, and at home: on other backends, and in other models.
 
-    The best is the finalist that did best before the confirmation: by the runoff where all finalists were in it, else
-    by their searches' own samples. Elsewhere it is the row that was brought over from there ("from_" and the name of
-    the backend or model), else on another backend the row with the same resolved edges.
+    The best is the finalist that did best before the confirmation, see `harness.run.rows.favourite`. Elsewhere it is
+    the row that was brought over from there ("from_" and the name of the backend or model), else on another backend the
+    row with the same resolved edges.
 
     Returns:
         Columns across ("backends" or "models"), within (what is the same: the model, or the backend), precision,
@@ -92,6 +92,8 @@ def _counterpart(pick: Pick, source: CellResults, target: CellResults, across: s
 def likeness_frame(results: Results) -> pd.DataFrame:
     """Rank correlation of confirmed latencies between two cells of one model, over the placements that both have.
 
+    A tool's model counts where both have the same file: what a tool makes for one runtime is no placement of another.
+
     Returns:
         Columns model, precision, first, second, rows, spearman.
     """
@@ -100,7 +102,7 @@ def likeness_frame(results: Results) -> pd.DataFrame:
     lines = []
     for (model, precision), cells in _families(results, "backends").items():
         for one, two in itertools.combinations(cells, 2):
-            shared = [row for row in one.summaries if row in two.summaries and not row.startswith(FLOAT_ROW)]
+            shared = [row for row in one.summaries if row in two.summaries and _one_placement(row, one, two)]
             if len(shared) < FEWEST:
                 continue
             latency_ms = [[cell.summaries[row].latency_ms.value for row in shared] for cell in (one, two)]
@@ -108,3 +110,13 @@ def likeness_frame(results: Results) -> pd.DataFrame:
             facts = {"model": model, "precision": precision, **names, "rows": len(shared)}
             lines.append({**facts, "spearman": float(spearmanr(*latency_ms).statistic)})
     return pd.DataFrame(lines, columns=["model", "precision", "first", "second", "rows", "spearman"])
+
+
+def _one_placement(row: str, one: CellResults, two: CellResults) -> bool:
+    """Whether what both have is one placement: a digest says so, the name of a tool does not, and float is none."""
+    if row.startswith(FLOAT_ROW):
+        return False
+    if all(pick.method != row for cell in (one, two) for pick in cell.picks):
+        return True
+    own, other = one.rows.get(row), two.rows.get(row)
+    return own is not None and other is not None and own.sha256 == other.sha256

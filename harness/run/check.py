@@ -25,9 +25,9 @@ from harness.evaluators.feeding import batches
 from harness.evaluators.inputs import evaluator_params
 from harness.evaluators.intervals import too_few
 from harness.evaluators.preprocess import open_plugin, open_preprocess
-from harness.graph.dialects import Dialect
 from harness.graph.importer import refuse_quantized
 from harness.graph.model import Model
+from harness.graph.spoken import dialect_called, dialect_name
 from harness.paths import locate
 from harness.run.bounds import check_bound, too_fine
 from harness.run.config import Experiment, Method, ModelSpec, Use
@@ -166,9 +166,7 @@ def _check_backend(backend: Use, precisions: tuple[str, ...]) -> None:
         made = registry.guarded(what, lambda: registry.create("benchmarker", backend.use, backend.params))
     except CandidateError as error:
         raise UserError(f"{what}: {error}") from error
-    dialect: Any = registry.load("dialect", getattr(made, "dialect", backend.use))
-    if not isinstance(dialect, Dialect):
-        raise UserError(f"dialect of {what}: a harness.graph.dialects.Dialect, but got {dialect!r}")
+    dialect = dialect_called(dialect_name(made, backend.use, {}))
     for precision in precisions:
         if precision not in dialect.precisions:
             raise UserError(f"precision {precision!r}: {what} runs {', '.join(sorted(dialect.precisions))}")

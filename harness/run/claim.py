@@ -19,7 +19,7 @@ from harness.errors import UserError
 from harness.run.compare import ADVICE, Changed, same
 from harness.run.config import Experiment, load_experiment, to_yaml
 from harness.run.rows import write_text
-from harness.run.sections import put_aside
+from harness.run.sections import free_name
 
 __all__ = ["claimed"]
 
@@ -101,7 +101,7 @@ def _claim(file: Path, experiment: Experiment, accept_changes: bool) -> str:
     if not (accept_changes or all(grown)):
         raise Changed(f"{file.parent}: holds results of another experiment (different: {', '.join(changed)}); {ADVICE}")
     if changed:
-        put_aside(file)
+        write_text(free_name(file), file.read_text(encoding="utf-8"))  # a copy: the folder is never without its file
         write_text(file, to_yaml(experiment))
     return "; ".join(grown) if all(grown) else ""
 

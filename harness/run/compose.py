@@ -23,6 +23,7 @@ from harness.graph.load import load, save
 from harness.graph.model import Model
 from harness.graph.points import why_none
 from harness.graph.space import build_space
+from harness.graph.spoken import dialect_called, dialect_name
 from harness.measure.engines import MAIN
 from harness.run.config import Experiment, ModelSpec, Use
 from harness.run.engine import Seed
@@ -258,8 +259,7 @@ class _Feeds:
 
 def dialect_use(backend: Use, facts: Facts) -> str:
     """The dialect that a backend has on the device whose facts these are, by the name that the registry has for it."""
-    benchmarker = registry.create("benchmarker", backend.use, backend.params)
-    return str(facts.get("dialect", getattr(benchmarker, "dialect", backend.use)))
+    return dialect_name(registry.create("benchmarker", backend.use, backend.params), backend.use, facts)
 
 
 def _runtime(backend: Use, facts: Facts | None) -> tuple[Dialect, frozenset[str], Facts]:
@@ -270,9 +270,7 @@ def _runtime(backend: Use, facts: Facts | None) -> tuple[Dialect, frozenset[str]
     """
     benchmarker = registry.create("benchmarker", backend.use, backend.params)
     facts = benchmarker.describe() if facts is None else facts
-    dialect: Any = registry.load("dialect", dialect_use(backend, facts))
-    if not isinstance(dialect, Dialect):
-        raise UserError(f"dialect of backend {backend.use!r}: a harness.graph.dialects.Dialect, but got {dialect!r}")
+    dialect = dialect_called(dialect_name(benchmarker, backend.use, facts))
     return dialect, frozenset(getattr(benchmarker, "accuracy_only", ())), facts
 
 

@@ -108,13 +108,14 @@ def float_latency(folder: Path) -> float:
     return summarise(events, baseline=FLOAT_ROW).rows[FLOAT_ROW].latency_ms.value
 
 
-def confirm_rows(
+def confirm_rows(  # noqa: PLR0913 - what, where, and how
     plan: Confirmation,
     open_engines: OpenEngines,
     worker: WorkerSpec,
     table: Table,
     backend: Mapping[str, Any],
     observer: Observer,
+    retry_failed: bool = False,
 ) -> None:
     """Confirm what is not yet confirmed.
 
@@ -125,6 +126,7 @@ def confirm_rows(
         plan: How.
         open_engines: Opens engines where the cell runs.
         backend: The benchmarker's own facts.
+        retry_failed: Try once more what failed.
 
     Raises:
         UserError: The baseline fails, or the record cannot be written.
@@ -140,7 +142,7 @@ def confirm_rows(
     baseline = turns.pop(FLOAT_ROW)
     rows = tuple(turns.values())
     contest = Contest(name="confirmation", path=path, header=header, baseline=baseline, rows=rows, plan=plan)
-    hold(contest, lambda: open_engines(worker), observer)
+    hold(contest, lambda: open_engines(worker), observer, retry_failed)
 
 
 def read_events(folder: Path) -> tuple[Event, ...]:

@@ -45,10 +45,13 @@ class Contest:
     plan: Rounds
 
 
-def hold(contest: Contest, open_engines: OpenEngines, observer: Observer) -> None:
+def hold(contest: Contest, open_engines: OpenEngines, observer: Observer, retry_failed: bool = False) -> None:
     """Time what is not yet timed.
 
     A record that was made with another header is kept as `NAME.<n>.jsonl`, and the contest starts anew.
+
+    Args:
+        retry_failed: What failed counts as not yet timed; the rows that shared its worker are timed again with it.
 
     Raises:
         UserError: The baseline fails, or the record cannot be written.
@@ -56,7 +59,7 @@ def hold(contest: Contest, open_engines: OpenEngines, observer: Observer) -> Non
     path, plan = contest.path, contest.plan
     text = json.dumps({"kind": "header", **contest.header}, sort_keys=True)
     _put_aside(path, text)
-    done = read_contest(path)
+    done = tuple(event for event in read_contest(path) if not (retry_failed and isinstance(event, Dropped)))
     left = _left(contest, done)
     title = f"{contest.name}: {len(contest.rows)} rows"
     with path.open("ab", buffering=0) as file, observer.work(title, len(left)) as step:

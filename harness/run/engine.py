@@ -190,7 +190,8 @@ class _Search:
             return [self._seeds.popleft() for _ in range(min(free, left, len(self._seeds)))]
         if self._waiting and self._waiting[-1][0].origin.startswith("seed:"):
             return []  # a searcher's first proposal comes after all that it is told beforehand
-        self._check_start()
+        if not any(asked.origin == RETRY for asked, _ in self._waiting):  # else there may still be one that works
+            self._check_start()
         return [(placement, "searcher") for placement in self._searcher.ask(min(free, left))]
 
     def _retries(self, free: int) -> Sequence[_Proposal]:
@@ -198,7 +199,9 @@ class _Search:
         if not self._settled(RETRY):
             return []
         if self._again is None:
-            self._again = deque((placement, RETRY) for placement, _ in self._failures.values())
+            under_way = {asked.digest for asked, _ in self._waiting}  # of a run that was interrupted
+            failed = ((digest, placement) for digest, (placement, _) in self._failures.items())
+            self._again = deque((placement, RETRY) for digest, placement in failed if digest not in under_way)
         return [self._again.popleft() for _ in range(min(free, len(self._again)))] or self._propose(free)
 
     def _settled(self, origin: str) -> bool:

@@ -75,7 +75,7 @@ def run_experiment(
         base: Folder that relative paths of the experiment start from.
         out: Results folder; created where missing.
         accept_changes: A cell that was begun with something else is kept beside, and begun anew.
-        retry_failed: What failed in searches that were interrupted or finished is attempted once more.
+        retry_failed: What failed in searches, runoffs and confirmations is attempted once more.
 
     Raises:
         SearchesBroke: Searchers raised what they should not; all else was done.
@@ -205,7 +205,7 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
             at_once(searches, experiment.executor.searches)
         remember(cell, goal, folder)
         others = [name for name in benchmarkers if name != MAIN]
-        found = run_off(running, lambda: site.open(worker))
+        found = run_off(running, lambda: site.open(worker), place.retry_failed)
         if place.searching:
             choose(running, found, others)
             return
@@ -217,9 +217,9 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
                 scoring.show_float(book, cell.model_file)
             book.score(table)
         backend = engines.describe()
-    confirm_rows(experiment.confirmation, site.open, worker, table.timed, backend, observer)
+    confirm_rows(experiment.confirmation, site.open, worker, table.timed, backend, observer, place.retry_failed)
     shutil.rmtree(cell.work, ignore_errors=True)
-    if not any(end.broken for end in map(running.end, runs) if end is not None):  # else the same command tries it again
+    if not any(end.broken for run in runs if (end := running.end(run))):  # else the same command tries it again
         note_through(folder, running.asked_for())
 
 

@@ -126,7 +126,7 @@ def _baseline(name: str, cell: Cell, exporter: _Exporter) -> tuple[str, str]:
 
 
 def _found(running: Running, found: Found, exporter: _Exporter) -> Iterator[Pick]:
-    budgets = running.experiment.budget.evaluations
+    budgets, by_loss = running.experiment.budget.evaluations, running.judge.goal.minimize == "accuracy"
     largest = max(budgets)
     for run in running.cell.spec.runs:
         if run.name not in found.reached:
@@ -144,6 +144,7 @@ def _found(running: Running, found: Found, exporter: _Exporter) -> Iterator[Pick
                     rank=rank,
                     minutes=there.minutes,
                     search_ms=trial.latency_ms,
+                    loss=trial.score.objective if by_loss else None,
                     runoff=found.speedups.get(trial.digest),
                     scored=there.looks.full or None,
                     agreement=there.looks.agreement,

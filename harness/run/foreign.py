@@ -8,9 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
 
-from harness import registry
 from harness.api import Array
 from harness.calibrate.ptq import PtqOptions, modelopt_ptq, ort_static, ptq_fingerprint
 from harness.errors import BuildFailed
@@ -18,6 +16,7 @@ from harness.graph.dialects import ONNXRUNTIME_S8, ONNXRUNTIME_S8_7BIT, Dialect
 from harness.graph.diff import pairs_in
 from harness.graph.insert import Inserter
 from harness.graph.model import Model
+from harness.graph.spoken import dialect_called
 from harness.paths import cache_folder
 from harness.run.journal import writing
 from harness.run.observe import Observer
@@ -100,9 +99,9 @@ def extreme_form(
 
 def _signed(dialect_name: str) -> str:
     """ONNX Runtime's dialect with INT8 activations, and weights of as many bits as another's."""
-    other: Any = registry.load("dialect", dialect_name)
+    limit = dialect_called(dialect_name).weight_limit
     kinds = (ONNXRUNTIME_S8, ONNXRUNTIME_S8_7BIT)
-    return next((kind.name for kind in kinds if kind.weight_limit == other.weight_limit), ONNXRUNTIME_S8.name)
+    return next((kind.name for kind in kinds if kind.weight_limit == limit), ONNXRUNTIME_S8.name)
 
 
 def _key(name: str, options: PtqOptions, data_key: str) -> str:

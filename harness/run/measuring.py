@@ -23,7 +23,8 @@ class Sampling(_Section):
         max_ms: Stop after so long, when min_samples are there.
         target: Stop when the 95 % interval of the median is narrower than this share of it.
         beside: Whether a candidate is timed in turns with the float model, which takes the machine's pace out of its
-            readings and twice the time; "auto": where the A/A floor is above 2 %.
+            readings and twice the time; "auto": where the float model's turns before the searches scatter by more than
+            2 %.
     """
 
     warmup_ms: Annotated[float, Field(ge=0)] = 50.0

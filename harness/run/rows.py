@@ -59,6 +59,7 @@ class Pick:
         budget: Evaluations after which the search would have stopped; None for the others.
         row: `Row.id`, or "" where the method gave nothing.
         search_ms: Latency by the search's own samples.
+        loss: Loss of the metric that the search saw, where that is what it minimised; None elsewhere.
         runoff: Speedup over the float model in the runoff that chose the row; None where there was none.
         reason: Why there is no row, or none that is timed.
         scored: Evaluations of the search whose metric was measured; None where it looked at none.
@@ -73,6 +74,7 @@ class Pick:
     rank: int = 0
     minutes: float | None = None
     search_ms: float | None = None
+    loss: float | None = None
     runoff: float | None = None
     reason: str = ""
     scored: int | None = None
@@ -82,9 +84,12 @@ class Pick:
 def favourite(picks: Iterable[Pick]) -> Pick | None:
     """The searches' choice that did best before the confirmation, which reports and must not choose.
 
-    By the runoff where all of them were in it, else by the searches' own samples; None where nothing was measured.
+    By the loss of accuracy where that was minimised, the faster of equal ones; else by the runoff where all of them
+    were in it, else by the searches' own samples; None where nothing was measured.
     """
     found = [pick for pick in picks if pick.kind == "search" and pick.row and pick.search_ms is not None]
+    if found and all(pick.loss is not None for pick in found):
+        return min(found, key=lambda pick: (pick.loss or 0.0, pick.search_ms or 0.0))
     if all(pick.runoff is not None for pick in found):
         return max(found, key=lambda pick: pick.runoff or 0.0, default=None)
     return min(found, key=lambda pick: pick.search_ms or 0.0)

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from harness.graph.files import file_digest
 from harness.measure.engines import Engines
 from harness.measure.executor import Attempt, AttemptWith
 from harness.measure.site import Workers
@@ -150,8 +151,9 @@ class Running:
         return facts_digest(self.experiment.model_dump(mode="json", exclude={"description", "executor"}))
 
     def asked_for(self) -> str:
-        """Digest of what the experiment asks of the cell, and of what its searches are begun with."""
-        return facts_digest([self.config, *map(self._begun_with, self.cell.spec.runs)])
+        """Digest of what the experiment asks of the cell, and of what that is begun with: models of others too."""
+        brought = {name: file_digest(f.path) for name, f in self.cell.foreign.items() if f.path is not None}
+        return facts_digest([self.config, brought, *map(self._begun_with, self.cell.spec.runs)])
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be the same for a run to go on."""

@@ -50,10 +50,15 @@ class Found:
     speedups: Mapping[str, float] = field(default_factory=dict)
 
 
-def run_off(running: Running, open_engines: Callable[[], AbstractContextManager[Engines]]) -> Found:
+def run_off(
+    running: Running, open_engines: Callable[[], AbstractContextManager[Engines]], retry_failed: bool = False
+) -> Found:
     """How far each search of a cell came, with as many leaders as are confirmed, best first.
 
     Its turns are kept in `runoff.jsonl`, so that a cell that goes on has the same winners.
+
+    Args:
+        retry_failed: Try once more what failed in it.
 
     Raises:
         UserError: The float model fails, or the record cannot be written.
@@ -63,8 +68,9 @@ def run_off(running: Running, open_engines: Callable[[], AbstractContextManager[
         return Found(reached=found)
     contest = _contest(running, found)
     if len(contest.rows) > 1:
-        hold(contest, open_engines, running.observer)
-    speedups = read_speedups(contest.path, FLOAT_ROW)
+        hold(contest, open_engines, running.observer, retry_failed)
+    contested = running.experiment.confirmation.contenders > 1  # else a record is of an experiment that had more
+    speedups = read_speedups(contest.path, FLOAT_ROW) if contested else {}
     settled = {
         name: {budget: _settled(there, speedups, running) for budget, there in budgets.items()}
         for name, budgets in found.items()

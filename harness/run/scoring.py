@@ -14,6 +14,7 @@ from harness.evaluators.inputs import doubt
 from harness.graph.model import Model
 from harness.measure.engines import MAIN
 from harness.records import Failed
+from harness.run.compare import facts_digest
 from harness.run.config import ModelSpec, Use
 from harness.run.confirming import float_latency
 from harness.run.goal import Goal
@@ -140,6 +141,7 @@ def scoring_of(objective: Objective, spec: ModelSpec, model: Model, base: Path, 
         evaluators[SEARCH] = _there(evaluator_use(spec, model, base, work, "search"))
     if objective.scored and objective.proxy and main.use != "fidelity":
         evaluators[PROXY_EVALUATOR] = proxy_use(objective.proxy, spec, model, base, work)
+    facts["data"] = {name: _gone_by(use) for name, use in evaluators.items()}
     return Scoring(
         objective=objective,
         evaluators=evaluators,
@@ -147,6 +149,13 @@ def scoring_of(objective: Objective, spec: ModelSpec, model: Model, base: Path, 
         higher_is_better=factory.higher_is_better,
         facts=facts,
     )
+
+
+def _gone_by(use: Use) -> str | None:
+    """Digest of the data and the preparation that an evaluator goes by, as it tells; None where it does not."""
+    made = registry.guarded(f"evaluator {use.use!r}", lambda: registry.create("evaluator", use.use, use.params))
+    told = getattr(made, "fingerprint", None)
+    return None if told is None else facts_digest(told)
 
 
 def proxy_use(samples: int, spec: ModelSpec, model: Model, base: Path, work: Path) -> Use:

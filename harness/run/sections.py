@@ -11,7 +11,7 @@ from harness.run.compare import Changed
 from harness.run.journal import writing
 from harness.run.observe import Observer
 
-__all__ = ["LOSSES", "in_sections", "put_aside"]
+__all__ = ["LOSSES", "free_name", "in_sections", "put_aside"]
 
 LOSSES = 3
 """So often a cell goes on after it lost a worker while it had no other that could take over."""
@@ -45,14 +45,19 @@ def in_sections(folder: Path, work: Callable[[], None], accept_changes: bool, ob
 
 
 def put_aside(path: Path) -> Path:
-    """Give a file or folder the next free name NAME.<n>, before the suffix where it has one that is ours.
+    """Give a file or folder the next name of `free_name`.
 
     Raises:
         UserError: It cannot be renamed.
     """
-    stem, suffix = (path.stem, path.suffix) if path.is_file() else (path.name, "")
-    names = (path.with_name(f"{stem}.{number}{suffix}") for number in itertools.count(1))
-    kept = next(name for name in names if not name.exists())
+    kept = free_name(path)
     with writing(path):
         path.rename(kept)
     return kept
+
+
+def free_name(path: Path) -> Path:
+    """The next free name NAME.<n> beside a file or folder, before the suffix of a file."""
+    stem, suffix = (path.stem, path.suffix) if path.is_file() else (path.name, "")
+    names = (path.with_name(f"{stem}.{number}{suffix}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())

@@ -16,7 +16,7 @@ from harness.evaluators.datasets import open_images
 from harness.evaluators.feeding import image_input, image_size
 from harness.evaluators.preprocess import Size, open_preprocess
 from harness.graph.cleaning.shapes import parse_shape
-from harness.workflows.model_file import onnx_file, static_shapes, static_types
+from harness.workflows.model_file import Place, onnx_file, static_shapes, static_types
 from harness.workflows.respelling import respelled
 
 __all__ = ["ADVISED", "USUAL_SIZES", "input_size", "write_calibration"]
@@ -30,6 +30,9 @@ USUAL_SIZES: Mapping[str, Size] = MappingProxyType(
     }
 )  # fmt: skip
 """Inputs that models with these preprocessings have as a rule; YOLOX-Nano and -Tiny have 416 x 416."""
+
+
+OPTION = Place(key="--model", remedy="its height and width instead, such as --size 640x640")
 
 
 def input_size(preprocess: str, size: str | None, model: str | None) -> Size:
@@ -47,7 +50,7 @@ def input_size(preprocess: str, size: str | None, model: str | None) -> Size:
         raise UserError("--size and --model: give one of them")
     if model is not None:
         _, declared = onnx_file(model, Path.cwd(), "--model")
-        types = static_types(declared, static_shapes(declared, 1, {}))
+        types = static_types(declared, static_shapes(declared, 1, {}, OPTION))
         name = image_input(types)
         return image_size(name, types[name][1])
     if size is not None:

@@ -44,7 +44,7 @@ def build_engine(section: EngineSection, dataset: Dataset, base: Path, backend: 
     _mention(declared, section, backend)
     if backend.use == TENSORRT:
         return _by_tensorrt(section, (path, target), declared, dataset, backend.params)
-    shapes = static_shapes(declared, options.opt_batch_size, dataset.shapes)
+    shapes = _shapes(declared, options.opt_batch_size, dataset)
     dynamic = any(None in dims for _, dims in declared.inputs.values())
     if dynamic:
         logger.warning(
@@ -75,7 +75,7 @@ def _by_tensorrt(
         "profiles": _profiles(declared, options, dataset),
         **extra,
     }
-    types = static_types(declared, static_shapes(declared, options.opt_batch_size, dataset.shapes))
+    types = static_types(declared, _shapes(declared, options.opt_batch_size, dataset))
     try:
         return save_engine(path, target, _facts(paths, declared, Use(use=TENSORRT, params=params), types))
     except UserError as error:
@@ -92,16 +92,15 @@ def _profiles(declared: Declared, options: TensorRTOptions, dataset: Dataset) ->
         if options.max_batch_size > 1:
             logger.warning("tensorrt.max_batch_size: the model's batch is fixed, so the sizes given are left aside")
         return {}
-    shapes = {
-        key: static_shapes(declared, size, dataset.shapes if key == "opt" else _rebatched(dataset.shapes, size))
-        for key, size in sizes.items()
-    }
+    shapes = {key: _shapes(declared, size, dataset) for key, size in sizes.items()}
     return {name: {key: "x".join(map(str, shapes[key][name])) for key in sizes} for name in dynamic}
 
 
-def _rebatched(given: Mapping[str, str], size: int) -> dict[str, str]:
-    """Given shapes with another batch."""
-    return {name: f"{size}x{shape.partition('x')[2]}" for name, shape in given.items()}
+def _shapes(declared: Declared, batch: int, dataset: Dataset) -> dict[str, tuple[int, ...]]:
+    """Static shapes for a batch size, which counts more than that of a shape given, where the batch is dynamic."""
+    found = static_shapes(declared, batch, dataset.shapes)
+    dynamic = {name for name, (_, dims) in declared.inputs.items() if dims and dims[0] is None}
+    return {name: (batch, *shape[1:]) if name in dynamic else shape for name, shape in found.items()}
 
 
 def _mention(declared: Declared, section: EngineSection, backend: Use) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness.errors import UserError, nearest
@@ -11,11 +12,27 @@ from harness.graph.cleaning.shapes import parse_shape
 from harness.graph.declared import Declared, read_declared
 from harness.paths import locate
 
-__all__ = ["found_file", "onnx_file", "static_shapes", "static_types"]
+__all__ = ["Place", "found_file", "onnx_file", "static_shapes", "static_types"]
 
 PYTORCH = (".pt", ".pth", ".ckpt", ".tlt", ".safetensors", ".pt2")
 PICKLE, ZIP = b"\x80", b"PK"
 """How the files of torch.save begin, before and since PyTorch 1.6."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where users say the shapes of inputs; NAME and SHAPE stand for an input's.
+
+    Attributes:
+        key: What messages call the shape of an input.
+        remedy: How to give one.
+    """
+
+    key: str
+    remedy: str
+
+
+SPEC = Place(key="dataset.shapes.NAME", remedy="its static shape under dataset.shapes, for instance {NAME: SHAPE}")
 
 
 def onnx_file(text: str, base: Path, key: str) -> tuple[Path, Declared]:
@@ -58,26 +75,34 @@ def found_file(text: str, base: Path, key: str) -> Path:
         raise UserError(f"{key}: {error}") from error
 
 
-def static_shapes(declared: Declared, batch: int, given: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+def static_shapes(
+    declared: Declared, batch: int, given: Mapping[str, str], place: Place = SPEC
+) -> dict[str, tuple[int, ...]]:
     """A shape without dynamic dimensions for each input: as given, else the batch where only the first is dynamic.
+
+    Args:
+        declared: The model.
+        batch: For inputs of which only the first dimension is dynamic.
+        given: Shapes by input.
+        place: Where those come from.
 
     Raises:
         UserError: More than the batch is dynamic and nothing is given; a shape for an input that there is not.
     """
     for name in given:
         if name not in declared.inputs:
-            raise UserError(f"dataset.shapes.{name}: the model has no such input; {nearest(name, declared.inputs)}")
+            key = place.key.replace("NAME", name)
+            raise UserError(f"{key}: the model has no such input; {nearest(name, declared.inputs)}")
     found: dict[str, tuple[int, ...]] = {}
     for name, (_, dims) in declared.inputs.items():
         if name in given:
-            found[name] = parse_shape(given[name], f"dataset.shapes.{name}")
+            found[name] = parse_shape(given[name], place.key.replace("NAME", name))
             continue
         if None in dims[1:]:
             shown = "x".join("?" if size is None else str(size) for size in dims)
-            raise UserError(
-                f"input {name!r} is {shown}: say its static shape under dataset.shapes, for instance "
-                f"{{{name}: {'x'.join(str(size or 640) for size in (dims[0] or 1, *dims[1:]))}}}"
-            )
+            example = "x".join(str(size or 640) for size in (dims[0] or 1, *dims[1:]))
+            remedy = place.remedy.replace("NAME", name).replace("SHAPE", example)
+            raise UserError(f"input {name!r} is {shown}: say {remedy}")
         found[name] = tuple(batch if size is None else size for size in dims)
     return found
 

@@ -105,16 +105,19 @@ def modelopt_arguments(section: QuantizeSection, layers: Sequence[Layer], nodes:
     others = {node.op for node, layer in zip(nodes, found, strict=True) if layer is None or not _is_native(layer)}
     whole = {node.op for node in native} - others
     names = {node.name for node in native if node.op not in whole} | skipped(nodes, section.skip_names)
+    extra = dict(section.backend_kwargs)
+    own = extra.pop("op_types_to_exclude", None) or ()
+    left_out = whole | ({own} if isinstance(own, str) else set(own))
     arguments: dict[str, Any] = {
         "quantize_mode": mode,
         "calibration_method": METHODS[section.algorithm],
         "calibration_eps": providers(section.device),
         "log_level": "WARNING",
         **_wanted([layer for layer in layers if not _is_native(layer)], nodes, wanted),
-        **({"op_types_to_exclude": sorted(whole)} if whole else {}),
+        **({"op_types_to_exclude": sorted(left_out)} if left_out else {}),
         **({"nodes_to_exclude": excluded(sorted(names - {""}))} if names - {""} else {}),
     }
-    return {**arguments, **section.backend_kwargs}
+    return {**arguments, **extra}
 
 
 def providers(device: str) -> list[str]:

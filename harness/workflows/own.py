@@ -21,6 +21,7 @@ from harness.graph.load import load, save
 from harness.graph.model import Model, Node
 from harness.graph.operators import LINEAR
 from harness.graph.points import Point, points_of
+from harness.graph.spoken import dialect_called
 from harness.workflows.selection import assigned, skipped
 from harness.workflows.spec import Dtype, Layer
 
@@ -125,9 +126,7 @@ def _precisions(layers: Sequence[Layer]) -> tuple[str, ...]:
 
 
 def _dialect(name: str, precisions: Sequence[str]) -> Dialect:
-    dialect: Any = registry.load("dialect", name)
-    if not isinstance(dialect, Dialect):
-        raise UserError(f"dialect {name!r}: a harness.graph.dialects.Dialect, but got {dialect!r}")
+    dialect = dialect_called(name)
     names = {precision: dtype for dtype, precision in PRECISIONS.items()}
     for precision in precisions:
         base = "fp8" if precision == EMULATED else precision

@@ -12,7 +12,7 @@ from harness.errors import UserError, nearest
 from harness.graph.declared import Declared, read_declared
 from harness.paths import locate
 from harness.workflows.feeds import calibration_feeds
-from harness.workflows.model_file import onnx_file, static_shapes, static_types
+from harness.workflows.model_file import Place, onnx_file, static_shapes, static_types
 from harness.workflows.modelopt_arguments import check_arguments, excluded
 from harness.workflows.presets import PRESETS, describe_defaults, describe_presets
 from harness.workflows.quantize import Quantized, by_modelopt, counted, refuse_quantized
@@ -29,6 +29,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "int4": ("awq_clip", "rtn_dq"),
 }
 """Calibration methods by mode, the default first (`modelopt.onnx.quantization.quantize`, its docstring)."""
+OPTION = Place(key="--calibration_shapes NAME", remedy="--calibration_shapes NAME:SHAPE")
 PROVIDERS = ("NvTensorRtRtx", "trt", "cuda:x", "dml:x", "cpu")
 PASSED_ON = (
     "calibrate_per_node", "calibration_shapes", "high_precision_dtype", "use_external_data_format", "simplify",
@@ -54,8 +55,8 @@ def ptq(given: Sequence[str], prog: str = "qdq ptq") -> Quantized | list[str]:
     refuse_quantized(declared, options.onnx_path)
     arguments = _arguments(options, declared)
     target = _output(options, path)
-    shapes = static_shapes(declared, 1, _shapes(options.calibration_shapes))
-    dataset = Dataset(calibration_data=_data(options.calibration_data))
+    shapes = static_shapes(declared, 1, _shapes(options.calibration_shapes), OPTION)
+    dataset = Dataset(calibration_data=_data(options.calibration_data), samples=None)  # all, as ModelOpt's command
     feeds = calibration_feeds(dataset, static_types(declared, shapes), Path.cwd(), "--calibration_data")
     by_modelopt(path, target, feeds.batches, arguments)
     return Quantized(path=target, layers=counted(read_declared(target)), calibrated_on=feeds.description)

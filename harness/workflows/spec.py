@@ -140,7 +140,7 @@ class Dataset(_Frozen):
         calibration_data: A folder of images, a `.npy` or an `.npz` file.
         preprocess: What turns an image into an input (`qdq list`).
         classes: Names of the model's classes in the order of its outputs; by default those of the labels.
-        samples: Calibration samples at most. ModelOpt's README advises 500 or more for CNNs and ViTs.
+        samples: Calibration samples at most; None: all. ModelOpt's README advises 500 or more for CNNs and ViTs.
         count: Images of the evaluation at most; None: all.
         shapes: Static shapes by input name, where more than the batch is dynamic.
     """
@@ -150,7 +150,7 @@ class Dataset(_Frozen):
     calibration_data: str | None = None
     preprocess: Use | None = None
     classes: _list(str) = ()  # type: ignore[valid-type]
-    samples: Annotated[int, Field(ge=1)] = 512
+    samples: Annotated[int, Field(ge=1)] | None = 512
     count: Annotated[int, Field(ge=1)] | None = None
     shapes: dict[str, str] = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
@@ -49,12 +50,12 @@ class RandomSearcher:
 
     def _stream(self, rng: np.random.Generator) -> Iterator[Placement]:
         sizes = self._space.sizes
-        total = np.prod(sizes, dtype=float)
+        total = math.prod(sizes)
         if total > ENUMERATED:
             while (placement := unseen(lambda: self._draw(rng), self._space, self._archive, ATTEMPTS)) is not None:
                 yield placement
             return
-        for number in rng.permutation(int(total)):
+        for number in rng.permutation(total):
             placement = Placement(tuple(int(choice) for choice in np.unravel_index(number, sizes)))
             if self._space.digest(placement) not in self._archive:
                 yield placement

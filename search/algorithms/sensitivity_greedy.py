@@ -101,14 +101,19 @@ class SensitivityGreedySearcher:
         gained: list[tuple[float, Change]] = []
         for change in changes:
             alone = yield from self._measured(self._after(base, change))
-            if alone is not None and improves(alone.score, base.score, self._significance):
-                gained.append((_value(alone.score, base.score, self._edges(change)), change))
+            own = self._known(base)
+            if alone is not None and improves(alone.score, own, self._significance):
+                gained.append((_value(alone.score, own, self._edges(change)), change))
         reached = base
         for _, change in sorted(gained, key=lambda pair: -pair[0]):
             both = yield from self._measured(self._after(reached, change))
-            if both is not None and improves(both.score, reached.score, self._significance):
+            if both is not None and improves(both.score, self._known(reached), self._significance):
                 reached = both
         return reached
+
+    def _known(self, entry: Entry) -> Score:
+        """What is known of a placement by now: it may have been measured again."""
+        return (self._archive.get(entry.digest) or entry).score
 
     def _measured(self, placement: Placement) -> Generator[Placement | None, None, Entry | None]:
         """Propose a placement unless it is known, and wait for its outcome; None where it failed."""

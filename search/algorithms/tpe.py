@@ -24,7 +24,7 @@ class TPESearcher(StudySearcher):
     Args:
         space: What to search.
         seed: Fixes all draws.
-        n_startup_trials: Draw at random until so many trials have a value, those of the seeds included.
+        n_startup_trials: Draw at random until so many trials have ended, those of the seeds and failed ones included.
         n_ei_candidates: Candidates drawn from the good density for one proposal.
         multivariate: One joint density over all dimensions; False: each dimension on its own. (Optuna's
             `group` has no parameter here: all dimensions always occur together, so it changes nothing.)

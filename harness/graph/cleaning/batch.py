@@ -17,7 +17,7 @@ from onnx import numpy_helper
 from harness.errors import UserError
 from harness.graph.cleaning.clean import attach, detach, lower_constants
 from harness.graph.cleaning.shapes import infer, parse_shape, types_of
-from harness.graph.model import TensorType, subgraphs
+from harness.graph.model import TensorType, captures, subgraphs
 
 __all__ = ["rebatched"]
 
@@ -88,9 +88,14 @@ def _behind(graph: onnx.GraphProto, inputs: set[str]) -> set[str]:
     """Tensors that are computed from these inputs; what was only asked for its shape is not."""
     found = set(inputs)
     for node in graph.node:
-        if node.op_type not in ASKING and found.intersection(node.input):
+        if node.op_type not in ASKING and found.intersection(_read(node)):
             found.update(name for name in node.output if name)
     return found
+
+
+def _read(node: onnx.NodeProto) -> tuple[str, ...]:
+    """What a node reads, what its bodies read from outside included."""
+    return (*node.input, *captures(node))
 
 
 def _widen(graph: onnx.GraphProto, inputs: set[str], behind: set[str], samples: int) -> None:
@@ -124,7 +129,7 @@ def _mixing(
 ) -> str:
     """The first operator whose result is not the same for each sample; "" where there is none."""
     for node in graph.node:
-        if not behind.intersection(node.input) or node.op_type in ASKING:
+        if not behind.intersection(_read(node)) or node.op_type in ASKING:
             continue
         what = f"{node.op_type} {node.name or node.output[0]!r}"
         if any(True for _ in subgraphs(node)):

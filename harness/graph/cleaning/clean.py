@@ -170,7 +170,7 @@ def tidy(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weights, sourc
     by_name = {node.name: node for node in graph.node}
     for node in reversed(shown):
         if node.name not in computed and not used.isdisjoint(node.output):
-            used.update(node.input)
+            used.update(filter(None, node.input))
             kept.append(by_name[node.name])
     initializers = [tensor for tensor in graph.initializer if tensor.name in used]
     initializers += [numpy_helper.from_array(value, name) for name, value in values.items() if name in used]

@@ -15,7 +15,7 @@ from onnx.external_data_helper import load_external_data_for_tensor
 from harness.errors import UserError
 from harness.graph.model import graphs
 
-__all__ = ["read_model"]
+__all__ = ["external_data", "read_model"]
 
 _LFS = b"version https://git-lfs"
 _WIDTHS = {
@@ -48,11 +48,11 @@ def read_model(path: Path, source: str) -> tuple[onnx.ModelProto, str]:
     raw = _read_bytes(path, source)
     proto = _parse(raw, source)
     digest = hashlib.sha256(raw)
-    external = [t for t in _tensors(proto) if t.data_location == onnx.TensorProto.EXTERNAL]
-    for file in sorted({_data_file(tensor, path.parent, source) for tensor in external}):
+    external = external_data(proto, path.parent, source)
+    for file in sorted({file for _, file in external}):
         with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
-    for tensor in external:
+    for tensor, _ in external:
         try:
             load_external_data_for_tensor(tensor, str(path.parent))
         except (ValueError, OSError, onnx.checker.ValidationError) as error:
@@ -66,6 +66,21 @@ def read_model(path: Path, source: str) -> tuple[onnx.ModelProto, str]:
     for tensor in _tensors(proto):
         _check_size(tensor, source)
     return proto, digest.hexdigest()
+
+
+def external_data(proto: onnx.ModelProto, folder: Path, source: str) -> list[tuple[onnx.TensorProto, Path]]:
+    """The tensors whose values lie outside of the model's file, each with the file that holds them.
+
+    Args:
+        proto: The model as it is in its file.
+        folder: Where that file is.
+        source: What messages call it.
+
+    Raises:
+        UserError: A file is missing, or outside of that folder.
+    """
+    outside = (tensor for tensor in _tensors(proto) if tensor.data_location == onnx.TensorProto.EXTERNAL)
+    return [(tensor, _data_file(tensor, folder, source)) for tensor in outside]
 
 
 def _read_bytes(path: Path, source: str) -> bytes:

@@ -12,7 +12,15 @@ from onnx import TensorProto, numpy_helper
 
 from harness.graph.dialects import Dialect
 from harness.graph.encoding import wire
-from harness.graph.encoding.weights import LEVELS, Array, QuantizedTensor, quantize_affine, quantize_weight, weight_axis
+from harness.graph.encoding.weights import (
+    LEVELS,
+    QUANTIZABLE,
+    Array,
+    QuantizedTensor,
+    quantize_affine,
+    quantize_weight,
+    weight_axis,
+)
 from harness.graph.encoding.wire import TAG
 from harness.graph.model import Model, Node
 
@@ -74,7 +82,11 @@ class Constants:
         return self._made[name]
 
     def weight_and_bias(self, node: Node, data_scale: Array) -> dict[int, Stored]:
-        """The INT8 weight of a linear operator and its bias in INT32 (scale = data scale x weight scale), by slot.
+        """The INT8 weight of a linear operator and its bias in INT32 (scale = alpha x data scale x weight scale).
+
+        Alpha is that of a Gemm, else 1: ONNX Runtime 1.24 adds the stored bias to the integer products and scales their
+        sum by all three (microsoft/onnxruntime#28130). A bias left float it would quantize itself, without alpha
+        (weight_bias_quantization.cc), so an alpha below 0 makes these scales negative.
 
         Weight scales are widened where the bias would not fit into 32 bits otherwise (channels that are all but
         dead; the same remedy as in ONNX Runtime's `quantize_static`). A bias that is not [channels] is left out.
@@ -84,7 +96,8 @@ class Constants:
         if bias is None:
             return {1: weight}
         suffix = f"{node.name}.{float(data_scale):.9g}"
-        floor = np.abs(bias) / (float(data_scale) * _INT32_LIMIT)
+        step = node.attributes.get("alpha", 1.0) * data_scale
+        floor = np.abs(bias / (float(step) * _INT32_LIMIT))
         if np.any(self._scales[weight.output] < floor):
             name, axis = f"{node.inputs[1]}{TAG}widened.{suffix}", self._axis(node, 1)
             if name not in self._made:
@@ -93,7 +106,7 @@ class Constants:
             weight = self._made[name]
         name = f"{node.inputs[2]}{TAG}int32.{suffix}"
         if name not in self._made:
-            scale = np.asarray(data_scale * self._scales[weight.output], np.float32)
+            scale = np.asarray(step * self._scales[weight.output], np.float32)
             stored = np.rint(bias / scale.astype(np.float64)).astype(np.int32)
             axis = 0 if scale.ndim else None
             self._store(name, QuantizedTensor(stored, scale, np.zeros(scale.shape, np.int32), axis))
@@ -146,7 +159,10 @@ class Constants:
         self._files.update({t.name: file if t.name in large else None for t in tensors})
 
     def _weights(self, precision: str) -> list[TensorProto]:
-        """Every weight of the model at a precision, once; nothing for what is no precision of weights."""
+        """Every weight of the model at a precision, once; nothing for what is no precision of weights.
+
+        Integers that are multiplied, as coordinates are, are no weights.
+        """
         if precision in self._complete or precision not in LEVELS:
             return []
         self._complete.add(precision)
@@ -155,14 +171,16 @@ class Constants:
             for slot, name in (
                 enumerate(node.inputs[:2]) if node.op in self._dialect.linear_ops and not node.opaque else ()
             ):
-                if name in self._model.constants:
+                if name in self._model.constants and self._model.types[name].dtype in QUANTIZABLE:
                     stored = self.weight(node, slot, precision)
                     found[stored.output] = stored
         return [tensor for stored in found.values() for tensor in stored.tensors]
 
     def _bias(self, node: Node) -> Array | None:
         """The bias of a linear operator where it may be stored as INT32."""
-        if len(node.inputs) < 3 or node.inputs[2] not in self._model.constants or node.attributes.get("beta", 1.0) != 1:
+        if len(node.inputs) < 3 or node.inputs[2] not in self._model.constants:
+            return None
+        if node.attributes.get("beta", 1.0) != 1 or node.attributes.get("alpha", 1.0) == 0:
             return None
         bias = self._array(node.inputs[2])
         axis = self._axis(node, 1)

@@ -10,6 +10,7 @@ from typing import Any
 from harness.errors import UserError
 from harness.graph.dialects import Dialect
 from harness.graph.encoding.forms import Forms, Mark
+from harness.graph.encoding.weights import QUANTIZABLE
 from harness.graph.model import Model, Node
 from search.space import Edge, Resolved
 
@@ -18,7 +19,6 @@ __all__ = ["OUTSIDE", "Asked", "Requests"]
 OUTSIDE = -1
 """What makes the inputs of the model, and reads its outputs: the row behind those of the nodes."""
 
-_FLOATS = frozenset({"float", "float16", "bfloat16"})
 _Place = tuple[int, int, int, int]
 
 
@@ -110,7 +110,7 @@ class Requests:
 
     def _check(self, edge: Edge, precision: str) -> None:
         kind = self._model.types.get(edge.tensor)
-        if kind is not None and kind.dtype not in _FLOATS:
+        if kind is not None and kind.dtype not in QUANTIZABLE:
             raise UserError(f"{self._model.source}: {_say(edge)} cannot be quantized: its type is {kind.dtype}")
         if precision not in self._offered:
             raise UserError(

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from onnx import numpy_helper
@@ -20,9 +19,10 @@ from onnx import numpy_helper
 from harness.errors import UserError
 from harness.graph.dialects import Dialect
 from harness.graph.encoding import wire
-from harness.graph.encoding.weights import FP8_KINDS, STORAGE, Array, smallest_scale
+from harness.graph.encoding.weights import FP8_KINDS, QUANTIZABLE, STORAGE, Array, smallest_scale
 from harness.graph.encoding.wire import TAG, UNROUNDED
 from harness.graph.model import Model, Node
+from harness.graph.operators import LARGEST
 
 __all__ = ["Pair", "Scales", "moves_values"]
 
@@ -30,7 +30,6 @@ _MOVES = frozenset({
     "MaxPool", "Reshape", "Transpose", "Flatten", "Slice", "Split", "Squeeze", "Unsqueeze", "Identity", "Expand",
     "Tile", "DepthToSpace", "SpaceToDepth", "Gather",
 })  # fmt: skip
-_FLOATS = {"float": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
 def moves_values(node: Node, dialect: Dialect) -> bool:
@@ -78,7 +77,7 @@ class Scales:
             joined = node.op == "Concat"
             if node.opaque or not (joined or moves_values(node, dialect)):
                 continue
-            for name in (*node.outputs, *(node.inputs if joined else ())):
+            for name in filter(None, (*node.outputs, *(node.inputs if joined else ()))):
                 links[_root(links, name)] = _root(links, node.inputs[0])
                 if not joined:
                     self._source[name] = self._source.get(node.inputs[0], node.inputs[0])
@@ -122,7 +121,7 @@ class Scales:
     def _grid(self, tensor: str, precision: str, shared: bool) -> tuple[Array, Array]:
         low, high = self._range(tensor, shared)
         kind = self._model.types.get(tensor)
-        dtype = _FLOATS.get(kind.dtype if kind else "float", np.float32)
+        dtype = QUANTIZABLE.get(kind.dtype if kind else "float", np.float32)
         amax = max(-low, high)
         if precision in FP8_KINDS:
             return _scale(amax / FP8_KINDS[precision], dtype), np.zeros((), STORAGE[precision])
@@ -172,7 +171,10 @@ class Scales:
         return self._range(tensor, False) if shared and low < 0 and origin in self._clipped else (low, high)
 
     def _known(self, tensor: str) -> bool:
-        return tensor in self._ranges or tensor in self._model.constants
+        """Whether a tensor counts in the range of those that share a scale; a constant that says "none" does not."""
+        if tensor in self._model.constants:
+            return all(abs(bound) <= LARGEST for bound in self._observed(tensor))
+        return tensor in self._ranges
 
     def _observed(self, tensor: str) -> tuple[float, float]:
         if tensor in self._unit:

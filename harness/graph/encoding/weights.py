@@ -17,11 +17,13 @@ import numpy.typing as npt
 from harness.graph.model import Node
 
 __all__ = [
-    "FP8_KINDS", "FP8_MAX", "LEVELS", "STORAGE", "Array", "QuantizedTensor", "quantize_affine", "quantize_weight",
-    "smallest_scale", "weight_axis",
+    "FP8_KINDS", "FP8_MAX", "LEVELS", "QUANTIZABLE", "STORAGE", "Array", "QuantizedTensor", "quantize_affine",
+    "quantize_weight", "smallest_scale", "weight_axis",
 ]  # fmt: skip
 
 Array = npt.NDArray[Any]
+QUANTIZABLE: Mapping[str, npt.DTypeLike] = {"float": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+"""Element types of what may be quantized, by their ONNX names in lower case."""
 FP8_MAX = 448.0
 FP8_KINDS: Mapping[str, float] = {"fp8": FP8_MAX, "fp8e5m2": 57344.0}
 """Largest finite value of E4M3 and of E5M2: Micikevicius et al. 2022, "FP8 formats for deep learning", table 1."""

@@ -10,7 +10,13 @@ import pytest
 
 from harness.autotune import MODE_PRESETS, get_node_filter_list
 from harness.autotune.arguments import depth_of, get_parser
-from harness.autotune.benchmark import Benchmark, backend_use, benchmark_onnx_model, init_benchmark_instance
+from harness.autotune.benchmark import (
+    Benchmark,
+    backend_use,
+    benchmark_onnx_model,
+    init_benchmark_instance,
+    split_arguments,
+)
 from harness.autotune.common import AutotunerError, AutotunerNotInitializedError
 from harness.autotune.workflows import region_pattern_autotuning_workflow
 from harness.cli import main
@@ -134,6 +140,24 @@ def test_the_limit_on_measured_models_and_the_seed_hold(folder, runtime):
     assert list(state(folder / "a")["measured"]) != list(state(folder / "b")["measured"])
 
 
+@pytest.mark.parametrize("limit", [1, 2])
+def test_starts_beyond_the_limit_are_left_out_and_named(folder, runtime, capsys, limit):
+    assert qdq("-m", "model.onnx", "--max_evals", str(limit)) == 0
+    assert len(state(folder / "autotuner_output")["measured"]) == limit
+    assert "all left out (max_evals)" in capsys.readouterr().err
+
+
+def test_a_filter_given_later_leaves_patterns_float_that_were_done_before(folder, runtime):
+    runtime.generous = True
+    assert qdq("-m", "model.onnx", "-s", "4") == 0
+    (folder / "filter.txt").write_text("stem*\n")
+    runtime.measured.clear()
+    assert qdq("-m", "model.onnx", "-s", "4", "--node_filter_list", "filter.txt") == 0
+    quantized = {edge.consumer for edge, _ in runtime.measured[-1].edges}
+    assert quantized
+    assert not any(name.startswith("block1") for name in quantized)
+
+
 def test_a_searcher_gets_the_whole_model(folder, runtime):
     assert qdq("-m", "model.onnx", "--searcher", "evolutionary", "--max_evals", "20", "-o", "a") == 0
     measured = state(folder / "a")["measured"]
@@ -224,6 +248,10 @@ def test_a_model_that_fails_everywhere_but_as_float_stays_float(folder, runtime)
         (
             ("-m", "model.onnx", "--trtexec_benchmark_args", "--fp16 --verbose"),
             "trtexec_args: backend 'simulated' takes none",
+        ),
+        (
+            ("-m", "model.onnx", "--use_trtexec", "--trtexec_benchmark_args", "--staticPlugins='my lib.so"),
+            "arguments of trtexec: No closing quotation",
         ),
         (("-m", "model.onnx", "--node_filter_list", "none.txt"), "--node_filter_list none.txt: cannot be read"),
         (("-m", "model.onnx", "--node_filter_list", "odd.txt"), "node filters nothing*: no node of the model has such"),
@@ -336,6 +364,13 @@ def test_options_of_tensorrt_reach_a_backend_that_takes_them(monkeypatch):
     given = {"plugin_libraries": ["a.so"], "timing_cache_file": "t.cache", "trtexec_args": ["--fp16"]}
     use = backend_use("trtexec", given)
     assert use.params == {"plugin_libraries": ["a.so"], "timing_cache_file": "t.cache", "trtexec_args": ["--fp16"]}
+
+
+def test_arguments_of_trtexec_are_split_as_a_shell_does():
+    assert split_arguments("--device=0 --staticPlugins='/my libs/a.so'") == [
+        "--device=0",
+        "--staticPlugins=/my libs/a.so",
+    ]
 
 
 def test_runs_are_counted_and_cannot_be_none():

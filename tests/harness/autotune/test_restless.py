@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import closing
 
 import pytest
 
+from harness.autotune.benchmark import init_benchmark_instance
 from harness.autotune.timing import restless
+from harness.autotune.workflows import region_pattern_autotuning_workflow
 from harness.cli import main
 from harness.graph.cache_file import read_plain_yaml
 from harness.records import Failed, Measured
@@ -86,6 +89,15 @@ def test_on_a_restless_machine_models_are_timed_beside_the_float_model(machine, 
     assert re.search(rf"^baseline {scale:.3f} ms; starts: linear \d+\.\d+ ms \(0\.\d+x\), ", said, re.M)
     run("--max_evals", "8")
     assert f"whose {scale:.3f} ms set the scale" in capsys.readouterr().err, "going on keeps to it"
+
+
+def test_what_is_timed_after_the_workflow_is_timed_alone_again(machine):
+    with closing(init_benchmark_instance(backend="restless:Restless")) as benchmark:
+        region_pattern_autotuning_workflow("model.onnx", "out", num_schemes_per_region=1)
+        assert read_plain_yaml(machine / "out/autotuner_state.yaml", 1 << 24)["beside_float"] is True
+        benchmark.run("model.onnx", machine / "after.log")
+    assert "beside_ms: [" in next((machine / "out/logs").glob("start_*.log")).read_text()
+    assert "beside_ms: [" not in (machine / "after.log").read_text()
 
 
 def measured(*samples_ms: float, stable: bool = True) -> Measured:

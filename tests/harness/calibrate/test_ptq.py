@@ -164,9 +164,9 @@ def test_external_data_comes_along(tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     folder.mkdir()
     copy = copy_model(path, folder)
-    assert sorted(p.name for p in folder.iterdir()) == ["external.onnx.data", "model.onnx"]
+    assert sorted(p.name for p in folder.iterdir()) == ["model.onnx", "model.onnx.data"]
     move_model(copy, tmp_path / "out" / "q.onnx")
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["external.onnx.data", "q.onnx"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["q.onnx", "q.onnx.data"]
     assert onnx.load(tmp_path / "out" / "q.onnx") == onnx.load(path)
 
 
@@ -274,6 +274,6 @@ def test_the_fingerprint_follows_the_dialect_and_the_options(monkeypatch: pytest
     seen = {ptq_fingerprint({"dialect_name": name}) for name in ("openvino", "onnxruntime")}
     seen.add(ptq_fingerprint({"dialect_name": "openvino", "method": "entropy"}))
     changed = dataclasses.replace(OPENVINO, bias="int32")
-    monkeypatch.setattr("harness.calibrate.ptq.registry.load", lambda *_: changed)
+    monkeypatch.setattr("harness.registry.load", lambda *_: changed)
     seen.add(ptq_fingerprint({"dialect_name": "openvino"}))
     assert len(seen) == 4

@@ -5,8 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 from harness.calibrate.ranges import narrowed
 from harness.graph.build import GraphBuilder
+from harness.graph.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
+from harness.graph.load import from_proto
+from harness.graph.space import build_space
 from harness.run.config import parse_experiment
 from harness.run.experiment import run_experiment
 from harness.run.observe import Silent
@@ -60,3 +66,21 @@ def test_a_space_loses_the_edges_of_broken_tensors_alone() -> None:
     space = Space((dimension("both", "a", "b"), dimension("one", "b"), dimension("constant", "w")))
     kept = narrowed(space, {"a": (0.0, 1.0), "b": (float("-inf"), 1.0)})
     assert [(d.name, [e.tensor for e in d.edges]) for d in kept.dimensions] == [("both", ["a"]), ("constant", ["w"])]
+
+
+@pytest.mark.parametrize("dialect", [OPENVINO, ONNXRUNTIME, TENSORRT], ids=lambda d: d.name)
+def test_what_is_quantized_together_with_a_broken_tensor_stays_float_too(dialect: Dialect) -> None:
+    """The weight of a convolution, a constant factor, the other side of a product; but not the rest of a Concat."""
+    builder = GraphBuilder("odd", opset=19)
+    x = builder.input("x", (1, 4, 8, 8))
+    log = builder.op("Log", x, outputs=["log"])[0]
+    builder.output(builder.conv(log, 4, 3, name="conv"), name="convolved")
+    builder.output(builder.op("Mul", log, builder.const(np.ones((1, 4, 1, 1), np.float32)), name="mul"), name="scaled")
+    builder.output(builder.op("MatMul", x, log, name="product"), name="multiplied")
+    builder.output(builder.op("Concat", log, x, axis=1, name="concat"), name="joined")
+    model = from_proto(builder.build(), source="odd", sha256="0")
+    activations = model.types.keys() - model.constants.keys()
+    ranges = {name: (-1.0, 1.0) for name in activations} | {"log": (float("-inf"), 1.0)}
+    kept = narrowed(build_space(model, dialect), ranges)
+    read = {(edge.consumer, edge.slot) for edge, _ in kept.resolve(kept.everywhere())}
+    assert {place for place in read if place[0] in ("conv", "mul", "product", "concat")} == {("concat", 1)}

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from harness import registry
+from harness.api import Infer
 from harness.errors import EvaluationFailed, UserError
 from harness.evaluators.classification import Top1, Top5
 from harness.evaluators.inputs import evaluator_params
@@ -98,6 +99,18 @@ def test_labels_that_count_classes_in_another_way_are_noticed(folder: Path) -> N
     with pytest.raises(UserError, match=r"data.labels: 10 of 10 answers are the label \+1, so these count classes in"):
         top1(folder).score(shifted)
     assert top1(folder).score(lambda _: {"logits": np.eye(10)[[9]]}).metrics["top1"] == 0.1, "a model that is stuck"
+
+
+def test_a_candidate_that_was_spoilt_says_nothing_of_the_labels(folder: Path) -> None:
+    """Of two classes it answers with one nearly always, which for most images is the label and one more."""
+    (folder / "labels.txt").write_text("".join(f"{i}.png {int(i >= 7)}\n" for i in range(10)))
+    assert top1(folder).score(first_class_below(7)).metrics["top1"] == 1.0
+    assert top1(folder).score(first_class_below(1)).metrics["top1"] == 0.4
+
+
+def first_class_below(image: int) -> Infer:
+    """A model of two classes: the first one for the images before this, the second for the others."""
+    return lambda feeds: {"logits": np.eye(2)[[int(round(float(feeds["x"][0, 0, 0, 0]) * 255) >= image)]]}
 
 
 def test_the_output_can_be_named(folder: Path) -> None:

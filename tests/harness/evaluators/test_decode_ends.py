@@ -70,6 +70,21 @@ def test_rtdetr_with_logits_and_boxes() -> None:
     assert np.isfinite(decode_rtdetr({"logits": logits, "pred_boxes": boxes}, item, SIZE).scores).all()
 
 
+def test_rtdetr_with_as_many_classes_as_a_box_has_numbers_goes_by_names() -> None:
+    item = prepared("rtdetr")
+    logits, boxes = np.full((1, 300, 4), -20.0, np.float32), np.zeros((1, 300, 4), np.float32)
+    boxes[0, 11] = (centred(in_input(BOX, item)) / [SIZE[1], SIZE[0], SIZE[1], SIZE[0]])[0]
+    logits[0, 11, 2] = np.log(9)
+    for outputs in (
+        {"logits": logits, "pred_boxes": boxes},
+        {"pred_logits": logits, "pred_boxes": boxes},
+        {"logits": logits, "b": boxes},
+    ):
+        check(decode_rtdetr(outputs, item, SIZE), [0.9], [2])
+    with pytest.raises(EvaluationFailed, match="told apart by their names, logits and pred_boxes"):
+        decode_rtdetr({"a": logits, "b": boxes}, item, SIZE)
+
+
 def test_rtdetr_with_labels_boxes_and_scores() -> None:
     item = prepared("rtdetr")
     labels, scores = np.zeros((1, 300), np.int64), np.zeros((1, 300), np.float32)

@@ -12,10 +12,10 @@ from small import save_small
 from harness.api import Layer
 from harness.benchmarkers.simulated import SimulatedBenchmarker
 from harness.cli import main
-from harness.errors import UserError
+from harness.errors import BuildFailed, UserError
 from harness.explain.attribution import explain_row
 from harness.explain.fates import fates_of
-from harness.explain.parts import quantized, without
+from harness.explain.parts import Bench, Timed, quantized, without
 from harness.explain.words import explain_into, explanation_lines
 from harness.graph.build import GraphBuilder
 from harness.graph.load import from_proto
@@ -77,6 +77,33 @@ def test_the_fewest_points_keep_the_gain_with_fewer_pairs(found):
     worth = {effect.part: effect.ratio.value for effect in found.points}
     costly = [name for name, value in worth.items() if value < 1 - found.floor]
     assert not set(costly) & set(found.minimal.points), "what costs time is no part of the fewest"
+
+
+def test_where_the_float_model_cannot_be_timed_nothing_is_said_of_speed(done, monkeypatch):
+    build = SimulatedBenchmarker.build
+
+    def failing(self, candidate, workdir):
+        if not candidate.edges:
+            raise BuildFailed("out of memory")
+        return build(self, candidate, workdir)
+
+    monkeypatch.setattr(SimulatedBenchmarker, "build", failing)
+    said = r"the float model could not be timed beside this row \(build: out of memory\), .*give the same command again"
+    with pytest.raises(UserError, match=said):
+        explain_row(done, "random", base=done.parent, observer=Silent())
+
+
+def test_where_float_fails_beside_the_fewest_points_its_first_reading_stands(done, found, monkeypatch):
+    time = Bench.time
+
+    def failing(self, placements, title):
+        timed = time(self, placements, title)
+        late = {"float": Timed(reason="timeout: build took longer than 300 s")}
+        return {**timed, **late} if title == "the fewest points" else timed
+
+    monkeypatch.setattr(Bench, "time", failing)
+    kept = explain_row(done, "random", base=done.parent, observer=Silent())[0].minimal
+    assert kept.speedup.value == pytest.approx(found.speedup.value / kept.ratio.value, rel=0.01)
 
 
 def test_it_is_said_in_words_and_kept_for_the_report(done, found, capsys):

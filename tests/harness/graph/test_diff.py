@@ -73,6 +73,13 @@ def test_an_output_behind_a_pair_is_an_edge_without_consumer() -> None:
     assert delivered(proto) == {Edge("y", "", 0): "int8"}
 
 
+def test_nodes_of_one_name_have_their_own_edges() -> None:
+    first = helper.make_node("MatMul", ["b", "w"], ["h"], name="mm")
+    nodes = [q("x", "a"), dq("a", "b"), first, q("h", "c"), dq("c", "d"), matmul("d", "w")]
+    proto = model(nodes, SCALE | {"w": np.eye(2, dtype=np.float32)})
+    assert delivered(proto) == {Edge("x", "mm", 0): "int8", Edge("h", "mm_1", 0): "int8"}
+
+
 def test_diff_names_what_is_missing_and_what_is_extra() -> None:
     proto = model([q("x", "a"), dq("a", "b"), matmul("b", "w")], SCALE | {"w": np.eye(2, dtype=np.float32)})
     got, other = (Edge("x", "mm", 0), "int8"), (Edge("w", "mm", 1), "int8")

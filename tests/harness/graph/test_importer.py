@@ -104,6 +104,21 @@ def test_a_tensor_and_operator_match_where_node_names_are_lost(model: Model) -> 
     assert import_qdq(proto, model) == dict(asked)
 
 
+def test_nodes_of_one_name_are_read_back_one_by_one() -> None:
+    """Loading tells them apart by numbers in the order of the file; so does whoever reads the Q/DQ model."""
+    g = GraphBuilder("twice", opset=19, seed=5)
+    x = g.conv(g.input("x", (1, 4, 8, 8)), 4, 3, name="conv")
+    g.output(g.conv(x, 4, 3, name="conv"), name="y")
+    model = from_proto(g.build(), source="twice", sha256="0")
+    space = build_space(model, OPENVINO)
+    asked = space.resolve(space.everywhere())
+    proto = Inserter(model, OPENVINO, {name: (-1.0, 1.0) for name in model.types}).insert(asked)
+    for node in proto.graph.node:
+        if node.op_type == "Conv":
+            node.name = "conv"
+    assert import_qdq(proto, model) == dict(asked)
+
+
 def renamed(proto: onnx.ModelProto) -> onnx.ModelProto:
     """With every node and tensor called otherwise."""
     names: dict[str, str] = {}

@@ -266,6 +266,35 @@ def test_inputs_of_a_concat_share_a_scale_only_where_all_are_quantized() -> None
     assert grid_of(one, "concat", 1) == (pytest.approx(amax[right[0].tensor] / 127), 0)
 
 
+def test_pools_whose_second_result_is_left_out_have_a_scale_each() -> None:
+    g = GraphBuilder("pools", opset=19)
+    small, large = (g.input(name, (1, 4, 8, 8)) for name in ("small", "large"))
+    near, far = (g.op("MaxPool", x, kernel_shape=[2, 2], strides=[2, 2]) for x in (small, large))
+    g.output(g.op("Concat", near, g.input("beside", (1, 4, 4, 4)), axis=1, name="concat"), name="joined")
+    g.output(far, name="pooled")
+    proto = g.build()
+    for pool in (node for node in proto.graph.node if node.op_type == "MaxPool"):
+        pool.output.append("")
+    model = from_proto(proto, source="pools", sha256="0")
+    ranges = {name: (-1.0, 1.0) for name in model.types} | {name: (-100.0, 100.0) for name in ("large", "pooled")}
+    asked = tuple(sorted([edge(model, "concat", 0), edge(model, "concat", 1)]))
+    proto = Inserter(model, TENSORRT, ranges).insert(asked)
+    assert grid_of(proto, "concat", 0) == grid_of(proto, "concat", 1) == (pytest.approx(1 / 127), 0)
+
+
+@pytest.mark.parametrize("none", [-np.inf, np.finfo(np.float32).min])
+def test_a_constant_that_no_scale_holds_leaves_the_scales_around_it_alone(none: float) -> None:
+    """A Concat of it stays float; what it has in common with another Concat does not."""
+    g = GraphBuilder("masked", opset=19)
+    x, y = (g.input(name, (1, 4, 8)) for name in "xy")
+    g.output(g.op("Concat", x, g.const(np.full((1, 4, 8), none, np.float32)), axis=1), name="hidden")
+    g.output(g.op("Concat", x, y, axis=1, name="concat"), name="joined")
+    model = from_proto(g.build(), source="masked", sha256="0")
+    asked = tuple(sorted([edge(model, "concat", 0), edge(model, "concat", 1)]))
+    proto = Inserter(model, TENSORRT, {"x": (-1.0, 1.0), "y": (-2.0, 2.0), "joined": (-2.0, 2.0)}).insert(asked)
+    assert grid_of(proto, "concat", 0) == grid_of(proto, "concat", 1) == (pytest.approx(2 / 127), 0)
+
+
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
 def test_biases_are_int32_where_the_dialect_says_so(dialect: Dialect) -> None:
     model, ranges = ready("conv")
@@ -295,6 +324,23 @@ def test_a_bias_behind_a_dead_channel_survives_int32() -> None:
     np.testing.assert_allclose(got, want, atol=0.05)
 
 
+@pytest.mark.parametrize("alpha", [0.5, -0.5])
+@pytest.mark.parametrize(
+    "dialect", [pytest.param(ONNXRUNTIME, marks=exact_int8), ONNXRUNTIME_7BIT], ids=lambda d: d.name
+)
+def test_onnx_runtime_adds_the_whole_bias_to_a_product_that_is_scaled(dialect: Dialect, alpha: float) -> None:
+    """Its QGemm multiplies the sum of product and bias by alpha, where a Gemm multiplies the product alone."""
+    g = GraphBuilder("scaled", opset=19)
+    weight, bias = np.random.default_rng(0).normal(size=(32, 16)), np.full(16, 8.0)
+    parameters = [g.const(values.astype(np.float32)) for values in (weight, bias)]
+    g.output(g.op("Gemm", g.input("x", (4, 32)), *parameters, alpha=alpha, name="gemm"), name="y")
+    model = from_proto(g.build(), source="scaled", sha256="0")
+    proto = Inserter(model, dialect, {"x": (-4.0, 4.0), "y": (-8.0, 24.0)}).insert(everything(model, dialect))
+    exact = run_ort(model.proto, model)[0]
+    for optimize in (False, True):
+        np.testing.assert_allclose(run_ort(proto, model, optimize)[0], exact, atol=0.5)
+
+
 def test_candidates_are_small_and_share_their_weights(tmp_path: Path) -> None:
     g = GraphBuilder("wide", opset=19)
     x = g.op("Relu", g.linear(g.input("x", (4, 256)), 512, name="up"))
@@ -317,6 +363,17 @@ def test_candidates_are_small_and_share_their_weights(tmp_path: Path) -> None:
         assert delivered(proto) == dict(asked)
         np.testing.assert_array_equal(run_ort(path, model)[0], run_ort(inserter.insert(asked), model)[0])
         assert np.isfinite(run_openvino(path, model)[0]).all()
+
+
+def test_integers_that_are_multiplied_keep_no_candidate_from_being_written(tmp_path: Path) -> None:
+    """Coordinates times strides, beside a layer that is quantized."""
+    g = GraphBuilder("coordinates", opset=19)
+    g.output(g.op("MatMul", g.input("cells", (4, 2), "int64"), g.const(np.array([[16], [1]]))), name="places")
+    g.output(g.linear(g.input("x", (4, 32)), 32, name="layer"), name="y")
+    model = from_proto(g.build(), source="coordinates", sha256="0")
+    asked = tuple(sorted([edge(model, "layer"), edge(model, "layer", 1)]))
+    path = Inserter(model, OPENVINO, {"x": (-4.0, 4.0)}).write(asked, tmp_path)
+    assert delivered(onnx.load(path)) == dict(asked)
 
 
 def test_the_same_placement_gives_the_same_bytes_whatever_came_before(tmp_path: Path) -> None:

@@ -392,6 +392,15 @@ class TestCleaning:
         assert [node.op for node in model.nodes] == ["Relu"]
         assert not model.constants
 
+    def test_dead_nodes_go_also_where_a_result_and_an_input_are_left_out(self) -> None:
+        builder = GraphBuilder("dead")
+        x = builder.input("x", (1, 3, 8, 8))
+        builder.op("MaxPool", x, kernel_shape=[2, 2])
+        builder.output(builder.op("Clip", x, "", builder.const(6.0)))
+        proto = builder.build()
+        proto.graph.node[0].output.append("")
+        assert [node.op for node in ready(proto).nodes] == ["Clip"]
+
     def test_order_is_mended_only_where_it_is_wrong(self) -> None:
         builder = GraphBuilder("order")
         x = builder.input("x", (2, 3))

@@ -109,6 +109,26 @@ def test_the_rest_is_quantized_and_what_stays_float_is_said(
     assert own.name not in quantized
 
 
+@pytest.mark.parametrize("dialect", [OPENVINO, ONNXRUNTIME, TENSORRT], ids=lambda d: d.name)
+def test_a_result_that_is_left_out_is_not_what_others_leave_out(dialect: Dialect) -> None:
+    """An LSTM that is asked for its last state alone, and far behind it a Clip without a lower bound."""
+    g = GraphBuilder("left_out")
+    weights = [g.const(np.full((1, 64, 16), 0.1, np.float32)) for _ in range(2)]
+    last = g.op("LSTM", g.input("x", (4, 1, 16)), *weights, hidden_size=16, outputs=["sequence", "last"])[1]
+    x = g.op("Squeeze", last, g.const([0]))
+    for number in range(6):
+        x = g.op("Relu", g.gemm(x, 16, name=f"layer_{number}"))
+    g.output(g.op("Clip", x, "", g.const(6.0)), name="y")
+    proto = g.build()
+    next(node for node in proto.graph.node if node.op_type == "LSTM").output[0] = ""
+    model = from_proto(proto, source="left_out", sha256="0")
+    space = build_space(model, dialect)
+    resolved = space.resolve(space.everywhere())
+    assert {f"layer_{number}" for number in range(6)} <= {edge.consumer for edge, _ in resolved}
+    made = Inserter(model, dialect, {name: (-1.0, 1.0) for name in model.types}).insert(resolved)
+    assert delivered(made) == dict(resolved)
+
+
 @pytest.mark.parametrize("op", CASES)
 def test_the_command_that_shows_regions_says_what_stays_float(
     op: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -229,6 +229,14 @@ def test_an_attention_mask_stays_float(none: float) -> None:
     assert rule(model, OPENVINO, "Add") == "legal"
 
 
+@pytest.mark.parametrize("none", [-np.inf, np.finfo(np.float32).min])
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+def test_a_concat_with_a_constant_that_no_scale_holds_stays_float(dialect: Dialect, none: float) -> None:
+    g, x = start((4, 4))
+    model = finish(g, g.op("Concat", x, g.const(np.full((4, 4), none, np.float32)), axis=0))
+    assert rule(model, dialect, "Concat") == "finite"
+
+
 def test_each_operand_of_an_elementwise_operator_is_a_point() -> None:
     g, x = start((4, 4))
     model = finish(g, g.op("Mul", g.op("Tanh", x), x))

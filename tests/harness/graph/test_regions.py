@@ -332,6 +332,27 @@ def test_subgraphs_count_as_readers() -> None:
     assert_sound(model, discover(model))
 
 
+def recurrent(sequence: str) -> Model:
+    """An LSTM that is given no lengths and asked for its last state, and a Clip without a lower bound."""
+    g = GraphBuilder("recurrent")
+    weights = [g.const(np.full((1, 64, 16), 0.1, np.float32)) for _ in range(2)]
+    bias, state = g.const(np.zeros((1, 128), np.float32)), g.const(np.zeros((1, 1, 16), np.float32))
+    x = g.op("Tanh", g.input("x", (4, 1, 16)))
+    _, last = g.op("LSTM", x, *weights, bias, "", state, state, hidden_size=16, outputs=["sequence", "last"])
+    g.output(g.op("Clip", g.op("Relu", last), "", g.const(6.0)))
+    proto = g.build()
+    next(node for node in proto.graph.node if node.op_type == "LSTM").output[0] = sequence
+    return from_proto(proto, source="recurrent", sha256="0")
+
+
+@pytest.mark.parametrize("longest", [1, 10])
+def test_results_and_inputs_that_are_left_out_are_not_one_tensor(longest: int) -> None:
+    model, named = recurrent(""), recurrent("sequence")
+    root = discover(model, maximum_sequence_region_size=longest)
+    assert_sound(model, root)
+    assert leaves(model, root) == leaves(named, discover(named, maximum_sequence_region_size=longest))
+
+
 @pytest.mark.assets
 @pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
 @pytest.mark.parametrize(

@@ -173,11 +173,11 @@ class Scorer:
     metric = "score"
     higher_is_better = True
 
-    def __init__(self, score: float = 0.5, broken: bool = False) -> None:
+    def __init__(self, score: float = 0.5, broken: bool = False, per_item: Sequence[float] = ()) -> None:
         if broken:
             raise UserError("data.json: cannot be read")
-        self._score = score
+        self._score, self._per_item = score, tuple(per_item)
 
     def score(self, infer: Infer) -> Accuracy:
         infer({})
-        return Accuracy(metrics={"score": self._score})
+        return Accuracy(metrics={"score": self._score}, per_item=self._per_item)

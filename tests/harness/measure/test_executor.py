@@ -21,6 +21,15 @@ CANDIDATE = Candidate(digest="d", edges=(), source=lambda: Path("never"))
 DONE = Measured(samples_ms=(1.0,), build_s=0.0, measure_s=0.0)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_whatever_a_work_raises_is_raised(threads: int) -> None:
+    def breaks() -> None:
+        raise IndexError("list index out of range")
+
+    with pytest.raises(IndexError, match="list index out of range"):
+        at_once([breaks, lambda: None], threads)
+
+
 class Bench:
     """Stands for engines; knows how many of it are open."""
 

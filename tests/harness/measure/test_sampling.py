@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -246,7 +247,8 @@ def test_a_probe_may_tell_what_its_device_did() -> None:
             return {}
 
         def conditions(self) -> dict[str, float]:
-            return {"gpu_mhz": 1980.0}
+            return {"gpu_mhz": np.float32(1980.0), "watts": float("nan")}  # type: ignore[dict-item]
 
     samples = take(Telling(), Sampling(warmup_ms=0, min_samples=3, max_samples=3), machine=Machine())
     assert samples.conditions["gpu_mhz"] == 1980.0
+    assert "watts" not in json.loads(json.dumps(samples.conditions, allow_nan=False)), "what the journal keeps"

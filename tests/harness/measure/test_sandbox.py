@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from harness.measure.engines import Built, WorkerSpec
 from harness.measure.sampling import Samples
 from harness.measure.sandbox import InProcess, Sandbox, open_engines
 from harness.measure.stats import Interval
+from harness.measure.stopwatch import stopwatch
 from harness.records import Failed
 from harness.run.config import Limits, Sampling, Use
 from search.space import Edge
 
 HERE = Path(__file__).parent
 LIMITS = Limits(build_s=1.0, measure_s=1.0, evaluate_s=1.0)
+SHARED = ", which all engines of a worker share"
 SAMPLING = Sampling(warmup_ms=0, min_samples=3, max_samples=3)
 MakeCandidate = Callable[[str], Candidate]
 
@@ -55,6 +58,7 @@ def spec(workdir: Path, **params: object) -> WorkerSpec:
         evaluators={
             "main": Use(use="faulty:Scorer"),
             "nan": Use(use="faulty:Scorer", params={"score": float("nan")}),
+            "gap": Use(use="faulty:Scorer", params={"per_item": [0.5, float("nan")]}),
             "broken": Use(use="faulty:Scorer", params={"broken": True}),
         },
         workdir=workdir,
@@ -76,6 +80,16 @@ def built(outcome: Built | Failed) -> Built:
 def failed(outcome: object) -> Failed:
     assert isinstance(outcome, Failed), outcome
     return outcome
+
+
+def test_waiting_for_another_runs_timing_counts_against_no_limit(sandbox: Sandbox, candidate: MakeCandidate) -> None:
+    engine = built(sandbox.build(candidate("ok")))
+    with ThreadPoolExecutor(1) as pool:
+        with stopwatch():  # as another run on these cores has it
+            waiting = pool.submit(sandbox.sample, engine.handle, SAMPLING)
+            with pytest.raises(TimeoutError):
+                waiting.result(timeout=1.5 * LIMITS.measure_s)
+        assert isinstance(waiting.result(timeout=20), Samples)
 
 
 def test_builds_times_scores_and_releases(sandbox: Sandbox, candidate: MakeCandidate) -> None:
@@ -142,10 +156,10 @@ def test_memory_has_a_limit_in_every_step(tmp_path: Path, candidate: MakeCandida
         outcome = failed(engines.build(candidate("build eat")))
         assert (outcome.stage, outcome.reason) == (
             "crash",
-            "build used more than 0.3 GB of memory (limits.memory_gb)",
+            f"build used more than 0.3 GB of memory (limits.memory_gb{SHARED})",
         )
         outcome = failed(engines.sample(built(engines.build(candidate("sample eat"))).handle, SAMPLING))
-        assert outcome.reason == "sample used more than 0.3 GB of memory (limits.memory_gb)"
+        assert outcome.reason == f"sample used more than 0.3 GB of memory (limits.memory_gb{SHARED})"
         assert isinstance(engines.build(candidate("ok")), Built)
 
 
@@ -156,6 +170,8 @@ def test_an_evaluation_that_fails_is_a_value(sandbox: Sandbox, candidate: MakeCa
     assert (outcome.stage, outcome.reason) == ("evaluate", "KeyError: 'no such kernel'")
     outcome = failed(sandbox.evaluate(good, "nan"))
     assert (outcome.stage, outcome.reason) == ("evaluate", "score is nan: the engine's outputs are not finite")
+    outcome = failed(sandbox.evaluate(good, "gap"))
+    assert outcome.reason == "per_item[1] is nan: give a figure for every item, or for none"
 
 
 def test_log_tail_is_what_the_worker_printed_last(sandbox: Sandbox, candidate: MakeCandidate) -> None:

@@ -13,6 +13,7 @@ import harness.report
 from harness.measure.events import TWIN
 from harness.report import plots_study
 from harness.report.drawing import draw
+from harness.report.overview import MEAN
 from harness.report.plots_study import speedups
 from harness.report.render import write_tables
 from harness.report.results import load
@@ -22,6 +23,15 @@ from harness.run.rows import write_json
 
 CELL = "net-openvino-int8"
 OTHER = "other-openvino-int8"
+TWO_BACKENDS = """
+experiment: small
+models: [{use: net.onnx, label: net}, {use: other.onnx, label: other}]
+backends: [{use: openvino, label: one}, {use: openvino, label: two}]
+searchers: [random]
+baselines: [all]
+budget: {evaluations: [3]}
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
 
 
 @pytest.fixture
@@ -70,6 +80,22 @@ def test_the_picture_shows_every_model_and_method(models, monkeypatch):
     assert (sorted(shown), last) == (["net", "other"], "geometric mean")
     assert {"random", "all", "linear", "float bf16"} <= set(axes.get_legend_handles_labels()[1])
     assert "hollow: breaks the bound on accuracy" in axes.get_xlabel()
+
+
+def test_no_mean_and_no_picture_goes_over_two_backends_of_a_machine(tmp_path, cell_maker, confirmation_maker):
+    (tmp_path / "experiment.yaml").write_text(TWO_BACKENDS)
+    for model in ("net", "other"):
+        for label, latency_ms in (("one", 2.0), ("two", 4.0)):
+            cell = cell_maker(tmp_path, f"{model}-{label}-int8", model=model)
+            confirmation_maker(cell, {TWIN: 8.0, "float": 8.0, "all": latency_ms, "aa": 5.0, "bb": 6.0})
+    frame = harness.report.load(tmp_path).overview
+    means = frame[(frame["model"] == MEAN) & (frame["column"] == "all")].set_index("device")["speedup"]
+    devices = ["one on A CPU, 2 threads", "two on A CPU, 2 threads"]
+    assert means.to_dict() == pytest.approx(dict(zip(devices, (4.0, 2.0), strict=True)))
+    titles = [picture.title for picture in draw(load(tmp_path), tmp_path / "report") if not picture.cell]
+    assert [title for title in titles if "glance" in title] == [
+        f"Speedups at a glance, int8, {device}" for device in devices
+    ]
 
 
 def test_a_figure_without_an_interval_is_drawn_without_one(tmp_path):

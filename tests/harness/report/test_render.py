@@ -17,6 +17,7 @@ import harness.report
 from harness.commands.report import show_report
 from harness.errors import UserError
 from harness.evaluators.intervals import evidence_of
+from harness.measure.events import Block, encode_event
 from harness.report import render
 from harness.report.advice import next_steps
 from harness.report.frames import main_frame
@@ -315,6 +316,17 @@ def test_full_evaluations_are_added_up_over_seeds(folder):
     body["picks"] = [{**p, "scored": 2 + p["seed"]} if p["method"] == "random" else p for p in body["picks"]]
     write_json(path, body)
     assert f"Full evaluations of {CELL}: random 5 of 6." in tables(folder)
+
+
+def test_full_evaluations_are_of_those_that_were_spent(folder):
+    """A small space is told whole before the budget is spent."""
+    path = folder / CELL / "rows.json"
+    body = json.loads(path.read_text())
+    body["picks"] = [{**p, "scored": 2} if p["method"] == "random" else p for p in body["picks"]]
+    write_json(path, body)
+    journal = folder / CELL / "runs" / "random-1.jsonl"
+    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:-2]))
+    assert f"Full evaluations of {CELL}: random 4 of 5." in tables(folder)
 
 
 def test_the_rank_correlation_of_proxy_and_metric_stands_below_the_main_table(folder):
@@ -789,6 +801,26 @@ def test_the_best_found_is_chosen_by_the_runoff_where_all_met_in_one(folder):
         assert cells_of(folder / "report" / "decision.md")[-1][-1] == chosen
 
 
+def test_where_accuracy_was_minimised_what_lost_least_is_the_best_and_not_what_is_fastest(folder):
+    """Of random's seeds the one that chose bb, and of the searchers random; records of before know no loss."""
+    path = folder / CELL / "rows.json"
+    body = json.loads(path.read_text())
+    other = {"method": "tpe", "kind": "search", "row": "aa", "seed": 0, "budget": 3, "search_ms": 2.0}
+    picks = [{k: v for k, v in p.items() if k != "loss"} for p in body["picks"] if p["method"] != "tpe"] + [other]
+    shutil.copy(folder / CELL / "runs" / "random-0.jsonl", folder / CELL / "runs" / "tpe-0.jsonl")
+    said = "is so by the loss that they saw"
+    loss = {"aa": 0.01, "bb": 0.001}
+    lossy = [{**p, "loss": loss[p["row"]]} if p["kind"] == "search" else p for p in picks]
+    for found, speedup, best in ((picks, "2.00 [2.00, 2.00]", "tpe"), (lossy, "1.60 [1.60, 1.60]", "random")):
+        write_json(path, {**body, "picks": found})
+        tables(folder)
+        lines = {line[3]: line[5].strip("*") for line in cells_of(folder / "report" / "main.md")}
+        assert lines["random"] == speedup
+        assert cells_of(folder / "report" / "decision.md")[-1][-1].endswith(f"({best})")
+        for name in ("main", "decision", "finalists"):
+            assert (said in (folder / "report" / f"{name}.md").read_text()) == (found is lossy), name
+
+
 def test_below_the_decisions_it_stands_how_the_best_found_was_chosen(folder):
     tables(folder)
     note = (folder / "report" / "decision.md").read_text().partition("\n\n")[2]
@@ -834,3 +866,17 @@ def test_frames_hold_what_the_tables_are_made_of(folder):
     assert frames.targets["evaluations"].tolist() == [2.0, 2.0]
     assert frames.variance["build"].tolist() == [0.0]
     assert set(frames.curves["seed"]) == {0, 1}
+
+
+def test_turns_of_a_worker_that_was_replaced_are_in_no_frame(folder):
+    """The next worker of a build replaces all of its turns, those that it has not come to yet as well."""
+    again = [
+        Block(build=2, group=0, round=0, row=row, samples_ms=(LATENCY_MS[row],) * 3, worker=1)
+        for row in ("float", "aa")
+    ]
+    with (folder / CELL / "confirm.jsonl").open("a") as file:
+        file.writelines(f"{encode_event(block)}\n" for block in again)
+    samples = harness.report.load(folder).samples
+    assert set(samples.query("row == 'aa' and build == 2")["round"]) == {0}
+    assert set(samples.query("row == 'aa' and build == 1")["round"]) == {0, 1}
+    assert set(samples.query("row == 'bb'")["build"]) == {0, 1}

@@ -106,6 +106,15 @@ def test_a_search_that_ended_early_is_named_though_it_did_not_say_why(study):
     assert early_ends(load(study)) == [], "it goes on, or was interrupted"
 
 
+@pytest.mark.parametrize("name", ["main", "overview", "budget", "fixed", "targets", "pairs", "ablation"])
+def test_searches_that_ended_early_are_named_where_budgets_are_spoken_of(study, name):
+    path = study / "net-one-int8" / "runs" / "tpe-1.jsonl"
+    path.unlink()
+    write_search(path, [8.0, 4.0])
+    write_tables(load(study), study / "report")
+    assert "net-one-int8: tpe-1 ended at 2 of 3." in (study / "report" / f"{name}.md").read_text()
+
+
 def test_pairs_and_ranks_go_over_cells(study):
     pairs = pair_frame(load(study)).set_index(["first", "second"])
     assert pairs.loc[("random", "tpe"), "blocks"] == 2
@@ -148,6 +157,18 @@ def test_placements_are_followed_to_the_other_backend(study):
     alike = likeness_frame(load(study))
     assert alike["rows"].item() == 4
     assert alike["spearman"].item() == pytest.approx(1.0)
+
+
+def test_ranks_go_over_placements_and_not_over_what_a_tool_makes_of_each_runtime(study):
+    """The row of `all` is called like its method here, as the rows of tools are."""
+    path = study / "net-two-int8" / "rows.json"
+    body = json.loads(path.read_text())
+    changed = [row if row["id"] == "all" else {**row, "sha256": f"{row['sha256']} in 7 bits"} for row in body["rows"]]
+    write_json(path, {**body, "rows": changed})
+    assert likeness_frame(load(study))["rows"].item() == 4, "a placement is one whatever its files are"
+    changed = [{**row, "sha256": "of another tool's file"} if row["id"] == "all" else row for row in body["rows"]]
+    write_json(path, {**body, "rows": changed})
+    assert likeness_frame(load(study)).empty, "three that both have are too few"
 
 
 def test_of_a_gain_within_the_noise_nothing_is_a_share(study, confirmation_maker):
@@ -196,8 +217,9 @@ def test_every_table_and_picture_of_a_study_is_written(study):
     assert "run on two" in transfer
     assert "rank correlation of latencies on one and two: +1.00 over 4 placements" in transfer
     pictures = draw(load(study), study / "report")
-    assert [picture.path.name for picture in pictures] == ["overview.svg", "ranks.svg", "transfer-net-int8.svg"]
-    assert pictures[1].title == (
+    names = [picture.path.name for picture in pictures]
+    assert names == ["overview.svg", "overview-2.svg", "ranks.svg", "transfer-net-int8.svg"]
+    assert pictures[2].title == (
         "Searchers by mean rank; no test: 2 cells are too few to say anything of others (3 are needed)"
     )
     assert all(picture.path.with_suffix(".png").exists() for picture in pictures)

@@ -104,6 +104,21 @@ def run(folder: Path, name: str, objective: str, searcher: str = "random") -> Pa
     return folder / name / "net-bench-int8"
 
 
+def test_data_that_changed_under_their_name_are_refused(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    for file in ("net.onnx", "near_plugins.py", "calibration.npz", "labelled.npz"):
+        shutil.copy(folder / file, tmp_path)
+    file = tmp_path / "mended.yaml"
+    file.write_text(EXPERIMENT.replace("OBJECTIVE", "{max_drop: 0.5}").replace("SEARCHER", "random"))
+    command = ("run", str(file), "--out", str(tmp_path / "out"))
+    assert qdq(*command) == 0
+    rows = np.random.default_rng(9).normal(size=(40, 3, 8, 8)).astype(np.float32)
+    np.savez(tmp_path / "labelled.npz", x=rows)
+    assert qdq(*command) == 2
+    assert re.search(r"data\.main: '\w+' -> '\w+'", capsys.readouterr().err)
+    assert qdq(*command, "--accept-changes") == 0
+    assert (tmp_path / "out" / "net-bench-int8.1").is_dir()
+
+
 @pytest.fixture(scope="module")
 def front(folder: Path) -> Path:
     return run(folder, "front", "{minimize: pareto, halves: true, proxy: 2}", "nsga2")
@@ -150,6 +165,8 @@ def test_accuracy_first_finds_what_is_as_fast_as_asked(folder: Path) -> None:
     fast = [outcome.samples_ms[0] for outcome in journal(cell) if outcome.samples_ms[0] <= 9.0]
     assert pick["search_ms"] == pytest.approx(max(fast)), "speed costs accuracy, so the slowest that is fast enough"
     assert all(("cosine" in outcome.metrics) == (outcome.samples_ms[0] <= 9.0) for outcome in journal(cell))
+    seen = [outcome.metrics["cosine"] for outcome in journal(cell) if "cosine" in outcome.metrics]
+    assert pick["loss"] == pytest.approx(goal["reference"] - max(seen)), "by which the best of several seeds is chosen"
     schemes = [scheme for pattern in read_cache(cell / "patterns.yaml").patterns.values() for scheme in pattern.schemes]
     assert all(scheme.baseline_ms == pytest.approx(10.0) for scheme in schemes), (
         "what is learned of patterns is latency"

@@ -103,6 +103,23 @@ def test_who_asks_for_more_goes_on_and_is_told_what_is_new(tmp_path, change, sai
     assert not said or load_experiment(kept) == parse_experiment(ASKED, "")
 
 
+def test_a_full_disk_while_more_is_asked_for_leaves_the_folder_as_it_was(tmp_path, monkeypatch):
+    def full(path, text):
+        if path.name == "experiment.yaml":
+            raise UserError("no space left")
+        path.write_text(text)
+
+    with claimed(tmp_path / "out", parse_experiment(ASKED, "")):
+        pass
+    larger = parse_experiment(ASKED.replace("25]", "40]"), "")
+    with monkeypatch.context() as context:
+        context.setattr("harness.run.claim.write_text", full)
+        with pytest.raises(UserError, match="no space left"), claimed(tmp_path / "out", larger):
+            pass
+    with claimed(tmp_path / "out", larger) as grown:
+        assert grown == "budget 10, 25 -> 10, 40"
+
+
 def test_several_things_may_grow_at_once(tmp_path):
     said = goes_on(tmp_path, seeds=("[0]", "[0, 1]"), budget=("25]", "40]"))
     assert said == "seeds: 1 added; budget 10, 25 -> 10, 40"

@@ -12,7 +12,9 @@ import pytest
 from harness.api import Candidate
 from harness.measure.confirm import Row
 from harness.measure.engines import MAIN, Built, Engines
+from harness.measure.events import Readings
 from harness.measure.sampling import Samples
+from harness.records import Failed
 from harness.run.config import Rounds, Sampling
 from harness.run.contest import Contest, hold, read_contest
 from harness.run.observe import Silent
@@ -50,6 +52,34 @@ class Listening(Silent):
 
 def row(name: str) -> Row:
     return Row(name=name, candidate=Candidate(digest=name, edges=(), source=lambda: Path("never asked for")))
+
+
+class Failing(Busy):
+    """Builds everything but the row that is called so, as long as it is not mended."""
+
+    mended = False
+
+    def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:  # type: ignore[override]
+        if candidate.digest == "a" and not self.mended:
+            return Failed(stage="build", reason="out of memory")
+        return super().build(candidate, benchmarker)
+
+
+def test_what_failed_is_tried_again_where_that_is_asked_for(tmp_path: Path) -> None:
+    rows, plan = (row("a"), row("b")), Rounds(builds=2, rounds=3, samples=3)
+    path = tmp_path / "confirm.jsonl"
+    contest = Contest(name="confirmation", path=path, header={}, baseline=row("float"), rows=rows, plan=plan)
+    engines = Failing("")
+    hold(contest, engines.open, Silent())
+    before = path.read_bytes()
+    engines.mended = True
+    hold(contest, engines.open, Silent())
+    assert path.read_bytes() == before, "a failure is an outcome"
+    hold(contest, engines.open, Silent(), retry_failed=True)
+    readings = Readings(read_contest(path))
+    assert not any(readings.failed.values())
+    assert {name: len(readings.turns[name]) for name in ("float", "a", "b")} == {"float": 2, "a": 2, "b": 2}
+    assert len(readings.paired("a", "float")[0]) == 2
 
 
 @pytest.mark.parametrize("disturbed", ["", "waited for a core 50% of the time"])

@@ -11,11 +11,14 @@ import sys
 import time
 from pathlib import Path
 
+import onnx
 import pytest
 from small import qdq
 
 from harness.graph.build import GraphBuilder
+from harness.graph.files import file_digest
 from harness.measure.confirm import summarise
+from harness.records import Failed
 from harness.run.claim import claimed
 from harness.run.config import load_experiment
 from harness.run.confirming import read_events
@@ -80,6 +83,77 @@ def test_a_finished_experiment_run_again_measures_nothing(done, folder):
     (done / "net-simulated-int8" / "through.json").unlink()  # nobody knows that it is through: it is gone over
     assert qdq("run", str(folder / "small.yaml"), "--out", str(done)) == 0
     assert before == {p: p.read_bytes() for p in before}
+
+
+ALONE = """
+import threading
+import time
+from contextlib import contextmanager
+from harness.benchmarkers.simulated import SimulatedBenchmarker
+
+BUSY = threading.Lock()
+
+class Bench(SimulatedBenchmarker):
+    dialect = "openvino"
+
+    @contextmanager
+    def open(self, artifact):
+        with super().open(artifact) as probe:
+            yield Alone(probe)
+
+class Alone:
+    def __init__(self, probe):
+        self.probe, self.infer = probe, probe.infer
+
+    def sample(self, n):
+        assert BUSY.acquire(blocking=False), "two engines are timed at once"
+        time.sleep(0.001)
+        BUSY.release()
+        return self.probe.sample(n)
+"""
+
+
+def test_searches_that_share_one_worker_time_one_engine_after_the_other(done, folder, tmp_path):
+    (folder / "alone.py").write_text(ALONE)
+    text = EXPERIMENT.replace("use: simulated", "use: 'alone:Bench', label: simulated")
+    (folder / "at_once.yaml").write_text(f"{text}executor: {{searches: 4}}\n")
+    assert qdq("run", str(folder / "at_once.yaml"), "--out", str(tmp_path / "out")) == 0
+    assert choices(tmp_path / "out") == choices(done)
+    entries = [entry for path in (tmp_path / "out").glob("*/runs/*.jsonl") for entry in read_journal(path)]
+    assert not [entry for entry in entries if entry.told and isinstance(entry.told.outcome, Failed)]
+
+
+def test_a_model_of_others_that_changed_is_timed_anew(done, folder, tmp_path):
+    best = max((done / "net-simulated-int8" / "models").glob("*.onnx"), key=lambda path: path.stat().st_size)
+    shutil.copy(best, folder / "mine.onnx")
+    mine = "{use: import, label: mine, params: {path: mine.onnx}}"
+    text = EXPERIMENT.replace("[float, all, linear]", f"[float, {mine}]").replace("[all, linear]", "[mine]")
+    (folder / "mine.yaml").write_text(text)
+    assert qdq("run", str(folder / "mine.yaml"), "--out", str(tmp_path / "out")) == 0
+    proto = onnx.load(folder / "mine.onnx")
+    proto.doc_string = "trained once more"
+    onnx.save(proto, folder / "mine.onnx")
+    assert qdq("run", str(folder / "mine.yaml"), "--out", str(tmp_path / "out")) == 0
+    row = next(row for row in read_rows(tmp_path / "out" / "net-simulated-int8")[0] if row.id == "mine")
+    assert row.sha256 == file_digest(folder / "mine.onnx")
+
+
+def test_models_of_others_whose_data_have_one_name_are_delivered_with_their_own(done, folder, tmp_path):
+    quantized = next(row.file for row in read_rows(done / "net-simulated-int8")[0] if row.pairs)
+    for label in "ab":
+        proto = onnx.load(done / "net-simulated-int8" / "models" / quantized)
+        weight = next(tensor for tensor in proto.graph.initializer if len(tensor.dims) == 4)
+        weight.raw_data = label.encode() * len(weight.raw_data)
+        (folder / label).mkdir()
+        path = folder / label / "model.onnx"
+        onnx.save(proto, path, save_as_external_data=True, location="model.onnx.data", size_threshold=0)
+    theirs = ", ".join(f"{{use: import, label: {label}, params: {{path: {label}/model.onnx}}}}" for label in "ab")
+    text = EXPERIMENT.replace("[float, all, linear]", f"[float, {theirs}]").replace("[all, linear]", "[a, b]")
+    (folder / "both.yaml").write_text(text)
+    assert qdq("run", str(folder / "both.yaml"), "--out", str(tmp_path / "out")) == 0
+    for label in "ab":
+        exported = tmp_path / "out" / "net-simulated-int8" / "models" / f"{label}.onnx"
+        assert onnx.load(exported) == onnx.load(folder / label / "model.onnx")
 
 
 @pytest.mark.parametrize("damage", ["", "[]", "{", '{"config": 1}'])

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness.api import Accuracy
-from harness.graph.files import copy_model, file_digest
+from harness.graph.files import file_digest
 from harness.measure.engines import Built
 from harness.run.config import Use
 from harness.run.objective import Objective
@@ -74,20 +74,6 @@ def test_a_file_that_was_made_again_is_scored_again(score):
 def test_another_evaluator_scores_everything_again(score):
     score({"float": b"1"})
     assert score({"float": b"1"}, evaluator="top5")[0] == [("float.onnx", "main")]
-
-
-def test_external_data_belong_to_the_file(tmp_path):
-    here, there = tmp_path / "here", tmp_path / "there"
-    here.mkdir()
-    there.mkdir()
-    (here / "model.onnx").write_bytes(b"location model.onnx.data")
-    (here / "model.onnx.data").write_bytes(b"weights")
-    (here / "bystander").write_bytes(b"")
-    copy = copy_model(here / "model.onnx", there, "float.onnx")
-    assert sorted(path.name for path in there.iterdir()) == ["float.onnx", "model.onnx.data"]
-    assert file_digest(copy) == file_digest(here / "model.onnx")
-    (there / "model.onnx.data").write_bytes(b"other weights")
-    assert file_digest(copy) != file_digest(here / "model.onnx")
 
 
 class Watcher:

@@ -190,6 +190,27 @@ def test_a_finished_run_takes_retries_too_and_failures_that_stay_are_kept(tmp_pa
     assert Counter(executor.made).most_common(1)[0][1] == 1
 
 
+@pytest.mark.parametrize("window", [1, 3, 8])
+def test_where_all_seeds_failed_a_retry_waits_for_their_outcomes(tmp_path: Path, window: int) -> None:
+    path = tmp_path / "j.jsonl"
+    with pytest.raises(UserError, match="no seed could be measured"):
+        search(path, 0, window=window, failing=frozenset(range(6)))
+    search(path, 1, window=window, failing=frozenset(), retry_failed=True)
+    fresh = {e.asked.digest for e in read_journal(path) if e.told and e.asked.origin != RETRY}
+    assert len(fresh) == 14
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_what_is_being_tried_again_when_a_run_is_killed_is_tried_once(tmp_path: Path, window: int) -> None:
+    path = tmp_path / "j.jsonl"
+    search(path, 0, window=window, failing=frozenset({2, 3}))
+    with pytest.raises(KeyboardInterrupt):
+        search(path, 0, window=window, stop_after=1, failing=frozenset(), retry_failed=True)
+    search(path, 0, window=window, failing=frozenset(), retry_failed=True)
+    tried = Counter(e.asked.digest for e in read_journal(path) if e.asked.origin == RETRY)
+    assert set(tried.values()) == {1}
+
+
 @pytest.mark.parametrize("window", [1, 4])
 def test_a_cold_search_in_which_nothing_works_stops_with_the_first_reason(tmp_path: Path, window: int) -> None:
     executor = Shuffled(np.random.default_rng(0), None, frozenset(range(6)))

@@ -42,7 +42,9 @@ def table(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("executor", ["{use: local}", "{use: local, workers: 3, searches: 2}"])
+@pytest.mark.parametrize(
+    "executor", ["{use: local}", "{use: local, workers: 3, searches: 2}", "{use: local, searches: 2}"]
+)
 def test_killed_at_any_moment_nothing_is_lost_and_the_table_is_the_same(
     workplace: Any, tmp_path: Path, executor: str, record_property: Any
 ) -> None:

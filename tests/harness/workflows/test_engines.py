@@ -301,6 +301,28 @@ def test_what_tensorrt_is_told(small: Path, tmp_path: Path, monkeypatch: pytest.
         build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, Use(use="tensorrt"))
 
 
+@pytest.mark.parametrize(
+    ("shape", "profile"),
+    [
+        (("N", 3, "H", "W"), {"min": "1x3x8x8", "opt": "4x3x8x8", "max": "8x3x8x8"}),
+        ((1, 3, "H", "W"), {"min": "1x3x8x8", "opt": "1x3x8x8", "max": "1x3x8x8"}),
+    ],
+)
+def test_batch_sizes_count_where_the_batch_is_dynamic_alone(
+    shape: tuple[int | str, ...], profile: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g = GraphBuilder("wide", seed=1)
+    g.output(g.conv(g.input("images", shape), 32, 3), name="y")
+    model = g.save(tmp_path / "wide.onnx")
+    monkeypatch.setattr(engines, "save_engine", lambda model, path, facts: facts)
+    options = "min_batch_size: 1, opt_batch_size: 4, max_batch_size: 8"
+    text = ENGINE.format(model=model, engine="m.trt", options=options)
+    spec = parse_spec(f"{text}\ndataset: {{shapes: {{images: 1x3x8x8}}}}\n", "s")
+    facts = build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, Use(use="tensorrt"))
+    assert facts.params["profiles"] == {"images": profile}
+    assert "x".join(map(str, facts.inputs["images"][1])) == profile["opt"]
+
+
 def test_tensorrt_accepts_the_parameters_that_it_is_given() -> None:
     from harness.registry import check_params
 

@@ -19,6 +19,7 @@ from harness.graph.declared import read_declared
 from harness.graph.diff import delivered
 from harness.workflows import modelopt_arguments as told
 from harness.workflows import ptq as command
+from harness.workflows.calib_data import input_size
 from harness.workflows.presets import DEFAULT_OPS, NEVER_BY_DEFAULT, PRESETS
 from harness.workflows.quantize import quantize
 from harness.workflows.spec import parse_spec, section
@@ -74,6 +75,12 @@ def test_a_section_in_its_words(small: Path) -> None:
         "calibrate_per_node": True,
         "high_precision_dtype": "fp32",
     }
+
+
+def test_native_layers_stay_native_whatever_else_is_left_out(small: Path) -> None:
+    extra = "  backend_kwargs: {op_types_to_exclude: [Relu]}\n"
+    found = arguments(small, f"{{module_name: Add, {NATIVE}}}, {{module_name: '*', {INT8}}}", extra)
+    assert found["op_types_to_exclude"] == ["Add", "Relu"]
 
 
 @pytest.mark.parametrize(("algorithm", "method"), [("minmax", "max"), ("max", "max"), ("entropy", "entropy")])
@@ -238,6 +245,25 @@ def test_operators_that_the_model_does_not_have(
     assert "--op_types_to_exclude: the model has no 'Con'; did you mean 'Conv'" in caplog.text
     with pytest.raises(UserError, match=r"is the float model itself"):
         command.ptq([*base[:4], "--output_path", str(small)])
+
+
+def test_all_samples_of_a_file_are_used(small: Path, tmp_path: Path, given: list[dict[str, Any]]) -> None:
+    np.save(tmp_path / "many.npy", np.zeros((520, 3, 8, 8), np.float32))
+    asked = ["--onnx_path", str(small), "--calibration_data", str(tmp_path / "many.npy")]
+    made = command.ptq([*asked, "--output_path", str(tmp_path / "o.onnx")])
+    assert made.calibrated_on.startswith("520 samples")
+
+
+def test_shapes_are_asked_for_by_the_name_of_the_option(tmp_path: Path) -> None:
+    g = GraphBuilder("wide", seed=1)
+    g.output(g.conv(g.input("images", ("N", 3, "H", "W")), 32, 3), name="y")
+    asked = ["--onnx_path", str(g.save(tmp_path / "wide.onnx"))]
+    with pytest.raises(UserError, match=r"is \?x3x\?x\?: say --calibration_shapes images:1x3x640x640"):
+        command.ptq(asked)
+    with pytest.raises(UserError, match=r"--calibration_shapes image: the model has no such input; did you mean"):
+        command.ptq([*asked, "--calibration_shapes", "image:1x3x8x8"])
+    with pytest.raises(UserError, match=r"say its height and width instead, such as --size 640x640"):
+        input_size("array", None, str(tmp_path / "wide.onnx"))
 
 
 @pytest.mark.slow

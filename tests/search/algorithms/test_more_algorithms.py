@@ -193,6 +193,19 @@ def test_an_incumbent_that_was_lucky_is_left_once_it_was_measured_again(make):
     assert sum(nearer) >= 9
 
 
+def test_greed_builds_on_what_is_better_than_a_base_that_was_lucky():
+    space = plain_space(4)
+    searcher = SensitivityGreedySearcher(space, seed=0, share=1.0, direction="in")
+    searcher.tell(scored(space, space.float_placement(), 1.0, stderr=0.1))
+    asked = []
+    for number in range(6):
+        asked += searcher.ask(1)
+        for reading in (30.0, 31.0, 32.0) if number == 0 else ():
+            searcher.tell(scored(space, space.float_placement(), reading, stderr=0.1))
+        searcher.tell(scored(space, asked[-1], 4.0 + 0.5 * sum(asked[-1].choices), stderr=0.1))
+    assert sum(sum(placement.choices) > 1 for placement in asked) >= 5, "around float there is nothing to probe"
+
+
 def test_evolution_keeps_its_parents_against_a_tie():
     space = plain_space(40)
     searcher = EvolutionarySearcher(space, seed=0, population=1, block=0.0)

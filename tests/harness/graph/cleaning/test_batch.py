@@ -91,6 +91,15 @@ def nobody_knows(builder: GraphBuilder, x: str) -> str:
     return builder.op("Mystery", x, domain="acme")
 
 
+def inside_a_body(builder: GraphBuilder, x: str) -> str:
+    bodies = {}
+    for branch, op in (("then_branch", "Tanh"), ("else_branch", "Relu")):
+        inner = GraphBuilder(branch)
+        inner.output(inner.op(op, x, outputs=[f"{branch}_out"])[0], ("N", 4, 8, 8))
+        bodies[branch] = inner.graph()
+    return builder.op("If", builder.input("flag", (), "bool"), **bodies)
+
+
 @pytest.mark.parametrize(
     ("body", "why"),
     [
@@ -100,6 +109,7 @@ def nobody_knows(builder: GraphBuilder, x: str) -> str:
         (along, r"Softmax '.*' works along the samples"),
         (first_row, r"ScatterND '.*' works along the samples"),
         (nobody_knows, r"what Mystery '.*' makes of several samples is not known"),
+        (inside_a_body, r"If '.*' has a body"),
     ],
 )
 def test_what_mixes_samples_is_refused(body: Callable[[GraphBuilder, str], str], why: str) -> None:
