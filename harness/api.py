@@ -199,6 +199,9 @@ class Evaluator(Protocol):
     with the float model's engine, before any other engine is scored; what it keeps it writes to a file, because engines
     may be scored in other processes.
 
+    One with `fingerprint: str`, which changes with the data that it scores on, is not used to go on with results that
+    were begun on other data; those of the harness have it.
+
     One that takes long may have `inferences: int`, how often `score`, and `prepare`, run the engine: then a bar shows
     how far it is.
     """

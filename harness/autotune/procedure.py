@@ -80,9 +80,9 @@ def run_plan(model: Any, plan: Plan) -> QDQAutotuner:
         run.regions()
         run.finish()
     finally:
-        benchmark.alone()
         if autotuner.baseline_latency_ms is not None:
             autotuner.save_state(str(plan.state))
+        benchmark.alone()
     return autotuner
 
 

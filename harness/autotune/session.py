@@ -157,4 +157,5 @@ class Session:
         return self._allowed(Placement(tuple(choices)))
 
     def _allowed(self, placement: Placement) -> Placement:
-        return Placement(tuple(c if index in self.allowed else 0 for index, c in enumerate(placement.choices)))
+        allowed = frozenset(self.allowed)
+        return Placement(tuple(c if index in allowed else 0 for index, c in enumerate(placement.choices)))

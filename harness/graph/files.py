@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import onnx
@@ -56,14 +57,17 @@ def move_model(model_path: Path, target: Path) -> None:
 
 
 def file_digest(model_path: Path) -> str:
-    """SHA-256 of a model's file, followed by its external data where it has some.
+    """SHA-256 of a model's file; where it has external data, of the model and these, whatever their files are called.
 
     Raises:
         UserError: See `copy_model`.
     """
     content = model_path.read_bytes()
-    digest = hashlib.sha256(content)
-    for other in _files(content, model_path):
+    proto, outside = _outside(content, model_path)
+    others = _in_order(outside)
+    _rename(outside, {file: str(number) for number, file in enumerate(others)})
+    digest = hashlib.sha256(proto.SerializeToString(deterministic=True) if others else content)
+    for other in others:
         with other.open("rb") as file:
             while chunk := file.read(1 << 24):
                 digest.update(chunk)
@@ -76,7 +80,7 @@ def parts(model_path: Path) -> list[Path]:
     Raises:
         UserError: See `copy_model`.
     """
-    return [model_path, *_files(model_path.read_bytes(), model_path)]
+    return [model_path, *_in_order(_outside(model_path.read_bytes(), model_path)[1])]
 
 
 def _outside(content: bytes, model_path: Path) -> tuple[onnx.ModelProto, _Outside]:
@@ -91,24 +95,27 @@ def _outside(content: bytes, model_path: Path) -> tuple[onnx.ModelProto, _Outsid
     return proto, external_data(proto, model_path.parent, str(model_path))
 
 
-def _files(content: bytes, model_path: Path) -> list[Path]:
-    return sorted({file for _, file in _outside(content, model_path)[1]})
-
-
 def _called_after(target: Path, model_path: Path) -> tuple[bytes, dict[Path, Path]]:
     """What a model's file says where its external data are called after another, and where each of these then goes."""
     content = model_path.read_bytes()
     proto, outside = _outside(content, model_path)
-    files = dict.fromkeys(file for _, file in outside)  # by first use: a copy of a copy is the same again
-    places = {file: target.with_name(f"{target.name}.data{number or ''}") for number, file in enumerate(files)}
-    said = [
-        (entry, places[file].name)
-        for tensor, file in outside
-        for entry in tensor.external_data
-        if entry.key == "location"
-    ]
-    if all(entry.value == name for entry, name in said):
+    places = {
+        file: target.with_name(f"{target.name}.data{number or ''}") for number, file in enumerate(_in_order(outside))
+    }
+    if not _rename(outside, {file: place.name for file, place in places.items()}):
         return content, places
-    for entry, name in said:
-        entry.value = name
     return proto.SerializeToString(deterministic=True), places
+
+
+def _in_order(outside: _Outside) -> list[Path]:
+    """The files of external data by first use: those of a copy are in the same order."""
+    return list(dict.fromkeys(file for _, file in outside))
+
+
+def _rename(outside: _Outside, names: Mapping[Path, str]) -> bool:
+    """Give external data other names in their model; whether there was a name to change."""
+    entries = [(entry, names[file]) for tensor, file in outside for entry in tensor.external_data]
+    changed = [(entry, name) for entry, name in entries if entry.key == "location" and entry.value != name]
+    for entry, name in changed:
+        entry.value = name
+    return bool(changed)

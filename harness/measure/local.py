@@ -65,6 +65,7 @@ class InProcess:
         self._spare: list[Path] = []
         self._machine = Machine()
         self._beside: int | None = None
+        self._warm = False
         with writing(spec.workdir):
             spec.workdir.mkdir(parents=True, exist_ok=True)
             self._scratch = Path(tempfile.mkdtemp(prefix="engines-", dir=spec.workdir))
@@ -94,6 +95,20 @@ class InProcess:
         self._engines[handle] = _Engine(benchmarker=benchmarker, artifact=artifact, workdir=workdir, opened=ExitStack())
         return Built(handle=handle, build_s=build_s, info=_plain(artifact.info))
 
+    def open(self, handle: int, level_ms: float | None = None) -> Failed | None:
+        """Make an engine ready to be timed, and where it is timed beside the reference that one too.
+
+        Args:
+            level_ms: See `sample`.
+        """
+
+        def work() -> None:
+            self._probe(handle)
+            if level_ms is not None:
+                self._reference(level_ms)
+
+        return attempt("measure", work)
+
     def sample(
         self, handle: int, sampling: Sampling, rival: Interval | None = None, level_ms: float | None = None
     ) -> Samples | Failed:
@@ -107,17 +122,19 @@ class InProcess:
             reference = self._reference(level_ms) if level_ms is not None else None
             if reference is None:
                 return take(probe, sampling, rival, machine=self._machine)
+            if not self._warm:
+                warm_up(reference.probe, Sampling())
+                self._warm = True
             return take_beside(probe, reference, sampling, rival, machine=self._machine)
 
         return attempt("measure", work)
 
     def _reference(self, level_ms: float) -> Reference | None:
-        """The engine that candidates are timed beside, built and warmed up when first asked for."""
+        """The engine that candidates are timed beside, built when first asked for."""
         if self._beside is None and self._spec.reference is not None:
             path = self._spec.reference
             candidate = Candidate(digest=digest_of(()), edges=(), source=lambda: path)
             self._beside = self._build(candidate, self._benchmarkers[MAIN]).handle
-            warm_up(self._probe(self._beside), Sampling())
         return None if self._beside is None else Reference(self._probe(self._beside), level_ms)
 
     def evaluate(self, handle: int, evaluator: str = MAIN, watch: Watch | None = None) -> Accuracy | Failed:

@@ -14,6 +14,8 @@ __all__ = ["ADVICE", "Changed", "changes", "facts_digest", "refuse_changes", "sa
 
 ADVICE = "use another --out, or --accept-changes to begin a new section of the table here"
 
+ADDED = frozenset({"data"})
+"""Keys that records of before 2026-11-23 lack; those are compared without them."""
 SHOWN = 100
 """Characters of a value; lists of placements are long."""
 
@@ -60,7 +62,8 @@ def refuse_changes(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]
     Raises:
         Changed: With each leaf that differs.
     """
-    changed = [f"  {line}" for line in changes(there, json.loads(json.dumps(here)))]
+    told = {key: value for key, value in here.items() if key not in ADDED or there.get(key) is not None}
+    changed = [f"  {line}" for line in changes(there, json.loads(json.dumps(told)))]
     if changed:
         raise Changed(
             f"{path}: this run was started with something else; results would not be comparable:\n"

@@ -193,7 +193,8 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
         _begun(
             folder / "cell.json", running.facts(), lambda facts: {key: facts.get(key) for key in running.fingerprint()}
         )
-        if not (experiment.transfer or place.retry_failed) and is_through(folder, running.asked_for()):
+        asked = running.asked_for()  # before anything is measured: what somebody changes meanwhile is not through
+        if not (experiment.transfer or place.retry_failed) and is_through(folder, asked):
             observer.say(f"{spec.name}: nothing is left to do")
             shutil.rmtree(cell.work, ignore_errors=True)
             return
@@ -220,7 +221,7 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
     confirm_rows(experiment.confirmation, site.open, worker, table.timed, backend, observer, place.retry_failed)
     shutil.rmtree(cell.work, ignore_errors=True)
     if not any(end.broken for run in runs if (end := running.end(run))):  # else the same command tries it again
-        note_through(folder, running.asked_for())
+        note_through(folder, asked)
 
 
 def _machine(cells: Sequence[CellSpec], out: Path) -> Mapping[str, Any] | None:

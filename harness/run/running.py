@@ -153,7 +153,7 @@ class Running:
     def asked_for(self) -> str:
         """Digest of what the experiment asks of the cell, and of what that is begun with: models of others too."""
         brought = {name: file_digest(f.path) for name, f in self.cell.foreign.items() if f.path is not None}
-        return facts_digest([self.config, brought, *map(self._begun_with, self.cell.spec.runs)])
+        return facts_digest([self.config, *filter(None, [brought]), *map(self._begun_with, self.cell.spec.runs)])
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be the same for a run to go on."""
@@ -170,6 +170,7 @@ class Running:
             "sampling": self.experiment.sampling.model_dump(mode="json"),
             "goal": goal_facts(self.judge.goal),
             **self.scoring.facts,
+            **({"data": dict(self.scoring.data)} if self.scoring.data else {}),
             "qdq_bench": version("qdq-bench"),
         }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Scoring:
             of the data for themselves, `PROXY_EVALUATOR` is the proxy. None where the model has no evaluator.
         metric: Of `MAIN`; None where there is none.
         facts: How the searches' figures came about; what a run depends on.
+        data: Digests of what the evaluators score on, by their names, as far as they tell it; a run depends on it too.
     """
 
     objective: Objective
@@ -46,6 +47,7 @@ class Scoring:
     metric: str | None
     higher_is_better: bool
     facts: Mapping[str, Any]
+    data: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def searching(self) -> str:
@@ -141,21 +143,21 @@ def scoring_of(objective: Objective, spec: ModelSpec, model: Model, base: Path, 
         evaluators[SEARCH] = _there(evaluator_use(spec, model, base, work, "search"))
     if objective.scored and objective.proxy and main.use != "fidelity":
         evaluators[PROXY_EVALUATOR] = proxy_use(objective.proxy, spec, model, base, work)
-    facts["data"] = {name: _gone_by(use) for name, use in evaluators.items()}
     return Scoring(
         objective=objective,
         evaluators=evaluators,
         metric=factory.metric,
         higher_is_better=factory.higher_is_better,
         facts=facts,
+        data={name: told for name, use in evaluators.items() if (told := _gone_by(use))},
     )
 
 
-def _gone_by(use: Use) -> str | None:
-    """Digest of the data and the preparation that an evaluator goes by, as it tells; None where it does not."""
+def _gone_by(use: Use) -> str:
+    """Digest of the data and the preparation that an evaluator goes by; "" where it does not tell."""
     made = registry.guarded(f"evaluator {use.use!r}", lambda: registry.create("evaluator", use.use, use.params))
     told = getattr(made, "fingerprint", None)
-    return None if told is None else facts_digest(told)
+    return facts_digest(told) if isinstance(told, str) else ""
 
 
 def proxy_use(samples: int, spec: ModelSpec, model: Model, base: Path, work: Path) -> Use:

@@ -21,6 +21,7 @@ __all__ = ["build_engine"]
 
 logger = logging.getLogger(__name__)
 
+SIZES = frozenset({"min_batch_size", "opt_batch_size", "max_batch_size"})
 PRECISIONS: Mapping[str, str] = {"FP16": "f16", "FP32": "f32"}
 
 
@@ -44,7 +45,7 @@ def build_engine(section: EngineSection, dataset: Dataset, base: Path, backend: 
     _mention(declared, section, backend)
     if backend.use == TENSORRT:
         return _by_tensorrt(section, (path, target), declared, dataset, backend.params)
-    shapes = _shapes(declared, options.opt_batch_size, dataset)
+    shapes = _shapes(declared, options, dataset, options.opt_batch_size)
     dynamic = any(None in dims for _, dims in declared.inputs.values())
     if dynamic:
         logger.warning(
@@ -75,7 +76,7 @@ def _by_tensorrt(
         "profiles": _profiles(declared, options, dataset),
         **extra,
     }
-    types = static_types(declared, _shapes(declared, options.opt_batch_size, dataset))
+    types = static_types(declared, _shapes(declared, options, dataset, options.opt_batch_size))
     try:
         return save_engine(path, target, _facts(paths, declared, Use(use=TENSORRT, params=params), types))
     except UserError as error:
@@ -92,13 +93,15 @@ def _profiles(declared: Declared, options: TensorRTOptions, dataset: Dataset) ->
         if options.max_batch_size > 1:
             logger.warning("tensorrt.max_batch_size: the model's batch is fixed, so the sizes given are left aside")
         return {}
-    shapes = {key: _shapes(declared, size, dataset) for key, size in sizes.items()}
+    shapes = {key: _shapes(declared, options, dataset, size) for key, size in sizes.items()}
     return {name: {key: "x".join(map(str, shapes[key][name])) for key in sizes} for name in dynamic}
 
 
-def _shapes(declared: Declared, batch: int, dataset: Dataset) -> dict[str, tuple[int, ...]]:
-    """Static shapes for a batch size, which counts more than that of a shape given, where the batch is dynamic."""
+def _shapes(declared: Declared, options: TensorRTOptions, dataset: Dataset, batch: int) -> dict[str, tuple[int, ...]]:
+    """Static shapes for a batch size; where sizes are given, they count more than the first number of a shape does."""
     found = static_shapes(declared, batch, dataset.shapes)
+    if not SIZES & options.model_fields_set:
+        return found
     dynamic = {name for name, (_, dims) in declared.inputs.items() if dims and dims[0] is None}
     return {name: (batch, *shape[1:]) if name in dynamic else shape for name, shape in found.items()}
 

@@ -142,7 +142,8 @@ class Dataset(_Frozen):
         classes: Names of the model's classes in the order of its outputs; by default those of the labels.
         samples: Calibration samples at most; None: all. ModelOpt's README advises 500 or more for CNNs and ViTs.
         count: Images of the evaluation at most; None: all.
-        shapes: Static shapes by input name, where more than the batch is dynamic.
+        shapes: Static shapes by input name, where more than the batch is dynamic. Batch sizes of an engine go before
+            their first number.
     """
 
     test_data_sources: TestSources | None = None

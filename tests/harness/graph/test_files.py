@@ -70,6 +70,13 @@ def test_external_data_come_along_wherever_they_lie(location: str, tmp_path: Pat
     assert added(tmp_path / "there" / "moved.onnx") == 1.0
 
 
+def test_a_copy_has_the_digest_of_its_model_whatever_their_data_are_called(tmp_path: Path) -> None:
+    path = written(tmp_path / "in", 1.0, BELOW)
+    copy = copy_model(path, tmp_path, "copy.onnx")
+    again = copy_model(copy, tmp_path, "again.onnx")
+    assert file_digest(path) == file_digest(copy) == file_digest(again)
+
+
 @pytest.mark.parametrize("location", [BESIDE, BELOW])
 def test_a_digest_tells_models_apart_that_differ_in_their_data_alone(location: str, tmp_path: Path) -> None:
     one, same, other = (written(tmp_path / str(n), number, location) for n, number in enumerate((1.0, 1.0, 2.0)))

@@ -119,6 +119,27 @@ def test_data_that_changed_under_their_name_are_refused(folder: Path, tmp_path: 
     assert (tmp_path / "out" / "net-bench-int8.1").is_dir()
 
 
+def test_results_of_before_data_were_noted_go_on(folder: Path, tmp_path: Path) -> None:
+    for file in ("net.onnx", "near_plugins.py", "calibration.npz", "labelled.npz"):
+        shutil.copy(folder / file, tmp_path)
+    file = tmp_path / "old.yaml"
+    file.write_text(EXPERIMENT.replace("OBJECTIVE", "{max_drop: 0.5}").replace("SEARCHER", "random"))
+    assert qdq("run", str(file), "--out", str(tmp_path / "out")) == 0
+    cell = tmp_path / "out" / "net-bench-int8"
+    (cell / "through.json").unlink()
+    facts = json.loads((cell / "cell.json").read_text())
+    assert facts.pop("data")
+    (cell / "cell.json").write_text(json.dumps(facts))
+    for path in cell.glob("runs/*.jsonl"):
+        head, _, rest = path.read_text().partition("\n")
+        header = json.loads(head)
+        del header["fingerprint"]["data"]
+        path.write_text(f"{json.dumps(header)}\n{rest}")
+    before = (cell / "accuracy.json").read_bytes()
+    assert qdq("run", str(file), "--out", str(tmp_path / "out")) == 0
+    assert (cell / "accuracy.json").read_bytes() == before, "nothing is scored a second time"
+
+
 @pytest.fixture(scope="module")
 def front(folder: Path) -> Path:
     return run(folder, "front", "{minimize: pareto, halves: true, proxy: 2}", "nsga2")

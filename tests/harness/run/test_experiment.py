@@ -156,6 +156,14 @@ def test_models_of_others_whose_data_have_one_name_are_delivered_with_their_own(
         assert onnx.load(exported) == onnx.load(folder / label / "model.onnx")
 
 
+def test_the_stress_test_among_the_baselines_has_its_row_and_the_cell_is_through(folder, tmp_path):
+    (folder / "stress.yaml").write_text(EXPERIMENT.replace("baselines: [all, linear]", "baselines: [extreme]"))
+    for _ in range(2):
+        assert qdq("run", str(folder / "stress.yaml"), "--out", str(tmp_path / "out")) == 0
+    assert (tmp_path / "out" / "net-simulated-int8" / "through.json").exists()
+    assert "extreme" in {row.id for row in read_rows(tmp_path / "out" / "net-simulated-int8")[0]}
+
+
 @pytest.mark.parametrize("damage", ["", "[]", "{", '{"config": 1}'])
 def test_a_damaged_note_that_a_cell_is_through_is_not_believed(copy, folder, damage):
     cell = copy / "net-simulated-int8"

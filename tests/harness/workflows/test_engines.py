@@ -301,23 +301,31 @@ def test_what_tensorrt_is_told(small: Path, tmp_path: Path, monkeypatch: pytest.
         build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, Use(use="tensorrt"))
 
 
+SIZES = "min_batch_size: 1, opt_batch_size: 4, max_batch_size: 8"
+
+
 @pytest.mark.parametrize(
-    ("shape", "profile"),
+    ("shape", "options", "given", "profile"),
     [
-        (("N", 3, "H", "W"), {"min": "1x3x8x8", "opt": "4x3x8x8", "max": "8x3x8x8"}),
-        ((1, 3, "H", "W"), {"min": "1x3x8x8", "opt": "1x3x8x8", "max": "1x3x8x8"}),
+        (("N", 3, "H", "W"), SIZES, "1x3x8x8", {"min": "1x3x8x8", "opt": "4x3x8x8", "max": "8x3x8x8"}),
+        ((1, 3, "H", "W"), SIZES, "1x3x8x8", {"min": "1x3x8x8", "opt": "1x3x8x8", "max": "1x3x8x8"}),
+        (("N", 3, "H", "W"), "", "2x3x8x8", {"min": "2x3x8x8", "opt": "2x3x8x8", "max": "2x3x8x8"}),
     ],
 )
 def test_batch_sizes_count_where_the_batch_is_dynamic_alone(
-    shape: tuple[int | str, ...], profile: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int | str, ...],
+    options: str,
+    given: str,
+    profile: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     g = GraphBuilder("wide", seed=1)
     g.output(g.conv(g.input("images", shape), 32, 3), name="y")
     model = g.save(tmp_path / "wide.onnx")
     monkeypatch.setattr(engines, "save_engine", lambda model, path, facts: facts)
-    options = "min_batch_size: 1, opt_batch_size: 4, max_batch_size: 8"
     text = ENGINE.format(model=model, engine="m.trt", options=options)
-    spec = parse_spec(f"{text}\ndataset: {{shapes: {{images: 1x3x8x8}}}}\n", "s")
+    spec = parse_spec(f"{text}\ndataset: {{shapes: {{images: {given}}}}}\n", "s")
     facts = build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, Use(use="tensorrt"))
     assert facts.params["profiles"] == {"images": profile}
     assert "x".join(map(str, facts.inputs["images"][1])) == profile["opt"]
