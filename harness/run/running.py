@@ -153,7 +153,8 @@ class Running:
     def asked_for(self) -> str:
         """Digest of what the experiment asks of the cell, and of what that is begun with: models of others too."""
         brought = {name: file_digest(f.path) for name, f in self.cell.foreign.items() if f.path is not None}
-        return facts_digest([self.config, *filter(None, [brought]), *map(self._begun_with, self.cell.spec.runs)])
+        models = [brought] if brought else []
+        return facts_digest([self.config, *models, *map(self._begun_with, self.cell.spec.runs)])
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be the same for a run to go on."""
