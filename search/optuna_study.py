@@ -20,6 +20,8 @@ from search.moves import nearby
 __all__ = ["StudySearcher"]
 
 DRAWS = 4
+ASSUMED = 1e-12
+"""What a constraint that nobody looked at counts as: behind all that hold it, before all that are known to break it."""
 
 
 class StudySearcher:
@@ -27,9 +29,9 @@ class StudySearcher:
 
     Everything told becomes a finished trial, the common seeds as well, as if the sampler had proposed it; a
     failure becomes a pruned trial, and no value is made up. From the first violation on, violations are Optuna's
-    constraint, and feasible trials rank before all others. Several objectives make a study of as many. What waits for
-    its outcome is a running trial. A placement that is known already is drawn again, then varied by few flips until
-    it is new.
+    constraint, and feasible trials rank before all others, those that nobody looked at (`Score.assumed`) next. Several
+    objectives make a study of as many. What waits for its outcome is a running trial. A placement that is known already
+    is drawn again, then varied by few flips until it is new.
 
     Args:
         space: What to search.
@@ -116,7 +118,7 @@ class StudySearcher:
 
     def _constraints(self, score: Score) -> dict[str, float]:
         """Nothing while no violation was told: a sampler that models constraints would take its time over it."""
-        return {"violation": score.violation} if self._form[1] else {}
+        return {"violation": max(score.violation, ASSUMED * score.assumed)} if self._form[1] else {}
 
     def _rebuild(self) -> None:
         """Optuna never changes a finished trial, so a score that a new tell moved needs a new study."""
@@ -149,7 +151,7 @@ def _widest(form: tuple[int, bool], outcome: Score | Failure) -> tuple[int, bool
     """Number of objectives, and whether there is a constraint, after one more outcome."""
     if isinstance(outcome, Failure):
         return form
-    return max(form[0], len(outcome.values)), form[1] or outcome.violation > 0
+    return max(form[0], len(outcome.values)), form[1] or outcome.violation > 0 or outcome.assumed
 
 
 @contextmanager

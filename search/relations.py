@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from search.space import Space
 
-__all__ = ["followers", "readers", "stages"]
+__all__ = ["followers", "points", "readers", "stages"]
 
 
 def followers(space: Space) -> Mapping[int, int]:
@@ -37,11 +37,16 @@ def readers(space: Space) -> Mapping[int, tuple[int, ...]]:
     }
 
 
+def points(space: Space) -> tuple[tuple[int, ...], ...]:
+    """Every dimension as a set of its own, those with larger shares of the model's cost first."""
+    return _new(([index] for index in range(len(space))), set(), space)
+
+
 def stages(space: Space) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Sets of dimensions to move together, coarse to fine, no set twice: across patterns, within them, points.
 
     Across patterns: a role, what reads its results, both, and the outputs. Within: a pattern, a role in it, what reads
-    its results, both, and the inputs of one node.
+    its results, both, and the inputs of one node. A point that is such a set by itself is not among the points again.
     """
     after = readers(space)
     wide: dict[str, list[int]] = defaultdict(list)
@@ -61,8 +66,8 @@ def stages(space: Space) -> tuple[tuple[tuple[int, ...], ...], ...]:
             nodes[edge.consumer].add(index)
     nodes.pop("", None)
     known: set[tuple[int, ...]] = set()
-    points = [[index] for index in range(len(space))]
-    return tuple(_new(sets, known, space) for sets in (wide.values(), (*narrow.values(), *nodes.values()), points))
+    single = [[index] for index in range(len(space))]
+    return tuple(_new(sets, known, space) for sets in (wide.values(), (*narrow.values(), *nodes.values()), single))
 
 
 def _new(sets: Iterable[Iterable[int]], known: set[tuple[int, ...]], space: Space) -> tuple[tuple[int, ...], ...]:

@@ -175,8 +175,13 @@ class QDQAutotunerBase:
             raise InvalidSchemeError("no region is under profile: call set_profile_region() first")
         return self._turn.generate(self.session.measured)
 
-    def submit(self, latency_ms: float, success: bool = True) -> None:
+    def submit(self, latency_ms: float, success: bool = True, stderr_ms: float = 0.0) -> None:
         """Say what came of the scheme generated last; the very first latency is that of the float model.
+
+        Args:
+            latency_ms: Median latency.
+            success: False: it could not be measured.
+            stderr_ms: Standard error of the latency, by which searchers tell gains from noise; 0: unknown.
 
         Raises:
             InvalidSchemeError: No scheme was generated.
@@ -199,7 +204,8 @@ class QDQAutotunerBase:
                 "no scheme to submit a latency for: call set_profile_region() and generate() first"
             )
         placement = turn.placement(turn.generated)
-        turn.fill(turn.generated, session.record(placement, latency_ms if measured else None, turn.signature))
+        record = session.record(placement, latency_ms if measured else None, turn.signature, stderr_ms=stderr_ms)
+        turn.fill(turn.generated, record)
         if measured and self.pattern_cache is not None:
             self.pattern_cache.learn(session.learned(placement, latency_ms, self.baseline_latency_ms))
 

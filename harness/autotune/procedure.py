@@ -17,11 +17,11 @@ from harness.autotune.cache import PatternCache
 from harness.autotune.common import AutotunerError, AutotunerNotInitializedError, Config
 from harness.autotune.delivery import export
 from harness.autotune.regions import Region
-from harness.autotune.timing import latency_ms, restless
+from harness.autotune.timing import latency_ms, restless, stderr_ms
 from harness.graph.cache import strangers
 from harness.graph.load import load
 from harness.graph.points import why_none
-from harness.records import Outcome
+from harness.records import Failed, Outcome
 from harness.run.models import OPSET
 from harness.run.observe import Observer, Silent, best_note
 from search.space import Placement
@@ -170,7 +170,7 @@ class _Run:
         placement = self._autotuner.placement(best=True)
         path = self._export("optimized_final.onnx", placement)
         final = replace(self._session.candidate(placement), source=lambda: path)
-        self._measured(final, "final")
+        self._outcome(final, "final")
         baseline_path = self._plan.output_dir / "baseline.onnx"
         floating = self._session.candidate(self._session.space.float_placement())
         summary = self._benchmark.confirm(final, replace(floating, source=lambda: baseline_path))
@@ -235,8 +235,8 @@ class _Run:
         signature = "" if schemes is None else schemes.pattern_signature
         while not self._spent(signature) and (index := autotuner.generate()) >= 0:
             name = f"region_{region.id}_scheme_{index}"
-            latency = self._measured(autotuner.candidate(), name)
-            autotuner.submit(latency, success=latency != float("inf"))
+            outcome = self._outcome(autotuner.candidate(), name)
+            autotuner.submit(latency_ms(outcome), not isinstance(outcome, Failed), stderr_ms(outcome))
             self._save_now_and_then()
         name = f"region_{region.id}_level_{region.level}.onnx"
         self._export(f"region_models/{name}", autotuner.placement(best=True))
@@ -261,12 +261,10 @@ class _Run:
     def _start(self, name: str, placement: Placement) -> float:
         known = self._session.measured.get(self._session.space.digest(placement))
         if known is None:
-            latency = self._measured(self._session.candidate(placement), f"start_{name}")
-            known = self._session.record(placement, None if latency == float("inf") else latency)
+            outcome = self._outcome(self._session.candidate(placement), f"start_{name}")
+            latency = None if isinstance(outcome, Failed) else latency_ms(outcome)
+            known = self._session.record(placement, latency, stderr_ms=stderr_ms(outcome))
         return float("inf") if known.latency_ms is None else known.latency_ms
-
-    def _measured(self, candidate: Candidate, log: str) -> float:
-        return latency_ms(self._outcome(candidate, log))
 
     def _outcome(self, candidate: Candidate, log: str) -> Outcome:
         return self._benchmark.measure(self._transformed(candidate), self._plan.output_dir / f"logs/{log}.log")

@@ -115,10 +115,12 @@ class Session:
         resolved, digest = self.space.resolve(placement), self.space.digest(placement)
         return Candidate(digest=digest, edges=resolved, source=lambda: self.delivery.candidate_file(resolved, digest))
 
-    def record(self, placement: Placement, latency_ms: float | None, signature: str = "") -> Measurement:
+    def record(
+        self, placement: Placement, latency_ms: float | None, signature: str = "", *, stderr_ms: float = 0.0
+    ) -> Measurement:
         """Remember what came of a placement."""
         stamp = datetime.now(UTC).isoformat(timespec="seconds")
-        made = Measurement(latency_ms=latency_ms, signature=signature, timestamp=stamp)
+        made = Measurement(latency_ms=latency_ms, stderr_ms=stderr_ms, signature=signature, timestamp=stamp)
         self.measured[self.space.digest(placement)] = made
         return made
 

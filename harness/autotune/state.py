@@ -27,11 +27,13 @@ class Measurement:
 
     Attributes:
         latency_ms: None where it could not be measured.
+        stderr_ms: Its standard error; 0 where nobody knows.
         signature: Of the pattern under profile when it was measured; "" for the baseline and whole-model starts.
         timestamp: When, in ISO 8601.
     """
 
     latency_ms: float | None
+    stderr_ms: float = 0.0
     signature: str = ""
     timestamp: str | None = None
 
@@ -125,8 +127,13 @@ def read_state(path: Path, facts: Mapping[str, Any]) -> State:
 
 def _measurement(body: Mapping[str, Any]) -> Measurement:
     latency_ms = body["latency_ms"]
-    checked = None if latency_ms is None else _positive(latency_ms)
-    return Measurement(latency_ms=checked, signature=str(body["signature"]), timestamp=body["timestamp"])
+    stderr_ms = body.get("stderr_ms", 0.0)  # what older files do not have
+    return Measurement(
+        latency_ms=None if latency_ms is None else _positive(latency_ms),
+        stderr_ms=_positive(stderr_ms) if stderr_ms else 0.0,
+        signature=str(body["signature"]),
+        timestamp=body["timestamp"],
+    )
 
 
 def _positive(value: Any) -> float:

@@ -7,11 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from harness.api import Candidate
-from harness.measure.stats import median_ci
+from harness.measure.stats import median_ci, stderr_of_median
 from harness.records import Failed, Measured, Outcome
 from harness.run.config import Sampling
 
-__all__ = ["beside_sampling", "exactly", "latency_ms", "restless", "write_log"]
+__all__ = ["beside_sampling", "exactly", "latency_ms", "restless", "stderr_ms", "write_log"]
 
 RESTLESS = 0.02
 """A median that is not known to this share, either way, says more about the machine than about the model."""
@@ -20,6 +20,11 @@ RESTLESS = 0.02
 def latency_ms(outcome: Outcome) -> float:
     """Median latency; infinite where the outcome is a failure."""
     return float("inf") if isinstance(outcome, Failed) else median_ci(outcome.samples_ms).value
+
+
+def stderr_ms(outcome: Outcome) -> float:
+    """Standard error of the median latency; 0 where the outcome is a failure."""
+    return 0.0 if isinstance(outcome, Failed) else stderr_of_median(outcome.samples_ms)
 
 
 def restless(outcome: Outcome) -> bool:

@@ -40,6 +40,7 @@ class Turn:
         self.schemes = PatternSchemes(RegionPattern(pattern.signature, len(pattern.operators), composite=composite))
         self.index: int | None = None
         self._chart = chart
+        self._stderr_ms: dict[str, float] = {}  # of the schemes by hash: ModelOpt's have no place for it
         self._around = around
         self._attempts = config.maximum_generation_attempts
         own = set(chart.dimensions(pattern.signature).values())
@@ -91,6 +92,7 @@ class Turn:
         scheme.error = failed
         scheme.latency_ms = UNMEASURED if measurement.latency_ms is None else measurement.latency_ms
         scheme.profile_timestamp = measurement.timestamp
+        self._stderr_ms[scheme.hash] = measurement.stderr_ms
         self._tell(scheme)
 
     @property
@@ -122,7 +124,8 @@ class Turn:
             return
         placement = self._cut(self.placement(scheme))
         failed = Failure(stage="measure", reason="the model that has this scheme could not be measured")
-        outcome = failed if scheme.error else Score(objective=scheme.latency_ms)
+        stderr_ms = self._stderr_ms.get(scheme.hash, 0.0)
+        outcome = failed if scheme.error else Score(objective=scheme.latency_ms, stderr=stderr_ms)
         digest = self._space.digest(placement)
         self._searcher.tell(Observation(placement=placement, digest=digest, outcome=outcome))
 

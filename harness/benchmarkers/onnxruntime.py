@@ -17,7 +17,7 @@ import numpy as np
 from harness.api import Array, Artifact, Candidate, Layer
 from harness.errors import BuildFailed, MeasureFailed, UserError
 from harness.measure.host import plain, refuse_dynamic, said, timed, words
-from harness.measure.provenance import checked_threads, cpu_model, environment, saturates_here
+from harness.measure.provenance import checked_threads, environment, processor, saturates_here
 from harness.measure.sampling import fixed_inputs
 
 __all__ = ["ONNXRuntimeBenchmarker"]
@@ -154,7 +154,7 @@ class ONNXRuntimeBenchmarker:
         return {
             "name": "onnxruntime",
             "version": self._ort.__version__,
-            "device": cpu_model() if self._provider == "cpu" else _gpu_name(),
+            "device": processor() if self._provider == "cpu" else _gpu_name(),
             "options": {
                 "threads": self._threads,
                 **({"spinning": "within a run"} if self._threads != 1 else {}),

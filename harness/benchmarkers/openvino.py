@@ -16,7 +16,7 @@ import numpy as np
 from harness.api import Array, Artifact, Candidate, Layer
 from harness.errors import BuildFailed, MeasureFailed, UserError
 from harness.measure.host import plain, refuse_dynamic, said, timed
-from harness.measure.provenance import checked_threads, saturates_here
+from harness.measure.provenance import checked_threads, processor, saturates_here
 from harness.measure.sampling import fixed_inputs
 
 __all__ = ["OpenVINOBenchmarker"]
@@ -133,7 +133,7 @@ class OpenVINOBenchmarker:
         return {
             "name": "openvino",
             "version": self._ov.__version__,
-            "device": self._core.get_property("CPU", "FULL_DEVICE_NAME"),
+            "device": processor(self._core.get_property("CPU", "FULL_DEVICE_NAME")),
             "options": {"threads": self._threads, "precision": self._float, **profiled},
             "float_precision": self._float,
             "float_open": self._open,

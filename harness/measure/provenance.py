@@ -20,8 +20,10 @@ __all__ = [
     "decisive",
     "environment",
     "git_commit",
+    "processor",
     "saturates",
     "saturates_here",
+    "with_instructions",
 ]
 
 PACKAGES = (
@@ -32,6 +34,11 @@ FLAGS = (
     "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16",
     "asimddp", "i8mm", "bf16", "sve", "sve2",
 )  # fmt: skip
+INTEGER = (
+    ("amx_int8", "AMX"), ("avx512_vnni", "AVX512-VNNI"), ("avx_vnni", "AVX-VNNI"), ("avx512f", "AVX512"),
+    ("avx2", "AVX2"), ("i8mm", "I8MM"), ("asimddp", "DotProd"),
+)  # fmt: skip
+"""Flags of what multiplies INT8 and what it is called, the fastest first."""
 GPU_FIELDS = (
     "name", "driver_version", "compute_cap", "memory.total", "clocks.sm", "clocks.max.sm", "temperature.gpu",
     "power.draw",
@@ -65,6 +72,7 @@ def decisive(facts: Mapping[str, Any]) -> dict[str, Any]:
         "python": facts.get("python"),
         "packages": facts.get("packages"),
         "cpu": facts.get("cpu", {}).get("model"),
+        "instructions": facts.get("cpu", {}).get("flags"),  # clouds give one name to processors of different ones
         "gpus": [{name: gpu.get(name) for name in ("name", "driver_version")} for gpu in facts.get("gpus", [])],
     }
 
@@ -112,6 +120,25 @@ def cpu_model() -> str:
     """The processor's name as it gives it itself; the architecture where it gives none."""
     fields = _soft(_cpuinfo) or {}
     return fields.get("model name") or fields.get("Model") or platform.processor() or platform.machine()
+
+
+def processor(name: str | None = None) -> str:
+    """The processor of this machine with what multiplies INT8 on it, see `with_instructions`.
+
+    Args:
+        name: What a runtime calls it; None: its own name.
+    """
+    return with_instructions(name or cpu_model(), {"cpu": _soft(_cpu) or {}})
+
+
+def with_instructions(name: str, facts: Mapping[str, Any]) -> str:
+    """A processor's name and the fastest instructions for INT8 of an `environment`: "AMD EPYC (AVX512-VNNI)".
+
+    They decide what quantization gains, and processors that give themselves one and the same name differ in them.
+    """
+    flags = facts.get("cpu", {}).get("flags", ())
+    found = next((called for flag, called in INTEGER if flag in flags), None)
+    return name if found is None else f"{name} ({found})"
 
 
 def _soft(probe: Callable[[], Any]) -> Any:

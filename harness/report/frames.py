@@ -12,6 +12,7 @@ import pandas as pd
 
 from harness.evaluators.intervals import accuracy_of, drop_estimate
 from harness.measure.events import disturbance_note
+from harness.measure.provenance import with_instructions
 from harness.measure.stats import Interval
 from harness.report.results import CellResults, Results
 from harness.report.samples import indistinct
@@ -119,7 +120,7 @@ def _of_cell(cell: CellResults) -> dict[str, Any]:
         "cell": cell.name,
         "model": cell.facts["model"],
         "backend": backend_of(cell),
-        "device": _device(cell.facts),
+        "device": _device(cell),
         "precision": cell.facts["precision"],
         "quantized": cell.facts["precision"],
         "metric": cell.metric,
@@ -271,9 +272,11 @@ def backend_of(cell: CellResults) -> str:
     return label if f"{prefix}{label}{suffix}" == cell.name else str(cell.facts["backend"].get("name"))
 
 
-def _device(facts: Mapping[str, Any]) -> str:
-    backend = facts["backend"]
+def _device(cell: CellResults) -> str:
+    backend = cell.facts["backend"]
     device = str(backend.get("device", backend.get("name")))
+    if device == cell.environment.get("cpu", {}).get("model"):  # older runs have the bare name
+        device = with_instructions(device, cell.environment)
     threads = backend.get("options", {}).get("threads")
     return device if threads is None else f"{device}, {threads} thread{'' if threads == 1 else 's'}"
 

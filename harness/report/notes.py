@@ -8,7 +8,7 @@ import pandas as pd
 
 from harness.evaluators.intervals import Estimate, accuracy_of, metric_estimate
 from harness.measure.events import disturbance_note
-from harness.measure.provenance import saturates
+from harness.measure.provenance import saturates, with_instructions
 from harness.report.captions import DECIDED
 from harness.report.decision import BEST
 from harness.report.frames import BROKEN
@@ -139,8 +139,9 @@ def data_notes(cells: Sequence[CellResults]) -> tuple[str, ...]:
 
 def _saturates(cell: CellResults) -> bool:
     """Whether the device is a processor that adds products of integers in 16 bits."""
-    own = cell.environment.get("cpu", {}).get("model")
-    return saturates(cell.environment) and cell.facts["backend"].get("device") == own
+    own = str(cell.environment.get("cpu", {}).get("model"))
+    device = cell.facts["backend"].get("device")
+    return saturates(cell.environment) and device in {own, with_instructions(own, cell.environment)}
 
 
 def _reduced(cell: CellResults) -> bool:

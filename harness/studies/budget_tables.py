@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 from scipy.stats import t as student
 
@@ -27,15 +28,17 @@ RISES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curves:
-    """Searches of one searcher on one table; both arrays are [seed, evaluation].
+    """Searches of one searcher on one table; arrays are [seed, evaluation].
 
     Attributes:
         latency_ms: Recorded latency of what a search hands over, see `harness.studies.choosing`.
         elapsed_s: Recorded wall-clock of all that was built and measured until then.
+        evaluations: Of each search, until it had nothing more to propose; [seed].
     """
 
     latency_ms: Floats
     elapsed_s: Floats
+    evaluations: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

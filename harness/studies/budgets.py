@@ -46,7 +46,7 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
     _refuse_twins("searchers", [contender.name for contender in contenders])
     landscapes = {Path(table): Landscape(read_table(Path(table))) for table in study.tables}
     told = {table: told_optimum(landscape, study.initial) for table, landscape in landscapes.items()}
-    warnings = _left_out(told)
+    left_out = _left_out(told)
     telling = {table: landscape for table, landscape in landscapes.items() if not told[table]}
     with writing(out):
         chunks = {
@@ -60,7 +60,7 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
             for table, landscape in telling.items()
         ]
         ranks = {budget: ranks_of(_reached(blocks, budget), unit="table") for budget in study.budgets}
-        tables = budget_tables(blocks, study, ranks, warnings)
+        tables = budget_tables(blocks, study, ranks, (*left_out, *_ended(blocks, study.most)))
         for table in tables:
             write_table(table, out)
         _draw(ranks, blocks, study, out)
@@ -86,6 +86,22 @@ def _left_out(told: Mapping[Path, str]) -> tuple[str, ...]:
     if all(told.values()):
         raise UserError(f"no table is left: {said}")
     return (f"Left out: {said}.",)
+
+
+def _ended(blocks: Sequence[Block], budget: int) -> tuple[str, ...]:
+    """What to say of the searchers that had nothing more to propose before the budget was spent."""
+    said = []
+    for name in blocks[0].curves:
+        evaluations = np.concatenate([block.curves[name].evaluations for block in blocks])
+        early = evaluations[evaluations < budget]
+        if len(early):
+            middle = f"in the median after {np.median(early):.0f}"
+            said.append(f"{name} ({len(early)} of {len(evaluations)} searches, {middle})")
+    if not said:
+        return ()
+    return (
+        f"Nothing more to propose before {budget} evaluations had: {', '.join(said)}. Their last choice counts on.",
+    )
 
 
 def _refuse_twins(what: str, names: Sequence[str]) -> None:

@@ -122,7 +122,11 @@ def curves_of(chunks: Sequence[Chunk], landscape: Landscape) -> Curves:
         indices=frame["index"].to_numpy(dtype=np.int64).reshape(shape),
         readings_ms=frame["reading_ms"].to_numpy(dtype=float).reshape(shape),
     )
-    return Curves(latency_ms=walks.latency_ms(landscape), elapsed_s=walks.elapsed_s(landscape))
+    return Curves(
+        latency_ms=walks.latency_ms(landscape),
+        elapsed_s=walks.elapsed_s(landscape),
+        evaluations=(walks.indices >= 0).sum(axis=1),
+    )
 
 
 def _replayed(chunks: Sequence[Chunk], workers: int) -> Iterator[Chunk]:

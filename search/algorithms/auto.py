@@ -12,7 +12,7 @@ from search.acquisition import Advice, Advisor
 from search.api import Observation, Placement, Space, check_range
 from search.archive import Archive, Entry
 from search.moves import assign, crossover_by_group, drawn, flip, nearby
-from search.relations import stages
+from search.relations import points, stages
 from search.rules import expert_rules
 
 __all__ = ["AutoSearcher"]
@@ -69,8 +69,8 @@ class AutoSearcher:
         self._candidates = candidates
         self._archive = Archive()
         self._advisor = Advisor(space) if surrogate else None
-        sets = stages(space)
-        self._wide, self._narrow, self._points = (_moves(s, space) for s in (sets if blocks else ((), (), sets[2])))
+        sets = stages(space) if blocks else ((), (), points(space))
+        self._wide, self._narrow, self._points = (_moves(s, space) for s in sets)
         self._rules = list(expert_rules(space))[:rules]
 
     def ask(self, n: int) -> Sequence[Placement]:

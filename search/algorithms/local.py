@@ -60,17 +60,20 @@ class LocalSearcher:
 
     def tell(self, observation: Observation) -> None:
         base = self._space.digest(self._base)
-        new, led = self._archive.get(observation.digest) is None, self._leads(base)
+        new, leader = self._archive.get(observation.digest) is None, self._leader()
+        led = leader is not None and leader.digest == base
         self._archive.tell(observation)
-        if new and self._gains(observation.digest, base):
+        if new and self._gains(observation.digest, base, leader):
             self._move_to(observation.placement)
         elif base in self._archive.failures or (led and not self._leads(base)):  # measured again, it fell behind
             self._move_to(self._best())
 
-    def _gains(self, digest: str, base: str) -> bool:
-        told, old = self._archive.get(digest), self._archive.get(base)
+    def _gains(self, digest: str, base: str, leader: Entry | None) -> bool:
+        """Whether it beats the base; while the base of a restart is awaited, what led before."""
+        told, awaited = self._archive.get(digest), base in self._archive.pending
+        old = leader if awaited else self._archive.get(base)
         if told is None or old is None:
-            return told is not None and base not in self._archive.pending
+            return told is not None and not awaited
         return improves(told.score, old.score, self._significance)
 
     def _leader(self) -> Entry | None:

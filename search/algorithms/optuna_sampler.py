@@ -11,7 +11,7 @@ from typing import Any
 import optuna
 from optuna.distributions import IntDistribution
 
-from search.api import Space
+from search.api import Observation, Score, Space
 from search.optuna_study import StudySearcher
 
 __all__ = ["OptunaSearcher"]
@@ -25,7 +25,7 @@ class OptunaSearcher(StudySearcher):
 
     Choices are integers, so that samplers made for numbers serve as well. A Gaussian process takes about a second
     for a proposal at a hundred points. Genetic samplers, NSGAIISampler for one, breed from what they proposed
-    themselves: to them the common seeds are no members of a generation.
+    themselves: to them the common seeds are no members of a generation. CmaEsSampler knows one objective and no bound.
 
     Args:
         space: What to search.
@@ -48,12 +48,19 @@ class OptunaSearcher(StudySearcher):
         if unknown := sorted(set(given) - allowed):
             raise ValueError(f"params of {sampler} are {', '.join(sorted(allowed))}, but got {', '.join(unknown)}")
         settings = {**{name: value for name, value in BATCHES.items() if name in allowed}, **given}
+        self._unbounded = sampler == "CmaEsSampler"
         super().__init__(
             space,
             seed=seed,
             sampler=lambda fresh: made(seed=fresh, **settings),
             parameter=lambda size: IntDistribution(0, size - 1),
         )
+
+    def tell(self, observation: Observation) -> None:
+        outcome = observation.outcome
+        if self._unbounded and isinstance(outcome, Score) and (outcome.violation > 0 or len(outcome.values) > 1):
+            raise ValueError("sampler CmaEsSampler knows one objective and no bound: take GPSampler, which knows both")
+        super().tell(observation)
 
 
 def _samplers() -> dict[str, Any]:

@@ -24,6 +24,7 @@ from harness.autotune import (
 from harness.autotune.qdq_utils import get_quantized_tensors
 from harness.errors import UserError
 from harness.graph.diff import delivered
+from search.algorithms.random_mutation import RandomMutationSearcher
 
 
 def begun(model, cache=None, **settings):
@@ -351,6 +352,27 @@ def test_a_state_brings_back_what_is_done_and_an_interrupted_turn_goes_on_with_t
     assert resumed.pattern_cache.num_patterns == whole.pattern_cache.num_patterns
 
 
+def test_a_searcher_hears_how_sure_a_latency_is_and_so_it_does_after_an_interruption(model, tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(
+        RandomMutationSearcher, "tell", lambda self, observation: told.append(observation.outcome.stderr)
+    )
+    autotuner = begun(model)
+    autotuner.set_profile_region(autotuner.regions[0])
+    for stderr_ms in (0.25, 0.5):
+        assert autotuner.generate() >= 0
+        autotuner.submit(9.0, stderr_ms=stderr_ms)
+    assert told[-2:] == [0.25, 0.5]
+    autotuner.save_state(str(tmp_path / "state.yaml"))
+    told.clear()
+    resumed = QDQAutotuner(model)
+    resumed.initialize(Config())
+    resumed.load_state(str(tmp_path / "state.yaml"))
+    resumed.set_profile_region(resumed.regions[0])
+    resumed.generate()
+    assert {0.25, 0.5} <= set(told)
+
+
 def test_a_state_of_something_else_is_refused_with_what_differs(model, make_small, tmp_path):
     path = tmp_path / "state.yaml"
     begun(model).save_state(str(path))
@@ -372,7 +394,7 @@ def test_a_state_of_something_else_is_refused_with_what_differs(model, make_smal
         ),
         (lambda text: text.replace("baseline_latency_ms: 10.0", "other: 1"), "damaged"),
         (lambda text: text.replace("patterns: []", "patterns: [{schemes: 3}]"), "damaged .*no schemes of a pattern"),
-        (lambda text: text.replace("latency_ms: 10.0, signature", "latency_ms: .nan, signature"), "damaged"),
+        (lambda text: text.replace("latency_ms: 10.0, stderr", "latency_ms: .nan, stderr"), "damaged"),
     ],
 )
 def test_a_damaged_state_is_refused(model, tmp_path, change, says):

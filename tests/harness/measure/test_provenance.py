@@ -18,6 +18,22 @@ def test_environment_is_json_and_names_what_matters() -> None:
     assert facts["python"].startswith("3.")
 
 
+@pytest.mark.parametrize(
+    ("flags", "device"),
+    [
+        (["avx2"], "AMD EPYC (AVX2)"),
+        (["avx2", "avx512f", "avx512_vnni", "avx512_bf16"], "AMD EPYC (AVX512-VNNI)"),
+        (["avx2", "avx_vnni", "avx512f", "avx512_vnni", "amx_int8"], "AMD EPYC (AMX)"),
+        ([], "AMD EPYC"),
+    ],
+)
+def test_processors_of_one_name_are_told_apart_by_what_multiplies_int8(flags: list[str], device: str) -> None:
+    facts = {"cpu": {"model": "AMD EPYC", "flags": flags}}
+    assert provenance.with_instructions("AMD EPYC", facts) == device
+    assert provenance.decisive(facts) != provenance.decisive({"cpu": {"model": "AMD EPYC", "flags": ["sve"]}})
+    assert provenance.processor().startswith(provenance.cpu_model())
+
+
 def test_environment_names_no_folder_of_this_machine() -> None:
     text = json.dumps(provenance.environment())
     assert str(Path.home()) not in text

@@ -303,6 +303,18 @@ def test_a_table_whose_optimum_is_told_first_is_left_out_and_named(
     assert "Left out" not in capsys.readouterr().out
 
 
+def test_a_searcher_that_had_nothing_more_to_propose_is_named_below_each_table(
+    tables: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = tmp_path / "study.yaml"
+    walk = "{use: random_mutation, label: walk, params: {scope: per_pattern, schemes_per_pattern: 3}}"
+    study.write_text(f"study: mine\ntables: {tables}\nsearchers: [random, {walk}]\nseeds: 2\nbudgets: [10, 40]\n")
+    main(["study", str(study), "--out", str(tmp_path / "out"), "--workers", "1"])
+    printed = capsys.readouterr().out
+    assert printed.count("Nothing more to propose before 40 evaluations had: walk (4 of 4 searches, in the median") == 6
+    assert "random (" not in printed
+
+
 def test_ranks_and_pairs_are_there_for_every_budget(make_table: MakeTable, tmp_path: Path) -> None:
     """After the largest most searches are at the optimum of so small a table; what tells them apart comes before."""
     names, out = ("one", "two", "three"), tmp_path / "out"

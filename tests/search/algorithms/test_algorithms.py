@@ -291,6 +291,18 @@ def test_local_restarts_near_the_best_after_a_tour_in_vain():
     assert hamming(searcher.ask(1)[0], restart) == 1, "it descends from there, although the best is better"
 
 
+def test_local_descends_from_a_gain_that_is_told_while_the_base_of_its_restart_is_awaited():
+    space = plain_space(8)
+    searcher = LocalSearcher(space, seed=0, blocks_first=False, perturbation=0.5)
+    searcher.tell(scored(space, space.float_placement(), 1.0))
+    *neighbours, restart = searcher.ask(9)
+    assert [sum(p.choices) for p in (*neighbours, restart)] == [1] * 8 + [4]
+    searcher.tell(scored(space, neighbours[0], 1.0))
+    searcher.tell(scored(space, neighbours[1], 0.5))
+    (after,) = searcher.ask(1)
+    assert hamming(after, neighbours[1]) == 1
+
+
 def test_local_returns_to_the_best_when_a_restart_fails():
     space = plain_space(8)
     searcher = LocalSearcher(space, seed=0, blocks_first=False, perturbation=0.5)

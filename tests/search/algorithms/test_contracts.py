@@ -89,8 +89,8 @@ class TestSurrogate(SearcherContract):
 
 class TestSurrogateForest(SearcherContract):
     def make(self, space, seed):
-        draws = 20 if len(space) <= 12 else 50  # the forest is slow: it speaks at the end of each test
-        return SurrogateSearcher(space, seed=seed, model="forest", startup=draws, candidates=60)
+        # few candidates, for forests are slow
+        return SurrogateSearcher(space, seed=seed, model="forest", startup=4, candidates=10, parents=2)
 
 
 class TestAuto(SearcherContract):

@@ -175,6 +175,13 @@ def test_auto_searches_without_each_of_its_parts(settings):
     assert min(o.outcome.objective for o in told) < min(o.outcome.objective for o in told[:3])
 
 
+def test_auto_without_blocks_moves_every_point_alone_whatever_shares_its_role():
+    space = plain_space(6, role=lambda i: f"role{i}")
+    searcher = AutoSearcher(space, seed=0, rules=0, surrogate=False, blocks=False)
+    searcher.tell(scored(space, space.float_placement(), 1.0))
+    assert [p.choices.index(1) for p in searcher.ask(6) if sum(p.choices) == 1] == [0, 1, 2, 3, 4, 5], "costly first"
+
+
 def test_sensitivity_greedy_combines_what_gained_alone_best_value_first():
     space = plain_space(4)
     gains = np.array([1.0, 0.0, 2.0, 0.0])

@@ -76,6 +76,16 @@ def test_a_sampler_that_lacks_its_package_says_so_before_it_runs():
         OptunaSearcher(planted_space(4, groups=2), seed=0, sampler="CmaEsSampler")
 
 
+@pytest.mark.parametrize("facts", [{"violation": 0.1}, {"objectives": (1.0, 2.0)}])
+def test_a_sampler_that_knows_no_bound_and_no_front_says_which_does(monkeypatch, facts):
+    monkeypatch.setattr("search.algorithms.optuna_sampler.find_spec", lambda name: object())
+    space = planted_space(4, groups=2)
+    searcher = OptunaSearcher(space, seed=0, sampler="CmaEsSampler")
+    searcher.tell(scored(space, space.float_placement(), 1.0))
+    with pytest.raises(ValueError, match="CmaEsSampler knows one objective and no bound: take GPSampler"):
+        searcher.tell(scored(space, space.everywhere(), 1.0, **facts))
+
+
 @pytest.mark.parametrize(
     "make",
     [
