@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,7 @@ class _Run:
             f"Final: {row.latency_ms.value:.3f} ms ({row.speedup.value:.3f}x speedup, 95 % interval {low:.3f} to "
             f"{high:.3f}, {row.verdict}; {row.builds} fresh builds in turns with the baseline)",
             f"Written: {path}",
+            *self._guessed(placement),
             *self._elsewhere,
         ]
         read = self._session.measured.get(self._session.space.digest(placement))
@@ -198,6 +200,11 @@ class _Run:
             self._plan.observer.say(line)
         with (self._plan.output_dir / "logs" / "final.log").open("a", encoding="utf-8") as log:
             log.write("\n".join(lines) + "\n")
+
+    def _guessed(self, placement: Placement) -> Iterator[str]:
+        """What to say of scales that no data of the model's own decided."""
+        if any(placement.choices) and self._plan.config.calibration_data is None:
+            yield "Scales are of random data, so its accuracy is unknown: give --calibration_data before you use it"
 
     def _extent(self) -> str:
         """How much there is to do, or why there is nothing."""

@@ -44,7 +44,7 @@ def reported(folder: Path) -> AbstractContextManager[None]:
 
 def show_report(folder: Path) -> None:
     """Render the report of a results folder, where it is not there already, print its main table and what may help."""
-    from harness.report.advice import next_steps
+    from harness.report.advice import next_steps, winners
     from harness.report.render import current_report, drawing_of, text_of, write_report
 
     folder = tidy(folder)
@@ -52,7 +52,7 @@ def show_report(folder: Path) -> None:
     results, tables = current or write_report(folder)
     show(text_of(results, tables), drawing_of(results, tables))
     for main in (table.raw for table in tables if table.name == "main"):
-        for line in next_steps(results, main):
+        for line in (*winners(results, main), *next_steps(results, main)):
             typer.echo(f"\n{line}")
     typer.echo(f"\nTables (Markdown, CSV, LaTeX) and curves: {folder / 'report'}")
     if current:

@@ -1,4 +1,4 @@
-"""What may be done where no row of a cell may be shipped, by the reason that its table gives."""
+"""Where the model to take lies and how it was timed, or what may be done where no row of a cell may be shipped."""
 
 from __future__ import annotations
 
@@ -11,13 +11,36 @@ import pandas as pd
 from harness.measure.stats import Interval
 from harness.report.naming import metric_name, shown_drop
 from harness.report.results import CellResults, Results
+from harness.report.scenes import exported
 from harness.run.rows import FLOAT_ROW
 
-__all__ = ["next_steps"]
+__all__ = ["next_steps", "winners"]
 
 TOLERABLE = 0.1
 """Share of the float model's figure; nobody wants a bound that lets more of it go."""
 _Line = Mapping[Any, Any]
+
+
+def winners(results: Results, main: pd.DataFrame) -> Iterator[str]:
+    """For each finished cell the fastest row that may be shipped, a line each: its file, and the options of its engine.
+
+    Nothing of a cell whose models are no longer there.
+
+    Args:
+        results: A results folder.
+        main: Its `harness.report.frames.main_frame`.
+    """
+    lines = main[main["best"].eq(True)].to_dict("records")
+    for cell in results.cells:
+        own = (line for line in lines if line["cell"] == cell.name)
+        line = next((line for line in own if str(line["decision"]).startswith(("ship", "fast"))), None)
+        if line is None or line["row"] not in cell.rows:
+            continue
+        path = exported(cell, cell.rows[line["row"]])
+        if path.exists():
+            options = ", ".join(f"{key} {value}" for key, value in cell.facts["backend"].get("options", {}).items())
+            how = f"; timed with {options}: deploy it so" if options else ""
+            yield f"{cell.name}: take {path} ({line['method']}, {line['speedup']:.2f}x, {line['decision']}{how})"
 
 
 def next_steps(results: Results, main: pd.DataFrame) -> Iterator[str]:

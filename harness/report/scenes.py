@@ -28,7 +28,7 @@ from harness.run.plan import precisions_of
 from harness.run.rows import FLOAT_ROW, Row, write_text
 from search.space import Dimension
 
-__all__ = ["graph_of", "keep_graph", "sizes_of"]
+__all__ = ["exported", "graph_of", "keep_graph", "sizes_of"]
 
 FILE = "graph.json"
 SCHEMA = 1
@@ -44,7 +44,7 @@ def graph_of(cell: CellResults) -> dict[str, Any] | None:
     """
     kept = _kept(cell)
     row = cell.rows.get(FLOAT_ROW)
-    path = None if row is None else _exported(cell, row)
+    path = None if row is None else exported(cell, row)
     if path is None or not path.exists():
         return kept
     model = load(path, source=str(cell.facts.get("source", cell.facts["model"])))
@@ -52,7 +52,7 @@ def graph_of(cell: CellResults) -> dict[str, Any] | None:
     scene = scene_of(model, root, find_patterns(model, root), _dimensions(cell, model))
     same = kept is not None and kept["scene"].get("nodes") == scene["nodes"]
     before = kept if kept is not None and same else {"marks": {}, "bytes": {}}
-    there = {row.id: _exported(cell, row) for row in cell.rows.values() if _exported(cell, row).exists()}
+    there = {row.id: exported(cell, row) for row in cell.rows.values() if exported(cell, row).exists()}
     return {
         "scene": scene,
         "marks": {**before["marks"], **_marks(cell, model)},
@@ -96,7 +96,8 @@ def _kept(cell: CellResults) -> dict[str, Any] | None:
         return None
 
 
-def _exported(cell: CellResults, row: Row) -> Path:
+def exported(cell: CellResults, row: Row) -> Path:
+    """Where the model of a row lies, if it is still there."""
     return cell.folder / "models" / row.file
 
 
@@ -126,7 +127,7 @@ def _dialect(facts: Mapping[str, Any]) -> str:
 def _marks(cell: CellResults, model: Model) -> Mapping[str, list[list[Any]]]:
     found: dict[str, list[list[Any]]] = {}
     for row in cell.rows.values():
-        path = _exported(cell, row)
+        path = exported(cell, row)
         if not row.pairs:
             found[row.id] = []
         elif path.exists():

@@ -204,7 +204,7 @@ class Experiment(_Frozen):
         seeds, most = sum(map(seeds_of, self.initial)), max(self.budget.evaluations)
         if most <= seeds:
             raise ValueError(
-                f"budget.evaluations: initial has {seeds} seeds, which count: ask for more, but got {most}; "
+                f"budget.evaluations: initial has {seeds} starts, which count: ask for more, but got {most}; "
                 "no searcher would have a turn"
             )
         return self

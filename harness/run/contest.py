@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from harness.measure.events import TWIN, Dropped, Event, Readings, decode_event,
 from harness.run.config import Rounds
 from harness.run.journal import append_line, cut_torn_line
 from harness.run.observe import Observer
+from harness.run.sections import put_aside
 
 __all__ = ["RUNOFF", "SEED", "Contest", "hold", "read_contest", "read_speedups"]
 
@@ -58,7 +58,7 @@ def hold(contest: Contest, open_engines: OpenEngines, observer: Observer, retry_
     """
     path, plan = contest.path, contest.plan
     text = json.dumps({"kind": "header", **contest.header}, sort_keys=True)
-    _put_aside(path, text)
+    _keep_another(path, text)
     done = tuple(event for event in read_contest(path) if not (retry_failed and isinstance(event, Dropped)))
     left = _left(contest, done)
     title = f"{contest.name}: {len(contest.rows)} rows"
@@ -114,15 +114,14 @@ def read_speedups(path: Path, baseline: str) -> dict[str, float]:
     }
 
 
-def _put_aside(path: Path, header: str) -> None:
+def _keep_another(path: Path, header: str) -> None:
     """Cut a torn last line off an earlier record; keep it under another name where it has another header."""
     if not path.exists():
         return
     cut_torn_line(path)
     there = path.read_text(encoding="utf-8").partition("\n")[0]
     if there and there != header:
-        names = (path.with_suffix(f".{number}.jsonl") for number in itertools.count(1))
-        path.rename(next(name for name in names if not name.exists()))
+        put_aside(path)
 
 
 def _left(contest: Contest, done: Iterable[Event]) -> set[_Key]:

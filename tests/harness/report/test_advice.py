@@ -12,7 +12,7 @@ import pytest
 from small import qdq
 
 from harness.measure.events import TWIN
-from harness.report.advice import next_steps
+from harness.report.advice import next_steps, winners
 from harness.report.frames import main_frame
 from harness.report.results import load
 from harness.run.goal import Goal
@@ -36,6 +36,18 @@ def change(cell: Path, name: str, **facts: Any) -> None:
 
 def test_nothing_is_said_where_a_row_may_be_shipped(folder: Path) -> None:
     assert told(folder) == ""
+
+
+def test_the_file_to_take_is_named_as_long_as_it_is_there(folder: Path) -> None:
+    results = load(folder)
+    main = main_frame(results)
+    assert list(winners(results, main)) == []
+    best = main[main["best"].eq(True)].iloc[0]
+    path = folder / CELL / "models" / results.cells[0].rows[best["row"]].file
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    (line,) = winners(results, main)
+    assert line.startswith(f"{CELL}: take {path} ({best['method']}, {best['speedup']:.2f}x, ")
 
 
 def test_what_is_faster_and_breaks_the_bound_says_by_how_much_and_what_may_help(folder: Path) -> None:
