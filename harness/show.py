@@ -24,6 +24,9 @@ from harness.run.observe import Step
 
 __all__ = ["Terminal"]
 
+FIRST = 0.05
+"""Share of some work before which nobody knows how long the rest takes: the first step may build, all others not."""
+
 
 class Terminal:
     """An observer on standard error, so that standard output holds the tables alone.
@@ -109,5 +112,7 @@ class _Lines:
         self._said_s = now_s
         left_s = (now_s - self._started_s) / self._done * (self._total - self._done)
         minutes, seconds = divmod(round(left_s), 60)
-        said = f"{self._title}: {self._done}/{self._total}, about {minutes}:{seconds:02d} min left"
+        said = f"{self._title}: {self._done}/{self._total}"
+        if self._done >= FIRST * self._total:
+            said += f", about {minutes}:{seconds:02d} min left"
         self._say(f"{said}, {self.note}" if self.note else said)

@@ -159,7 +159,8 @@ def _add_quantization(group: Any) -> None:
         help="type of tensors whose type cannot be inferred (default: %(default)s)",
     )
     group.add_argument(
-        "--calibration_data", help=".npz file with an array for each input, samples first (default: random data)"
+        "--calibration_data",
+        help=".npz file with an array for each input, samples first; .npy for one input (default: random data)",
     )
 
 

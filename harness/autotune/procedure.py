@@ -184,7 +184,7 @@ class _Run:
             f"Baseline: {baseline.latency_ms.value:.3f} ms",
             f"Final: {row.latency_ms.value:.3f} ms ({row.speedup.value:.3f}x speedup, 95 % interval {low:.3f} to "
             f"{high:.3f}, {row.verdict}; {row.builds} fresh builds in turns with the baseline)",
-            f"Written: {path}",
+            f"Written: {path}{self._timed_with()}",
             *self._guessed(placement),
             *self._elsewhere,
         ]
@@ -200,6 +200,12 @@ class _Run:
             self._plan.observer.say(line)
         with (self._plan.output_dir / "logs" / "final.log").open("a", encoding="utf-8") as log:
             log.write("\n".join(lines) + "\n")
+
+    def _timed_with(self) -> str:
+        """The options of the runtime that the latency is of."""
+        options = self._benchmark.describe().get("options", {})
+        said = ", ".join(f"{key} {value}" for key, value in options.items())
+        return f" (timed with {said}: deploy it so)" if said else ""
 
     def _guessed(self, placement: Placement) -> Iterator[str]:
         """What to say of scales that no data of the model's own decided."""

@@ -36,7 +36,7 @@ from harness.measure.executor import at_once
 from harness.measure.provenance import decisive, git_commit
 from harness.measure.site import Site
 from harness.run.claim import claimed
-from harness.run.compare import facts_digest, refuse_changes
+from harness.run.compare import Changed, facts_digest, refuse_changes
 from harness.run.compose import compose
 from harness.run.config import Experiment
 from harness.run.confirming import confirm_rows, noise_floor
@@ -104,7 +104,8 @@ def run_experiment(
             in_sections(folder, lambda: _run_cell(place, experiment, observer), accept_changes, observer)
         except UserError as error:
             stopped.setdefault(str(error), []).append(spec.name)
-            note_stop(folder, str(error))
+            if not isinstance(error, Changed):  # what is refused leaves what is there as it was
+                note_stop(folder, str(error))
             if not alone:  # else it is said at the end, once
                 observer.say(f"{spec.name} stops: {error}")
 

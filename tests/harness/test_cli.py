@@ -208,6 +208,13 @@ def test_without_a_terminal_long_work_says_how_far_it_is(capsys):
     assert lines[1:] == [f"search: {k}/3, about 0:00 min left, best 2 ms" for k in (1, 2)]
 
 
+def test_nobody_says_how_long_work_takes_by_its_first_step(capsys):
+    with Terminal(every_s=0.0) as terminal, terminal.work("confirmation", 40) as step:
+        step.advance()
+        step.advance()
+    assert capsys.readouterr().err.splitlines() == ["confirmation: 1/40", "confirmation: 2/40, about 0:00 min left"]
+
+
 def test_without_a_terminal_short_work_says_nothing(capsys):
     with Terminal() as terminal, terminal.work("search", 2) as step:
         step.advance()

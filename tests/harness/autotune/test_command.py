@@ -223,6 +223,7 @@ def test_a_lucky_reading_is_told_from_what_fresh_builds_say(folder, runtime):
     assert qdq("-m", "model.onnx", "--max_evals", "3") == 0
     said = (folder / "autotuner_output/logs/final.log").read_text()
     assert re.search(r"While it was searched it read \d+\.\d{3}x: .* only the fresh builds count", said)
+    assert "Scales are of random data, so its accuracy is unknown: give --calibration_data" in said
 
 
 def test_a_model_that_fails_everywhere_but_as_float_stays_float(folder, runtime):
