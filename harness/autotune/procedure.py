@@ -22,6 +22,7 @@ from harness.autotune.timing import latency_ms, restless, stderr_ms
 from harness.graph.cache import strangers
 from harness.graph.load import load
 from harness.graph.points import why_none
+from harness.measure.provenance import options_said
 from harness.records import Failed, Outcome
 from harness.run.models import OPSET
 from harness.run.observe import Observer, Silent, best_note
@@ -203,8 +204,7 @@ class _Run:
 
     def _timed_with(self) -> str:
         """The options of the runtime that the latency is of."""
-        options = self._benchmark.describe().get("options", {})
-        said = ", ".join(f"{key} {value}" for key, value in options.items())
+        said = options_said(self._benchmark.describe().get("options", {}))
         return f" (timed with {said}: deploy it so)" if said else ""
 
     def _guessed(self, placement: Placement) -> Iterator[str]:

@@ -20,6 +20,7 @@ __all__ = [
     "decisive",
     "environment",
     "git_commit",
+    "options_said",
     "processor",
     "saturates",
     "saturates_here",
@@ -139,6 +140,11 @@ def with_instructions(name: str, facts: Mapping[str, Any]) -> str:
     flags = facts.get("cpu", {}).get("flags", ())
     found = next((called for flag, called in INTEGER if flag in flags), None)
     return name if found is None else f"{name} ({found})"
+
+
+def options_said(options: Mapping[str, Any]) -> str:
+    """The options that an engine was made with, in words: "threads 1, precision f32"."""
+    return ", ".join(f"{name} {value}" for name, value in options.items())
 
 
 def _soft(probe: Callable[[], Any]) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from harness.measure.provenance import options_said
 from harness.measure.stats import Interval
 from harness.report.naming import metric_name, shown_drop
 from harness.report.results import CellResults, Results
@@ -38,7 +39,9 @@ def winners(results: Results, main: pd.DataFrame) -> Iterator[str]:
             continue
         path = exported(cell, cell.rows[line["row"]])
         if path.exists():
-            options = ", ".join(f"{key} {value}" for key, value in cell.facts["backend"].get("options", {}).items())
+            backend = cell.facts["backend"]
+            floating = backend.get("float_params", {}).get(line["precision"], {})  # a float row has its own precision
+            options = options_said({**backend.get("options", {}), **floating})
             how = f"; timed with {options}: deploy it so" if options else ""
             yield f"{cell.name}: take {path} ({line['method']}, {line['speedup']:.2f}x, {line['decision']}{how})"
 

@@ -100,11 +100,10 @@ def run_experiment(
             searching=searching,
         )
         try:
-            forget_stop(folder)
             in_sections(folder, lambda: _run_cell(place, experiment, observer), accept_changes, observer)
         except UserError as error:
             stopped.setdefault(str(error), []).append(spec.name)
-            if not isinstance(error, Changed):  # what is refused leaves what is there as it was
+            if not isinstance(error, Changed):  # what is refused leaves everything as it was
                 note_stop(folder, str(error))
             if not alone:  # else it is said at the end, once
                 observer.say(f"{spec.name} stops: {error}")
@@ -194,6 +193,7 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
         _begun(
             folder / "cell.json", running.facts(), lambda facts: {key: facts.get(key) for key in running.fingerprint()}
         )
+        forget_stop(folder)
         asked = running.asked_for()  # before anything is measured: what somebody changes meanwhile is not through
         if not (experiment.transfer or place.retry_failed) and is_through(folder, asked):
             observer.say(f"{spec.name}: nothing is left to do")

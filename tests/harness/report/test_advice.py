@@ -39,6 +39,8 @@ def test_nothing_is_said_where_a_row_may_be_shipped(folder: Path) -> None:
 
 
 def test_the_file_to_take_is_named_as_long_as_it_is_there(folder: Path) -> None:
+    backend = json.loads((folder / CELL / "cell.json").read_text())["backend"]
+    change(folder / CELL, "cell.json", backend={**backend, "float_params": {"bf16": {"precision": "bf16"}}})
     results = load(folder)
     main = main_frame(results)
     assert list(winners(results, main)) == []
@@ -47,6 +49,12 @@ def test_the_file_to_take_is_named_as_long_as_it_is_there(folder: Path) -> None:
     path.parent.mkdir(exist_ok=True)
     path.touch()
     (line,) = winners(results, main)
+    floating = main[main["method"].eq("float") & main["precision"].eq("bf16")].index[0]
+    main["best"] = main.index == floating
+    main.loc[floating, "decision"] = "fastest, accuracy unknown"
+    path.with_name(results.cells[0].rows[main.loc[floating, "row"]].file).touch()
+    (bare,) = winners(results, main)
+    assert "precision bf16: deploy it so" in bare, "not that of the baseline"
     assert line.startswith(f"{CELL}: take {path} ({best['method']}, {best['speedup']:.2f}x, ")
 
 

@@ -225,6 +225,8 @@ def test_it_does_not_go_on_with_another_machine_or_another_version(copy, folder,
     facts["cpu"]["model"], facts["packages"]["numpy"], facts["load_average"] = "i486", "1.0", [99, 99, 99]
     facts["cpu"]["flags"] = ["mmx"]  # processors of one name differ in what multiplies INT8
     path.write_text(json.dumps(facts))
+    stopped = path.with_name("stopped.txt")
+    stopped.write_text("the disk was full\n")
     assert qdq("run", str(folder / "small.yaml"), "--out", str(copy)) == 2
     error = capsys.readouterr().err
     assert "cpu: 'i486' -> " in error
@@ -232,7 +234,7 @@ def test_it_does_not_go_on_with_another_machine_or_another_version(copy, folder,
     assert "instructions: ['mmx'] -> " in error
     assert "load_average" not in error
     assert json.loads(path.read_text()) == facts
-    assert not (path.parent / "stopped.txt").exists(), "what is refused changes nothing"
+    assert stopped.read_text() == "the disk was full\n", "what is refused changes nothing"
 
 
 def test_it_does_not_go_on_with_another_cell(copy, folder, capsys):
