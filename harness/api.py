@@ -110,6 +110,9 @@ class Benchmarker(Protocol):
        -> Path`, which gives that file, made in the folder, and of that file itself. The harness casts the float model
        once, searches and delivers in that form, and `build` is given it.
     8. One whose constructor names `base` gets there the folder that relative paths of the experiment start from.
+    9. One whose engines run on a GPU has `gpu() -> str`, which says on which: its UUID. Builders time kernels there, so
+       nothing of this user is built, scored or timed on it at the same time. The class attribute `in_turns = False`
+       says that turns of two engines cannot share the machine's pace: candidates are always timed alone.
     """
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:

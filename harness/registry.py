@@ -109,7 +109,15 @@ def load(kind: str, use: str) -> Callable[..., Any]:
         UserError: Unknown name, or the plug-in cannot be imported.
     """
     point = find(kind, use)
-    loaded: Callable[..., Any] = guarded(f"{kind} {use!r} ({point.value}) cannot be loaded", point.load)
+    try:
+        loaded: Callable[..., Any] = guarded(f"{kind} {use!r} ({point.value}) cannot be loaded", point.load)
+    except UserError as error:
+        if not isinstance(error.__cause__, ModuleNotFoundError) or error.__cause__.name != point.module:
+            raise
+        raise UserError(
+            f"{error}; a module is looked for among what is installed, then beside the experiment file, or in the "
+            "current folder where a command takes none"
+        ) from error
     return loaded
 
 

@@ -174,25 +174,30 @@ def signed_violations(scores: Sequence[Score]) -> Vector:
     A score tells how much is too much only where it is. But the metric behind the constraint is among its metrics,
     and is the one whose distance from the violation is the same for all that break it; that distance is the bound.
     One violation alone does not tell which of several metrics that is. Where there is no such metric, or it is not
-    known yet, the violations are taken as told.
+    known yet, the violations are taken as told; so are those of scores that lack it, such as what a proxy ruled out.
     """
     plain = np.array([math.nan if score.assumed else score.violation for score in scores])
     broken = [score for score in scores if not score.assumed and score.violation > 0]
     looked_at = [index for index, score in enumerate(scores) if not score.assumed]
     fitting: list[Vector] = []
-    for name in broken[0].metrics if broken else ():
-        if not all(name in scores[index].metrics for index in looked_at):
+    sure: list[Vector] = []
+    for name in dict.fromkeys(name for score in broken for name in score.metrics):
+        having = [index for index in looked_at if name in scores[index].metrics]
+        if any(scores[index].violation == 0 for index in set(looked_at) - set(having)):
             continue
+        telling = [score for score in broken if name in score.metrics]
         for sign in (-1.0, 1.0):
-            bounds = [score.violation - sign * score.metrics[name] for score in broken]
+            bounds = [score.violation - sign * score.metrics[name] for score in telling]
             signed = plain.copy()
-            signed[looked_at] = [sign * scores[index].metrics[name] + bounds[0] for index in looked_at]
+            signed[having] = [sign * scores[index].metrics[name] + bounds[0] for index in having]
             tolerance = 1e-9 * max(1.0, abs(bounds[0]))
             fits = max(bounds) - min(bounds) <= tolerance
-            if fits and all(signed[i] <= tolerance for i in looked_at if scores[i].violation == 0):
+            if fits and all(signed[i] <= tolerance for i in having if scores[i].violation == 0):
                 fitting.append(signed)
-    several = len({score.violation for score in broken}) > 1
-    return fitting[0] if fitting and (several or len(fitting) == 1) else plain
+                sure += [signed] if len({score.violation for score in telling}) > 1 else []
+    if sure:
+        return sure[0]
+    return fitting[0] if len(fitting) == 1 else plain
 
 
 def front_of(attained: Vector, seen: Vector) -> Front:

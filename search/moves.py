@@ -13,7 +13,7 @@ from search.space import Placement, PointKind, Space
 
 __all__ = [
     "assign", "blocks", "crossover_by_group", "drawn", "flip", "mutate_per_kind",
-    "mutate_rate", "nearby", "unseen",
+    "mutate_rate", "nearby", "perturbed", "unseen",
 ]  # fmt: skip
 
 
@@ -121,6 +121,14 @@ def nearby(
 ) -> Placement | None:
     """A new placement few flips away: one with probability 1/2, two with 1/4 and so on."""
     return unseen(lambda: flip(placement, space, rng, int(rng.geometric(0.5))), space, seen, attempts)
+
+
+def perturbed(
+    placement: Placement, space: Space, rng: np.random.Generator, seen: Container[str], count: int
+) -> Placement | None:
+    """A new placement `count` flips away, and few more where that one is known; None where nothing new is near."""
+    found = flip(placement, space, rng, count)
+    return nearby(found, space, rng, seen) if space.digest(found) in seen else found
 
 
 def _some(rng: np.random.Generator, candidates: list[int], maximum: int) -> list[int]:

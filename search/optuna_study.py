@@ -22,6 +22,8 @@ __all__ = ["StudySearcher"]
 DRAWS = 4
 ASSUMED = 1e-12
 """What a constraint that nobody looked at counts as: behind all that hold it, before all that are known to break it."""
+FAILED = 1e12
+"""What the constraint of a failure counts as where there is one: behind everything that has a value."""
 
 
 class StudySearcher:
@@ -107,18 +109,27 @@ class StudySearcher:
 
     def _finish(self, digest: str, trial: Trial, outcome: Score | Failure) -> None:
         self._finished[digest] = trial.number
+        for name, violation in self._constraints(outcome).items():
+            trial.set_constraint(name, violation)
         if isinstance(outcome, Failure):
             self._study.tell(trial, state=TrialState.PRUNED)
         elif len(outcome.values) != self._form[0]:
             self._study.tell(trial, state=TrialState.FAIL)
         else:
-            for name, violation in self._constraints(outcome).items():
-                trial.set_constraint(name, violation)
             self._study.tell(trial, outcome.values)
 
-    def _constraints(self, score: Score) -> dict[str, float]:
-        """Nothing while no violation was told: a sampler that models constraints would take its time over it."""
-        return {"violation": max(score.violation, ASSUMED * score.assumed)} if self._form[1] else {}
+    def _constraints(self, outcome: Score | Failure) -> dict[str, float]:
+        """Nothing while no violation was told: a sampler that models constraints would take its time over it.
+
+        Optuna ranks trials that break a constraint by that alone, so those that nobody looked at have theirs in the
+        order of their objectives.
+        """
+        if not self._form[1]:
+            return {}
+        if isinstance(outcome, Failure):
+            return {"violation": FAILED}
+        assumed = ASSUMED * (1.0 + max(0.0, outcome.objective)) * outcome.assumed
+        return {"violation": max(outcome.violation, assumed)}
 
     def _rebuild(self) -> None:
         """Optuna never changes a finished trial, so a score that a new tell moved needs a new study."""
@@ -137,7 +148,8 @@ class StudySearcher:
         notes = {key: value for key, value in trial.system_attrs.items() if not key.startswith("constraints")}
         same: dict[str, Any] = {"params": trial.params, "distributions": self._distributions, "system_attrs": notes}
         if entry is None:
-            return create_trial(state=TrialState.PRUNED, **same)
+            failed = self._constraints(self._archive.failures[digest].outcome)
+            return create_trial(state=TrialState.PRUNED, constraints=failed, **same)
         if len(entry.score.values) != self._form[0]:
             return create_trial(state=TrialState.FAIL, **same)
         return create_trial(values=entry.score.values, constraints=self._constraints(entry.score), **same)

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from harness.autotune.arguments import Depth, arguments, depth_of, get_node_filter_list, shapes_of
 from harness.autotune.benchmark import backend_use, init_benchmark_instance, split_arguments
 from harness.autotune.common import AutotunerError, Config
+from harness.autotune.delivery import calibration_feeds
 from harness.autotune.procedure import Plan, run_plan
 from harness.errors import UserError
 from harness.graph.load import save
@@ -52,6 +53,8 @@ def _run(options: argparse.Namespace, depth: Depth, plan: Plan) -> None:
     with TemporaryDirectory(prefix="qdq-autotune-") as scratch:
         spec = ModelSpec(use=options.onnx_path, label="model", shapes=shapes_of(options))
         model = open_model(spec, Path.cwd(), Path(scratch))
+        if options.calibration_data is not None:  # what is wrong with them is told before anything is timed
+            calibration_feeds(options.calibration_data, model)
         use = _strongest(_backend(options), save(model, Path(scratch) / "float"), plan)
         benchmark = init_benchmark_instance(
             use_trtexec=options.use_trtexec,

@@ -15,7 +15,7 @@ from harness.autotune.common import AutotunerError, Config
 from harness.calibrate.ranges import CalibrationKey, Ranges, cached_ranges, finite_ranges, narrowed, remarks
 from harness.errors import UserError
 from harness.evaluators.datasets import open_data
-from harness.evaluators.feeding import batches
+from harness.evaluators.feeding import Batches, batches
 from harness.feeds import random_feeds
 from harness.graph.casting import CastInserter
 from harness.graph.exchange import encode, write
@@ -27,7 +27,7 @@ from harness.run.models import OPSET, input_types
 from harness.run.strongest import CAST, parsed
 from search.space import Resolved, Space
 
-__all__ = ["Delivery", "export"]
+__all__ = ["Delivery", "calibration_feeds", "export"]
 
 _logger = logging.getLogger(__name__)
 SAMPLES = 48
@@ -96,8 +96,7 @@ class Delivery:
             _logger.info("%s: calibrated on random data: do not trust any accuracy", self._model.source)
             data, samples, feeds = "random feeds 1", RANDOM_SAMPLES, random_feeds(types, RANDOM_SAMPLES)
         else:
-            arrays = open_data(_data(self._config.calibration_data), Path.cwd(), SAMPLES)
-            data, samples, feeds = arrays.fingerprint, SAMPLES, batches(arrays, None, types)
+            (data, feeds), samples = calibration_feeds(self._config.calibration_data, self._model), SAMPLES
         key = CalibrationKey(model_sha256=self._model.sha256, data=f"{data} as {types}", samples=samples)
         try:
             ranges = cached_ranges(key, self._cleaned, sorted(tensors), feeds)
@@ -124,11 +123,12 @@ def export(proto: Any, path: Path | None) -> bytes:
     return b"" if path.with_name(f"{path.name}.data").exists() else path.read_bytes()
 
 
-def _data(text: str) -> dict[str, str]:
-    """The data mapping for a file of arrays.
+def calibration_feeds(text: str, model: Model) -> tuple[str, Batches]:
+    """Fingerprint and inputs of a model of a file of arrays.
 
     Raises:
         AutotunerError: It is no such file.
+        UserError: It cannot be read, or does not fit the inputs of the model.
     """
     kind = Path(text).suffix.removeprefix(".")
     if kind not in ("npz", "npy"):
@@ -136,4 +136,5 @@ def _data(text: str) -> dict[str, str]:
             f"calibration_data {text}: an .npz file with an array for each input of the model, samples first; "
             "images are for 'qdq run', which knows how to turn them into inputs"
         )
-    return {"use": kind, "path": text}
+    arrays = open_data({"use": kind, "path": text}, Path.cwd(), SAMPLES)
+    return arrays.fingerprint, batches(arrays, None, input_types(model))

@@ -220,8 +220,8 @@ class _Run:
             return why_none(graph.model, graph.dialect, graph.precision)
         patterns = {autotuner.graph.pattern(region) for region in autotuner.regions}
         return (
-            f"{len(autotuner.regions)} regions of {len(patterns)} patterns, {len(session.space)} insertion points, "
-            f"{len(session.allowed)} of them to be searched"
+            f"{len(autotuner.regions)} regions of {len(patterns)} patterns, {len(session.space)} insertion points "
+            f"(inputs of nodes and of child regions, and outputs), {len(session.allowed)} of them to be searched"
         )
 
     @property

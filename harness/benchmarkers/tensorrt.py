@@ -188,6 +188,10 @@ class TensorRTBenchmarker:
             **self._options.float_facts(ready.device),
         }
 
+    def gpu(self) -> str:
+        """See `harness.api.Benchmarker`."""
+        return self._ready.device.uuid
+
     def _loaded(self, artifact: Artifact) -> Loaded:
         ready = self._ready
         return Loaded(

@@ -72,7 +72,7 @@ class _Tool:
 
 
 class TrtexecBenchmarker:
-    """Builds and times with trtexec, of TensorRT 10 or 11.
+    """Builds and times with trtexec, of TensorRT 10 or 11. Candidates are timed alone: a turn takes a process.
 
     Args:
         path: The program; by default the one on PATH.
@@ -96,6 +96,7 @@ class TrtexecBenchmarker:
     """
 
     dialect = "tensorrt"
+    in_turns = False
 
     def __init__(  # noqa: PLR0913 - one option, one parameter
         self,
@@ -201,6 +202,10 @@ class TrtexecBenchmarker:
             },
             **self._options.float_facts(tool.device),
         }
+
+    def gpu(self) -> str:
+        """See `harness.api.Benchmarker`."""
+        return self._tool.device.uuid
 
     def trtexec(self, engine: _Engine, arguments: Sequence[str]) -> str:
         """Run an engine; what trtexec printed.

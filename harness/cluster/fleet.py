@@ -10,7 +10,7 @@ import itertools
 import logging
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +78,7 @@ class Fleet:
         self._starting: dict[Any, Any] = {}
         self._members: list[Member] = []
         self._refused: list[Any] = []
+        self._facts: dict[str, Mapping[str, Any]] = {}
         self._numbers = itertools.count()
         self._sent: Recent[Any] = Recent(KEPT_BYTES, lambda _: None)
         self.closed = False
@@ -116,6 +117,31 @@ class Fleet:
             chosen = min(self._members, key=lambda member: member.load)
             chosen.load += load
             return chosen
+
+    def check_reserved(self, gpus: Set[str]) -> None:
+        """Whether each worker has the GPU to itself that its engines run on.
+
+        Raises:
+            UserError: Ray gives none, or a part of one: then all of a node would be timed on its first.
+        """
+        if gpus and self._options["num_gpus"] < 1:
+            raise UserError(
+                "executor.resources: engines run on a GPU, and each worker needs one to itself: resources: {GPU: 1}"
+            )
+
+    def alike(self, member: Member, benchmarkers: str, facts: Mapping[str, Any]) -> bool:
+        """Whether benchmarkers are on this host what they are on the others; where they are not, it is one less.
+
+        Args:
+            benchmarkers: Which ones.
+            facts: Of each, as it describes itself there.
+        """
+        with self._lock:
+            different = list(changes(self._facts.setdefault(benchmarkers, facts), facts))
+            if different and member in self._members:
+                self._members.remove(member)
+                self._refuse(member.actor, member.node, different)
+        return not different
 
     def number(self) -> int:
         """A number for a session."""
@@ -208,25 +234,21 @@ class Fleet:
                     f"the worker on {facts['node']} yields to everything else there (niceness {facts['niceness']}): "
                     "start its node with RAY_worker_niceness=0 in the environment"
                 )
-            if self._fits(facts):
+            if self._known is None:
+                self._known = facts["environment"]
+            different = list(changes(decisive(self._known), decisive(facts["environment"])))
+            if different:
+                self._refuse(actor, facts["node"], different)
+            else:
                 self._members.append(Member(actor=actor, node=facts["node"], environment=facts["environment"]))
                 patience_s = 0.0
-            else:
-                self._refused.append(actor)  # and kept: its device is taken, so the next host comes elsewhere
-                self._ask_for_one()
 
-    def _fits(self, facts: Mapping[str, Any]) -> bool:
-        """Whether a host is like the others; figures of different devices or libraries are never compared raw."""
-        here = decisive(facts["environment"])
-        if self._known is None:
-            self._known = facts["environment"]
-        different = list(changes(decisive(self._known), here))
-        if different:
-            shown = "\n".join(f"  {line}" for line in different)
-            self._observer.say(
-                f"the worker on {facts['node']} is refused, for it differs from the baseline's:\n{shown}"
-            )
-        return not different
+    def _refuse(self, actor: Any, node: str, different: Sequence[str]) -> None:
+        """A host that is not like the others: figures of different devices or libraries are never compared raw."""
+        shown = "\n".join(f"  {line}" for line in different)
+        self._observer.say(f"the worker on {node} is refused, for it differs from the baseline's:\n{shown}")
+        self._refused.append(actor)  # and kept: its device is taken, so the next host comes elsewhere
+        self._ask_for_one()
 
     def _lose(self, member: Member, error: RayError) -> None:
         with self._lock:

@@ -95,17 +95,19 @@ class Host:
 
     def __init__(self, path: Sequence[str]) -> None:
         sys.path.extend(entry for entry in path if entry not in sys.path)
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as nvidia-smi counts, which says what kind it is
         self._folder = Path(tempfile.mkdtemp(prefix="qdq-host-"))
         self._sessions: dict[int, _Session] = {}
         self._files: Recent[Path] = Recent(KEPT_BYTES, lambda file: shutil.rmtree(file.parent, ignore_errors=True))
 
     def facts(self, commit: str | None) -> dict[str, Any]:
         """Where this is, and its environment."""
-        found = environment(commit)
-        return {"node": socket.gethostname(), "niceness": os.nice(0), "environment": {**found, "gpus": _held(found)}}
+        return {"node": socket.gethostname(), "niceness": os.nice(0), "environment": environment(commit)}
 
-    def open(self, number: int, spec: WorkerSpec, limits: Limits, maker: Maker | None) -> dict[str, Any]:
-        """Open engines under a number, and give the benchmarkers' facts.
+    def open(
+        self, number: int, spec: WorkerSpec, limits: Limits, maker: Maker | None
+    ) -> tuple[dict[str, Any], frozenset[str]]:
+        """Open engines under a number, and give the benchmarkers' facts and the GPUs that they run on.
 
         Raises:
             UserError: A plug-in cannot be made here.
@@ -118,7 +120,7 @@ class Host:
             facts = {name: dict(engines.describe(name)) for name in spec.benchmarkers}
             closing = stack.pop_all()
         self._sessions[number] = _Session(engines=engines, maker=maker, folder=folder, closing=closing)
-        return facts
+        return facts, engines.gpus
 
     def keep(self, key: str, files: Files) -> None:
         """Keep a model's files for candidates to come.
@@ -171,15 +173,6 @@ class Host:
 
 def _candidate(order: Order, path: Path) -> Candidate:
     return Candidate(digest=order.digest, edges=order.edges, source=lambda: path)
-
-
-def _held(facts: Mapping[str, Any]) -> list[Any]:
-    """The GPUs that this process was given, of those that the machine has: what it is known by."""
-    gpus, given = list(facts.get("gpus", ())), os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = given.split(",") if given else []
-    if given is None or not all(name.strip().isdecimal() for name in names):  # by UUID: none can be told apart here
-        return gpus
-    return [gpus[int(name)] for name in names if int(name) < len(gpus)]
 
 
 def _moved(spec: WorkerSpec, folder: Path) -> WorkerSpec:

@@ -43,7 +43,8 @@ class RemoteEngines:
         while True:
             self._member: Member = self._fleet.pick(self._load)
             try:
-                self._facts = self._call("open", self._spec, self._limits, self._maker)
+                self._facts, gpus = self._call("open", self._spec, self._limits, self._maker)
+                self._fleet.check_reserved(gpus)
             except WorkerLost:
                 if self._fleet.closed:
                     raise
@@ -51,7 +52,8 @@ class RemoteEngines:
             except BaseException:
                 self._fleet.forget(self._member, self._load)
                 raise
-            return self
+            if self._fleet.alike(self._member, str(self._spec.benchmarkers), self._facts):
+                return self
 
     def __exit__(self, *_: object) -> None:
         self._fleet.forget(self._member, self._load)

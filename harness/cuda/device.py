@@ -101,7 +101,10 @@ def open_device(index: int = 0) -> tuple[Cuda, Device]:
         cuda = Cuda(api, index)
         return cuda, _describe(cuda, index)
     except MeasureFailed as error:
-        raise UserError(f"GPU {index} cannot be used: {error}; see nvidia-smi") from error
+        raise UserError(
+            f"GPU {index} cannot be used: {error}; see nvidia-smi (a compute mode of EXCLUSIVE_PROCESS leaves no room "
+            "for the worker processes beside the driver: nvidia-smi -c DEFAULT)"
+        ) from error
 
 
 def _why_none(api: Any, status: Any) -> str:

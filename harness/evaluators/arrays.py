@@ -27,10 +27,15 @@ Choose = Callable[[int], Sequence[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrays:
-    """Ready-made inputs by name, the samples along the first axis."""
+    """Ready-made inputs by name, the samples along the first axis.
+
+    Attributes:
+        source: What they are called in messages: the file.
+    """
 
     arrays: Mapping[str, Array]
     fingerprint: str
+    source: str = "data"
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
@@ -50,7 +55,7 @@ def read_arrays(path: Path, choose: Choose) -> Arrays:
         found, fingerprint = _mapped(path, choose) if path.suffix == ".npy" else _unpacked(path, choose)
     for name, array in found.items():
         _check_finite(path, name, array)
-    return Arrays(arrays=found, fingerprint=fingerprint)
+    return Arrays(arrays=found, fingerprint=fingerprint, source=str(path))
 
 
 @contextmanager

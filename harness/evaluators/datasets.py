@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +213,7 @@ def _open_arrays(spec: Mapping[str, Any], base: Path | None, limit: int | None) 
         raise UserError(f"data.path: use: {spec['use']} takes a .{spec['use']} file, but got {path.name}")
     found = read_arrays(path, lambda total: _chosen(spec, [f"row {i}" for i in range(total)], path.name, limit))
     fingerprint = hashlib.sha256(_canonical(spec) + found.fingerprint.encode()).hexdigest()
-    return Arrays(arrays=found.arrays, fingerprint=fingerprint)
+    return replace(found, fingerprint=fingerprint)
 
 
 def _chosen(spec: Mapping[str, Any], names: Sequence[str], what: str, limit: int | None) -> Sequence[int]:

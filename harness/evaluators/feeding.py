@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -80,7 +80,7 @@ def batches(data: Dataset | Arrays, preprocess: Preprocess | None, inputs: Types
     """
     total = len(data) if count is None else min(count, len(data))
     if isinstance(data, Arrays):
-        return _of_arrays(data.arrays, inputs, total)
+        return _of_arrays(data, inputs, total)
     if preprocess is None:
         raise UserError("data: images need 'preprocess', the name of what turns an image into an input")
     name = image_input(inputs)
@@ -94,24 +94,28 @@ def batches(data: Dataset | Arrays, preprocess: Preprocess | None, inputs: Types
     return Batches(count=-(-total // batch), make=make)
 
 
-def _of_arrays(arrays: Mapping[str, Array], inputs: Types, total: int) -> Batches:
-    if UNNAMED in arrays:
+def _of_arrays(data: Arrays, inputs: Types, total: int) -> Batches:
+    if UNNAMED in data.arrays:
         if len(inputs) > 1:
             raise UserError(
-                f"data: a .npy file feeds one input, but the model has {', '.join(map(repr, inputs))}; use a .npz file"
+                f"{data.source}: a .npy file feeds one input, but the model has {', '.join(map(repr, inputs))}; "
+                "use a .npz file"
             )
-        arrays = dict.fromkeys(inputs, arrays[UNNAMED])
+        data = replace(data, arrays=dict.fromkeys(inputs, data.arrays[UNNAMED]))
+    arrays = data.arrays
     for name in arrays:
         if name not in inputs:
-            raise UserError(f"data: the model has no input {name!r}; {nearest(name, inputs)}")
+            raise UserError(f"{data.source}: the model has no input {name!r}; {nearest(name, inputs)}")
     dtypes = check_types(inputs)
     for name, dtype in dtypes.items():
         if name not in arrays:
-            raise UserError(f"data: the .npz file has no array for the input {name!r}")
-        _check_type(name, arrays[name], dtype)
-    sizes = {name: _batch_size(name, arrays[name], inputs[name][1]) for name in dtypes}
+            raise UserError(f"{data.source}: there is no array for the input {name!r}")
+        _check_type(data, name, dtype)
+    sizes = {name: _batch_size(data, name, inputs[name][1]) for name in dtypes}
     if len(set(sizes.values())) > 1:
-        raise UserError(f"data: one sample for each input is needed, but a batch of them is, by input, {sizes}")
+        raise UserError(
+            f"{data.source}: one sample for each input is needed, but a batch of them is, by input, {sizes}"
+        )
     batch = next(iter(sizes.values()))
 
     def make(index: int) -> dict[str, Array]:
@@ -121,20 +125,22 @@ def _of_arrays(arrays: Mapping[str, Array], inputs: Types, total: int) -> Batche
     return Batches(count=-(-total // batch), make=make)
 
 
-def _check_type(name: str, array: Array, dtype: np.dtype[Any]) -> None:
+def _check_type(data: Arrays, name: str, dtype: np.dtype[Any]) -> None:
+    array = data.arrays[name]
     if not np.can_cast(array.dtype, dtype, "same_kind"):
-        raise UserError(f"data: array {name!r} holds {array.dtype}, but the input takes {dtype}")
+        raise UserError(f"{data.source}: array {name!r} holds {array.dtype}, but the input takes {dtype}")
 
 
-def _batch_size(name: str, array: Array, shape: tuple[int, ...]) -> int:
+def _batch_size(data: Arrays, name: str, shape: tuple[int, ...]) -> int:
     """How many samples the input takes at a time; an array may also hold whole inputs, without any batch axis."""
+    array = data.arrays[name]
     if array.shape[1:] == shape:
         return 1
     if shape and array.shape[1:] == shape[1:]:
         return shape[0]
     raise UserError(
-        f"data: a sample of array {name!r} is {_times(array.shape[1:])}, but the input takes {_times(shape)}, "
-        "the batch first"
+        f"{data.source}: a sample of array {name!r} is {_times(array.shape[1:])}, "
+        f"but the input takes {_times(shape)}, the batch first"
     )
 
 

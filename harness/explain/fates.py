@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from harness import registry
 from harness.api import Candidate, Layer
+from harness.explain.counting import counted
 from harness.explain.kinds import is_low
 from harness.graph.model import Model
 from harness.measure.local import attempt
@@ -26,22 +26,14 @@ def layers_of(backend: Use, candidate: Candidate, workdir: Path) -> tuple[Layer,
 
     Args:
         backend: With the parameters of the engines that are compared; counting is switched on here.
-        candidate: What is built, once more and in this process.
+        candidate: What is built, in this process.
         workdir: A scratch folder.
     """
     counting = {"profile": True} if "profile" in registry.signature("benchmarker", backend.use).parameters else {}
     benchmarker = registry.create("benchmarker", backend.use, {**backend.params, **counting})
     if not hasattr(benchmarker, "layers"):
         return ()
-    return attempt("build", lambda: _counted(benchmarker, candidate, workdir))
-
-
-def _counted(benchmarker: Any, candidate: Candidate, workdir: Path) -> tuple[Layer, ...]:
-    workdir.mkdir(parents=True, exist_ok=True)
-    artifact = benchmarker.build(candidate, workdir)
-    with benchmarker.open(artifact) as probe:
-        probe.sample(READINGS)
-        return tuple(benchmarker.layers(artifact))
+    return attempt("build", lambda: counted(benchmarker, candidate, workdir, READINGS).layers)
 
 
 def fates_of(resolved: Resolved, model: Model, layers: Sequence[Layer]) -> Iterator[Fate]:

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from harness import registry, zoo
-from harness.api import Artifact, Benchmarker, Candidate
+from harness.api import Candidate
 from harness.errors import CandidateError, UserError
+from harness.explain.counting import counted
 from harness.explain.fusion import Explanation, explain_layers
 from harness.graph.asked import read_asked
 from harness.graph.files import file_digest
@@ -68,20 +67,16 @@ def compare(before: Explanation, after: Explanation) -> tuple[Change, ...]:
 
 
 def _explain(made: Any, use: str, path: Path, work: Path, runs: int) -> Explanation:
-    benchmarker: Benchmarker = made
     candidate = Candidate(digest=file_digest(path)[:16], edges=(), source=lambda: path)
-    artifact: Artifact = benchmarker.build(candidate, work)
-    with benchmarker.open(artifact) as probe:
-        readings = probe.sample(runs)
-        layers = made.layers(artifact)
-    facts: Mapping[str, Any] = benchmarker.describe()
+    found = counted(made, candidate, work, runs)
+    facts: Mapping[str, Any] = made.describe()
     dialect = dialect_called(dialect_name(made, use, facts))
     return explain_layers(
-        layers,
+        found.layers,
         read_asked(path),
         runtime=f"{facts['name']} {facts['version']}",
         quantize_outputs=dialect.quantize_outputs,
-        whole_ms=float(np.median(readings)),
+        whole_ms=found.whole_ms,
     )
 
 

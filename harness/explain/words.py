@@ -58,7 +58,10 @@ def explanation_lines(found: Explanation) -> Iterator[str]:
     yield f"{_times(found.speedup)} times the speed of the float model, with {found.pairs} Q/DQ pairs."
     if found.drop is not None and found.metric not in CAPPED:
         yield f"{metric_name(found.metric)} lost against the float model: {shown_drop(found.drop, found.metric)}."
-    yield f"Differences below {found.floor:.1%} of the time are noise on this machine."
+    yield (
+        f"Differences below {found.floor:.1%} of the time are noise: so much does the placement differ from itself, "
+        "built again beside its variants."
+    )
     yield ""
     yield "## What each pattern gives"
     yield from _effects(found.patterns, found, "pattern")

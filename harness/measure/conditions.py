@@ -43,7 +43,7 @@ class Conditions:
             (docs/measurement.md).
         busy_s: Time that these cores worked for processes of this machine.
         stolen_s: Time that these cores wanted to work and a hypervisor did not let them.
-        own_s: Time that cores worked for this process.
+        own_s: Time that cores worked for this process and for those that it started and that have ended, as trtexec.
     """
 
     at_s: float
@@ -98,7 +98,7 @@ class Machine:
             cores=cores,
             busy_s=busy_s,
             stolen_s=stolen_s,
-            own_s=time.process_time(),
+            own_s=time.process_time() + sum(os.times()[2:4]),
         )
 
     def _throttled(self) -> int | None:

@@ -13,7 +13,7 @@ from harness.measure.stats import Interval
 from harness.records import Failed
 from harness.run.config import Sampling, Use
 
-__all__ = ["MAIN", "Built", "Engines", "Watch", "WorkerSpec"]
+__all__ = ["MAIN", "Built", "Engines", "OwnEngines", "Watch", "WorkerSpec"]
 
 MAIN = "main"
 """The benchmarker or evaluator that is meant where none is named."""
@@ -91,4 +91,13 @@ class Engines(Protocol):
 
     def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
         """The benchmarker's own facts."""
+        ...
+
+
+class OwnEngines(Engines, Protocol):
+    """Engines of this very machine."""
+
+    @property
+    def gpus(self) -> frozenset[str]:
+        """The GPUs that they run on, see `gpu` of `harness.api.Benchmarker`."""
         ...

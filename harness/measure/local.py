@@ -191,6 +191,12 @@ class InProcess:
         """See `Engines`."""
         return self._benchmarkers[benchmarker].describe()
 
+    @property
+    def gpus(self) -> frozenset[str]:
+        """The GPUs that engines of its benchmarkers run on."""
+        asked = (getattr(benchmarker, "gpu", None) for benchmarker in self._benchmarkers.values())
+        return frozenset(gpu() for gpu in asked if gpu is not None)
+
     def _probe(self, handle: int) -> Probe:
         engine = self._engines[handle]
         if engine.probe is None:

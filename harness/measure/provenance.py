@@ -6,7 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -74,8 +74,14 @@ def decisive(facts: Mapping[str, Any]) -> dict[str, Any]:
         "packages": facts.get("packages"),
         "cpu": facts.get("cpu", {}).get("model"),
         "instructions": facts.get("cpu", {}).get("flags"),  # clouds give one name to processors of different ones
-        "gpus": [{name: gpu.get(name) for name in ("name", "driver_version")} for gpu in facts.get("gpus", [])],
+        "gpus": _kinds(facts.get("gpus", ())),
     }
+
+
+def _kinds(gpus: Iterable[Mapping[str, str]]) -> list[dict[str, str | None]]:
+    """One of each kind: how many there are is no matter, for an engine runs on one."""
+    kinds = {(gpu.get("name"), gpu.get("driver_version")) for gpu in gpus}
+    return [{"name": name, "driver_version": driver} for name, driver in sorted(kinds, key=repr)]
 
 
 def saturates(facts: Mapping[str, Any]) -> bool:
@@ -263,7 +269,16 @@ def _gpus() -> list[dict[str, str]]:
     if shutil.which("nvidia-smi") is None:
         return []
     rows = _run("nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader").splitlines()
-    return [dict(zip(GPU_FIELDS, (cell.strip() for cell in row.split(",")), strict=True)) for row in rows]
+    return _visible([dict(zip(GPU_FIELDS, (cell.strip() for cell in row.split(",")), strict=True)) for row in rows])
+
+
+def _visible(gpus: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The GPUs that CUDA shows to this process; all where CUDA_VISIBLE_DEVICES names them by UUID."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given else []
+    if given is None or not all(name.strip().isdecimal() for name in names):
+        return gpus
+    return [gpus[int(name)] for name in names if int(name) < len(gpus)]
 
 
 def _git_commit() -> str | None:

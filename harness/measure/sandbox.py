@@ -23,11 +23,11 @@ from typing import Any
 from harness import registry
 from harness.api import Accuracy, Candidate
 from harness.errors import UserError
-from harness.measure.engines import MAIN, Built, Engines, Watch, WorkerSpec
+from harness.measure.engines import MAIN, Built, OwnEngines, Watch, WorkerSpec
 from harness.measure.local import InProcess, attempt, tail
 from harness.measure.sampling import Samples
 from harness.measure.stats import Interval
-from harness.measure.stopwatch import stopwatch
+from harness.measure.stopwatch import alone, stopwatch
 from harness.measure.worker import Worker, end_with_driver
 from harness.records import Failed
 from harness.run.config import Limits, Sampling
@@ -42,7 +42,7 @@ PROGRESS = "progress"
 _logger = logging.getLogger(__name__)
 
 
-def open_engines(spec: WorkerSpec, limits: Limits) -> AbstractContextManager[Engines]:
+def open_engines(spec: WorkerSpec, limits: Limits) -> AbstractContextManager[OwnEngines]:
     """Engines of these plug-ins: in a worker, or here where the main benchmarker says `in_process = True`.
 
     Raises:
@@ -67,6 +67,7 @@ class Sandbox:
         self._spec = spec
         self._limits = limits
         self._facts: Mapping[str, Mapping[str, Any]] = {}
+        self.gpus: frozenset[str] = frozenset()
         self._worker: Worker | None = None
         self._next_handle = 0
         self._ready: set[tuple[int, bool]] = set()
@@ -95,7 +96,8 @@ class Sandbox:
             return path
         with writing(self._log), suppress(FileNotFoundError):
             os.truncate(self._log, 0)
-        built = self._call("build", self._limits.build_s, candidate.digest, candidate.edges, path, benchmarker)
+        with alone(self.gpus):
+            built = self._call("build", self._limits.build_s, candidate.digest, candidate.edges, path, benchmarker)
         if isinstance(built, Built):
             self._next_handle = built.handle + 1
         return built  # type: ignore[no-any-return]
@@ -106,7 +108,7 @@ class Sandbox:
         """See `Engines`; the first engine that is timed beside the reference waits for that to be built."""
         if failed := self._lost(handle, "measure") or self._opened(handle, level_ms):
             return failed
-        with stopwatch():  # held here, so that no limit counts how long another run has it
+        with stopwatch(), alone(self.gpus):  # held here, so that no limit counts how long another run has them
             limit_s = self._limits.measure_s
             return self._call("sample", limit_s, handle, sampling, rival, level_ms)  # type: ignore[no-any-return]
 
@@ -115,7 +117,8 @@ class Sandbox:
         if (handle, level_ms is None) in self._ready:
             return None
         limit_s = self._limits.measure_s + (self._limits.build_s if level_ms else 0.0)
-        failed: Failed | None = self._call("open", limit_s, handle, level_ms)
+        with alone(self.gpus):
+            failed: Failed | None = self._call("open", limit_s, handle, level_ms)
         if failed is None:
             self._ready.add((handle, level_ms is None))
         return failed
@@ -123,12 +126,14 @@ class Sandbox:
     def evaluate(self, handle: int, evaluator: str = MAIN, watch: Watch | None = None) -> Accuracy | Failed:
         """See `Engines`."""
         limit_s = self._limits.evaluate_s
-        return self._lost(handle, "evaluate") or self._call("evaluate", limit_s, handle, evaluator, watch=watch)
+        with alone(self.gpus):
+            return self._lost(handle, "evaluate") or self._call("evaluate", limit_s, handle, evaluator, watch=watch)
 
     def prepare(self, handle: int, evaluator: str = MAIN, watch: Watch | None = None) -> Failed | None:
         """See `Engines`."""
         limit_s = self._limits.evaluate_s
-        return self._lost(handle, "evaluate") or self._call("prepare", limit_s, handle, evaluator, watch=watch)
+        with alone(self.gpus):
+            return self._lost(handle, "evaluate") or self._call("prepare", limit_s, handle, evaluator, watch=watch)
 
     def release(self, handle: int) -> None:
         """See `Engines`."""
@@ -198,10 +203,10 @@ class Sandbox:
         except OSError as error:
             raise UserError(f"no worker could be started: {error}") from error
         worker.send((replace(self._spec, workdir=self._scratch), self._next_handle))
-        facts = self._receive(worker, START_S, "start")
-        if isinstance(facts, Failed):
-            raise UserError(f"no worker could be started: {facts.reason}\n{tail(self._read_log())}")
-        self._facts = facts
+        told = self._receive(worker, START_S, "start")
+        if isinstance(told, Failed):
+            raise UserError(f"no worker could be started: {told.reason}\n{tail(self._read_log())}")
+        self._facts, self.gpus = told
         return worker
 
     def _stop(self) -> None:
@@ -226,7 +231,8 @@ def serve(fd: int) -> None:
 
     try:
         with InProcess(spec, first_handle) as engines:
-            connection.send(("answer", {name: engines.describe(name) for name in spec.benchmarkers}))
+            facts = {name: engines.describe(name) for name in spec.benchmarkers}
+            connection.send(("answer", (facts, engines.gpus)))
             while True:
                 connection.send_bytes(_answer(engines, tell, *connection.recv()))
     except UserError as error:

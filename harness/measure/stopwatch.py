@@ -1,4 +1,4 @@
-"""One stopwatch a device: runs that share this machine time one engine at a time, while the others may build."""
+"""One stopwatch for the cores, and one GPU for one at a time, among all runs of a user on this machine."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import fcntl
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from harness.errors import UserError
 
-__all__ = ["stopwatch"]
+__all__ = ["alone", "stopwatch"]
 
 
 @contextmanager
@@ -28,7 +28,34 @@ def stopwatch(folder: Path | None = None) -> Iterator[None]:
     Raises:
         UserError: The lock cannot be opened, or somebody made it a link.
     """
-    path = (folder or Path(tempfile.gettempdir())) / f"qdq-stopwatch-{_device()}"
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    shown = f"{cores} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
+    with _held(f"stopwatch-{_short(shown)}", folder):
+        yield
+
+
+@contextmanager
+def alone(gpus: Iterable[str], folder: Path | None = None) -> Iterator[None]:
+    """Hold GPUs: for timing on them, and for what would disturb that, or be disturbed by it as a build is.
+
+    NVIDIA, "TensorRT Developer Guide": the builder times kernels; what runs on the GPU beside it perturbs its choice.
+
+    Args:
+        gpus: Their UUIDs; where there are none, nothing is held.
+        folder: See `stopwatch`.
+
+    Raises:
+        UserError: See `stopwatch`.
+    """
+    with ExitStack() as stack:
+        for gpu in sorted(gpus):  # always in one order, or two who want the same two could wait for each other
+            stack.enter_context(_held(f"gpu-{_short(gpu)}", folder))
+        yield
+
+
+@contextmanager
+def _held(name: str, folder: Path | None) -> Iterator[None]:
+    path = (folder or Path(tempfile.gettempdir())) / f"qdq-{name}"
     try:
         handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
@@ -40,7 +67,5 @@ def stopwatch(folder: Path | None = None) -> Iterator[None]:
         os.close(handle)
 
 
-def _device() -> str:
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    shown = f"{os.getuid()} {cores} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
-    return hashlib.sha256(shown.encode()).hexdigest()[:12]
+def _short(what: str) -> str:
+    return hashlib.sha256(f"{os.getuid()} {what}".encode()).hexdigest()[:12]

@@ -24,8 +24,9 @@ def score_frame(results: Results) -> pd.DataFrame:
     What random search reaches is the mean over the seeds of the searcher `random` in the same cell, latencies are
     the cell's (see `curve_frame`) over the float model's, and the best is the lowest that any search of the cell found.
     Cells without random search have no line, nor have those where the initial placements leave less than 1 %, nor
-    searchers that were told other placements first than random search: peers, and those `without: [seeds]`. On
-    recorded tables ten thousand random searches take the place of those few: `qdq study`.
+    searchers that were told other placements first than random search: peers (cold ones apart where nobody is told
+    any), and those `without: [seeds]`. Nor have cells that search for accuracy or for a front: what counts there is not
+    the latency. On recorded tables ten thousand random searches take the place of those few: `qdq study`.
 
     Returns:
         Columns cell, searcher, seeds, score, low, high: median over seeds with its 95 % interval.
@@ -35,6 +36,8 @@ def score_frame(results: Results) -> pd.DataFrame:
 
 
 def _scores(cell: CellResults, uses: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if cell.goal.minimize != "latency":
+        return []
     curves = curve_frame([cell])
     random = next((name for name in curves["searcher"].unique() if uses.get(name, (name,))[0] == RANDOM), None)
     if random is None:
@@ -49,7 +52,8 @@ def _scores(cell: CellResults, uses: Mapping[str, Any]) -> list[dict[str, Any]]:
     lines = []
     for name, values in latency.items():
         scores = score_against_random(values, latency[random].mean(axis=0), best, first)
-        if name != random and begun[name] == {first} and not np.isnan(scores).any():
+        warm = "qdq_baseline" in uses.get(name, ("", {}))[1]
+        if name != random and begun[name] == {first} and not warm and not np.isnan(scores).any():
             middle = median_ci(scores)
             figures = {"score": middle.value, "low": middle.low, "high": middle.high}
             lines.append({"cell": cell.name, "searcher": name, "seeds": len(scores), **figures})
@@ -64,13 +68,16 @@ def _relative(curves: pd.DataFrame, last: int) -> np.ndarray[Any, np.dtype[np.fl
 
 
 def pair_frame(results: Results) -> pd.DataFrame:
-    """Every pair of searchers by confirmed speedup at the largest budget; see `compare_pairs`. Blocks are cells."""
+    """Every pair of searchers by confirmed speedup at the largest budget; see `compare_pairs`. Blocks are cells.
+
+    Cells that search for accuracy or for a front are left out: their searchers want something else than speed.
+    """
     return compare_pairs(_by_searcher(results))
 
 
 def _by_searcher(results: Results) -> dict[str, dict[str, Sequence[float]]]:
     found: dict[str, dict[str, Sequence[float]]] = {name: {} for name in results.stored.searchers}
-    for cell in results.pooled:
+    for cell in (each for each in results.pooled if each.goal.minimize == "latency"):
         for searcher, speedups in speedups_at(cell, cell.budget).items():
             found.setdefault(searcher, {})[cell.name] = speedups
     return {name: blocks for name, blocks in found.items() if blocks}

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from harness import registry
 from harness.api import Candidate
 from harness.graph.files import file_digest
 from harness.measure.confirm import GROUP, confirm, summarise
@@ -20,7 +21,7 @@ from harness.measure.engines import WorkerSpec
 from harness.measure.events import Block, Event, decode_event, disturbance_note, encode_event
 from harness.measure.site import OpenEngines
 from harness.run.compare import refuse_changes
-from harness.run.config import Confirmation
+from harness.run.config import Confirmation, Use
 from harness.run.contest import SEED, Contest, hold, read_contest
 from harness.run.observe import Observer
 from harness.run.rows import FLOAT_ROW, Row, Table, read_json, write_json
@@ -87,14 +88,17 @@ def read_floor(folder: Path) -> float:
     return float(read_json(path).get("floor", 0.0)) if path.exists() else 0.0
 
 
-def level(folder: Path, beside: Literal["auto", "always", "never"]) -> float | None:
+def level(folder: Path, backend: Use, beside: Literal["auto", "always", "never"]) -> float | None:
     """The baseline's latency in milliseconds where candidates are to be timed beside it; None: each alone.
 
     Args:
+        backend: One that cannot take turns (`in_turns` of `harness.api.Benchmarker`) has each timed alone.
         beside: What the experiment wants; "auto": where the baseline's turns before the searches scatter by more than
             `RESTLESS` (standard deviation on the log scale). Not where the floor is above it: turns of the floor are
             paired, so it stays low on a machine whose pace changes, and readings one by one do not.
     """
+    if not getattr(registry.load("benchmarker", backend.use), "in_turns", True):
+        return None
     events = [decode_event(json.dumps(event)) for event in read_json(folder / "floor.json")["events"]]
     turns_ms = [float(np.median(event.samples_ms)) for event in events if isinstance(event, Block)]
     if beside == "never" or (beside == "auto" and float(np.std(np.log(turns_ms), ddof=1)) <= RESTLESS):

@@ -94,6 +94,7 @@ def score_at(latency: Interval, metrics: Mapping[str, float], goal: Goal) -> Sco
         metrics: Of the outcome.
     """
     latency_ms, value = latency.value, metrics.get(goal.metric or "")
+    violation = goal.violation(metrics) + goal.too_slow(latency_ms)
     objective, stderr = latency_ms, stderr_of(latency)
     objectives: tuple[float, ...] = ()
     if goal.minimize == "pareto" and value is not None:
@@ -104,8 +105,8 @@ def score_at(latency: Interval, metrics: Mapping[str, float], goal: Goal) -> Sco
     return Score(
         objective=objective,
         stderr=stderr,
-        violation=goal.violation(metrics) + goal.too_slow(latency_ms),
-        assumed=goal.metric is not None and value is None and not (BELIEVED in metrics and goal.violation(metrics)),
+        violation=violation,
+        assumed=goal.metric is not None and value is None and not violation,
         metrics=dict(metrics),
         objectives=objectives,
     )

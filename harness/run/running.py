@@ -99,7 +99,7 @@ class Running:
             )
             name = f"{self.cell.spec.name}/{run.name}"
             live = live_study(self.folder / LIVE, name, search.space, self.judge.goal, fresh=not journal.entries)
-            beside = level(self.folder, self.experiment.sampling.beside) is not None
+            beside = self._level_ms is not None
             note = partial(best_note, float_ms=float_latency(self.folder), beside=beside)
             ending = run_search(task, executor, journal, _watch(step, live, note))
         if ending.broken is not None or search.left is None:
@@ -108,7 +108,7 @@ class Running:
 
     def _attempts(self, run: RunSpec) -> AttemptWith:
         """What workers do with the candidates of a search."""
-        without, level_ms = run.searcher.without, level(self.folder, self.experiment.sampling.beside)
+        without, level_ms = run.searcher.without, self._level_ms
 
         def attempt(engines: Engines) -> Attempt:
             return attempt_with(
@@ -124,6 +124,11 @@ class Running:
             )
 
         return attempt
+
+    @property
+    def _level_ms(self) -> float | None:
+        """See `level`."""
+        return level(self.folder, self.cell.spec.backend, self.experiment.sampling.beside)
 
     def _begun_with(self, run: RunSpec) -> dict[str, Any]:
         """Fingerprint of a search; what was not written down in former times is there only where it says something."""

@@ -84,7 +84,7 @@ def record(study: Study, out: Path, dimensions: int | None, observer: Observer, 
         opened = partial(open_engines, limits=study.experiment.limits)
         with opened(worker) as engines:
             noise_floor(opened, worker, cell.model_file, engines.describe(), folder, observer)
-            level_ms = level(folder, study.experiment.sampling.beside)
+            level_ms = level(folder, cell.spec.backend, study.experiment.sampling.beside)
             recording = _Recording(
                 study=study, cell=cell, engines=engines, folder=folder, observer=observer, level_ms=level_ms
             )

@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Thread
 
@@ -40,7 +40,7 @@ __all__ = ["Chunk", "chunks_of", "curves_of", "replay_all"]
 
 CHUNK = 10
 """Searches of one file: what an interruption costs at most, of each worker."""
-LIBRARIES = ("numpy", "optuna", "scikit-learn", "scipy")
+LIBRARIES = ("cmaes", "numpy", "optuna", "scikit-learn", "scipy", "torch")
 """What draws and proposes: another version may search differently from the same seed."""
 
 
@@ -73,10 +73,10 @@ def chunks_of(table: Path, contender: Contender, study: BudgetStudy, folder: Pat
         UserError: No such searcher, or no such table.
     """
     asked = {"use": contender.use, "params": contender.params, "budget": study.most, "initial": study.initial}
-    asked["libraries"] = {name: version(name) for name in LIBRARIES}
+    asked["libraries"] = {name: _version(name) for name in LIBRARIES}
     asked["patience"] = DUPLICATES_IN_A_ROW
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode())
-    for part in (_content(table), _code(contender.use), *_told_by()):
+    for part in (_content(table), *map(_code, _involved(contender)), *_told_by()):
         digest.update(part)
     stem = f"{table.stem}-{re.sub(r'[^A-Za-z0-9._-]+', '-', contender.name)}-{digest.hexdigest()[:12]}"
     seeds = contender.seeds or study.seeds
@@ -189,6 +189,19 @@ def _content(table: Path) -> bytes:
         return hashlib.sha256(table.read_bytes()).digest()
     except OSError as error:
         raise UserError(f"{table}: cannot be read: {error.strerror or error}") from error
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _involved(contender: Contender) -> tuple[str, ...]:
+    """A searcher, and those that its parameters name: what `per_pattern` and `portfolio` run may be somebody else's."""
+    params = contender.params
+    return (contender.use, *params.get("members", ()), *([params["searcher"]] if "searcher" in params else ()))
 
 
 def _code(use: str) -> bytes:

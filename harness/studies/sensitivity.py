@@ -84,10 +84,11 @@ class Sensitivity:
 
     @property
     def rank(self) -> float:
-        """Microseconds gained per noise, larger is better: what to quantize first."""
+        """Microseconds gained per noise: what to quantize first; what loses time is worse the more noise it adds."""
         if isinstance(self.alone, Failed) or self.alone.gain_us is None:
             return float("-inf")
-        return self.alone.gain_us.value / self.noise
+        gain_us = self.alone.gain_us.value
+        return gain_us / self.noise if gain_us > 0 else gain_us * self.noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

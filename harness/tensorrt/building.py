@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def build_plan(
     """
     trt = library.trt
     library.said.clear()
-    builder = trt.Builder(library.log)
+    builder = _started(library, trt.Builder)
     network = builder.create_network(_network_flags(library, options))
     parser = trt.OnnxParser(network, library.log)  # owns the weights: it lives until the engine is built
     parsed = parser.parse(model) if isinstance(model, bytes) else parser.parse_from_file(str(model))
@@ -89,7 +89,7 @@ def load_engine(library: Library, content: bytes, source: str) -> Any:
         BuildFailed: It is none, or one of another TensorRT or GPU, or there is too little memory.
     """
     library.said.clear()
-    runtime = library.trt.Runtime(library.log)
+    runtime = _started(library, library.trt.Runtime)
     engine = runtime.deserialize_cuda_engine(content)
     if engine is None:
         raise BuildFailed(
@@ -97,6 +97,18 @@ def load_engine(library: Library, content: bytes, source: str) -> Any:
             "TensorRT and the kind of GPU that they were built with alone: build it again here"
         )
     return engine
+
+
+def _started(library: Library, make: Callable[[Any], Any]) -> Any:
+    """A builder or a runtime.
+
+    Raises:
+        BuildFailed: The library gives none, as a rule for want of GPU memory; the bindings make that a `TypeError`.
+    """
+    try:
+        return make(library.log)
+    except TypeError as error:
+        raise BuildFailed(f"TensorRT cannot start on this GPU: {library.words()}") from error
 
 
 def _network_flags(library: Library, options: BuildOptions) -> int:

@@ -6,6 +6,7 @@ wanted FP16 build into an FP32 one on 11 without a word.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -63,11 +64,13 @@ class Library:
             if not path.is_file():
                 raise UserError(f"plugins: {name}: no such file")
             self.said.clear()
-            if self.trt.get_plugin_registry().load_library(str(path)) is None:
+            try:
+                _plugins(self.trt, path.resolve())
+            except OSError:
                 raise UserError(
                     f"plugins: {name} does not load ({self.words()}); it must be built for TensorRT {self.version}, "
                     f"and what it links to must be found: see ldd {name}"
-                )
+                ) from None
 
 
 def open_library(module: Callable[[], Any] | None = None) -> Library:
@@ -85,6 +88,19 @@ def open_library(module: Callable[[], Any] | None = None) -> Library:
         raise UserError(f"TensorRT {version} is too old: {OLDEST[0]}.{OLDEST[1]} or later; {_REMEDY}")
     said: deque[str] = deque(maxlen=KEPT_LINES)
     return Library(trt=trt, version=version, log=_listener(trt, said), said=said)
+
+
+@functools.cache
+def _plugins(trt: Any, path: Path) -> Any:
+    """Load a library of plugins, once a process: the registry refuses one whose plugins it has (`IPluginRegistry`).
+
+    Raises:
+        OSError: It does not load.
+    """
+    handle = trt.get_plugin_registry().load_library(str(path))
+    if handle is None:
+        raise OSError(path)
+    return handle
 
 
 def _import() -> Any:

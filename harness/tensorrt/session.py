@@ -206,6 +206,11 @@ def _ports(trt: Any, engine: Any) -> list[_Port]:
             raise MeasureFailed(
                 f"tensor {name!r} holds a shape and not data; fix the shapes of the model, so that it is computed away"
             )
+        if engine.get_tensor_format(name) != trt.TensorFormat.LINEAR:
+            raise MeasureFailed(
+                f"tensor {name!r} has the layout {engine.get_tensor_format_desc(name)}, but only linear ones can be "
+                "fed and read: build the engine without --inputIOFormats and --outputIOFormats"
+            )
         shape = tuple(int(size) for size in engine.get_tensor_shape(name))
         is_input = engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
         profile = _profile(engine, name) if is_input and -1 in shape else None

@@ -29,7 +29,7 @@ RUNGS = 12
 
 
 class AutoSearcher:
-    """What the studies of the zoo show to win within 25 to 100 evaluations, the seeds counted.
+    """What the studies show to be first after few evaluations, and not behind the first later, the seeds counted.
 
     It begins with rules that experts go by, as far as they are new (`search.rules`). Every later proposal is the
     candidate with the largest expected improvement (`search.acquisition`), from two rounds of candidates:

@@ -8,7 +8,7 @@ import numpy as np
 
 from search.api import Observation, Placement, Space, check_range
 from search.archive import Archive, Entry, improves
-from search.moves import assign, blocks, flip, nearby
+from search.moves import assign, blocks, perturbed
 
 __all__ = ["LocalSearcher"]
 
@@ -104,9 +104,7 @@ class LocalSearcher:
         return self._restart()
 
     def _restart(self) -> Placement | None:
-        base: Placement | None = flip(self._best(), self._space, self._rng, self._flips)
-        if base is not None and self._space.digest(base) in self._archive:
-            base = nearby(base, self._space, self._rng, self._archive)
+        base = perturbed(self._best(), self._space, self._rng, self._archive, self._flips)
         if base is not None:
             self._move_to(base)
         return base

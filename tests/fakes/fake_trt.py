@@ -70,6 +70,8 @@ class FakeTensorRT:
         refuse: Words that the builder refuses every network with; "" for none.
         layers: What the engine inspector answers.
         on_host: Inputs and outputs that hold shapes.
+        formats: Layouts of inputs and outputs that are not linear.
+        no_builder: A builder or a runtime cannot be made; the bindings say so by a TypeError.
     """
 
     def __init__(self, major: int, cuda: FakeCuda) -> None:
@@ -82,6 +84,9 @@ class FakeTensorRT:
         self.plugins: dict[str, bool] = {}
         self.gpu_memory_full = False
         self.on_host: set[str] = set()
+        self.formats: dict[str, str] = {}
+        self.no_builder = False
+        self.registered: set[str] = set()
         for name in self._names["__module__"]:
             members = [m for m in self._names.get(name, ()) if m.isupper()]
             if name in BEHAVIOUR:
@@ -111,6 +116,12 @@ class FakeTensorRT:
         """Record a call."""
         self.calls.append((what, args))
 
+    def started(self) -> None:
+        """Fail as pybind11 does where a factory gives a null pointer."""
+        if self.no_builder:
+            self.said("CUDA initialization failure with error: 2")
+            raise TypeError("pybind11::init(): factory function returned nullptr")
+
     def init_libnvinfer_plugins(self, logger: Any, namespace: str) -> bool:
         self.logger = logger
         return True
@@ -126,9 +137,13 @@ class _Logger:
 
 class _Registry:
     def load_library(self, path: str) -> Any:
+        if path in self._fake.registered:
+            self._fake.said("Cannot register plugin: it is already registered")
+            return None
         if not self._fake.plugins.get(Path(path).name, False):
             self._fake.said("undefined symbol: nobody")
             return None
+        self._fake.registered.add(path)
         return object()
 
 
@@ -136,6 +151,7 @@ class _Builder:
     def __init__(self, logger: Any) -> None:
         self._logger = logger
         self._fake.logger = logger
+        self._fake.started()
 
     def create_network(self, flags: int) -> Any:
         self._fake.note("create_network", flags)
@@ -365,6 +381,12 @@ class _Engine:
     def get_tensor_location(self, name: str) -> Any:
         places = self._fake.TensorLocation
         return places.HOST if name in self._fake.on_host else places.DEVICE
+
+    def get_tensor_format(self, name: str) -> Any:
+        return self._fake.TensorFormat[self._fake.formats.get(name, "LINEAR")]
+
+    def get_tensor_format_desc(self, name: str) -> str:
+        return f"Row major linear of {self.get_tensor_format(name).name}"
 
     def get_tensor_profile_shape(self, name: str, profile_index: int) -> list[list[int]]:
         found: list[list[int]] = self._profiles[profile_index][name]

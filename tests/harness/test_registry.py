@@ -59,6 +59,12 @@ def test_a_plug_in_that_cannot_be_imported_is_named(module, text, expected):
     assert expected in refused("searcher", f"{name}:Thing", {})
 
 
+def test_a_module_that_is_not_found_is_told_from_one_that_misses_another(module):
+    where = "a module is looked for among what is installed, then beside the experiment file"
+    assert where in refused("searcher", "plug_nowhere:Thing", {})
+    assert where not in refused("searcher", f"{module('plug_bad', 'import not_installed_anywhere')}:Thing", {})
+
+
 def test_wrong_parameters_and_broken_constructors_are_told_apart(module):
     name = module("plug_some", MODULE)
     assert "has no parameter 'sizes'; did you mean 'size'" in refused("searcher", f"{name}:Choosy", {"sizes": 1})

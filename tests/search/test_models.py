@@ -117,6 +117,16 @@ def test_the_bound_behind_violations_is_found_among_the_metrics():
     assert np.isnan(signed[3])
 
 
+def test_what_a_proxy_ruled_out_hides_the_bound_of_nothing_else():
+    scores = [
+        Score(objective=9.0, metrics={"proxy": 30.0, "top1": 0.75}),
+        Score(objective=5.0, violation=0.04, metrics={"proxy": 22.0, "top1": 0.70}),
+        Score(objective=4.0, violation=0.14, metrics={"proxy": 21.0, "top1": 0.60}),
+        Score(objective=3.0, violation=0.30, metrics={"proxy": 4.0, "believed": 0.44}),
+    ]
+    assert signed_violations(scores) == pytest.approx([-0.01, 0.04, 0.14, 0.30])
+
+
 @pytest.mark.parametrize(
     ("second", "expected"),
     [

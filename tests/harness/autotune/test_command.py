@@ -121,7 +121,8 @@ def test_an_interruption_before_the_first_measurement_says_so(folder, runtime, c
 def test_how_much_there_is_to_do_is_said_first(folder, runtime, capsys):
     assert qdq("-m", "model.onnx", "--max_evals", "3") == 0
     said = capsys.readouterr().err
-    assert re.search(r"^\d+ regions of \d+ patterns, \d+ insertion points, \d+ of them to be searched$", said, re.M)
+    shown = r"^\d+ regions of \d+ patterns, \d+ insertion points \(.* outputs\), \d+ of them to be searched$"
+    assert re.search(shown, said, re.M)
 
 
 def test_a_finished_run_measures_its_result_alone_when_run_again(folder, runtime):
@@ -216,6 +217,13 @@ def test_calibration_data_decide_the_scales(folder, runtime):
         return max(float(onnx.numpy_helper.to_array(t)) for t in scales)
 
     assert largest("large") > 10 * largest("small")
+
+
+def test_calibration_data_that_do_not_fit_are_refused_before_anything_is_timed(folder, runtime, capsys, monkeypatch):
+    monkeypatch.setattr("harness.autotune.command.float_benchmarkers", pytest.fail)
+    np.savez(folder / "odd.npz", x=np.zeros((2, 1, 3, 8, 8), np.float32))
+    assert qdq("-m", "model.onnx", "--calibration_data", "odd.npz") == 2
+    assert re.search(r"odd\.npz: a sample of array 'x' is 1 x 3 x 8 x 8, but the input takes", capsys.readouterr().err)
 
 
 def test_a_lucky_reading_is_told_from_what_fresh_builds_say(folder, runtime):

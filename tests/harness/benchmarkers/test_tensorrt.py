@@ -209,6 +209,21 @@ def test_inputs_that_hold_shapes_are_refused(trt: FakeTensorRT, tmp_path: Path) 
         pass
 
 
+def test_tensors_that_are_not_linear_are_refused(trt: FakeTensorRT, tmp_path: Path) -> None:
+    made = TensorRTBenchmarker(precision="f32")
+    artifact = made.build(candidate(small(tmp_path / "m.onnx")), tmp_path)
+    trt.formats = {"y": "CHW32"}
+    with pytest.raises(MeasureFailed, match=r"tensor 'y' has the layout .*CHW32.* without --inputIOFormats"):
+        made.open(artifact).__enter__()
+
+
+def test_a_gpu_without_memory_for_a_builder_is_a_failed_build(trt: FakeTensorRT, tmp_path: Path) -> None:
+    made = TensorRTBenchmarker(precision="f32")
+    trt.no_builder = True
+    with pytest.raises(BuildFailed, match="TensorRT cannot start on this GPU: CUDA initialization failure"):
+        made.build(candidate(small(tmp_path / "m.onnx")), tmp_path)
+
+
 def test_a_model_in_memory_is_parsed_too(trt: FakeTensorRT, tmp_path: Path) -> None:
     library, cache = open_library(), TimingCache("cold", tmp_path / "none")
     content = small(tmp_path / "m.onnx").read_bytes()
@@ -406,7 +421,8 @@ def test_plugins(trt: FakeTensorRT, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"mine.so does not load .undefined symbol: nobody.*ldd"):
         TensorRTBenchmarker(plugins=[str(library)]).describe()
     trt.plugins["mine.so"] = True
-    assert TensorRTBenchmarker(plugins=[str(library)]).describe()["options"]["plugins"] == ["mine.so"]
+    for _ in range(2):  # every float precision of a backend is a benchmarker of its own, all in one process
+        assert TensorRTBenchmarker(plugins=[str(library)]).describe()["options"]["plugins"] == ["mine.so"]
 
 
 def test_options_that_cannot_be_are_refused() -> None:

@@ -107,21 +107,6 @@ def test_without_a_maker_a_placement_fails_with_the_reason(host: Host, tmp_path:
     assert failed.reason == "neither a file nor a way to make one was sent"
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [(None, ["A", "B"]), ("1", ["B"]), ("0,1", ["A", "B"]), ("", []), ("7", []), ("GPU-1234", ["A", "B"])],
-)
-def test_a_worker_is_known_by_the_gpus_that_it_was_given(
-    host: Host, monkeypatch: pytest.MonkeyPatch, given: str | None, expected: list[str]
-) -> None:
-    gpus = [{"name": name, "driver_version": "1"} for name in "AB"]
-    monkeypatch.setattr("harness.cluster.host.environment", lambda commit: {"gpus": gpus})
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if given is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-    assert [gpu["name"] for gpu in host.facts(None)["environment"]["gpus"]] == expected
-
-
 def test_where_ray_is_not_installed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "harness.cluster.site", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)

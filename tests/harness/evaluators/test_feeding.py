@@ -69,7 +69,7 @@ def test_arrays_are_batched_and_filled_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"x": ("float", (1, 2))}, "data: the model has no input 'y'; known: x"),
+        ({"x": ("float", (1, 2))}, r"a\.npz: the model has no input 'y'; known: x"),
         ({"x": ("float", (1, 2)), "y": ("float", (1,)), "z": ("bool", ())}, "no array for the input 'z'"),
         ({"x": ("float", (1, 3)), "y": ("float", (1,))}, "a sample of array 'x' is 2, but the input takes 1 x 3"),
         ({"x": ("int64", (1, 2)), "y": ("float", (1,))}, "array 'x' holds float64, but the input takes int64"),

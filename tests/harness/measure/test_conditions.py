@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -79,6 +81,16 @@ def test_this_machine_can_be_read() -> None:
     if Path("/proc/stat").exists():
         assert 0 < one.cores <= psutil.cpu_count()
         assert two.busy_s >= one.busy_s > 0
+
+
+def test_what_a_program_that_was_started_worked_is_ones_own() -> None:
+    before = Machine().read()
+    burn = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
+    subprocess.run([sys.executable, "-c", burn], check=True)
+    after = Machine().read()
+    assert before.own_s is not None
+    assert after.own_s is not None
+    assert after.own_s - before.own_s > 0.25
 
 
 @pytest.mark.parametrize(

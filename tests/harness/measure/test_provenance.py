@@ -61,6 +61,30 @@ def test_gpus_are_read_from_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu["clocks.max.sm"] == "1980 MHz"
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(None, ["A", "B"]), ("1", ["B"]), ("0,1", ["A", "B"]), ("", []), ("7", []), ("GPU-1234", ["A", "B"])],
+)
+def test_a_process_is_known_by_the_gpus_that_it_was_given(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, expected: list[str]
+) -> None:
+    rows = "\n".join(f"{name}, 570.1, 9.0, 81559 MiB, 1980 MHz, 1980 MHz, 31, 70.1 W" for name in "AB")
+    monkeypatch.setattr(provenance.shutil, "which", lambda _: "/usr/bin/tool")
+    monkeypatch.setattr(provenance, "_run", lambda *command: rows if command[0] == "nvidia-smi" else "")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert [gpu["name"] for gpu in provenance.environment().get("gpus", [])] == expected
+
+
+def test_how_many_gpus_of_a_kind_there_are_is_no_matter() -> None:
+    one, other = ({"name": name, "driver_version": "570.1", "temperature.gpu": "31"} for name in "AB")
+    kinds = [provenance.decisive({"gpus": gpus}) for gpus in ([one, one], [one], [one, other], [other, one])]
+    assert kinds[0] == kinds[1]
+    assert kinds[1] != kinds[2]
+    assert kinds[2] == kinds[3]
+
+
 def test_a_tool_that_hangs_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(*command: str) -> str:
         raise subprocess.TimeoutExpired(command, 10)

@@ -4,12 +4,13 @@ import select
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from harness.errors import UserError
-from harness.measure.stopwatch import stopwatch
+from harness.measure.stopwatch import alone, stopwatch
 
 HOLD = """
 import sys
@@ -39,6 +40,15 @@ def test_a_second_process_times_when_the_first_has_ended(tmp_path: Path) -> None
         assert not select.select([second.stdout], [], [], 1.5)[0], "it waits"
     assert line(second) == "holding"
     second.communicate("go on\n", timeout=20)
+
+
+def test_a_gpu_is_held_by_one_at_a_time_and_others_by_others(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with alone({"GPU-a", "GPU-b"}, tmp_path), alone({"GPU-c"}, tmp_path), alone((), tmp_path):
+            entered = pool.submit(lambda: alone({"GPU-b"}, tmp_path).__enter__())
+            with pytest.raises(TimeoutError):
+                entered.result(timeout=0.5)
+        entered.result(timeout=20)
 
 
 def test_a_process_that_is_killed_gives_the_stopwatch_back(tmp_path: Path) -> None:

@@ -95,6 +95,15 @@ def test_a_searcher_that_was_told_something_else_first_has_no_score_and_changes_
     assert score_frame(load(study)).set_index(["cell", "searcher"])["score"].to_dict() == before.to_dict()
 
 
+def test_cells_that_search_for_accuracy_or_a_front_are_not_compared_by_speed(study):
+    for cell, minimize in (("net-one-int8", "accuracy"), ("net-two-int8", "pareto")):
+        path = study / cell / "cell.json"
+        facts = json.loads(path.read_text())
+        path.write_text(json.dumps({**facts, "goal": {**facts["goal"], "minimize": minimize}}))
+    assert score_frame(load(study)).empty
+    assert pair_frame(load(study)).empty
+
+
 def test_a_search_that_ended_early_is_named_though_it_did_not_say_why(study):
     """Those of before ends were noted."""
     assert early_ends(load(study)) == []

@@ -136,7 +136,7 @@ def test_labels_that_the_model_has_no_output_for_are_refused_at_once(
 
 def test_calibration_data_that_do_not_fit_the_model_are_refused_at_once(folder: Path) -> None:
     np.save(folder / "a.npy", np.zeros((3, 3, 8, 9), np.float32))
-    with pytest.raises(UserError, match=r"model 'net': calibration: data: a sample of array 'x' is 3 x 8 x 9"):
+    with pytest.raises(UserError, match=r"model 'net': calibration: .*a\.npy: a sample of array 'x' is 3 x 8 x 9"):
         checked(folder, None, {"data": {"use": "npy", "path": "a.npy"}})
 
 

@@ -100,8 +100,10 @@ def test_readings_beside_the_float_model_and_bounds_on_latency_share_one_scale(m
     folder = model.parent
     float_ms = float_latency(folder)
     assert float_ms == pytest.approx(10.0, rel=0.5)
-    assert level(folder, "always") == float_ms
-    assert level(folder, "never") is None
+    backend = Use(use="simulated")
+    assert level(folder, backend, "always") == float_ms
+    assert level(folder, backend, "never") is None
+    assert level(folder, Use(use="trtexec"), "always") is None, "a turn of it is a process"
     objective = Objective(minimize="accuracy", max_latency="50%")
     scoring = Scoring(
         objective=objective, evaluators={"main": Use(use="e")}, metric="m", higher_is_better=True, facts={}

@@ -114,6 +114,8 @@ def test_accuracy_first_ranks_by_loss_among_those_fast_enough() -> None:
     assert [found.objective for found in (good, bad)] == pytest.approx([0.01, 0.2])
     assert slow.violation == pytest.approx(1.0)
     assert sorted([slow, bad, good], key=lambda found: found.rank) == [good, bad, slow]
+    assert not slow.assumed, "that it breaks the bound is known, though nobody scored it"
+    assert score(goal, 4.0).assumed
 
 
 def test_what_the_proxy_rules_out_ranks_behind_by_what_is_believed_of_it() -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import psutil
@@ -18,7 +19,8 @@ from harness.cli import main
 from harness.records import Measured, Outcome
 from harness.registry import check_params
 from harness.run.document import read_document
-from harness.studies.study_file import BudgetStudy, load_study
+from harness.studies.replaying import chunks_of
+from harness.studies.study_file import BudgetStudy, Contender, load_study
 from harness.tables import Table
 
 MakeTable = Callable[..., Table]
@@ -313,6 +315,26 @@ def test_a_searcher_that_had_nothing_more_to_propose_is_named_below_each_table(
     printed = capsys.readouterr().out
     assert printed.count("Nothing more to propose before 40 evaluations had: walk (4 of 4 searches, in the median") == 6
     assert "random (" not in printed
+
+
+@pytest.mark.parametrize(
+    ("use", "params"),
+    [("per_pattern", {"searcher": "plug_inner:Own"}), ("portfolio", {"members": ["local", "plug_inner:Own"]})],
+)
+def test_changed_code_of_a_searcher_within_another_is_replayed_again(
+    make_table: MakeTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: str, params: dict[str, Any]
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "plug_inner", raising=False)
+    table = make_table(path=tmp_path / "one.parquet").path
+    study = BudgetStudy(study="mine", tables=(str(table),), seeds=1, budgets=(5,))
+    code = "from search.algorithms.random import RandomSearcher\nclass Own(RandomSearcher):\n    {}\n"
+    paths = []
+    for body in ("pass", "'Other words.'", "other = 'code'"):
+        (tmp_path / "plug_inner.py").write_text(code.format(body))
+        paths.append(chunks_of(table, Contender(use=use, params=params), study, tmp_path)[0].path)
+    assert paths[0] == paths[1]
+    assert paths[1] != paths[2]
 
 
 def test_ranks_and_pairs_are_there_for_every_budget(make_table: MakeTable, tmp_path: Path) -> None:

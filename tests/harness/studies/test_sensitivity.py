@@ -10,8 +10,9 @@ import pytest
 from small import qdq, save_chain
 
 from harness.errors import UserError
+from harness.measure.stats import Interval
 from harness.run.prior import PriorUnit, ladder, read_prior
-from harness.studies.sensitivity import units_of
+from harness.studies.sensitivity import Effect, Sensitivity, units_of
 from search.space import Dimension, Edge, Space
 
 PLUGINS = """
@@ -83,6 +84,15 @@ def test_each_point_has_both_directions_best_gain_per_noise_first(measured: Path
     assert ranks == sorted(ranks, reverse=True)
     assert (measured / "sensitivity.png").read_bytes().startswith(b"\x89PNG")
     assert not (measured / "work").exists()
+
+
+def test_of_what_loses_time_the_noisier_stands_behind() -> None:
+    def rank(gain_us: float, sqnr_db: float) -> float:
+        effect = Effect(gain_us=Interval(value=gain_us, low=gain_us, high=gain_us), sqnr_db=sqnr_db)
+        return Sensitivity(unit=None, alone=effect, left_out=effect).rank  # type: ignore[arg-type]
+
+    ranks = [rank(*each) for each in ((10.0, 40.0), (10.0, 10.0), (-10.0, 40.0), (-10.0, 10.0), (-20.0, 10.0))]
+    assert ranks == sorted(ranks, reverse=True)
 
 
 @pytest.mark.parametrize(("backend", "noisy"), [("Paying", False), ("Noisy", True)])

@@ -18,7 +18,8 @@ from search.algorithms.random_mutation import RandomMutationSearcher
 from search.algorithms.sensitivity_greedy import SensitivityGreedySearcher
 from search.algorithms.surrogate import SurrogateSearcher
 from search.algorithms.tpe import TPESearcher
-from search.api import Dimension, Edge, Observation, Score, Space
+from search.api import Dimension, Edge, Failure, Observation, Placement, Score, Space
+from search.testing import planted_space
 
 POINTS, TOLD = 20, 40
 FASTEST = 1
@@ -79,6 +80,24 @@ def asked_within(make, proposals, **broken):
 def test_it_goes_on_around_what_keeps_the_bound(make, proposals):
     assert asked_within(make, proposals, violation=0.1) >= 0.7
     assert asked_within(make, proposals) <= 0.3, "without a bound it goes where it is fast"
+
+
+def test_under_a_bound_a_failure_stands_behind_what_nobody_looked_at_and_that_by_its_latency():
+    """Of 40 told, 10 are good to Optuna's sampler: two that hold the bound, and the fastest that nobody looked at."""
+    space = planted_space(POINTS, groups=4)
+    searcher = TPESearcher(space, seed=0)
+    rng = np.random.default_rng(0)
+    outcomes = [Score(objective=9.0), Score(objective=8.0, violation=0.1)]
+    outcomes += [Failure(stage="build", reason="no")] * 18
+    outcomes += [Score(objective=7.0 - 0.1 * n, assumed=True) for n in range(20)]
+    for outcome in outcomes:
+        fast = isinstance(outcome, Score) and outcome.assumed and outcome.objective < 6.2
+        choices = [int(rng.integers(2)) for _ in range(POINTS)]
+        choices[FASTEST] = int(fast)
+        placement = Placement(tuple(choices))
+        searcher.tell(Observation(placement=placement, digest=space.digest(placement), outcome=outcome))
+    asked = searcher.ask(20)
+    assert sum(placement.choices[FASTEST] for placement in asked) >= 14
 
 
 @pytest.mark.parametrize(("make", "proposals"), [(TPESearcher, 20), (OptunaSearcher, 2)])

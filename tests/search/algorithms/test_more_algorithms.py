@@ -110,6 +110,32 @@ def test_it_beats_random_search_on_planted_problems(make):
     assert regret(make) < regret(RandomSearcher)
 
 
+def test_per_pattern_begins_with_the_best_that_it_was_told():
+    space = plain_space(12, group_of=lambda index: f"g{index // 4}")
+    searcher = PerPatternSearcher(space, seed=0)
+    searcher.tell(scored(space, space.float_placement(), 9.0))
+    searcher.tell(scored(space, space.everywhere(), 3.0))
+    assert {placement.choices[4:] for placement in searcher.ask(5)} == {(1,) * 8}
+
+
+@pytest.mark.parametrize("told_again", [False, True])
+def test_per_pattern_goes_on_from_a_perturbed_best_where_nothing_new_is_around_it(told_again):
+    space = planted_space(9, groups=3)
+    objective = PlantedObjective(space, seed=0)
+    searcher = PerPatternSearcher(space, seed=0)
+    told, best = set(), None
+    for number in range(200):  # of 256 graphs
+        [placement] = searcher.ask(1)
+        assert placement not in told
+        told.add(placement)
+        observation = objective.observe(placement)
+        searcher.tell(observation)
+        best = min(best or observation, observation, key=lambda known: known.outcome.objective)
+        if told_again and not number % 5:  # as a run does with what leads
+            searcher.tell(replace(best, outcome=replace(best.outcome, stderr=0.01 + number / 10000)))
+    assert objective.regret(best.placement) == 0
+
+
 def test_a_gaussian_process_finds_what_matters_in_few_evaluations():
     space = plain_space(5)
     searcher = OptunaSearcher(space, seed=0, sampler="GPSampler", params={"n_startup_trials": 6})
