@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from harness.errors import UserError
 from harness.measure.provenance import environment
 from harness.records import Measured
+from harness.run.observe import Silent
 
 pytestmark = pytest.mark.slow
 
@@ -131,3 +134,43 @@ def test_usage_reporting_is_off(cluster: Any) -> None:
 
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
     assert not usage_stats_enabled()
+
+
+class Noting(Silent):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def test_a_worker_whose_benchmarkers_are_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    from harness.cluster.fleet import Fleet, Member
+
+    noting = Noting()
+    fleet = Fleet(2, {}, None, noting)
+    monkeypatch.setattr(fleet, "_ask_for_one", lambda: noting.say("another one"))
+    one, two = (Member(actor=object(), node=node, environment={}) for node in ("one", "two"))
+    fleet._members = [one, two]
+    facts = {"main": {"name": "trtexec", "version": "10.16"}}
+    assert fleet.alike(one, "trtexec", facts)
+    assert fleet.alike(two, "trtexec", dict(facts))
+    assert not fleet.alike(two, "trtexec", {"main": {"name": "trtexec", "version": "11.1"}})
+    assert fleet._members == [one]
+    assert re.search(r"the worker on two is refused.*\n  main\.version: '10\.16' -> '11\.1'", noting.said[0])
+    assert noting.said[1:] == ["another one"]
+
+
+def test_engines_on_a_gpu_need_workers_that_reserve_one() -> None:
+    pytest.importorskip("ray")
+    from harness.cluster.fleet import Fleet
+
+    for resources, refused in (({}, True), ({"GPU": 0.25}, True), ({"GPU": 1}, False), ({"CPU": 4, "GPU": 2}, False)):
+        fleet = Fleet(1, resources, None, Silent())
+        fleet.check_reserved(frozenset())
+        said = r"each worker needs one to itself: resources: \{GPU: 1\}"
+        with pytest.raises(UserError, match=said) if refused else nullcontext():
+            fleet.check_reserved(frozenset({"GPU-a"}))
