@@ -159,10 +159,16 @@ def current_report(folder: Path) -> tuple[Results, list[Table]] | None:
 
 
 def write_tables(results: Results, out: Path) -> list[Table]:
-    """Write every table that has a row, as Markdown, CSV and LaTeX."""
+    """Write every table that has a row, as Markdown, CSV and LaTeX; one that has none any more goes."""
     tables = list(tables_of(results))
     for table in tables:
         write_table(table, out)
+    written = {table.name for table in tables}
+    for path in out.glob("*.md"):
+        files = [path.with_suffix(end) for end in (".md", ".csv", ".tex")]
+        if path.stem not in written and all(file.exists() for file in files):
+            for file in files:
+                file.unlink()
     return tables
 
 

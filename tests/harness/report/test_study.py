@@ -104,6 +104,21 @@ def test_cells_that_search_for_accuracy_or_a_front_are_not_compared_by_speed(stu
     assert pair_frame(load(study)).empty
 
 
+def test_a_table_that_has_no_row_any_more_goes_and_nothing_else(study):
+    out = study / "report"
+    write_tables(load(study), out)
+    assert (out / "pairs.md").exists()
+    (out / "notes.md").write_text("mine")
+    for cell in ("net-one-int8", "net-two-int8"):
+        path = study / cell / "cell.json"
+        facts = json.loads(path.read_text())
+        path.write_text(json.dumps({**facts, "goal": {**facts["goal"], "minimize": "pareto"}}))
+    write_tables(load(study), out)
+    assert not list(out.glob("pairs.*"))
+    assert (out / "main.md").exists()
+    assert (out / "notes.md").read_text() == "mine"
+
+
 def test_a_search_that_ended_early_is_named_though_it_did_not_say_why(study):
     """Those of before ends were noted."""
     assert early_ends(load(study)) == []
