@@ -194,7 +194,8 @@ def signed_violations(scores: Sequence[Score]) -> Vector:
             fits = max(bounds) - min(bounds) <= tolerance
             if fits and all(signed[i] <= tolerance for i in having if scores[i].violation == 0):
                 fitting.append(signed)
-                sure += [signed] if len({score.violation for score in telling}) > 1 else []
+                if len({score.violation for score in telling}) > 1:
+                    sure.append(signed)
     if sure:
         return sure[0]
     return fitting[0] if len(fitting) == 1 else plain
