@@ -26,7 +26,9 @@ def study(
             show_default=False,
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for the tables, the plots and the curves.", show_default=False)],
+    out: Annotated[
+        Path, typer.Option(help="Folder for the tables, the plots and the walks of all searches.", show_default=False)
+    ],
     searcher: Annotated[
         list[str] | None, typer.Option(help="Searcher; repeat. [default: all but exhaustive and optuna]")
     ] = None,

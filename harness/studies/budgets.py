@@ -15,10 +15,11 @@ from harness.report.tables import Table, several, write_table
 from harness.run.journal import writing
 from harness.run.observe import Observer
 from harness.studies.budget_tables import Block, Curves, budget_tables, seeds_said
+from harness.studies.kept import Kept
 from harness.studies.landscape import NEAR, Landscape
 from harness.studies.random_search import random_search
 from harness.studies.replay import first_placements, told_optimum
-from harness.studies.replaying import chunks_of, curves_of, replay_all
+from harness.studies.replaying import asked_of, curves_of, missing_of, replay_all
 from harness.studies.study_file import BudgetStudy, everybody
 from harness.tables import read_table
 
@@ -31,7 +32,7 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
     Tables whose optimum every search is told first are left out, for they tell no searcher from another.
 
     Args:
-        out: Takes the tables (budget, reach, score, pairs, ranks), critical-difference plots and all curves.
+        out: Takes the tables (budget, reach, score, pairs, ranks), critical-difference plots and all walks.
         workers: Processes that replay at once.
 
     Raises:
@@ -48,17 +49,19 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
     told = {table: told_optimum(landscape, study.initial) for table, landscape in landscapes.items()}
     left_out = _left_out(told)
     telling = {table: landscape for table, landscape in landscapes.items() if not told[table]}
+    asked = {(t, c.name): asked_of(t, c, study) for t in telling for c in contenders}
+    kept = Kept(out)
+    if stale := kept.stale(frozenset(asked.values())):
+        names = ", ".join(dict.fromkeys(each.searcher for each in stale))
+        observer.say(f"Replayed again, for what is kept is of other code, parameters, tables or libraries: {names}")
     with writing(out):
-        chunks = {
-            (table, contender.name): chunks_of(table, contender, study, out / "curves")
-            for table in telling
-            for contender in contenders
-        }
-        replay_all([chunk for some in chunks.values() for chunk in some], workers, observer)
-        blocks = [
-            _block(landscape, {c.name: curves_of(chunks[table, c.name], landscape) for c in contenders}, study)
-            for table, landscape in telling.items()
-        ]
+        missing = [missing_of(kept, asked[t, c.name], t, c, study) for t in telling for c in contenders]
+        replay_all([chunk for chunks in missing for chunk in chunks], workers, observer)
+        kept.gather(frozenset(asked.values()))
+        blocks = []
+        for path, landscape in telling.items():
+            curves = {c.name: curves_of(kept, asked[path, c.name], landscape, c, study) for c in contenders}
+            blocks.append(_block(landscape, curves, study))
         ranks = {budget: ranks_of(_reached(blocks, budget), unit="table") for budget in study.budgets}
         tables = budget_tables(blocks, study, ranks, (*left_out, *_ended(blocks, study.most)))
         for table in tables:

@@ -25,7 +25,16 @@ from harness.studies.landscape import NEAR, Landscape
 from harness.tables import Table
 from search.api import Failure, Observation, Placement, Score, Searcher
 
-__all__ = ["Replayed", "check_table", "first_placements", "replay", "replay_once", "told_optimum"]
+__all__ = [
+    "Replayed",
+    "check_table",
+    "first_placements",
+    "replay",
+    "replay_once",
+    "replay_walks",
+    "told_optimum",
+    "walks_of",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +64,23 @@ class Replayed:
 def replay(
     landscape: Landscape, use: Use, *, seeds: Sequence[int], budget: int, initial: Sequence[str] = ()
 ) -> Replayed:
-    """Run a searcher once for each seed.
+    """Run a searcher once for each seed; see `replay_walks`, which takes and raises the same."""
+    started_s = time.perf_counter()
+    found = replay_walks(landscape, use, seeds=seeds, budget=budget, initial=initial)
+    walks = walks_of(landscape, found, budget)
+    return Replayed(
+        searcher=use.name,
+        walks=walks,
+        latency_ms=walks.latency_ms(landscape),
+        wall_s=time.perf_counter() - started_s,
+        build_s=float(walks.elapsed_s(landscape)[:, -1].sum()),
+    )
+
+
+def replay_walks(
+    landscape: Landscape, use: Use, *, seeds: Sequence[int], budget: int, initial: Sequence[str] = ()
+) -> dict[int, npt.NDArray[np.int32]]:
+    """What a searcher evaluates: by seed, the indices in order.
 
     Args:
         use: The searcher with its parameters.
@@ -81,24 +106,38 @@ def replay(
             raise UserError(f"searcher {use.name!r}, seed {seed}, broke; {found.reason}\n{found.log_tail}")
         return found
 
-    started_s = time.perf_counter()
     with threadpool_limits(1):  # small matrices; see `harness.run.guarded`
-        walks = _walks(seeds, [run(seed) for seed in seeds], budget)
-    return Replayed(
-        searcher=use.name,
-        walks=walks,
-        latency_ms=walks.latency_ms(landscape),
-        wall_s=time.perf_counter() - started_s,
-        build_s=float(walks.elapsed_s(landscape)[:, -1].sum()),
-    )
+        return {seed: np.array(list(run(seed)), dtype=np.int32) for seed in seeds}
 
 
-def _walks(seeds: Sequence[int], runs: Sequence[Mapping[int, float]], budget: int) -> Walks:
-    indices, readings_ms = np.full((len(runs), budget), -1), np.full((len(runs), budget), np.inf)
-    for row, run in enumerate(runs):
-        indices[row, : len(run)] = list(run)
-        readings_ms[row, : len(run)] = list(run.values())
-    return Walks(seeds=tuple(seeds), indices=indices, readings_ms=readings_ms)
+def walks_of(landscape: Landscape, walks: Mapping[int, npt.NDArray[np.int32]], budget: int) -> Walks:
+    """Some searches with what they read, which follows from the seed and from what was evaluated.
+
+    Args:
+        walks: By seed: indices of what was evaluated, in order.
+        budget: Evaluations of one search at most.
+
+    Raises:
+        ValueError: No such walk on this landscape.
+    """
+    indices, readings_ms = np.full((len(walks), budget), -1), np.full((len(walks), budget), np.inf)
+    for row, (seed, walk) in enumerate(walks.items()):
+        rng = _noise(seed)
+        if len(walk) > budget or not np.all((walk >= 0) & (walk < len(landscape.outcomes))):
+            raise ValueError(f"seed {seed}: more than {budget} evaluations, or of what the table does not have")
+        indices[row, : len(walk)] = walk
+        readings_ms[row, : len(walk)] = [_reading_ms(landscape.observe(index, rng)) for index in walk.tolist()]
+    return Walks(seeds=tuple(walks), indices=indices, readings_ms=readings_ms)
+
+
+def _noise(seed: int) -> np.random.Generator:
+    """What the readings of one search are drawn with."""
+    return np.random.default_rng([seed, 0x5EED])
+
+
+def _reading_ms(outcome: Score | Failure) -> float:
+    """What was read; infinite where that was a failure or broke the bound."""
+    return outcome.objective if isinstance(outcome, Score) and outcome.violation == 0 else math.inf
 
 
 def first_placements(landscape: Landscape, initial: Sequence[str]) -> list[Placement]:
@@ -143,7 +182,7 @@ def replay_once(
         The evaluated indices in order, and what was read of each in ms; infinite where that was a failure or broke the
         bound.
     """
-    space, rng = landscape.table.subspace.space, np.random.default_rng([seed, 0x5EED])
+    space, rng = landscape.table.subspace.space, _noise(seed)
     known: dict[int, Score | Failure] = {}
     walk: dict[int, float] = {}
     waiting, duplicates = list(first)[::-1], 0
@@ -157,7 +196,7 @@ def replay_once(
         duplicates = 0 if outcome is None else duplicates + 1
         if outcome is None:
             outcome = known[key] = landscape.observe(index, rng)
-            walk[index] = outcome.objective if isinstance(outcome, Score) and outcome.violation == 0 else math.inf
+            walk[index] = _reading_ms(outcome)
         searcher.tell(Observation(placement=asked[0], digest=space.digest(asked[0]), outcome=outcome))
     return walk
 

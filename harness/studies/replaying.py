@@ -7,7 +7,6 @@ import inspect
 import json
 import multiprocessing
 import os
-import re
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -17,9 +16,7 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Thread
-
-import numpy as np
-import pandas as pd
+from typing import Any
 
 import search
 from harness.errors import UserError
@@ -29,14 +26,14 @@ from harness.run.config import Use
 from harness.run.engine import DUPLICATES_IN_A_ROW
 from harness.run.observe import Observer
 from harness.studies.budget_tables import Curves
-from harness.studies.choosing import Walks
+from harness.studies.kept import Asked, Kept, write_part
 from harness.studies.landscape import Landscape
-from harness.studies.replay import replay
+from harness.studies.replay import replay_walks, walks_of
 from harness.studies.sources import code_digest, meaning_of
 from harness.studies.study_file import BudgetStudy, Contender
 from harness.tables import read_table
 
-__all__ = ["Chunk", "chunks_of", "curves_of", "replay_all"]
+__all__ = ["Chunk", "asked_of", "curves_of", "missing_of", "replay_all"]
 
 CHUNK = 10
 """Searches of one file: what an interruption costs at most, of each worker."""
@@ -49,79 +46,77 @@ class Chunk:
     """Some searches of one searcher on one table.
 
     Attributes:
-        first: Seed of the first search.
-        end: Seed behind the last one.
-        path: What comes of it.
+        path: Takes their walks.
     """
 
+    asked: Asked
     table: Path
     searcher: Use
-    first: int
-    end: int
+    seeds: tuple[int, ...]
     budget: int
     initial: tuple[str, ...]
     path: Path
 
 
-def chunks_of(table: Path, contender: Contender, study: BudgetStudy, folder: Path) -> list[Chunk]:
-    """The searches of one searcher on one table.
+def asked_of(table: Path, contender: Contender, study: BudgetStudy) -> Asked:
+    """What is asked of a searcher on a table.
 
-    The name of a file changes with the table, with what is asked, with the code of the searcher and of the replay, and
-    with the libraries that draw and propose.
+    Its digest changes with the table, with the parameters, with the code of the searcher and of the replay, and with
+    the libraries that draw and propose.
 
     Raises:
         UserError: No such searcher, or no such table.
     """
-    asked = {"use": contender.use, "params": contender.params, "budget": study.most, "initial": study.initial}
-    asked["libraries"] = {name: _version(name) for name in LIBRARIES}
-    asked["patience"] = DUPLICATES_IN_A_ROW
+    asked: dict[str, Any] = {"table": table.stem, "name": contender.name, "use": contender.use}
+    asked |= {"params": contender.params, "budget": study.most, "initial": study.initial}
+    asked |= {"libraries": {name: _version(name) for name in LIBRARIES}, "patience": DUPLICATES_IN_A_ROW}
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode())
     for part in (_content(table), *map(_code, _involved(contender)), *_told_by()):
         digest.update(part)
-    stem = f"{table.stem}-{re.sub(r'[^A-Za-z0-9._-]+', '-', contender.name)}-{digest.hexdigest()[:12]}"
-    seeds = contender.seeds or study.seeds
+    return Asked(table.stem, contender.name, digest.hexdigest()[:24])
+
+
+def missing_of(kept: Kept, asked: Asked, table: Path, contender: Contender, study: BudgetStudy) -> list[Chunk]:
+    """The searches that nobody kept, a few at a time."""
+    there = kept.of(asked)
+    seeds = [seed for seed in range(contender.seeds or study.seeds) if seed not in there]
     return [
         Chunk(
+            asked=asked,
             table=table,
             searcher=contender,
-            first=first,
-            end=min(first + CHUNK, seeds),
+            seeds=tuple(seeds[first : first + CHUNK]),
             budget=study.most,
             initial=study.initial,
-            path=_kept(folder / f"{stem}-{first}", min(first + CHUNK, seeds), first + CHUNK),
+            path=kept.part(asked, seeds[first]),
         )
-        for first in range(0, seeds, CHUNK)
+        for first in range(0, len(seeds), CHUNK)
     ]
 
 
-def _kept(stem: Path, least: int, most: int) -> Path:
-    """The file of searches up to seed `least`; one that has more of them will do."""
-    paths = [stem.with_name(f"{stem.name}-{end}.parquet") for end in range(least, most + 1)]
-    return next((path for path in paths if path.exists()), paths[0])
-
-
 def replay_all(chunks: Sequence[Chunk], workers: int, observer: Observer) -> None:
-    """Replay what has no file yet.
+    """Replay what is missing.
 
     Raises:
         UserError: An unknown searcher or placement, or a worker died.
     """
-    missing = [chunk for chunk in chunks if not chunk.path.exists()]
-    with observer.work("replay", len(missing)) as step:
-        for chunk in _replayed(missing, workers):
+    with observer.work("replay", len(chunks)) as step:
+        for chunk in _replayed(chunks, workers):
             step.advance(f"{chunk.searcher.name} on {chunk.table.stem}")
 
 
-def curves_of(chunks: Sequence[Chunk], landscape: Landscape) -> Curves:
-    """What was replayed, all seeds together."""
-    read = [(pd.read_parquet(chunk.path), chunk.end) for chunk in chunks]
-    frame = pd.concat([searches[searches["seed"] < end] for searches, end in read])
-    shape = (-1, chunks[0].budget)
-    walks = Walks(
-        seeds=tuple(frame["seed"].to_numpy().reshape(shape)[:, 0].tolist()),
-        indices=frame["index"].to_numpy(dtype=np.int64).reshape(shape),
-        readings_ms=frame["reading_ms"].to_numpy(dtype=float).reshape(shape),
-    )
+def curves_of(kept: Kept, asked: Asked, landscape: Landscape, contender: Contender, study: BudgetStudy) -> Curves:
+    """What was replayed, all seeds together.
+
+    Raises:
+        UserError: What was kept is no walk on this table.
+    """
+    there = kept.of(asked)
+    try:
+        walks = walks_of(landscape, {seed: there[seed] for seed in range(contender.seeds or study.seeds)}, study.most)
+    except ValueError as error:
+        said = f"{asked.searcher} on {asked.table}, {error}"
+        raise UserError(f"{kept.file}: no walks of this study ({said}); remove it to replay them again") from error
     return Curves(
         latency_ms=walks.latency_ms(landscape),
         elapsed_s=walks.elapsed_s(landscape),
@@ -169,13 +164,9 @@ def _leave_with_parent() -> None:
 
 
 def _replay(chunk: Chunk) -> None:
-    seeds = range(chunk.first, chunk.end)
     landscape = _landscape(chunk.table, chunk.table.stat().st_mtime_ns)
-    found = replay(landscape, chunk.searcher, seeds=seeds, budget=chunk.budget, initial=chunk.initial)
-    chunk.path.parent.mkdir(parents=True, exist_ok=True)
-    part = chunk.path.with_suffix(f".{os.getpid()}.part")  # another study may write to the same folder
-    _frame(found.walks).to_parquet(part, index=False, compression="zstd")
-    part.replace(chunk.path)
+    walks = replay_walks(landscape, chunk.searcher, seeds=chunk.seeds, budget=chunk.budget, initial=chunk.initial)
+    write_part(chunk.path, chunk.asked, walks)
 
 
 @lru_cache(maxsize=1)
@@ -216,15 +207,5 @@ def _code(use: str) -> bytes:
 @lru_cache(maxsize=1)
 def _told_by() -> tuple[bytes, ...]:
     """The code that decides what a searcher is told."""
-    files = (inspect.getsourcefile(told_by) for told_by in (Landscape, replay, stderr_of_median))
+    files = (inspect.getsourcefile(told_by) for told_by in (Landscape, replay_walks, stderr_of_median))
     return tuple(meaning_of(Path(str(file)).read_bytes()) for file in files)
-
-
-def _frame(walks: Walks) -> pd.DataFrame:
-    searches, budget = walks.indices.shape
-    return pd.DataFrame({
-        "seed": np.repeat(walks.seeds, budget),
-        "evaluation": np.tile(np.arange(1, budget + 1), searches),
-        "index": walks.indices.ravel(),
-        "reading_ms": walks.readings_ms.ravel(),
-    })  # fmt: skip

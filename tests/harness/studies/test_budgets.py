@@ -13,13 +13,16 @@ from typing import Any
 
 import pandas as pd
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from harness.cli import main
 from harness.records import Measured, Outcome
 from harness.registry import check_params
 from harness.run.document import read_document
-from harness.studies.replaying import chunks_of
+from harness.studies import replaying
+from harness.studies.kept import Asked
 from harness.studies.study_file import BudgetStudy, Contender, load_study
 from harness.tables import Table
 
@@ -34,6 +37,26 @@ def tables(make_table: MakeTable, tmp_path: Path) -> list[str]:
     for path in paths:
         make_table(noise=0.01, path=path)
     return [str(path) for path in paths]
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
+    """What is replayed from now on: table, searcher, seed. One worker, this process, does it."""
+    done: list[tuple[str, str, int]] = []
+    replay_walks = replaying.replay_walks
+
+    def watched(landscape: Any, use: Any, *, seeds: tuple[int, ...], **rest: Any) -> Any:
+        done.extend((landscape.table.path.stem, use.name, seed) for seed in seeds)
+        return replay_walks(landscape, use, seeds=seeds, **rest)
+
+    monkeypatch.setattr(replaying, "replay_walks", watched)
+    return done
+
+
+def walks(out: Path) -> dict[tuple[str, str, int], list[int]]:
+    """What is kept in a folder: by table, searcher and seed."""
+    lines = pq.read_table(out / "walks.parquet").to_pylist()
+    return {(line["table"], line["searcher"], line["seed"]): line["walk"] for line in lines}
 
 
 def test_every_searcher_has_its_line_on_every_table(
@@ -95,22 +118,89 @@ def test_what_is_never_reached_is_censored_and_not_left_out(
     assert "> 4 (0 of 3)" in capsys.readouterr().out
 
 
-def test_it_goes_on_where_it_stopped(tables: list[str], tmp_path: Path) -> None:
+def test_it_goes_on_where_it_stopped(
+    tables: list[str], tmp_path: Path, replayed: list[tuple[str, str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    main(["study", *tables, "--out", str(whole), *SEARCHERS, *ORDER])
+    assert len(replayed) == len(walks(whole)) == 2 * 2 * 4
+    replayed.clear()
+    write_part = replaying.write_part
+
+    def stops(path: Path, asked: Asked, walks: Any) -> None:
+        if asked.searcher == "local":
+            raise KeyboardInterrupt
+        write_part(path, asked, walks)
+
+    monkeypatch.setattr(replaying, "write_part", stops)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        main(["study", *tables, "--out", str(out), *SEARCHERS, *ORDER])
+    monkeypatch.setattr(replaying, "write_part", write_part)
+    done = [(table, name) for table, name, _ in replayed]
+    assert set(done) == {("one", "random"), ("one", "local")}
+    replayed.clear()
+    main(["study", *tables, "--out", str(out), *SEARCHERS, *ORDER])
+    assert {(table, name) for table, name, _ in replayed} == {("one", "local"), ("two", "random"), ("two", "local")}
+    assert walks(out) == walks(whole)
+    assert (out / "means.csv").read_text() == (whole / "means.csv").read_text()
+    assert not (out / "walks").exists(), "parts lie about"
+    replayed.clear()
+    main(["study", *tables, "--out", str(out), *SEARCHERS, *ORDER])
+    assert replayed == []
+
+
+def test_one_more_searcher_costs_no_more_than_itself(
+    tables: list[str], tmp_path: Path, replayed: list[tuple[str, str, int]]
+) -> None:
+    """As with the folder of a study that somebody else made."""
     out = tmp_path / "out"
     main(["study", *tables, "--out", str(out), *SEARCHERS, *ORDER])
-    kept = {path: path.stat().st_mtime_ns for path in (out / "curves").iterdir()}
-    assert len(kept) == 4
+    before = walks(out)
+    replayed.clear()
     main(["study", *tables, "--out", str(out), *SEARCHERS, "--searcher", "annealing", *ORDER])
-    now = {path: path.stat().st_mtime_ns for path in (out / "curves").iterdir()}
-    assert len(now) == 6
-    assert {path: now[path] for path in kept} == kept
+    assert {name for _, name, _ in replayed} == {"annealing"}
+    replayed.clear()
+    main(["study", *tables, "--out", str(out), "--searcher", "random", *ORDER])
+    assert replayed == []
+    assert before.items() < walks(out).items(), "what is not asked now is kept"
+
+
+def test_what_is_kept_is_not_believed(tables: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    order = ["study", *tables, "--out", str(out), *SEARCHERS, *ORDER]
+    main(order)
+    good = pq.read_table(out / "walks.parquet")
+    lines = good.to_pylist()
+    holes = [{**line, "walk": [None]} for line in lines]
+    for bad, said in (
+        ([{**line, "walk": [10_000]} for line in lines], "no walks of this study (random on one, seed 0: more than 20"),
+        ([{**line, "walk": [-1]} for line in lines], "no walks of this study (random on one, seed 0: more than 20"),
+        ([{**line, "walk": [0] * 21} for line in lines], "no walks of this study (random on one, seed 0: more than 20"),
+        (holes, "no walks of a study (something is missing in it)"),
+        ([{**line, "table": None} for line in lines], "no walks of a study (something is missing in it)"),
+    ):
+        pq.write_table(pa.Table.from_pylist(bad, schema=good.schema), out / "walks.parquet")
+        with pytest.raises(SystemExit) as ended:
+            main(order)
+        assert ended.value.code == 2
+        error = " ".join(capsys.readouterr().err.split())
+        assert said in error
+        assert "remove it to replay them again" in error
+    pq.write_table(good.drop_columns("seed"), out / "walks.parquet")
+    with pytest.raises(SystemExit):
+        main(order)
+    assert "no walks of a study (other columns)" in capsys.readouterr().err
+    (out / "walks.parquet").write_bytes(b"nothing")
+    with pytest.raises(SystemExit):
+        main(order)
+    assert "walks.parquet: no walks of a study (" in capsys.readouterr().err
 
 
 def test_no_worker_outlives_a_command_that_was_killed(tables: list[str], tmp_path: Path) -> None:
     endless = ["--searcher", "auto", "--seeds", "1000", "--budget", "60", "--workers", "2"]
     command = [sys.executable, "-m", "harness.cli", "study", *tables, "--out", str(tmp_path / "out"), *endless]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as study:
-        kept = tmp_path / "out" / "curves"
+        kept = tmp_path / "out" / "walks"
         assert within(60, lambda: kept.is_dir() and any(kept.iterdir())), "no worker has done anything"
         workers = psutil.Process(study.pid).children(recursive=True)
         study.kill()
@@ -177,8 +267,9 @@ def test_a_study_is_a_file(tables: list[str], tmp_path: Path, capsys: pytest.Cap
     budget = pd.read_csv(out / "budget.csv")
     assert list(budget["table"].unique()) == ["one", "two"]
     assert list(budget["searcher"].unique()) == ["random, 10000 searches", "random", "tour"]
-    curves = [pd.read_parquet(file) for file in (out / "curves").iterdir()]
-    assert sorted(len(curve) for curve in curves) == [2 * 12, 2 * 12, 4 * 12, 4 * 12]
+    kept = walks(out)
+    assert [sum(name == each for _, name, _ in kept) for each in ("random", "tour")] == [2 * 4, 2 * 2]
+    assert {len(walk) for walk in kept.values()} == {12}
 
 
 def test_tables_may_be_named_by_a_whole_path(tables: list[str], tmp_path: Path) -> None:
@@ -231,34 +322,38 @@ def test_a_study_that_is_wrong_says_where(
 def test_many_workers_find_what_one_does(tables: list[str], tmp_path: Path) -> None:
     for workers in ("1", "2"):
         main(["study", *tables, "--out", str(tmp_path / workers), *SEARCHERS, *ORDER[:-1], workers])
-    one, many = (sorted((tmp_path / workers / "curves").iterdir()) for workers in ("1", "2"))
-    assert [path.name for path in one] == [path.name for path in many]
-    for first, second in zip(one, many, strict=True):
-        pd.testing.assert_frame_equal(pd.read_parquet(first), pd.read_parquet(second))
+    assert walks(tmp_path / "1") == walks(tmp_path / "2")
 
 
-def test_more_seeds_keep_the_searches_that_are_done(tables: list[str], tmp_path: Path) -> None:
+def test_more_seeds_keep_the_searches_that_are_done(
+    tables: list[str], tmp_path: Path, replayed: list[tuple[str, str, int]]
+) -> None:
     out, order = tmp_path / "out", ["--searcher", "random", "--budget", "5", "--workers", "1"]
     main(["study", tables[0], "--out", str(out), *order, "--seeds", "10"])
-    (kept,) = (out / "curves").iterdir()
-    written_ns = kept.stat().st_mtime_ns
     main(["study", tables[0], "--out", str(out), *order, "--seeds", "14"])
-    assert kept.stat().st_mtime_ns == written_ns
-    assert sorted(len(pd.read_parquet(file)) for file in (out / "curves").iterdir()) == [4 * 5, 10 * 5]
+    assert [seed for _, _, seed in replayed] == list(range(14))
 
 
 def test_the_searchers_of_somebody_else_are_replayed_again_once_their_file_changes(
-    tables: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tables: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    replayed: list[tuple[str, str, int]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     source = "from search.algorithms.random import RandomSearcher\n\n\nclass Mine(RandomSearcher):\n    pass\n"
     (tmp_path / "of_somebody_else.py").write_text(source)
     order = ["--searcher", "of_somebody_else:Mine", "--budget", "5", "--seeds", "2", "--workers", "1"]
-    for text, files in ((source, 1), (source, 1), (f"{source}# a remark\n", 1), (f"{source}CHANGED = 1\n", 2)):
+    for text, searches in ((source, 2), (source, 0), (f"{source}# a remark\n", 0), (f"{source}CHANGED = 1\n", 2)):
+        replayed.clear()
         (tmp_path / "of_somebody_else.py").write_text(text)
         main(["study", tables[0], "--out", "out", *order])
-        assert len(list((tmp_path / "out/curves").iterdir())) == files
+        assert len(replayed) == searches
+        again = "Replayed again, for what is kept is of other code, parameters, tables or libraries: Mine"
+        assert (again in capsys.readouterr().err) == ("CHANGED" in text)
+        assert len(pq.read_table("out/walks.parquet")) == 2, "walks of code that is gone are kept"
 
 
 def test_committed_studies_are_valid() -> None:
@@ -290,7 +385,7 @@ def test_a_table_whose_optimum_is_told_first_is_left_out_and_named(
         "a cold start has something to find there (initial: none, or --cold)"
     )
     assert printed.count(f"Left out: {said}.") == 6, "below each table"
-    assert not [path for path in (out / "curves").iterdir() if path.name.startswith("idle")], "no hour is spent on it"
+    assert {table for table, _, _ in walks(out)} == {"telling"}, "an hour is spent on it"
     for name in ("budget", "reach", "score"):
         assert set(pd.read_csv(out / f"{name}.csv")["table"]) == {"telling"}
     assert set(pd.read_csv(out / "pairs.csv")["blocks"]) == {1}
@@ -329,12 +424,12 @@ def test_changed_code_of_a_searcher_within_another_is_replayed_again(
     table = make_table(path=tmp_path / "one.parquet").path
     study = BudgetStudy(study="mine", tables=(str(table),), seeds=1, budgets=(5,))
     code = "from search.algorithms.random import RandomSearcher\nclass Own(RandomSearcher):\n    {}\n"
-    paths = []
+    asked = []
     for body in ("pass", "'Other words.'", "other = 'code'"):
         (tmp_path / "plug_inner.py").write_text(code.format(body))
-        paths.append(chunks_of(table, Contender(use=use, params=params), study, tmp_path)[0].path)
-    assert paths[0] == paths[1]
-    assert paths[1] != paths[2]
+        asked.append(replaying.asked_of(table, Contender(use=use, params=params), study))
+    assert asked[0] == asked[1]
+    assert asked[1] != asked[2]
 
 
 def test_ranks_and_pairs_are_there_for_every_budget(make_table: MakeTable, tmp_path: Path) -> None:
@@ -372,13 +467,15 @@ def test_the_score_of_random_search_is_0_whatever_all_are_told_first(make_table:
         assert abs(line["score"]) < 2 * half < 0.5, start
 
 
-def test_fewer_seeds_read_what_is_there(tables: list[str], tmp_path: Path) -> None:
+def test_fewer_seeds_read_what_is_there(
+    tables: list[str], tmp_path: Path, replayed: list[tuple[str, str, int]]
+) -> None:
     out, order = tmp_path / "out", ["--searcher", "random", "--budget", "5", "--workers", "1"]
     main(["study", tables[0], "--out", str(out), *order, "--seeds", "14"])
-    kept = {path: path.stat().st_mtime_ns for path in (out / "curves").iterdir()}
     for seeds in (12, 7):
+        replayed.clear()
         main(["study", tables[0], "--out", str(out), *order, "--seeds", str(seeds)])
-        assert {path: path.stat().st_mtime_ns for path in (out / "curves").iterdir()} == kept
+        assert replayed == []
         main(["study", tables[0], "--out", str(tmp_path / f"anew{seeds}"), *order, "--seeds", str(seeds)])
         assert (out / "budget.csv").read_text() == (tmp_path / f"anew{seeds}" / "budget.csv").read_text()
 

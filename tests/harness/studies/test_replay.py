@@ -10,13 +10,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from harness import registry
 from harness.cli import main
 from harness.errors import UserError
 from harness.graph.build import GraphBuilder
 from harness.records import Failed, Measured, Outcome
 from harness.run.config import ModelSpec, Use
 from harness.studies.landscape import Bound, Landscape
-from harness.studies.replay import check_table, replay, replay_once
+from harness.studies.replay import check_table, replay, replay_once, walks_of
 from harness.studies.replay_report import ReplayOrder, replay_all, table_lines
 from harness.tables import Table
 from search.api import Failure, Observation, Placement, Score
@@ -216,3 +217,21 @@ def test_what_is_skewed_has_a_median_and_quartiles(make_table: MakeTable) -> Non
     assert "+-" not in searched[1]
     _, rows, _ = replay_all(make_table(dimensions=2, outcome=outcome), ["random"], ReplayOrder(seeds=1, budget=1), None)
     assert rows[1][1] in ("0.00", "9900.00"), "a single search has no quartiles"
+
+
+def test_what_a_search_read_follows_from_what_it_evaluated(make_table: MakeTable) -> None:
+    """So a study keeps no readings: they would be nine tenths of its file."""
+
+    def outcome(choices: tuple[int, ...]) -> Outcome:
+        if choices[0] and choices[1]:
+            return Failed(stage="crash", reason="the worker died", wall_s=3.0)
+        samples = np.random.default_rng(list(choices)).uniform(1.0, 2.0, 9)
+        return Measured(samples_ms=tuple(samples), build_s=1.0, measure_s=0.5)
+
+    landscape = Landscape(make_table(outcome=outcome))
+    for seed in range(5):
+        made = registry.check_params("searcher", "local", {}, given=("space", "seed"))
+        walk = replay_once(landscape, made(landscape.table.subspace.space, seed=seed), budget=30, seed=seed)
+        again = walks_of(landscape, {seed: np.array(list(walk), dtype=np.int32)}, 30)
+        assert again.readings_ms[0, : len(walk)].tolist() == list(walk.values())
+        assert math.inf in walk.values()
