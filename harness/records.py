@@ -84,6 +84,7 @@ class Asked:
     Attributes:
         origin: "seed:NAME" for the common seeds, else "searcher".
         duplicate_of: Number of the earlier ask with the same digest (costs no budget), or None.
+        searcher_s: What the searcher took for itself, to propose this and to be told what came before; None: not known.
     """
 
     number: int
@@ -91,6 +92,7 @@ class Asked:
     digest: str
     origin: str
     duplicate_of: int | None = None
+    searcher_s: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

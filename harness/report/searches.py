@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -164,7 +165,7 @@ class _Tally:
     def counting(self, entries: Iterable[Entry]) -> Iterator[Entry]:
         """The same entries; each is counted before it is passed on."""
         latest_s = 0.0
-        for spent, entry, told in counted(entries):
+        for spent, entry, told in counted(map(self._searching, entries)):
             latest_s = max(latest_s, told.elapsed_s)
             if entry.asked.origin == RETRY:
                 self.elapsed_s[spent - 1 :] = [latest_s]
@@ -177,6 +178,12 @@ class _Tally:
                 self.initial += entry.asked.origin.startswith("seed:")
             self.cost.update(_cost(told.outcome))
             yield entry
+
+    def _searching(self, entry: Entry) -> Entry:
+        """Duplicates are no evaluations, but the searcher took its time over them."""
+        own_s = entry.asked.searcher_s
+        self.cost.update({"searcher_s": math.nan if own_s is None else own_s})
+        return entry
 
 
 def _cost(outcome: Outcome) -> dict[str, float]:

@@ -146,6 +146,7 @@ def _agreed(seeds: Iterable[Pick]) -> str:
 def cost_frame(results: Results) -> pd.DataFrame:
     """What each search took, in seconds: build, sampling, evaluation, failures, and the harness's own rest.
 
+    Of that rest `search_s` is the searcher's own work, its asks and tells; runs of earlier versions did not record it.
     Builds of a replayed cell took their time elsewhere, when the table was recorded: they have none here.
     `saved` are the readings that racing spared, an estimate; `surprises` the candidates that were built again before
     anyone believed them; `disturbed` those whose first readings were thrown away, `unsteady` those whose second ones
@@ -165,6 +166,7 @@ def _cost(cell: CellResults, search: Search) -> dict[str, Any]:
     return {
         "cell": cell.name, "searcher": search.searcher, "seed": search.seed, "evaluations": search.evaluations,
         "total_s": total_s, **spent, "harness_s": max(0.0, total_s - passed_s),
+        "search_s": search.cost.get("searcher_s", math.nan),
         **counts,
     }  # fmt: skip
 

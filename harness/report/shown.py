@@ -248,7 +248,7 @@ def _cost(cost: pd.DataFrame, failed: Sequence[str]) -> Table:
         total_s = part["total_s"].sum()
         shares = {
             what: _share(part[f"{what}_s"].sum(min_count=1), total_s)
-            for what in ("build", "sampling", "evaluation", "failures", "harness")
+            for what in ("build", "sampling", "evaluation", "failures", "harness", "search")
         }
         line = {"cell": cell, "searcher": searcher, "seeds": str(len(part))}
         line["evaluations"] = str(part["evaluations"].sum())
@@ -262,7 +262,10 @@ def _cost(cost: pd.DataFrame, failed: Sequence[str]) -> Table:
     replayed = len(cost) > 0 and cost["build_s"].isna().any()
     note = f"{COST_NOTE} A dash: builds that are replayed took their time elsewhere." if replayed else COST_NOTE
     note = "\n".join([note, *failed])
-    return Table(name="cost", title="Cost of the searches", cells=pd.DataFrame(lines), raw=cost, note=note)
+    cells = pd.DataFrame(lines)
+    if len(cost) and cost["search_s"].isna().all():
+        cells = cells.drop(columns="search")
+    return Table(name="cost", title="Cost of the searches", cells=cells, raw=cost, note=note)
 
 
 def _share(spent_s: float, total_s: float) -> str:

@@ -146,6 +146,7 @@ class _Search:
         self._watch = watch
         self._seeds: deque[_Proposal] = deque((seed.placement, f"seed:{seed.name}") for seed in task.seeds)
         self._again: deque[_Proposal] | None = None if task.retry_failed else deque()
+        self._counted_s = 0.0  # of what the searcher took for itself
         self._asked = 0
         self._numbers: dict[str, int] = {}
         self._waiting: deque[tuple[Asked, Placement]] = deque()
@@ -229,7 +230,15 @@ class _Search:
     def _ask(self, placement: Placement, origin: str) -> None:
         digest = self._task.space.digest(placement)
         earlier = None if origin == RETRY else self._numbers.get(digest)
-        asked = Asked(number=self._asked, choices=placement.choices, digest=digest, origin=origin, duplicate_of=earlier)
+        asked = Asked(
+            number=self._asked,
+            choices=placement.choices,
+            digest=digest,
+            origin=origin,
+            duplicate_of=earlier,
+            searcher_s=self._searcher.spent_s - self._counted_s,
+        )
+        self._counted_s = self._searcher.spent_s
         self._record(asked)
         self._asked += 1
         self._numbers.setdefault(digest, asked.number)

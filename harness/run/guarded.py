@@ -6,7 +6,9 @@ It has one thread for linear algebra. Its matrices are small, so more threads on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from operator import index
 
 from threadpoolctl import ThreadpoolController
@@ -30,6 +32,7 @@ class Guarded:
 
     Attributes:
         broken: What it raised, with the end of its traceback; None as long as it works.
+        spent_s: Wall-clock of its asks and tells so far.
     """
 
     def __init__(self, searcher: Searcher | Failed, space: Space) -> None:
@@ -37,13 +40,14 @@ class Guarded:
         self._searcher = searcher
         self._space = space
         self._libraries = ThreadpoolController()
+        self.spent_s = 0.0
 
     def ask(self, n: int) -> Sequence[Placement]:
         """See `Searcher`; proposals that cannot be evaluated are an error too."""
         searcher = self._searcher
         if self.broken is not None or isinstance(searcher, Failed):
             return []
-        with self._libraries.limit(limits=1, user_api="blas"):
+        with self._its_turn():
             found = attempt("search", lambda: _checked(searcher.ask(n), n, self._space))
         if isinstance(found, Failed):
             self.broken = found
@@ -55,9 +59,16 @@ class Guarded:
         searcher = self._searcher
         if self.broken is not None or isinstance(searcher, Failed):
             return
-        with self._libraries.limit(limits=1, user_api="blas"):
+        with self._its_turn():
             done = attempt("search", lambda: searcher.tell(observation))
         self.broken = done if isinstance(done, Failed) else None
+
+    @contextmanager
+    def _its_turn(self) -> Iterator[None]:
+        started_s = time.perf_counter()
+        with self._libraries.limit(limits=1, user_api="blas"):
+            yield
+        self.spent_s += time.perf_counter() - started_s
 
 
 def _checked(proposed: Sequence[Placement], n: int, space: Space) -> list[Placement]:

@@ -19,7 +19,7 @@ from harness.studies.kept import Kept
 from harness.studies.landscape import NEAR, Landscape
 from harness.studies.random_search import random_search
 from harness.studies.replay import first_placements, told_optimum
-from harness.studies.replaying import asked_of, curves_of, missing_of, replay_all
+from harness.studies.replaying import curves_of, missing_of, replay_all, series_of
 from harness.studies.study_file import BudgetStudy, everybody
 from harness.tables import read_table
 
@@ -49,18 +49,18 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
     told = {table: told_optimum(landscape, study.initial) for table, landscape in landscapes.items()}
     left_out = _left_out(told)
     telling = {table: landscape for table, landscape in landscapes.items() if not told[table]}
-    asked = {(t, c.name): asked_of(t, c, study) for t in telling for c in contenders}
+    series = {(t, c.name): series_of(t, c, study) for t in telling for c in contenders}
     kept = Kept(out)
-    if stale := kept.stale(frozenset(asked.values())):
+    if stale := kept.stale(frozenset(series.values())):
         names = ", ".join(dict.fromkeys(each.searcher for each in stale))
         observer.say(f"Replayed again, for what is kept is of other code, parameters, tables or libraries: {names}")
     with writing(out):
-        missing = [missing_of(kept, asked[t, c.name], t, c, study) for t in telling for c in contenders]
+        missing = [missing_of(kept, series[t, c.name], t, c, study) for t in telling for c in contenders]
         replay_all([chunk for chunks in missing for chunk in chunks], workers, observer)
-        kept.gather(frozenset(asked.values()))
+        kept.gather(frozenset(series.values()))
         blocks = []
         for path, landscape in telling.items():
-            curves = {c.name: curves_of(kept, asked[path, c.name], landscape, c, study) for c in contenders}
+            curves = {c.name: curves_of(kept, series[path, c.name], landscape, c, study) for c in contenders}
             blocks.append(_block(landscape, curves, study))
         ranks = {budget: ranks_of(_reached(blocks, budget), unit="table") for budget in study.budgets}
         tables = budget_tables(blocks, study, ranks, (*left_out, *_ended(blocks, study.most)))

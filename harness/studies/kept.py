@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from harness.errors import UserError
 
-__all__ = ["Asked", "Kept", "Walk", "write_part"]
+__all__ = ["Kept", "Series", "Walk", "write_part"]
 
 Walk = npt.NDArray[np.int32]
 """Indices on a landscape of what one search evaluated, in order; what it read there follows, see `replay.walks_of`."""
@@ -33,7 +33,7 @@ AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Asked:
+class Series:
     """Searches of one searcher on one table.
 
     Attributes:
@@ -62,20 +62,20 @@ class Kept:
     def file(self) -> Path:
         return self._folder / FILE
 
-    def of(self, asked: Asked) -> Mapping[int, Walk]:
+    def of(self, series: Series) -> Mapping[int, Walk]:
         """By seed."""
-        return self._walks.get(asked, {})
+        return self._walks.get(series, {})
 
-    def stale(self, asked: Collection[Asked]) -> list[Asked]:
+    def stale(self, asked: Collection[Series]) -> list[Series]:
         """Of the same searchers on the same tables, by another digest: of other code or parameters, for one."""
         contested = {(each.table, each.searcher) for each in asked}
         return [each for each in self._walks if (each.table, each.searcher) in contested and each not in asked]
 
-    def part(self, asked: Asked, first: int) -> Path:
+    def part(self, series: Series, first: int) -> Path:
         """Where some new walks go, those from one seed on."""
-        return self._folder / PARTS / f"{asked.digest}-{first}.parquet"
+        return self._folder / PARTS / f"{series.digest}-{first}.parquet"
 
-    def gather(self, asked: Collection[Asked]) -> None:
+    def gather(self, asked: Collection[Series]) -> None:
         """Put all walks that are there by now into the one file.
 
         Args:
@@ -93,36 +93,36 @@ class Kept:
         with suppress(OSError):  # another study of this folder may have put something there
             (self._folder / PARTS).rmdir()
 
-    def _read(self) -> dict[Asked, dict[int, Walk]]:
-        found: dict[Asked, dict[int, Walk]] = {}
+    def _read(self) -> dict[Series, dict[int, Walk]]:
+        found: dict[Series, dict[int, Walk]] = {}
         for path in [self.file, *self._parts()]:
             if path.exists():
-                for asked, seed, walk in _lines(path):
-                    found.setdefault(asked, {})[seed] = walk
+                for series, seed, walk in _lines(path):
+                    found.setdefault(series, {})[seed] = walk
         return found
 
     def _parts(self) -> list[Path]:
         return sorted((self._folder / PARTS).glob("*.parquet"))
 
 
-def write_part(path: Path, asked: Asked, walks: Mapping[int, Walk]) -> None:
+def write_part(path: Path, series: Series, walks: Mapping[int, Walk]) -> None:
     """Write some walks of one searcher on one table."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write(path, {asked: walks})
+    _write(path, {series: walks})
 
 
-def _write(path: Path, walks: Mapping[Asked, Mapping[int, Walk]]) -> None:
+def _write(path: Path, walks: Mapping[Series, Mapping[int, Walk]]) -> None:
     """It appears whole or not at all."""
-    lines = [(asked, seed, walk) for asked, some in sorted(walks.items()) for seed, walk in sorted(some.items())]
+    lines = [(series, seed, walk) for series, some in sorted(walks.items()) for seed, walk in sorted(some.items())]
     ends = np.cumsum([0, *(len(walk) for _, _, walk in lines)], dtype=np.int32)
-    names = zip(*((*astuple(asked), seed) for asked, seed, _ in lines), strict=True)
+    names = zip(*((*astuple(series), seed) for series, seed, _ in lines), strict=True)
     body = pa.ListArray.from_arrays(ends, np.concatenate([walk for _, _, walk in lines], dtype=np.int32))
     part = path.with_suffix(f".{os.getpid()}.part")
     pq.write_table(pa.table([*map(list, names), body], schema=COLUMNS), part, compression="zstd", compression_level=9)
     part.replace(path)
 
 
-def _lines(path: Path) -> Iterator[tuple[Asked, int, Walk]]:
+def _lines(path: Path) -> Iterator[tuple[Series, int, Walk]]:
     """What a file says, whoever wrote it.
 
     Raises:
@@ -141,6 +141,6 @@ def _lines(path: Path) -> Iterator[tuple[Asked, int, Walk]]:
                     raise ValueError("something is missing in it")
                 *names, seeds = (batch.column(name).to_pylist() for name in COLUMNS.names[:-1])
                 for *name, seed, walk in zip(*names, seeds, batch.column("walk"), strict=True):
-                    yield Asked(*name), seed, walk.values.to_numpy()
+                    yield Series(*name), seed, walk.values.to_numpy()
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(f"{path}: no walks of a study ({error}); remove it to replay them again") from error

@@ -26,14 +26,14 @@ from harness.run.config import Use
 from harness.run.engine import DUPLICATES_IN_A_ROW
 from harness.run.observe import Observer
 from harness.studies.budget_tables import Curves
-from harness.studies.kept import Asked, Kept, write_part
+from harness.studies.kept import Kept, Series, write_part
 from harness.studies.landscape import Landscape
 from harness.studies.replay import replay_walks, walks_of
 from harness.studies.sources import code_digest, meaning_of
 from harness.studies.study_file import BudgetStudy, Contender
 from harness.tables import read_table
 
-__all__ = ["Chunk", "asked_of", "curves_of", "missing_of", "replay_all"]
+__all__ = ["Chunk", "curves_of", "missing_of", "replay_all", "series_of"]
 
 CHUNK = 10
 """Searches of one file: what an interruption costs at most, of each worker."""
@@ -49,7 +49,7 @@ class Chunk:
         path: Takes their walks.
     """
 
-    asked: Asked
+    series: Series
     table: Path
     searcher: Use
     seeds: tuple[int, ...]
@@ -58,10 +58,10 @@ class Chunk:
     path: Path
 
 
-def asked_of(table: Path, contender: Contender, study: BudgetStudy) -> Asked:
-    """What is asked of a searcher on a table.
+def series_of(table: Path, contender: Contender, study: BudgetStudy) -> Series:
+    """The searches of a searcher on a table.
 
-    Its digest changes with the table, with the parameters, with the code of the searcher and of the replay, and with
+    Their digest changes with the table, with the parameters, with the code of the searcher and of the replay, and with
     the libraries that draw and propose.
 
     Raises:
@@ -73,22 +73,22 @@ def asked_of(table: Path, contender: Contender, study: BudgetStudy) -> Asked:
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode())
     for part in (_content(table), *map(_code, _involved(contender)), *_told_by()):
         digest.update(part)
-    return Asked(table.stem, contender.name, digest.hexdigest()[:24])
+    return Series(table.stem, contender.name, digest.hexdigest()[:24])
 
 
-def missing_of(kept: Kept, asked: Asked, table: Path, contender: Contender, study: BudgetStudy) -> list[Chunk]:
+def missing_of(kept: Kept, series: Series, table: Path, contender: Contender, study: BudgetStudy) -> list[Chunk]:
     """The searches that nobody kept, a few at a time."""
-    there = kept.of(asked)
+    there = kept.of(series)
     seeds = [seed for seed in range(contender.seeds or study.seeds) if seed not in there]
     return [
         Chunk(
-            asked=asked,
+            series=series,
             table=table,
             searcher=contender,
             seeds=tuple(seeds[first : first + CHUNK]),
             budget=study.most,
             initial=study.initial,
-            path=kept.part(asked, seeds[first]),
+            path=kept.part(series, seeds[first]),
         )
         for first in range(0, len(seeds), CHUNK)
     ]
@@ -105,17 +105,17 @@ def replay_all(chunks: Sequence[Chunk], workers: int, observer: Observer) -> Non
             step.advance(f"{chunk.searcher.name} on {chunk.table.stem}")
 
 
-def curves_of(kept: Kept, asked: Asked, landscape: Landscape, contender: Contender, study: BudgetStudy) -> Curves:
+def curves_of(kept: Kept, series: Series, landscape: Landscape, contender: Contender, study: BudgetStudy) -> Curves:
     """What was replayed, all seeds together.
 
     Raises:
         UserError: What was kept is no walk on this table.
     """
-    there = kept.of(asked)
+    there = kept.of(series)
     try:
         walks = walks_of(landscape, {seed: there[seed] for seed in range(contender.seeds or study.seeds)}, study.most)
     except ValueError as error:
-        said = f"{asked.searcher} on {asked.table}, {error}"
+        said = f"{series.searcher} on {series.table}, {error}"
         raise UserError(f"{kept.file}: no walks of this study ({said}); remove it to replay them again") from error
     return Curves(
         latency_ms=walks.latency_ms(landscape),
@@ -166,7 +166,7 @@ def _leave_with_parent() -> None:
 def _replay(chunk: Chunk) -> None:
     landscape = _landscape(chunk.table, chunk.table.stat().st_mtime_ns)
     walks = replay_walks(landscape, chunk.searcher, seeds=chunk.seeds, budget=chunk.budget, initial=chunk.initial)
-    write_part(chunk.path, chunk.asked, walks)
+    write_part(chunk.path, chunk.series, walks)
 
 
 @lru_cache(maxsize=1)

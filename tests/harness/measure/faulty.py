@@ -73,6 +73,13 @@ def _child() -> None:
     time.sleep(1000)
 
 
+def _eat_in_child() -> None:
+    """As a runtime whose builder is a program of its own; a child of a child."""
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', {!r}])"
+    eat = "import time\nhoard = []\nwhile True:\n    hoard.append(b'x' * 10_000_000)\n    time.sleep(0.01)"
+    subprocess.run([sys.executable, "-c", code.format(eat)])
+
+
 ACTIONS: Mapping[str, Callable[[], None]] = {
     "raise": _raise,
     "refuse": _refuse,
@@ -83,6 +90,7 @@ ACTIONS: Mapping[str, Callable[[], None]] = {
     "abort": os.abort,
     "kill": _kill,
     "eat": _eat,
+    "feast": _eat_in_child,
     "full": _fill_disk,
     "print": _print,
     "child": _child,

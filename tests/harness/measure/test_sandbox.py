@@ -153,11 +153,12 @@ def test_a_sample_that_fails_is_a_value(
 def test_memory_has_a_limit_in_every_step(tmp_path: Path, candidate: MakeCandidate) -> None:
     roomy = Limits(build_s=120.0, measure_s=120.0, memory_gb=0.3)  # a busy machine takes its time to eat so much
     with Sandbox(spec(tmp_path / "work"), roomy) as engines:
-        outcome = failed(engines.build(candidate("build eat")))
-        assert (outcome.stage, outcome.reason) == (
-            "crash",
-            f"build used more than 0.3 GB of memory (limits.memory_gb{SHARED})",
-        )
+        for text in ("build eat", "build feast"):
+            outcome = failed(engines.build(candidate(text)))
+            assert (outcome.stage, outcome.reason) == (
+                "crash",
+                f"build used more than 0.3 GB of memory (limits.memory_gb{SHARED})",
+            )
         outcome = failed(engines.sample(built(engines.build(candidate("sample eat"))).handle, SAMPLING))
         assert outcome.reason == f"sample used more than 0.3 GB of memory (limits.memory_gb{SHARED})"
         assert isinstance(engines.build(candidate("ok")), Built)

@@ -79,6 +79,24 @@ def test_a_search_without_an_incumbent_has_no_curve_and_its_cost(folder):
     assert (cost["evaluations"], cost["failures_s"], cost["readings"], cost["harness_s"]) == (1, 3.0, 0, 1.0)
 
 
+def test_the_searchers_own_work_is_told_from_the_harness(folder):
+    """Its time over duplicates is in it, which are no evaluations."""
+    (table,) = (table for table in tables_of(load(folder)) if table.name == "cost")
+    assert "search" not in table.cells, "a run of a version that did not record it"
+    with Journal(folder / CELL / "runs" / "tpe-0.jsonl", {}) as journal:
+        journal.append(Asked(number=0, choices=(0,), digest="0", origin="searcher", searcher_s=0.25))
+        journal.append(Told(number=0, outcome=Failed(stage="build", reason="no", wall_s=3.0), elapsed_s=4.0))
+        journal.append(Asked(number=1, choices=(0,), digest="0", origin="searcher", duplicate_of=0, searcher_s=0.25))
+        journal.append(Asked(number=2, choices=(1,), digest="1", origin="searcher", searcher_s=0.5))
+        journal.append(Told(number=2, outcome=Failed(stage="build", reason="no", wall_s=3.0), elapsed_s=10.0))
+    cost = cost_frame(load(folder)).set_index("searcher").loc["tpe"]
+    assert (cost["evaluations"], cost["harness_s"], cost["search_s"]) == (2, 4.0, 1.0)
+    (table,) = (table for table in tables_of(load(folder)) if table.name == "cost")
+    shown = table.cells.set_index("searcher")
+    assert shown.loc["tpe", ["harness", "search"]].tolist() == ["40.0%", "10.0%"]
+    assert shown.loc["random", "search"] == "-"
+
+
 def test_builds_that_were_recorded_elsewhere_take_no_share_of_the_time(folder):
     path = folder / CELL / "cell.json"
     facts = json.loads(path.read_text())

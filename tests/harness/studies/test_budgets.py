@@ -22,7 +22,7 @@ from harness.records import Measured, Outcome
 from harness.registry import check_params
 from harness.run.document import read_document
 from harness.studies import replaying
-from harness.studies.kept import Asked
+from harness.studies.kept import Series
 from harness.studies.study_file import BudgetStudy, Contender, load_study
 from harness.tables import Table
 
@@ -127,7 +127,7 @@ def test_it_goes_on_where_it_stopped(
     replayed.clear()
     write_part = replaying.write_part
 
-    def stops(path: Path, asked: Asked, walks: Any) -> None:
+    def stops(path: Path, asked: Series, walks: Any) -> None:
         if asked.searcher == "local":
             raise KeyboardInterrupt
         write_part(path, asked, walks)
@@ -427,7 +427,7 @@ def test_changed_code_of_a_searcher_within_another_is_replayed_again(
     asked = []
     for body in ("pass", "'Other words.'", "other = 'code'"):
         (tmp_path / "plug_inner.py").write_text(code.format(body))
-        asked.append(replaying.asked_of(table, Contender(use=use, params=params), study))
+        asked.append(replaying.series_of(table, Contender(use=use, params=params), study))
     assert asked[0] == asked[1]
     assert asked[1] != asked[2]
 
