@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from harness.run.journal import append_line, cut_torn_line
 from harness.run.observe import Observer
 from harness.run.sections import put_aside
 
-__all__ = ["RUNOFF", "SEED", "Contest", "hold", "read_contest", "read_speedups"]
+__all__ = ["RUNOFF", "SEED", "Contest", "hold", "read_contest", "read_ratios", "read_speedups"]
 
 RUNOFF = "runoff.jsonl"
 """Name in a cell's folder of the contest between the best of each search."""
@@ -35,6 +35,7 @@ class Contest:
     Attributes:
         name: What the user reads beside the bar, and before what fails.
         header: What it depends on, as JSON has it; a record with another header is put aside.
+        first: Number of the first build, where this goes on with a record whose builds before were of other rows.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Contest:
     baseline: Row
     rows: tuple[Row, ...]
     plan: Rounds
+    first: int = 0
 
 
 def hold(contest: Contest, open_engines: OpenEngines, observer: Observer, retry_failed: bool = False) -> None:
@@ -60,6 +62,7 @@ def hold(contest: Contest, open_engines: OpenEngines, observer: Observer, retry_
     text = json.dumps({"kind": "header", **contest.header}, sort_keys=True)
     _keep_another(path, text)
     done = tuple(event for event in read_contest(path) if not (retry_failed and isinstance(event, Dropped)))
+    own = (replace(event, build=event.build - contest.first) for event in done if event.build >= contest.first)
     left = _left(contest, done)
     title = f"{contest.name}: {len(contest.rows)} rows"
     with path.open("ab", buffering=0) as file, observer.work(title, len(left)) as step:
@@ -70,16 +73,16 @@ def hold(contest: Contest, open_engines: OpenEngines, observer: Observer, retry_
             contest.baseline,
             open_engines=open_engines,
             plan=plan,
-            rng=np.random.default_rng(SEED),
-            done=done,
+            rng=np.random.default_rng(SEED + contest.first),
+            done=own,
         )
-        for event in events:
+        for event in (replace(event, build=event.build + contest.first) for event in events):
             append_line(file, encode_event(event), path, sync=False)
             if isinstance(event, Dropped):
                 observer.say(f"{contest.name}: {event.row} failed: {event.failed.stage}: {event.failed.reason}")
             for key in _keys(event, plan.rounds) & left:
                 left.discard(key)
-                step.advance(f"build {event.build + 1} of {plan.builds}")
+                step.advance(f"build {event.build + 1} of {contest.first + plan.builds}")
     if note := disturbance_note(Readings(read_contest(path)).disturbed_share):
         observer.say(f"{contest.name}: {note}: close other work and repeat")
 
@@ -99,19 +102,33 @@ def read_contest(path: Path) -> tuple[Event, ...]:
         raise UserError(f"{path}: {error}; move the file away to have it timed anew") from error
 
 
+def read_ratios(path: Path, baseline: str) -> dict[str, dict[tuple[int, int], float]]:
+    """Of each row of a contest that came through, its speedup over the baseline in each turn, by build and round.
+
+    Raises:
+        UserError: A damaged line.
+    """
+    turns = Readings(read_contest(path)).turns
+    found = {
+        name: {
+            (key[0], number): turns[baseline][key][number] / own_ms
+            for key, numbers in workers.items()
+            for number, own_ms in numbers.items()
+            if number in turns[baseline].get(key, {})
+        }
+        for name, workers in turns.items()
+        if name not in {baseline, TWIN}
+    }
+    return {name: ratios for name, ratios in found.items() if ratios}
+
+
 def read_speedups(path: Path, baseline: str) -> dict[str, float]:
     """Of each row of a contest that came through, its speedup over the baseline: the median over its turns.
 
     Raises:
         UserError: A damaged line.
     """
-    readings = Readings(read_contest(path))
-    paired = {name: readings.paired(name, baseline) for name in readings.turns if name not in {baseline, TWIN}}
-    return {
-        name: float(np.median(np.concatenate(bases) / np.concatenate(owns)))
-        for name, (bases, owns) in paired.items()
-        if owns
-    }
+    return {name: float(np.median([*ratios.values()])) for name, ratios in read_ratios(path, baseline).items()}
 
 
 def _keep_another(path: Path, header: str) -> None:
@@ -130,7 +147,7 @@ def _left(contest: Contest, done: Iterable[Event]) -> set[_Key]:
     groups: list[Sequence[str]] = [names[start : start + GROUP] for start in range(0, len(names), GROUP)] or [()]
     whole = {
         (build, group, row, number)
-        for build in range(plan.builds)
+        for build in range(contest.first, contest.first + plan.builds)
         for group, members in enumerate(groups)
         for row in (contest.baseline.name, TWIN, *members)
         for number in range(plan.rounds)

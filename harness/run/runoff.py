@@ -1,24 +1,27 @@
 """The runoff: the best placements of each search meet, built afresh, before one of them is its choice.
 
 The lowest of a hundred noisy readings is a lucky one, and what is confirmed then is luck's choice. So the few that lead
-are timed in turns with the float model, and these readings alone choose. What tables say of the chosen comes from the
-confirmation, whose readings are others. (Boesel, Nelson and Kim, "Using ranking and selection to 'clean up' after
-simulation optimization", Operations Research 51, 2003; irace calls it a postselection race.)
+are timed in turns with the float model, those that stay close for longer, and these readings alone choose. What tables
+say of the chosen comes from the confirmation, whose readings are others. (Boesel, Nelson and Kim, "Using ranking and
+selection to 'clean up' after simulation optimization", Operations Research 51, 2003; irace has a postselection race.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from harness.api import Candidate
 from harness.graph.files import file_digest
 from harness.measure.confirm import GROUP, Row
 from harness.measure.engines import Engines
+from harness.measure.race import HEATS, unbeaten
 from harness.run.compose import Cell
 from harness.run.config import Rounds
-from harness.run.contest import RUNOFF, Contest, hold, read_speedups
+from harness.run.contest import RUNOFF, Contest, hold, read_ratios, read_speedups
 from harness.run.journal import read_journal
 from harness.run.methods import is_peer, peer_model, seen_by
 from harness.run.plan import RunSpec
@@ -31,10 +34,12 @@ __all__ = ["Found", "run_off"]
 
 FRONT = 8
 """Placements of a front that are confirmed at most, unless more are asked for."""
-PLAN = Rounds(builds=1, rounds=8, samples=3)
-"""Turns make up for a machine that changes its pace, which is what misleads a search; builds differ by less."""
+TURN = 3
+"""Inferences of a turn, at least."""
 
 _Budgets = Mapping[str, Mapping[int, Reached]]
+_Lots = Mapping[tuple[str, int], Sequence[str]]
+"""Digests of the leaders of a search at a budget that may still be its choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +72,54 @@ def run_off(
     if running.judge.goal.minimize != "latency":
         return Found(reached=found)
     contest = _contest(running, found)
-    if len(contest.rows) > 1:
-        hold(contest, open_engines, running.observer, retry_failed)
     contested = running.experiment.confirmation.contenders > 1  # else a record is of an experiment that had more
+    lots: _Lots = {
+        (name, budget): [trial.digest for trial in there.leaders]
+        for name, budgets in found.items()
+        for budget, there in budgets.items()
+    }
+    if len(contest.rows) > 1:
+        lots = _race(contest, lots, running, open_engines, retry_failed)
     speedups = read_speedups(contest.path, FLOAT_ROW) if contested else {}
     settled = {
-        name: {budget: _settled(there, speedups, running) for budget, there in budgets.items()}
+        name: {budget: _settled(there, lots[name, budget], speedups, running) for budget, there in budgets.items()}
         for name, budgets in found.items()
     }
     return Found(reached=settled, speedups=speedups)
+
+
+def _race(
+    contest: Contest,
+    lots: _Lots,
+    running: Running,
+    open_engines: Callable[[], AbstractContextManager[Engines]],
+    retry_failed: bool,
+) -> _Lots:
+    """Hold the heats; a row goes on as long as it may be the choice of any search. A fresh build in each heat."""
+    wanted = running.experiment.confirmation.top_k
+    rows = contest.rows
+    for number, turns in enumerate(HEATS):
+        plan = Rounds(builds=1, rounds=turns, samples=TURN)
+        name = f"{contest.name}, heat {number + 1}" if number else contest.name
+        heat = replace(contest, name=name, rows=rows, plan=plan, first=number)
+        hold(heat, open_engines, running.observer, retry_failed)
+        ratios = read_ratios(contest.path, FLOAT_ROW)
+        lots = {key: _unbeaten(lot, ratios, wanted) for key, lot in lots.items()}
+        close = {digest for lot in lots.values() if len(lot) > wanted for digest in lot}
+        rows = tuple(row for row in contest.rows if row.name in close)
+        if not rows:
+            break
+    return lots
+
+
+def _unbeaten(lot: Sequence[str], ratios: Mapping[str, Mapping[tuple[int, int], float]], wanted: int) -> Sequence[str]:
+    """Those of a lot that came through and are not beaten."""
+    timed = [digest for digest in lot if digest in ratios]
+    turns = sorted({turn for digest in timed for turn in ratios[digest]})
+    if not turns:
+        return timed
+    log_ms = -np.log([[ratios[digest].get(turn, np.nan) for turn in turns] for digest in timed])
+    return [digest for digest, stays in zip(timed, unbeaten(log_ms, wanted), strict=True) if stays]
 
 
 def _searched(running: Running) -> _Budgets:
@@ -107,7 +151,8 @@ def _contest(running: Running, found: _Budgets) -> Contest:
     header = {
         "model_sha256": file_digest(cell.model_file),
         "rows": sorted(rows),
-        "plan": PLAN.model_dump(mode="json"),
+        "heats": list(HEATS),
+        "samples": TURN,
         "group": GROUP,
         "backend": dict(running.engines.describe()),
     }
@@ -118,7 +163,7 @@ def _contest(running: Running, found: _Budgets) -> Contest:
         header=header,
         baseline=Row(name=FLOAT_ROW, candidate=unquantized),
         rows=tuple(rows.values()),
-        plan=PLAN,
+        plan=Rounds(builds=1, rounds=HEATS[0], samples=TURN),
     )
 
 
@@ -135,7 +180,7 @@ def _built_again(run: RunSpec, cell: Cell) -> Callable[[Evaluated], Candidate]:
     return brought
 
 
-def _settled(there: Reached, speedups: Mapping[str, float], running: Running) -> Reached:
+def _settled(there: Reached, close: Sequence[str], speedups: Mapping[str, float], running: Running) -> Reached:
     """The leaders in the order of the runoff, as far as there was one; whoever failed in it comes last."""
-    ranked = sorted(there.leaders, key=lambda trial: -speedups.get(trial.digest, 0.0))
+    ranked = sorted(there.leaders, key=lambda t: (t.digest not in close, -speedups.get(t.digest, 0.0)))
     return replace(there, leaders=tuple(ranked[: running.experiment.confirmation.top_k]))

@@ -7,21 +7,24 @@ one, which no user of `qdq run` sees.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from harness.measure.race import HEATS, winner
 from harness.records import Failed, Outcome
 from harness.run.measuring import Confirmation
-from harness.run.runoff import PLAN
+from harness.run.runoff import TURN
 from harness.studies.landscape import Floats, Landscape
 
-__all__ = ["SAMPLES", "Walks", "chosen"]
+__all__ = ["TURNS", "Indices", "Walks", "chosen", "log_turns"]
 
+Indices = npt.NDArray[np.intp]
 CONTENDERS = Confirmation().contenders
-SAMPLES = PLAN.builds * PLAN.rounds * PLAN.samples
-"""Of one contender in a runoff."""
+TURNS = sum(HEATS)
+"""Of one contender in a runoff, if it is there to the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +43,12 @@ class Walks:
 
     def latency_ms(self, landscape: Landscape) -> npt.NDArray[np.float64]:
         """Recorded latency of what each search would hand over; the slowest that is allowed while there is nothing."""
-        runoff_ms = np.full(self.indices.shape, np.inf)
+        log_ms = np.full((*self.indices.shape, TURNS), np.inf, dtype=np.float32)
         for row, seed in enumerate(self.seeds):
             rng = np.random.default_rng([seed, 0x0FF])
             for column in np.flatnonzero(np.isfinite(self.readings_ms[row])):
-                index = int(self.indices[row, column])
-                runoff_ms[row, column] = landscape.readings_ms(index, rng, 1, SAMPLES)[0]
-        place = chosen(self.readings_ms, runoff_ms)
+                log_ms[row, column] = log_turns(landscape, int(self.indices[row, column]), rng)
+        place = chosen(self.readings_ms, lambda rows, evaluations: log_ms[rows[:, None], evaluations])
         handed = np.take_along_axis(self.indices, np.maximum(place, 0), axis=1)
         return np.where(place < 0, landscape.latency_ms.max(), landscape.latency_ms[handed])
 
@@ -56,28 +58,39 @@ class Walks:
         return np.cumsum(spent_s[self.indices], axis=1)
 
 
-def chosen(readings_ms: Floats, runoff_ms: Floats) -> npt.NDArray[np.intp]:
+def log_turns(landscape: Landscape, index: int, rng: np.random.Generator, races: int = 1) -> Floats:
+    """Logarithm of what a placement reads in the turns of runoffs, [race, turn]."""
+    turns_ms = landscape.readings_ms(index, rng, races * TURNS, TURN)
+    read: Floats = np.log(turns_ms).reshape(races, TURNS)
+    return read
+
+
+def chosen(readings_ms: Floats, log_ms_of: Callable[[Indices, Indices], npt.NDArray[np.floating]]) -> Indices:
     """Which evaluation each search would hand over after each of its evaluations.
 
     Args:
         readings_ms: What the search saw, shape (searches, evaluations); infinite for what may not be chosen.
-        runoff_ms: What a runoff reads of the same, likewise.
+        log_ms_of: Logarithm of what a runoff reads: for some searches, [row], and of each some evaluations, [row,
+            contender], every turn of theirs, [row, contender, turn].
 
     Returns:
         [search, evaluation]: of the evaluations so far with the lowest readings (the earlier first where they are
-        equal), as many as a runoff has contenders, the one with the lowest reading in it; -1 where there is none.
+        equal), as many as a runoff has contenders, the one that wins the race; -1 where there is none.
     """
     searches, evaluations = readings_ms.shape
     place = np.full((searches, evaluations), -1, dtype=np.intp)
-    rows = np.arange(searches)
     led = np.full((searches, CONTENDERS), -1, dtype=np.intp)
+    wins = np.full(searches, -1, dtype=np.intp)
     for latest in range(evaluations):
         several = np.column_stack([led, np.full(searches, latest)])
+        several = np.where(np.isfinite(_of(readings_ms, several)), several, -1)
         lowest = np.argsort(_of(readings_ms, several), axis=1, kind="stable")[:, :CONTENDERS]
-        led = np.take_along_axis(several, lowest, axis=1)
-        standing = np.isfinite(_of(readings_ms, led))
-        met = np.where(standing, _of(runoff_ms, led), np.inf)
-        place[:, latest] = np.where(standing.any(axis=1), led[rows, met.argmin(axis=1)], -1)
+        before, led = led, np.take_along_axis(several, lowest, axis=1)
+        rows = np.flatnonzero((led != before).any(axis=1))  # else the same race again
+        if len(rows):
+            met = np.where((led[rows] >= 0)[..., None], log_ms_of(rows, np.maximum(led[rows], 0)), np.inf)
+            wins[rows] = led[rows, winner(met)]
+        place[:, latest] = wins
     return place
 
 

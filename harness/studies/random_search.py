@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from harness.studies.choosing import SAMPLES, chosen
+from harness.studies.choosing import TURNS, Indices, chosen, log_turns
 from harness.studies.landscape import Floats, Landscape
 from search.space import Placement
 
@@ -18,6 +19,8 @@ RANDOM = f"random, {SEARCHES} searches"
 """What tables call it, to tell it from the searcher `random` with its seeds."""
 READINGS = 1_000
 """Readings of each model that the searches share."""
+RACES = 250
+"""What each model reads in so many runoffs, which they share too."""
 AT_ONCE = 2**22
 """Numbers drawn at once."""
 
@@ -41,11 +44,12 @@ def random_search(landscape: Landscape, evaluations: int, first: Sequence[Placem
     told = [int(np.searchsorted(names, landscape.identity[landscape.index(placement)])) for placement in first]
     told = list(dict.fromkeys(told))[:evaluations]
     rest = np.setdiff1d(np.arange(len(models)), told)
-    readings, runoffs = np.full((2, len(models), READINGS), np.inf)
+    readings = np.full((len(models), READINGS), np.inf)
+    races = np.full((len(models), RACES, TURNS), np.inf, dtype=np.float32)
     for number, index in enumerate(models):
         if landscape.allowed[index]:
             readings[number] = landscape.readings_ms(int(index), rng, READINGS)
-            runoffs[number] = landscape.readings_ms(int(index), rng, READINGS, SAMPLES)
+            races[number] = log_turns(landscape, int(index), rng, RACES)
     slowest_ms = landscape.latency_ms.max()
     found = []
     for size in _portions(max(1, AT_ONCE // len(models))):
@@ -53,8 +57,14 @@ def random_search(landscape: Landscape, evaluations: int, first: Sequence[Placem
         arrival = rng.exponential(size=(size, len(rest))) / copies[rest]
         order = rest[np.argsort(arrival, axis=1)[:, : evaluations - len(told)]]
         met = np.hstack([np.broadcast_to(np.array(told, dtype=int), (size, len(told))), order])
-        once, again = rng.integers(READINGS, size=(2, *met.shape))
-        place = chosen(readings[met, once], runoffs[met, again])
+        once, again = rng.integers(READINGS, size=met.shape), rng.integers(RACES, size=met.shape)
+
+        def log_ms_of(
+            rows: Indices, evaluations: Indices, met: Indices = met, again: Indices = again
+        ) -> npt.NDArray[np.floating]:
+            return races[met[rows[:, None], evaluations], again[rows[:, None], evaluations]]
+
+        place = chosen(readings[met, once], log_ms_of)
         handed = np.take_along_axis(landscape.latency_ms[models][met], np.maximum(place, 0), axis=1)
         found.append(np.where(place < 0, slowest_ms, handed))
     latency_ms: Floats = np.vstack(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from harness.measure.events import Readings
 from harness.measure.sampling import Samples
 from harness.records import Failed
 from harness.run.config import Rounds, Sampling
-from harness.run.contest import Contest, hold, read_contest
+from harness.run.contest import Contest, hold, read_contest, read_ratios
 from harness.run.observe import Silent
 
 
@@ -80,6 +81,25 @@ def test_what_failed_is_tried_again_where_that_is_asked_for(tmp_path: Path) -> N
     assert not any(readings.failed.values())
     assert {name: len(readings.turns[name]) for name in ("float", "a", "b")} == {"float": 2, "a": 2, "b": 2}
     assert len(readings.paired("a", "float")[0]) == 2
+
+
+def test_a_record_goes_on_with_fewer_rows(tmp_path: Path) -> None:
+    """Its builds count on, and what was timed before stays."""
+    path = tmp_path / "runoff.jsonl"
+    whole = Contest(
+        name="runoff", path=path, header={}, baseline=row("float"), rows=(row("a"), row("b")),
+        plan=Rounds(builds=1, rounds=3, samples=3),
+    )  # fmt: skip
+    rest = replace(whole, rows=(row("b"),), plan=Rounds(builds=2, rounds=4, samples=3), first=1)
+    for contest in (whole, rest):
+        hold(contest, Busy("").open, Silent())
+    written = path.read_bytes()
+    for contest in (whole, rest):
+        hold(contest, Busy("").open, Silent())
+    assert path.read_bytes() == written, "nothing is left to do"
+    ratios = read_ratios(path, "float")
+    assert sorted(ratios["a"]) == [(0, turn) for turn in range(3)]
+    assert sorted(ratios["b"]) == sorted(ratios["a"]) + [(build, turn) for build in (1, 2) for turn in range(4)]
 
 
 @pytest.mark.parametrize("disturbed", ["", "waited for a core 50% of the time"])

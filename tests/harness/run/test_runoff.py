@@ -2,12 +2,16 @@
 
 import json
 import shutil
+from collections import defaultdict
 
 import numpy as np
 import pandas as pd
 import pytest
 from small import qdq, save_chain
 
+from harness.measure.events import TWIN
+from harness.measure.race import HEATS
+from harness.run.contest import read_contest, read_ratios
 from harness.run.journal import read_journal
 from harness.run.rows import read_rows
 
@@ -81,6 +85,22 @@ def test_only_the_winners_are_confirmed_and_delivered(folder):
     assert {row.id for row in rows} - {"float"} < met
     assert len(picks) == 1 + 3 * 2  # the float model, and one choice a seed and budget
     assert {path.stem for path in (cell / "models").iterdir()} == {row.id for row in rows}
+
+
+def test_what_is_close_is_timed_for_longer_and_what_is_not_is_not(folder):
+    """Each heat has a build of its own; whoever may still be a search's choice goes on."""
+    path = folder / "out6" / CELL / "runoff.jsonl"
+    truth = truth_ms(folder / "out6" / CELL)
+    heats = defaultdict(set)
+    for event in read_contest(path):
+        heats[event.build].add(event.row)
+    rows = {heat: names - {"float", TWIN} for heat, names in heats.items()}
+    assert set(rows) == set(range(len(HEATS)))
+    assert rows[0] > rows[1] >= rows[2]
+    turns = {name: len(ratios) for name, ratios in read_ratios(path, "float").items()}
+    assert {turns[name] for name in rows[2]} == {sum(HEATS)}
+    assert {turns[name] for name in rows[0] - rows[1]} == {HEATS[0]}
+    assert np.mean([truth[name] for name in rows[2]]) < np.mean([truth[name] for name in rows[0] - rows[2]])
 
 
 def test_an_interrupted_runoff_goes_on_and_picks_from_the_same_readings(folder, tmp_path):

@@ -10,11 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from harness.studies.choosing import CONTENDERS, Walks, chosen
+from harness.studies.choosing import CONTENDERS, TURNS, Walks, chosen
 from harness.studies.landscape import Floats, Landscape
 from harness.tables import Table
 
 INF = float("inf")
+
+
+def settled(readings: Floats, runoff: Floats) -> np.ndarray:
+    """What is chosen where every turn of a runoff reads the same."""
+
+    def log_ms_of(rows: np.ndarray, evaluations: np.ndarray) -> np.ndarray:
+        return np.repeat(np.log(runoff[rows[:, None], evaluations])[..., None], TURNS, axis=-1)
+
+    return chosen(readings, log_ms_of)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +41,7 @@ INF = float("inf")
     ],
 )
 def test_by_hand(readings: list[float], runoff: list[float], expected: list[int]) -> None:
-    assert chosen(np.array([readings]), np.array([runoff]))[0].tolist() == expected
+    assert settled(np.array([readings]), np.array([runoff]))[0].tolist() == expected
 
 
 figures = arrays(float, (3, 12), elements=st.sampled_from([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, INF]))
@@ -41,7 +50,7 @@ figures = arrays(float, (3, 12), elements=st.sampled_from([1.0, 2.0, 3.0, 4.0, 5
 @given(figures, figures)
 def test_it_is_the_best_in_the_runoff_of_the_best_readings(readings: Floats, runoff: Floats) -> None:
     runoff = np.where(np.isfinite(runoff), runoff, 9.0)
-    found = chosen(readings, runoff)
+    found = settled(readings, runoff)
     for search, latest in np.ndindex(found.shape):
         so_far = [n for n in range(latest + 1) if np.isfinite(readings[search, n])]
         leading = sorted(so_far, key=lambda n: (readings[search, n], n))[:CONTENDERS]
