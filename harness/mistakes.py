@@ -65,7 +65,7 @@ def _wanted(root: type[BaseModel], error: Mapping[str, Any], got: Any) -> str:
     if error["type"] in {"tuple_type", "list_type"}:
         return f"a list, such as [{'...' if got is None or isinstance(got, dict) else _shown(got).strip(chr(39))}]"
     if error["type"] == "too_short" and error["ctx"]["min_length"] == 1:
-        return "a list with at least one entry"
+        return "a list with at least one entry that may stand there" if got else "a list with at least one entry"
     if error["type"] == "dict_type":
         return "a mapping of keys"
     if error["type"] == "model_type":

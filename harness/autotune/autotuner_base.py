@@ -22,7 +22,7 @@ from harness.autotune.points import ResolvedInsertionPoint
 from harness.autotune.regions import Region
 from harness.autotune.schemes import PatternSchemes
 from harness.autotune.session import Backend, Session
-from harness.autotune.state import State, cache_path, read_state, write_state
+from harness.autotune.state import State, cache_path, changes, read_state, write_state
 from harness.autotune.turn import Turn
 from harness.graph.exchange import as_proto, proto_digest
 from harness.graph.load import from_proto
@@ -72,6 +72,7 @@ class QDQAutotunerBase:
     def _reset(self) -> None:
         self.baseline_latency_ms: float | None = None
         self.beside_float = False
+        self.changes: tuple[str, ...] = ()
         self.profiled_patterns: list[PatternSchemes] = []
         self._made: Session | None = None
         self._turn: Turn | None = None
@@ -295,6 +296,7 @@ class QDQAutotunerBase:
         if state.baseline_latency_ms is not None:
             self._set_baseline(state.baseline_latency_ms)
         self.beside_float = state.beside_float
+        self.changes = tuple(changes(state.config, dataclasses.asdict(self.config)))
         self.session.measured.update(state.measured)
         self.profiled_patterns += [each for each in state.patterns if each.schemes]
         if self.pattern_cache is not None and cache_path(path).exists():

@@ -7,7 +7,7 @@ import shlex
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from harness.autotune.timing import beside_sampling, exactly, latency_ms, write_
 from harness.errors import UserError
 from harness.graph.files import file_digest
 from harness.measure.confirm import Row, Summary, confirm, summarise
-from harness.measure.engines import MAIN, WorkerSpec
+from harness.measure.engines import MAIN, Engines, WorkerSpec
 from harness.measure.sandbox import open_engines
 from harness.records import Failed, Measured, Outcome
 from harness.run.config import Confirmation, Limits, Use
@@ -155,6 +155,10 @@ class Benchmark:
         finally:
             self._engines.release(built.handle)
 
+    def fresh(self) -> AbstractContextManager[Engines]:
+        """Engines in a worker of their own."""
+        return open_engines(self._worker, _LIMITS)
+
     def confirm(self, final: Candidate, baseline: Candidate, builds: int = 3) -> Summary:
         """Build a model and the float model afresh, time them in turns, and judge; see `harness.measure.confirm`.
 
@@ -165,7 +169,7 @@ class Benchmark:
         events = confirm(
             [Row(name="final", candidate=final)],
             Row(name="baseline", candidate=baseline),
-            open_engines=lambda: open_engines(self._worker, _LIMITS),
+            open_engines=self.fresh,
             plan=Confirmation(builds=builds, rounds=4, samples=samples),
             rng=np.random.default_rng(0),
         )

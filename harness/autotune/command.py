@@ -65,6 +65,9 @@ def _run(options: argparse.Namespace, depth: Depth, plan: Plan) -> None:
         )
         try:
             run_plan(model, plan)
+            if fixed := shapes_of(options):
+                said = ", ".join(f"{name}: {shape}" for name, shape in fixed.items())
+                plan.observer.say(f"The models written take these shapes alone: {said}")
         finally:
             benchmark.close()
 
@@ -131,7 +134,9 @@ def _folder(text: str) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--output_dir {path}: cannot be made: {error.strerror or error}") from error
+        raise UserError(
+            f"--output_dir {path}: cannot be made: {error.strerror or error}; give another folder"
+        ) from error
     return path
 
 

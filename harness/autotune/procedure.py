@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,17 @@ from harness.autotune.cache import PatternCache
 from harness.autotune.common import AutotunerError, AutotunerNotInitializedError, Config
 from harness.autotune.delivery import export
 from harness.autotune.regions import Region
+from harness.autotune.runoff import Runoff, fastest
 from harness.autotune.timing import latency_ms, restless, stderr_ms
+from harness.autotune.verdict import Delivered, verdict_lines
 from harness.graph.cache import strangers
+from harness.graph.diff import pairs_in
 from harness.graph.load import load
 from harness.graph.points import why_none
 from harness.measure.provenance import options_said
 from harness.records import Failed, Outcome
+from harness.run.config import Confirmation
+from harness.run.contest import RUNOFF
 from harness.run.models import OPSET
 from harness.run.observe import Observer, Silent, best_note
 from search.space import Placement
@@ -31,6 +35,9 @@ from search.space import Placement
 __all__ = ["Plan", "run_plan"]
 
 _logger = logging.getLogger(__name__)
+CONTENDERS = Confirmation().contenders
+BUILDS, RESTLESS_BUILDS = 3, 6
+"""Fresh builds of what is delivered and of the float model; more where a machine's readings scatter."""
 SAVE_S = 10.0
 """While a region is under profile, its measurements are saved so often."""
 
@@ -103,6 +110,8 @@ def _autotuner(model: Any, plan: Plan) -> QDQAutotuner:
     if plan.state.exists():
         autotuner.load_state(str(plan.state))
         plan.observer.say(f"going on with {plan.state}: {len(autotuner.session.measured)} models are measured")
+        for sentence in autotuner.changes:
+            plan.observer.say(sentence)
     return autotuner
 
 
@@ -132,6 +141,10 @@ class _Run:
         self._export("baseline.onnx", session.space.float_placement())
         session.keep({autotuner.graph.pattern(region).signature for region in self._chosen()})
         self._plan.observer.say(self._extent())
+        if (precision := self._plan.config.default_quant_type) in session.emulated:
+            self._plan.observer.say(
+                f"this device only emulates {precision}: latencies say nothing of a device that has it"
+            )
         self._time_baseline()
         starts = session.starts(self._warm, self._plan.qdq_baseline)
         found = {name: self._start(name, placement) for name, placement in starts.items() if self._in_reach(placement)}
@@ -169,48 +182,52 @@ class _Run:
 
     def finish(self) -> None:
         """Write the model, build it afresh beside the float model, and say how they compare."""
-        placement = self._autotuner.placement(best=True)
+        placement = self._chosen_in_runoff(self._autotuner.placement(best=True))
         path = self._export("optimized_final.onnx", placement)
         final = replace(self._session.candidate(placement), source=lambda: path)
         self._outcome(final, "final")
         baseline_path = self._plan.output_dir / "baseline.onnx"
         floating = self._session.candidate(self._session.space.float_placement())
-        summary = self._benchmark.confirm(final, replace(floating, source=lambda: baseline_path))
-        if "final" not in summary.rows:
-            self._plan.observer.say(f"Final: could not be timed: {summary.failed['final'].reason}")
-            return
-        baseline, row = summary.rows["baseline"], summary.rows["final"]
-        low, high = row.speedup.low, row.speedup.high
+        builds = RESTLESS_BUILDS if self._autotuner.beside_float else BUILDS
+        summary = self._benchmark.confirm(final, replace(floating, source=lambda: baseline_path), builds)
+        read = self._session.measured.get(self._session.space.digest(placement))
+        delivered = Delivered(
+            file=path,
+            baseline=baseline_path,
+            pairs=pairs_in(path),
+            read=self._baseline_ms / read.latency_ms if read is not None and read.latency_ms else None,
+            options=options_said(self._benchmark.describe().get("options", {})),
+            calibrated=self._plan.config.calibration_data is not None,
+        )
         lines = [
-            f"Baseline: {baseline.latency_ms.value:.3f} ms",
-            f"Final: {row.latency_ms.value:.3f} ms ({row.speedup.value:.3f}x speedup, 95 % interval {low:.3f} to "
-            f"{high:.3f}, {row.verdict}; {row.builds} fresh builds in turns with the baseline)",
-            f"Written: {path}{self._timed_with()}",
-            *self._guessed(placement),
+            *verdict_lines(summary, delivered),
             *self._elsewhere,
         ]
-        read = self._session.measured.get(self._session.space.digest(placement))
-        if read is not None and read.latency_ms is not None and (lucky := self._baseline_ms / read.latency_ms) > high:
-            lines.append(
-                f"While it was searched it read {lucky:.3f}x: the best of many readings is a lucky one, so "
-                "only the fresh builds count"
-            )
-        if row.verdict != "faster":
-            lines.append(f"Not faster than the float model beyond noise: {baseline_path} does as well")
         for line in lines:
             self._plan.observer.say(line)
         with (self._plan.output_dir / "logs" / "final.log").open("a", encoding="utf-8") as log:
             log.write("\n".join(lines) + "\n")
 
-    def _timed_with(self) -> str:
-        """The options of the runtime that the latency is of."""
-        said = options_said(self._benchmark.describe().get("options", {}))
-        return f" (timed with {said}: deploy it so)" if said else ""
-
-    def _guessed(self, placement: Placement) -> Iterator[str]:
-        """What to say of scales that no data of the model's own decided."""
-        if any(placement.choices) and self._plan.config.calibration_data is None:
-            yield "Scales are of random data, so its accuracy is unknown: give --calibration_data before you use it"
+    def _chosen_in_runoff(self, best: Placement) -> Placement:
+        """What the walk came to, or whichever of the fastest beats it where all are built afresh."""
+        space, folder = self._session.space, self._plan.output_dir
+        rivals = self._session.leaders(CONTENDERS, self._baseline_ms)
+        if any(best.choices):
+            rivals = {space.digest(best): best, **rivals}
+        if len(rivals) < 2:
+            return best
+        floating = self._session.candidate(space.float_placement())
+        won = fastest(
+            [self._transformed(self._session.candidate(placement)) for placement in rivals.values()],
+            replace(floating, source=lambda: folder / "baseline.onnx"),
+            Runoff(
+                path=folder / "logs" / RUNOFF,
+                facts=self._session.facts,
+                open_engines=self._benchmark.fresh,
+                observer=self._plan.observer,
+            ),
+        )
+        return rivals[won] if won else best
 
     def _extent(self) -> str:
         """How much there is to do, or why there is nothing."""

@@ -35,6 +35,7 @@ class Backend:
         use: Its name and parameters.
         dialect: How it wants its Q/DQ pairs.
         facts: Its own words about itself.
+        emulated: Precisions that the device only emulates.
 
     Raises:
         UserError: There is no such benchmarker or dialect.
@@ -44,6 +45,7 @@ class Backend:
         benchmarker = registry.create("benchmarker", use.use, use.params)
         self.use = use
         self.facts: Mapping[str, Any] = benchmarker.describe()
+        self.emulated: frozenset[str] = frozenset(getattr(benchmarker, "accuracy_only", ()))
         self.dialect = dialect_called(dialect_name(benchmarker, use.use, self.facts))
 
 
@@ -74,6 +76,11 @@ class Session:
         self.allowed: tuple[int, ...] = tuple(range(len(self.space)))
         self.base = self.space.float_placement()
         self.measured: dict[str, Measurement] = {}
+
+    @property
+    def emulated(self) -> frozenset[str]:
+        """See `Backend`."""
+        return self._backend.emulated
 
     @property
     def origin(self) -> engine.Origin:
@@ -120,9 +127,35 @@ class Session:
     ) -> Measurement:
         """Remember what came of a placement."""
         stamp = datetime.now(UTC).isoformat(timespec="seconds")
-        made = Measurement(latency_ms=latency_ms, stderr_ms=stderr_ms, signature=signature, timestamp=stamp)
+        made = Measurement(
+            latency_ms=latency_ms,
+            stderr_ms=stderr_ms,
+            signature=signature,
+            timestamp=stamp,
+            choices="".join(map(str, placement.choices)),
+        )
         self.measured[self.space.digest(placement)] = made
         return made
+
+    def leaders(self, count: int, below_ms: float) -> dict[str, Placement]:
+        """The fastest of what was measured, by digest, as far as it is faster than that and may be delivered."""
+        read = [(each.latency_ms, digest, each.choices) for digest, each in self.measured.items() if each.latency_ms]
+        found: dict[str, Placement] = {}
+        for latency_ms, digest, choices in sorted(read, key=lambda each: each[0]):
+            placement = self._written(choices)
+            if len(found) < count and latency_ms < below_ms and placement and self.space.digest(placement) == digest:
+                found[digest] = placement
+        return found
+
+    def _written(self, choices: str) -> Placement | None:
+        """A placement from a state file; None where it is none of this space, or has what may not be quantized now."""
+        if not (choices.isascii() and choices.isdigit()):
+            return None
+        try:
+            placement = self.space.validate(Placement(tuple(map(int, choices))))
+        except ValueError:
+            return None
+        return placement if self._allowed(placement) == placement else None
 
     def learned(self, placement: Placement, latency_ms: float, baseline_ms: float) -> engine.PatternCache:
         """What a measurement tells the pattern cache."""

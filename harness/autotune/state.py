@@ -6,7 +6,7 @@ Going on is doing it again: the same proposals come up, and those that were meas
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from harness.autotune.common import AutotunerError
 from harness.autotune.schemes import PatternSchemes
 from harness.graph.cache_file import read_plain_yaml, write_plain_yaml
 
-__all__ = ["Measurement", "State", "cache_path", "read_state", "write_state"]
+__all__ = ["Measurement", "State", "cache_path", "changes", "read_state", "write_state"]
 
 _KIND = "qdq autotuner state"
 _MAX_BYTES = 256 << 20
@@ -30,12 +30,14 @@ class Measurement:
         stderr_ms: Its standard error; 0 where nobody knows.
         signature: Of the pattern under profile when it was measured; "" for the baseline and whole-model starts.
         timestamp: When, in ISO 8601.
+        choices: Of the placement, a digit each; "" where nobody knows them.
     """
 
     latency_ms: float | None
     stderr_ms: float = 0.0
     signature: str = ""
     timestamp: str | None = None
+    choices: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,22 @@ class State:
 def cache_path(state_path: Path) -> Path:
     """Where the pattern cache of a state file is."""
     return state_path.with_name(f"{state_path.stem}_pattern_cache{state_path.suffix}")
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """What to say of settings that an earlier part of a run had otherwise.
+
+    Args:
+        before: Settings of the state file.
+        now: The present ones.
+    """
+    told = {
+        "calibration_data": "models that are written have the scales of the present data",
+        "searcher": "what the other one measured counts",
+    }
+    for key, sentence in told.items():
+        if key in before and before[key] != now[key]:
+            yield f"{key} was {before[key]} and is {now[key]}: {sentence}"
 
 
 def write_state(state: State, path: Path) -> None:
@@ -133,6 +151,7 @@ def _measurement(body: Mapping[str, Any]) -> Measurement:
         stderr_ms=_positive(stderr_ms) if stderr_ms else 0.0,
         signature=str(body["signature"]),
         timestamp=body["timestamp"],
+        choices=str(body.get("choices", "")),  # nor this
     )
 
 

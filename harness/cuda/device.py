@@ -81,7 +81,9 @@ def import_runtime() -> Any:
     try:
         from cuda.bindings import runtime
     except ImportError as error:
-        raise UserError(f"cuda-python >= 12.6 is missing ({error}); {REMEDY}") from error
+        raise UserError(
+            f"cuda-python >= 12.6 is missing ({error}); on a machine with an NVIDIA GPU {REMEDY}"
+        ) from error
     return runtime
 
 

@@ -29,6 +29,8 @@ MAX_SQNR_DB = 120.0
 RESOLUTION = 1e-6
 """Some eight units in the last place of a float32: runtimes round outputs that differ by less each in its own way."""
 FINGERPRINT, SILENT = "fingerprint", "silent"
+RANDOM = 16
+"""Batches of random inputs."""
 SHOWN = 5
 Floats = npt.NDArray[np.float64]
 
@@ -45,7 +47,7 @@ class Fidelity:
         inputs: Set by the harness: ONNX type in lower case and shape of each input.
         data: Images or arrays (`harness.evaluators.datasets`); None: random inputs.
         preprocess: What turns an image into an input; name, or `{use: NAME, params: {...}}`.
-        samples: How many samples of the data at most; so many batches where they are random.
+        samples: How many samples of the data at most, None: all; so many batches where they are random, None: 16.
         base: Set by the harness: folder that relative paths start from.
 
     Raises:
@@ -61,16 +63,16 @@ class Fidelity:
         inputs: Mapping[str, tuple[str, tuple[int, ...]]],
         data: Mapping[str, Any] | None = None,
         preprocess: str | Mapping[str, Any] | None = None,
-        samples: int = 16,
+        samples: int | None = None,
         base: Path | None = None,
     ) -> None:
-        if samples < 1:
+        if samples is not None and samples < 1:
             raise UserError(f"fidelity: samples: a whole number from 1, but got {samples}")
         self._reference = Path(reference)
         self._inputs = dict(inputs)
-        self._samples = samples
+        self._samples = RANDOM if samples is None else samples
         self._batches: Batches | None = None
-        facts: list[Any] = [samples, list(self._inputs.items())]
+        facts: list[Any] = [samples if data is not None else self._samples, list(self._inputs.items())]
         if data is not None:
             opened = open_data(data, base, samples)
             made = None if preprocess is None else open_preprocess(preprocess)

@@ -64,7 +64,7 @@ class Estimate:
 
 def too_few(images: int) -> str:
     """What has to be said about an accuracy on so many images; nothing as a rule."""
-    return f"only {images} images: the interval is too wide to say much" if images < FEW else ""
+    return f"only {images} images: the interval is too wide to say much; score more of them" if images < FEW else ""
 
 
 def evidence_of(kind: str, facts: Mapping[str, Any]) -> str:

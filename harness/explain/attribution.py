@@ -56,7 +56,11 @@ def explain_row(folder: Path, where: str, *, base: Path, observer: Observer) -> 
     line = row_of(results, where)
     cell_results = results.cell(str(line["cell"]))
     row = cell_results.rows.get(str(line["row"]))
-    if row is None or not row.choices or not any(row.choices):
+    if row is not None and row.choices and not any(row.choices):
+        raise UserError(
+            f"{where}: nothing faster was found, so this row is the float model itself, without a placement to explain"
+        )
+    if row is None or not row.choices:
         raise UserError(f"{where}: this row has no placement of ours ({line['method']}): explain another one")
     if not row.timed:
         raise UserError(f"{where}: this device only emulates {line['precision']}, so no part of it has a speed")

@@ -28,12 +28,19 @@ def check_bound(objective: Objective, metric: str | None, model: str) -> None:
         model: What messages call the model.
 
     Raises:
-        UserError: The metric ends at 1, and all of it may be lost.
+        UserError: The metric ends at 1, or in dB, and all of it may be lost.
     """
     bound = objective.max_drop
+    key = "max_drop" if objective.metric is None else f"{objective.metric}_drop"
+    most = CAPPED.get(metric or "")
+    if bound is not None and most is not None and absolute(bound, most) >= most:
+        raise UserError(
+            f"objective.{key}: {_number(bound)} asks for {metric_name(metric)} of {most - absolute(bound, most):g} dB "
+            f"of model {model!r}; at 0 dB the error is as large as the outputs, so it bounds nothing: the float model "
+            f"has {most:g} dB, and max_drop: {most - 35:g} keeps 35 dB"
+        )
     if bound is None or metric not in SHARES or absolute(bound, 1.0) < 1.0:
         return
-    key = "max_drop" if objective.metric is None else f"{objective.metric}_drop"
     raise UserError(
         f"objective.{key}: {_number(bound)} lets {metric_name(metric)} of model {model!r} drop to 0, so it bounds "
         "nothing; 0.01 is one point of a hundred, '1%' a hundredth of the float model's figure"

@@ -12,16 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from harness.api import Candidate
 from harness.graph.files import file_digest
 from harness.measure.confirm import GROUP, Row
 from harness.measure.engines import Engines
-from harness.measure.race import HEATS, unbeaten
+from harness.measure.race import HEATS
 from harness.run.compose import Cell
-from harness.run.config import Rounds
-from harness.run.contest import RUNOFF, Contest, hold, read_ratios, read_speedups
+from harness.run.contest import RUNOFF, Contest, read_speedups
+from harness.run.heats import FIRST, TURN, race
 from harness.run.journal import read_journal
 from harness.run.methods import is_peer, peer_model, seen_by
 from harness.run.plan import RunSpec
@@ -34,12 +32,7 @@ __all__ = ["Found", "run_off"]
 
 FRONT = 8
 """Placements of a front that are confirmed at most, unless more are asked for."""
-TURN = 3
-"""Inferences of a turn, at least."""
-
 _Budgets = Mapping[str, Mapping[int, Reached]]
-_Lots = Mapping[tuple[str, int], Sequence[str]]
-"""Digests of the leaders of a search at a budget that may still be its choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,53 +66,19 @@ def run_off(
         return Found(reached=found)
     contest = _contest(running, found)
     contested = running.experiment.confirmation.contenders > 1  # else a record is of an experiment that had more
-    lots: _Lots = {
+    lots = {
         (name, budget): [trial.digest for trial in there.leaders]
         for name, budgets in found.items()
         for budget, there in budgets.items()
     }
     if len(contest.rows) > 1:
-        lots = _race(contest, lots, running, open_engines, retry_failed)
+        lots = race(contest, lots, running.experiment.confirmation.top_k, open_engines, running.observer, retry_failed)
     speedups = read_speedups(contest.path, FLOAT_ROW) if contested else {}
     settled = {
         name: {budget: _settled(there, lots[name, budget], speedups, running) for budget, there in budgets.items()}
         for name, budgets in found.items()
     }
     return Found(reached=settled, speedups=speedups)
-
-
-def _race(
-    contest: Contest,
-    lots: _Lots,
-    running: Running,
-    open_engines: Callable[[], AbstractContextManager[Engines]],
-    retry_failed: bool,
-) -> _Lots:
-    """Hold the heats; a row goes on as long as it may be the choice of any search. A fresh build in each heat."""
-    wanted = running.experiment.confirmation.top_k
-    rows = contest.rows
-    for number, turns in enumerate(HEATS):
-        plan = Rounds(builds=1, rounds=turns, samples=TURN)
-        name = f"{contest.name}, heat {number + 1}" if number else contest.name
-        heat = replace(contest, name=name, rows=rows, plan=plan, first=number)
-        hold(heat, open_engines, running.observer, retry_failed)
-        ratios = read_ratios(contest.path, FLOAT_ROW)
-        lots = {key: _unbeaten(lot, ratios, wanted) for key, lot in lots.items()}
-        close = {digest for lot in lots.values() if len(lot) > wanted for digest in lot}
-        rows = tuple(row for row in contest.rows if row.name in close)
-        if not rows:
-            break
-    return lots
-
-
-def _unbeaten(lot: Sequence[str], ratios: Mapping[str, Mapping[tuple[int, int], float]], wanted: int) -> Sequence[str]:
-    """Those of a lot that came through and are not beaten."""
-    timed = [digest for digest in lot if digest in ratios]
-    turns = sorted({turn for digest in timed for turn in ratios[digest]})
-    if not turns:
-        return timed
-    log_ms = -np.log([[ratios[digest].get(turn, np.nan) for turn in turns] for digest in timed])
-    return [digest for digest, stays in zip(timed, unbeaten(log_ms, wanted), strict=True) if stays]
 
 
 def _searched(running: Running) -> _Budgets:
@@ -163,7 +122,7 @@ def _contest(running: Running, found: _Budgets) -> Contest:
         header=header,
         baseline=Row(name=FLOAT_ROW, candidate=unquantized),
         rows=tuple(rows.values()),
-        plan=Rounds(builds=1, rounds=HEATS[0], samples=TURN),
+        plan=FIRST,
     )
 
 

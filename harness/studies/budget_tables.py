@@ -32,11 +32,13 @@ class Curves:
 
     Attributes:
         latency_ms: Recorded latency of what a search hands over, see `harness.studies.choosing`.
+        found_ms: Recorded latency of the fastest that it evaluated, whether it was chosen or not.
         elapsed_s: Recorded wall-clock of all that was built and measured until then.
         evaluations: Of each search, until it had nothing more to propose; [seed].
     """
 
     latency_ms: Floats
+    found_ms: Floats
     elapsed_s: Floats
     evaluations: npt.NDArray[np.int64]
 
@@ -70,7 +72,7 @@ def budget_tables(
     """
     budget, score = _budget(blocks, study), _score(blocks, study)
     means = means_of(budget.raw, score.raw)
-    made = (means, budget, _reach(blocks, study), score, _pairs(blocks, study), _ranking(ranks))
+    made = (means, _found(blocks, study), budget, _reach(blocks, study), score, _pairs(blocks, study), _ranking(ranks))
     return tuple(replace(table, warnings=warnings) for table in made)
 
 
@@ -104,6 +106,29 @@ def means_of(budget: pd.DataFrame, score: pd.DataFrame) -> Table:
     )
     return Table(
         name="means", title="In the mean over tables", cells=pd.DataFrame(shown), raw=pd.DataFrame(lines), note=note
+    )
+
+
+def _found(blocks: Sequence[Block], study: BudgetStudy) -> Table:
+    """What searches came by, before anything was chosen: the rest of what `means` shows is lost in choosing."""
+    lines, shown = [], []
+    for searcher in blocks[0].curves:
+        line: dict[str, Any] = {"searcher": searcher}
+        cells = dict(line)
+        for budget in study.budgets:
+            regrets = [100 * (b.curves[searcher].found_ms[:, budget - 1].mean() / b.optimum_ms - 1) for b in blocks]
+            mean, low, high = _over_tables(np.array(regrets))
+            line |= {f"found_{budget}": mean, f"found_{budget}_low": low, f"found_{budget}_high": high}
+            cells[f"{budget} evaluations"] = interval(mean, low, high)
+        lines.append(line)
+        shown.append(cells)
+    note = (
+        "Latency above the optimum in % of the fastest model that a search had evaluated, whether it was handed over "
+        f"or not: mean over seeds and {several(len(blocks), 'table')}, as in `means`. What that table shows beyond "
+        "this is lost in choosing among noisy readings."
+    )
+    return Table(
+        name="found", title="Found, chosen or not", cells=pd.DataFrame(shown), raw=pd.DataFrame(lines), note=note
     )
 
 

@@ -32,7 +32,7 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
     Tables whose optimum every search is told first are left out, for they tell no searcher from another.
 
     Args:
-        out: Takes the tables (budget, reach, score, pairs, ranks), critical-difference plots and all walks.
+        out: Takes the tables (means, found, budget, reach, score, pairs, ranks), critical-difference plots and walks.
         workers: Processes that replay at once.
 
     Raises:

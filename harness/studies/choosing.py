@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from harness.measure.race import HEATS, winner
 from harness.records import Failed, Outcome
+from harness.run.heats import TURN
 from harness.run.measuring import Confirmation
-from harness.run.runoff import TURN
 from harness.studies.landscape import Floats, Landscape
 
 __all__ = ["TURNS", "Indices", "Walks", "chosen", "log_turns"]
@@ -51,6 +51,12 @@ class Walks:
         place = chosen(self.readings_ms, lambda rows, evaluations: log_ms[rows[:, None], evaluations])
         handed = np.take_along_axis(self.indices, np.maximum(place, 0), axis=1)
         return np.where(place < 0, landscape.latency_ms.max(), landscape.latency_ms[handed])
+
+    def found_ms(self, landscape: Landscape) -> npt.NDArray[np.float64]:
+        """Recorded latency of the fastest that each search evaluated; the slowest while there is nothing allowed."""
+        evaluated = np.where(np.isfinite(self.readings_ms), landscape.latency_ms[self.indices], np.inf)
+        found: Floats = np.minimum(np.minimum.accumulate(evaluated, axis=1), landscape.latency_ms.max())
+        return found
 
     def elapsed_s(self, landscape: Landscape) -> npt.NDArray[np.float64]:
         """Recorded wall-clock of all builds and measurements until then; once a search ended, its last."""

@@ -119,6 +119,7 @@ def curves_of(kept: Kept, series: Series, landscape: Landscape, contender: Conte
         raise UserError(f"{kept.file}: no walks of this study ({said}); remove it to replay them again") from error
     return Curves(
         latency_ms=walks.latency_ms(landscape),
+        found_ms=walks.found_ms(landscape),
         elapsed_s=walks.elapsed_s(landscape),
         evaluations=(walks.indices >= 0).sum(axis=1),
     )

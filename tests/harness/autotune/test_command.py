@@ -1,8 +1,10 @@
 """The command line: flags and defaults, files, going on after Ctrl-C, and what it says to mistakes."""
 
 import importlib
+import json
 import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -18,13 +20,17 @@ from harness.autotune.benchmark import (
     split_arguments,
 )
 from harness.autotune.common import AutotunerError, AutotunerNotInitializedError
+from harness.autotune.verdict import Delivered, verdict_lines
 from harness.autotune.workflows import region_pattern_autotuning_workflow
+from harness.benchmarkers.simulated import SimulatedBenchmarker
 from harness.cli import main
 from harness.errors import UserError
 from harness.graph.build import GraphBuilder
 from harness.graph.cache import PatternCache
 from harness.graph.cache_file import read_cache, read_plain_yaml
 from harness.graph.diff import delivered
+from harness.measure.confirm import RowSummary, Summary
+from harness.measure.stats import Interval
 from harness.run.config import Use
 
 procedure = importlib.import_module("harness.autotune.procedure")
@@ -224,6 +230,58 @@ def test_calibration_data_that_do_not_fit_are_refused_before_anything_is_timed(f
     np.savez(folder / "odd.npz", x=np.zeros((2, 1, 3, 8, 8), np.float32))
     assert qdq("-m", "model.onnx", "--calibration_data", "odd.npz") == 2
     assert re.search(r"odd\.npz: a sample of array 'x' is 1 x 3 x 8 x 8, but the input takes", capsys.readouterr().err)
+
+
+def test_the_fastest_meet_before_one_is_delivered(folder, runtime):
+    """The search likes every pair; fresh builds know better."""
+    runtime.generous = True
+    assert qdq("-m", "model.onnx", "--max_evals", "12") == 0
+    out = folder / "autotuner_output"
+    met = json.loads((out / "logs/runoff.jsonl").read_text().splitlines()[0])["rows"]
+    assert len(met) in (4, 5), "the four that read fastest, and what the walk came to"
+    read = sorted(runtime.measured, key=runtime.truth_ms)
+    rivals = {candidate.digest: runtime.truth_ms(candidate) for candidate in read}
+    assert max(rivals[digest] for digest in met) <= runtime.truth_ms(read[4]), "of equals any"
+    fresh = SimulatedBenchmarker()  # what the worker of the fresh builds has
+    truth_ms = {c.digest: fresh.truth_ms(c.edges) for c in read if c.digest in met}
+    final = sorted(delivered(onnx.load(out / "optimized_final.onnx")).items())
+    (digest,) = {candidate.digest for candidate in read if list(candidate.edges) == final}
+    assert truth_ms[digest] <= 1.01 * min(truth_ms.values()) < 0.98 * max(truth_ms.values())
+    before = (out / "logs/runoff.jsonl").read_bytes()
+    runtime.generous = True
+    assert qdq("-m", "model.onnx", "--max_evals", "12") == 0
+    assert (out / "logs/runoff.jsonl").read_bytes() == before, "it is held once"
+
+
+def test_settings_that_changed_are_named_when_a_run_goes_on(folder, runtime, capsys):
+    np.savez(folder / "data.npz", x=np.ones((4, 3, 16, 16), np.float32))
+    runtime.generous = True
+    assert qdq("-m", "model.onnx", "--max_evals", "4", "--calibration_data", "data.npz", "--searcher", "auto") == 0
+    assert "Its accuracy was not looked at: qdq run does" in capsys.readouterr().err
+    assert qdq("-m", "model.onnx", "--max_evals", "4", "--searcher", "tpe") == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "calibration_data was data.npz and is None: models that are written have the scales of the present" in said
+    assert "searcher was auto and is tpe: what the other one measured counts" in said
+
+
+@pytest.mark.parametrize(
+    ("verdict", "pairs", "says"),
+    [
+        ("slower", 7, "Slower than the float model: use baseline.onnx"),
+        ("tie", 7, "Not faster than the float model beyond noise: baseline.onnx does as well"),
+        ("tie", 0, "No placement that was measured is faster than the float model, so final.onnx is that model"),
+        ("faster", 7, "Scales are of random data, so its accuracy is unknown"),
+    ],
+)
+def test_the_end_says_what_to_do_with_it(verdict, pairs, says):
+    one = Interval(value=1.0, low=0.9, high=1.1)
+    row = RowSummary(latency_ms=one, speedup=one, verdict=verdict, builds=3, builds_ok=3)
+    summary = Summary(floor=0.012, builds=3, rows={"baseline": row, "final": row}, failed={})
+    files = {"file": Path("final.onnx"), "baseline": Path("baseline.onnx")}
+    told = Delivered(**files, pairs=pairs, read=None, options="", calibrated=False)
+    said = list(verdict_lines(summary, told))
+    assert f"{verdict}; 3 fresh builds in turns with the baseline, A/A floor 1.2 %), {pairs} Q/DQ pairs" in said[1]
+    assert any(line.startswith(says) for line in said)
 
 
 def test_a_lucky_reading_is_told_from_what_fresh_builds_say(folder, runtime):

@@ -164,7 +164,7 @@ def test_every_metric_of_a_mean_has_its_interval_and_per_item_is_of_the_primary_
 def test_few_images_are_said() -> None:
     estimate = metric_estimate(hits(np.array([1.0, 0.0] * 9)), "top1")
     assert estimate is not None
-    assert estimate.note == "only 18 images: the interval is too wide to say much"
+    assert estimate.note == "only 18 images: the interval is too wide to say much; score more of them"
 
 
 def test_images_that_are_not_the_same_are_no_pairs() -> None:

@@ -61,7 +61,7 @@ def test_what_is_well_has_no_remarks(folder: Path) -> None:
 def test_few_images_and_random_calibration_data_are_said(folder: Path) -> None:
     random, few = checked(folder, top1(count=12))
     assert random == "model 'net': no calibration data given, random data is used: do not trust any accuracy"
-    assert few == "model 'net': evaluator: only 12 images: the interval is too wide to say much"
+    assert few == "model 'net': evaluator: only 12 images: the interval is too wide to say much; score more of them"
 
 
 @pytest.mark.parametrize(

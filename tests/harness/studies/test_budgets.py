@@ -70,11 +70,16 @@ def test_every_searcher_has_its_line_on_every_table(
     budget = pd.read_csv(out / "budget.csv")
     assert list(budget["searcher"]) == 2 * ["random, 10000 searches", "random", "local"]
     assert (budget["regret_20"] <= budget["regret_5"]).all()
+    found = pd.read_csv(out / "found.csv").set_index("searcher")
+    means = pd.read_csv(out / "means.csv").set_index("searcher")
+    for name in ("random", "local"):
+        assert found.loc[name, "found_20"] <= means.loc[name, "mean_20"], "nothing is handed over that was not found"
+        assert found.loc[name, "found_20"] <= found.loc[name, "found_5"]
     by_name = budget.groupby("searcher")["regret_20"].mean()
     assert by_name["local"] < by_name["random, 10000 searches"]
     assert {p.name for p in out.iterdir()} >= {
         f"{name}.{end}"
-        for name in ("means", "budget", "reach", "score", "pairs", "ranks")
+        for name in ("means", "found", "budget", "reach", "score", "pairs", "ranks")
         for end in ("md", "csv", "tex")
     }
     assert (out / "ranks-5.png").exists()
@@ -384,7 +389,7 @@ def test_a_table_whose_optimum_is_told_first_is_left_out_and_named(
         "told first, and within 1 % of the optimum, so that no searcher can be told from another: idle ('all'); "
         "a cold start has something to find there (initial: none, or --cold)"
     )
-    assert printed.count(f"Left out: {said}.") == 6, "below each table"
+    assert printed.count(f"Left out: {said}.") == 7, "below each table"
     assert {table for table, _, _ in walks(out)} == {"telling"}, "an hour is spent on it"
     for name in ("budget", "reach", "score"):
         assert set(pd.read_csv(out / f"{name}.csv")["table"]) == {"telling"}
@@ -408,7 +413,7 @@ def test_a_searcher_that_had_nothing_more_to_propose_is_named_below_each_table(
     study.write_text(f"study: mine\ntables: {tables}\nsearchers: [random, {walk}]\nseeds: 2\nbudgets: [10, 40]\n")
     main(["study", str(study), "--out", str(tmp_path / "out"), "--workers", "1"])
     printed = capsys.readouterr().out
-    assert printed.count("Nothing more to propose before 40 evaluations had: walk (4 of 4 searches, in the median") == 6
+    assert printed.count("Nothing more to propose before 40 evaluations had: walk (4 of 4 searches, in the median") == 7
     assert "random (" not in printed
 
 

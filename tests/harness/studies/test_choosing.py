@@ -63,6 +63,7 @@ def test_a_search_that_ended_keeps_its_choice_and_its_clock(make_table: Callable
     walks = Walks(seeds=(0,), indices=np.array([[0, 1, -1]]), readings_ms=np.array([[10.0, 13.0, INF]]))
     latency_ms, elapsed_s = walks.latency_ms(landscape), walks.elapsed_s(landscape)
     assert latency_ms[0].tolist() == [landscape.latency_ms[0]] * 3
+    assert walks.found_ms(landscape)[0].tolist() == np.minimum.accumulate(landscape.latency_ms[[0, 1, 1]]).tolist()
     assert elapsed_s[0, 0] > 0
     assert elapsed_s[0, 1] == elapsed_s[0, 2] > elapsed_s[0, 0]
 
@@ -71,3 +72,4 @@ def test_what_may_not_be_chosen_counts_as_slow_as_the_slowest(make_table: Callab
     landscape = Landscape(make_table(dimensions=2))
     walks = Walks(seeds=(0,), indices=np.array([[1, 0]]), readings_ms=np.array([[INF, 10.0]]))
     assert walks.latency_ms(landscape)[0].tolist() == [landscape.latency_ms.max(), landscape.latency_ms[0]]
+    assert walks.found_ms(landscape)[0].tolist() == [landscape.latency_ms.max(), landscape.latency_ms[0]]

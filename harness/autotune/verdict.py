@@ -1,0 +1,70 @@
+"""What the autotuner says at the end: how the model that it wrote compares with the float model, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.measure.confirm import Summary
+
+__all__ = ["Delivered", "verdict_lines"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivered:
+    """The model that was chosen.
+
+    Attributes:
+        file: It.
+        baseline: The float model.
+        pairs: Its Q/DQ pairs; 0: it is the float model.
+        read: Its speedup by the reading that made it the choice; None where nobody knows it.
+        options: Of the runtime, in words; "" without any.
+        calibrated: Scales are of data of the model's own.
+    """
+
+    file: Path
+    baseline: Path
+    pairs: int
+    read: float | None
+    options: str
+    calibrated: bool
+
+
+def verdict_lines(summary: Summary, delivered: Delivered) -> Iterator[str]:
+    """Sentences for people, the figures first.
+
+    Args:
+        summary: Of fresh builds of both, with the rows "baseline" and "final".
+    """
+    if "final" not in summary.rows:
+        yield f"Final: could not be timed: {summary.failed['final'].reason}"
+        return
+    float_row, row = summary.rows["baseline"], summary.rows["final"]
+    low, high = row.speedup.low, row.speedup.high
+    yield f"Baseline: {float_row.latency_ms.value:.3f} ms, built afresh as the final model is"
+    yield (
+        f"Final: {row.latency_ms.value:.3f} ms ({row.speedup.value:.3f}x speedup, 95 % interval {low:.3f} to "
+        f"{high:.3f}, {row.verdict}; {row.builds} fresh builds in turns with the baseline, A/A "
+        f"floor {100 * summary.floor:.1f} %), "
+        f"{delivered.pairs} Q/DQ pairs"
+    )
+    timed = f" (timed with {delivered.options}: deploy it so)" if delivered.options else ""
+    yield f"Written: {delivered.file}{timed}"
+    if not delivered.pairs:
+        yield f"No placement that was measured is faster than the float model, so {delivered.file.name} is that model"
+        return
+    if not delivered.calibrated:
+        yield "Scales are of random data, so its accuracy is unknown: give --calibration_data before you use it"
+    else:
+        yield "Its accuracy was not looked at: qdq run does, with the evaluator fidelity where there are no labels"
+    if delivered.read is not None and delivered.read > high:
+        yield (
+            f"While it was searched it read {delivered.read:.3f}x: the best of many readings is a lucky one, so only "
+            "the fresh builds count"
+        )
+    if row.verdict == "slower":
+        yield f"Slower than the float model: use {delivered.baseline}"
+    elif row.verdict == "tie":
+        yield f"Not faster than the float model beyond noise: {delivered.baseline} does as well"

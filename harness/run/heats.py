@@ -1,0 +1,70 @@
+"""A race of models that are built afresh, heat by heat, and written down turn by turn.
+
+See `harness.measure.race` for who is out of it when, and `harness.run.contest` for the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+
+from harness.measure.confirm import OpenEngines
+from harness.measure.race import HEATS, unbeaten
+from harness.run.config import Rounds
+from harness.run.contest import Contest, hold, read_ratios
+from harness.run.observe import Observer
+
+__all__ = ["FIRST", "TURN", "race"]
+
+TURN = 3
+"""Inferences of a turn, at least."""
+FIRST = Rounds(builds=1, rounds=HEATS[0], samples=TURN)
+K = TypeVar("K")
+
+
+def race(
+    contest: Contest,
+    lots: Mapping[K, Sequence[str]],
+    wanted: int,
+    open_engines: OpenEngines,
+    observer: Observer,
+    retry_failed: bool = False,
+) -> dict[K, list[str]]:
+    """Hold the heats, each with fresh builds; a row goes on as long as it may be among the wanted of any lot.
+
+    Args:
+        contest: Of all rows, with the plan of the first heat.
+        lots: Rows that are rivals, by name; one may be in several lots.
+        wanted: How many of each lot.
+
+    Returns:
+        Of each lot those that came through unbeaten, in its order.
+
+    Raises:
+        UserError: As `hold`.
+    """
+    left = {key: list(lot) for key, lot in lots.items()}
+    rows = contest.rows
+    for number, turns in enumerate(HEATS):
+        heat = replace(contest, rows=rows, plan=contest.plan.model_copy(update={"rounds": turns}), first=number)
+        hold(heat, open_engines, observer, retry_failed)
+        ratios = read_ratios(contest.path, contest.baseline.name)
+        left = {key: _unbeaten(lot, ratios, wanted) for key, lot in left.items()}
+        close = {name for lot in left.values() if len(lot) > wanted for name in lot}
+        rows = tuple(row for row in contest.rows if row.name in close)
+        if not rows:
+            break
+    return left
+
+
+def _unbeaten(lot: Sequence[str], ratios: Mapping[str, Mapping[tuple[int, int], float]], wanted: int) -> list[str]:
+    """Those of a lot that came through and are not beaten."""
+    timed = [name for name in lot if name in ratios]
+    turns = sorted({turn for name in timed for turn in ratios[name]})
+    if not turns:
+        return timed
+    log_ms = -np.log([[ratios[name].get(turn, np.nan) for turn in turns] for name in timed])
+    return [name for name, stays in zip(timed, unbeaten(log_ms, wanted), strict=True) if stays]
