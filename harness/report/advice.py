@@ -11,6 +11,7 @@ import pandas as pd
 from harness.measure.provenance import options_said
 from harness.measure.stats import Interval
 from harness.report.naming import metric_name, shown_drop
+from harness.report.notes import without_vnni
 from harness.report.results import CellResults, Results
 from harness.report.scenes import exported
 from harness.run.rows import FLOAT_ROW
@@ -67,7 +68,7 @@ def next_steps(results: Results, main: pd.DataFrame) -> Iterator[str]:
             yield _paragraph(cell, _too_lossy(cell, beyond), [*_searched(cell), *_lossy_steps(cell, beyond)])
         elif slow:
             reason = "none is faster than the float model"
-            yield _paragraph(cell, reason, [*_searched(cell), *_slow_steps(cell, slow, results)])
+            yield _paragraph(cell, reason, [*_slow_steps(cell, slow, results), *_searched(cell)])
 
 
 def _paragraph(cell: CellResults, reason: str, steps: Iterable[str]) -> str:
@@ -100,6 +101,8 @@ def _lossy_steps(cell: CellResults, lines: Sequence[_Line]) -> Iterator[str]:
 
 
 def _slow_steps(cell: CellResults, lines: Sequence[_Line], results: Results) -> Iterator[str]:
+    if without_vnni(cell):
+        yield "a processor with VNNI or AMX: this one has neither, and INT8 gains little there"
     ties = [line for line in lines if line["verdict"] == "tie" and line["speedup"] > 1 and not line["beyond"]]
     if ties:
         fastest = _fastest(ties)

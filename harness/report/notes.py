@@ -20,6 +20,7 @@ from harness.run.rows import ACCURACY_ONLY, FLOAT_ROW
 
 __all__ = [
     "backend_notes", "data_notes", "decision_note", "floor_note", "main_note", "noise", "partial", "progress",
+    "without_vnni",
 ]  # fmt: skip
 
 UNFIT = "not shipped: not scored"
@@ -118,7 +119,7 @@ def data_notes(cells: Sequence[CellResults]) -> tuple[str, ...]:
         for cell in cells
         if cell.blind
     ]
-    scored = [cell for cell in cells if FLOAT_ROW in cell.scores and _saturates(cell)]
+    scored = [cell for cell in cells if FLOAT_ROW in cell.scores and without_vnni(cell)]
     if rough := [cell.name for cell in scored if not _reduced(cell)]:
         told.append(
             f"Accuracy of {', '.join(rough)}: of a processor without VNNI, where INT8 products saturate; one that has "
@@ -137,7 +138,7 @@ def data_notes(cells: Sequence[CellResults]) -> tuple[str, ...]:
     return (*told, *(f"Accuracy of {', '.join(names)}: {note}." for note, names in few.items()))
 
 
-def _saturates(cell: CellResults) -> bool:
+def without_vnni(cell: CellResults) -> bool:
     """Whether the device is a processor that adds products of integers in 16 bits."""
     own = str(cell.environment.get("cpu", {}).get("model"))
     device = cell.facts["backend"].get("device")

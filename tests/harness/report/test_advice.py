@@ -108,9 +108,13 @@ def test_where_nothing_is_faster_other_things_help(
     change(folder / CELL, "rows.json", **rows)
     assert told(folder).splitlines() == [
         f"No row of {CELL} may be shipped: none is faster than the float model. What may help:",
-        "- a larger budget than 3 evaluations; what was measured is kept",
         f"- qdq explain {folder} {CELL}/all: what its pairs cost and give on this runtime",
+        "- a larger budget than 3 evaluations; what was measured is kept",
     ]
+    device = json.loads((folder / CELL / "cell.json").read_text())["backend"]["device"]
+    (folder / CELL / "env.json").write_text(json.dumps({"cpu": {"model": device, "flags": ["avx2"]}}))
+    first = "- a processor with VNNI or AMX: this one has neither, and INT8 gains little there"
+    assert told(folder).splitlines()[1] == first
     change(folder / CELL, "cell.json", goal=STRICT)
     ruled_out = "- a looser bound than 0.005: evaluations that were faster than float and broke it: 2"
     assert ruled_out in told(folder).splitlines(), "one in each of two searches"
