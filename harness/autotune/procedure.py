@@ -172,7 +172,7 @@ class _Run:
     def regions(self) -> None:
         """Give each pattern its turn, or the whole model one."""
         turns = [self._session.chart.whole] if self._plan.whole else self._chosen()
-        with self._plan.observer.work("regions", len(turns)) as step:
+        with self._plan.observer.work("search" if self._plan.whole else "regions", len(turns)) as step:
             for region in turns:
                 self._autotuner.set_profile_region(region, commit=True)
                 if self._autotuner.current_profile_pattern_schemes is not None:

@@ -96,8 +96,8 @@ class Session:
             "model_sha256": self._model.sha256,
             "inputs": {name: list(shape) for name, (_, shape) in input_types(self._model).items()},
             "quant_type": self._config.default_quant_type,
-            "space": dimensions[:16],
             **{key: self._backend.facts.get(key) for key in ("name", "version", "device", "options")},
+            "space": dimensions[:16],  # what differs here follows from one of the others as a rule
         }
 
     def keep(self, signatures: Iterable[str]) -> None:
