@@ -74,6 +74,7 @@ class QDQAutotunerBase:
         self.beside_float = False
         self.changes: tuple[str, ...] = ()
         self.profiled_patterns: list[PatternSchemes] = []
+        self.delivered: Placement | None = None
         self._made: Session | None = None
         self._turn: Turn | None = None
 
@@ -147,7 +148,7 @@ class QDQAutotunerBase:
         session = self.session
         if commit and self._turn is not None:
             self.profiled_patterns.append(self._turn.schemes)
-        self._turn = None
+        self._turn = self.delivered = None
         if region is None:
             return
         if region not in session.chart:
@@ -211,10 +212,14 @@ class QDQAutotunerBase:
             self.pattern_cache.learn(session.learned(placement, latency_ms, self.baseline_latency_ms))
 
     def placement(self, best: bool = False) -> Placement:
-        """The whole model's choice: profiled patterns at their best, the current one as generated last or its best."""
+        """The whole model's choice: profiled patterns at their best, the current one as generated last or its best.
+
+        Args:
+            best: At the end of a walk, what won its runoff and was delivered.
+        """
         around = self.session.with_schemes(self.profiled_patterns)
         if self._turn is None:
-            return around
+            return self.delivered if best and self.delivered is not None else around
         scheme = self._turn.schemes.best_scheme if best else self._turn.generated
         return around if scheme is None else self._turn.placement(scheme)
 

@@ -20,6 +20,7 @@ from harness.autotune.regions import Region
 from harness.autotune.runoff import Runoff, fastest
 from harness.autotune.timing import latency_ms, restless, stderr_ms
 from harness.autotune.verdict import Delivered, verdict_lines
+from harness.errors import UserError
 from harness.graph.cache import strangers
 from harness.graph.diff import pairs_in
 from harness.graph.load import load
@@ -182,7 +183,7 @@ class _Run:
 
     def finish(self) -> None:
         """Write the model, build it afresh beside the float model, and say how they compare."""
-        placement = self._chosen_in_runoff(self._autotuner.placement(best=True))
+        placement = self._autotuner.delivered = self._chosen_in_runoff(self._autotuner.placement(best=True))
         path = self._export("optimized_final.onnx", placement)
         final = replace(self._session.candidate(placement), source=lambda: path)
         self._outcome(final, "final")
@@ -209,25 +210,34 @@ class _Run:
             log.write("\n".join(lines) + "\n")
 
     def _chosen_in_runoff(self, best: Placement) -> Placement:
-        """What the walk came to, or whichever of the fastest beats it where all are built afresh."""
+        """What the walk came to, or whichever of the fastest beats it where all are built afresh.
+
+        One rival alone needs no race: the confirmation judges it.
+        """
         space, folder = self._session.space, self._plan.output_dir
         rivals = self._session.leaders(CONTENDERS, self._baseline_ms)
         if any(best.choices):
             rivals = {space.digest(best): best, **rivals}
         if len(rivals) < 2:
-            return best
+            return next(iter(rivals.values()), best)
         floating = self._session.candidate(space.float_placement())
-        won = fastest(
-            [self._transformed(self._session.candidate(placement)) for placement in rivals.values()],
-            replace(floating, source=lambda: folder / "baseline.onnx"),
-            Runoff(
-                path=folder / "logs" / RUNOFF,
-                facts=self._session.facts,
-                open_engines=self._benchmark.fresh,
-                observer=self._plan.observer,
-            ),
-        )
-        return rivals[won] if won else best
+        try:
+            won, speedup = fastest(
+                [self._transformed(self._session.candidate(placement)) for placement in rivals.values()],
+                replace(floating, source=lambda: folder / "baseline.onnx"),
+                Runoff(
+                    path=folder / "logs" / RUNOFF,
+                    facts=self._session.facts,
+                    open_engines=self._benchmark.fresh,
+                    observer=self._plan.observer,
+                ),
+            )
+        except UserError as error:  # so many engines at once may need more memory than the walk and the final ones
+            self._plan.observer.say(f"No runoff of the fastest {len(rivals)}, the lowest reading chooses: {error}")
+            return best if any(best.choices) else next(iter(rivals.values()))
+        if won and (speedup > 1 or any(best.choices)):
+            return rivals[won]
+        return best
 
     def _extent(self) -> str:
         """How much there is to do, or why there is nothing."""

@@ -34,8 +34,8 @@ class Runoff:
     observer: Observer
 
 
-def fastest(rivals: Sequence[Candidate], baseline: Candidate, runoff: Runoff) -> str:
-    """Digest of the one that wins the race (`harness.run.heats`); "" where none came through.
+def fastest(rivals: Sequence[Candidate], baseline: Candidate, runoff: Runoff) -> tuple[str, float]:
+    """Digest of the one that wins the race (`harness.run.heats`), and its speedup there; "" where none came through.
 
     Args:
         baseline: The float model, which takes its turn beside them.
@@ -54,4 +54,6 @@ def fastest(rivals: Sequence[Candidate], baseline: Candidate, runoff: Runoff) ->
         plan=FIRST,
     )
     (left,) = race(contest, {"all": names}, 1, runoff.open_engines, runoff.observer).values()
-    return max(left, key=read_speedups(runoff.path, BASELINE).__getitem__, default="")
+    speedups = read_speedups(runoff.path, BASELINE)
+    won = max(left, key=speedups.__getitem__, default="")
+    return won, speedups.get(won, 0.0)

@@ -132,7 +132,7 @@ def read_state(path: Path, facts: Mapping[str, Any]) -> State:
         baseline_ms = body["baseline_latency_ms"]
         return State(
             facts=facts,
-            config=body["config"],
+            config=dict(body["config"]),
             baseline_latency_ms=None if baseline_ms is None else _positive(baseline_ms),
             beside_float=body.get("beside_float") is True,
             current=body["current_profile_pattern_schemes_signature"] or "",

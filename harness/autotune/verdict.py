@@ -53,7 +53,7 @@ def verdict_lines(summary: Summary, delivered: Delivered) -> Iterator[str]:
     timed = f" (timed with {delivered.options}: deploy it so)" if delivered.options else ""
     yield f"Written: {delivered.file}{timed}"
     if not delivered.pairs:
-        yield f"No placement that was measured is faster than the float model, so {delivered.file.name} is that model"
+        yield f"No placement proved faster than the float model, so {delivered.file.name} is that model"
         return
     if not delivered.calibrated:
         yield "Scales are of random data, so its accuracy is unknown: give --calibration_data before you use it"

@@ -22,7 +22,7 @@ from harness.measure.stats import Interval, Verdict, block_ci, floor_from, paire
 from harness.records import Failed
 from harness.run.config import Rounds, Sampling
 
-__all__ = ["Row", "RowSummary", "Summary", "confirm", "summarise"]
+__all__ = ["OpenEngines", "Row", "RowSummary", "Summary", "confirm", "floor_of", "summarise"]
 
 GROUP = 10
 """Rows that are open at once beside the baseline and its twin; more would cost memory, not precision."""
@@ -245,9 +245,7 @@ def summarise(events: Iterable[Event], baseline: str, floor: float = 0.0) -> Sum
         floor: Known noise floor; the one of these events is used where it is larger.
     """
     readings = Readings(events)
-    bases, twins = readings.paired(TWIN, baseline)
-    ratios = [float(np.median(np.divide(base, twin))) for base, twin in zip(bases, twins, strict=True)]
-    floor = max(floor, floor_from(ratios))
+    floor = max(floor, floor_of(readings, baseline))
     rows = {}
     for name in readings.turns:
         base, own = readings.paired(name, baseline)
@@ -268,6 +266,12 @@ def summarise(events: Iterable[Event], baseline: str, floor: float = 0.0) -> Sum
         failed=failed,
         disturbed=readings.disturbed_share,
     )
+
+
+def floor_of(readings: Readings, baseline: str) -> float:
+    """The A/A noise floor of some builds: what the baseline gains over its twin, see `harness.measure.stats`."""
+    bases, twins = readings.paired(TWIN, baseline)
+    return floor_from([float(np.median(np.divide(base, twin))) for base, twin in zip(bases, twins, strict=True)])
 
 
 def _finished(readings: Readings, rounds: int) -> Mapping[Key, set[str]]:

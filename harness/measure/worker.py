@@ -131,9 +131,10 @@ def _family(pid: int) -> Iterator[int]:
     left = [pid]
     while left:
         yield (parent := left.pop())
-        for children in Path(f"/proc/{parent}/task").glob("*/children"):
-            with suppress(OSError):  # it ended meanwhile
-                left += map(int, children.read_text().split())
+        with suppress(OSError):  # it ended meanwhile, or below one of its threads did
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                with suppress(OSError):
+                    left += map(int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split())
 
 
 def end_with_driver() -> None:

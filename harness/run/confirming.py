@@ -22,7 +22,7 @@ from harness.measure.events import Block, Event, decode_event, disturbance_note,
 from harness.measure.site import OpenEngines
 from harness.run.compare import refuse_changes
 from harness.run.config import Confirmation, Use
-from harness.run.contest import SEED, Contest, hold, read_contest
+from harness.run.contest import SEED, Contest, advise, hold, read_contest
 from harness.run.observe import Observer
 from harness.run.rows import FLOAT_ROW, Row, Table, read_json, write_json
 from search.space import digest_of
@@ -147,6 +147,7 @@ def confirm_rows(  # noqa: PLR0913 - what, where, and how
     rows = tuple(turns.values())
     contest = Contest(name="confirmation", path=path, header=header, baseline=baseline, rows=rows, plan=plan)
     hold(contest, lambda: open_engines(worker), observer, retry_failed)
+    advise(contest, observer)
 
 
 def read_events(folder: Path) -> tuple[Event, ...]:

@@ -18,7 +18,7 @@ from harness.run.journal import append_line, cut_torn_line
 from harness.run.observe import Observer
 from harness.run.sections import put_aside
 
-__all__ = ["RUNOFF", "SEED", "Contest", "hold", "read_contest", "read_ratios", "read_speedups"]
+__all__ = ["RUNOFF", "SEED", "Contest", "advise", "hold", "ratios_of", "read_contest", "read_speedups"]
 
 RUNOFF = "runoff.jsonl"
 """Name in a cell's folder of the contest between the best of each search."""
@@ -35,6 +35,7 @@ class Contest:
     Attributes:
         name: What the user reads beside the bar, and before what fails.
         header: What it depends on, as JSON has it; a record with another header is put aside.
+        floor: Known A/A noise floor; what twins show counts where it is larger.
         first: Number of the first build, where this goes on with a record whose builds before were of other rows.
     """
 
@@ -44,6 +45,7 @@ class Contest:
     baseline: Row
     rows: tuple[Row, ...]
     plan: Rounds
+    floor: float = 0.0
     first: int = 0
 
 
@@ -83,7 +85,15 @@ def hold(contest: Contest, open_engines: OpenEngines, observer: Observer, retry_
             for key in _keys(event, plan.rounds) & left:
                 left.discard(key)
                 step.advance(f"build {event.build + 1} of {contest.first + plan.builds}")
-    if note := disturbance_note(Readings(read_contest(path)).disturbed_share):
+
+
+def advise(contest: Contest, observer: Observer) -> None:
+    """Say where something else was at work in too many of its turns.
+
+    Raises:
+        UserError: A damaged line.
+    """
+    if note := disturbance_note(Readings(read_contest(contest.path)).disturbed_share):
         observer.say(f"{contest.name}: {note}: close other work and repeat")
 
 
@@ -102,13 +112,12 @@ def read_contest(path: Path) -> tuple[Event, ...]:
         raise UserError(f"{path}: {error}; move the file away to have it timed anew") from error
 
 
-def read_ratios(path: Path, baseline: str) -> dict[str, dict[tuple[int, int], float]]:
+def ratios_of(readings: Readings, baseline: str) -> dict[str, dict[tuple[int, int], float]]:
     """Of each row of a contest that came through, its speedup over the baseline in each turn, by build and round.
 
-    Raises:
-        UserError: A damaged line.
+    A row that failed in any build did not come through.
     """
-    turns = Readings(read_contest(path)).turns
+    turns = readings.turns
     found = {
         name: {
             (key[0], number): turns[baseline][key][number] / own_ms
@@ -117,7 +126,7 @@ def read_ratios(path: Path, baseline: str) -> dict[str, dict[tuple[int, int], fl
             if number in turns[baseline].get(key, {})
         }
         for name, workers in turns.items()
-        if name not in {baseline, TWIN}
+        if name not in {baseline, TWIN} and not readings.failed.get(name)
     }
     return {name: ratios for name, ratios in found.items() if ratios}
 
@@ -128,7 +137,8 @@ def read_speedups(path: Path, baseline: str) -> dict[str, float]:
     Raises:
         UserError: A damaged line.
     """
-    return {name: float(np.median([*ratios.values()])) for name, ratios in read_ratios(path, baseline).items()}
+    found = ratios_of(Readings(read_contest(path)), baseline)
+    return {name: float(np.median([*ratios.values()])) for name, ratios in found.items()}
 
 
 def _keep_another(path: Path, header: str) -> None:

@@ -11,10 +11,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from harness.measure.confirm import OpenEngines
-from harness.measure.race import HEATS, unbeaten
+from harness.measure.confirm import OpenEngines, floor_of
+from harness.measure.events import Readings
+from harness.measure.race import HEATS, by_builds, unbeaten
 from harness.run.config import Rounds
-from harness.run.contest import Contest, hold, read_ratios
+from harness.run.contest import Contest, advise, hold, ratios_of, read_contest
 from harness.run.observe import Observer
 
 __all__ = ["FIRST", "TURN", "race"]
@@ -35,13 +36,15 @@ def race(
 ) -> dict[K, list[str]]:
     """Hold the heats, each with fresh builds; a row goes on as long as it may be among the wanted of any lot.
 
+    Who goes on after a heat follows from the turns up to it, so that a race which is held again times nothing again.
+
     Args:
         contest: Of all rows, with the plan of the first heat.
         lots: Rows that are rivals, by name; one may be in several lots.
         wanted: How many of each lot.
 
     Returns:
-        Of each lot those that came through unbeaten, in its order.
+        Of each lot those that came through unbeaten, in its order. Whoever fails in any heat is out.
 
     Raises:
         UserError: As `hold`.
@@ -51,20 +54,25 @@ def race(
     for number, turns in enumerate(HEATS):
         heat = replace(contest, rows=rows, plan=contest.plan.model_copy(update={"rounds": turns}), first=number)
         hold(heat, open_engines, observer, retry_failed)
-        ratios = read_ratios(contest.path, contest.baseline.name)
-        left = {key: _unbeaten(lot, ratios, wanted) for key, lot in left.items()}
+        readings = Readings(event for event in read_contest(contest.path) if event.build <= number)
+        slack = by_builds(number + 1, max(contest.floor, floor_of(readings, contest.baseline.name)))
+        ratios = ratios_of(readings, contest.baseline.name)
+        left = {key: _unbeaten(lot, ratios, wanted, slack) for key, lot in left.items()}
         close = {name for lot in left.values() if len(lot) > wanted for name in lot}
         rows = tuple(row for row in contest.rows if row.name in close)
         if not rows:
             break
+    advise(contest, observer)
     return left
 
 
-def _unbeaten(lot: Sequence[str], ratios: Mapping[str, Mapping[tuple[int, int], float]], wanted: int) -> list[str]:
+def _unbeaten(
+    lot: Sequence[str], ratios: Mapping[str, Mapping[tuple[int, int], float]], wanted: int, slack: float
+) -> list[str]:
     """Those of a lot that came through and are not beaten."""
     timed = [name for name in lot if name in ratios]
     turns = sorted({turn for name in timed for turn in ratios[name]})
     if not turns:
         return timed
     log_ms = -np.log([[ratios[name].get(turn, np.nan) for turn in turns] for name in timed])
-    return [name for name, stays in zip(timed, unbeaten(log_ms, wanted), strict=True) if stays]
+    return [name for name, stays in zip(timed, unbeaten(log_ms, wanted, slack), strict=True) if stays]

@@ -72,13 +72,26 @@ def run_off(
         for budget, there in budgets.items()
     }
     if len(contest.rows) > 1:
-        lots = race(contest, lots, running.experiment.confirmation.top_k, open_engines, running.observer, retry_failed)
+        wanted = running.experiment.confirmation.top_k
+        rivals: dict[tuple[str | int, ...], list[str]] = {**lots, **_favourites(running, found)}
+        close = race(contest, rivals, wanted, open_engines, running.observer, retry_failed)
+        lots = {key: close[key] for key in lots}
     speedups = read_speedups(contest.path, FLOAT_ROW) if contested else {}
     settled = {
         name: {budget: _settled(there, lots[name, budget], speedups, running) for budget, there in budgets.items()}
         for name, budgets in found.items()
     }
     return Found(reached=settled, speedups=speedups)
+
+
+def _favourites(running: Running, found: _Budgets) -> dict[tuple[str, int, str], list[str]]:
+    """What each searcher leads with at a budget, all seeds together: of these one is its row in the main table."""
+    lots: dict[tuple[str, int, str], dict[str, None]] = {}
+    for run in running.cell.spec.runs:
+        for budget, there in found.get(run.name, {}).items():
+            lot = lots.setdefault((run.searcher.name, budget, "all seeds"), {})
+            lot.update(dict.fromkeys(trial.digest for trial in there.leaders))
+    return {key: [*lot] for key, lot in lots.items()}
 
 
 def _searched(running: Running) -> _Budgets:
@@ -123,6 +136,7 @@ def _contest(running: Running, found: _Budgets) -> Contest:
         baseline=Row(name=FLOAT_ROW, candidate=unquantized),
         rows=tuple(rows.values()),
         plan=FIRST,
+        floor=running.floor,
     )
 
 

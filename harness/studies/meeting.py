@@ -15,7 +15,7 @@ from harness.measure.stats import median_ci
 from harness.records import Failed
 from harness.run.compose import Cell
 from harness.run.config import Rounds
-from harness.run.contest import Contest, hold, read_contest
+from harness.run.contest import Contest, advise, hold, read_contest
 from harness.run.observe import Observer
 from harness.run.rows import FLOAT_ROW
 from harness.tables import Row
@@ -95,6 +95,7 @@ class Meeting:
             plan=TURNS,
         )
         hold(contest, self.open_engines, self.observer)
+        advise(contest, self.observer)
         readings = Readings(read_contest(contest.path))
         self._say_pace(contest.name, readings)
         return {digest: self._timed_anew(row, *readings.paired(digest, FLOAT_ROW)) for digest, row in rows.items()}

@@ -253,6 +253,29 @@ def test_the_fastest_meet_before_one_is_delivered(folder, runtime):
     assert (out / "logs/runoff.jsonl").read_bytes() == before, "it is held once"
 
 
+def test_a_runoff_that_cannot_be_held_leaves_the_choice_to_the_lowest_reading(folder, runtime, capsys, monkeypatch):
+    def refused(*arguments):
+        raise UserError("the baseline failed in the confirmation: memory: more than 16 GB")
+
+    monkeypatch.setattr("harness.autotune.procedure.fastest", refused)
+    runtime.generous = True
+    assert qdq("-m", "model.onnx", "--max_evals", "12") == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "No runoff of the fastest 4, the lowest reading chooses: the baseline failed" in said
+    fastest = max(runtime.measured[:12], key=lambda candidate: len(candidate.edges))
+    final = onnx.load(folder / "autotuner_output/optimized_final.onnx")
+    assert sorted(delivered(final).items()) == list(fastest.edges)
+
+
+def test_what_is_delivered_is_what_the_autotuner_calls_its_best(folder, benchmark_instance):
+    benchmark_instance.generous = True
+    autotuner = region_pattern_autotuning_workflow(str(folder / "model.onnx"), folder / "out", 4)
+    assert autotuner.delivered is not None
+    autotuner.export_onnx(str(folder / "best.onnx"), best=True)
+    final = onnx.load(folder / "out/optimized_final.onnx")
+    assert delivered(onnx.load(folder / "best.onnx")) == delivered(final)
+
+
 def test_settings_that_changed_are_named_when_a_run_goes_on(folder, runtime, capsys):
     np.savez(folder / "data.npz", x=np.ones((4, 3, 16, 16), np.float32))
     runtime.generous = True
@@ -269,7 +292,7 @@ def test_settings_that_changed_are_named_when_a_run_goes_on(folder, runtime, cap
     [
         ("slower", 7, "Slower than the float model: use baseline.onnx"),
         ("tie", 7, "Not faster than the float model beyond noise: baseline.onnx does as well"),
-        ("tie", 0, "No placement that was measured is faster than the float model, so final.onnx is that model"),
+        ("tie", 0, "No placement proved faster than the float model, so final.onnx is that model"),
         ("faster", 7, "Scales are of random data, so its accuracy is unknown"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.measure.race import HEATS, unbeaten, winner
+from harness.measure.race import HEATS, by_builds, unbeaten, winner
 
 TURNS = sum(HEATS)
 RNG = np.random.default_rng(0)
@@ -31,6 +31,20 @@ def test_equals_stay_in_as_often_as_is_said() -> None:
     """The one that leads was chosen for it, so of two equals one in ten seems beaten: a test at 5 % on either side."""
     stays = unbeaten(timed([1.0, 1.0], 0.05, races=4_000, turns=8)).all(axis=1)
     assert 0.86 < stays.mean() < 0.94
+
+
+def test_equals_stay_in_though_their_builds_differ() -> None:
+    """A test over turns alone takes the luck of a build, which all its turns share, for a gap."""
+    builds = 0.006 * RNG.standard_normal((4_000, 2, 1))
+    log_ms = timed([1.0, 1.0], 0.01, races=4_000, turns=8) + builds
+    assert unbeaten(log_ms).all(axis=1).mean() < 0.7
+    assert unbeaten(log_ms, slack=by_builds(1)).all(axis=1).mean() > 0.93
+
+
+def test_builds_explain_less_the_more_there_are_and_never_less_than_a_claim() -> None:
+    assert by_builds(1, 0.04) == pytest.approx(np.log(1.04))
+    assert by_builds(4, 0.04) == pytest.approx(np.log(1.04) / 2)
+    assert by_builds(1, 0.001) == by_builds(1) == pytest.approx(np.log(1.01))
 
 
 def test_turns_that_are_not_there_are_no_readings() -> None:

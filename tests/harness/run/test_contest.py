@@ -17,7 +17,7 @@ from harness.measure.events import Readings
 from harness.measure.sampling import Samples
 from harness.records import Failed
 from harness.run.config import Rounds, Sampling
-from harness.run.contest import Contest, hold, read_contest, read_ratios
+from harness.run.contest import Contest, advise, hold, ratios_of, read_contest
 from harness.run.observe import Silent
 
 
@@ -97,7 +97,7 @@ def test_a_record_goes_on_with_fewer_rows(tmp_path: Path) -> None:
     for contest in (whole, rest):
         hold(contest, Busy("").open, Silent())
     assert path.read_bytes() == written, "nothing is left to do"
-    ratios = read_ratios(path, "float")
+    ratios = ratios_of(Readings(read_contest(path)), "float")
     assert sorted(ratios["a"]) == [(0, turn) for turn in range(3)]
     assert sorted(ratios["b"]) == sorted(ratios["a"]) + [(build, turn) for build in (1, 2) for turn in range(4)]
 
@@ -114,6 +114,7 @@ def test_other_work_on_the_machine_is_told_at_the_end_and_kept_in_the_record(tmp
     )
     observer = Listening()
     hold(contest, Busy(disturbed).open, observer)
+    advise(contest, observer)
     said = (
         "confirmation: something else was at work in 100% of the turns, which distorts speedups, upwards as a rule: "
         "close other work and repeat"

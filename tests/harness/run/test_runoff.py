@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 from small import qdq, save_chain
 
-from harness.measure.events import TWIN
+from harness.measure.events import TWIN, Readings
 from harness.measure.race import HEATS
-from harness.run.contest import read_contest, read_ratios
+from harness.run.contest import ratios_of, read_contest
 from harness.run.journal import read_journal
 from harness.run.rows import read_rows
 
@@ -97,7 +97,7 @@ def test_what_is_close_is_timed_for_longer_and_what_is_not_is_not(folder):
     rows = {heat: names - {"float", TWIN} for heat, names in heats.items()}
     assert set(rows) == set(range(len(HEATS)))
     assert rows[0] > rows[1] >= rows[2]
-    turns = {name: len(ratios) for name, ratios in read_ratios(path, "float").items()}
+    turns = {name: len(ratios) for name, ratios in ratios_of(Readings(read_contest(path)), "float").items()}
     assert {turns[name] for name in rows[2]} == {sum(HEATS)}
     assert {turns[name] for name in rows[0] - rows[1]} == {HEATS[0]}
     assert np.mean([truth[name] for name in rows[2]]) < np.mean([truth[name] for name in rows[0] - rows[2]])
