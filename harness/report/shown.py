@@ -247,7 +247,7 @@ def _cost(cost: pd.DataFrame, failed: Sequence[str]) -> Table:
     for (cell, searcher), part in cost.groupby(["cell", "searcher"], sort=False) if len(cost) else ():
         total_s = part["total_s"].sum()
         shares = {
-            what: _share(part[f"{what}_s"].sum(min_count=1), total_s)
+            what: _share(part[f"{what}_s"].sum(skipna=False), total_s)
             for what in ("build", "sampling", "evaluation", "failures", "harness", "search")
         }
         line = {"cell": cell, "searcher": searcher, "seeds": str(len(part))}

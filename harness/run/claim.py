@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import fcntl
-import getpass
-import logging
 import math
-import os
-import socket
-import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from io import FileIO
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError
 from harness.run.compare import ADVICE, Changed, same
 from harness.run.config import Experiment, load_experiment, to_yaml
+from harness.run.lock import LOCK, held
 from harness.run.rows import write_text
 from harness.run.sections import free_name
 
 __all__ = ["claimed"]
 
-LOCK = ".lock"
 FILE = "experiment.yaml"
 _OURS = {LOCK, "experiment.tmp"}
 _FREE = {"description", "executor"}
 """Keys that may change at any time; what matters of the executor is in the fingerprint of a search."""
 _LISTS = frozenset({"models", "backends", "precision", "searchers", "seeds", "baselines"})
 """Keys whose entries have cells, journals or rows of their own: one more at the end changes nothing before it."""
-logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -52,39 +44,8 @@ def claimed(out: Path, experiment: Experiment, accept_changes: bool = False) -> 
         raise UserError(f"{out}: is a file, not a folder; use another --out")
     if out.exists() and not (out / FILE).exists() and any(entry.name not in _OURS for entry in out.iterdir()):
         raise UserError(f"{out}: is not empty and holds no experiment; use another --out")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = (out / LOCK).open("ab+", buffering=0)
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written ({error.strerror}); use another --out") from error
-    with lock:
-        _hold(lock, out)
+    with held(out, "running this experiment"):
         yield _claim(out / FILE, experiment, accept_changes)
-
-
-def _hold(lock: FileIO, out: Path) -> None:
-    """Take the lock; the kernel lets go of it when this process ends, however it ends."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.seek(0)
-        owner = lock.read(1000).decode(errors="replace").strip() or "unknown"
-        raise UserError(
-            f"{out}: process {owner} is running this experiment; wait for it, or use another --out"
-        ) from error
-    except OSError as error:
-        logger.warning("%s: this file system has no locks (%s); start no second run here", out, error)
-        return
-    with suppress(OSError):  # the name is a courtesy; a full disk shows where something is lost by it
-        lock.truncate(0)
-        lock.write(_owner().encode())
-
-
-def _owner() -> str:
-    """Who holds the lock, for whoever finds it held."""
-    with suppress(KeyError, OSError):  # containers may run as users that have no name
-        return f"{os.getpid()} of {getpass.getuser()} on {socket.gethostname()}, since {time.strftime('%F %T %Z')}"
-    return str(os.getpid())
 
 
 def _claim(file: Path, experiment: Experiment, accept_changes: bool) -> str:

@@ -32,6 +32,7 @@ __all__ = ["Found", "run_off"]
 
 FRONT = 8
 """Placements of a front that are confirmed at most, unless more are asked for."""
+_Lot = tuple[str | int, ...]
 _Budgets = Mapping[str, Mapping[int, Reached]]
 
 
@@ -66,16 +67,15 @@ def run_off(
         return Found(reached=found)
     contest = _contest(running, found)
     contested = running.experiment.confirmation.contenders > 1  # else a record is of an experiment that had more
-    lots = {
+    lots: dict[_Lot, list[str]] = {
         (name, budget): [trial.digest for trial in there.leaders]
         for name, budgets in found.items()
         for budget, there in budgets.items()
     }
     if len(contest.rows) > 1:
         wanted = running.experiment.confirmation.top_k
-        rivals: dict[tuple[str | int, ...], list[str]] = {**lots, **_favourites(running, found)}
-        close = race(contest, rivals, wanted, open_engines, running.observer, retry_failed)
-        lots = {key: close[key] for key in lots}
+        rivals = lots | _favourites(running, found)
+        lots = race(contest, rivals, wanted, open_engines, running.observer, retry_failed)
     speedups = read_speedups(contest.path, FLOAT_ROW) if contested else {}
     settled = {
         name: {budget: _settled(there, lots[name, budget], speedups, running) for budget, there in budgets.items()}
@@ -84,9 +84,9 @@ def run_off(
     return Found(reached=settled, speedups=speedups)
 
 
-def _favourites(running: Running, found: _Budgets) -> dict[tuple[str, int, str], list[str]]:
+def _favourites(running: Running, found: _Budgets) -> dict[_Lot, list[str]]:
     """What each searcher leads with at a budget, all seeds together: of these one is its row in the main table."""
-    lots: dict[tuple[str, int, str], dict[str, None]] = {}
+    lots: dict[_Lot, dict[str, None]] = {}
     for run in running.cell.spec.runs:
         for budget, there in found.get(run.name, {}).items():
             lot = lots.setdefault((run.searcher.name, budget, "all seeds"), {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +13,14 @@ from harness.errors import UserError
 from harness.report.statistics import Ranks, ranks_of
 from harness.report.tables import Table, several, write_table
 from harness.run.journal import writing
+from harness.run.lock import held
 from harness.run.observe import Observer
 from harness.studies.budget_tables import Block, Curves, budget_tables, seeds_said
-from harness.studies.kept import Kept
+from harness.studies.kept import FILE, Kept, Series
 from harness.studies.landscape import NEAR, Landscape
 from harness.studies.random_search import random_search
 from harness.studies.replay import first_placements, told_optimum
-from harness.studies.replaying import curves_of, missing_of, replay_all, series_of
+from harness.studies.replaying import Chunk, curves_of, missing_of, replay_all, series_of
 from harness.studies.study_file import BudgetStudy, everybody
 from harness.tables import read_table
 
@@ -37,7 +38,8 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
 
     Raises:
         UserError: Two tables or two searchers of one name, an unknown searcher or initial placement, a table that
-            cannot be read, no table that tells searchers apart, or the folder cannot be written.
+            cannot be read, no table that tells searchers apart, or the folder cannot be written, is at work for another
+            process or holds the tables.
     """
     contenders = study.searchers or everybody()
     if min(study.budgets) <= len(study.initial):
@@ -49,14 +51,20 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
     told = {table: told_optimum(landscape, study.initial) for table, landscape in landscapes.items()}
     left_out = _left_out(told)
     telling = {table: landscape for table, landscape in landscapes.items() if not told[table]}
-    series = {(t, c.name): series_of(t, c, study) for t in telling for c in contenders}
-    kept = Kept(out)
-    if stale := kept.stale(frozenset(series.values())):
-        names = ", ".join(dict.fromkeys(each.searcher for each in stale))
-        observer.say(f"Replayed again, for what is kept is of other code, parameters, tables or libraries: {names}")
-    with writing(out):
-        missing = [missing_of(kept, series[t, c.name], t, c, study) for t in telling for c in contenders]
-        replay_all([chunk for chunks in missing for chunk in chunks], workers, observer)
+    named = {contender.name: contender for contender in contenders}
+    series = {(t, name): series_of(t, contender, study) for t in telling for name, contender in named.items()}
+    if any(Path(table).parent.resolve() == out.resolve() for table in study.tables):
+        raise UserError(f"{out}: the tables lie there, and {FILE} would be taken for one; use another --out")
+    with held(out, "replaying a study"), writing(out):
+        kept = Kept(out)
+        missing = [
+            chunk
+            for (t, name), each in series.items()
+            for chunk in missing_of(kept, each, t, landscapes[t], named[name], study)
+        ]
+        if again := _again(kept, series.values(), missing):
+            observer.say(f"Replayed again, for what is kept is of other code, tables or libraries, or no walk: {again}")
+        replay_all(missing, workers, observer)
         kept.gather(frozenset(series.values()))
         blocks = []
         for path, landscape in telling.items():
@@ -68,6 +76,18 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
             write_table(table, out)
         _draw(ranks, blocks, study, out)
     return tables
+
+
+def _again(kept: Kept, series: Collection[Series], missing: Iterable[Chunk]) -> str:
+    """Searchers of which something was kept that will not do."""
+    stale = {each.question for each in kept.stale(frozenset(series))}
+
+    def refused(chunk: Chunk) -> bool:
+        there = kept.of(chunk.series)
+        known = (there[seed] for seed in chunk.seeds if seed in there)
+        return chunk.series.question in stale or any(walk.budget >= chunk.budget for walk in known)
+
+    return ", ".join(dict.fromkeys(chunk.series.searcher for chunk in missing if refused(chunk)))
 
 
 def _left_out(told: Mapping[Path, str]) -> tuple[str, ...]:

@@ -23,6 +23,8 @@ __all__ = ["TURNS", "Indices", "Walks", "chosen", "log_turns"]
 
 Indices = npt.NDArray[np.intp]
 CONTENDERS = Confirmation().contenders
+AT_ONCE = 2**24
+"""Turns that are drawn at once."""
 TURNS = sum(HEATS)
 """Of one contender in a runoff, if it is there to the end."""
 
@@ -43,14 +45,21 @@ class Walks:
 
     def latency_ms(self, landscape: Landscape) -> npt.NDArray[np.float64]:
         """Recorded latency of what each search would hand over; the slowest that is allowed while there is nothing."""
-        log_ms = np.full((*self.indices.shape, TURNS), np.inf, dtype=np.float32)
-        for row, seed in enumerate(self.seeds):
-            rng = np.random.default_rng([seed, 0x0FF])
-            for column in np.flatnonzero(np.isfinite(self.readings_ms[row])):
-                log_ms[row, column] = log_turns(landscape, int(self.indices[row, column]), rng)
-        place = chosen(self.readings_ms, lambda rows, evaluations: log_ms[rows[:, None], evaluations])
+        at_once = max(1, AT_ONCE // (self.indices.shape[1] * TURNS))
+        starts = range(0, len(self.seeds), at_once)
+        place = np.vstack([self._places(landscape, slice(start, start + at_once)) for start in starts])
         handed = np.take_along_axis(self.indices, np.maximum(place, 0), axis=1)
         return np.where(place < 0, landscape.latency_ms.max(), landscape.latency_ms[handed])
+
+    def _places(self, landscape: Landscape, some: slice) -> Indices:
+        """Which evaluation some of the searches would hand over, after each of theirs."""
+        indices, readings_ms = self.indices[some], self.readings_ms[some]
+        log_ms = np.full((*indices.shape, TURNS), np.inf, dtype=np.float32)
+        for row, seed in enumerate(self.seeds[some]):
+            rng = np.random.default_rng([seed, 0x0FF])
+            for column in np.flatnonzero(np.isfinite(readings_ms[row])):
+                log_ms[row, column] = log_turns(landscape, int(indices[row, column]), rng)
+        return chosen(readings_ms, lambda rows, evaluations: log_ms[rows[:, None], evaluations])
 
     def found_ms(self, landscape: Landscape) -> npt.NDArray[np.float64]:
         """Recorded latency of the fastest that each search evaluated; the slowest while there is nothing allowed."""

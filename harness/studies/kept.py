@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -15,19 +16,22 @@ import pyarrow.parquet as pq
 
 from harness.errors import UserError
 
-__all__ = ["Kept", "Series", "Walk", "write_part"]
+__all__ = ["FILE", "Indices", "Kept", "Series", "Walk", "write_part"]
 
-Walk = npt.NDArray[np.int32]
-"""Indices on a landscape of what one search evaluated, in order; what it read there follows, see `replay.walks_of`."""
+Indices = npt.NDArray[np.int32]
 FILE, PARTS = "walks.parquet", "walks"
 COLUMNS = pa.schema([
     ("table", pa.string()),
     ("searcher", pa.string()),
-    ("digest", pa.string()),
+    ("asked", pa.string()),
+    ("made_of", pa.string()),
     ("seed", pa.int32()),
+    ("budget", pa.int32()),
     ("walk", pa.list_(pa.int32())),
 ])  # fmt: skip
-MAX_DECODED = 2**31
+MAX_BYTES = 2**30
+MAX_LINES, MAX_EVALUATIONS = 2**21, 2**29
+"""Of one file: ten thousand seeds of sixteen searchers on ten tables, with two hundred evaluations each."""
 AT_ONCE = 1024
 """Lines that are unpacked at once."""
 
@@ -39,12 +43,37 @@ class Series:
     Attributes:
         table: Its name.
         searcher: Its label.
-        digest: Of all that decides how it searches.
+        asked: Digest of the question: the searcher, its parameters and what it is told first.
+        made_of: Digest of what else decides how it searches: the table, the code and the libraries.
     """
 
     table: str
     searcher: str
-    digest: str
+    asked: str
+    made_of: str
+
+    @property
+    def question(self) -> tuple[str, str, str]:
+        """What it answers, whatever it is made of."""
+        return self.table, self.searcher, self.asked
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """What one search evaluated; what it read there follows, see `replay.walks_of`.
+
+    Attributes:
+        indices: On a landscape, in order.
+        budget: Evaluations that it had; fewer indices mean that nothing was left to evaluate.
+    """
+
+    indices: Indices
+    budget: int
+
+    def within(self, budget: int) -> Indices | None:
+        """The walk of this search with that budget, of which a searcher knows nothing; None where it goes further."""
+        whole = self.budget >= budget or len(self.indices) < self.budget
+        return self.indices[:budget] if whole else None
 
 
 class Kept:
@@ -58,28 +87,28 @@ class Kept:
         self._folder = folder
         self._walks = self._read()
 
-    @property
-    def file(self) -> Path:
-        return self._folder / FILE
-
     def of(self, series: Series) -> Mapping[int, Walk]:
         """By seed."""
         return self._walks.get(series, {})
 
     def stale(self, asked: Collection[Series]) -> list[Series]:
-        """Of the same searchers on the same tables, by another digest: of other code or parameters, for one."""
-        contested = {(each.table, each.searcher) for each in asked}
-        return [each for each in self._walks if (each.table, each.searcher) in contested and each not in asked]
+        """Answers to the same questions that are made of something else: of other code, for one."""
+        questions = {each.question for each in asked}
+        return [each for each in self._walks if each.question in questions and each not in asked]
 
-    def part(self, series: Series, first: int) -> Path:
-        """Where some new walks go, those from one seed on."""
-        return self._folder / PARTS / f"{series.digest}-{first}.parquet"
+    def part(self, series: Series, seeds: tuple[int, ...], budget: int) -> Path:
+        """Where some new walks go."""
+        digest = hashlib.sha256("\n".join(astuple(series)).encode()).hexdigest()[:24]
+        return self._folder / PARTS / f"{digest}-{seeds[0]}-{seeds[-1]}-{budget}.parquet"
 
     def gather(self, asked: Collection[Series]) -> None:
         """Put all walks that are there by now into the one file.
 
         Args:
             asked: What the study asks now; what is stale beside it goes.
+
+        Raises:
+            UserError: They are more than one file takes.
         """
         parts, self._walks = self._parts(), self._read()
         stale = self.stale(asked)
@@ -87,22 +116,23 @@ class Kept:
             return
         for each in stale:
             del self._walks[each]
-        _write(self.file, self._walks)
-        for path in parts:
+        _write(self._folder / FILE, self._walks)
+        for path in (*parts, *self._folder.glob(f"{PARTS}/*.part"), *self._folder.glob(f"{PARTS}.*.part")):
             path.unlink(missing_ok=True)
-        with suppress(OSError):  # another study of this folder may have put something there
+        with suppress(OSError):  # somebody may have put something there
             (self._folder / PARTS).rmdir()
 
     def _read(self) -> dict[Series, dict[int, Walk]]:
+        """What was replayed later comes later: it was, because what was there would not do."""
         found: dict[Series, dict[int, Walk]] = {}
-        for path in [self.file, *self._parts()]:
+        for path in [self._folder / FILE, *self._parts()]:
             if path.exists():
                 for series, seed, walk in _lines(path):
                     found.setdefault(series, {})[seed] = walk
         return found
 
     def _parts(self) -> list[Path]:
-        return sorted((self._folder / PARTS).glob("*.parquet"))
+        return sorted((self._folder / PARTS).glob("*.parquet"), key=lambda path: path.stat().st_mtime_ns)
 
 
 def write_part(path: Path, series: Series, walks: Mapping[int, Walk]) -> None:
@@ -114,12 +144,19 @@ def write_part(path: Path, series: Series, walks: Mapping[int, Walk]) -> None:
 def _write(path: Path, walks: Mapping[Series, Mapping[int, Walk]]) -> None:
     """It appears whole or not at all."""
     lines = [(series, seed, walk) for series, some in sorted(walks.items()) for seed, walk in sorted(some.items())]
-    ends = np.cumsum([0, *(len(walk) for _, _, walk in lines)], dtype=np.int32)
-    names = zip(*((*astuple(series), seed) for series, seed, _ in lines), strict=True)
-    body = pa.ListArray.from_arrays(ends, np.concatenate([walk for _, _, walk in lines], dtype=np.int32))
+    ends = np.cumsum([0, *(len(walk.indices) for _, _, walk in lines)], dtype=np.int64)
+    if len(lines) > MAX_LINES or ends[-1] > MAX_EVALUATIONS:
+        raise UserError(f"{path}: {len(lines)} searches are more than one file takes; use another --out for new ones")
+    names = zip(*((*astuple(series), seed, walk.budget) for series, seed, walk in lines), strict=True)
+    evaluated = np.concatenate([walk.indices for _, _, walk in lines], dtype=np.int32)
+    body = pa.ListArray.from_arrays(ends.astype(np.int32), evaluated)
     part = path.with_suffix(f".{os.getpid()}.part")
-    pq.write_table(pa.table([*map(list, names), body], schema=COLUMNS), part, compression="zstd", compression_level=9)
-    part.replace(path)
+    try:
+        table = pa.table([*map(list, names), body], schema=COLUMNS)
+        pq.write_table(table, part, compression="zstd", compression_level=9)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _lines(path: Path) -> Iterator[tuple[Series, int, Walk]]:
@@ -128,19 +165,27 @@ def _lines(path: Path) -> Iterator[tuple[Series, int, Walk]]:
     Raises:
         UserError: It is not of this kind, or unpacks to more than any study does.
     """
-    decoded = 0
     try:
         with pq.ParquetFile(path) as file:
             if not file.schema_arrow.remove_metadata().equals(COLUMNS):
                 raise ValueError("other columns")
+            _refuse_large(path, file.metadata)
             for batch in file.iter_batches(batch_size=AT_ONCE):
-                decoded += batch.nbytes
-                if decoded > MAX_DECODED:
-                    raise ValueError(f"it unpacks to more than {MAX_DECODED >> 20} MiB")
                 if any(column.null_count for column in batch.columns) or batch.column("walk").flatten().null_count:
                     raise ValueError("something is missing in it")
-                *names, seeds = (batch.column(name).to_pylist() for name in COLUMNS.names[:-1])
-                for *name, seed, walk in zip(*names, seeds, batch.column("walk"), strict=True):
-                    yield Series(*name), seed, walk.values.to_numpy()
+                names = zip(*(batch.column(name).to_pylist() for name in COLUMNS.names[:-1]), strict=True)
+                for (*name, seed, budget), walk in zip(names, batch.column("walk"), strict=True):
+                    yield Series(*name), seed, Walk(walk.values.to_numpy(), budget)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(f"{path}: no walks of a study ({error}); remove it to replay them again") from error
+
+
+def _refuse_large(path: Path, metadata: pq.FileMetaData) -> None:
+    """Before anything is unpacked: a long run of one value takes a few bytes."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    values = sum(group.column(group.num_columns - 1).num_values for group in groups)
+    names = sum(group.column(number).total_uncompressed_size for group in groups for number in range(4))
+    if path.stat().st_size > MAX_BYTES or names > MAX_BYTES or metadata.num_rows > MAX_LINES:
+        raise ValueError(f"more than {MAX_LINES} searches or {MAX_BYTES >> 20} MiB")
+    if values > MAX_EVALUATIONS + MAX_LINES:  # an empty walk counts one
+        raise ValueError(f"more than {MAX_EVALUATIONS} evaluations")

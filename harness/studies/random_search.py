@@ -20,9 +20,11 @@ RANDOM = f"random, {SEARCHES} searches"
 READINGS = 1_000
 """Readings of each model that the searches share."""
 RACES = 250
-"""What each model reads in so many runoffs, which they share too."""
+"""What each model reads in so many runoffs, which they share too; fewer where models are many."""
 AT_ONCE = 2**22
 """Numbers drawn at once."""
+MOST = 2**26
+"""Turns that are held at once."""
 
 
 def random_search(landscape: Landscape, evaluations: int, first: Sequence[Placement] = ()) -> Floats:
@@ -45,11 +47,12 @@ def random_search(landscape: Landscape, evaluations: int, first: Sequence[Placem
     told = list(dict.fromkeys(told))[:evaluations]
     rest = np.setdiff1d(np.arange(len(models)), told)
     readings = np.full((len(models), READINGS), np.inf)
-    races = np.full((len(models), RACES, TURNS), np.inf, dtype=np.float32)
+    shared = min(RACES, max(1, MOST // (len(models) * TURNS)))
+    races = np.full((len(models), shared, TURNS), np.inf, dtype=np.float32)
     for number, index in enumerate(models):
         if landscape.allowed[index]:
             readings[number] = landscape.readings_ms(int(index), rng, READINGS)
-            races[number] = log_turns(landscape, int(index), rng, RACES)
+            races[number] = log_turns(landscape, int(index), rng, shared)
     slowest_ms = landscape.latency_ms.max()
     found = []
     for size in _portions(max(1, AT_ONCE // len(models))):
@@ -57,7 +60,7 @@ def random_search(landscape: Landscape, evaluations: int, first: Sequence[Placem
         arrival = rng.exponential(size=(size, len(rest))) / copies[rest]
         order = rest[np.argsort(arrival, axis=1)[:, : evaluations - len(told)]]
         met = np.hstack([np.broadcast_to(np.array(told, dtype=int), (size, len(told))), order])
-        once, again = rng.integers(READINGS, size=met.shape), rng.integers(RACES, size=met.shape)
+        once, again = rng.integers(READINGS, size=met.shape), rng.integers(shared, size=met.shape)
 
         def log_ms_of(
             rows: Indices, evaluations: Indices, met: Indices = met, again: Indices = again

@@ -29,6 +29,7 @@ __all__ = [
     "Replayed",
     "check_table",
     "first_placements",
+    "is_walk",
     "replay",
     "replay_once",
     "replay_walks",
@@ -99,7 +100,7 @@ def replay_walks(
     def searcher(seed: int) -> Any:
         return registry.guarded(f"searcher {use.use!r}", lambda: factory(space, seed=seed, **use.params))
 
-    def run(seed: int) -> dict[int, float]:
+    def run(seed: int) -> list[int]:
         made = searcher(seed)
         found = attempt("search", lambda: replay_once(landscape, made, budget=budget, seed=seed, first=first))
         if isinstance(found, Failed):
@@ -107,7 +108,7 @@ def replay_walks(
         return found
 
     with threadpool_limits(1):  # small matrices; see `harness.run.guarded`
-        return {seed: np.array(list(run(seed)), dtype=np.int32) for seed in seeds}
+        return {seed: np.array(run(seed), dtype=np.int32) for seed in seeds}
 
 
 def walks_of(landscape: Landscape, walks: Mapping[int, npt.NDArray[np.int32]], budget: int) -> Walks:
@@ -123,11 +124,17 @@ def walks_of(landscape: Landscape, walks: Mapping[int, npt.NDArray[np.int32]], b
     indices, readings_ms = np.full((len(walks), budget), -1), np.full((len(walks), budget), np.inf)
     for row, (seed, walk) in enumerate(walks.items()):
         rng = _noise(seed)
-        if len(walk) > budget or not np.all((walk >= 0) & (walk < len(landscape.outcomes))):
-            raise ValueError(f"seed {seed}: more than {budget} evaluations, or of what the table does not have")
+        if len(walk) > budget or not is_walk(landscape, walk):
+            raise ValueError(f"seed {seed}: more than {budget} evaluations, or no search of this table")
         indices[row, : len(walk)] = walk
         readings_ms[row, : len(walk)] = [_reading_ms(landscape.observe(index, rng)) for index in walk.tolist()]
     return Walks(seeds=tuple(walks), indices=indices, readings_ms=readings_ms)
+
+
+def is_walk(landscape: Landscape, walk: npt.NDArray[np.int32]) -> bool:
+    """Whether these can be the indices of what one search evaluated: all there, and no model twice."""
+    there = bool(np.all((walk >= 0) & (walk < len(landscape.outcomes))))
+    return there and len(np.unique(landscape.identity[walk])) == len(walk)
 
 
 def _noise(seed: int) -> np.random.Generator:
@@ -175,16 +182,15 @@ def told_optimum(landscape: Landscape, initial: Sequence[str]) -> str:
 
 def replay_once(
     landscape: Landscape, searcher: Searcher, *, budget: int, seed: int, first: Sequence[Placement] = ()
-) -> dict[int, float]:
+) -> list[int]:
     """One search, as `harness.run.engine` runs it: the same model again is told again and costs nothing.
 
     Returns:
-        The evaluated indices in order, and what was read of each in ms; infinite where that was a failure or broke the
-        bound.
+        The evaluated indices in order; for what was read of each see `walks_of`.
     """
     space, rng = landscape.table.subspace.space, _noise(seed)
     known: dict[int, Score | Failure] = {}
-    walk: dict[int, float] = {}
+    walk: list[int] = []
     waiting, duplicates = list(first)[::-1], 0
     while len(known) < budget and duplicates < DUPLICATES_IN_A_ROW:
         asked = [waiting.pop()] if waiting else searcher.ask(1)
@@ -196,7 +202,7 @@ def replay_once(
         duplicates = 0 if outcome is None else duplicates + 1
         if outcome is None:
             outcome = known[key] = landscape.observe(index, rng)
-            walk[index] = _reading_ms(outcome)
+            walk.append(index)
         searcher.tell(Observation(placement=asked[0], digest=space.digest(asked[0]), outcome=outcome))
     return walk
 

@@ -8,7 +8,7 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -26,19 +26,24 @@ from harness.run.config import Use
 from harness.run.engine import DUPLICATES_IN_A_ROW
 from harness.run.observe import Observer
 from harness.studies.budget_tables import Curves
-from harness.studies.kept import Kept, Series, write_part
+from harness.studies.kept import Indices, Kept, Series, Walk, write_part
 from harness.studies.landscape import Landscape
-from harness.studies.replay import replay_walks, walks_of
-from harness.studies.sources import code_digest, meaning_of
+from harness.studies.replay import is_walk, replay_walks, walks_of
+from harness.studies.sources import code_digest, imported_by, meaning_of
 from harness.studies.study_file import BudgetStudy, Contender
-from harness.tables import read_table
+from harness.tables import Table, read_table
+from search.space import Space
 
 __all__ = ["Chunk", "curves_of", "missing_of", "replay_all", "series_of"]
 
+OURS = Path(search.__file__).parent
+
 CHUNK = 10
 """Searches of one file: what an interruption costs at most, of each worker."""
-LIBRARIES = ("cmaes", "numpy", "optuna", "scikit-learn", "scipy", "torch")
-"""What draws and proposes: another version may search differently from the same seed."""
+LIBRARIES = {"optuna": "optuna", "scipy": "scipy", "sklearn": "scikit-learn", "torch": "torch"}
+"""What draws and proposes, by the name of its module: another version may search differently from the same seed."""
+LATE = {"CmaEsSampler": ("cmaes",), "GPSampler": ("scipy", "torch")}
+"""What Optuna imports for some of its samplers alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,36 +66,41 @@ class Chunk:
 def series_of(table: Path, contender: Contender, study: BudgetStudy) -> Series:
     """The searches of a searcher on a table.
 
-    Their digest changes with the table, with the parameters, with the code of the searcher and of the replay, and with
-    the libraries that draw and propose.
+    A searcher is told no budget, so that none is in it: a walk is the beginning of a longer one.
 
     Raises:
         UserError: No such searcher, or no such table.
     """
-    asked: dict[str, Any] = {"table": table.stem, "name": contender.name, "use": contender.use}
-    asked |= {"params": contender.params, "budget": study.most, "initial": study.initial}
-    asked |= {"libraries": {name: _version(name) for name in LIBRARIES}, "patience": DUPLICATES_IN_A_ROW}
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode())
-    for part in (_content(table), *map(_code, _involved(contender)), *_told_by()):
-        digest.update(part)
-    return Series(table.stem, contender.name, digest.hexdigest()[:24])
+    asked = {"use": contender.use, "params": contender.params, "initial": study.initial}
+    made_of: dict[str, Any] = {"patience": DUPLICATES_IN_A_ROW, "libraries": _libraries(contender)}
+    code = (_content(table), *(_code(use) for use in _involved(contender)), *_told_by())
+    return Series(table.stem, contender.name, _digest(asked), _digest(made_of, *code))
 
 
-def missing_of(kept: Kept, series: Series, table: Path, contender: Contender, study: BudgetStudy) -> list[Chunk]:
+def walks_there(kept: Kept, series: Series, landscape: Landscape, budget: int) -> dict[int, Indices]:
+    """What was kept of searches with this budget, by seed; what cannot be a search of this table was not."""
+    found = {seed: walk.within(budget) for seed, walk in kept.of(series).items()}
+    return {seed: walk for seed, walk in found.items() if walk is not None and is_walk(landscape, walk)}
+
+
+def missing_of(
+    kept: Kept, series: Series, table: Path, landscape: Landscape, contender: Contender, study: BudgetStudy
+) -> list[Chunk]:
     """The searches that nobody kept, a few at a time."""
-    there = kept.of(series)
+    there = walks_there(kept, series, landscape, study.most)
     seeds = [seed for seed in range(contender.seeds or study.seeds) if seed not in there]
+    some = [tuple(seeds[first : first + CHUNK]) for first in range(0, len(seeds), CHUNK)]
     return [
         Chunk(
             series=series,
             table=table,
             searcher=contender,
-            seeds=tuple(seeds[first : first + CHUNK]),
+            seeds=chunk,
             budget=study.most,
             initial=study.initial,
-            path=kept.part(series, seeds[first]),
+            path=kept.part(series, chunk, study.most),
         )
-        for first in range(0, len(seeds), CHUNK)
+        for chunk in some
     ]
 
 
@@ -106,17 +116,9 @@ def replay_all(chunks: Sequence[Chunk], workers: int, observer: Observer) -> Non
 
 
 def curves_of(kept: Kept, series: Series, landscape: Landscape, contender: Contender, study: BudgetStudy) -> Curves:
-    """What was replayed, all seeds together.
-
-    Raises:
-        UserError: What was kept is no walk on this table.
-    """
-    there = kept.of(series)
-    try:
-        walks = walks_of(landscape, {seed: there[seed] for seed in range(contender.seeds or study.seeds)}, study.most)
-    except ValueError as error:
-        said = f"{series.searcher} on {series.table}, {error}"
-        raise UserError(f"{kept.file}: no walks of this study ({said}); remove it to replay them again") from error
+    """What was replayed, all seeds together."""
+    there = walks_there(kept, series, landscape, study.most)
+    walks = walks_of(landscape, {seed: there[seed] for seed in range(contender.seeds or study.seeds)}, study.most)
     return Curves(
         latency_ms=walks.latency_ms(landscape),
         found_ms=walks.found_ms(landscape),
@@ -167,7 +169,7 @@ def _leave_with_parent() -> None:
 def _replay(chunk: Chunk) -> None:
     landscape = _landscape(chunk.table, chunk.table.stat().st_mtime_ns)
     walks = replay_walks(landscape, chunk.searcher, seeds=chunk.seeds, budget=chunk.budget, initial=chunk.initial)
-    write_part(chunk.path, chunk.series, walks)
+    write_part(chunk.path, chunk.series, {seed: Walk(walk, chunk.budget) for seed, walk in walks.items()})
 
 
 @lru_cache(maxsize=1)
@@ -183,9 +185,23 @@ def _content(table: Path) -> bytes:
         raise UserError(f"{table}: cannot be read: {error.strerror or error}") from error
 
 
+def _digest(asked: Mapping[str, Any], *content: bytes) -> str:
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode())
+    for part in content:
+        digest.update(part)
+    return digest.hexdigest()[:24]
+
+
+def _libraries(contender: Contender) -> dict[str, str | None]:
+    """Versions of what a searcher draws and proposes with, whatever hardware a wheel was built for."""
+    modules = {name for use in _involved(contender) for name in imported_by(_file(use), OURS)}
+    names = {"numpy", *(name for module, name in LIBRARIES.items() if module in modules)}
+    return {name: _version(name) for name in sorted({*names, *LATE.get(str(contender.params.get("sampler")), ())})}
+
+
 def _version(name: str) -> str | None:
     try:
-        return version(name)
+        return version(name).partition("+")[0]
     except PackageNotFoundError:
         return None
 
@@ -198,15 +214,20 @@ def _involved(contender: Contender) -> tuple[str, ...]:
 
 def _code(use: str) -> bytes:
     """Digest of a searcher's code, which may be somebody else's."""
+    return code_digest(_file(use), OURS)
+
+
+def _file(use: str) -> Path | None:
+    """Where a searcher is written; None where nobody can tell."""
     try:
         file = inspect.getsourcefile(load("searcher", use))
     except TypeError:
-        file = None
-    return code_digest(None if file is None else Path(file), Path(search.__file__).parent)
+        return None
+    return None if file is None else Path(file)
 
 
 @lru_cache(maxsize=1)
 def _told_by() -> tuple[bytes, ...]:
     """The code that decides what a searcher is told."""
-    files = (inspect.getsourcefile(told_by) for told_by in (Landscape, replay_walks, stderr_of_median))
+    files = (inspect.getsourcefile(told_by) for told_by in (Landscape, Space, Table, replay_walks, stderr_of_median))
     return tuple(meaning_of(Path(str(file)).read_bytes()) for file in files)

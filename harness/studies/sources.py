@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["code_digest", "meaning_of"]
+__all__ = ["code_digest", "imported_by", "meaning_of"]
 
 INSTALLED = ("site-packages", "dist-packages")
 """Folders of libraries, in which only a searcher's own package is its own."""
@@ -27,23 +27,42 @@ def code_digest(file: Path | None, package: Path) -> bytes:
         file: None where the searcher has none: the whole package then, as also where it finds others by name.
         package: Folder of the package `search`.
     """
-    found = set(package.rglob("*.py")) if file is None else _with_imports(file, package)
-    if package / BY_NAME in found:
-        found |= set(package.rglob("*.py"))
     digest = hashlib.sha256()
-    for path in sorted(found):
+    for path in sorted(_followed(file, package)):
         digest.update(meaning_of(path.read_bytes()))
     return digest.digest()
 
 
+def imported_by(file: Path | None, package: Path) -> set[str]:
+    """Top-level names of the modules that this code imports; see `code_digest`."""
+    names = (name for path in _followed(file, package) for level, name in _names(path.read_bytes()) if not level)
+    return {name.partition(".")[0] for name in names}
+
+
 @lru_cache(maxsize=256)
 def meaning_of(code: bytes) -> bytes:
-    """What some code does, whatever its comments, docstrings and layout say."""
+    """What some code does, whatever its comments, docstrings and layout say, and whichever Python reads it."""
     tree = ast.parse(code)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             node.body = [each for each in node.body if not _is_text(each)] or [ast.Pass()]
-    return ast.dump(tree).encode()
+    return _told(tree).encode()
+
+
+def _told(node: object) -> str:
+    """As `ast.dump`, less the fields that are empty: versions of Python differ in which of these there are."""
+    if isinstance(node, ast.AST):
+        fields = ((name, value) for name, value in ast.iter_fields(node) if value not in (None, []))
+        return f"{type(node).__name__}({', '.join(f'{name}={_told(value)}' for name, value in fields)})"
+    if isinstance(node, list):
+        return f"[{', '.join(map(_told, node))}]"
+    return repr(node)
+
+
+def _followed(file: Path | None, package: Path) -> set[Path]:
+    """A searcher's file and all that it is made of."""
+    found = set(package.rglob("*.py")) if file is None else _with_imports(file, package)
+    return found | set(package.rglob("*.py")) if package / BY_NAME in found else found
 
 
 def _is_text(statement: ast.stmt) -> bool:

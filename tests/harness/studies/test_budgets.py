@@ -21,7 +21,8 @@ from harness.cli import main
 from harness.records import Measured, Outcome
 from harness.registry import check_params
 from harness.run.document import read_document
-from harness.studies import replaying
+from harness.run.lock import held
+from harness.studies import kept, replaying
 from harness.studies.kept import Series
 from harness.studies.study_file import BudgetStudy, Contender, load_study
 from harness.tables import Table
@@ -170,18 +171,26 @@ def test_one_more_searcher_costs_no_more_than_itself(
     assert before.items() < walks(out).items(), "what is not asked now is kept"
 
 
-def test_what_is_kept_is_not_believed(tables: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_kept_is_not_believed(
+    tables: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], replayed: list[tuple[str, str, int]]
+) -> None:
+    """A walk that cannot be one of this table is replayed, what is no file of walks is refused."""
     out = tmp_path / "out"
     order = ["study", *tables, "--out", str(out), *SEARCHERS, *ORDER]
     main(order)
-    good = pq.read_table(out / "walks.parquet")
+    good, means = pq.read_table(out / "walks.parquet"), (out / "means.csv").read_text()
     lines = good.to_pylist()
-    holes = [{**line, "walk": [None]} for line in lines]
+    for walk in ([10_000], [-1], [0] * 20, list(range(21))):
+        worse = [{**line, "walk": walk if line["searcher"] == "local" else line["walk"]} for line in lines]
+        pq.write_table(pa.Table.from_pylist(worse, schema=good.schema), out / "walks.parquet")
+        replayed.clear()
+        capsys.readouterr()
+        main(order)
+        assert {(name, seed) for _, name, seed in replayed} == {("local", seed) for seed in range(4)} or len(walk) == 21
+        assert "or no walk: local\n" in capsys.readouterr().err or len(walk) == 21
+        assert (out / "means.csv").read_text() == means or len(walk) == 21
     for bad, said in (
-        ([{**line, "walk": [10_000]} for line in lines], "no walks of this study (random on one, seed 0: more than 20"),
-        ([{**line, "walk": [-1]} for line in lines], "no walks of this study (random on one, seed 0: more than 20"),
-        ([{**line, "walk": [0] * 21} for line in lines], "no walks of this study (random on one, seed 0: more than 20"),
-        (holes, "no walks of a study (something is missing in it)"),
+        ([{**line, "walk": [None]} for line in lines], "no walks of a study (something is missing in it)"),
         ([{**line, "table": None} for line in lines], "no walks of a study (something is missing in it)"),
     ):
         pq.write_table(pa.Table.from_pylist(bad, schema=good.schema), out / "walks.parquet")
@@ -199,6 +208,71 @@ def test_what_is_kept_is_not_believed(tables: list[str], tmp_path: Path, capsys:
     with pytest.raises(SystemExit):
         main(order)
     assert "walks.parquet: no walks of a study (" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        ({"MAX_LINES": 15}, "more than 15 searches"),
+        ({"MAX_EVALUATIONS": 99, "MAX_LINES": 50}, "more than 99 evaluations"),
+    ],
+)
+def test_more_than_any_study_keeps_is_neither_read_nor_written(
+    tables: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    limit: dict[str, int], said: str,
+) -> None:  # fmt: skip
+    out = tmp_path / "out"
+    order = ["study", *tables, "--out", str(out), *SEARCHERS, *ORDER]
+    main(order)
+    before = (out / "walks.parquet").read_bytes()
+    for name, value in limit.items():
+        monkeypatch.setattr(kept, name, value)
+    with pytest.raises(SystemExit):
+        main(order)
+    assert f"walks.parquet: no walks of a study ({said}" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(SystemExit):
+        main(["study", *tables, "--out", str(tmp_path / "new"), *SEARCHERS, *ORDER])
+    assert "16 searches are more than one file takes; use another --out" in " ".join(capsys.readouterr().err.split())
+    assert any((tmp_path / "new" / "walks").iterdir()), "the hours are gone"
+    assert (out / "walks.parquet").read_bytes() == before
+
+
+def test_a_smaller_budget_reads_what_is_there_and_a_larger_one_replays_what_is_too_short(
+    tables: list[str], tmp_path: Path, replayed: list[tuple[str, str, int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def study(out: str, most: int, *more: str) -> str:
+        replayed.clear()
+        main(["study", *tables, "--out", str(tmp_path / out), *SEARCHERS, "--seeds", "4", "--budget", str(most), *more])
+        assert "Replayed again" not in capsys.readouterr().err
+        return (tmp_path / out / "budget.csv").read_text()
+
+    study("out", 20, "--workers", "1")
+    assert len(replayed) == 16
+    assert study("out", 8, "--workers", "1") == study("anew", 8, "--workers", "1")
+    assert study("out", 8, "--workers", "1")
+    assert replayed == []
+    whole = study("out", 40, "--workers", "1")
+    assert len(replayed) == 16
+    assert study("out", 20, "--cold", "--workers", "1")
+    assert len(replayed) == 16
+    assert study("out", 40, "--workers", "1") == whole
+    assert replayed == [], "another question took the place of what was there"
+
+
+def test_two_studies_of_one_folder_are_refused(
+    tables: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with held(tmp_path / "out", "replaying a study"), pytest.raises(SystemExit):
+        main(["study", *tables, "--out", str(tmp_path / "out"), *SEARCHERS, *ORDER])
+    assert "is replaying a study; wait for it, or use another --out" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_folder_of_the_tables_takes_no_study(
+    tables: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["study", *tables, "--out", str(tmp_path), *SEARCHERS, *ORDER])
+    assert "the tables lie there, and walks.parquet would be taken for one" in " ".join(capsys.readouterr().err.split())
 
 
 def test_no_worker_outlives_a_command_that_was_killed(tables: list[str], tmp_path: Path) -> None:
@@ -356,7 +430,7 @@ def test_the_searchers_of_somebody_else_are_replayed_again_once_their_file_chang
         (tmp_path / "of_somebody_else.py").write_text(text)
         main(["study", tables[0], "--out", "out", *order])
         assert len(replayed) == searches
-        again = "Replayed again, for what is kept is of other code, parameters, tables or libraries: Mine"
+        again = "Replayed again, for what is kept is of other code, tables or libraries, or no walk: Mine"
         assert (again in capsys.readouterr().err) == ("CHANGED" in text)
         assert len(pq.read_table("out/walks.parquet")) == 2, "walks of code that is gone are kept"
 

@@ -13,7 +13,7 @@ from harness.report.statistics import score_against_random
 from harness.run.config import Use
 from harness.studies.landscape import Landscape
 from harness.studies.random_search import random_search
-from harness.studies.replay import first_placements, replay, replay_once
+from harness.studies.replay import first_placements, replay, replay_once, walks_of
 from harness.tables import Table
 from search.api import Observation, Placement
 
@@ -39,7 +39,8 @@ def enumerated(landscape: Landscape, evaluations: int, first: Sequence[Placement
     found = []
     for order in itertools.permutations(landscape.table.subspace.placements()):
         walk = replay_once(landscape, Listed(order), budget=evaluations, seed=0, first=first)
-        curve = np.minimum(np.minimum.accumulate(list(walk.values())), landscape.latency_ms.max()).tolist()
+        readings_ms = walks_of(landscape, {0: np.array(walk, dtype=np.int32)}, len(walk)).readings_ms[0]
+        curve = np.minimum(np.minimum.accumulate(readings_ms), landscape.latency_ms.max()).tolist()
         found.append(curve + curve[-1:] * (evaluations - len(curve)))
     return np.array(found)
 

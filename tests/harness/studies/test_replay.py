@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -40,6 +41,14 @@ class Listed:
         self.told.append(observation)
 
 
+def read(landscape: Landscape, walk: list[int], seed: int) -> list[float]:
+    """What a search read on its walk."""
+    readings_ms: list[float] = (
+        walks_of(landscape, {seed: np.array(walk, dtype=np.int32)}, len(walk)).readings_ms[0].tolist()
+    )
+    return readings_ms
+
+
 @pytest.mark.parametrize("name", ["random", "random_mutation", "evolutionary", "local"])
 def test_searchers_find_the_optimum_and_repeat_themselves(name: str, make_table: MakeTable) -> None:
     landscape = Landscape(make_table(noise=0.01))
@@ -54,7 +63,7 @@ def test_the_same_model_again_costs_nothing_and_gets_the_same_answer(make_table:
     landscape = Landscape(make_table(dimensions=2, noise=0.1))
     searcher = Listed([(0, 0), (0, 0), (1, 0), (0, 0), (1, 1)])
     walk = replay_once(landscape, searcher, budget=3, seed=0)
-    assert list(walk) == [0, 2, 3]
+    assert walk == [0, 2, 3]
     assert len(searcher.told) == 5
     assert searcher.told[0] == searcher.told[1] == searcher.told[3]
     assert searcher.told[0].digest == landscape.table.subspace.space.digest(Placement((0, 0)))
@@ -70,7 +79,9 @@ def test_failures_and_bounds_are_told_and_are_no_incumbents(make_table: MakeTabl
 
     landscape = Landscape(make_table(dimensions=2, outcome=outcome), Bound(metric="sqnr_db", at_least=20.0))
     searcher = Listed([(1, 1), (1, 0), (0, 1)])
-    assert replay_once(landscape, searcher, budget=10, seed=0) == {3: math.inf, 2: math.inf, 1: 4.0}
+    walk = replay_once(landscape, searcher, budget=10, seed=0)
+    assert walk == [3, 2, 1]
+    assert read(landscape, walk, seed=0) == [math.inf, math.inf, 4.0]
     failed, bad, good = (observation.outcome for observation in searcher.told)
     assert failed == Failure(stage="crash", reason="the worker died")
     assert isinstance(bad, Score)
@@ -230,8 +241,18 @@ def test_what_a_search_read_follows_from_what_it_evaluated(make_table: MakeTable
 
     landscape = Landscape(make_table(outcome=outcome))
     for seed in range(5):
-        made = registry.check_params("searcher", "local", {}, given=("space", "seed"))
-        walk = replay_once(landscape, made(landscape.table.subspace.space, seed=seed), budget=30, seed=seed)
-        again = walks_of(landscape, {seed: np.array(list(walk), dtype=np.int32)}, 30)
-        assert again.readings_ms[0, : len(walk)].tolist() == list(walk.values())
-        assert math.inf in walk.values()
+        space = landscape.table.subspace.space
+        made = registry.check_params("searcher", "local", {}, given=("space", "seed"))(space, seed=seed)
+        told: dict[int, float] = {}
+        tell = made.tell
+
+        def watched(observation: Observation, tell: Any = tell, told: dict[int, float] = told) -> None:
+            outcome, index = observation.outcome, landscape.index(observation.placement)
+            told.setdefault(index, outcome.objective if isinstance(outcome, Score) else math.inf)
+            tell(observation)
+
+        made.tell = watched
+        walk = replay_once(landscape, made, budget=30, seed=seed)
+        again = read(landscape, walk, seed)
+        assert again == [told[index] for index in walk]
+        assert math.inf in again

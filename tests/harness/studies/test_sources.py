@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from pathlib import Path
 
 import pytest
 
 import search
-from harness.studies.sources import code_digest
+from harness.studies.sources import code_digest, imported_by, meaning_of
 
 
 @pytest.fixture
@@ -87,3 +88,30 @@ def test_what_lies_beside_somebody_elses_searcher_is_of_it(
     before = code_digest(mine, package)
     other.write_text("one = 2\n")
     assert (code_digest(mine, package) != before) is expected
+
+
+def test_every_python_reads_the_same_meaning() -> None:
+    """What other people replayed with another version is of the same code; `ast.dump` would differ."""
+    code = b"""
+import numpy as np
+class Mine(Base, metaclass=Meta):
+    '''Text.'''
+    def ask(self, n: int = 1, *rest, **more) -> list[int]: ...
+def f(x, /, y=(), *, z=None):
+    with open(x) as file, other: pass
+    try: return f"{x!r:>{y}} {z}"
+    except (A, B) as error: raise
+    match x:
+        case [1, *_]: yield from y
+    return lambda: [a async for a in b if not c] or {**d, "e": -1j}
+"""
+    assert hashlib.sha256(meaning_of(code)).hexdigest()[:16] == "4a1f7a42303245bc"
+
+
+def test_what_a_searcher_imports_decides_which_libraries_count(package: Path) -> None:
+    found = {
+        name: imported_by(package / "algorithms" / f"{name}.py", package) for name in ("random", "surrogate", "tpe")
+    }
+    assert "optuna" in found["tpe"]
+    assert not {"optuna", "sklearn"} & found["random"]
+    assert "sklearn" in found["surrogate"]
