@@ -55,5 +55,5 @@ def fastest(rivals: Sequence[Candidate], baseline: Candidate, runoff: Runoff) ->
     )
     (left,) = race(contest, {"all": names}, 1, runoff.open_engines, runoff.observer).values()
     speedups = read_speedups(runoff.path, BASELINE)
-    won = max(left, key=speedups.__getitem__, default="")
+    won = max(left or speedups, key=speedups.__getitem__, default="")  # who was beaten, where all others failed
     return won, speedups.get(won, 0.0)

@@ -126,9 +126,15 @@ def ratios_of(readings: Readings, baseline: str) -> dict[str, dict[tuple[int, in
             if number in turns[baseline].get(key, {})
         }
         for name, workers in turns.items()
-        if name not in {baseline, TWIN} and not readings.failed.get(name)
+        if name not in {baseline, TWIN} and not _failed(readings, name)
     }
     return {name: ratios for name, ratios in found.items() if ratios}
+
+
+def _failed(readings: Readings, row: str) -> bool:
+    """Whether a row failed in any build; where that was tried again it may have had other neighbours."""
+    came_through = {build for (build, _), turns in readings.turns[row].items() if turns}
+    return any(build not in came_through for build, _ in readings.failed.get(row, {}))
 
 
 def read_speedups(path: Path, baseline: str) -> dict[str, float]:

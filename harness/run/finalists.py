@@ -146,6 +146,7 @@ def _found(running: Running, found: Found, exporter: _Exporter) -> Iterator[Pick
                     search_ms=trial.latency_ms,
                     loss=trial.score.objective if by_loss else None,
                     runoff=found.speedups.get(trial.digest),
+                    beaten=bool(found.speedups) and trial.digest not in found.unbeaten[run.searcher.name, budget],
                     scored=there.looks.full or None,
                     agreement=there.looks.agreement,
                 )

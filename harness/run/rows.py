@@ -61,6 +61,7 @@ class Pick:
         search_ms: Latency by the search's own samples.
         loss: Loss of the metric that the search saw, where that is what it minimised; None elsewhere.
         runoff: Speedup over the float model in the runoff that chose the row; None where there was none.
+        beaten: By the choice of another seed, in that runoff.
         reason: Why there is no row, or none that is timed.
         scored: Evaluations of the search whose metric was measured; None where it looked at none.
         agreement: Rank correlation of proxy and metric over those that have both; None where it cannot be told.
@@ -76,6 +77,7 @@ class Pick:
     search_ms: float | None = None
     loss: float | None = None
     runoff: float | None = None
+    beaten: bool = False
     reason: str = ""
     scored: int | None = None
     agreement: float | None = None
@@ -84,15 +86,16 @@ class Pick:
 def favourite(picks: Iterable[Pick]) -> Pick | None:
     """The searches' choice that did best before the confirmation, which reports and must not choose.
 
-    By the loss of accuracy where that was minimised, the faster of equal ones; else by the runoff where all of them
-    were in it, else by the searches' own samples; None where nothing was measured.
+    By the loss of accuracy where that was minimised, the faster of equal ones; else by the runoff where any of them
+    came through one, else by the searches' own samples; None where nothing was measured.
     """
     found = [pick for pick in picks if pick.kind == "search" and pick.row and pick.search_ms is not None]
     if found and all(pick.loss is not None for pick in found):
         return min(found, key=lambda pick: (pick.loss or 0.0, pick.search_ms or 0.0))
-    if all(pick.runoff is not None for pick in found):
-        return max(found, key=lambda pick: pick.runoff or 0.0, default=None)
-    return min(found, key=lambda pick: pick.search_ms or 0.0)
+    met = [pick for pick in found if pick.runoff is not None]
+    if met:
+        return max(met, key=lambda pick: (not pick.beaten, pick.runoff or 0.0))
+    return min(found, key=lambda pick: pick.search_ms or 0.0, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

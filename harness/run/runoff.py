@@ -8,7 +8,7 @@ selection to 'clean up' after simulation optimization", Operations Research 51, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
@@ -43,10 +43,12 @@ class Found:
     Attributes:
         reached: How far each came, by its name, at each budget; nothing of a cell without a search.
         speedups: Over the float model in the runoff, by digest; empty where there was none.
+        unbeaten: Digests that no other seed's leader has beaten in it, by name of the searcher and budget.
     """
 
     reached: _Budgets
     speedups: Mapping[str, float] = field(default_factory=dict)
+    unbeaten: Mapping[tuple[str, int], Collection[str]] = field(default_factory=dict)
 
 
 def run_off(
@@ -67,24 +69,26 @@ def run_off(
         return Found(reached=found)
     contest = _contest(running, found)
     contested = running.experiment.confirmation.contenders > 1  # else a record is of an experiment that had more
-    lots: dict[_Lot, list[str]] = {
+    own: dict[_Lot, list[str]] = {
         (name, budget): [trial.digest for trial in there.leaders]
         for name, budgets in found.items()
         for budget, there in budgets.items()
     }
+    shared = _shared(running, found)
+    lots = own | shared
     if len(contest.rows) > 1:
         wanted = running.experiment.confirmation.top_k
-        rivals = lots | _favourites(running, found)
-        lots = race(contest, rivals, wanted, open_engines, running.observer, retry_failed)
+        lots = race(contest, lots, wanted, open_engines, running.observer, retry_failed)
     speedups = read_speedups(contest.path, FLOAT_ROW) if contested else {}
     settled = {
         name: {budget: _settled(there, lots[name, budget], speedups, running) for budget, there in budgets.items()}
         for name, budgets in found.items()
     }
-    return Found(reached=settled, speedups=speedups)
+    unbeaten = {(str(key[0]), int(key[1])): frozenset(lots[key]) for key in shared}
+    return Found(reached=settled, speedups=speedups, unbeaten=unbeaten)
 
 
-def _favourites(running: Running, found: _Budgets) -> dict[_Lot, list[str]]:
+def _shared(running: Running, found: _Budgets) -> dict[_Lot, list[str]]:
     """What each searcher leads with at a budget, all seeds together: of these one is its row in the main table."""
     lots: dict[_Lot, dict[str, None]] = {}
     for run in running.cell.spec.runs:

@@ -16,7 +16,7 @@ from harness.run.journal import writing
 from harness.run.lock import held
 from harness.run.observe import Observer
 from harness.studies.budget_tables import Block, Curves, budget_tables, seeds_said
-from harness.studies.kept import FILE, Kept, Series
+from harness.studies.kept import FILE, MAX_EVALUATIONS, Kept, Series
 from harness.studies.landscape import NEAR, Landscape
 from harness.studies.random_search import random_search
 from harness.studies.replay import first_placements, told_optimum
@@ -55,6 +55,9 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
     series = {(t, name): series_of(t, contender, study) for t in telling for name, contender in named.items()}
     if any(Path(table).parent.resolve() == out.resolve() for table in study.tables):
         raise UserError(f"{out}: the tables lie there, and {FILE} would be taken for one; use another --out")
+    most = study.most * sum((named[name].seeds or study.seeds) for _, name in series)
+    if most > MAX_EVALUATIONS:
+        raise UserError(f"{most} evaluations are more than one folder keeps; ask for fewer seeds or tables at a time")
     with held(out, "replaying a study"), writing(out):
         kept = Kept(out)
         missing = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -16,7 +17,7 @@ import pyarrow.parquet as pq
 
 from harness.errors import UserError
 
-__all__ = ["FILE", "Indices", "Kept", "Series", "Walk", "write_part"]
+__all__ = ["FILE", "MAX_EVALUATIONS", "Indices", "Kept", "Series", "Walk", "write_part"]
 
 Indices = npt.NDArray[np.int32]
 FILE, PARTS = "walks.parquet", "walks"
@@ -32,8 +33,10 @@ COLUMNS = pa.schema([
 MAX_BYTES = 2**30
 MAX_LINES, MAX_EVALUATIONS = 2**21, 2**29
 """Of one file: ten thousand seeds of sixteen searchers on ten tables, with two hundred evaluations each."""
-AT_ONCE = 1024
-"""Lines that are unpacked at once."""
+MAX_NAMES, MAX_NAME = 2**25, 1000
+"""Bytes of all different names, characters of one."""
+AT_ONCE = 32
+"""Lines that are unpacked at once: equal names are stored once, so that the file does not tell their size."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -73,7 +76,7 @@ class Walk:
     def within(self, budget: int) -> Indices | None:
         """The walk of this search with that budget, of which a searcher knows nothing; None where it goes further."""
         whole = self.budget >= budget or len(self.indices) < self.budget
-        return self.indices[:budget] if whole else None
+        return self.indices[:budget] if whole and len(self.indices) <= self.budget else None
 
 
 class Kept:
@@ -98,8 +101,8 @@ class Kept:
 
     def part(self, series: Series, seeds: tuple[int, ...], budget: int) -> Path:
         """Where some new walks go."""
-        digest = hashlib.sha256("\n".join(astuple(series)).encode()).hexdigest()[:24]
-        return self._folder / PARTS / f"{digest}-{seeds[0]}-{seeds[-1]}-{budget}.parquet"
+        asked = json.dumps([astuple(series), seeds, budget])
+        return self._folder / PARTS / f"{hashlib.sha256(asked.encode()).hexdigest()[:24]}.parquet"
 
     def gather(self, asked: Collection[Series]) -> None:
         """Put all walks that are there by now into the one file.
@@ -175,6 +178,8 @@ def _lines(path: Path) -> Iterator[tuple[Series, int, Walk]]:
                     raise ValueError("something is missing in it")
                 names = zip(*(batch.column(name).to_pylist() for name in COLUMNS.names[:-1]), strict=True)
                 for (*name, seed, budget), walk in zip(names, batch.column("walk"), strict=True):
+                    if max(map(len, name)) > MAX_NAME:
+                        raise ValueError(f"a name of more than {MAX_NAME} characters")
                     yield Series(*name), seed, Walk(walk.values.to_numpy(), budget)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(f"{path}: no walks of a study ({error}); remove it to replay them again") from error
@@ -185,7 +190,7 @@ def _refuse_large(path: Path, metadata: pq.FileMetaData) -> None:
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     values = sum(group.column(group.num_columns - 1).num_values for group in groups)
     names = sum(group.column(number).total_uncompressed_size for group in groups for number in range(4))
-    if path.stat().st_size > MAX_BYTES or names > MAX_BYTES or metadata.num_rows > MAX_LINES:
-        raise ValueError(f"more than {MAX_LINES} searches or {MAX_BYTES >> 20} MiB")
+    if path.stat().st_size > MAX_BYTES or names > MAX_NAMES or metadata.num_rows > MAX_LINES:
+        raise ValueError(f"more than {MAX_LINES} searches or {MAX_BYTES >> 20} MiB, or {MAX_NAMES >> 20} MiB of names")
     if values > MAX_EVALUATIONS + MAX_LINES:  # an empty walk counts one
         raise ValueError(f"more than {MAX_EVALUATIONS} evaluations")

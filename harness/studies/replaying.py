@@ -28,7 +28,7 @@ from harness.run.observe import Observer
 from harness.studies.budget_tables import Curves
 from harness.studies.kept import Indices, Kept, Series, Walk, write_part
 from harness.studies.landscape import Landscape
-from harness.studies.replay import is_walk, replay_walks, walks_of
+from harness.studies.replay import first_placements, is_walk, replay_walks, walks_of
 from harness.studies.sources import code_digest, imported_by, meaning_of
 from harness.studies.study_file import BudgetStudy, Contender
 from harness.tables import Table, read_table
@@ -42,8 +42,8 @@ CHUNK = 10
 """Searches of one file: what an interruption costs at most, of each worker."""
 LIBRARIES = {"optuna": "optuna", "scipy": "scipy", "sklearn": "scikit-learn", "torch": "torch"}
 """What draws and proposes, by the name of its module: another version may search differently from the same seed."""
-LATE = {"CmaEsSampler": ("cmaes",), "GPSampler": ("scipy", "torch")}
-"""What Optuna imports for some of its samplers alone."""
+LATE = ("scipy", "torch")
+"""What Optuna imports for some of its samplers alone; cmaes too, which need not be there, for one that is named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,17 +77,23 @@ def series_of(table: Path, contender: Contender, study: BudgetStudy) -> Series:
     return Series(table.stem, contender.name, _digest(asked), _digest(made_of, *code))
 
 
-def walks_there(kept: Kept, series: Series, landscape: Landscape, budget: int) -> dict[int, Indices]:
-    """What was kept of searches with this budget, by seed; what cannot be a search of this table was not."""
-    found = {seed: walk.within(budget) for seed, walk in kept.of(series).items()}
-    return {seed: walk for seed, walk in found.items() if walk is not None and is_walk(landscape, walk)}
+def walks_there(kept: Kept, series: Series, landscape: Landscape, study: BudgetStudy) -> dict[int, Indices]:
+    """What was kept of such searches, by seed; what cannot be a search of this table was not."""
+    told = dict.fromkeys(landscape.index(placement) for placement in first_placements(landscape, study.initial))
+    first = list(dict.fromkeys(landscape.identity[list(told)].tolist()))[: study.most]
+    found = {seed: walk.within(study.most) for seed, walk in kept.of(series).items()}
+    return {
+        seed: walk
+        for seed, walk in found.items()
+        if walk is not None and is_walk(landscape, walk) and landscape.identity[walk[: len(first)]].tolist() == first
+    }
 
 
 def missing_of(
     kept: Kept, series: Series, table: Path, landscape: Landscape, contender: Contender, study: BudgetStudy
 ) -> list[Chunk]:
     """The searches that nobody kept, a few at a time."""
-    there = walks_there(kept, series, landscape, study.most)
+    there = walks_there(kept, series, landscape, study)
     seeds = [seed for seed in range(contender.seeds or study.seeds) if seed not in there]
     some = [tuple(seeds[first : first + CHUNK]) for first in range(0, len(seeds), CHUNK)]
     return [
@@ -117,7 +123,7 @@ def replay_all(chunks: Sequence[Chunk], workers: int, observer: Observer) -> Non
 
 def curves_of(kept: Kept, series: Series, landscape: Landscape, contender: Contender, study: BudgetStudy) -> Curves:
     """What was replayed, all seeds together."""
-    there = walks_there(kept, series, landscape, study.most)
+    there = walks_there(kept, series, landscape, study)
     walks = walks_of(landscape, {seed: there[seed] for seed in range(contender.seeds or study.seeds)}, study.most)
     return Curves(
         latency_ms=walks.latency_ms(landscape),
@@ -196,7 +202,9 @@ def _libraries(contender: Contender) -> dict[str, str | None]:
     """Versions of what a searcher draws and proposes with, whatever hardware a wheel was built for."""
     modules = {name for use in _involved(contender) for name in imported_by(_file(use), OURS)}
     names = {"numpy", *(name for module, name in LIBRARIES.items() if module in modules)}
-    return {name: _version(name) for name in sorted({*names, *LATE.get(str(contender.params.get("sampler")), ())})}
+    if "optuna" in modules:
+        names |= {*LATE, *(("cmaes",) if "CmaEs" in json.dumps(contender.params, default=str) else ())}
+    return {name: _version(name) for name in sorted(names)}
 
 
 def _version(name: str) -> str | None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -13,7 +14,7 @@ from harness.measure.events import TWIN, Readings
 from harness.measure.race import HEATS
 from harness.run.contest import ratios_of, read_contest
 from harness.run.journal import read_journal
-from harness.run.rows import read_rows
+from harness.run.rows import Pick, favourite, read_rows
 
 CELL = "net-simulated-int8"
 EXPERIMENT = """
@@ -75,7 +76,19 @@ def test_the_row_of_a_method_is_the_seed_that_did_best_in_the_runoff(folder):
     picks = [pick for pick in read_rows(cell)[1] if pick.kind == "search" and pick.budget == 40]
     assert len(picks) == 3
     table = pd.read_csv(folder / "out6" / "report" / "main.csv").set_index("method")
-    assert table.loc["random", "row"] == max(picks, key=lambda pick: pick.runoff).row
+    assert table.loc["random", "row"] == max(picks, key=lambda pick: (not pick.beaten, pick.runoff)).row
+    assert not all(pick.beaten for pick in picks)
+
+
+def test_a_choice_that_another_seed_has_beaten_stands_behind_it_whatever_its_few_turns_say():
+    few = Pick(method="random", kind="search", row="few", search_ms=1.0, runoff=2.1)
+    many = replace(few, row="many", runoff=2.08)
+    lost = Pick(method="random", kind="search", row="failed", search_ms=0.5)
+    assert favourite([few, many]) is few
+    assert favourite([replace(few, beaten=True), many]) is many
+    assert favourite([lost, many]) is many, "the lowest reading of one that failed in the runoff"
+    assert favourite([lost]) is lost
+    assert favourite([]) is None
 
 
 def test_only_the_winners_are_confirmed_and_delivered(folder):
