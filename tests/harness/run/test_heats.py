@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from harness.api import Candidate
+from harness.autotune.runoff import Runoff, fastest
 from harness.measure.confirm import Row
 from harness.measure.engines import MAIN, Built, Engines
 from harness.measure.race import HEATS
@@ -159,6 +160,20 @@ def test_a_known_noise_floor_keeps_rivals_in(tmp_path: Path) -> None:
     machine = Machine({"a": 1.0, "b": 1.03})
     race(replace(contest(tmp_path, "ab"), floor=0.1), {"all": ["a", "b"]}, 1, machine.open, Silent())
     assert len(machine.rows) == len(HEATS)
+
+
+@pytest.mark.parametrize(("broken", "won"), [("", "a"), ("a", "b"), ("ab", "c"), ("abc", "")])
+def test_autotune_delivers_whoever_came_through(tmp_path: Path, broken: str, won: str) -> None:
+    """Of a and b, which stay close, either may fail in the second heat; c was beaten in the first."""
+    machine = Machine(
+        {"a": 1.0, "b": 1.001, "c": 1.5},
+        broken=lambda name, number: name in broken and (number == 1 or name == "c"),
+    )
+    rivals = [row(name).candidate for name in "abc"]
+    runoff = Runoff(path=tmp_path / "runoff.jsonl", facts={}, open_engines=machine.open, observer=Silent())
+    found, speedup = fastest(rivals, replace(row(FLOAT).candidate, digest=FLOAT), runoff)
+    assert found == won
+    assert speedup == pytest.approx({"a": 2.0, "b": 2.0 / 1.001, "c": 2.0 / 1.5, "": 0.0}[won])
 
 
 def test_other_work_on_the_machine_is_told_once(tmp_path: Path) -> None:
