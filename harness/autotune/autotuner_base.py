@@ -128,7 +128,8 @@ class QDQAutotunerBase:
         if not self.initialized:
             raise AutotunerNotInitializedError(f"{type(self).__name__}: call initialize() first")
         if self._made is None or self._made.regions != tuple(self.regions):
-            self._made, self.delivered = Session(self.graph, self.regions, self.config, self._backend), None
+            self._made = Session(self.graph, self.regions, self.config, self._backend)
+            self.delivered = None
             if self.pattern_cache is not None:
                 self.pattern_cache.origin = self._made.origin
         return self._made
@@ -148,7 +149,8 @@ class QDQAutotunerBase:
         session = self.session
         if commit and self._turn is not None:
             self.profiled_patterns.append(self._turn.schemes)
-        self._turn = self.delivered = None
+        self._turn = None
+        self.delivered = None
         if region is None:
             return
         if region not in session.chart:
@@ -264,7 +266,8 @@ class QDQAutotunerBase:
         Args:
             quantized_tensors: Names of the tensors with a Q/DQ pair.
         """
-        session, self.delivered = self.session, None
+        session = self.session
+        self.delivered = None
         session.base = session.imported(set(quantized_tensors))
         if self.pattern_cache is not None:
             for region in self.regions:
@@ -300,7 +303,8 @@ class QDQAutotunerBase:
         state = read_state(path, self.session.facts)
         if state.baseline_latency_ms is not None:
             self._set_baseline(state.baseline_latency_ms)
-        self.beside_float, self.delivered = state.beside_float, None
+        self.beside_float = state.beside_float
+        self.delivered = None
         self.changes = tuple(changes(state.config, dataclasses.asdict(self.config)))
         self.session.measured.update(state.measured)
         self.profiled_patterns += [each for each in state.patterns if each.schemes]

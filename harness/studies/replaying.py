@@ -66,7 +66,7 @@ class Chunk:
 def series_of(table: Path, contender: Contender, study: BudgetStudy) -> Series:
     """The searches of a searcher on a table.
 
-    A searcher is told no budget, so that none is in it: a walk is the beginning of a longer one.
+    No budget is in the digests, for a searcher is told none: a walk is the beginning of a longer one.
 
     Raises:
         UserError: No such searcher, or no such table.

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from turns import Instant, Listening, row
 
 from harness.api import Candidate
-from harness.measure.confirm import Row
-from harness.measure.engines import MAIN, Built, Engines
+from harness.measure.engines import MAIN, Built
 from harness.measure.events import Readings
 from harness.measure.sampling import Samples
 from harness.records import Failed
@@ -21,38 +18,14 @@ from harness.run.contest import Contest, advise, hold, ratios_of, read_contest
 from harness.run.observe import Silent
 
 
-class Busy:
+class Busy(Instant):
     """Engines of a machine on which something else is at work, or not."""
 
     def __init__(self, disturbed: str) -> None:
         self.disturbed = disturbed
 
-    def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built:
-        return Built(handle=0, build_s=0.1)
-
     def sample(self, handle: int, sampling: Sampling) -> Samples:
-        return Samples(latency_ms=(2.0,) * 3, warmup=0, measure_s=0.0, stable=True, disturbed=self.disturbed)
-
-    def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
-        return {}
-
-    @contextmanager
-    def open(self) -> Iterator[Engines]:
-        yield self  # type: ignore[misc]
-
-
-class Listening(Silent):
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-
-def row(name: str) -> Row:
-    return Row(name=name, candidate=Candidate(digest=name, edges=(), source=lambda: Path("never asked for")))
+        return replace(super().sample(handle, sampling), disturbed=self.disturbed)
 
 
 class Failing(Busy):
@@ -60,7 +33,7 @@ class Failing(Busy):
 
     mended = False
 
-    def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:  # type: ignore[override]
+    def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
         if candidate.digest == "a" and not self.mended:
             return Failed(stage="build", reason="out of memory")
         return super().build(candidate, benchmarker)

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from turns import Instant, Listening, row
 
 from harness.api import Candidate
 from harness.autotune.runoff import Runoff, fastest
-from harness.measure.confirm import Row
 from harness.measure.engines import MAIN, Built, Engines
 from harness.measure.race import HEATS
 from harness.measure.sampling import Samples
@@ -26,7 +25,7 @@ from harness.run.observe import Silent
 FLOAT = "float"
 
 
-class Machine:
+class Machine(Instant):
     """Engines with true latencies, of which each build is off by something and each turn by something.
 
     Attributes:
@@ -61,25 +60,10 @@ class Machine:
         read_ms = float(self._handles[handle] * np.exp(self._by_turns * self._rng.standard_normal()))
         return Samples(latency_ms=(read_ms,) * 3, warmup=0, measure_s=0.0, stable=True)
 
-    def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
-        return {}
-
     @contextmanager
     def open(self) -> Iterator[Engines]:
         self.rows.append([])
         yield self  # type: ignore[misc]
-
-
-class Listening(Silent):
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-
-def row(name: str) -> Row:
-    return Row(name=name, candidate=Candidate(digest=name, edges=(), source=lambda: Path("never asked for")))
 
 
 def contest(path: Path, names: str) -> Contest:

@@ -263,6 +263,18 @@ def test_a_smaller_budget_reads_what_is_there_and_a_larger_one_replays_what_is_t
     assert replayed == [], "another question took the place of what was there"
 
 
+def test_more_than_one_folder_keeps_is_refused_before_anything_is_replayed(
+    tables: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.studies.budgets.MAX_EVALUATIONS", 319)
+    with pytest.raises(SystemExit):
+        main(["study", *tables, "--out", str(tmp_path / "out"), *SEARCHERS, *ORDER])
+    assert "320 evaluations are more than one folder keeps; ask for fewer seeds" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert not (tmp_path / "out").exists()
+
+
 def test_two_studies_of_one_folder_are_refused(
     tables: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,47 @@
+"""What a contest is held with in tests: rows without files, engines that take no time, an observer that listens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from harness.api import Candidate
+from harness.measure.confirm import Row
+from harness.measure.engines import MAIN, Built, Engines
+from harness.measure.sampling import Samples
+from harness.records import Failed
+from harness.run.config import Sampling
+from harness.run.observe import Silent
+
+
+class Instant:
+    """Engines that all read the same."""
+
+    def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
+        return Built(handle=0, build_s=0.1)
+
+    def sample(self, handle: int, sampling: Sampling) -> Samples:
+        return Samples(latency_ms=(2.0,) * 3, warmup=0, measure_s=0.0, stable=True)
+
+    def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
+        return {}
+
+    @contextmanager
+    def open(self) -> Iterator[Engines]:
+        yield self  # type: ignore[misc]
+
+
+class Listening(Silent):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def row(name: str) -> Row:
+    return Row(name=name, candidate=Candidate(digest=name, edges=(), source=lambda: Path("never asked for")))
