@@ -11,12 +11,12 @@ from harness.graph.files import copy_model, file_digest
 from harness.run.compose import Cell
 from harness.run.config import Experiment
 from harness.run.journal import writing
-from harness.run.methods import is_peer, peer_model, seen_by
+from harness.run.methods import ToldModel, is_peer, peer_model, seen_by
 from harness.run.plan import RunSpec
 from harness.run.readback import Evaluated, Reached
 from harness.run.rows import ACCURACY_ONLY, FLOAT_ROW, Pick, Row, Table, write_json
 from harness.run.running import Running
-from harness.run.runoff import Found
+from harness.run.runoff import Found, Leader
 from harness.run.starts import placed
 from harness.run.transfer import Guest
 from search.space import Placement, Resolved, digest_of
@@ -133,34 +133,37 @@ def _found(running: Running, found: Found, exporter: _Exporter) -> Iterator[Pick
             yield _nothing(run, largest, f"{ACCURACY_ONLY}: no search without a speed")
             continue
         for budget in budgets:
-            there = found.reached[run.name][budget]
-            for rank, trial in enumerate(there.leaders if budget == largest else there.leaders[:1]):
+            there, leaders = found.reached[run.name][budget], found.leaders[run.name][budget]
+            for rank, leader in enumerate(leaders if budget == largest else leaders[:1]):
+                own = leader if isinstance(leader, Evaluated) else None  # its search has evaluated it
                 yield Pick(
                     method=run.searcher.name,
                     kind="search",
-                    row=_row(run, trial, running.cell, exporter),
+                    row=_row(run, leader, running.cell, exporter),
                     seed=run.seed,
                     budget=budget,
                     rank=rank,
                     minutes=there.minutes,
-                    search_ms=trial.latency_ms,
-                    loss=trial.score.objective if by_loss else None,
-                    runoff=found.speedups.get(trial.digest),
-                    beaten=bool(found.speedups) and trial.digest not in found.unbeaten[run.searcher.name, budget],
+                    search_ms=None if own is None else own.latency_ms,
+                    loss=own.score.objective if own is not None and by_loss else None,
+                    runoff=found.speedups.get(leader.digest),
+                    beaten=bool(found.speedups) and leader.digest not in found.unbeaten[run.searcher.name, budget],
                     scored=there.looks.full or None,
                     agreement=there.looks.agreement,
                 )
-            if not there.leaders:
+            if not leaders:
                 yield _nothing(run, budget, _reason(there))
 
 
-def _row(run: RunSpec, trial: Evaluated, cell: Cell, exporter: _Exporter) -> str:
-    """Row of what a search found, in the form in which its method has it."""
+def _row(run: RunSpec, leader: Leader, cell: Cell, exporter: _Exporter) -> str:
+    """Row of what a search chose, in the form in which its method has it."""
+    if isinstance(leader, ToldModel):
+        return exporter.file(leader.digest, leader.path, leader.pairs)
     if not is_peer(run.searcher):
-        return exporter.resolved(seen_by(cell, run.searcher).space.resolve(Placement(trial.choices)))
-    path = peer_model(run, cell, trial.digest)
+        return exporter.resolved(seen_by(cell, run.searcher).space.resolve(Placement(leader.choices)))
+    path = peer_model(run, cell, leader.digest)
     pairs = pairs_in(path)
-    return exporter.file(trial.digest, path, pairs) if pairs else exporter.placement(cell.space.float_placement())
+    return exporter.file(leader.digest, path, pairs) if pairs else exporter.placement(cell.space.float_placement())
 
 
 def _reason(there: Reached) -> str:

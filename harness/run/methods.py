@@ -12,6 +12,7 @@ from typing import Any
 from harness import registry
 from harness.api import Candidate, PeerTask
 from harness.errors import BuildFailed
+from harness.graph.diff import precisions_in
 from harness.graph.space import build_space
 from harness.measure.local import attempt
 from harness.paths import locate
@@ -24,7 +25,7 @@ from harness.run.plan import RunSpec
 from search.api import Searcher
 from search.space import Placement, Space
 
-__all__ = ["Search", "is_peer", "open_search", "peer_model", "seen_by"]
+__all__ = ["Search", "ToldModel", "is_peer", "open_search", "peer_model", "seen_by", "told_models"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,32 @@ def seen_by(cell: Cell, method: Method) -> Cell:
         space = _unshared(cell, space)
         seeds = tuple(replace(s, placement=space.nearest(e)) for s, e in zip(seeds, edges, strict=True))
     return replace(cell, space=space, seeds=seeds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToldModel:
+    """A Q/DQ model whose placement a method is told first, in the form that another tool gave it.
+
+    Attributes:
+        digest: What its row is called, the name of the start; a placement's row is called by its digest.
+        path: The tool's file.
+    """
+
+    digest: str
+    path: Path
+    pairs: int
+
+
+def told_models(cell: Cell, method: Method) -> tuple[ToldModel, ...]:
+    """Those of a method that have a speed on the device; a peer is told none."""
+    if is_peer(method):
+        return ()
+    told = {seed.name for seed in seen_by(cell, method).seeds}
+    return tuple(
+        ToldModel(digest=foreign.name, path=foreign.path, pairs=foreign.pairs)
+        for foreign in cell.foreign.values()
+        if foreign.name in told and foreign.path and cell.accuracy_only.isdisjoint(precisions_in(foreign.path))
+    )
 
 
 @contextmanager

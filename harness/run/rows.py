@@ -58,7 +58,8 @@ class Pick:
         seed: Of the search; None for the others.
         budget: Evaluations after which the search would have stopped; None for the others.
         row: `Row.id`, or "" where the method gave nothing.
-        search_ms: Latency by the search's own samples.
+        search_ms: Latency by the search's own samples; None where it chose a model of another tool, see
+            `harness.run.runoff`.
         loss: Loss of the metric that the search saw, where that is what it minimised; None elsewhere.
         runoff: Speedup over the float model in the runoff that chose the row; None where there was none.
         beaten: By the choice of another seed, in that runoff.
@@ -89,7 +90,7 @@ def favourite(picks: Iterable[Pick]) -> Pick | None:
     By the loss of accuracy where that was minimised, the faster of equal ones; else by the runoff where any of them
     came through one, else by the searches' own samples; None where nothing was measured.
     """
-    found = [pick for pick in picks if pick.kind == "search" and pick.row and pick.search_ms is not None]
+    found = [pick for pick in picks if pick.kind == "search" and pick.row]
     if found and all(pick.loss is not None for pick in found):
         return min(found, key=lambda pick: (pick.loss or 0.0, pick.search_ms or 0.0))
     met = [pick for pick in found if pick.runoff is not None]

@@ -4,13 +4,16 @@ The lowest of a hundred noisy readings is a lucky one, and what is confirmed the
 are timed in turns with the float model, those that stay close for longer, and these readings alone choose. What tables
 say of the chosen comes from the confirmation, whose readings are others. (Boesel, Nelson and Kim, "Using ranking and
 selection to 'clean up' after simulation optimization", Operations Research 51, 2003; irace has a postselection race.)
+
+A search evaluates placements in the form of Q/DQ pairs that its runtime runs fastest as a rule. Where it was told the
+placement of a model that another tool made, that model meets its best as it is: in its own form it may be faster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from harness.api import Candidate
 from harness.graph.files import file_digest
@@ -21,19 +24,22 @@ from harness.run.compose import Cell
 from harness.run.contest import RUNOFF, Contest, read_speedups
 from harness.run.heats import FIRST, TURN, race
 from harness.run.journal import read_journal
-from harness.run.methods import is_peer, peer_model, seen_by
+from harness.run.methods import ToldModel, is_peer, peer_model, seen_by, told_models
 from harness.run.plan import RunSpec
 from harness.run.readback import Evaluated, Reached, reached
 from harness.run.rows import FLOAT_ROW
 from harness.run.running import Running
 from search.space import Placement
 
-__all__ = ["Found", "run_off"]
+__all__ = ["Found", "Leader", "run_off"]
 
 FRONT = 8
 """Placements of a front that are confirmed at most, unless more are asked for."""
+Leader = Evaluated | ToldModel
+"""What a search may choose: something that it evaluated, or the very model that a start of it was taken from."""
 _Lot = tuple[str | int, ...]
 _Budgets = Mapping[str, Mapping[int, Reached]]
+_Led = Mapping[str, Mapping[int, tuple[Leader, ...]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +48,13 @@ class Found:
 
     Attributes:
         reached: How far each came, by its name, at each budget; nothing of a cell without a search.
+        leaders: Of each what is confirmed, the winner of the runoff first.
         speedups: Over the float model in the runoff, by digest; empty where there was none.
         unbeaten: Digests that no other seed's leader has beaten in it, by name of the searcher and budget.
     """
 
     reached: _Budgets
+    leaders: _Led
     speedups: Mapping[str, float] = field(default_factory=dict)
     unbeaten: Mapping[tuple[str, int], Collection[str]] = field(default_factory=dict)
 
@@ -65,36 +73,55 @@ def run_off(
         UserError: The float model fails, or the record cannot be written.
     """
     found = _searched(running)
+    led = _led(running, found)
     if running.judge.goal.minimize != "latency":
-        return Found(reached=found)
-    contest = _contest(running, found)
+        return Found(reached=found, leaders=led)
+    contest = _contest(running, led)
     contested = running.experiment.confirmation.contenders > 1  # else a record is of an experiment that had more
     own: dict[_Lot, list[str]] = {
-        (name, budget): [trial.digest for trial in there.leaders]
-        for name, budgets in found.items()
-        for budget, there in budgets.items()
+        (name, budget): [leader.digest for leader in leaders]
+        for name, budgets in led.items()
+        for budget, leaders in budgets.items()
     }
-    shared = _shared(running, found)
+    shared = _shared(running, led)
     lots = own | shared
+    wanted = running.experiment.confirmation.top_k
     if len(contest.rows) > 1:
-        wanted = running.experiment.confirmation.top_k
         lots = race(contest, lots, wanted, open_engines, running.observer, retry_failed)
     speedups = read_speedups(contest.path, FLOAT_ROW) if contested else {}
     settled = {
-        name: {budget: _settled(there, lots[name, budget], speedups, running) for budget, there in budgets.items()}
-        for name, budgets in found.items()
+        name: {budget: _settled(leaders, lots[name, budget], speedups)[:wanted] for budget, leaders in budgets.items()}
+        for name, budgets in led.items()
     }
     unbeaten = {(str(key[0]), int(key[1])): frozenset(lots[key]) for key in shared}
-    return Found(reached=settled, speedups=speedups, unbeaten=unbeaten)
+    return Found(reached=found, leaders=settled, speedups=speedups, unbeaten=unbeaten)
 
 
-def _shared(running: Running, found: _Budgets) -> dict[_Lot, list[str]]:
+def _led(running: Running, found: _Budgets) -> dict[str, dict[int, tuple[Leader, ...]]]:
+    """What may be the choice of each search: what it leads with, and where that is raced, the models it was told of.
+
+    A model that nobody scored is no choice where there is a bound on accuracy.
+    """
+    goal, cell = running.judge.goal, running.cell
+    raced = goal.minimize == "latency" and running.experiment.confirmation.contenders > 1
+    unbound = goal.metric is None or goal.max_drop is None
+    led: dict[str, dict[int, tuple[Leader, ...]]] = {}
+    for run in cell.spec.runs:
+        told = told_models(cell, run.searcher) if raced and unbound and run.name in found else ()
+        led[run.name] = {
+            budget: (*there.leaders, *(told if there.leaders and budget >= len(cell.seeds) else ()))
+            for budget, there in found.get(run.name, {}).items()
+        }
+    return led
+
+
+def _shared(running: Running, led: _Led) -> dict[_Lot, list[str]]:
     """What each searcher leads with at a budget, all seeds together: of these one is its row in the main table."""
     lots: dict[_Lot, dict[str, None]] = {}
     for run in running.cell.spec.runs:
-        for budget, there in found.get(run.name, {}).items():
+        for budget, leaders in led[run.name].items():
             lot = lots.setdefault((run.searcher.name, budget, "all seeds"), {})
-            lot.update(dict.fromkeys(trial.digest for trial in there.leaders))
+            lot.update(dict.fromkeys(leader.digest for leader in leaders))
     return {key: [*lot] for key, lot in lots.items()}
 
 
@@ -112,17 +139,16 @@ def _count(running: Running) -> int:
     return max(confirmation.top_k, others.get(running.judge.goal.minimize, 1))
 
 
-def _contest(running: Running, found: _Budgets) -> Contest:
+def _contest(running: Running, led: _Led) -> Contest:
     """Of all leaders; what two searches lead with is there once."""
     cell = running.cell
     runs = cell.spec.runs if running.experiment.confirmation.contenders > 1 else ()
     rows = {
-        trial.digest: Row(name=trial.digest, candidate=candidate(trial))
+        leader.digest: Row(name=leader.digest, candidate=candidate(leader))
         for run in runs
-        if run.name in found
         for candidate in [_built_again(run, cell)]
-        for there in found[run.name].values()
-        for trial in there.leaders
+        for leaders in led[run.name].values()
+        for leader in leaders
     }
     header = {
         "model_sha256": file_digest(cell.model_file),
@@ -144,20 +170,26 @@ def _contest(running: Running, found: _Budgets) -> Contest:
     )
 
 
-def _built_again(run: RunSpec, cell: Cell) -> Callable[[Evaluated], Candidate]:
+def _built_again(run: RunSpec, cell: Cell) -> Callable[[Leader], Candidate]:
     """What makes a search's candidates anew."""
-    if not is_peer(run.searcher):
-        own = seen_by(cell, run.searcher)
-        return lambda trial: own.candidate(Placement(trial.choices))
+    own = None if is_peer(run.searcher) else seen_by(cell, run.searcher)
 
-    def brought(trial: Evaluated) -> Candidate:
-        path = peer_model(run, cell, trial.digest)
-        return Candidate(digest=trial.digest, edges=(), source=lambda: path)
+    def built(leader: Leader) -> Candidate:
+        if isinstance(leader, ToldModel):
+            file = cell.parsed(leader.path)
+            return Candidate(digest=file_digest(file)[:16], edges=(), source=lambda: file)
+        if own is not None:
+            return own.candidate(Placement(leader.choices))
+        path = peer_model(run, cell, leader.digest)
+        return Candidate(digest=leader.digest, edges=(), source=lambda: path)
 
-    return brought
+    return built
 
 
-def _settled(there: Reached, close: Sequence[str], speedups: Mapping[str, float], running: Running) -> Reached:
-    """The leaders in the order of the runoff, as far as there was one; whoever failed in it comes last."""
-    ranked = sorted(there.leaders, key=lambda t: (t.digest not in close, -speedups.get(t.digest, 0.0)))
-    return replace(there, leaders=tuple(ranked[: running.experiment.confirmation.top_k]))
+def _settled(leaders: Sequence[Leader], close: Sequence[str], speedups: Mapping[str, float]) -> tuple[Leader, ...]:
+    """The leaders in the order of the runoff, as far as there was one.
+
+    Whoever failed in it comes last; a model of another tool, whose speed nobody has seen then, is left out.
+    """
+    there = (leader for leader in leaders if isinstance(leader, Evaluated) or leader.digest in speedups)
+    return tuple(sorted(there, key=lambda one: (one.digest not in close, -speedups.get(one.digest, 0.0))))
