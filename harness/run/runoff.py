@@ -150,9 +150,11 @@ def _contest(running: Running, led: _Led) -> Contest:
         for leaders in led[run.name].values()
         for leader in leaders
     }
+    told = {one.digest: file_digest(one.path) for run in runs for one in told_models(cell, run.searcher)}
     header = {
         "model_sha256": file_digest(cell.model_file),
         "rows": sorted(rows),
+        **({"told": told} if told.keys() & rows.keys() else {}),  # a placement's digest says what is in its file
         "heats": list(HEATS),
         "samples": TURN,
         "group": GROUP,

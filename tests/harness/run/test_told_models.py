@@ -1,0 +1,156 @@
+"""A search that was told the placement of a tool's model may choose that very model, where its form is faster."""
+
+import json
+
+import numpy as np
+import onnx
+import pandas as pd
+import pytest
+from small import qdq, save_chain
+
+from harness.graph.files import file_digest
+from harness.graph.insert import Inserter
+from harness.graph.load import load
+from harness.graph.space import build_space
+from harness.graph.spoken import dialect_called
+from harness.run.rows import read_rows
+
+PLUGINS = """
+import numpy as np
+import onnx
+from harness.benchmarkers.simulated import SimulatedBenchmarker
+from harness.errors import BuildFailed
+from harness.evaluators.fidelity import Fidelity
+
+
+class Bench(SimulatedBenchmarker):
+    '''Placements as the simulated runtime has them; a tool's model by what is written in its file.'''
+
+    def build(self, candidate, workdir):
+        word = onnx.load(candidate.source()).doc_string
+        if word == "refused":
+            raise BuildFailed("a form that nobody takes")
+        built = super().build(candidate, workdir)
+        if word == "fast form":
+            built.engine._latency_ms = self.base_ms / 5
+        built.engine.infer = lambda feeds: {"y": np.array([[1.0, 10.0]], np.float32)}
+        return built
+
+
+class Near(Fidelity):
+    metric = "cosine"
+
+    def __init__(self, reference, inputs, data, base=None):
+        super().__init__(reference, inputs, data, samples=8, base=base)
+"""
+EXPERIMENT = """
+experiment: told
+models: [{use: net.onnx, calibration: {samples: 2}}]
+backends: [{use: 'form_plugins:Bench', label: bench, params: {seed: 5, noise: 0.0}}]
+searchers: [random, {use: random, label: told_nothing, without: [seeds]}]
+initial: [float, {use: import, params: {path: WORD.onnx}, label: mine}]
+baselines: [mine]
+budget: {evaluations: [1, 12]}
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+CELL = "net-bench-int8"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("told")
+    save_chain(folder / "net.onnx", (8, 8, 12, 12, 12, 8))
+    model, dialect = load(folder / "net.onnx"), dialect_called("openvino")
+    space = build_space(model, dialect)
+    ranges = {edge.tensor: (-1.0, 1.0) for d in space.dimensions for edge in d.edges}
+    path = folder / "mine.onnx"
+    Inserter(model, dialect, ranges).export(space.resolve(space.everywhere()), path)
+    for word in ("fast form", "slow form", "refused"):
+        proto = onnx.load(path)
+        proto.doc_string = word
+        onnx.save(proto, folder / f"{word.split()[0]}.onnx")
+    (folder / "form_plugins.py").write_text(PLUGINS)
+    return folder
+
+
+def run(folder, word, *more, out=None):
+    path = folder / f"{word}.yaml"
+    path.write_text("\n".join((EXPERIMENT.replace("WORD", word), *more)))
+    out = out or folder / f"out-{word}"
+    assert qdq("run", str(path), "--out", str(out)) == 0
+    return out
+
+
+def choices(out):
+    """Row of each search at each budget."""
+    picks = read_rows(out / CELL)[1]
+    return {(pick.method, pick.budget): pick for pick in picks if pick.kind == "search"}
+
+
+@pytest.fixture(scope="module")
+def fast(folder):
+    return run(folder, "fast")
+
+
+def test_a_model_that_is_faster_in_the_form_of_its_tool_is_the_choice_of_whoever_was_told_its_placement(fast, folder):
+    found = choices(fast)
+    assert found["random", 12].row == "mine"
+    assert found["random", 12].search_ms is None, "no search has evaluated that file"
+    assert found["random", 12].runoff == pytest.approx(5.0)
+    assert found["told_nothing", 12].row not in {"mine", ""}
+    assert file_digest(fast / CELL / "models" / "mine.onnx") == file_digest(folder / "fast.onnx")
+    table = pd.read_csv(fast / "report" / "main.csv").set_index("method")
+    assert table.loc["random", "speedup"] == table.loc["mine", "speedup"] == pytest.approx(5.0)
+    assert "the same placement" in (fast / "report" / "fixed.md").read_text()
+
+
+def test_it_is_no_choice_before_its_placement_was_told(fast):
+    """With a budget of one evaluation a search has seen the float model alone."""
+    assert choices(fast)["random", 1].row == "float"
+
+
+def test_a_run_that_is_given_again_chooses_the_same_and_times_nothing(fast, folder):
+    record = (fast / CELL / "runoff.jsonl").read_bytes()
+    (fast / CELL / "through.json").unlink()
+    run(folder, "fast", out=fast)
+    assert (fast / CELL / "runoff.jsonl").read_bytes() == record
+    assert choices(fast)["random", 12].row == "mine"
+
+
+def test_the_record_says_which_file_met_the_leaders_so_that_another_one_meets_them_anew(fast, folder):
+    header = json.loads((fast / CELL / "runoff.jsonl").read_text().splitlines()[0])
+    assert header["told"] == {"mine": file_digest(folder / "fast.onnx")}
+
+
+def test_a_model_whose_form_is_slow_is_not_chosen(folder):
+    out = run(folder, "slow")
+    assert choices(out)["random", 12].row not in {"mine", ""}
+    met = json.loads((out / CELL / "runoff.jsonl").read_text().splitlines()[0])["rows"]
+    assert "mine" in met
+
+
+def test_a_model_that_fails_in_the_runoff_leaves_the_choice_to_what_was_evaluated(folder, capsys):
+    out = run(folder, "refused")
+    assert choices(out)["random", 12].row not in {"mine", ""}
+    assert "runoff: mine failed: build: a form that nobody takes" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_without_a_runoff_nothing_is_known_of_it_and_it_is_no_choice(folder, tmp_path):
+    text = EXPERIMENT.replace("samples: 3}", "samples: 3, contenders: 1}", 1)
+    path = folder / "alone.yaml"
+    path.write_text(text.replace("WORD", "fast"))
+    assert qdq("run", str(path), "--out", str(tmp_path / "out")) == 0
+    assert choices(tmp_path / "out")["random", 12].row not in {"mine", ""}
+
+
+def test_a_model_that_nobody_scored_is_no_choice_under_a_bound_on_accuracy(folder, tmp_path):
+    rng = np.random.default_rng(0)
+    np.savez(folder / "labelled.npz", x=rng.normal(size=(8, 3, 16, 16)).astype(np.float32))
+    path = folder / "bound.yaml"
+    text = EXPERIMENT.replace("WORD", "fast").replace(
+        "samples: 2}}]",
+        "samples: 2}, evaluator: {use: 'form_plugins:Near', params: {data: {use: npz, path: labelled.npz}}}}]",
+    )
+    path.write_text(text + "objective: {max_drop: 1.0}\n")
+    assert qdq("run", str(path), "--out", str(tmp_path / "out")) == 0
+    assert choices(tmp_path / "out")["random", 12].row not in {"mine", ""}
