@@ -33,6 +33,7 @@ class Measured:
         stable: Warm-up ended in a steady state, and nothing speaks against the readings.
         build_s: Wall-clock of the build; of all builds where there were several.
         measure_s: Wall-clock of warm-up and sampling, of all builds too.
+        release_s: Wall-clock of letting go of the engines; 0 in runs of earlier versions, which did not record it.
         evaluate_s: Wall-clock of the evaluator; 0 where it was not asked.
         metrics: What the evaluator found; empty where it was not asked.
         per_item: See `harness.api.Accuracy`.
@@ -42,6 +43,7 @@ class Measured:
     samples_ms: tuple[float, ...]
     build_s: float
     measure_s: float
+    release_s: float = 0.0
     evaluate_s: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
     per_item: tuple[float, ...] = ()

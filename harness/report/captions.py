@@ -29,8 +29,9 @@ LOSS_NOTE = (
 )
 COST_NOTE = (
     "The seeds of a searcher together, wall-clock from the first proposal; composing, calibration, runoff and "
-    "confirmation are not in it. Harness: the share outside build, sampling, evaluation and failed candidates; search: "
-    "the part of that which is the searcher's own work. Where several workers build at once their times add up to more "
+    "confirmation are not in it. Build: with letting go of the engines, where the run recorded it. Harness: the share "
+    "outside build, sampling, evaluation and failed candidates; search: the part of that which is the searcher's own "
+    "work. Where several workers build at once their times add up to more "
     "than passes, and harness may read 0. Readings saved: by racing, an estimate, as a share of those "
     "that would have been taken. Built again: candidates that beat the incumbent by more than noise. Taken again: "
     "candidates whose first readings drifted or were disturbed, those built again for it included; unsteady: the last "

@@ -190,7 +190,7 @@ def _cost(outcome: Outcome) -> dict[str, float]:
     if not isinstance(outcome, Measured):
         return {"failures_s": outcome.wall_s}
     return {
-        "build_s": outcome.build_s,
+        "build_s": outcome.build_s + outcome.release_s,
         "sampling_s": outcome.measure_s,
         "evaluation_s": outcome.evaluate_s,
         "readings": len(outcome.samples_ms) + sum(len(more) for more in outcome.retaken_ms),

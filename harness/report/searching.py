@@ -144,7 +144,7 @@ def _agreed(seeds: Iterable[Pick]) -> str:
 
 
 def cost_frame(results: Results) -> pd.DataFrame:
-    """What each search took, in seconds: build, sampling, evaluation, failures, and the harness's own rest.
+    """What each search took, in seconds: engines built and let go, sampling, evaluation, failures, the harness's rest.
 
     Of that rest `search_s` is the searcher's own work, its asks and tells; runs of earlier versions did not record it.
     Builds of a replayed cell took their time elsewhere, when the table was recorded: they have none here.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from harness.api import Candidate
-from harness.measure.engines import Engines
+from harness.measure.engines import Built, Engines
 from harness.measure.executor import Attempt
 from harness.measure.stats import Interval, median_ci
 from harness.records import Failed, Measured, Outcome
@@ -102,28 +103,34 @@ class _Trial:
         if isinstance(built, Failed):
             return built
         try:
-            samples = self.engines.sample(
-                built.handle, self.sampling, rival if self.care.racing else None, self.care.level_ms
-            )
-            if isinstance(samples, Failed):
-                return samples
-            measured = Measured(
-                samples_ms=samples.latency_ms,
-                discarded_ms=samples.discarded_ms,
-                raw_ms=samples.raw_ms,
-                beside_ms=samples.beside_ms,
-                trouble=samples.trouble,
-                warmup=samples.warmup,
-                stable=samples.stable,
-                saved=samples.saved,
-                conditions=samples.conditions,
-                build_s=built.build_s,
-                measure_s=samples.measure_s,
-                info=built.info,
-            )
-            return then(built.handle, measured)
+            outcome = self._timed(built, rival, then)
         finally:
+            started_s = time.perf_counter()
             self.engines.release(built.handle)
+            release_s = time.perf_counter() - started_s
+        return replace(outcome, release_s=release_s) if isinstance(outcome, Measured) else outcome
+
+    def _timed(self, built: Built, rival: Interval | None, then: _Then) -> Outcome:
+        samples = self.engines.sample(
+            built.handle, self.sampling, rival if self.care.racing else None, self.care.level_ms
+        )
+        if isinstance(samples, Failed):
+            return samples
+        measured = Measured(
+            samples_ms=samples.latency_ms,
+            discarded_ms=samples.discarded_ms,
+            raw_ms=samples.raw_ms,
+            beside_ms=samples.beside_ms,
+            trouble=samples.trouble,
+            warmup=samples.warmup,
+            stable=samples.stable,
+            saved=samples.saved,
+            conditions=samples.conditions,
+            build_s=built.build_s,
+            measure_s=samples.measure_s,
+            info=built.info,
+        )
+        return then(built.handle, measured)
 
 
 _Then = Callable[[int, Measured], Outcome]
@@ -154,6 +161,7 @@ def _agreed(taken: Sequence[Measured]) -> Measured:
         saved=sum(measured.saved for measured in taken),
         build_s=sum(measured.build_s for measured in taken),
         measure_s=sum(measured.measure_s for measured in taken),
+        release_s=sum(measured.release_s for measured in taken),
         metrics=taken[0].metrics,
         per_item=taken[0].per_item,
         evaluate_s=taken[0].evaluate_s,

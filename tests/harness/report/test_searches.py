@@ -3,6 +3,7 @@
 import json
 import math
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 
@@ -77,6 +78,15 @@ def test_a_search_without_an_incumbent_has_no_curve_and_its_cost(folder):
     assert set(curve_frame(results.cells)["searcher"]) == {"random"}
     cost = cost_frame(results).set_index("searcher").loc["tpe"]
     assert (cost["evaluations"], cost["failures_s"], cost["readings"], cost["harness_s"]) == (1, 3.0, 0, 1.0)
+
+
+def test_letting_go_of_engines_counts_with_their_builds_and_not_as_overhead(folder):
+    outcome = replace(measured(2.0, top1=0.8), build_s=2.0, measure_s=3.0, release_s=0.5)
+    with Journal(folder / CELL / "runs" / "tpe-0.jsonl", {}) as journal:
+        journal.append(Asked(number=0, choices=(1,), digest="1", origin="searcher"))
+        journal.append(Told(number=0, outcome=outcome, elapsed_s=6.0 + outcome.evaluate_s))
+    cost = cost_frame(load(folder)).set_index("searcher").loc["tpe"]
+    assert (cost["build_s"], cost["sampling_s"], cost["harness_s"]) == (2.5, 3.0, 0.5)
 
 
 def test_the_searchers_own_work_is_told_from_the_harness(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,15 @@ def test_the_first_candidate_has_nobody_to_beat() -> None:
     found = measured(attempt_with(bench, SAMPLING)(CANDIDATE, None))
     assert (found.samples_ms[1], found.retaken_ms, found.saved, found.conditions) == (5.0, (), 4, {"load": 1.0})
     assert bench.diary == ["build", "release"]
+
+
+def test_letting_go_of_each_engine_counts_as_the_engines_time() -> None:
+    class Slow(Bench):
+        def release(self, handle: int) -> None:
+            time.sleep(0.01)
+
+    found = measured(attempt_with(Slow(5.0, 5.1), SAMPLING)(CANDIDATE, INCUMBENT))
+    assert found.release_s >= 0.02, "two builds"
 
 
 @pytest.mark.parametrize("latency_ms", [9.95, 10.0, 30.0])
