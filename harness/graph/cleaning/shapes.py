@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 Shapes = Mapping[str, str | tuple[int, ...]]
 _TYPE_OF_FIRST_INPUT = frozenset({"GroupNormalization"})
 """Operators that onnx 1.21 infers nothing of, though their result has the type of their first input."""
+_NO_NAMES = frozenset({"", "?"})
+"""What exporters write for a size that they do not know (paddle2onnx: "?" for each); two of them need not be equal."""
 _PLAIN_KEY = re.compile(r"[A-Za-z_][\w.]*")
 
 
@@ -53,7 +55,7 @@ def fix_inputs(graph: onnx.GraphProto, shapes: Shapes, source: str) -> None:
         _fix(inputs[name], parse_shape(given, where), bound, where)
     for value in inputs.values():
         for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param in bound:
+            if dim.dim_param in bound:  # which never holds what is no name
                 dim.dim_value = bound[dim.dim_param]
     dynamic = [value for value in inputs.values() if _is_dynamic(value)]
     if dynamic:
@@ -161,11 +163,16 @@ def _fix(value: onnx.ValueInfoProto, shape: tuple[int, ...], bound: dict[str, in
             f"{where}: the input has {len(tensor.shape.dim)} dimensions ({written}), but got {len(shape)}: {_x(shape)}"
         )
     for dim, size in zip(tensor.shape.dim, shape, strict=True):
-        known = dim.dim_value if dim.dim_value > 0 else bound.get(dim.dim_param, size)
-        if known != size:
+        name = dim.dim_param
+        if dim.dim_value > 0 and dim.dim_value != size:
             raise UserError(f"{where}: the input is fixed to {written} in the model, but got {_x(shape)}")
-        if dim.dim_param:
-            bound[dim.dim_param] = size
+        if bound.get(name, size) != size:
+            raise UserError(
+                f"{where}: dimension {name!r} of {written} is one size wherever it stands, "
+                f"but got {bound[name]} and {size}: {_x(shape)}"
+            )
+        if name not in _NO_NAMES:
+            bound[name] = size
         dim.dim_value = size
 
 

@@ -288,6 +288,22 @@ class TestShapes:
         builder.output(x)
         assert ready(builder.build(), {"a": "3x4"}).types["b"].shape == (3, 4)
 
+    def test_question_marks_are_no_name_so_their_sizes_may_differ(self) -> None:
+        """paddle2onnx writes "?" for every size that it does not know (PP-OCR's classifier: ?x3x?x?)."""
+        builder = GraphBuilder("paddle")
+        builder.output(builder.op("Relu", builder.input("a", ("?", 3, "?", "?"))), name="y")
+        builder.output(builder.op("Relu", builder.input("b", ("?", 5))), name="z")
+        model = ready(builder.build(), {"a": "1x3x48x192", "b": "2x5"})
+        assert [model.types[name].shape for name in ("y", "z")] == [(1, 3, 48, 192), (2, 5)]
+        with pytest.raises(UserError, match=r"input 'b' has the dynamic shape \?x5"):
+            ready(builder.build(), {"a": "1x3x48x192"})
+
+    def test_one_name_of_two_sizes_is_refused_as_such(self) -> None:
+        builder = GraphBuilder("square")
+        builder.output(builder.op("Relu", builder.input("a", ("N", "side", "side"))))
+        with pytest.raises(UserError, match=r"dimension 'side' of Nxsidexside is one size .* but got 4 and 5: 1x4x5"):
+            ready(builder.build(), {"a": "1x4x5"})
+
     @pytest.mark.parametrize(
         ("shapes", "message"),
         [
