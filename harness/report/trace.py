@@ -127,7 +127,8 @@ def _head(table: Table, column: str) -> str:
 def _row(lines: Sequence[Mapping[Any, Any]], where: str, name: str) -> int:
     if where.isdecimal() and 1 <= int(where) <= len(lines):
         return int(where) - 1
-    found = [number for number, line in enumerate(lines) if where in _names(line)]
+    called = [number for number, line in enumerate(lines) if where in _names(line)]
+    found = called or [number for number, line in enumerate(lines) if where in _files(line)]
     if len(found) == 1:
         return found[0]
     if not found:
@@ -149,12 +150,14 @@ def _labels(line: Mapping[Any, Any]) -> list[str]:
 
 
 def _names(line: Mapping[Any, Any]) -> set[str]:
-    """Whatever means a line."""
-    if "method" in line:
-        row = {str(line["row"]), f"{line['cell']}/{line['row']}"} if line["row"] else set()
-        return {str(line["method"]), f"{line['cell']}/{line['method']}", *row}
+    """What a line is called."""
     labels = _labels(line)
     return {labels[-1], "/".join(labels)} if labels else set()
+
+
+def _files(line: Mapping[Any, Any]) -> set[str]:
+    """What the file of a line is called: two methods may have chosen one, a search that of a tool's line."""
+    return {str(line["row"]), f"{line['cell']}/{line['row']}"} if "method" in line and line["row"] else set()
 
 
 def _origins(results: Results, table: Table, number: int, head: str) -> Iterator[Source]:

@@ -85,14 +85,15 @@ class ToldModel:
 
 
 def told_models(cell: Cell, method: Method) -> tuple[ToldModel, ...]:
-    """Those of a method that have a speed on the device; a peer is told none."""
+    """Those of a method that have a speed on the device and are of the cell's precisions; a peer is told none."""
     if is_peer(method):
         return ()
+    precisions = set(cell.spec.precisions) - cell.accuracy_only
     told = {seed.name for seed in seen_by(cell, method).seeds}
     return tuple(
         ToldModel(digest=foreign.name, path=foreign.path, pairs=foreign.pairs)
         for foreign in cell.foreign.values()
-        if foreign.name in told and foreign.path and cell.accuracy_only.isdisjoint(precisions_in(foreign.path))
+        if foreign.name in told and foreign.path and precisions_in(foreign.path) <= precisions
     )
 
 

@@ -142,7 +142,8 @@ def _count(running: Running) -> int:
 def _contest(running: Running, led: _Led) -> Contest:
     """Of all leaders; what two searches lead with is there once."""
     cell = running.cell
-    runs = cell.spec.runs if running.experiment.confirmation.contenders > 1 else ()
+    contested = running.experiment.confirmation.contenders > 1
+    runs = [run for run in cell.spec.runs if contested and led[run.name]]  # none where nothing is searched: emulated
     rows = {
         leader.digest: Row(name=leader.digest, candidate=candidate(leader))
         for run in runs
@@ -191,7 +192,18 @@ def _built_again(run: RunSpec, cell: Cell) -> Callable[[Leader], Candidate]:
 def _settled(leaders: Sequence[Leader], close: Sequence[str], speedups: Mapping[str, float]) -> tuple[Leader, ...]:
     """The leaders in the order of the runoff, as far as there was one.
 
-    Whoever failed in it comes last; a model of another tool, whose speed nobody has seen then, is left out.
+    Whoever failed in it comes last; a model of another tool, whose speed nobody has seen then, is left out. It is the
+    choice where it beats all that was evaluated, not where it cannot be told from it: a placement can be explained.
     """
+    evaluated = any(isinstance(leader, Evaluated) and leader.digest in close for leader in leaders)
     there = (leader for leader in leaders if isinstance(leader, Evaluated) or leader.digest in speedups)
-    return tuple(sorted(there, key=lambda one: (one.digest not in close, -speedups.get(one.digest, 0.0))))
+    return tuple(
+        sorted(
+            there,
+            key=lambda one: (
+                one.digest not in close,
+                evaluated and isinstance(one, ToldModel),
+                -speedups.get(one.digest, 0.0),
+            ),
+        )
+    )

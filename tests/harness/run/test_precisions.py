@@ -25,7 +25,7 @@ initial: [float, all, all-fp8]
 baselines: [all, linear, linear-fp8]
 budget: {evaluations: [6]}
 sampling: {warmup_ms: 0, min_samples: 3, max_samples: 3, max_ms: 20}
-confirmation: {builds: 3, rounds: 2, samples: 3, contenders: 1}
+confirmation: {builds: 3, rounds: 2, samples: 3}
 """
 
 
