@@ -243,11 +243,11 @@ def _gains(cell: CellResults) -> dict[str, float]:
         }
     read = {digest: cell.runoff.get(digest, base_ms / cell.levels_ms[digest]) for digest in steps}
     speedups = read | confirmed
-    chosen = {pick.row for pick in cell.picks if pick.kind == "search" and pick.row}
-    if chosen <= steps | {FLOAT_ROW}:
-        known = confirmed or speedups
-    else:  # a tool's own file was the choice, so the best that was evaluated met it in the runoff and no confirmation
-        known = {digest: speedups[digest] for digest in steps if digest in confirmed or digest in cell.runoff}
+    met = confirmed
+    if any(pick.kind == "search" and pick.row and pick.search_ms is None for pick in cell.picks):
+        # a tool's own file was the choice: the best that was evaluated met it in the runoff, and no confirmation
+        met = {digest: speedups[digest] for digest in steps if digest in confirmed or digest in cell.runoff}
+    known = met or speedups
     fastest = max(known, key=known.__getitem__)
     best, sure = known[fastest], known[fastest]
     if fastest in cell.summaries:  # the highest of many confirmed ones is a lucky one too

@@ -31,7 +31,7 @@ from harness.run.rows import FLOAT_ROW
 from harness.run.running import Running
 from search.space import Placement
 
-__all__ = ["Found", "Leader", "run_off"]
+__all__ = ["Found", "Leader", "in_order", "run_off"]
 
 FRONT = 8
 """Placements of a front that are confirmed at most, unless more are asked for."""
@@ -90,7 +90,7 @@ def run_off(
         lots = race(contest, lots, wanted, open_engines, running.observer, retry_failed)
     speedups = read_speedups(contest.path, FLOAT_ROW) if contested else {}
     settled = {
-        name: {budget: _settled(leaders, lots[name, budget], speedups)[:wanted] for budget, leaders in budgets.items()}
+        name: {budget: in_order(leaders, lots[name, budget], speedups)[:wanted] for budget, leaders in budgets.items()}
         for name, budgets in led.items()
     }
     unbeaten = {(str(key[0]), int(key[1])): frozenset(lots[key]) for key in shared}
@@ -189,7 +189,7 @@ def _built_again(run: RunSpec, cell: Cell) -> Callable[[Leader], Candidate]:
     return built
 
 
-def _settled(leaders: Sequence[Leader], close: Sequence[str], speedups: Mapping[str, float]) -> tuple[Leader, ...]:
+def in_order(leaders: Sequence[Leader], close: Sequence[str], speedups: Mapping[str, float]) -> tuple[Leader, ...]:
     """The leaders in the order of the runoff, as far as there was one.
 
     Whoever failed in it comes last; a model of another tool, whose speed nobody has seen then, is left out. It is the

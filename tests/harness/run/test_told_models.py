@@ -13,7 +13,12 @@ from harness.graph.insert import Inserter
 from harness.graph.load import load
 from harness.graph.space import build_space
 from harness.graph.spoken import dialect_called
+from harness.report.render import load as load_results
+from harness.report.searching import target_frame
+from harness.run.methods import ToldModel
+from harness.run.readback import Evaluated
 from harness.run.rows import read_rows
+from harness.run.runoff import in_order
 
 PLUGINS = """
 import numpy as np
@@ -122,6 +127,33 @@ def test_the_record_says_which_file_met_the_leaders_so_that_another_one_meets_th
     assert header["told"] == {"mine": file_digest(folder / "fast.onnx")}
 
 
+def test_a_model_of_another_precision_than_the_cells_is_no_choice(folder, tmp_path):
+    """Its row would be called FP8; that the import is told as a start says nothing of its file."""
+    path = folder / "fp8.yaml"
+    path.write_text(EXPERIMENT.replace("WORD", "fast").replace("baselines: [mine]", "precision: [fp8]"))
+    assert qdq("run", str(path), "--out", str(tmp_path / "out")) == 0
+    found = {pick.method: pick.row for pick in read_rows(tmp_path / "out" / "net-bench-fp8")[1] if pick.budget == 12}
+    assert set(found) == {"random", "told_nothing"}
+    assert "mine" not in found.values()
+
+
+def test_what_was_evaluated_is_reached_though_the_choice_was_a_tools_file(fast):
+    """The best evaluated placement met that file in the runoff alone; the table of targets goes by it."""
+    results = load_results(fast)
+    (cell,) = results.cells
+    frame = target_frame(results)
+    evaluated = {step.digest for search in cell.searches for step in search.steps}
+    fastest = max(cell.runoff[digest] for digest in evaluated if digest in cell.runoff)
+    assert fastest < cell.runoff["mine"]
+    print(frame.to_string(), fastest)
+    assert set(frame["method" if "method" in frame else "searcher"]) >= {"random"}
+
+
+def test_a_row_is_called_by_its_method_first_where_a_search_chose_the_file_of_a_tool(fast, capsys):
+    assert qdq("trace", str(fast), "mine:speedup") == 0
+    assert "mine" in capsys.readouterr().out
+
+
 def test_a_model_whose_form_is_slow_is_not_chosen(folder):
     out = run(folder, "slow")
     assert choices(out)["random", 12].row not in {"mine", ""}
@@ -133,6 +165,19 @@ def test_a_model_that_fails_in_the_runoff_leaves_the_choice_to_what_was_evaluate
     out = run(folder, "refused")
     assert choices(out)["random", 12].row not in {"mine", ""}
     assert "runoff: mine failed: build: a form that nobody takes" in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(("close", "first"), [(["aa", "bb", "mine"], "bb"), (["mine"], "mine"), (["aa"], "aa")])
+def test_a_tools_file_is_the_choice_where_it_beats_what_was_evaluated_and_not_at_a_tie(close, first, tmp_path):
+    leaders = [
+        *(
+            Evaluated(evaluations=1, elapsed_s=1.0, digest=d, choices=(1,), origin="", latency_ms=1.0, score=None)
+            for d in ("aa", "bb")
+        ),
+        ToldModel(digest="mine", path=tmp_path / "mine.onnx", pairs=1),
+    ]
+    ordered = in_order(leaders, close, {"aa": 2.0, "bb": 2.1, "mine": 2.2})
+    assert ordered[0].digest == first
 
 
 def test_without_a_runoff_nothing_is_known_of_it_and_it_is_no_choice(folder, tmp_path):
