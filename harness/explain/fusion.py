@@ -166,12 +166,12 @@ def _why_alone(name: str, asked: Asked, precision: dict[str, str]) -> str:
     if name not in asked.feeds:
         return "added by the runtime between a quantized layer and a float one"
     source, users = asked.feeds[name]
-    in_float = [user for user in users if user in precision and not is_low(precision[user])]
+    in_float = [user for user in users if precision.get(user) and not is_low(precision[user])]
     if in_float:
         return f"{in_float[0]} behind it runs in {precision[in_float[0]]}"
     if source.startswith("input "):
         return f"{source} arrives in float, so something has to quantize it"
-    others = [user for user in users if user not in precision]
+    others = [user for user in users if not precision.get(user)]
     if others:
         operators = ", ".join(dict.fromkeys(asked.operators.get(user, user) for user in others))
         return f"no quantized kernel takes it in: read by {operators}"
