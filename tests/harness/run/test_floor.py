@@ -109,7 +109,7 @@ def test_readings_beside_the_float_model_and_bounds_on_latency_share_one_scale(m
         objective=objective, evaluators={"main": Use(use="e")}, metric="m", higher_is_better=True, facts={}
     )
     goal = scoring.goal(_Scored(), model, folder)
-    assert (goal.float_ms, goal.max_latency_ms) == (float_ms, float_ms / 2)
+    assert (goal.float_ms, goal.max_latency_ms) == pytest.approx((float_ms, float_ms / 2), rel=1e-12)
 
 
 class _Scored:
