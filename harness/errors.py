@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["BuildFailed", "CandidateError", "EvaluationFailed", "MeasureFailed", "UserError", "nearest"]
+__all__ = ["BuildFailed", "CandidateError", "EvaluationFailed", "MeasureFailed", "UserError", "got", "nearest"]
 
 
 class UserError(Exception):
@@ -38,6 +38,11 @@ class EvaluationFailed(CandidateError):
     """The evaluator raised, or its figure is not finite."""
 
     stage = "evaluate"
+
+
+def got(body: object) -> str:
+    """What a file holds in place of what belongs there, after "but"."""
+    return "it is empty" if body is None else f"got {type(body).__name__}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

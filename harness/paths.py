@@ -7,7 +7,9 @@ from pathlib import Path
 
 from harness.errors import UserError
 
-__all__ = ["cache_folder", "locate"]
+__all__ = ["ABSENT", "cache_folder", "locate"]
+
+ABSENT = "no such file or folder"
 
 
 def locate(text: str, base: Path | None = None) -> Path:
@@ -31,7 +33,7 @@ def locate(text: str, base: Path | None = None) -> Path:
     else:
         path = ((base or Path.cwd()) / Path(text).expanduser()).resolve()
     if not path.exists():
-        raise UserError(f"{text}: no such file or folder ({path})")
+        raise UserError(f"{text}: {ABSENT} ({path})")
     return path
 
 

@@ -112,6 +112,11 @@ def load(kind: str, use: str) -> Callable[..., Any]:
     try:
         loaded: Callable[..., Any] = guarded(f"{kind} {use!r} ({point.value}) cannot be loaded", point.load)
     except UserError as error:
+        module = sys.modules.get(point.module)
+        if isinstance(error.__cause__, AttributeError) and module is not None:
+            raise UserError(
+                f"{error} ({getattr(module, '__file__', None) or 'a module that Python brings along'})"
+            ) from error
         if not isinstance(error.__cause__, ModuleNotFoundError) or error.__cause__.name != point.module:
             raise
         raise UserError(

@@ -65,11 +65,15 @@ def get_node_filter_list(node_filter_list_path: str | None) -> list[str] | None:
             raise UserError(f"--node_filter_list {path}: more than {MAX_FILTER_BYTES} bytes are no list of wildcards")
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--node_filter_list {path}: cannot be read: {error}") from error
+        raise UserError(f"--node_filter_list {path}: cannot be read: {_plainly(error)}") from error
     found = [line for line in lines if line and not line.startswith("#")]
     if not found:
         raise UserError(f"--node_filter_list {path}: there is no wildcard in it; one a line, such as *conv*")
     return found
+
+
+def _plainly(error: OSError | UnicodeDecodeError) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else "it is no text"
 
 
 def arguments(given: Sequence[str], prog: str) -> argparse.Namespace:

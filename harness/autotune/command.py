@@ -18,6 +18,7 @@ from harness.autotune.common import AutotunerError, Config
 from harness.autotune.delivery import calibration_feeds
 from harness.autotune.procedure import Plan, run_plan
 from harness.errors import UserError
+from harness.graph.importer import import_qdq
 from harness.graph.load import save
 from harness.measure.engines import MAIN
 from harness.measure.sandbox import open_engines
@@ -29,6 +30,9 @@ from harness.run.observe import Observer
 from harness.run.strongest import float_benchmarkers
 
 __all__ = ["autotune"]
+
+EXPERIMENT = "experiment.yaml"
+"""What tells the results folder of `qdq run`; see `harness.run.claim`."""
 
 
 def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
@@ -53,8 +57,10 @@ def _run(options: argparse.Namespace, depth: Depth, plan: Plan) -> None:
     with TemporaryDirectory(prefix="qdq-autotune-") as scratch:
         spec = ModelSpec(use=options.onnx_path, label="model", shapes=shapes_of(options))
         model = open_model(spec, Path.cwd(), Path(scratch))
-        if options.calibration_data is not None:  # what is wrong with them is told before anything is timed
+        if options.calibration_data is not None:  # what is wrong with files is told before anything is timed
             calibration_feeds(options.calibration_data, model)
+        if plan.qdq_baseline is not None:
+            import_qdq(plan.qdq_baseline, model)
         use = _strongest(_backend(options), save(model, Path(scratch) / "float"), plan)
         benchmark = init_benchmark_instance(
             use_trtexec=options.use_trtexec,
@@ -131,6 +137,10 @@ def _plan(options: argparse.Namespace, observer: Observer) -> Plan:
 
 def _folder(text: str) -> Path:
     path = Path(text)
+    if path.exists() and not path.is_dir():
+        raise UserError(f"--output_dir {path}: is a file, not a folder; give another folder")
+    if any((folder / EXPERIMENT).exists() for folder in (path, path.absolute().parent)):
+        raise UserError(f"--output_dir {path}: holds the results of an experiment ({EXPERIMENT}); give another folder")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

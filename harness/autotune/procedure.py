@@ -19,7 +19,7 @@ from harness.autotune.delivery import export
 from harness.autotune.regions import Region
 from harness.autotune.runoff import Runoff, fastest
 from harness.autotune.timing import latency_ms, restless, stderr_ms
-from harness.autotune.verdict import Delivered, verdict_lines
+from harness.autotune.verdict import Delivered, proved, verdict_lines
 from harness.errors import UserError
 from harness.graph.cache import strangers
 from harness.graph.diff import pairs_in
@@ -39,6 +39,8 @@ _logger = logging.getLogger(__name__)
 CONTENDERS = Confirmation().contenders
 BUILDS, RESTLESS_BUILDS = 3, 6
 """Fresh builds of what is delivered and of the float model; more where a machine's readings scatter."""
+FINAL, NOT_FASTER = "optimized_final.onnx", "not_faster.onnx"
+"""What is delivered, and the best with Q/DQ pairs where that has not proved faster than the float model."""
 SAVE_S = 10.0
 """While a region is under profile, its measurements are saved so often."""
 
@@ -157,10 +159,20 @@ class _Run:
         self._plan.observer.say(f"baseline {self._baseline_ms:.3f} ms; starts: {', '.join(told)}")
 
     def _time_baseline(self) -> None:
-        """Time the float model alone; where that tells too little, everything else is timed beside it."""
+        """Time the float model alone; where that tells too little, everything else is timed beside it.
+
+        Raises:
+            UserError: It cannot be timed.
+        """
         autotuner, session = self._autotuner, self._session
         if autotuner.baseline_latency_ms is None:
             outcome = self._outcome(session.candidate(session.space.float_placement()), "baseline")
+            if isinstance(outcome, Failed):
+                raise UserError(
+                    f"{autotuner.graph.model.source}: the float model cannot be timed on "
+                    f"{self._benchmark.backend.use}, so there is nothing to compare with: {outcome.stage}: "
+                    f"{outcome.reason}"
+                )
             autotuner.submit(latency_ms(outcome))
             autotuner.beside_float = restless(outcome)
         if autotuner.beside_float:
@@ -183,19 +195,19 @@ class _Run:
 
     def finish(self) -> None:
         """Write the model, build it afresh beside the float model, and say how they compare."""
-        placement = self._autotuner.delivered = self._chosen_in_runoff(self._autotuner.placement(best=True))
-        path = self._export("optimized_final.onnx", placement)
-        final = replace(self._session.candidate(placement), source=lambda: path)
+        chosen = self._chosen_in_runoff(self._autotuner.placement(best=True))
+        tried = self._export(FINAL, chosen)
+        final = replace(self._session.candidate(chosen), source=lambda: tried)
         self._outcome(final, "final")
         baseline_path = self._plan.output_dir / "baseline.onnx"
         floating = self._session.candidate(self._session.space.float_placement())
         builds = RESTLESS_BUILDS if self._autotuner.beside_float else BUILDS
         summary = self._benchmark.confirm(final, replace(floating, source=lambda: baseline_path), builds)
-        read = self._session.measured.get(self._session.space.digest(placement))
+        read, pairs = self._session.measured.get(self._session.space.digest(chosen)), pairs_in(tried)
         delivered = Delivered(
-            file=path,
-            baseline=baseline_path,
-            pairs=pairs_in(path),
+            file=tried,
+            kept=self._put_back(tried, chosen, proved(summary)),
+            pairs=pairs,
             read=self._baseline_ms / read.latency_ms if read is not None and read.latency_ms else None,
             options=options_said(self._benchmark.describe().get("options", {})),
             calibrated=self._plan.config.calibration_data is not None,
@@ -208,6 +220,18 @@ class _Run:
             self._plan.observer.say(line)
         with (self._plan.output_dir / "logs" / "final.log").open("a", encoding="utf-8") as log:
             log.write("\n".join(lines) + "\n")
+
+    def _put_back(self, tried: Path, chosen: Placement, is_faster: bool) -> Path | None:
+        """Deliver the float model where Q/DQ pairs have not proved faster; where the model with them is then."""
+        kept = self._plan.output_dir / NOT_FASTER
+        kept.unlink(missing_ok=True)  # of a run before this one
+        space = self._session.space
+        self._autotuner.delivered = chosen if is_faster else space.float_placement()
+        if is_faster or not any(chosen.choices):
+            return None
+        tried.replace(kept)
+        self._export(FINAL, space.float_placement())
+        return kept
 
     def _chosen_in_runoff(self, best: Placement) -> Placement:
         """What the walk came to, or whichever of the fastest beats it where all are built afresh.

@@ -13,23 +13,28 @@ __all__ = ["Delivered", "verdict_lines"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivered:
-    """The model that was chosen.
+    """What was delivered, and the model that was timed for it.
 
     Attributes:
         file: It.
-        baseline: The float model.
-        pairs: Its Q/DQ pairs; 0: it is the float model.
-        read: Its speedup by the reading that made it the choice; None where nobody knows it.
+        kept: Where the timed model lies, as the float model was delivered in its place; None: it was delivered itself.
+        pairs: Q/DQ pairs of the timed model; 0: it is the float model.
+        read: Speedup by the reading that made the timed model the choice; None where nobody knows it.
         options: Of the runtime, in words; "" without any.
         calibrated: Scales are of data of the model's own.
     """
 
     file: Path
-    baseline: Path
+    kept: Path | None
     pairs: int
     read: float | None
     options: str
     calibrated: bool
+
+
+def proved(summary: Summary) -> bool:
+    """Whether the model that was built afresh is faster than the float model, beyond what noise would do."""
+    return "final" in summary.rows and summary.rows["final"].verdict == "faster"
 
 
 def verdict_lines(summary: Summary, delivered: Delivered) -> Iterator[str]:
@@ -40,6 +45,8 @@ def verdict_lines(summary: Summary, delivered: Delivered) -> Iterator[str]:
     """
     if "final" not in summary.rows:
         yield f"Final: could not be timed: {summary.failed['final'].reason}"
+        if delivered.kept is not None:
+            yield _float_instead("What cannot be timed beside the float model is not delivered", delivered)
         return
     float_row, row = summary.rows["baseline"], summary.rows["final"]
     low, high = row.speedup.low, row.speedup.high
@@ -52,10 +59,15 @@ def verdict_lines(summary: Summary, delivered: Delivered) -> Iterator[str]:
     )
     timed = f" (timed with {delivered.options}: deploy it so)" if delivered.options else ""
     yield f"Written: {delivered.file}{timed}"
-    if not delivered.pairs:
+    if delivered.kept is not None:
+        beaten = (
+            "Slower than the float model" if row.verdict == "slower" else "Not faster than the float model beyond noise"
+        )
+        yield _float_instead(beaten, delivered)
+    elif not delivered.pairs:
         yield f"No placement proved faster than the float model, so {delivered.file.name} is that model"
         return
-    if not delivered.calibrated:
+    elif not delivered.calibrated:
         yield "Scales are of random data, so its accuracy is unknown: give --calibration_data before you use it"
     else:
         yield "Its accuracy was not looked at: qdq run does, with the evaluator fidelity where there are no labels"
@@ -64,7 +76,8 @@ def verdict_lines(summary: Summary, delivered: Delivered) -> Iterator[str]:
             f"While it was searched it read {delivered.read:.3f}x: the best of many readings is a lucky one, so only "
             "the fresh builds count"
         )
-    if row.verdict == "slower":
-        yield f"Slower than the float model: use {delivered.baseline}"
-    elif row.verdict == "tie":
-        yield f"Not faster than the float model beyond noise: {delivered.baseline} does as well"
+
+
+def _float_instead(why: str, delivered: Delivered) -> str:
+    kept = "" if delivered.kept is None else f"; the one with Q/DQ pairs is kept as {delivered.kept.name}"
+    return f"{why}, so {delivered.file.name} is that model{kept}"

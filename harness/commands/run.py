@@ -36,6 +36,7 @@ def run(
     """
     from harness.run.bounds import bound_lines
     from harness.run.check import check_experiment, check_models
+    from harness.run.claim import check_claim
     from harness.run.config import load_experiment
     from harness.run.experiment import run_experiment
     from harness.run.plan import plan
@@ -46,14 +47,16 @@ def run(
     importable(base)
     for remark in check_experiment(config, base):
         typer.echo(remark, err=True)
+    folder = out or Path("results") / config.experiment
     if check:
         check_models(config, base)
+        if grown := check_claim(folder, config, accept_changes):
+            typer.echo(f"{folder}: {grown}: would go on with what is there")
         for cell in plan(config):
             typer.echo(f"{cell.name}: {', '.join(search.name for search in cell.runs)}")
         for line in bound_lines(config):
             typer.echo(line)
         return
-    folder = out or Path("results") / config.experiment
     with reported(folder), Terminal() as terminal:
         run_experiment(
             config,

@@ -15,9 +15,10 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from harness.errors import UserError
+from harness.paths import ABSENT
 from harness.run.compare import ADVICE
 
-__all__ = ["advised", "beside", "importable", "param_option", "shape_option", "show", "table", "tidy"]
+__all__ = ["advised", "based", "beside", "importable", "param_option", "shape_option", "show", "table", "tidy"]
 
 ELSEWHERE = "use another --out, or move away what is there to begin anew"
 """What to do about changes where a command has no --accept-changes."""
@@ -36,6 +37,24 @@ def advised() -> Iterator[None]:
         if ADVICE not in str(error):
             raise
         raise UserError(str(error).replace(ADVICE, ELSEWHERE)) from error
+
+
+@contextmanager
+def based(folder: Path) -> Iterator[None]:
+    """Say where relative paths of an experiment start from, where one of them leads to nothing.
+
+    Raises:
+        UserError: As it was raised within, with that.
+    """
+    try:
+        yield
+    except UserError as error:
+        if ABSENT not in str(error):
+            raise
+        raise UserError(
+            f"{error}; relative paths of the experiment were looked for from {tidy(folder)}: name the folder of its "
+            "file by --base"
+        ) from error
 
 
 def importable(folder: Path) -> None:

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from harness.commands.terminal import importable
+from harness.commands.terminal import based, importable, tidy
+from harness.errors import UserError
 
 __all__ = ["verify"]
 
@@ -15,7 +16,16 @@ WORDS = {True: "ok", False: "MISMATCH", None: "not measured"}
 
 
 def verify(
-    file: Annotated[Path, typer.Argument(help="Exported model, RESULTS/CELL/models/NAME.onnx.", show_default=False)],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="Exported model, RESULTS/CELL/models/NAME.onnx; or a results folder and a row of it.",
+            show_default=False,
+        ),
+    ],
+    row: Annotated[
+        str | None, typer.Argument(help="Row of the results folder's main table.", show_default=False)
+    ] = None,
     results: Annotated[
         Path | None, typer.Option(help="Results folder, where the file lies elsewhere.", show_default=False)
     ] = None,
@@ -28,14 +38,19 @@ def verify(
     Beside its accuracy stands by how much it dropped in the tables, and whether that is within the bound.
     Ends with status 1 where anything is not what is recorded.
 
-    Example: `qdq verify out/mine/resnet18-openvino-int8/models/0123456789abcdef.onnx`
+    Example: `qdq verify out/mine auto`, or `qdq verify out/mine/resnet18-openvino-int8/models/0123456789abcdef.onnx`
     """
+    from harness.run.verify import exported
     from harness.run.verify import verify as repeat
     from harness.show import Terminal
 
+    if file.is_dir():
+        file = exported(tidy(file), row)
+    elif row is not None:
+        raise UserError(f"{file} {row}: a row is of a results folder, and this is no folder")
     start = (base or Path.cwd()).resolve()
     importable(start)
-    with Terminal() as terminal:
+    with based(start), Terminal() as terminal:
         checks = repeat(file, terminal, results=results, base=start)
     for check in checks:
         typer.echo(f"{check.what}: {WORDS[check.holds]}: {check.found}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.api import Layer
@@ -38,7 +38,7 @@ class Explanation:
         runtime: Its name and version.
         layers: Of the engine, in order.
         fused: How many Q and DQ of the file each layer took in, by the layer's name; those that took none are absent.
-        precision: Of the layer that each linear operator runs in, by the operator's name; "" where it was not found.
+        precision: Of the layer that each linear operator runs in, by the operator's name; "" where no layer tells.
         asked: How many linear operators have data and weight quantized in the file.
         findings: The most expensive first.
         whole_ms: Median time of an inference of the profiled engine.
@@ -114,7 +114,20 @@ def _homes(layers: Sequence[Layer], asked: Asked) -> dict[str, Layer]:
             name = _node(origin, asked) if computes else origin
             if name in asked.linear and (computes or name not in found):
                 found[name] = layer
-    return found
+    return found | _renamed([layer for layer in layers if layer not in found.values()], asked, found)
+
+
+def _renamed(layers: Sequence[Layer], asked: Asked, found: Mapping[str, Layer]) -> dict[str, Layer]:
+    """Homes of linear operators that no layer names, by the names of what was folded into them."""
+    homes: dict[str, Layer] = {}
+    for layer in layers:
+        if kind_of(layer, asked.pairs, asked.operators) != "compute":
+            continue
+        named = [name for origin in (*layer.origin, layer.name) for name in asked.stands_for.get(origin, ())]
+        lost = [name for name in dict.fromkeys(named) if name not in found and name not in homes]
+        if len(lost) == 1:  # two in front of one Add: which of them the layer is, nobody tells
+            homes[lost[0]] = layer
+    return homes
 
 
 def _node(origin: str, asked: Asked) -> str:

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from harness import registry, zoo
@@ -14,13 +15,17 @@ from harness.errors import CandidateError, UserError
 from harness.explain.counting import counted
 from harness.explain.fusion import Explanation, explain_layers
 from harness.graph.asked import read_asked
+from harness.graph.cleaning.read import read_model
+from harness.graph.cleaning.shapes import fix_inputs
 from harness.graph.files import file_digest
+from harness.graph.load import write
 from harness.graph.spoken import dialect_called, dialect_name
 from harness.paths import locate
 from harness.run.config import Use
 
 __all__ = ["Change", "compare", "explain_model"]
 
+_NONE: Mapping[str, str] = MappingProxyType({})
 RUNS = 50
 """Inferences that the time of each layer is the mean of."""
 
@@ -34,19 +39,22 @@ class Change:
     after: str
 
 
-def explain_model(use: str, backend: Use, runs: int = RUNS) -> Explanation:
+def explain_model(use: str, backend: Use, runs: int = RUNS, shapes: Mapping[str, str] = _NONE) -> Explanation:
     """Explain what a runtime makes of a model.
 
     Args:
         use: ONNX file, `zoo:NAME` or `assets:PATH`; Q/DQ or float.
         backend: Benchmarker with parameters; `profile: true` is added where it has that parameter.
         runs: Inferences.
+        shapes: Static shapes of dynamic inputs.
 
     Raises:
         UserError: The model or the runtime cannot be used, or the runtime does not tell its layers.
     """
     with tempfile.TemporaryDirectory(prefix="qdq-explain-") as work:
         path = _file(use, Path(work))
+        if shapes:
+            path = _fixed(path, shapes, Path(work))
         params = dict(backend.params)
         if "profile" in registry.signature("benchmarker", backend.use).parameters:
             params.setdefault("profile", True)
@@ -78,6 +86,13 @@ def _explain(made: Any, use: str, path: Path, work: Path, runs: int) -> Explanat
         quantize_outputs=dialect.quantize_outputs,
         whole_ms=found.whole_ms,
     )
+
+
+def _fixed(path: Path, shapes: Mapping[str, str], work: Path) -> Path:
+    """The model with static inputs and nothing else changed; its weights are read along."""
+    proto = read_model(path, str(path))[0]
+    fix_inputs(proto.graph, shapes, str(path))
+    return write(proto, work / "fixed.onnx")
 
 
 def _file(use: str, work: Path) -> Path:

@@ -28,7 +28,7 @@ def lines(found: Explanation, top: int) -> Iterator[str]:
         top: Longest list.
     """
     counts = Counter(found.precision.values())
-    shown = ", ".join(f"{count} {kind or 'not found'}" for kind, count in counts.most_common())
+    shown = ", ".join(f"{count} {kind or 'that the runtime does not name'}" for kind, count in counts.most_common())
     yield f"{found.runtime}: {len(found.layers)} layers, {found.whole_ms:.3f} ms an inference while profiled"
     yield f"Linear operators: {len(found.precision)}; quantized in the file {found.asked}, in the engine {found.low}"
     yield f"  they run in: {shown}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ __all__ = ["Asked", "read_asked"]
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 MOVES = frozenset({"Cast", "Identity", "Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze"})
+FOLDED = frozenset({"Add", "BatchNormalization", "Div", "Identity", "Mul", "Sub"})
+"""What runtimes fold into the linear operator in front, which some of them then call by the folded one's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,8 @@ class Asked:
         behind: By linear operator, the operators that read its output, pairs included.
         odd: By Q or DQ node, what no runtime can fuse about it.
         feeds: By Q or DQ node, the node in front of the pair and those behind it.
+        stands_for: By the name of a node that may be folded into a linear operator, or of what it or the linear
+            operator puts out, the linear operators in front of it; one as a rule.
     """
 
     operators: Mapping[str, str]
@@ -41,6 +45,7 @@ class Asked:
     behind: Mapping[str, tuple[str, ...]]
     odd: Mapping[str, str]
     feeds: Mapping[str, tuple[str, tuple[str, ...]]]
+    stands_for: Mapping[str, tuple[str, ...]]
 
 
 def read_asked(path: Path) -> Asked:
@@ -64,6 +69,7 @@ def read_asked(path: Path) -> Asked:
         behind={label(node): tuple(graph.readers(node.output[0])) for node in linear},
         odd={label(node): text for node in pairs if (text := graph.oddity(node))},
         feeds={label(node): (graph.source(node), tuple(graph.users(node))) for node in pairs},
+        stands_for=graph.stands_for(linear),
     )
 
 
@@ -102,6 +108,21 @@ class _Graph:
                 yield from self.users(reader)
             else:
                 yield label(reader)
+
+    def stands_for(self, linear: Sequence[Any]) -> dict[str, tuple[str, ...]]:
+        """By name of what may be folded into linear operators, those in front of it; see `Asked`."""
+        found: dict[str, tuple[str, ...]] = {}
+        for node in linear:
+            names = [node.output[0]]
+            while (reader := self._only_reader(names[-1])) is not None and reader.op_type in FOLDED:
+                names += [label(reader), reader.output[0]]
+            for name in dict.fromkeys(names):
+                found[name] = (*found.get(name, ()), label(node))
+        return found
+
+    def _only_reader(self, tensor: str) -> Any:
+        readers = self._readers.get(tensor, [])
+        return readers[0] if len(readers) == 1 else None
 
     def oddity(self, node: Any) -> str:
         """Why no runtime fuses a Q or DQ; "" where nothing speaks against it."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from harness.errors import UserError
+from harness.errors import UserError, got
 from harness.graph.cache import (
     MAXIMUM_SCHEMES,
     MINIMUM_DISTANCE,
@@ -83,7 +83,7 @@ def read_plain_yaml(path: Path, max_bytes: int) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
     if not isinstance(body, dict):
-        raise UserError(f"{path}: a mapping of keys, but got {type(body).__name__}; remove the file to start over")
+        raise UserError(f"{path}: a mapping of keys, but {got(body)}: this is no file of ours")
     return body
 
 

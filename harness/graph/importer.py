@@ -49,6 +49,8 @@ def import_qdq(source: Path | onnx.ModelProto, model: Model) -> dict[Edge, str]:
             logger.debug("%s: %s has no counterpart in %s", name, edge, model.source)
         else:
             edges[ours] = precision
+    if not found:
+        raise UserError(f"{name}: holds no Q/DQ pair, so there is no placement to read from it")
     if not edges:
         raise UserError(
             f"{name}: none of its {len(found)} quantized edges belongs to {model.source}; "

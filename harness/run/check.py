@@ -115,7 +115,13 @@ def _check_searcher(searcher: Use, precisions: tuple[str, ...]) -> None:
     make = registry.check_params("searcher", searcher.use, searcher.params, given=("space", "seed"))
     _check_types(f"searcher {searcher.use!r}", make, searcher.params)
     params = {"space": space, "seed": 0, **searcher.params}
-    registry.guarded(f"searcher {searcher.use!r}", lambda: registry.create("searcher", searcher.use, params))
+    made = registry.guarded(f"searcher {searcher.use!r}", lambda: registry.create("searcher", searcher.use, params))
+    for name in ("ask", "tell"):
+        if not callable(getattr(made, name, None)):
+            raise UserError(
+                f"searcher {searcher.use!r}: has no {name}(): a searcher has ask(n) and tell(observation); "
+                "see search.api"
+            )
 
 
 def _check_peer(peer: Method, experiment: Experiment, base: Path) -> None:

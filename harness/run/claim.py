@@ -15,7 +15,7 @@ from harness.run.lock import LOCK, held
 from harness.run.rows import write_text
 from harness.run.sections import free_name
 
-__all__ = ["claimed"]
+__all__ = ["check_claim", "claimed"]
 
 FILE = "experiment.yaml"
 _OURS = {LOCK, "experiment.tmp"}
@@ -40,18 +40,39 @@ def claimed(out: Path, experiment: Experiment, accept_changes: bool = False) -> 
     Raises:
         UserError: Another process is at work there, another experiment's results are there, or it cannot be written.
     """
+    _refuse_foreign(out)
+    with held(out, "running this experiment"):
+        file = out / FILE
+        if not file.exists():
+            write_text(file, to_yaml(experiment))
+            yield ""
+            return
+        changed, grown = _changes(file, experiment, accept_changes)
+        if changed:
+            write_text(free_name(file), file.read_text(encoding="utf-8"))  # a copy: the folder always has its file
+            write_text(file, to_yaml(experiment))
+        yield grown
+
+
+def check_claim(out: Path, experiment: Experiment, accept_changes: bool = False) -> str:
+    """What `claimed` would say of a folder as it is now; nothing is written.
+
+    Raises:
+        UserError: It would refuse the folder.
+    """
+    _refuse_foreign(out)
+    return _changes(out / FILE, experiment, accept_changes)[1] if (out / FILE).exists() else ""
+
+
+def _refuse_foreign(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: is a file, not a folder; use another --out")
     if out.exists() and not (out / FILE).exists() and any(entry.name not in _OURS for entry in out.iterdir()):
         raise UserError(f"{out}: is not empty and holds no experiment; use another --out")
-    with held(out, "running this experiment"):
-        yield _claim(out / FILE, experiment, accept_changes)
 
 
-def _claim(file: Path, experiment: Experiment, accept_changes: bool) -> str:
-    if not file.exists():
-        write_text(file, to_yaml(experiment))
-        return ""
+def _changes(file: Path, experiment: Experiment, accept_changes: bool) -> tuple[list[str], str]:
+    """The keys that differ from those of the folder, and what they ask for besides, "" where not for that alone."""
     try:
         there = load_experiment(file)  # so that a key which is newer than these results has its default there
     except UserError as error:
@@ -61,10 +82,7 @@ def _claim(file: Path, experiment: Experiment, accept_changes: bool) -> str:
     grown = [_growth(key, before[key], now[key]) for key in changed]
     if not (accept_changes or all(grown)):
         raise Changed(f"{file.parent}: holds results of another experiment (different: {', '.join(changed)}); {ADVICE}")
-    if changed:
-        write_text(free_name(file), file.read_text(encoding="utf-8"))  # a copy: the folder is never without its file
-        write_text(file, to_yaml(experiment))
-    return "; ".join(grown) if all(grown) else ""
+    return changed, "; ".join(grown) if all(grown) else ""
 
 
 def _growth(key: str, there: Any, here: Any) -> str:

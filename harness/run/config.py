@@ -230,7 +230,9 @@ def load_experiment(path: Path) -> Experiment:
 def _text(path: Path) -> str:
     try:
         if path.suffix == ".onnx" and path.is_file():
-            raise UserError(f"{path}: this is a model (binary), not an experiment file; name it below 'models' of one")
+            raise UserError(
+                f"{path}: this is a model by its name, not an experiment file; name it below 'models' of one"
+            )
         if (size := path.stat().st_size) > MAX_BYTES:
             raise UserError(f"{path}: {size} bytes, but at most {MAX_BYTES} for an experiment")
         return path.read_text(encoding="utf-8")

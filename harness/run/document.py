@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from harness.errors import UserError
+from harness.errors import UserError, got
 
 __all__ = ["MAX_BYTES", "read_document", "read_mapping"]
 
@@ -61,7 +61,7 @@ def read_mapping(text: str, source: str, kind: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a tagged number that is none
         raise UserError(f"{source}: not valid YAML: {error}") from error
     if not isinstance(raw, dict):
-        raise UserError(f"{source}: {kind} is a mapping of keys, but got {type(raw).__name__}")
+        raise UserError(f"{source}: {kind} is a mapping of keys, but {got(raw)}")
     return raw
 
 

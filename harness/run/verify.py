@@ -26,6 +26,7 @@ from harness.measure.stats import Interval
 from harness.records import Failed
 from harness.report.naming import CAPPED, shown_drop
 from harness.report.results import CellResults, load
+from harness.report.trace import row_of
 from harness.run.compose import Cell, compose
 from harness.run.config import Confirmation, Experiment, Limits, load_experiment
 from harness.run.observe import Observer
@@ -36,7 +37,7 @@ from harness.run.scoring import scoring_of
 from harness.run.strongest import float_benchmarkers
 from search.space import Placement
 
-__all__ = ["Check", "verify"]
+__all__ = ["Check", "exported", "verify"]
 
 TOLERANCE = 1e-6
 """Metrics may differ by so much: an evaluator adds in floating point, and so may a runtime with several threads."""
@@ -89,6 +90,33 @@ def verify(file: Path, observer: Observer, *, results: Path | None = None, base:
     with tempfile.TemporaryDirectory(prefix="qdq-verify-") as scratch:
         again = _Again(file=file, row=row, results=cell, experiment=experiment, spec=spec, scratch=Path(scratch))
         return checks + list(again.checks(base or Path.cwd(), observer))
+
+
+def exported(folder: Path, where: str | None) -> Path:
+    """The file of a row of a results folder.
+
+    Args:
+        where: The row, see `harness.report.trace.row_of`.
+
+    Raises:
+        UserError: No row is named, there is none such, or its model was not exported; the files are listed.
+    """
+    results = load(folder)
+    if where is not None:
+        line = row_of(results, where)
+        cell = results.cell(str(line["cell"]))
+        row = cell.rows.get(str(line["row"]))
+        if row is not None and (file := cell.folder / "models" / row.file).is_file():
+            return file
+    files = [
+        f"  {pick.method}: {file}"
+        for cell in results.cells
+        for pick in cell.picks
+        if pick.row in cell.rows and (file := cell.folder / "models" / cell.rows[pick.row].file).is_file()
+    ]
+    said = "name a row, or its file" if where is None else f"row {where!r} has no exported model"
+    there = "\n".join(["; there are:", *dict.fromkeys(files)]) if files else "; nothing is exported there"
+    raise UserError(f"{folder}: {said}{there}")
 
 
 def _row(cells: tuple[CellResults, ...], file: Path, digest: str, folder: Path) -> tuple[CellResults, Row]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from harness.errors import UserError
 from harness.measure.stats import Interval
 from harness.records import Failed
 from harness.run.journal import writing
@@ -29,7 +31,13 @@ def sensitivity_report(
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    found = measure(study, by, folder, observer, samples=samples)
+    try:
+        found = measure(study, by, folder, observer, samples=samples)
+    except UserError:
+        shutil.rmtree(folder / "work", ignore_errors=True)
+        with suppress(OSError):  # something is in it
+            folder.rmdir()
+        raise
     to_json(found, folder / "sensitivity.json")
     with writing(folder):
         draw_sensitivities(found, folder / "sensitivity.png")

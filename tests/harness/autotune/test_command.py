@@ -31,6 +31,7 @@ from harness.graph.cache_file import read_cache, read_plain_yaml
 from harness.graph.diff import delivered
 from harness.measure.confirm import RowSummary, Summary
 from harness.measure.stats import Interval
+from harness.records import Failed
 from harness.run.config import Use
 
 procedure = importlib.import_module("harness.autotune.procedure")
@@ -44,6 +45,12 @@ def qdq(*arguments):
     except SystemExit as end:
         return int(end.code or 0)
     return 0
+
+
+def confirmed(out):
+    """The model that was built afresh: fresh builds know nothing of what the runtime of a test likes."""
+    kept = out / "not_faster.onnx"
+    return kept if kept.exists() else out / "optimized_final.onnx"
 
 
 def state(folder):
@@ -85,7 +92,7 @@ def test_several_plug_in_libraries_follow_one_flag():
 def test_every_file_has_its_name_and_place(folder, runtime):
     assert qdq("-m", "model.onnx", "-s", "4") == 0
     out = folder / "autotuner_output"
-    assert {path.name for path in out.iterdir()} == {
+    assert {path.name for path in out.iterdir()} - {"not_faster.onnx"} == {
         "autotuner_state.yaml", "autotuner_state_pattern_cache.yaml", "baseline.onnx", "optimized_final.onnx", "logs",
         "region_models",
     }  # fmt: skip
@@ -93,7 +100,7 @@ def test_every_file_has_its_name_and_place(folder, runtime):
     assert {"baseline.log", "final.log"} <= logs
     assert any(name.startswith("region_") and "_scheme_" in name for name in logs)
     assert all("_level_" in path.name for path in (out / "region_models").iterdir())
-    final = out / "optimized_final.onnx"
+    final = confirmed(out)
     assert delivered(onnx.load(final))
     assert delivered(onnx.load(out / "baseline.onnx")) == {}
     best = min((c for c in runtime.measured), key=runtime.truth_ms)
@@ -218,7 +225,7 @@ def test_calibration_data_decide_the_scales(folder, runtime):
         assert qdq("-m", "model.onnx", "--max_evals", "3", "-o", name, "--calibration_data", f"{name}.npz") == 0
 
     def largest(out):
-        proto = onnx.load(folder / out / "optimized_final.onnx")
+        proto = onnx.load(confirmed(folder / out))
         scales = [t for t in proto.graph.initializer if "scale" in t.name and not t.dims]
         return max(float(onnx.numpy_helper.to_array(t)) for t in scales)
 
@@ -244,7 +251,7 @@ def test_the_fastest_meet_before_one_is_delivered(folder, runtime):
     assert max(rivals[digest] for digest in met) <= runtime.truth_ms(read[4]), "of equals any"
     fresh = SimulatedBenchmarker()  # what the worker of the fresh builds has
     truth_ms = {c.digest: fresh.truth_ms(c.edges) for c in read if c.digest in met}
-    final = sorted(delivered(onnx.load(out / "optimized_final.onnx")).items())
+    final = sorted(delivered(onnx.load(confirmed(out))).items())
     (digest,) = {candidate.digest for candidate in read if list(candidate.edges) == final}
     assert truth_ms[digest] <= 1.01 * min(truth_ms.values()) < 0.98 * max(truth_ms.values())
     before = (out / "logs/runoff.jsonl").read_bytes()
@@ -263,7 +270,7 @@ def test_a_runoff_that_cannot_be_held_leaves_the_choice_to_the_lowest_reading(fo
     said = " ".join(capsys.readouterr().err.split())
     assert "No runoff of the fastest 4, the lowest reading chooses: the baseline failed" in said
     fastest = max(runtime.measured[:12], key=lambda candidate: len(candidate.edges))
-    final = onnx.load(folder / "autotuner_output/optimized_final.onnx")
+    final = onnx.load(confirmed(folder / "autotuner_output"))
     assert sorted(delivered(final).items()) == list(fastest.edges)
 
 
@@ -280,7 +287,7 @@ def test_settings_that_changed_are_named_when_a_run_goes_on(folder, runtime, cap
     np.savez(folder / "data.npz", x=np.ones((4, 3, 16, 16), np.float32))
     runtime.generous = True
     assert qdq("-m", "model.onnx", "--max_evals", "4", "--calibration_data", "data.npz", "--searcher", "auto") == 0
-    assert "Its accuracy was not looked at: qdq run does" in capsys.readouterr().err
+    capsys.readouterr()
     assert qdq("-m", "model.onnx", "--max_evals", "4", "--searcher", "tpe") == 0
     said = " ".join(capsys.readouterr().err.split())
     assert "calibration_data was data.npz and is None: models that are written have the scales of the present" in said
@@ -288,20 +295,29 @@ def test_settings_that_changed_are_named_when_a_run_goes_on(folder, runtime, cap
 
 
 @pytest.mark.parametrize(
-    ("verdict", "pairs", "says"),
+    ("verdict", "pairs", "calibrated", "says"),
     [
-        ("slower", 7, "Slower than the float model: use baseline.onnx"),
-        ("tie", 7, "Not faster than the float model beyond noise: baseline.onnx does as well"),
-        ("tie", 0, "No placement proved faster than the float model, so final.onnx is that model"),
-        ("faster", 7, "Scales are of random data, so its accuracy is unknown"),
+        (
+            "slower",
+            7,
+            "Slower than the float model, so final.onnx is that model; the one with Q/DQ pairs is kept as kept",
+        ),
+        (
+            "tie",
+            7,
+            "Not faster than the float model beyond noise, so final.onnx is that model; the one with Q/DQ pairs",
+        ),
+        ("tie", 0, False, "No placement proved faster than the float model, so final.onnx is that model"),
+        ("faster", 7, False, "Scales are of random data, so its accuracy is unknown: give --calibration_data"),
+        ("faster", 7, True, "Its accuracy was not looked at: qdq run does"),
     ],
 )
-def test_the_end_says_what_to_do_with_it(verdict, pairs, says):
+def test_the_end_says_what_to_do_with_it(verdict, pairs, calibrated, says):
     one = Interval(value=1.0, low=0.9, high=1.1)
     row = RowSummary(latency_ms=one, speedup=one, verdict=verdict, builds=3, builds_ok=3)
     summary = Summary(floor=0.012, builds=3, rows={"baseline": row, "final": row}, failed={})
-    files = {"file": Path("final.onnx"), "baseline": Path("baseline.onnx")}
-    told = Delivered(**files, pairs=pairs, read=None, options="", calibrated=False)
+    kept = Path("out/kept.onnx") if pairs and verdict != "faster" else None
+    told = Delivered(file=Path("out/final.onnx"), kept=kept, pairs=pairs, read=None, options="", calibrated=calibrated)
     said = list(verdict_lines(summary, told))
     assert f"{verdict}; 3 fresh builds in turns with the baseline, A/A floor 1.2 %), {pairs} Q/DQ pairs" in said[1]
     assert any(line.startswith(says) for line in said)
@@ -312,7 +328,48 @@ def test_a_lucky_reading_is_told_from_what_fresh_builds_say(folder, runtime):
     assert qdq("-m", "model.onnx", "--max_evals", "3") == 0
     said = (folder / "autotuner_output/logs/final.log").read_text()
     assert re.search(r"While it was searched it read \d+\.\d{3}x: .* only the fresh builds count", said)
-    assert "Scales are of random data, so its accuracy is unknown: give --calibration_data" in said
+
+
+def test_what_does_not_prove_faster_is_kept_and_the_float_model_delivered(folder, runtime, capsys, monkeypatch):
+    out = folder / "autotuner_output"
+    runtime.generous = True  # while it is searched; fresh builds of a worker know nothing of that
+    monkeypatch.setattr(procedure, "proved", lambda summary: False)
+    assert qdq("-m", "model.onnx", "--max_evals", "3") == 0
+    assert (out / "optimized_final.onnx").read_bytes() == (out / "baseline.onnx").read_bytes()
+    assert delivered(onnx.load(out / "not_faster.onnx"))
+    assert "so optimized_final.onnx is that model; the one with Q/DQ pairs is kept as not_faster.onnx" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def test_a_float_model_that_cannot_be_timed_is_told_with_its_reason(folder, runtime, capsys, monkeypatch):
+    failed = Failed(stage="build", reason="no kernel for Odd")
+    monkeypatch.setattr(Benchmark, "measure", lambda self, *arguments: failed)
+    assert qdq("-m", "model.onnx") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "model.onnx: the float model cannot be timed on simulated, so there is nothing to compare with" in said
+    assert "build: no kernel for Odd" in said
+    assert not (folder / "autotuner_output/autotuner_state.yaml").exists()
+
+
+def test_a_qdq_baseline_that_is_none_is_refused_before_anything_is_timed(folder, runtime, capsys, monkeypatch):
+    monkeypatch.setattr("harness.autotune.command.float_benchmarkers", pytest.fail)
+    assert qdq("-m", "model.onnx", "--qdq_baseline", "model.onnx") == 2
+    assert "model.onnx: holds no Q/DQ pair, so there is no placement to read from it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("output", ["results", "results/cell"])
+def test_the_results_of_an_experiment_are_not_written_into(folder, runtime, capsys, output):
+    (folder / "results").mkdir()
+    (folder / "results/experiment.yaml").write_text("experiment: e\n")
+    assert qdq("-m", "model.onnx", "-o", output) == 2
+    assert f"--output_dir {output}: holds the results of an experiment (experiment.yaml)" in capsys.readouterr().err
+    assert [path.name for path in (folder / "results").iterdir()] == ["experiment.yaml"]
+
+
+def test_a_file_is_no_output_folder(folder, runtime, capsys):
+    assert qdq("-m", "model.onnx", "-o", "model.onnx") == 2
+    assert "--output_dir model.onnx: is a file, not a folder" in capsys.readouterr().err
 
 
 def test_a_model_that_fails_everywhere_but_as_float_stays_float(folder, runtime):
@@ -347,11 +404,11 @@ def test_a_model_that_fails_everywhere_but_as_float_stays_float(folder, runtime)
         (("-m", "model.onnx", "--node_filter_list", "odd.txt"), "node filters nothing*: no node of the model has such"),
         (("-m", "model.onnx", "--node_filter_list", "empty.txt"), "there is no wildcard in it"),
         (("-m", "model.onnx", "--qdq_baseline", "none.onnx"), "none.onnx: no such file"),
-        (("-m", "model.onnx", "--qdq_baseline", "model.onnx"), "none of its 0 quantized edges"),
+        (("-m", "model.onnx", "--qdq_baseline", "model.onnx"), "model.onnx: holds no Q/DQ pair"),
         (("-m", "model.onnx", "--pattern_cache", "odd.txt"), "odd.txt: a mapping of keys, but got str"),
         (("-m", "model.onnx", "--state_file", "odd.txt"), "odd.txt: a mapping of keys, but got str"),
         (("-m", "model.onnx", "--calibration_data", "images"), "an .npz file with an array for each input"),
-        (("-m", "model.onnx", "-o", "odd.txt"), "--output_dir odd.txt: cannot be made"),
+        (("-m", "model.onnx", "-o", "odd.txt"), "--output_dir odd.txt: is a file, not a folder"),
         (("-m", "model.onnx", "--shape", "1x3x16x16"), "--shape 1x3x16x16: NAME:SHAPE"),
         (("-m", "model.onnx", "--shape", "y:1x3x16x16"), "shapes.y: the model has no such input; known: x"),
     ],

@@ -68,6 +68,36 @@ def test_what_runs_quantized_is_counted_and_compared(backend: str, tmp_path: Pat
         assert plain.fused == {}
 
 
+@pytest.mark.parametrize("behind", [("Mul",), ("Add",), ("Mul", "Add"), ()])
+def test_a_matmul_is_found_that_openvino_calls_by_what_it_folded_in(behind: tuple[str, ...], tmp_path: Path) -> None:
+    builder = GraphBuilder("scaled", seed=1)
+    x = builder.input("x", (1, 64, 64))
+    for place in range(2):
+        x = builder.linear(x, 64, bias=False)
+        for op in behind:
+            x = builder.op(op, x, builder.const(np.full(64, 0.5, np.float32)))
+        x = builder.op("Relu", x) if place == 0 else x
+    builder.output(x, name="y")
+    found = explain_model(str(builder.save(tmp_path / "net.onnx")), Use(use="openvino", params={"precision": "f32"}))
+    assert len(found.precision) == 2
+    assert set(found.precision.values()) == {"f32"}
+    assert "  they run in: 2 f32" in list(lines(found, 3))
+
+
+def test_which_of_two_operators_in_front_of_one_add_a_layer_is_nobody_says(tmp_path: Path) -> None:
+    builder = GraphBuilder("summed", seed=1)
+    x = builder.input("x", (1, 64, 64))
+    one, other = (builder.linear(x, 64, bias=False) for _ in range(2))
+    total = builder.op("Add", one, other)
+    builder.output(total, name="y")
+    asked = read_asked(builder.save(tmp_path / "net.onnx"))
+    assert len(asked.stands_for["y"]) == 2
+    layer = Layer(name="y", kind="FullyConnected", precision="f32", time_ms=1.0, origin=("y",))
+    found = explain_layers([layer], asked, runtime="r", quantize_outputs=False, whole_ms=1.0)
+    assert set(found.precision.values()) == {""}
+    assert "  they run in: 2 that the runtime does not name" in list(lines(found, 3))
+
+
 def test_onnxruntime_says_that_an_output_is_missing(tmp_path: Path) -> None:
     found = explain_model(str(quantized(tmp_path, "onnxruntime", ["linear"])), Use(use="onnxruntime"), runs=3)
     reasons = [finding.reason for finding in found.findings if finding.what == "float"]

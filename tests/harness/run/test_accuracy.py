@@ -327,6 +327,34 @@ def test_a_file_that_was_changed_is_not_the_one_that_was_timed(copy: Path, capsy
     assert "file: MISMATCH: SHA-256" in capsys.readouterr().out
 
 
+def test_a_row_stands_for_its_file(front: Path, folder: Path, capsys: Any) -> None:
+    assert qdq("verify", str(front.parent), "1", "--base", str(folder)) == 0
+    assert "edges: ok: 0 asked" in capsys.readouterr().out, "the first row is the float model"
+    assert qdq("verify", str(front.parent)) == 2
+    said = capsys.readouterr().err
+    assert "name a row, or its file; there are:" in said
+    assert all(str(path) in said for path in models(front).values() if path.is_file())
+    assert qdq("verify", str(models(front)["float"]), "1") == 2
+    assert "a row is of a results folder, and this is no folder" in capsys.readouterr().err
+
+
+def test_a_row_without_a_file_says_which_have_one(copy: Path, folder: Path, capsys: Any) -> None:
+    models(copy)["float"].unlink()
+    assert qdq("verify", str(copy.parent), "1") == 2
+    assert "row '1' has no exported model; there are:" in capsys.readouterr().err
+    shutil.rmtree(copy / "models")
+    assert qdq("verify", str(copy.parent), "1") == 2
+    assert "row '1' has no exported model; nothing is exported there" in capsys.readouterr().err
+
+
+def test_where_relative_paths_start_is_said_where_one_leads_nowhere(
+    front: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert qdq("verify", str(models(front)["float"])) == 2
+    assert "were looked for from .: name the folder of its file by --base" in capsys.readouterr().err
+
+
 def test_a_file_of_nobodys_results_is_refused(front: Path, folder: Path, capsys: Any) -> None:
     assert qdq("verify", str(folder / "nothing.onnx")) == 2
     assert "nothing.onnx: no such file" in capsys.readouterr().err

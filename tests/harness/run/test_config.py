@@ -181,7 +181,7 @@ def test_what_is_no_experiment_file_is_named(tmp_path):
     (tmp_path / "hybrid.onnx").write_bytes(b"\x08\x0a\xff")
     (tmp_path / "odd.yaml").write_bytes(b"\xff\xfe")
     for name, said in {
-        "hybrid.onnx": "this is a model (binary), not an experiment file",
+        "hybrid.onnx": "this is a model by its name, not an experiment file",
         "odd.yaml": "this is no text, so not an experiment file",
         "none.yaml": f"no such file ({tmp_path / 'none.yaml'})",
         "": "this is a folder; name the experiment file in it",

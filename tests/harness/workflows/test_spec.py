@@ -127,7 +127,7 @@ def test_defaults_are_those_of_the_document() -> None:
         ("evaluate: {trt_engine: a, onnx_file: b}", "give either trt_engine or onnx_file"),
         ("evaluate: {onnx_file: b}\ndataset: {batch_size: 0}", "dataset.batch_size: Input should be greater than or"),
         ("a: [", "spec.yaml: not valid YAML"),
-        ("", "spec.yaml: a spec file is a mapping of keys, but got NoneType"),
+        ("", "spec.yaml: a spec file is a mapping of keys, but it is empty"),
         ("matrix: {a: [1]}", "spec.yaml: matrix: unknown key"),
     ],
 )
