@@ -28,6 +28,7 @@ from harness.run.compose import Cell, compose
 from harness.run.config import Confirmation, Experiment, Use, load_experiment
 from harness.run.observe import Observer
 from harness.run.plan import plan
+from harness.run.rows import FLOAT_ROW
 from harness.run.scoring import Scoring, scoring_of
 from search.space import Placement
 
@@ -59,6 +60,11 @@ def explain_row(folder: Path, where: str, *, base: Path, observer: Observer) -> 
     if row is not None and row.choices and not any(row.choices):
         raise UserError(
             f"{where}: nothing faster was found, so this row is the float model itself, without a placement to explain"
+        )
+    if row is not None and row.id != FLOAT_ROW and row.choices is None and row.id != line["method"]:
+        raise UserError(
+            f"{where}: its choice is the file of {row.id} as that tool made it, of which we can leave out no part: "
+            "explain another row"
         )
     if row is None or not row.choices:
         raise UserError(f"{where}: this row has no placement of ours ({line['method']}): explain another one")

@@ -86,7 +86,7 @@ def _counterpart(pick: Pick, source: CellResults, target: CellResults, across: s
     brought = next((p.row for p in target.picks if p.kind == "baseline" and p.method == name and p.row), None)
     if brought is not None or across == "models":
         return brought
-    return pick.row if pick.row in target.rows else None
+    return pick.row if pick.row == FLOAT_ROW or _one_placement(pick.row, source, target) else None
 
 
 def likeness_frame(results: Results) -> pd.DataFrame:
@@ -114,9 +114,7 @@ def likeness_frame(results: Results) -> pd.DataFrame:
 
 def _one_placement(row: str, one: CellResults, two: CellResults) -> bool:
     """Whether what both have is one placement: a digest says so, the name of a tool does not, and float is none."""
-    if row.startswith(FLOAT_ROW):
-        return False
-    if all(pick.method != row for cell in (one, two) for pick in cell.picks):
-        return True
     own, other = one.rows.get(row), two.rows.get(row)
-    return own is not None and other is not None and own.sha256 == other.sha256
+    if row.startswith(FLOAT_ROW) or own is None or other is None:
+        return False
+    return (own.choices is not None and other.choices is not None) or own.sha256 == other.sha256

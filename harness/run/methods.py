@@ -76,10 +76,12 @@ class ToldModel:
 
     Attributes:
         digest: What its row is called, the name of the start; a placement's row is called by its digest.
+        told_as: Digest of the placement that the method is told.
         path: The tool's file.
     """
 
     digest: str
+    told_as: str
     path: Path
     pairs: int
 
@@ -89,9 +91,10 @@ def told_models(cell: Cell, method: Method) -> tuple[ToldModel, ...]:
     if is_peer(method):
         return ()
     precisions = set(cell.spec.precisions) - cell.accuracy_only
-    told = {seed.name for seed in seen_by(cell, method).seeds}
+    own = seen_by(cell, method)
+    told = {seed.name: own.space.digest(seed.placement) for seed in own.seeds}
     return tuple(
-        ToldModel(digest=foreign.name, path=foreign.path, pairs=foreign.pairs)
+        ToldModel(digest=foreign.name, told_as=told[foreign.name], path=foreign.path, pairs=foreign.pairs)
         for foreign in cell.foreign.values()
         if foreign.name in told and foreign.path and precisions_in(foreign.path) <= precisions
     )

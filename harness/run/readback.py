@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.measure.stats import rebuilt_ci
@@ -13,7 +13,7 @@ from harness.run.goal import PROXY, Goal, eligible, score_at
 from harness.run.journal import RETRY, Entry
 from search.api import Score
 
-__all__ = ["Evaluated", "Looks", "Reached", "counted", "evaluated", "improves", "incumbents", "reached"]
+__all__ = ["Evaluated", "Looks", "Reached", "counted", "evaluated", "first_told", "improves", "incumbents", "reached"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,17 @@ def _evaluated(entry: Entry, outcome: Measured, goal: Goal, spent: int, elapsed_
         latency_ms=latency.value,
         score=score_at(latency, outcome.metrics, goal),
     )
+
+
+def first_told(entries: Iterable[Entry], digests: Collection[str]) -> dict[str, int]:
+    """How many evaluations were spent when each of these placements had first been told, failures included."""
+    found: dict[str, int] = {}
+    for spent, entry, _ in counted(entries):
+        if entry.asked.digest in digests:
+            found.setdefault(entry.asked.digest, spent)
+            if len(found) == len(digests):
+                break
+    return found
 
 
 def incumbents(entries: Iterable[Entry], goal: Goal) -> Iterator[Evaluated]:

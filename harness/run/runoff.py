@@ -11,9 +11,12 @@ placement of a model that another tool made, that model meets its best as it is:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
 
 from harness.api import Candidate
 from harness.graph.files import file_digest
@@ -26,7 +29,7 @@ from harness.run.heats import FIRST, TURN, race
 from harness.run.journal import read_journal
 from harness.run.methods import ToldModel, is_peer, peer_model, seen_by, told_models
 from harness.run.plan import RunSpec
-from harness.run.readback import Evaluated, Reached, reached
+from harness.run.readback import Evaluated, Reached, first_told, reached
 from harness.run.rows import FLOAT_ROW
 from harness.run.running import Running
 from search.space import Placement
@@ -73,7 +76,14 @@ def run_off(
         UserError: The float model fails, or the record cannot be written.
     """
     found = _searched(running)
-    led = _led(running, found)
+    told = _told(running)
+    led: dict[str, dict[int, tuple[Leader, ...]]] = {
+        run.name: {
+            budget: (*there.leaders, *(told.get(run.name, {}).get(budget, ()) if there.leaders else ()))
+            for budget, there in found.get(run.name, {}).items()
+        }
+        for run in running.cell.spec.runs
+    }
     if running.judge.goal.minimize != "latency":
         return Found(reached=found, leaders=led)
     contest = _contest(running, led)
@@ -97,22 +107,24 @@ def run_off(
     return Found(reached=found, leaders=settled, speedups=speedups, unbeaten=unbeaten)
 
 
-def _led(running: Running, found: _Budgets) -> dict[str, dict[int, tuple[Leader, ...]]]:
-    """What may be the choice of each search: what it leads with, and where that is raced, the models it was told of.
+def _told(running: Running) -> dict[str, dict[int, tuple[ToldModel, ...]]]:
+    """The models that may be the choice of each search at each budget, for it has been told their placements by then.
 
-    A model that nobody scored is no choice where there is a bound on accuracy.
+    None where nothing is raced, or where there is a bound on accuracy: nobody has scored them.
     """
-    goal, cell = running.judge.goal, running.cell
+    goal, cell, budgets = running.judge.goal, running.cell, running.experiment.budget.evaluations
     raced = goal.minimize == "latency" and running.experiment.confirmation.contenders > 1
-    unbound = goal.metric is None or goal.max_drop is None
-    led: dict[str, dict[int, tuple[Leader, ...]]] = {}
-    for run in cell.spec.runs:
-        told = told_models(cell, run.searcher) if raced and unbound and run.name in found else ()
-        led[run.name] = {
-            budget: (*there.leaders, *(told if there.leaders and budget >= len(cell.seeds) else ()))
-            for budget, there in found.get(run.name, {}).items()
-        }
-    return led
+    if not raced or (goal.metric is not None and goal.max_drop is not None):
+        return {}
+    found: dict[str, dict[int, tuple[ToldModel, ...]]] = {}
+    for run, journal in _journals(running):
+        if models := told_models(cell, run.searcher):
+            spent = first_told(read_journal(journal), {model.told_as for model in models})
+            found[run.name] = {
+                budget: tuple(model for model in models if spent.get(model.told_as, math.inf) <= budget)
+                for budget in budgets
+            }
+    return found
 
 
 def _shared(running: Running, led: _Led) -> dict[_Lot, list[str]]:
@@ -127,9 +139,15 @@ def _shared(running: Running, led: _Led) -> dict[_Lot, list[str]]:
 
 def _searched(running: Running) -> _Budgets:
     budgets, goal = running.experiment.budget.evaluations, running.judge.goal
-    runs = running.cell.spec.runs if len(running.cell.searched) else ()
-    journals = {run.name: running.folder / "runs" / f"{run.name}.jsonl" for run in runs}
-    return {name: reached(read_journal(path), goal, budgets, _count(running)) for name, path in journals.items()}
+    return {
+        run.name: reached(read_journal(journal), goal, budgets, _count(running)) for run, journal in _journals(running)
+    }
+
+
+def _journals(running: Running) -> Iterator[tuple[RunSpec, Path]]:
+    """The searches with their journals; none where nothing is searched."""
+    for run in running.cell.spec.runs if len(running.cell.searched) else ():
+        yield run, running.folder / "runs" / f"{run.name}.jsonl"
 
 
 def _count(running: Running) -> int:
@@ -151,11 +169,16 @@ def _contest(running: Running, led: _Led) -> Contest:
         for leaders in led[run.name].values()
         for leader in leaders
     }
-    told = {one.digest: file_digest(one.path) for run in runs for one in told_models(cell, run.searcher)}
+    told = {
+        leader.digest: file_digest(leader.path)
+        for run in runs
+        for leader in chain.from_iterable(led[run.name].values())
+        if isinstance(leader, ToldModel)
+    }
     header = {
         "model_sha256": file_digest(cell.model_file),
         "rows": sorted(rows),
-        **({"told": told} if told.keys() & rows.keys() else {}),  # a placement's digest says what is in its file
+        **({"told": told} if told else {}),  # a placement's digest says what is in its file
         "heats": list(HEATS),
         "samples": TURN,
         "group": GROUP,

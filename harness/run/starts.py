@@ -80,6 +80,11 @@ def check_starts(starts: Sequence[Start]) -> None:
         if start.name != start.use and (start.use not in FILES or start.name in known):
             raise ValueError(f"initial: {start.use!r} keeps its own name, but got the label {start.name!r}")
         _check_params(start)
+    names = [start.name for start in starts]
+    numbered = {f"{start.name}-{rank}" for start in starts for rank in range(2, seeds_of(start) + 1)}
+    for name in names:
+        if name.startswith("float-") or name in numbered:
+            raise ValueError(f"initial: the label {name!r} is what tables call another row; take another label")
 
 
 def _check_params(start: Start) -> None:

@@ -300,13 +300,10 @@ def test_settings_that_changed_are_named_when_a_run_goes_on(folder, runtime, cap
         (
             "slower",
             7,
-            "Slower than the float model, so final.onnx is that model; the one with Q/DQ pairs is kept as kept",
+            False,
+            "Slower than the float model, so final.onnx is that model; the one with Q/DQ pairs is kept",
         ),
-        (
-            "tie",
-            7,
-            "Not faster than the float model beyond noise, so final.onnx is that model; the one with Q/DQ pairs",
-        ),
+        ("tie", 7, True, "Not faster than the float model beyond noise, so final.onnx is that model; the one with"),
         ("tie", 0, False, "No placement proved faster than the float model, so final.onnx is that model"),
         ("faster", 7, False, "Scales are of random data, so its accuracy is unknown: give --calibration_data"),
         ("faster", 7, True, "Its accuracy was not looked at: qdq run does"),

@@ -84,6 +84,16 @@ def test_a_matmul_is_found_that_openvino_calls_by_what_it_folded_in(behind: tupl
     assert "  they run in: 2 f32" in list(lines(found, 3))
 
 
+def test_a_dynamic_model_is_explained_at_the_shape_that_is_given(tmp_path: Path, capsys: Any) -> None:
+    builder = GraphBuilder("dynamic")
+    builder.output(builder.conv(builder.input("x", ("N", 3, 16, 16)), 8, 3))
+    path = str(builder.save(tmp_path / "net.onnx"))
+    with pytest.raises(UserError, match="dynamic"):
+        explain_model(path, Use(use="openvino"), runs=1)
+    main(["explain", path, "--shape", "x:2x3x16x16", "--runs", "1"])
+    assert "Linear operators: 1; quantized in the file 0" in capsys.readouterr().out
+
+
 def test_which_of_two_operators_in_front_of_one_add_a_layer_is_nobody_says(tmp_path: Path) -> None:
     builder = GraphBuilder("summed", seed=1)
     x = builder.input("x", (1, 64, 64))

@@ -206,6 +206,12 @@ class Keeping:
     ) -> None:
         self.space, self.rate = space, rate
 
+    def ask(self, n: int) -> list[Any]:
+        return []
+
+    def tell(self, observation: Any) -> None:
+        pass
+
 
 KEEPING = f"{__name__}:{Keeping.__name__}"
 
@@ -240,6 +246,26 @@ def test_parameters_of_a_backend_are_looked_at_too(folder: Path, params: Any, me
         "experiment": "e", "models": ["net.onnx"], "backends": [{"use": "simulated", "params": params, "label": "it"}]
     })  # fmt: skip
     with pytest.raises(UserError, match=message):
+        check_experiment(parse_experiment(text, "e.yaml"), folder)
+
+
+@pytest.mark.parametrize(("body", "missing"), [("pass", "ask"), ("ask = print", "tell")])
+def test_a_searcher_without_ask_or_tell_is_refused_before_anything_runs(
+    folder: Path, body: str, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / f"no_{missing}.py").write_text(
+        f"class Odd:\n    {body}\n    def __init__(self, space, *, seed):\n        pass\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    text = json.dumps({"experiment": "e", "models": ["net.onnx"], "searchers": [f"no_{missing}:Odd"]})
+    with pytest.raises(UserError, match=rf"searcher 'no_{missing}:Odd': has no {missing}\(\): a searcher has ask\(n\)"):
+        check_experiment(parse_experiment(text, "e.yaml"), folder)
+
+
+def test_a_module_of_another_place_is_named_where_it_has_no_such_class(folder: Path) -> None:
+    """What is installed comes before what lies beside the experiment."""
+    text = json.dumps({"experiment": "e", "models": ["net.onnx"], "searchers": ["colorsys:Mine"]})
+    with pytest.raises(UserError, match=r"has no attribute 'Mine' \(.*colorsys\.py\)"):
         check_experiment(parse_experiment(text, "e.yaml"), folder)
 
 

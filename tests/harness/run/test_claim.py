@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from small import qdq, save_small
 
 from harness.errors import UserError
 from harness.run.claim import claimed
@@ -39,6 +40,28 @@ def test_results_from_before_a_key_had_its_default_then(tmp_path):
     changed = experiment.model_copy(update={"limits": experiment.limits.model_copy(update={"memory_gb": 2.0})})
     with pytest.raises(UserError, match=r"\(different: limits\)"), claimed(tmp_path / "out", changed):
         pass
+
+
+def test_the_check_says_what_a_run_would_say_of_its_folder_and_writes_nothing(tmp_path, capsys):
+    save_small(tmp_path / "net.onnx")
+    file, out = tmp_path / "small.yaml", tmp_path / "out"
+    text = "experiment: small\nmodels: [net.onnx]\nbackends: [{use: simulated, params: {drift: 0.5}}]\n"
+    file.write_text(text)
+    given = ("run", str(file), "--check", "--out", str(out))
+    assert qdq(*given) == 0
+    assert not out.exists()
+    with claimed(out, parse_experiment(text, "small.yaml")):
+        before = (out / "experiment.yaml").read_text()
+    assert qdq(*given) == 0
+    file.write_text(text + "budget: {evaluations: [500]}\n")
+    capsys.readouterr()
+    assert qdq(*given) == 0
+    assert "budget 50 -> 500: would go on with what is there" in capsys.readouterr().out
+    file.write_text(text.replace("drift: 0.5", "drift: 0.0"))
+    assert qdq(*given) == 2
+    assert "results of another experiment (different: backends)" in capsys.readouterr().err
+    assert (out / "experiment.yaml").read_text() == before
+    assert [path.name for path in out.iterdir() if path.name != "experiment.yaml"] in ([], [".lock"], ["lock"])
 
 
 @pytest.mark.parametrize(

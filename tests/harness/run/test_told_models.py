@@ -112,6 +112,26 @@ def test_it_is_no_choice_before_its_placement_was_told(fast):
     assert choices(fast)["random", 1].row == "float"
 
 
+def test_what_it_takes_to_come_near_is_counted_in_what_was_evaluated(folder, tmp_path):
+    """Nobody evaluated the file that is the choice: goals are shares of the best that met it in the runoff."""
+    path, out = folder / "gaining.yaml", tmp_path / "out"
+    path.write_text(EXPERIMENT.replace("WORD", "fast").replace("noise: 0.0", "noise: 0.0, wanted_share: 1.0"))
+    assert qdq("run", str(path), "--out", str(out)) == 0
+    assert choices(out)["random", 12].row == "mine"
+    table = pd.read_csv(out / "report" / "targets.csv").set_index(["searcher", "share"])
+    assert table.loc[("random", 0.99), "evaluations"] <= 12
+
+
+def test_told_is_who_has_been_told_the_placement_whatever_the_budget(folder, tmp_path):
+    """Of two starts that are one placement the second is free, so that all of them are through before their number."""
+    path = folder / "twice.yaml"
+    text = EXPERIMENT.replace("WORD", "fast").replace("initial: [float, {", "initial: [float, all, {")
+    path.write_text(text.replace("evaluations: [1, 12]", "evaluations: [1, 2, 12]"))
+    assert qdq("run", str(path), "--out", str(tmp_path / "out")) == 0
+    found = choices(tmp_path / "out")
+    assert (found["random", 1].row, found["random", 2].row) == ("float", "mine")
+
+
 def test_a_run_that_is_given_again_chooses_the_same_and_times_nothing(fast, folder):
     record = (fast / CELL / "runoff.jsonl").read_bytes()
     (fast / CELL / "through.json").unlink()
@@ -160,7 +180,7 @@ def test_a_tools_file_is_the_choice_where_it_beats_what_was_evaluated_and_not_at
             Evaluated(evaluations=1, elapsed_s=1.0, digest=d, choices=(1,), origin="", latency_ms=1.0, score=None)
             for d in ("aa", "bb")
         ),
-        ToldModel(digest="mine", path=tmp_path / "mine.onnx", pairs=1),
+        ToldModel(digest="mine", told_as="0", path=tmp_path / "mine.onnx", pairs=1),
     ]
     ordered = in_order(leaders, close, {"aa": 2.0, "bb": 2.1, "mine": 2.2})
     assert ordered[0].digest == first

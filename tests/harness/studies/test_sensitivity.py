@@ -52,6 +52,14 @@ class Talking:
 """
 
 
+def test_what_cannot_be_studied_leaves_no_folder(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    (tmp_path / "cut.onnx").write_bytes(b"hello")
+    monkeypatch.chdir(tmp_path)
+    assert qdq("sensitivity", "cut.onnx") == 2
+    assert "cut.onnx: not an ONNX file" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["cut.onnx"]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sensitivity")
