@@ -78,6 +78,11 @@ class Method(Use):
     without: Annotated[tuple[Part, ...], Field(strict=False), AfterValidator(_distinct)] = ()
 
 
+def _as_text(shape: Any) -> Any:
+    """[1, 3, 224, 224] as 1x3x224x224."""
+    return "x".join(map(str, shape)) if isinstance(shape, list) else shape
+
+
 def _data_set(value: Any) -> Any:
     """A bare name is no data set: the same file may hold inputs, or images that are to be prepared."""
     if isinstance(value, str):
@@ -107,7 +112,7 @@ class ModelSpec(_Frozen):
 
     use: str
     label: str | None = None
-    shapes: dict[str, str] = {}
+    shapes: dict[str, Annotated[str, BeforeValidator(_as_text)]] = {}
     preprocess: Use | None = None
     calibration: Calibration = Calibration()
     evaluator: Use | None = None

@@ -56,7 +56,7 @@ def test_the_check_says_what_a_run_would_say_of_its_folder_and_writes_nothing(tm
     file.write_text(text + "budget: {evaluations: [500]}\n")
     capsys.readouterr()
     assert qdq(*given) == 0
-    assert "budget 50 -> 500: would go on with what is there" in capsys.readouterr().out
+    assert "budget 25, 50 -> 500: would go on with what is there" in capsys.readouterr().out
     file.write_text(text.replace("drift: 0.5", "drift: 0.0"))
     assert qdq(*given) == 2
     assert "results of another experiment (different: backends)" in capsys.readouterr().err

@@ -31,6 +31,12 @@ def test_resolved_experiment_reads_back_as_itself():
     assert parse_experiment(to_yaml(experiment), "again") == experiment
 
 
+def test_a_shape_may_be_a_list_of_sizes():
+    for shape in ("1x3x8x8", "[1, 3, 8, 8]"):
+        experiment = parse_experiment(f"experiment: e\nmodels: [{{use: m.onnx, shapes: {{x: {shape}}}}}]", "e.yaml")
+        assert experiment.models[0].shapes == {"x": "1x3x8x8"}
+
+
 def test_matrix_multiplies_a_list_and_labels_each_copy():
     experiment = parse_experiment(
         MINIMAL + "backends: [openvino]\nmatrix: {backends.params.threads: [1, 2], backends.params.precision: [f32]}",
@@ -97,6 +103,15 @@ def test_plan_runs_every_searcher_at_the_first_seed_before_the_second():
         (
             MINIMAL + "initial: [{use: import, params: {path: a}, label: linear}]",
             "'import' keeps its own name, but got the label 'linear'",
+        ),
+        (
+            MINIMAL + "initial: [{use: import, params: {path: a}, label: float-bf16}]",
+            "the label 'float-bf16' is what tables call another row; take another label",
+        ),
+        (
+            MINIMAL + "initial: [{use: pattern_cache, params: {path: a, limit: 2}, label: c}, "
+            "{use: import, params: {path: b}, label: c-2}]",
+            "the label 'c-2' is what tables call another row; take another label",
         ),
         (MINIMAL + "initial: [{use: import, params: {path: a}, label: ../b}]", "initial: '../b' is no folder name"),
         (MINIMAL + "baselines: [float]", "baselines: no baseline is called 'float'"),
