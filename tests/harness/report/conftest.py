@@ -62,9 +62,16 @@ def write_cell(folder: Path, cell_name: str = CELL, **changes) -> Path:
     write_json(cell / "accuracy.json", scores)
     for seed in (0, 1):
         write_journal(cell / "runs" / f"random-{seed}.jsonl")
+    placed = {"aa": (1, 1), "bb": (1, 0)}
     ids = {"float": 0, "float-bf16": 0, "all": 9, "linear": 4, "aa": 5, "bb": 3}
     rows = [
-        Row(id=name, file=f"{name.removesuffix('-bf16')}.onnx", sha256=f"sha of {name}", pairs=pairs)
+        Row(
+            id=name,
+            file=f"{name.removesuffix('-bf16')}.onnx",
+            sha256=f"sha of {name}",
+            pairs=pairs,
+            choices=placed.get(name),
+        )
         for name, pairs in ids.items()
     ]
     write_json(cell / "rows.json", {"rows": [asdict(r) for r in rows], "picks": [asdict(p) for p in picks()]})

@@ -195,6 +195,17 @@ def test_ranks_go_over_placements_and_not_over_what_a_tool_makes_of_each_runtime
     assert likeness_frame(load(study)).empty, "three that both have are too few"
 
 
+def test_what_a_tool_made_for_one_runtime_is_not_found_on_another(study):
+    """Where a search chose the file of a tool, the tool's row elsewhere has its name, and another model."""
+    for name in ("one", "two"):
+        path = study / f"net-{name}-int8" / "rows.json"
+        body = json.loads(path.read_text())
+        rows = [{**row, "sha256": f"for {name}"} if row["id"] == "all" else row for row in body["rows"]]
+        picks = [{**pick, "row": "all"} if pick["kind"] == "search" else pick for pick in body["picks"]]
+        write_json(path, {"rows": rows, "picks": picks})
+    assert transfer_frame(load(study)).empty
+
+
 def test_of_a_gain_within_the_noise_nothing_is_a_share(study, confirmation_maker):
     """A floor of 1 % and a best gain of 0.5 % once made -1660 % of a placement that is slower than float."""
     twin = {"A/A twin": 8.08, "float": 8.0, "all": 8.5, "aa": 7.96, "bb": 9.0, "cc": 7.5}
