@@ -7,9 +7,11 @@ from pathlib import Path
 
 from harness.errors import UserError
 
-__all__ = ["ABSENT", "cache_folder", "locate"]
+__all__ = ["Absent", "cache_folder", "locate"]
 
-ABSENT = "no such file or folder"
+
+class Absent(UserError):
+    """Nothing is where a relative path leads."""
 
 
 def locate(text: str, base: Path | None = None) -> Path:
@@ -20,6 +22,7 @@ def locate(text: str, base: Path | None = None) -> Path:
         base: Folder of the file that names it.
 
     Raises:
+        Absent: A relative path leads to nothing.
         UserError: Nothing is there, QDQ_ASSETS is not set, or `assets:` leads outside of its folder.
     """
     if text.startswith("assets:"):
@@ -33,7 +36,8 @@ def locate(text: str, base: Path | None = None) -> Path:
     else:
         path = ((base or Path.cwd()) / Path(text).expanduser()).resolve()
     if not path.exists():
-        raise UserError(f"{text}: {ABSENT} ({path})")
+        relative = not (text.startswith("assets:") or Path(text).expanduser().is_absolute())
+        raise (Absent if relative else UserError)(f"{text}: no such file or folder ({path})")
     return path
 
 

@@ -114,9 +114,7 @@ def load(kind: str, use: str) -> Callable[..., Any]:
     except UserError as error:
         module = sys.modules.get(point.module)
         if isinstance(error.__cause__, AttributeError) and module is not None:
-            raise UserError(
-                f"{error} ({getattr(module, '__file__', None) or 'a module that Python brings along'})"
-            ) from error
+            raise UserError(f"{error} ({_where(module)})") from error
         if not isinstance(error.__cause__, ModuleNotFoundError) or error.__cause__.name != point.module:
             raise
         raise UserError(
@@ -124,6 +122,10 @@ def load(kind: str, use: str) -> Callable[..., Any]:
             "current folder where a command takes none"
         ) from error
     return loaded
+
+
+def _where(module: Any) -> str:
+    return getattr(module, "__file__", None) or ", ".join(getattr(module, "__path__", ())) or "part of Python"
 
 
 def signature(kind: str, use: str) -> inspect.Signature:

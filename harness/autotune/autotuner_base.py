@@ -217,7 +217,7 @@ class QDQAutotunerBase:
         """The whole model's choice: profiled patterns at their best, the current one as generated last or its best.
 
         Args:
-            best: At the end of a walk, what won its runoff and was delivered.
+            best: At the end of a walk, what was delivered: what won its runoff, or float where that is not faster.
         """
         around = self.session.with_schemes(self.profiled_patterns)
         if self._turn is None:

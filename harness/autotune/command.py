@@ -31,8 +31,8 @@ from harness.run.strongest import float_benchmarkers
 
 __all__ = ["autotune"]
 
-EXPERIMENT = "experiment.yaml"
-"""What tells the results folder of `qdq run`; see `harness.run.claim`."""
+EXPERIMENT = ("experiment.yaml", "cell.json")
+"""What tells a results folder of `qdq run`, and that of one of its cells."""
 
 
 def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
@@ -139,8 +139,8 @@ def _folder(text: str) -> Path:
     path = Path(text)
     if path.exists() and not path.is_dir():
         raise UserError(f"--output_dir {path}: is a file, not a folder; give another folder")
-    if any((folder / EXPERIMENT).exists() for folder in (path, path.absolute().parent)):
-        raise UserError(f"--output_dir {path}: holds the results of an experiment ({EXPERIMENT}); give another folder")
+    if theirs := next((name for name in EXPERIMENT if (path / name).exists()), None):
+        raise UserError(f"--output_dir {path}: holds results of an experiment ({theirs}); give another folder")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

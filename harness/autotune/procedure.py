@@ -23,6 +23,7 @@ from harness.autotune.verdict import Delivered, proved, verdict_lines
 from harness.errors import UserError
 from harness.graph.cache import strangers
 from harness.graph.diff import pairs_in
+from harness.graph.files import move_model
 from harness.graph.load import load
 from harness.graph.points import why_none
 from harness.measure.provenance import options_said
@@ -39,8 +40,8 @@ _logger = logging.getLogger(__name__)
 CONTENDERS = Confirmation().contenders
 BUILDS, RESTLESS_BUILDS = 3, 6
 """Fresh builds of what is delivered and of the float model; more where a machine's readings scatter."""
-FINAL, NOT_FASTER = "optimized_final.onnx", "not_faster.onnx"
-"""What is delivered, and the best with Q/DQ pairs where that has not proved faster than the float model."""
+FINAL, UNPROVED, NOT_FASTER = "optimized_final.onnx", "unproved.onnx", "not_faster.onnx"
+"""What is delivered; the choice until it is timed; and where that lies then if it did not prove faster."""
 SAVE_S = 10.0
 """While a region is under profile, its measurements are saved so often."""
 
@@ -196,7 +197,7 @@ class _Run:
     def finish(self) -> None:
         """Write the model, build it afresh beside the float model, and say how they compare."""
         chosen = self._chosen_in_runoff(self._autotuner.placement(best=True))
-        tried = self._export(FINAL, chosen)
+        tried = self._export(UNPROVED, chosen)
         final = replace(self._session.candidate(chosen), source=lambda: tried)
         self._outcome(final, "final")
         baseline_path = self._plan.output_dir / "baseline.onnx"
@@ -204,9 +205,10 @@ class _Run:
         builds = RESTLESS_BUILDS if self._autotuner.beside_float else BUILDS
         summary = self._benchmark.confirm(final, replace(floating, source=lambda: baseline_path), builds)
         read, pairs = self._session.measured.get(self._session.space.digest(chosen)), pairs_in(tried)
+        file, kept = self._deliver(tried, chosen, proved(summary))
         delivered = Delivered(
-            file=tried,
-            kept=self._put_back(tried, chosen, proved(summary)),
+            file=file,
+            kept=kept,
             pairs=pairs,
             read=self._baseline_ms / read.latency_ms if read is not None and read.latency_ms else None,
             options=options_said(self._benchmark.describe().get("options", {})),
@@ -221,17 +223,22 @@ class _Run:
         with (self._plan.output_dir / "logs" / "final.log").open("a", encoding="utf-8") as log:
             log.write("\n".join(lines) + "\n")
 
-    def _put_back(self, tried: Path, chosen: Placement, is_faster: bool) -> Path | None:
-        """Deliver the float model where Q/DQ pairs have not proved faster; where the model with them is then."""
-        kept = self._plan.output_dir / NOT_FASTER
-        kept.unlink(missing_ok=True)  # of a run before this one
-        space = self._session.space
-        self._autotuner.delivered = chosen if is_faster else space.float_placement()
+    def _deliver(self, tried: Path, chosen: Placement, is_faster: bool) -> tuple[Path, Path | None]:
+        """Deliver what was timed, or where its Q/DQ pairs have not proved faster the float model, and keep it beside.
+
+        Returns:
+            What was delivered, and where the timed model lies if that is another one.
+        """
+        final, kept = (self._plan.output_dir / name for name in (FINAL, NOT_FASTER))
+        for path in (kept, kept.with_name(f"{kept.name}.data")):  # of a run before this one
+            path.unlink(missing_ok=True)
         if is_faster or not any(chosen.choices):
-            return None
-        tried.replace(kept)
-        self._export(FINAL, space.float_placement())
-        return kept
+            self._autotuner.delivered = chosen
+            move_model(tried, final)
+            return final, None
+        self._autotuner.delivered = self._session.space.float_placement()
+        move_model(tried, kept)
+        return self._export(FINAL, self._autotuner.delivered), kept
 
     def _chosen_in_runoff(self, best: Placement) -> Placement:
         """What the walk came to, or whichever of the fastest beats it where all are built afresh.

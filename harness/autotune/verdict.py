@@ -51,8 +51,9 @@ def verdict_lines(summary: Summary, delivered: Delivered) -> Iterator[str]:
     float_row, row = summary.rows["baseline"], summary.rows["final"]
     low, high = row.speedup.low, row.speedup.high
     yield f"Baseline: {float_row.latency_ms.value:.3f} ms, built afresh as the final model is"
+    timed_model = "Final" if delivered.kept is None else delivered.kept.name
     yield (
-        f"Final: {row.latency_ms.value:.3f} ms ({row.speedup.value:.3f}x speedup, 95 % interval {low:.3f} to "
+        f"{timed_model}: {row.latency_ms.value:.3f} ms ({row.speedup.value:.3f}x speedup, 95 % interval {low:.3f} to "
         f"{high:.3f}, {row.verdict}; {row.builds} fresh builds in turns with the baseline, A/A "
         f"floor {100 * summary.floor:.1f} %), "
         f"{delivered.pairs} Q/DQ pairs"

@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from harness.errors import UserError
-from harness.paths import ABSENT
+from harness.paths import Absent
 from harness.run.compare import ADVICE
 
 __all__ = ["advised", "based", "beside", "importable", "param_option", "shape_option", "show", "table", "tidy"]
@@ -49,7 +49,7 @@ def based(folder: Path) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if ABSENT not in str(error):
+        if not isinstance(error, Absent) and not isinstance(error.__cause__, Absent):
             raise
         raise UserError(
             f"{error}; relative paths of the experiment were looked for from {tidy(folder)}: name the folder of its "

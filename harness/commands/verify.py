@@ -44,14 +44,13 @@ def verify(
     from harness.run.verify import verify as repeat
     from harness.show import Terminal
 
-    if file.is_dir():
-        file = exported(tidy(file), row)
-    elif row is not None:
+    model = exported(tidy(file), row) if file.is_dir() else file
+    if model is file and row is not None:
         raise UserError(f"{file} {row}: a row is of a results folder, and this is no folder")
     start = (base or Path.cwd()).resolve()
     importable(start)
     with based(start), Terminal() as terminal:
-        checks = repeat(file, terminal, results=results, base=start)
+        checks = repeat(model, terminal, results=results, base=start)
     for check in checks:
         typer.echo(f"{check.what}: {WORDS[check.holds]}: {check.found}")
     if any(check.holds is False for check in checks):

@@ -28,8 +28,8 @@ from harness.run.compose import Cell, compose
 from harness.run.config import Confirmation, Experiment, Use, load_experiment
 from harness.run.observe import Observer
 from harness.run.plan import plan
-from harness.run.rows import FLOAT_ROW
 from harness.run.scoring import Scoring, scoring_of
+from harness.run.starts import TOOLS
 from search.space import Placement
 
 __all__ = ["explain_row"]
@@ -61,7 +61,9 @@ def explain_row(folder: Path, where: str, *, base: Path, observer: Observer) -> 
         raise UserError(
             f"{where}: nothing faster was found, so this row is the float model itself, without a placement to explain"
         )
-    if row is not None and row.id != FLOAT_ROW and row.choices is None and row.id != line["method"]:
+    experiment = load_experiment(folder / "experiment.yaml")
+    tools = {*TOOLS, *(start.name for start in experiment.initial if start.use == "import")}
+    if row is not None and row.id in tools and row.id != line["method"]:
         raise UserError(
             f"{where}: its choice is the file of {row.id} as that tool made it, of which we can leave out no part: "
             "explain another row"
@@ -70,7 +72,6 @@ def explain_row(folder: Path, where: str, *, base: Path, observer: Observer) -> 
         raise UserError(f"{where}: this row has no placement of ours ({line['method']}): explain another one")
     if not row.timed:
         raise UserError(f"{where}: this device only emulates {line['precision']}, so no part of it has a speed")
-    experiment = load_experiment(folder / "experiment.yaml")
     spec = next((spec for spec in plan(experiment, base) if spec.name == cell_results.name), None)
     if spec is None:
         raise UserError(f"{folder / 'experiment.yaml'}: has no cell {cell_results.name!r}")

@@ -120,13 +120,15 @@ def _homes(layers: Sequence[Layer], asked: Asked) -> dict[str, Layer]:
 def _renamed(layers: Sequence[Layer], asked: Asked, found: Mapping[str, Layer]) -> dict[str, Layer]:
     """Homes of linear operators that no layer names, by the names of what was folded into them."""
     homes: dict[str, Layer] = {}
-    for layer in layers:
-        if kind_of(layer, asked.pairs, asked.operators) != "compute":
-            continue
-        named = [name for origin in (*layer.origin, layer.name) for name in asked.stands_for.get(origin, ())]
-        lost = [name for name in dict.fromkeys(named) if name not in found and name not in homes]
-        if len(lost) == 1:  # two in front of one Add: which of them the layer is, nobody tells
-            homes[lost[0]] = layer
+    before = -1
+    while len(homes) > before:  # one that has its home may leave a single one for the layer of another
+        before = len(homes)
+        for layer in layers:
+            named = [name for origin in (*layer.origin, layer.name) for name in asked.stands_for.get(origin, ())]
+            lost = [name for name in dict.fromkeys(named) if name not in found and name not in homes]
+            computes = kind_of(layer, asked.pairs, asked.operators) == "compute"
+            if computes and len(lost) == 1 and layer not in homes.values():  # of two, nobody tells which it is
+                homes[lost[0]] = layer
     return homes
 
 

@@ -83,7 +83,9 @@ def read_plain_yaml(path: Path, max_bytes: int) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
     if not isinstance(body, dict):
-        raise UserError(f"{path}: a mapping of keys, but {got(body)}: this is no file of ours")
+        raise UserError(
+            f"{path}: a mapping of keys, but {got(body)}: this is no file of ours: name another, or move it away"
+        )
     return body
 
 

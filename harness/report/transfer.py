@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import defaultdict
 from typing import Any
 
@@ -14,6 +15,8 @@ from harness.run.rows import FLOAT_ROW, Pick, favourite
 
 __all__ = ["likeness_frame", "transfer_frame"]
 
+DIGEST = re.compile(r"[0-9a-f]{16}")
+"""What rows are called that are placements, also those of a space of a search's own, or models of a peer."""
 FEWEST = 4
 """Rows that two cells must share before their ranks are compared."""
 
@@ -117,4 +120,5 @@ def _one_placement(row: str, one: CellResults, two: CellResults) -> bool:
     own, other = one.rows.get(row), two.rows.get(row)
     if row.startswith(FLOAT_ROW) or own is None or other is None:
         return False
-    return (own.choices is not None and other.choices is not None) or own.sha256 == other.sha256
+    placed = DIGEST.fullmatch(row) or None not in (own.choices, other.choices)
+    return bool(placed) or own.sha256 == other.sha256

@@ -55,7 +55,7 @@ def claimed(out: Path, experiment: Experiment, accept_changes: bool = False) -> 
 
 
 def check_claim(out: Path, experiment: Experiment, accept_changes: bool = False) -> str:
-    """What `claimed` would say of a folder as it is now; nothing is written.
+    """What `claimed` would say of whose results are in a folder; nothing is written, and nobody is kept out.
 
     Raises:
         UserError: It would refuse the folder.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -38,6 +39,8 @@ BASELINES = ("all", "linear", *_USUAL)
 EXTREME = "extreme"
 """Everything quantized in the plainest form, a stress test; see `harness.run.foreign.extreme_form`."""
 _FP8 = "-fp8"
+_FLOAT = re.compile(r"float-(f|bf|fp|tf)\d+")
+"""Rows of the float model at other precisions."""
 _PLACED = ("float", "all", EXTREME, *RULES, "trt_guide", *(f"{name}{_FP8}" for name in ("all", *RULES)))
 _MEANT = {"path": "the name of a file", "limit": f"1 to {MOST}"}
 _PARAMS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
@@ -83,7 +86,7 @@ def check_starts(starts: Sequence[Start]) -> None:
     names = [start.name for start in starts]
     numbered = {f"{start.name}-{rank}" for start in starts for rank in range(2, seeds_of(start) + 1)}
     for name in names:
-        if name.startswith("float-") or name in numbered:
+        if _FLOAT.fullmatch(name) or name in numbered:
             raise ValueError(f"initial: the label {name!r} is what tables call another row; take another label")
 
 

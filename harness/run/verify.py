@@ -37,7 +37,7 @@ from harness.run.scoring import scoring_of
 from harness.run.strongest import float_benchmarkers
 from search.space import Placement
 
-__all__ = ["Check", "exported", "verify"]
+__all__ = ["Check", "Exported", "exported", "verify"]
 
 TOLERANCE = 1e-6
 """Metrics may differ by so much: an evaluator adds in floating point, and so may a runtime with several threads."""
@@ -59,17 +59,20 @@ class Check:
     found: str
 
 
-def verify(file: Path, observer: Observer, *, results: Path | None = None, base: Path | None = None) -> list[Check]:
+def verify(
+    model: Path | Exported, observer: Observer, *, results: Path | None = None, base: Path | None = None
+) -> list[Check]:
     """Repeat what a results folder says of a file, and say what it does not say of accuracy.
 
     Args:
-        file: An exported model.
+        model: An exported model; or a row with its file.
         results: The results folder; by default the one in whose `CELL/models` the file lies.
         base: Folder that relative paths of the experiment start from; by default the working folder.
 
     Raises:
         UserError: No such file, no results of it, or the cell cannot be composed any more.
     """
+    file = model.file if isinstance(model, Exported) else model
     if not file.is_file():
         raise UserError(f"{file}: no such file")
     folder = results or file.resolve().parent.parent.parent
@@ -79,7 +82,11 @@ def verify(file: Path, observer: Observer, *, results: Path | None = None, base:
         )
     digest = file_digest(file)
     found = load(folder)
-    cell, row = _row(found.cells, file, digest, folder)
+    if isinstance(model, Exported):
+        cell = found.cell(model.cell)
+        row = cell.rows[model.row]
+    else:
+        cell, row = _row(found.cells, file, digest, folder)
     if row.sha256 != digest:
         return [Check(what="file", holds=False, found=f"SHA-256 {row.sha256} is recorded, but it is {digest}")]
     experiment = load_experiment(folder / "experiment.yaml")
@@ -92,41 +99,60 @@ def verify(file: Path, observer: Observer, *, results: Path | None = None, base:
         return checks + list(again.checks(base or Path.cwd(), observer))
 
 
-def exported(folder: Path, where: str | None) -> Path:
-    """The file of a row of a results folder.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A row of a results folder with its file: one file may be that of several rows.
+
+    Attributes:
+        cell: Name of its cell.
+        row: Its id.
+    """
+
+    cell: str
+    row: str
+    file: Path
+
+
+def exported(folder: Path, where: str | None) -> Exported:
+    """The exported model of a row.
 
     Args:
         where: The row, see `harness.report.trace.row_of`.
 
     Raises:
-        UserError: No row is named, there is none such, or its model was not exported; the files are listed.
+        UserError: No row is named, there is none such, or its model is not there; those that are, are listed.
     """
     results = load(folder)
     if where is not None:
         line = row_of(results, where)
-        cell = results.cell(str(line["cell"]))
-        row = cell.rows.get(str(line["row"]))
-        if row is not None and (file := cell.folder / "models" / row.file).is_file():
-            return file
+        found = _exported(results.cell(str(line["cell"])), str(line["row"]))
+        if found is not None:
+            return found
     files = [
-        f"  {pick.method}: {file}"
+        f"  {pick.method}: {found.file}"
         for cell in results.cells
         for pick in cell.picks
-        if pick.row in cell.rows and (file := cell.folder / "models" / cell.rows[pick.row].file).is_file()
+        if (found := _exported(cell, pick.row)) is not None
     ]
     said = "name a row, or its file" if where is None else f"row {where!r} has no exported model"
     there = "\n".join(["; there are:", *dict.fromkeys(files)]) if files else "; nothing is exported there"
     raise UserError(f"{folder}: {said}{there}")
 
 
+def _exported(cell: CellResults, row: str) -> Exported | None:
+    if row not in cell.rows or not (file := cell.folder / "models" / cell.rows[row].file).is_file():
+        return None
+    return Exported(cell=cell.name, row=row, file=file)
+
+
 def _row(cells: tuple[CellResults, ...], file: Path, digest: str, folder: Path) -> tuple[CellResults, Row]:
-    """The row of a file: by its content, else by its name where it lies in the cell's own folder."""
+    """The row of a file: where it lies in a cell's own folder, else by its content."""
     rows = [(cell, row) for cell in cells for row in cell.rows.values()]
     for cell, row in rows:
-        if row.sha256 == digest:
+        if (cell.folder / "models" / row.file).resolve() == file.resolve():
             return cell, row
     for cell, row in rows:
-        if (cell.folder / "models" / row.file).resolve() == file.resolve():
+        if row.sha256 == digest:
             return cell, row
     raise UserError(f"{file}: {folder} has no row of this file (SHA-256 {digest}); name its results by --results")
 

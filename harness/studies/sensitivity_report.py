@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from harness.errors import UserError
@@ -29,14 +28,14 @@ def sensitivity_report(
     Raises:
         UserError: Anything in the study that cannot be used, or the folder cannot be written.
     """
+    fresh = not folder.exists()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     try:
         found = measure(study, by, folder, observer, samples=samples)
     except UserError:
-        shutil.rmtree(folder / "work", ignore_errors=True)
-        with suppress(OSError):  # something is in it
-            folder.rmdir()
+        if fresh:
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     to_json(found, folder / "sensitivity.json")
     with writing(folder):

@@ -281,6 +281,7 @@ def test_what_is_delivered_is_what_the_autotuner_calls_its_best(folder, benchmar
     autotuner.export_onnx(str(folder / "best.onnx"), best=True)
     final = onnx.load(folder / "out/optimized_final.onnx")
     assert delivered(onnx.load(folder / "best.onnx")) == delivered(final)
+    assert bool(delivered(final)) == any(autotuner.placement(best=True).choices)
 
 
 def test_settings_that_changed_are_named_when_a_run_goes_on(folder, runtime, capsys):
@@ -334,9 +335,31 @@ def test_what_does_not_prove_faster_is_kept_and_the_float_model_delivered(folder
     assert qdq("-m", "model.onnx", "--max_evals", "3") == 0
     assert (out / "optimized_final.onnx").read_bytes() == (out / "baseline.onnx").read_bytes()
     assert delivered(onnx.load(out / "not_faster.onnx"))
+    assert not (out / "unproved.onnx").exists()
     assert "so optimized_final.onnx is that model; the one with Q/DQ pairs is kept as not_faster.onnx" in " ".join(
         capsys.readouterr().err.split()
     )
+
+
+def test_what_proves_faster_is_delivered_and_what_an_earlier_run_kept_goes(folder, runtime, monkeypatch):
+    out = folder / "autotuner_output"
+    out.mkdir()
+    (out / "not_faster.onnx").write_text("of an earlier run")
+    runtime.generous = True
+    monkeypatch.setattr(procedure, "proved", lambda summary: True)
+    assert qdq("-m", "model.onnx", "--max_evals", "3") == 0
+    assert delivered(onnx.load(out / "optimized_final.onnx"))
+    assert not {"not_faster.onnx", "unproved.onnx"}.intersection(path.name for path in out.iterdir())
+
+
+def test_an_interruption_of_the_confirmation_delivers_nothing_unproved(folder, runtime, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    runtime.generous = True
+    monkeypatch.setattr(Benchmark, "confirm", interrupted)
+    assert qdq("-m", "model.onnx", "--max_evals", "3") == 130
+    assert not (folder / "autotuner_output/optimized_final.onnx").exists()
 
 
 def test_a_float_model_that_cannot_be_timed_is_told_with_its_reason(folder, runtime, capsys, monkeypatch):
@@ -355,13 +378,13 @@ def test_a_qdq_baseline_that_is_none_is_refused_before_anything_is_timed(folder,
     assert "model.onnx: holds no Q/DQ pair, so there is no placement to read from it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("output", ["results", "results/cell"])
-def test_the_results_of_an_experiment_are_not_written_into(folder, runtime, capsys, output):
-    (folder / "results").mkdir()
-    (folder / "results/experiment.yaml").write_text("experiment: e\n")
+@pytest.mark.parametrize(("output", "theirs"), [("results", "experiment.yaml"), ("results/cell", "cell.json")])
+def test_the_results_of_an_experiment_are_not_written_into(folder, runtime, capsys, output, theirs):
+    (folder / output).mkdir(parents=True)
+    (folder / output / theirs).write_text("")
     assert qdq("-m", "model.onnx", "-o", output) == 2
-    assert f"--output_dir {output}: holds the results of an experiment (experiment.yaml)" in capsys.readouterr().err
-    assert [path.name for path in (folder / "results").iterdir()] == ["experiment.yaml"]
+    assert f"--output_dir {output}: holds results of an experiment ({theirs})" in capsys.readouterr().err
+    assert [path.name for path in (folder / output).iterdir()] == [theirs]
 
 
 def test_a_file_is_no_output_folder(folder, runtime, capsys):

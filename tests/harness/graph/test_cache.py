@@ -187,7 +187,7 @@ PATTERN = {"signature": SIGNATURE, "size": 3, "schemes": [SCHEME]}
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("- 1", "a mapping of keys, but got list: this is no file of ours"),
+        ("- 1", "a mapping of keys, but got list: this is no file of ours: name another, or move it away"),
         ("a: [1", "not valid YAML: while parsing a flow sequence"),
         ("a: &x [1]\nb: [*x, *x]", "line 2: aliases (*name) are not allowed here"),
         ("a: " + "[" * 5000, "line 1: nested more than 16 levels deep"),

@@ -338,6 +338,23 @@ def test_a_row_stands_for_its_file(front: Path, folder: Path, capsys: Any) -> No
     assert "a row is of a results folder, and this is no folder" in capsys.readouterr().err
 
 
+def test_a_row_is_checked_in_its_own_cell_though_another_has_the_same_file(
+    front: Path, copy: Path, folder: Path, capsys: Any
+) -> None:
+    """The other cell comes first, and says something else of that file."""
+    other = copy.with_name(f"a-{copy.name}")
+    shutil.copytree(copy, other)
+    changed(other / "accuracy.json", other_figures)
+    stored = yaml.safe_load((copy.parent / "experiment.yaml").read_text())
+    stored["models"].insert(0, {**stored["models"][0], "label": f"a-{stored['models'][0]['label'] or 'net'}"})
+    (copy.parent / "experiment.yaml").write_text(yaml.safe_dump(stored))
+    facts = read(other / "cell.json")
+    (other / "cell.json").write_text(json.dumps({**facts, "cell": other.name, "model": stored["models"][0]["label"]}))
+    for cell, status in ((copy, 0), (other, 1)):
+        assert qdq("verify", str(copy.parent), f"{cell.name}/all", "--base", str(folder)) == status
+        assert f"accuracy: {'MISMATCH' if status else 'ok'}" in capsys.readouterr().out
+
+
 def test_a_row_without_a_file_says_which_have_one(copy: Path, folder: Path, capsys: Any) -> None:
     models(copy)["float"].unlink()
     assert qdq("verify", str(copy.parent), "1") == 2
