@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -329,7 +330,7 @@ def test_a_file_that_was_changed_is_not_the_one_that_was_timed(copy: Path, capsy
 
 def test_a_row_stands_for_its_file(front: Path, folder: Path, capsys: Any) -> None:
     assert qdq("verify", str(front.parent), "1", "--base", str(folder)) == 0
-    assert "edges: ok: 0 asked" in capsys.readouterr().out, "the first row is the float model"
+    assert "edges: ok: 0 Q/DQ pairs recorded" in capsys.readouterr().out, "the first row is the float model"
     assert qdq("verify", str(front.parent)) == 2
     said = capsys.readouterr().err
     assert "name a row, or its file; there are:" in said
@@ -346,10 +347,10 @@ def test_a_row_is_checked_in_its_own_cell_though_another_has_the_same_file(
     shutil.copytree(copy, other)
     changed(other / "accuracy.json", other_figures)
     stored = yaml.safe_load((copy.parent / "experiment.yaml").read_text())
-    stored["models"].insert(0, {**stored["models"][0], "label": f"a-{stored['models'][0]['label'] or 'net'}"})
+    stored["models"].insert(0, {**deepcopy(stored["models"][0]), "label": "a-net"})
     (copy.parent / "experiment.yaml").write_text(yaml.safe_dump(stored))
     facts = read(other / "cell.json")
-    (other / "cell.json").write_text(json.dumps({**facts, "cell": other.name, "model": stored["models"][0]["label"]}))
+    (other / "cell.json").write_text(json.dumps({**facts, "cell": other.name, "model": "a-net"}))
     for cell, status in ((copy, 0), (other, 1)):
         assert qdq("verify", str(copy.parent), f"{cell.name}/all", "--base", str(folder)) == status
         assert f"accuracy: {'MISMATCH' if status else 'ok'}" in capsys.readouterr().out
