@@ -112,7 +112,7 @@ def load(kind: str, use: str) -> Callable[..., Any]:
     try:
         loaded: Callable[..., Any] = guarded(f"{kind} {use!r} ({point.value}) cannot be loaded", point.load)
     except UserError as error:
-        module = sys.modules.get(point.module)
+        module = sys.modules.get(point.value.partition(":")[0].strip())
         if isinstance(error.__cause__, AttributeError) and module is not None:
             raise UserError(f"{error} ({_where(module)})") from error
         if not isinstance(error.__cause__, ModuleNotFoundError) or error.__cause__.name != point.module:

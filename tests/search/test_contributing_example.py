@@ -20,8 +20,8 @@ class HillClimber:
 
     def ask(self, n: int) -> list[Placement]:
         before = len(self.asked)
-        for tries in range(20 * n):  # no graph is asked twice, so that all workers have something of their own
-            redrawn = self.rng.random(len(self.space)) < self.rate + tries / (20 * n)
+        for tries in range(200 * n):  # no graph is asked twice, so that all workers have something of their own
+            redrawn = self.rng.random(len(self.space)) < self.rate + tries / (200 * n)
             choices = np.where(redrawn, self.space.random(self.rng).choices, self.best.choices)
             placement = Placement(tuple(int(choice) for choice in choices))
             self.asked.setdefault(self.space.digest(placement), placement)

@@ -175,8 +175,14 @@ def test_qoperator_models_are_refused(model: Model, tmp_path: Path) -> None:
 
 
 def test_a_model_without_matching_pairs_is_refused(model: Model) -> None:
-    with pytest.raises(UserError, match="the Q/DQ model: none of its 0 quantized edges belongs to residual"):
+    with pytest.raises(UserError, match="the Q/DQ model: holds no Q/DQ pair, so there is no placement"):
         import_qdq(model.proto, model)
+    builder = GraphBuilder("stranger")
+    x, scale, zero = builder.input("other", (1, 4)), builder.const(np.float32(0.1)), builder.const(np.uint8(0))
+    x = builder.op("DequantizeLinear", builder.op("QuantizeLinear", x, scale, zero), scale, zero)
+    builder.output(builder.op("Relu", x))
+    with pytest.raises(UserError, match="the Q/DQ model: none of its 1 quantized edges belongs to residual"):
+        import_qdq(builder.build(), model)
 
 
 def test_what_is_no_onnx_file_is_refused(model: Model, tmp_path: Path) -> None:
