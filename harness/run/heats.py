@@ -18,7 +18,7 @@ from harness.run.config import Rounds
 from harness.run.contest import Contest, advise, hold, ratios_of, read_contest
 from harness.run.observe import Observer
 
-__all__ = ["FIRST", "TURN", "race", "ties"]
+__all__ = ["FIRST", "TURN", "race"]
 
 TURN = 3
 """Inferences of a turn, at least."""
@@ -54,30 +54,16 @@ def race(
     for number, turns in enumerate(HEATS):
         heat = replace(contest, rows=rows, plan=contest.plan.model_copy(update={"rounds": turns}), first=number)
         hold(heat, open_engines, observer, retry_failed)
-        left = _after(contest, left, wanted, number)
+        readings = Readings(event for event in read_contest(contest.path) if event.build <= number)
+        slack = by_builds(number + 1, max(contest.floor, floor_of(readings, contest.baseline.name)))
+        ratios = ratios_of(readings, contest.baseline.name)
+        left = {key: _unbeaten(lot, ratios, wanted, slack) for key, lot in left.items()}
         close = {name for lot in left.values() if len(lot) > wanted for name in lot}
         rows = tuple(row for row in contest.rows if row.name in close)
         if not rows:
             break
     advise(contest, observer)
     return left
-
-
-def ties(contest: Contest, lots: Mapping[K, Sequence[str]]) -> dict[K, list[str]]:
-    """Of each lot of a race that was held those that cannot be told from its best, in its order."""
-    heats = max((event.build for event in read_contest(contest.path)), default=-1)
-    left = {key: list(lot) for key, lot in lots.items()}
-    for number in range(heats + 1):
-        left = _after(contest, left, 1, number)
-    return left
-
-
-def _after(contest: Contest, lots: Mapping[K, Sequence[str]], wanted: int, heat: int) -> dict[K, list[str]]:
-    """Those of each lot that are not beaten by what was read up to a heat."""
-    readings = Readings(event for event in read_contest(contest.path) if event.build <= heat)
-    slack = by_builds(heat + 1, max(contest.floor, floor_of(readings, contest.baseline.name)))
-    ratios = ratios_of(readings, contest.baseline.name)
-    return {key: _unbeaten(lot, ratios, wanted, slack) for key, lot in lots.items()}
 
 
 def _unbeaten(

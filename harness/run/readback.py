@@ -16,12 +16,6 @@ from search.api import Score
 __all__ = ["Evaluated", "Looks", "Reached", "counted", "evaluated", "first_told", "improves", "incumbents", "reached"]
 
 
-START = "seed:"
-"""What the origin of a proposal begins with that the search was told first."""
-STARTS = 2
-"""So many of these are kept track of."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
     """One evaluation that worked, as the search saw it.
@@ -39,11 +33,6 @@ class Evaluated:
     origin: str
     latency_ms: float
     score: Score
-
-    @property
-    def is_start(self) -> bool:
-        """Whether the search was told it first, and did not come to it."""
-        return self.origin.startswith(START)
 
 
 def counted(entries: Iterable[Entry]) -> Iterator[tuple[int, Entry, Told]]:
@@ -126,14 +115,12 @@ class Reached:
         leaders: The best distinct placements, best first. Of a front that is first the placement that dominates the
             largest area by itself, below the float model's latency and what may be lost at most; the ends of the front
             come last.
-        starts: The best of what it was told first, best first; they may be among the leaders. None of a front.
         looks: How much it had looked at accuracy.
         minutes: Wall-clock until the last outcome had come; with several at once that need not be the last proposal's.
         failed: The last failure; None where nothing failed.
     """
 
     leaders: tuple[Evaluated, ...]
-    starts: tuple[Evaluated, ...]
     looks: Looks
     minutes: float
     failed: Failed | None
@@ -164,7 +151,6 @@ class _Progress:
         self._goal = goal
         self._count = count
         self._ahead: list[Evaluated] = []
-        self._starts: list[Evaluated] = []
         self._full, self._proxied = 0, 0
         self._both: list[tuple[float, float]] = []
         self._elapsed_s = 0.0
@@ -183,9 +169,8 @@ class _Progress:
         if self._goal.minimize == "pareto":
             _enter(self._ahead, trial)
         else:
-            _insert(self._ahead, trial, self._count)
-            if trial.is_start:
-                _insert(self._starts, trial, STARTS)
+            insort(self._ahead, trial, key=lambda known: (known.score.objective, known.latency_ms))
+            del self._ahead[self._count :]
 
     def reached(self) -> Reached:
         """All of it."""
@@ -194,7 +179,6 @@ class _Progress:
             best = sorted(best, key=lambda trial: -_area(trial, self._goal))[: self._count]
         return Reached(
             leaders=tuple(best),
-            starts=tuple(self._starts),
             looks=Looks(full=self._full, proxied=self._proxied, agreement=_agreement(self._both)),
             minutes=self._elapsed_s / 60,
             failed=self._failed,
@@ -216,12 +200,6 @@ def _agreement(both: Sequence[tuple[float, float]]) -> float | None:
     from scipy.stats import spearmanr  # slow to import, and most commands never come here
 
     return float(spearmanr(both).statistic)
-
-
-def _insert(ordered: list[Evaluated], trial: Evaluated, most: int) -> None:
-    """Put a trial among the best, of which no more than so many are kept."""
-    insort(ordered, trial, key=lambda known: (known.score.objective, known.latency_ms))
-    del ordered[most:]
 
 
 def _enter(front: list[Evaluated], trial: Evaluated) -> None:

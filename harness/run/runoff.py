@@ -25,7 +25,7 @@ from harness.measure.engines import Engines
 from harness.measure.race import HEATS
 from harness.run.compose import Cell
 from harness.run.contest import RUNOFF, Contest, read_speedups
-from harness.run.heats import FIRST, TURN, race, ties
+from harness.run.heats import FIRST, TURN, race
 from harness.run.journal import read_journal
 from harness.run.methods import ToldModel, is_peer, peer_model, seen_by, told_models
 from harness.run.plan import RunSpec
@@ -76,7 +76,14 @@ def run_off(
         UserError: The float model fails, or the record cannot be written.
     """
     found = _searched(running)
-    led = _led(running, found)
+    told = _told(running)
+    led: dict[str, dict[int, tuple[Leader, ...]]] = {
+        run.name: {
+            budget: (*there.leaders, *(told.get(run.name, {}).get(budget, ()) if there.leaders else ()))
+            for budget, there in found.get(run.name, {}).items()
+        }
+        for run in running.cell.spec.runs
+    }
     if running.judge.goal.minimize != "latency":
         return Found(reached=found, leaders=led)
     contest = _contest(running, led)
@@ -89,58 +96,33 @@ def run_off(
     shared = _shared(running, led)
     lots = own | shared
     wanted = running.experiment.confirmation.top_k
-    equal = lots
     if len(contest.rows) > 1:
         lots = race(contest, lots, wanted, open_engines, running.observer, retry_failed)
-        equal = ties(contest, lots)
     speedups = read_speedups(contest.path, FLOAT_ROW) if contested else {}
-
-    def ordered(key: tuple[str, int], leaders: Sequence[Leader]) -> Sequence[Leader]:
-        return in_order(leaders, lots[key], equal[key], speedups) if speedups else leaders
-
     settled = {
-        name: {budget: tuple(ordered((name, budget), each)[:wanted]) for budget, each in budgets.items()}
+        name: {budget: in_order(leaders, lots[name, budget], speedups)[:wanted] for budget, leaders in budgets.items()}
         for name, budgets in led.items()
     }
     unbeaten = {(str(key[0]), int(key[1])): frozenset(lots[key]) for key in shared}
     return Found(reached=found, leaders=settled, speedups=speedups, unbeaten=unbeaten)
 
 
-def _led(running: Running, found: _Budgets) -> dict[str, dict[int, tuple[Leader, ...]]]:
-    """What may be the choice of each search: what it leads with, and where that is raced, also what it was told first.
-
-    That is the best of its starts, however they read, and the models whose placements it was told by then; none of
-    these where there is a bound on accuracy, for nobody has scored them.
-    """
-    goal = running.judge.goal
-    if goal.minimize != "latency" or running.experiment.confirmation.contenders == 1:
-        return {
-            run.name: {budget: each.leaders for budget, each in found.get(run.name, {}).items()}
-            for run in running.cell.spec.runs
-        }
-    told = _told(running) if goal.metric is None or goal.max_drop is None else {}
-    return {
-        run.name: {
-            budget: (*_once(each), *(told[run.name][budget] if run.name in told and each.leaders else ()))
-            for budget, each in found.get(run.name, {}).items()
-        }
-        for run in running.cell.spec.runs
-    }
-
-
-def _once(found: Reached) -> Iterator[Evaluated]:
-    yield from {one.digest: one for one in (*found.leaders, *found.starts)}.values()
-
-
 def _told(running: Running) -> dict[str, dict[int, tuple[ToldModel, ...]]]:
-    """The models whose placements each search has been told at each budget; searches that are told none are absent."""
+    """The models that may be the choice of each search at each budget, for it has been told their placements by then.
+
+    None where nothing is raced, or where there is a bound on accuracy: nobody has scored them.
+    """
+    goal, cell, budgets = running.judge.goal, running.cell, running.experiment.budget.evaluations
+    raced = goal.minimize == "latency" and running.experiment.confirmation.contenders > 1
+    if not raced or (goal.metric is not None and goal.max_drop is not None):
+        return {}
     found: dict[str, dict[int, tuple[ToldModel, ...]]] = {}
     for run, journal in _journals(running):
-        if models := told_models(running.cell, run.searcher):
+        if models := told_models(cell, run.searcher):
             spent = first_told(read_journal(journal), {model.told_as for model in models})
             found[run.name] = {
                 budget: tuple(model for model in models if spent.get(model.told_as, math.inf) <= budget)
-                for budget in running.experiment.budget.evaluations
+                for budget in budgets
             }
     return found
 
@@ -230,32 +212,21 @@ def _built_again(run: RunSpec, cell: Cell) -> Callable[[Leader], Candidate]:
     return built
 
 
-def in_order(
-    leaders: Sequence[Leader], close: Sequence[str], equal: Sequence[str], speedups: Mapping[str, float]
-) -> tuple[Leader, ...]:
-    """The leaders in the order of a runoff.
+def in_order(leaders: Sequence[Leader], close: Sequence[str], speedups: Mapping[str, float]) -> tuple[Leader, ...]:
+    """The leaders in the order of the runoff, as far as there was one.
 
-    Of those that it cannot tell from the best, what the search was told first comes first: a start was named before
-    anything was measured, and what a search found is the luckiest of many. A model of another tool comes behind them,
-    for a placement can be explained; so either is the choice where it beats the others. Whoever failed comes last; a
-    model of another tool, whose speed nobody has seen then, is left out.
-
-    Args:
-        leaders: Of a search at a budget.
-        close: Digests of those that may be among the wanted.
-        equal: Of those that cannot be told from the best.
-        speedups: Of those that were timed, by digest.
+    Whoever failed in it comes last; a model of another tool, whose speed nobody has seen then, is left out. It is the
+    choice where it beats all that was evaluated, not where it cannot be told from it: a placement can be explained.
     """
+    evaluated = any(isinstance(leader, Evaluated) and leader.digest in close for leader in leaders)
     there = (leader for leader in leaders if isinstance(leader, Evaluated) or leader.digest in speedups)
-
-    def place(one: Leader) -> tuple[bool, int, float]:
-        kind = _kind(one) if one.digest in equal else 3
-        return one.digest not in close, kind, -speedups.get(one.digest, 0.0)
-
-    return tuple(sorted(there, key=place))
-
-
-def _kind(leader: Leader) -> int:
-    if isinstance(leader, ToldModel):
-        return 2
-    return 0 if leader.is_start else 1
+    return tuple(
+        sorted(
+            there,
+            key=lambda one: (
+                one.digest not in close,
+                evaluated and isinstance(one, ToldModel),
+                -speedups.get(one.digest, 0.0),
+            ),
+        )
+    )

@@ -182,32 +182,8 @@ def test_a_tools_file_is_the_choice_where_it_beats_what_was_evaluated_and_not_at
         ),
         ToldModel(digest="mine", told_as="0", path=tmp_path / "mine.onnx", pairs=1),
     ]
-    ordered = in_order(leaders, close, close, {"aa": 2.0, "bb": 2.1, "mine": 2.2})
+    ordered = in_order(leaders, close, {"aa": 2.0, "bb": 2.1, "mine": 2.2})
     assert ordered[0].digest == first
-
-
-@pytest.mark.parametrize(
-    ("close", "equal", "order"),
-    [
-        (["low", "start", "mine"], ["low", "start", "mine"], ["start", "low", "mine"]),
-        (["low", "mine"], ["low", "mine"], ["low", "mine", "start"]),
-        (["low", "start"], ["low"], ["low", "start", "mine"]),
-        (["start"], ["start"], ["start", "mine", "low"]),
-    ],
-)
-def test_what_was_told_first_is_the_choice_at_a_tie_and_what_was_found_where_it_beats_that(
-    close, equal, order, tmp_path
-):
-    origins = {"low": "searcher", "start": "seed:linear"}
-    leaders = [
-        *(
-            Evaluated(evaluations=1, elapsed_s=1.0, digest=d, choices=(1,), origin=o, latency_ms=1.0, score=None)
-            for d, o in origins.items()
-        ),
-        ToldModel(digest="mine", told_as="0", path=tmp_path / "mine.onnx", pairs=1),
-    ]
-    found = in_order(leaders, close, equal, {"low": 2.1, "start": 2.09, "mine": 2.2})
-    assert [each.digest for each in found] == order
 
 
 def test_without_a_runoff_nothing_is_known_of_it_and_it_is_no_choice(folder, tmp_path):
