@@ -1,0 +1,87 @@
+"""Whether a runoff should hand over a start unless the leader is well ahead of it.
+
+Run with `pytest tests/benchmarks/test_ties_benchmark.py --benchmark-enable -s`; it takes a minute and needs no quiet
+machine, for it looks at committed tables: every choice of `auto` that was confirmed beside starts which met it in the
+runoff. For each lead that the choice must have over the best of these, the figures of docs/measurement.md: how the
+confirmed speedups of what would have been handed over compare with those of the higher reading, and how often a start
+was more than 1 % faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from harness.measure.race import by_builds
+from harness.measure.stats import CLAIM_FLOOR
+from harness.report.results import CellResults, load
+from harness.run.contest import RUNOFF, read_speedups
+from harness.run.journal import read_journal
+from harness.run.readback import evaluated
+from harness.run.rows import FLOAT_ROW
+
+pytestmark = pytest.mark.slow
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+class Met(NamedTuple):
+    """Speedup over float in the runoff, and confirmed."""
+
+    read: float
+    confirmed: float
+
+
+class Choice(NamedTuple):
+    """What a search handed over, and the starts that met it."""
+
+    own: Met
+    is_start: bool
+    starts: list[Met]
+    floor: float
+
+
+def choices(cell: CellResults) -> Iterator[Choice]:
+    read = read_speedups(cell.folder / RUNOFF, FLOAT_ROW)
+    met = {row: Met(read[row], cell.summaries[row].speedup.value) for row in read.keys() & cell.summaries.keys()}
+    for pick in cell.picks:
+        journal = cell.folder / "runs" / f"{pick.method}-{pick.seed}.jsonl"
+        if pick.kind != "search" or pick.rank or pick.method != "auto" or pick.row not in met or not journal.exists():
+            continue
+        found = (trial for trial in evaluated(read_journal(journal), cell.goal) if trial.evaluations <= pick.budget)
+        starts = {trial.digest for trial in found if trial.origin.startswith("seed:")}
+        if known := [met[start] for start in starts & met.keys()]:
+            yield Choice(met[pick.row], pick.row in starts, known, max(CLAIM_FLOOR, cell.floor or 0.0))
+
+
+def test_what_a_tie_is_worth() -> None:
+    folders = sorted({path.parents[1] for path in RESULTS.glob(f"*/*/{RUNOFF}")})
+    cells = (cell for folder in folders for cell in load(folder).cells)
+    live = (cell for cell in cells if (cell.folder / RUNOFF).exists() and cell.goal.minimize == "latency")
+    found = [choice for cell in live for choice in choices(cell)]
+    print(f"\n{len(found)} choices of auto")
+    for words, lead in (
+        ("the higher reading", lambda floor: 0.0),
+        ("a lead of 1 %", lambda floor: 0.01),
+        ("a lead of 3 %", lambda floor: 0.03),
+        ("beyond what builds differ by", lambda floor: np.expm1(by_builds(3, floor))),
+        ("beyond the floor", lambda floor: floor),
+        ("always a start", lambda floor: np.inf),
+    ):
+        given = []
+        for own, is_start, starts, floor in found:
+            best = max(starts)
+            given.append(own if is_start or own.read > best.read * (1 + lead(floor)) else best)
+        ratios = [one.confirmed / choice.own.confirmed for one, choice in zip(given, found, strict=True)]
+        behind = [
+            one.confirmed / max(start.confirmed for start in choice.starts)
+            for one, choice in zip(given, found, strict=True)
+        ]
+        print(
+            f"{words}: {np.exp(np.mean(np.log(ratios))):.4f} of what was handed over in the mean, "
+            f"{sum(ratio < 0.99 for ratio in behind)} more than 1 % behind the best start, {min(behind):.3f} at least"
+        )
+    assert found
