@@ -116,6 +116,8 @@ class _Graph:
             names = [node.output[0]]
             while (reader := self._only_reader(names[-1])) is not None and reader.op_type in FOLDED:
                 names += [label(reader), reader.output[0]]
+            if reader is not None and reader.op_type == QUANTIZE:  # what the operator puts out quantized
+                names.append(label(reader))
             for name in dict.fromkeys(names):
                 found[name] = (*found.get(name, ()), label(node))
         return found

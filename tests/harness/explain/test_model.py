@@ -187,3 +187,18 @@ def test_a_results_folder_needs_a_row(tmp_path: Path, capsys: pytest.CaptureFixt
         main(["explain", str(tmp_path)])
     assert end.value.code == 2
     assert "a results folder needs a row beside it" in capsys.readouterr().err
+
+
+def test_a_matmul_is_found_that_openvino_calls_by_what_quantizes_its_sum(tmp_path: Path) -> None:
+    """As in DeiT-Tiny with every point quantized: its layer has a name of OpenVINO's own, and came of the Q behind."""
+    builder = GraphBuilder("net", seed=1)
+    x = builder.linear(builder.input("x", (1, 64, 64)), 64)
+    scale, zero = builder.const(np.float32(0.1)), builder.const(np.uint8(0))
+    quantized = builder.op("QuantizeLinear", x, scale, zero)
+    builder.output(builder.op("DequantizeLinear", quantized, scale, zero), name="y")
+    asked = read_asked(builder.save(tmp_path / "net.onnx"))
+    (linear,) = asked.linear
+    (pair,) = (name for name in asked.pairs if asked.operators[name] == "QuantizeLinear")
+    layer = Layer(name="Multiply_7", kind="FullyConnected", precision="i8", time_ms=1.0, origin=("Multiply_7", pair))
+    found = explain_layers([layer], asked, runtime="r", quantize_outputs=False, whole_ms=1.0)
+    assert found.precision == {linear: "i8"}
