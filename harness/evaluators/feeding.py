@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,8 @@ from harness.evaluators.preprocess import FloatArray, Preprocess, Size
 from harness.feeds import Types, check_types
 
 __all__ = ["Batches", "batches", "image_input", "image_size", "stacked"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +82,8 @@ def batches(data: Dataset | Arrays, preprocess: Preprocess | None, inputs: Types
             inputs, by name, shape or type.
     """
     total = len(data) if count is None else min(count, len(data))
+    if total == 1:
+        logger.warning("there is one sample: other samples may leave its ranges, and have other outputs; give more")
     if isinstance(data, Arrays):
         return _of_arrays(data, inputs, total)
     if preprocess is None:
@@ -129,6 +134,11 @@ def _check_type(data: Arrays, name: str, dtype: np.dtype[Any]) -> None:
     array = data.arrays[name]
     if not np.can_cast(array.dtype, dtype, "same_kind"):
         raise UserError(f"{data.source}: array {name!r} holds {array.dtype}, but the input takes {dtype}")
+    if array.dtype.kind in "iu" and dtype.kind == "f":
+        logger.warning(
+            "%s: array %r holds %s, and goes into a %s input as it is: is it prepared as the model was trained?",
+            data.source, name, array.dtype, dtype,
+        )  # fmt: skip
 
 
 def _batch_size(data: Arrays, name: str, shape: tuple[int, ...]) -> int:

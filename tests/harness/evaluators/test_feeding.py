@@ -79,3 +79,14 @@ def test_arrays_are_batched_and_filled_up(tmp_path: Path) -> None:
 def test_arrays_that_do_not_fit_the_model_are_explained(tmp_path: Path, inputs: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         batches(arrays(tmp_path, x=np.zeros((4, 2)), y=np.zeros(4)), None, inputs)
+
+
+def test_integers_for_a_float_input_and_a_single_sample_are_pointed_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    np.savez(tmp_path / "raw.npz", x=np.full((1, 3, 4, 4), 255, np.uint8))
+    arrays = open_data({"use": "npz", "path": "raw.npz"}, tmp_path)
+    (batch,) = batches(arrays, None, {"x": ("float", (1, 3, 4, 4))})
+    assert batch["x"].max() == 255.0
+    assert "array 'x' holds uint8, and goes into a float32 input as it is: is it prepared as the model" in caplog.text
+    assert "there is one sample: other samples may leave its ranges" in caplog.text
