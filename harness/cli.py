@@ -67,6 +67,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 GOING_ON = ("run", "reproduce", "record", "study")
 """Given again after an interruption, these go on; autotune does too, and says so itself."""
 
+HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     name="qdq",
     help="Finds where Q/DQ pairs belong in an ONNX model, by measured latency and measured accuracy.",
@@ -74,11 +75,12 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     add_completion=False,
+    context_settings=HELP,
 )
 PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 """For a command that reads its own arguments."""
 for _name, _function in COMMANDS.items():
-    app.command(name=_name, context_settings=PASSED_ON if _name in ("autotune", "ptq") else None)(_function)
+    app.command(name=_name, context_settings=PASSED_ON if _name in ("autotune", "ptq") else HELP)(_function)
 
 
 def _version(asked: bool) -> None:

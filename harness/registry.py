@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ from typing import Any, TypeVar
 from harness.errors import CandidateError, UserError, nearest
 
 __all__ = [
-    "GROUPS", "Plugin", "check_params", "create", "find", "guarded", "kind_of", "load", "plugins", "signature",
+    "GROUPS", "Plugin", "check_params", "create", "find", "guarded", "kind_of", "load", "plugins", "require",
+    "signature",
 ]  # fmt: skip
 
 T = TypeVar("T")
+ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 GROUPS: Mapping[str, str] = {
     "searcher": "qdq.searchers",
@@ -84,6 +87,8 @@ def find(kind: str, use: str) -> EntryPoint:
         UserError: Unknown name (the text gives the nearest ones), or two distributions offer it.
     """
     if ":" in use:
+        if ENTRY.fullmatch(use) is None:
+            raise UserError(f"{kind} {use!r}: neither a name nor package.module:Class")
         return EntryPoint(name=use, value=use, group=GROUPS[kind])
     known = plugins(kind)
     found = [plugin for plugin in known if plugin.name == use]
@@ -112,7 +117,7 @@ def load(kind: str, use: str) -> Callable[..., Any]:
     try:
         loaded: Callable[..., Any] = guarded(f"{kind} {use!r} ({point.value}) cannot be loaded", point.load)
     except UserError as error:
-        module = sys.modules.get(point.value.partition(":")[0].strip())
+        module = sys.modules.get(point.module)
         if isinstance(error.__cause__, AttributeError) and module is not None:
             raise UserError(f"{error} ({_where(module)})") from error
         if not isinstance(error.__cause__, ModuleNotFoundError) or error.__cause__.name != point.module:
@@ -139,6 +144,22 @@ def signature(kind: str, use: str) -> inspect.Signature:
         return inspect.signature(factory)
     except (TypeError, ValueError) as error:
         raise UserError(f"{kind} {use!r} is no class or function that can be called: {error}") from error
+
+
+def require(what: str, made: object, methods: Sequence[str]) -> None:
+    """Refuse something without a method that it will be asked for.
+
+    Args:
+        what: What messages call it.
+        methods: Each with its arguments, for instance "ask(n)".
+
+    Raises:
+        UserError: One is not there.
+    """
+    for method in methods:
+        name = method.partition("(")[0]
+        if not callable(getattr(made, name, None)):
+            raise UserError(f"{what}: has no {name}(), but needs {' and '.join(methods)}")
 
 
 def guarded(what: str, work: Callable[[], T]) -> T:

@@ -36,7 +36,7 @@ from typing import Protocol, runtime_checkable
 from search.space import FLOAT, Dimension, Edge, Placement, Resolved, Space
 
 __all__ = [
-    "FLOAT", "Dimension", "Edge", "Failure", "Observation", "Placement", "Resolved", "Score", "Searcher",
+    "CONTRACT", "FLOAT", "Dimension", "Edge", "Failure", "Observation", "Placement", "Resolved", "Score", "Searcher",
     "SearcherFactory", "Space", "check_range",
 ]  # fmt: skip
 
@@ -102,6 +102,10 @@ class Searcher(Protocol):
     def tell(self, observation: Observation) -> None:
         """Learn the outcome of one placement."""
         ...
+
+
+CONTRACT = ("ask(n)", "tell(observation)")
+"""What a searcher is asked for."""
 
 
 class SearcherFactory(Protocol):

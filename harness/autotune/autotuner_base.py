@@ -48,6 +48,7 @@ class QDQAutotunerBase:
         regions: What is profiled.
         baseline_latency_ms: Of the float model; None until it was submitted.
         profiled_patterns: Patterns that are done, each with its schemes.
+        unfinished: Signatures of those among them whose turn a limit has cut short: they get another one later.
         pattern_cache: What was learned, here and before.
 
     Raises:
@@ -74,6 +75,7 @@ class QDQAutotunerBase:
         self.beside_float = False
         self.changes: tuple[str, ...] = ()
         self.profiled_patterns: list[PatternSchemes] = []
+        self.unfinished: set[str] = set()
         self.delivered: Placement | None = None
         self._made: Session | None = None
         self._turn: Turn | None = None
@@ -286,7 +288,7 @@ class QDQAutotunerBase:
             beside_float=self.beside_float,
             current="" if self._turn is None else self._turn.signature,
             measured=self.session.measured,
-            patterns=tuple(self.profiled_patterns),
+            patterns=tuple(p for p in self.profiled_patterns if p.pattern_signature not in self.unfinished),
         )
         write_state(state, Path(output_path))
         if self.pattern_cache is not None and self.pattern_cache.num_patterns:

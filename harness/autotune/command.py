@@ -6,7 +6,7 @@ import argparse
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from harness.measure.engines import MAIN
 from harness.measure.sandbox import open_engines
 from harness.paths import locate
 from harness.registry import find
+from harness.run.compare import ADVICE, Changed
 from harness.run.config import Limits, ModelSpec, Use
 from harness.run.models import open_model
 from harness.run.observe import Observer
@@ -43,10 +44,16 @@ def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
     """
     options = arguments(given, prog)
     depth = depth_of(options)
+    fresh = not Path(options.output_dir).exists()
     plan = replace(_plan(options, observer), schemes_per_region=depth.schemes_per_region)
     try:
         with _logged(options.verbose, observer):
             _run(options, depth, plan)
+    except UserError:
+        if fresh:
+            with suppress(OSError):  # something came of it
+                plan.output_dir.rmdir()
+        raise
     except KeyboardInterrupt:
         kept = f"what was measured is in {plan.state}" if plan.state.exists() else "nothing was measured yet"
         observer.say(f"interrupted; {kept}: run the same command again to go on")
@@ -171,6 +178,8 @@ def _strongest(backend: Use, float_file: Path, plan: Plan) -> Use:
     open_worker = partial(open_engines, limits=Limits())
     try:
         found = float_benchmarkers(backend, float_file, plan.output_dir, open_worker, plan.observer)
+    except Changed as error:
+        raise UserError(str(error).replace(ADVICE, "use another --output_dir, or move away what is there")) from error
     finally:
         shutil.rmtree(plan.output_dir / "work", ignore_errors=True)
     return found[MAIN]

@@ -188,9 +188,10 @@ class _Run:
         turns = [self._session.chart.whole] if self._plan.whole else self._chosen()
         with self._plan.observer.work("search" if self._plan.whole else "regions", len(turns)) as step:
             for region in turns:
-                self._autotuner.set_profile_region(region, commit=True)
-                if self._autotuner.current_profile_pattern_schemes is not None:
-                    self._profile(region)
+                if not self._full or self._begun(region):
+                    self._autotuner.set_profile_region(region, commit=True)
+                    if self._autotuner.current_profile_pattern_schemes is not None:
+                        self._profile(region)
                 step.advance(self._note())
         self._autotuner.set_profile_region(None, commit=True)
 
@@ -304,20 +305,28 @@ class _Run:
         autotuner = self._autotuner
         schemes = autotuner.current_profile_pattern_schemes
         signature = "" if schemes is None else schemes.pattern_signature
-        while not self._spent(signature) and (index := autotuner.generate()) >= 0:
+        left = not self._full or autotuner.generate() >= 0  # which brings back what is known
+        while left and not self._spent(signature) and (left := (index := autotuner.generate()) >= 0):
             name = f"region_{region.id}_scheme_{index}"
             outcome = self._outcome(autotuner.candidate(), name)
             autotuner.submit(latency_ms(outcome), not isinstance(outcome, Failed), stderr_ms(outcome))
             self._save_now_and_then()
+        if left and self._own(signature) < self._plan.schemes_per_region:
+            autotuner.unfinished.add(signature)
         name = f"region_{region.id}_level_{region.level}.onnx"
         self._export(f"region_models/{name}", autotuner.placement(best=True))
         autotuner.save_state(str(self._plan.state))
 
     def _spent(self, signature: str) -> bool:
         """Whether the turn of a pattern is over, counting what was measured in it before an interruption."""
-        measured = self._session.measured
-        own = sum(each.signature == signature for each in measured.values())
-        return own >= self._plan.schemes_per_region or self._full
+        return self._own(signature) >= self._plan.schemes_per_region or self._full
+
+    def _own(self, signature: str) -> int:
+        return sum(each.signature == signature for each in self._session.measured.values())
+
+    def _begun(self, region: Region) -> bool:
+        """Whether something was measured in the turn of a region's pattern."""
+        return self._own(self._autotuner.graph.pattern(region).signature) > 0
 
     @property
     def _full(self) -> bool:

@@ -12,7 +12,7 @@ from harness.autotune.common import Config
 from harness.autotune.regions import Region, RegionType
 from harness.autotune.schemes import UNMEASURED, InsertionScheme, PatternSchemes, RegionPattern
 from harness.autotune.state import Measurement
-from search.api import Failure, Observation, Score, Searcher
+from search.api import CONTRACT, Failure, Observation, Score, Searcher
 from search.space import Placement, Space
 
 __all__ = ["Turn"]
@@ -143,6 +143,7 @@ class Turn:
         make: Any = registry.load("searcher", config.searcher)
         digest = hashlib.sha256(f"{config.seed} {self.signature}".encode()).digest()
         made: Searcher = make(self._space, seed=int.from_bytes(digest[:4], "big"), **_settings(config))
+        registry.require(f"searcher {config.searcher!r}", made, CONTRACT)
         return made
 
 

@@ -201,21 +201,44 @@ def _dtype(port: Any) -> np.dtype[Any]:
 
 
 def _executed(compiled: Any) -> tuple[Layer, ...]:
-    """The layers of the execution graph (OpenVINO documentation, "Query device properties": runtime information)."""
-    nodes = [(op.get_friendly_name(), op.get_rt_info()) for op in compiled.get_runtime_model().get_ordered_ops()]
-    facts = [(name, {key: _text(info[key]) for key in info}) for name, info in nodes]
+    """The layers of the execution graph (OpenVINO documentation, "Query device properties": runtime information).
+
+    What is made of constants alone, as weights in another type or layout, runs once: no inference takes its time.
+    """
+    ordered = compiled.get_runtime_model().get_ordered_ops()
+    once = _constant(ordered)
+    facts = [
+        (op.get_friendly_name(), {key: _text(info[key]) for info in [op.get_rt_info()] for key in info})
+        for op in ordered
+    ]
     return tuple(
         Layer(
             name=name,
             kind=info["layerType"],
             precision=info["runtimePrecision"],
-            time_ms=int(info["execTimeMcs"]) / 1000 if info.get("execTimeMcs", "").isdigit() else None,
+            time_ms=_ms(info) if name not in once else None,
             origin=tuple(filter(None, info.get("originalLayersNames", "").split(","))),
             kernel=info.get("primitiveType", ""),
         )
         for name, info in facts
         if info["layerType"] not in NOT_LAYERS
     )
+
+
+def _ms(info: Mapping[str, str]) -> float | None:
+    time_us = info.get("execTimeMcs", "")
+    return int(time_us) / 1000 if time_us.isdigit() else None
+
+
+def _constant(ordered: Sequence[Any]) -> set[str]:
+    """Names of the nodes that no input of the model reaches."""
+    found: set[str] = set()
+    for op in ordered:
+        sources = {value.get_node().get_friendly_name() for value in op.input_values()}
+        kind = _text(op.get_rt_info()["layerType"])
+        if kind.startswith("Const") or (sources and sources <= found):
+            found.add(op.get_friendly_name())
+    return found
 
 
 def _text(value: Any) -> str:

@@ -45,6 +45,8 @@ def verify(
     from harness.show import Terminal
 
     model = exported(tidy(file), row) if file.is_dir() else file
+    if not file.exists():
+        raise UserError(f"{file}: no such file or folder")
     if model is file and row is not None:
         raise UserError(f"{file} {row}: a row is of a results folder, and this is no folder")
     start = (base or Path.cwd()).resolve()

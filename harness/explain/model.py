@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import onnx
+from google.protobuf.message import DecodeError
 
 from harness import registry, zoo
 from harness.api import Candidate
@@ -53,8 +57,7 @@ def explain_model(use: str, backend: Use, runs: int = RUNS, shapes: Mapping[str,
     """
     with tempfile.TemporaryDirectory(prefix="qdq-explain-") as work:
         path = _file(use, Path(work))
-        if shapes:
-            path = _fixed(path, shapes, Path(work))
+        path = _fixed(path, shapes, Path(work))
         params = dict(backend.params)
         if "profile" in registry.signature("benchmarker", backend.use).parameters:
             params.setdefault("profile", True)
@@ -89,7 +92,15 @@ def _explain(made: Any, use: str, path: Path, work: Path, runs: int) -> Explanat
 
 
 def _fixed(path: Path, shapes: Mapping[str, str], work: Path) -> Path:
-    """The model with static inputs and nothing else changed; its weights are read along."""
+    """The model with static inputs and nothing else changed, for which its weights are read along.
+
+    Raises:
+        UserError: One stays dynamic.
+    """
+    if not shapes:
+        with suppress(DecodeError):  # the runtime says what is wrong with it
+            fix_inputs(onnx.load(path, load_external_data=False).graph, {}, str(path))
+        return path
     proto = read_model(path, str(path))[0]
     fix_inputs(proto.graph, shapes, str(path))
     return write(proto, work / "fixed.onnx")

@@ -189,6 +189,10 @@ def load(folder: Path) -> Results:
         UserError: Not a results folder, written with another schema, or a file in it is damaged.
     """
     file = folder / "experiment.yaml"
+    if folder.is_file():
+        raise UserError(f"{folder}: is a file, not the results folder of an experiment")
+    if (folder / "autotuner_state.yaml").exists():
+        raise UserError(f"{folder}: holds what qdq autotune wrote, not the results of an experiment (qdq run)")
     if not file.exists():
         raise UserError(f"{folder}: no results here (no experiment.yaml); qdq run EXPERIMENT.yaml --out {folder}")
     stored = read_stored(file)

@@ -36,6 +36,7 @@ from harness.run.objective import Objective, check_objective
 from harness.run.plan import based, plan, precisions_of
 from harness.run.seeding import check_files
 from harness.run.starts import TOOLS
+from search.api import CONTRACT
 from search.planted import planted_space
 
 __all__ = ["check_experiment", "check_models"]
@@ -116,12 +117,7 @@ def _check_searcher(searcher: Use, precisions: tuple[str, ...]) -> None:
     _check_types(f"searcher {searcher.use!r}", make, searcher.params)
     params = {"space": space, "seed": 0, **searcher.params}
     made = registry.guarded(f"searcher {searcher.use!r}", lambda: registry.create("searcher", searcher.use, params))
-    for name in ("ask", "tell"):
-        if not callable(getattr(made, name, None)):
-            raise UserError(
-                f"searcher {searcher.use!r}: has no {name}(): a searcher has ask(n) and tell(observation); "
-                "see search.api"
-            )
+    registry.require(f"searcher {searcher.use!r}", made, CONTRACT)
 
 
 def _check_peer(peer: Method, experiment: Experiment, base: Path) -> None:

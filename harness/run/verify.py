@@ -129,7 +129,7 @@ def exported(folder: Path, where: str | None) -> Exported:
         if found is not None:
             return found
     files = [
-        f"  {pick.method}: {found.file}"
+        f"  {pick.method}{'' if pick.budget is None else f' after {pick.budget}'}: {found.file}"
         for cell in results.cells
         for pick in cell.picks
         if (found := _exported(cell, pick.row)) is not None

@@ -387,6 +387,44 @@ def test_the_results_of_an_experiment_are_not_written_into(folder, runtime, caps
     assert [path.name for path in (folder / output).iterdir()] == [theirs]
 
 
+def test_a_larger_limit_goes_on_where_the_smaller_one_cut_the_walk_short(folder, runtime):
+    runtime.generous = True
+    assert qdq("-m", "model.onnx", "--max_evals", "25", "-s", "6", "-o", "whole") == 0
+    expected = {candidate.digest for candidate in runtime.measured}
+    runtime.measured.clear()
+    for limit in ("4", "4", "9", "25"):
+        assert qdq("-m", "model.onnx", "--max_evals", limit, "-s", "6", "-o", "parts") == 0
+        assert len(state(folder / "parts")["measured"]) <= int(limit)
+    assert len(state(folder / "parts")["measured"]) == len(state(folder / "whole")["measured"])
+    assert {candidate.digest for candidate in runtime.measured} == expected
+    assert confirmed(folder / "parts").read_bytes() == confirmed(folder / "whole").read_bytes()
+
+
+def test_the_same_limit_again_comes_to_the_same(folder, runtime):
+    runtime.generous = True
+    for _ in range(2):
+        assert qdq("-m", "model.onnx", "--max_evals", "9", "-s", "6") == 0
+        found = confirmed(folder / "autotuner_output").read_bytes()
+        runtime.first = getattr(runtime, "first", found)
+    assert found == runtime.first
+
+
+def test_a_searcher_without_tell_is_refused_before_a_scheme_is_measured(folder, runtime, capsys, monkeypatch):
+    (folder / "half_searcher.py").write_text(
+        "class Half:\n    def __init__(self, space, *, seed): pass\n    ask = print\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    assert qdq("-m", "model.onnx", "--searcher", "half_searcher:Half") == 2
+    assert "searcher 'half_searcher:Half': has no tell(), but needs ask(n) and tell(observation)" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def test_what_fails_at_once_leaves_no_folder(folder, runtime):
+    assert qdq("-m", "none.onnx", "-o", "out") == 2
+    assert not (folder / "out").exists()
+
+
 def test_a_file_is_no_output_folder(folder, runtime, capsys):
     assert qdq("-m", "model.onnx", "-o", "model.onnx") == 2
     assert "--output_dir model.onnx: is a file, not a folder" in capsys.readouterr().err
