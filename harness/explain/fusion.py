@@ -35,7 +35,7 @@ class Explanation:
     """What became of a model.
 
     Attributes:
-        runtime: Its name and version.
+        runtime: Its name, version and options.
         layers: Of the engine, in order.
         fused: How many Q and DQ of the file each layer took in, by the layer's name; those that took none are absent.
         precision: Of the layer that each linear operator runs in, by the operator's name; "" where no layer tells.
@@ -66,7 +66,7 @@ def explain_layers(
     Args:
         layers: Of the engine.
         asked: What the file asks for.
-        runtime: Name and version, for people.
+        runtime: Name, version and options, for people.
         quantize_outputs: The runtime's dialect says that a linear operator is fused only where its output is quantized.
         whole_ms: Median time of one inference.
     """

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-
-import onnx
-from google.protobuf.message import DecodeError
 
 from harness import registry, zoo
 from harness.api import Candidate
@@ -19,11 +15,10 @@ from harness.errors import CandidateError, UserError
 from harness.explain.counting import counted
 from harness.explain.fusion import Explanation, explain_layers
 from harness.graph.asked import read_asked
-from harness.graph.cleaning.read import read_model
-from harness.graph.cleaning.shapes import fix_inputs
 from harness.graph.files import file_digest
-from harness.graph.load import write
 from harness.graph.spoken import dialect_called, dialect_name
+from harness.graph.static import with_static_inputs
+from harness.measure.provenance import options_said
 from harness.paths import locate
 from harness.run.config import Use
 
@@ -57,7 +52,7 @@ def explain_model(use: str, backend: Use, runs: int = RUNS, shapes: Mapping[str,
     """
     with tempfile.TemporaryDirectory(prefix="qdq-explain-") as work:
         path = _file(use, Path(work))
-        path = _fixed(path, shapes, Path(work))
+        path = with_static_inputs(path, shapes, Path(work) / "static.onnx")
         params = dict(backend.params)
         if "profile" in registry.signature("benchmarker", backend.use).parameters:
             params.setdefault("profile", True)
@@ -85,25 +80,16 @@ def _explain(made: Any, use: str, path: Path, work: Path, runs: int) -> Explanat
     return explain_layers(
         found.layers,
         read_asked(path),
-        runtime=f"{facts['name']} {facts['version']}",
+        runtime=_runtime(facts),
         quantize_outputs=dialect.quantize_outputs,
         whole_ms=found.whole_ms,
     )
 
 
-def _fixed(path: Path, shapes: Mapping[str, str], work: Path) -> Path:
-    """The model with static inputs and nothing else changed, for which its weights are read along.
-
-    Raises:
-        UserError: One stays dynamic.
-    """
-    if not shapes:
-        with suppress(DecodeError):  # the runtime says what is wrong with it
-            fix_inputs(onnx.load(path, load_external_data=False).graph, {}, str(path))
-        return path
-    proto = read_model(path, str(path))[0]
-    fix_inputs(proto.graph, shapes, str(path))
-    return write(proto, work / "fixed.onnx")
+def _runtime(facts: Mapping[str, Any]) -> str:
+    """Name, version and options, without that of the profile, which is asked for here."""
+    options = {name: value for name, value in facts.get("options", {}).items() if name != "profile"}
+    return ", ".join(filter(None, (f"{facts['name']} {facts['version']}", options_said(options))))
 
 
 def _file(use: str, work: Path) -> Path:
