@@ -79,10 +79,13 @@ def _main_lines(cell: CellResults, results: Results) -> list[dict[str, Any]]:
 
 
 def _ranked(cell: CellResults, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mark the best, and what cannot be told from it, where the cell is finished."""
-    told = [line for line in lines if line["speedup"] is not None] if cell.complete else []
-    within = [line for line in told if cell.obeys(line["row"])]
-    top = max(within, key=lambda line: line["speedup"], default=None)
+    """Mark the fastest row of a finished cell and the rows that are not distinguishable from it.
+
+    A tie with the float model is never the fastest (the float model itself is), and a slower row is never marked.
+    """
+    confirmed = [line for line in lines if line["speedup"] is not None] if cell.complete else []
+    within = [line for line in confirmed if cell.obeys(line["row"]) and line["verdict"] != "slower"]
+    top = max((line for line in within if line["verdict"] != "tie"), key=lambda line: line["speedup"], default=None)
     tied = indistinct(cell, top["row"]) if top is not None else frozenset()
     for line in lines:
         line["best"] = top is not None and line in within and line["row"] == top["row"]
