@@ -13,6 +13,7 @@ import typer
 import yaml
 from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from harness.errors import UserError
 from harness.paths import Absent
@@ -114,12 +115,12 @@ def show(text: str, drawing: RenderableType) -> None:
 
 
 def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """A table for people, or tab-separated lines, the headings first, where the output is no terminal."""
+    """Print a table on a terminal, or tab-separated lines with the headings first elsewhere; cells are plain text."""
     if not sys.stdout.isatty():
         for row in (header, *rows):
             typer.echo("\t".join(row))
         return
     drawn = Table(*header)
     for row in rows:
-        drawn.add_row(*row)
+        drawn.add_row(*map(Text, row))
     Console().print(drawn)

@@ -410,19 +410,27 @@ def test_a_terminal_sees_marks_instead_of_markup_and_what_all_rows_share_once(fo
     assert all(len(line) <= 160 for line in plain.splitlines())
 
 
-def test_where_a_terminal_is_narrow_intervals_stand_below_and_no_name_is_cut(folder):
+def test_columns_that_do_not_fit_go_to_a_second_table_and_no_name_is_cut(folder):
     results = load_results(folder)
     drawing = drawing_of(results, write_tables(results, folder / "report"))
-    for width, below in ((190, False), (150, True), (110, False), (85, False)):
+    for width in (190, 100, 80):
         console = Console(file=io.StringIO(), width=width, record=True)
         console.print(drawing)
-        text = console.export_text()
-        lines = text.splitlines()
-        best = next(n for n, line in enumerate(lines) if " random " in line)
-        assert ("[4.000, 4.000]" in lines[best + 1]) == below
-        assert ("A wider terminal shows the intervals." in text) == (width < 150)
-        assert "…" not in text, "wrapped where need be, never cut"
+        lines = console.export_text().splitlines()
+        first = next(n for n, line in enumerate(lines) if " random " in line)
+        again = [n for n, line in enumerate(lines) if "random " in line and n > first and "faster" in line]
+        assert bool(again) == (width < 190), "the verdict is in another table"
+        assert any("[4.000, 4.000]" in line for line in lines)
+        assert not [line for line in lines if "…" in line], "wrapped, never cut"
         assert max(map(len, lines)) <= width
+
+
+def test_a_pipe_gets_tables_of_100_columns_and_each_note_once(folder):
+    text = tables(folder)
+    assert "<u>" not in text
+    assert max(len(line) for line in text.splitlines() if line.startswith("|")) <= 100
+    notes = [line for line in text.splitlines() if line and not line.startswith("|")]
+    assert len(notes) == len(set(notes))
 
 
 def test_a_pipe_gets_markdown_and_a_terminal_a_drawing(folder, monkeypatch):
@@ -487,7 +495,7 @@ def test_an_experiment_that_has_not_begun_says_so(folder):
     text = tables(folder)
     assert text.startswith("No cell has begun yet.")
     assert "UNFINISHED, so this is partial: net-openvino-int8" in text
-    assert "| missing" in text
+    assert "device: missing" in text
 
 
 @pytest.mark.parametrize("name", ["cell.json", "rows.json", "accuracy.json"])
