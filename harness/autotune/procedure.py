@@ -373,8 +373,13 @@ class _Run:
             self._saved_s = time.monotonic()
 
     def _note(self) -> str:
-        known = [each.latency_ms for each in self._session.measured.values() if each.latency_ms is not None]
-        return best_note(min(known), self._baseline_ms, beside=self._autotuner.beside_float) if known else ""
+        session = self._session
+        known = {digest: each.latency_ms for digest, each in session.measured.items() if each.latency_ms is not None}
+        if not known:
+            return ""
+        best = min(known, key=lambda digest: known[digest])
+        is_float = best == session.space.digest(session.space.float_placement())
+        return best_note(known[best], self._baseline_ms, beside=self._autotuner.beside_float, is_float=is_float)
 
     def _against_float(self, latency: float) -> str:
         return "failed" if latency == float("inf") else f"{latency:.3f} ms ({self._baseline_ms / latency:.2f}x)"

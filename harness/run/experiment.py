@@ -105,8 +105,8 @@ def run_experiment(
             stopped.setdefault(str(error), []).append(spec.name)
             if not isinstance(error, Changed):  # what is refused leaves everything as it was
                 note_stop(folder, str(error))
-            if not alone:  # else it is said at the end, once
-                observer.say(f"{spec.name} stops: {error}")
+            if not alone:  # the reason itself is printed at the end, once
+                observer.say(f"{spec.name} stopped; the reason is printed at the end")
 
     with (
         claimed(out, experiment, accept_changes) as grown,

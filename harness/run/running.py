@@ -204,7 +204,7 @@ class Running:
         }
 
 
-def _watch(step: Step, live: Callable[[Trial], None], note: Callable[[float], str]) -> Callable[[Trial], None]:
+def _watch(step: Step, live: Callable[[Trial], None], note: Callable[..., str]) -> Callable[[Trial], None]:
     spent = 0
 
     def watch(trial: Trial) -> None:
@@ -212,6 +212,6 @@ def _watch(step: Step, live: Callable[[Trial], None], note: Callable[[float], st
         live(trial)
         if trial.evaluations > spent:
             spent = trial.evaluations
-            step.advance("" if trial.best_ms is None else note(trial.best_ms))
+            step.advance("" if trial.best_ms is None else note(trial.best_ms, is_float=trial.best_is_float))
 
     return watch
