@@ -571,6 +571,17 @@ def test_what_cannot_be_told_from_the_best_is_underlined(folder, confirmation_ma
     assert raw.loc[raw["tied"], "method"].tolist() == ["all", "random"]
 
 
+def test_a_tie_with_float_is_not_the_fastest_and_a_slower_row_is_not_tied(folder, confirmation_maker):
+    confirmation_maker(folder / CELL, {"A/A twin": 8.0, "float": 8.0, "all": 8.2, "aa": 7.99, "bb": 5.0})
+    write_json(folder / CELL / "floor.json", {"floor": 0.01})
+    change(folder, goal=asdict(Goal()))
+    tables(folder)
+    lines = {(line[2], line[3]): (line[5], line[-1]) for line in cells_of(folder / "report" / "main.md")}
+    assert lines["f32", "float"] == ("**1.00 [1.00, 1.00]**", "baseline")
+    assert lines["int8+f32", "random"] == ("<u>1.00 [1.00, 1.00]</u>", "tie: use float")
+    assert lines["int8+f32", "all"] == ("0.98 [0.98, 0.98]", "slower")
+
+
 def test_decisions_say_what_is_shipped_and_why_not(folder):
     tables(folder)
     lines = {(line[2], line[3]): line[-1] for line in cells_of(folder / "report" / "precision.md")}
