@@ -14,7 +14,7 @@ import numpy as np
 from harness import registry
 from harness.api import Array, Benchmarker, Candidate
 from harness.errors import EvaluationFailed
-from harness.evaluators.fidelity import compare, silent
+from harness.evaluators.closeness import closeness, layout_of
 from harness.graph.bypass import Bypass
 from harness.run.observe import Observer
 
@@ -32,7 +32,7 @@ class Sensitivity:
 
     Attributes:
         node: Its name.
-        sqnr_db: Of the model's outputs with this layer quantized alone, against none; the smaller, the worse.
+        sqnr_db: Of the model's worst output with this layer quantized alone, against none; the smaller, the worse.
     """
 
     node: str
@@ -60,15 +60,15 @@ def rank(path: Path, feeds: Iterable[Mapping[str, Array]], observer: Observer) -
     ):
         file = Path(scratch) / "variant.onnx"
         expected = _outputs(runtime, bypass.write(frozenset(), file), inputs)
-        left_out = silent(expected)
+        layout = layout_of(expected)
         for node in bypass.nodes:
             outputs = _outputs(runtime, bypass.write(frozenset({node}), file), inputs)
             try:
-                figures = [compare(e, o, left_out)["sqnr_db"] for e, o in zip(expected, outputs, strict=True)]
+                sqnr_db = closeness(zip(expected, outputs, strict=True), layout).metrics["sqnr_db"]
             except EvaluationFailed:
-                figures = [-np.inf]
+                sqnr_db = -np.inf
             step.advance()
-            found.append(Sensitivity(node=node, sqnr_db=float(np.mean(figures))))
+            found.append(Sensitivity(node=node, sqnr_db=sqnr_db))
     return tuple(sorted(found, key=lambda layer: layer.sqnr_db))
 
 
