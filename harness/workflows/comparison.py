@@ -23,6 +23,7 @@ from harness.workflows.spec import Dataset
 
 __all__ = ["ACCEPTABLE", "Line", "advice", "compared"]
 
+RUN_WIDE = "run in float32, see above"
 ACCEPTABLE = 0.01
 """A larger drop asks for other skip_names (TAO documentation, "ModelOpt ONNX Backend", step 5: above 1 to 2 %)."""
 
@@ -64,7 +65,8 @@ def compared(found: Sequence[Scored]) -> tuple[Line, ...]:
         own = metric_estimate(scored.accuracy, scored.metric)
         figure = Interval(value=value, low=value, high=value) if own is None else own.interval
         drop = None if scored is first else _drop(first, scored)
-        note = "" if own is None else too_few(own.images)
+        few = "" if own is None else too_few(own.images)
+        note = "; ".join(filter(None, (few, RUN_WIDE if scored.note else "")))
         lines.append(Line(scored=scored, figure=figure, drop=drop, note=note))
     return tuple(lines)
 

@@ -58,6 +58,7 @@ class Scored:
         metric: Name of the primary figure of `accuracy`.
         model: The ONNX file, where it is known and there.
         evaluate_s: Wall-clock of the evaluation.
+        note: What is to be known of how it was run; "" as a rule.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Scored:
     precisions: tuple[str, ...]
     model: Path | None
     evaluate_s: float
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +119,7 @@ def evaluate(spec: Spec, source: Path, observer: Observer | None = None) -> Scor
         precisions=subject.precisions,
         model=subject.model,
         evaluate_s=time.monotonic() - started_s,
+        note=str(subject.artifact.info.get("arithmetic", "")),
     )
     _keep(scored, base / spec.results_dir)
     return scored
@@ -245,6 +248,7 @@ def _keep(scored: Scored, results: Path) -> None:
         "per_item": list(scored.accuracy.per_item),
         "evidence": scored.accuracy.evidence,
         "evaluate_s": round(scored.evaluate_s, 3),
+        **({"note": scored.note} if scored.note else {}),
     }
     try:
         results.mkdir(parents=True, exist_ok=True)

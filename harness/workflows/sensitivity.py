@@ -6,6 +6,7 @@ import itertools
 import logging
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from harness.api import Array, Benchmarker, Candidate
 from harness.errors import EvaluationFailed
 from harness.evaluators.closeness import closeness, layout_of
 from harness.graph.bypass import Bypass
+from harness.graph.upcast import UPCAST, upcast
 from harness.run.observe import Observer
 
 __all__ = ["Sensitivity", "rank", "suggestion"]
@@ -50,15 +52,16 @@ def rank(path: Path, feeds: Iterable[Mapping[str, Array]], observer: Observer) -
     Raises:
         CandidateError: The model does not run.
     """
-    bypass = Bypass(path)
     inputs = list(itertools.islice(feeds, FEEDS))
     runtime: Benchmarker = registry.create("benchmarker", "onnxruntime", {"optimization": "disabled"})
     found = []
-    with (
-        tempfile.TemporaryDirectory(prefix="qdq-sensitivity-") as scratch,
-        observer.work(f"{path.name}: each layer quantized alone", len(bypass.nodes)) as step,
-    ):
+    with tempfile.TemporaryDirectory(prefix="qdq-sensitivity-") as scratch, ExitStack() as stack:
         file = Path(scratch) / "variant.onnx"
+        wide = upcast(path, Path(scratch))
+        if wide is not None:
+            observer.say(f"{path.name}: {UPCAST}")
+        bypass = Bypass(wide or path)
+        step = stack.enter_context(observer.work(f"{path.name}: each layer quantized alone", len(bypass.nodes)))
         expected = _outputs(runtime, bypass.write(frozenset(), file), inputs)
         layout = layout_of(expected)
         for node in bypass.nodes:
