@@ -259,12 +259,12 @@ def _check_channels(model: Model) -> None:
 
 def _check_classes(evaluator: Any, model: Model) -> None:
     """Refuse class labels that the model has no output for, before anything is calibrated for them."""
-    labels = evaluator.images.data.labels if isinstance(evaluator, Top1) else None
-    if labels is None or len(model.outputs) != 1 or model.outputs[0] not in model.types:
+    labels = evaluator.labels if isinstance(evaluator, Top1) else ()
+    if not labels or len(model.outputs) != 1 or model.outputs[0] not in model.types:
         return
-    outputs, highest = max(model.types[model.outputs[0]].shape, default=0), int(labels.max())
+    outputs, highest = max(model.types[model.outputs[0]].shape, default=0), max(labels)
     if highest >= outputs:
-        shifted = highest == outputs and labels.min() > 0
+        shifted = highest == outputs and min(labels) > 0
         remedy = "they count from 1: take 1 off each" if shifted else "they are those of another model"
         raise UserError(
             f"{evaluator.metric}: data.labels: class {highest}, but the model has {outputs} outputs, for the classes "
