@@ -69,6 +69,22 @@ class Top1:
         """See `harness.api.Evaluator`."""
         return self.images.inferences
 
+    def check_outputs(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """See whether the model has an output for every class of the labels, where it has one output.
+
+        Raises:
+            UserError: It has not.
+        """
+        outputs, highest = max(next(iter(shapes.values()), ()), default=0), max(self.labels, default=0)
+        if len(shapes) != 1 or highest < outputs:
+            return
+        shifted = highest == outputs and min(self.labels) > 0
+        remedy = "they count from 1: take 1 off each" if shifted else "they are those of another model"
+        raise UserError(
+            f"{self.metric}: data.labels: class {highest}, but the model has {outputs} outputs, for the classes "
+            f"0 to {outputs - 1}: {remedy}"
+        )
+
     def score(self, infer: Infer) -> Accuracy:
         """See `harness.api.Evaluator`; `per_item` holds the hits. Of equal outputs the lower class wins.
 

@@ -95,8 +95,6 @@ def open_data(spec: Mapping[str, Any], base: Path | None = None, limit: int | No
         UserError: Unknown kind or key, nothing there, malformed labels, labels that name a missing
             image, or a cut beyond the end.
     """
-    if not isinstance(spec, Mapping):
-        raise UserError(f"data: a mapping such as {{use: npz, path: data.npz, labels: y}}, but got {spec!r}")
     kind = str(spec.get("use"))
     if kind not in KEYS:
         raise UserError(f"data.use: no kind of data is called {kind!r}; {nearest(kind, KEYS)}")

@@ -47,9 +47,13 @@ def evaluator_params(use: str, params: Mapping[str, Any], supplied: Mapping[str,
         if name in supplied:
             raise UserError(f"evaluator {use!r}: {name!r} is set by the harness, not by the experiment")
     wanted = inspect.signature(registry.load("evaluator", use)).parameters
-    full = {**params, **{name: value for name, value in supplied.items() if name in wanted}}
-    registry.check_params("evaluator", use, full)
-    return full
+    if "labels" in params and "labels" not in wanted and "data" in wanted:
+        raise UserError(
+            f"evaluator {use!r}: labels belong to the data, for instance data: {{use: npz, path: data.npz, labels: y}}"
+        )
+    given = {name: value for name, value in supplied.items() if name in wanted}
+    registry.check_params("evaluator", use, params, given)
+    return {**params, **given}
 
 
 def finite(outputs: Mapping[str, Array], item: str) -> Mapping[str, Array]:
@@ -185,6 +189,8 @@ def open_samples(
     """
     if is_arrays(data):
         return PreparedArrays(data, inputs, base)
+    if not isinstance(data, Mapping):
+        raise UserError(f"data: a mapping such as {{use: npz, path: data.npz, labels: y}}, but got {data!r}")
     if preprocess is None:
         raise UserError("data: images need 'preprocess', the name of what turns an image into an input")
     name = image_input(inputs)
@@ -278,5 +284,5 @@ def doubt(accuracy: Accuracy, metric: str, higher_is_better: bool, params: Mappi
     return (
         f"the float model itself has {metric} {value:.4f}, so no drop from there says anything: it is not fed, or not "
         f"read, as it was trained. Look at {', '.join(suspects)}, the labels, and the order of their classes "
-        "(key 'classes')"
+        f"(key 'classes'){f'; {accuracy.note}' if accuracy.note else ''}"
     )

@@ -246,6 +246,11 @@ def _evaluator_use(chosen: EvaluateSection, dataset: Dataset, base: Path, subjec
         params.setdefault("preprocess", _preprocess(dataset, layout))
         if use.use == "coco_map":
             params.setdefault("decode", _needed(chosen.decode or layout, "evaluate.decode", "decoder"))
+    if "reference" in registry.signature("evaluator", use.use).parameters:
+        raise UserError(
+            f"evaluate.evaluator: {use.use!r} compares with the float model, which a spec file does not name; use "
+            "it in an experiment (qdq run), or harness.evaluators.sqnr.output_sqnr in Python"
+        )
     supplied = {**images, "inputs": subject.inputs, "base": base}
     return Use(use=use.use, params=evaluator_params(use.use, params, supplied))
 

@@ -115,6 +115,11 @@ def test_labels_that_do_not_fit_are_explained(data: Any, words: str, folder: Pat
         made("top1", data, folder, inputs)
 
 
+def test_labels_beside_the_data_are_sent_there(folder: Path) -> None:
+    with pytest.raises(UserError, match="labels belong to the data"):
+        made("top1", two(), folder, labels="y")
+
+
 def test_boxes_and_masks_are_of_images(folder: Path) -> None:
     with pytest.raises(UserError, match="images are needed here"):
         made("coco_map", two(), folder, preprocess="yolox", decode="yolox")
