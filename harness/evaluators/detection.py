@@ -69,7 +69,8 @@ class CocoMAP(LabelledImages):
         if not labels["annotations"]:
             raise UserError("coco_map: data.labels: there is no box on any of the images")
         self._labels = labels
-        self._advice = ""
+        self._preprocess = open_plugin(preprocess)[0]
+        self._fitting: str | None = None
 
     def check_outputs(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """See whether a decoder of the harness takes outputs of these shapes, of one image; others may not bear zeros.
@@ -108,25 +109,31 @@ class CocoMAP(LabelledImages):
         """
         evaluation = _evaluated(self._labels, self._found(infer))
         figures = _figures(evaluation)
-        lost = self._advice and figures.get(self.metric, 1.0) < NOTHING
-        note = f"decode is {self._decoder!r}{self._advice}" if lost else ""
+        note = self._doubts() if figures.get(self.metric, 1.0) < NOTHING else ""
         return Accuracy(metrics=figures, evidence=evidence_of("map", map_facts(evaluation)), note=note)
+
+    def _doubts(self) -> str:
+        """Return which decoder and preprocessing detectors with such outputs have, where others are used."""
+        used = {"decode": self._decoder, "preprocess": self._preprocess}
+        others = [f"{key}: {self._fitting}" for key, name in used.items() if name != self._fitting]
+        return f"detectors with outputs of these shapes want {' and '.join(others)}" if self._fitting and others else ""
 
     def _found(self, infer: Infer) -> list[Detections]:
         return [self._decoded(outputs, item) for item, outputs in self.images.run(infer)]
 
     def _decoded(self, outputs: Mapping[str, Array], item: Prepared) -> Detections:
         fitting = decoder_of({name: array.shape for name, array in outputs.items()}, self.images.size)
-        self._advice = f"; decode: {fitting} fits these shapes" if fitting not in (None, self._decoder) else ""
+        self._fitting = fitting
+        advice = f"; decode: {fitting} fits these shapes" if fitting not in (None, self._decoder) else ""
         try:
             found = self._decode(outputs, item, self.images.size)
         except EvaluationFailed as error:
-            raise EvaluationFailed(f"decode: {error}{self._advice}") from error
+            raise EvaluationFailed(f"decode: {error}{advice}") from error
         highest, known = int(found.classes.max(initial=-1)), len(self._labels["categories"])
-        if highest >= known and self._advice:
+        if highest >= known and advice:
             raise UserError(
                 f"decode: by decoder {self._decoder!r} the model finds class {highest}, but the labels have {known} "
-                f"categories; its outputs are {shapes_of(outputs)}{self._advice}"
+                f"categories; its outputs are {shapes_of(outputs)}{advice}"
             )
         return found
 

@@ -149,4 +149,4 @@ def test_a_score_of_nothing_is_said_before_the_calibration(tmp_path: Path) -> No
             experiment(MAP.replace("DECODE", "shapes")), base=tmp_path, out=tmp_path / "out", observer=observer
         )
     (said,) = [line for line in observer.said if "float model itself" in line]
-    assert "decode: yolox fits these shapes" in said
+    assert "want decode: yolox and preprocess: yolox" in said
