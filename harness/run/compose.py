@@ -36,7 +36,7 @@ from harness.run.scores import SCORES
 from harness.run.seeding import Seeding, imported
 from harness.run.starts import EXTREME
 from harness.run.strongest import CAST, parsed
-from harness.run.tryout import try_evaluator
+from harness.run.tryout import Tryout
 from search.space import Placement, Resolved, Space
 
 __all__ = ["OPSET", "Cell", "compose", "dialect_use", "evaluator_use", "open_model"]
@@ -170,7 +170,7 @@ def compose(
         raise UserError(why_none(model, dialect, spec.precisions[0]))
     feeds = _Feeds(spec.model, model, base)
     if not made_up and not (work.parent / SCORES).exists():
-        try_evaluator(spec.model, model, model_file, base, work, observer)
+        Tryout(base, work, experiment.limits, observer).run(spec.model, model, model_file)
     observed = _ranges(space, model, model_file, feeds, observer)
     space, ranges = narrowed(space, observed), finite_ranges(observed)
     starts = _starts(experiment)

@@ -3,103 +3,92 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from harness import registry
-from harness.api import Accuracy, Array, Benchmarker, Candidate, Infer
-from harness.errors import CandidateError, UserError
+from harness.api import Accuracy, Candidate
+from harness.errors import UserError
+from harness.evaluators.datasets import KEYS
 from harness.evaluators.inputs import doubt
 from harness.graph.model import Model
-from harness.run.config import ModelSpec, Use
+from harness.measure.engines import MAIN, Engines, WorkerSpec
+from harness.measure.sandbox import Sandbox
+from harness.records import Failed
+from harness.run.config import Limits, ModelSpec, Use
 from harness.run.models import evaluator_use
 from harness.run.observe import Observer
 from search.space import digest_of
 
-__all__ = ["try_evaluator"]
+__all__ = ["Tryout"]
 
 FEW = 8
 """Samples that are scored."""
+MORE = 8
+"""So many times as many where none of them has a label, and all of them where those are not enough."""
 
 
-def try_evaluator(spec: ModelSpec, model: Model, file: Path, base: Path, work: Path, observer: Observer) -> None:
-    """Score the float model on the first samples of the evaluator's data, with ONNX Runtime on the CPU.
+class Tryout:
+    """Scores the float model on the first samples of the evaluator's data, with ONNX Runtime on the CPU, in a worker.
 
-    A model that ONNX Runtime does not run is left to the calibration, which needs it too.
+    An evaluator whose parameter `data` is none of `harness.evaluators.datasets` is left to the scoring of the float
+    model, and a model that ONNX Runtime does not run to the calibration, which needs it too.
 
     Args:
-        spec: The model with its evaluator; without one nothing is done.
-        model: The float model.
-        file: Its file.
         base: Folder that relative paths start from.
         work: Scratch folder.
+        limits: Of the worker.
         observer: Told where the score is next to nothing.
-
-    Raises:
-        UserError: The float model cannot be scored.
     """
-    use = evaluator_use(spec, model, base, work / "tryout")
-    if use is None:
-        return
-    runtime: Benchmarker = registry.create("benchmarker", "onnxruntime", {"optimization": "basic"})
-    try:
-        artifact = runtime.build(Candidate(digest=digest_of(()), edges=(), source=lambda: file), work)
-    except CandidateError:
-        return
-    evaluator, short = _made(use)
-    name = f"evaluator {use.use!r}"
-    title, compares = f"{model.source}: try the evaluator on a few samples", "reference" in use.params
-    with observer.work(title, 1) as step, runtime.open(artifact) as probe:
-        try:
-            accuracy = registry.guarded(name, lambda: _scored(evaluator, _bounded(probe.infer), compares))
-        except CandidateError as error:
-            raise UserError(f"{name}: the float model cannot be scored: {error}") from error
-        step.advance()
-    if accuracy is None or not short:
-        return
-    said = doubt(accuracy, evaluator.metric, evaluator.higher_is_better, use.params)
-    if said:
-        observer.say(f"{spec.name}, on the first {FEW} samples: {said}")
+
+    def __init__(self, base: Path, work: Path, limits: Limits, observer: Observer) -> None:
+        self._base, self._work, self._limits, self._observer = base, work / "tryout", limits, observer
+
+    def run(self, spec: ModelSpec, model: Model, file: Path) -> None:
+        """Score a model whose file this is; without an evaluator nothing is done.
+
+        Raises:
+            UserError: The float model cannot be scored.
+        """
+        asked = evaluator_use(spec, model, self._base, self._work)
+        use = None if asked is None else _shortened(asked)
+        if use is None:
+            return
+        runtime = Use(use="onnxruntime", params={"optimization": "basic"})
+        worker = WorkerSpec(benchmarkers={MAIN: runtime}, workdir=self._work, evaluators={MAIN: use})
+        title = f"{model.source}: try the evaluator on a few samples"
+        with self._observer.work(title, 1) as step, Sandbox(worker, self._limits) as engines:
+            found = _scored(engines, file, compares="reference" in use.params)
+            step.advance()
+        if isinstance(found, Failed):
+            raise UserError(f"evaluator {use.use!r}: the float model cannot be scored; {found.stage}: {found.reason}")
+        factory = registry.load("evaluator", use.use)
+        metric, higher = getattr(factory, "metric", ""), getattr(factory, "higher_is_better", True)
+        if found is not None and (said := doubt(found, metric, higher, use.params)):
+            self._observer.say(f"{spec.name}, on the first samples: {said}")
 
 
-class _Enough(BaseException):
-    """Raised to an evaluator that has run the model often enough; no evaluator means to catch it."""
-
-
-def _made(use: Use) -> tuple[Any, bool]:
-    """Return the evaluator for a few samples of its data, and whether it has no more."""
+def _shortened(use: Use) -> Use | None:
+    """Return the evaluator on as few samples of its data as it can be made for; None where its data are its own."""
     data = use.params.get("data")
-    if isinstance(data, Mapping):
-        count = data.get("count")
-        few = {**use.params, "data": {**data, "count": min(count, FEW) if isinstance(count, int) else FEW}}
-        try:
-            return registry.create("evaluator", use.use, few), True
-        except UserError:  # there are fewer, or none of them has a label
-            pass
-    return registry.create("evaluator", use.use, use.params), False
-
-
-def _scored(evaluator: Any, infer: Infer, compares: bool) -> Accuracy | None:
-    """Return the accuracy; None of an evaluator that has not come to an end, or that compares with the float model."""
-    try:
-        if compares:
-            evaluator.prepare(infer)
-            return None
-        found: Accuracy = evaluator.score(infer)
-    except _Enough:
+    if not isinstance(data, Mapping) or data.get("use") not in KEYS:
         return None
-    return found
+    most = data.get("count")
+    for count in (FEW, FEW * MORE):
+        if isinstance(most, int) and most <= count:
+            return use
+        short = use.model_copy(update={"params": {**use.params, "data": {**data, "count": count}}})
+        with suppress(UserError):  # there are fewer samples, or none of them has a label
+            registry.create("evaluator", use.use, short.params)
+            return short
+    return use
 
 
-def _bounded(infer: Infer) -> Infer:
-    """Return what runs the model a few times."""
-    done = 0
-
-    def bounded(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        nonlocal done
-        done += 1
-        if done > FEW:
-            raise _Enough
-        return infer(feeds)
-
-    return bounded
+def _scored(engines: Engines, file: Path, *, compares: bool) -> Accuracy | Failed | None:
+    """Return the accuracy; None where the model does not run, or of an evaluator that compares with the float model."""
+    built = engines.build(Candidate(digest=digest_of(()), edges=(), source=lambda: file))
+    if isinstance(built, Failed):
+        return None
+    if compares:
+        return engines.prepare(built.handle)
+    return engines.evaluate(built.handle)

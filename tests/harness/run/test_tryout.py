@@ -116,7 +116,10 @@ dataset: {{test_data_sources: {{image_dir: ., json_file: net.onnx}}, preprocess:
             MAP.replace("DECODE", "yolox, preprocess: 'fitting_plugins:Half'"),
             r"preprocess gives float32 \(3, 32, 64\)",
         ),
-        ("{use: 'fitting_plugins:Strange', params: {data: 1}}", "KeyError: 'no such output'"),
+        (
+            "{use: 'fitting_plugins:Strange', params: {data: {use: shapes, split: evaluation, count: 4}}}",
+            "KeyError: 'no such output'",
+        ),
     ],
 )
 def test_the_float_model_is_scored_on_a_few_samples_before_the_calibration(
