@@ -20,6 +20,7 @@ from harness.feeds import Types
 __all__ = ["Top1", "Top5"]
 
 SHIFTED = 0.5  # share of images, and of classes, whose answer is their label plus one and the same number
+ANSWERS = 10  # fewer may be shifted by chance
 
 
 class Top1:
@@ -123,6 +124,8 @@ class Top1:
 
         One that answers with the second of two classes, come what may, shifts the answers of the first alone.
         """
+        if len(answers) < ANSWERS:
+            return
         by_class: dict[int, list[int]] = defaultdict(list)
         for answer, label in zip(answers, self.labels, strict=True):
             by_class[label].append(answer - label)
