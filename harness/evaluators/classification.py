@@ -81,6 +81,8 @@ class Top1:
             return
         shifted = highest == outputs and min(self.labels) > 0
         remedy = "they count from 1: take 1 off each" if shifted else "they are those of another model"
+        if outputs == 1:
+            remedy = "a single score needs a threshold, in a function for the evaluator metric"
         raise UserError(
             f"{self.metric}: data.labels: class {highest}, but the model has {outputs} outputs, for the classes "
             f"0 to {outputs - 1}: {remedy}"
