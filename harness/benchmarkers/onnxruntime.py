@@ -137,8 +137,13 @@ class ONNXRuntimeBenchmarker:
         Raises:
             BuildFailed: ONNX Runtime refuses it.
         """
-        with said(BuildFailed, f"ONNX Runtime cannot load {path.name}", self._errors):
-            return Artifact(engine=self._session(path.read_bytes()))
+        with (
+            tempfile.TemporaryDirectory(prefix="qdq-load-") as scratch,
+            said(BuildFailed, f"ONNX Runtime cannot load {path.name}", self._errors),
+        ):
+            wide = self._upcast(Candidate(digest=path.stem, edges=(), source=lambda: path), Path(scratch))
+            session = self._session((wide or path).read_bytes())
+        return Artifact(engine=session, info={} if wide is None else {"arithmetic": UPCAST})
 
     @contextmanager
     def open(self, artifact: Artifact) -> Iterator[_Probe]:

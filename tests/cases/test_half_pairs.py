@@ -108,6 +108,18 @@ def test_saved_engines_round_as_well(tmp_path: Path) -> None:
         assert np.abs(probe.infer({"x": VALUES})["y"] - rounded()).max() < SCALE / 100
 
 
+def test_engines_that_were_saved_in_16_bits_round_as_well(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    path, engine = tmp_path / "half.onnx", tmp_path / "engine.onnx"
+    onnx.save(model(TensorProto.FLOAT16), path)
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(engine)
+    onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    runtime: Any = registry.create("benchmarker", "onnxruntime", {})
+    with runtime.open(runtime.load(engine)) as probe:
+        assert np.abs(probe.infer({"x": VALUES})["y"] - rounded()).max() < SCALE / 100
+
+
 def test_sensitivity_ranks_what_the_file_says(tmp_path: Path) -> None:
     sqnr_db = []
     for kind in (TensorProto.FLOAT16, TensorProto.FLOAT):
