@@ -160,12 +160,18 @@ class _Probe:
             return timed(partial(self._timed.infer, share_outputs=True), n)
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Outputs by every name that the model gives them; floating-point ones as float32."""
+        """Outputs by the names that the model gives them; floating-point ones as float32."""
         if self._scored is None:
             self._scored = self._compiled.create_infer_request()
         with said(MeasureFailed, "OpenVINO", WRONG_FEEDS):
             results = self._scored.infer(dict(feeds))
-        return {name: plain(results[port]) for port in self._compiled.outputs for name in sorted(port.names)}
+        return {name: plain(results[port]) for port in self._compiled.outputs for name in _names(port)}
+
+
+def _names(port: Any) -> list[str]:
+    """Return the names of an output, without those of tensors that were merged into it (in front of a no-op Cast)."""
+    own = str(port.node.get_friendly_name()).rpartition("/")[0]
+    return [own] if own in port.names else sorted(port.names)
 
 
 def _import_openvino() -> Any:

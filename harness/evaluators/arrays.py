@@ -7,7 +7,7 @@ import math
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,8 +15,11 @@ import numpy as np
 
 from harness.api import Array
 from harness.errors import UserError
+from harness.evaluators.cuts import canonical, chosen_rows, text
+from harness.evaluators.labels import read_rows
+from harness.paths import locate
 
-__all__ = ["UNNAMED", "Arrays", "read_arrays"]
+__all__ = ["UNNAMED", "Arrays", "is_arrays", "open_arrays", "read_arrays"]
 
 UNNAMED = ""
 """The array of a `.npy` file: for the only input of a model, whatever its name."""
@@ -31,14 +34,61 @@ class Arrays:
 
     Attributes:
         source: What they are called in messages: the file.
+        labels: One row for each sample; None: not labelled.
+        rows: Their row in the file.
+        total: Rows of the file.
     """
 
     arrays: Mapping[str, Array]
     fingerprint: str
     source: str = "data"
+    labels: Array | None = None
+    rows: Sequence[int] = ()
+    total: int = 0
 
     def __len__(self) -> int:
-        return len(next(iter(self.arrays.values())))
+        return len(self.rows)
+
+    def id(self, i: int) -> str:
+        """Return what messages call sample i."""
+        return f"row {self.rows[i]}"
+
+
+def is_arrays(data: object) -> bool:
+    """Return whether a data mapping is one of arrays."""
+    return isinstance(data, Mapping) and data.get("use") in ("npz", "npy")
+
+
+def open_arrays(spec: Mapping[str, Any], base: Path | None = None, limit: int | None = None) -> Arrays:
+    """Open what a data mapping says of arrays; see `harness.evaluators.datasets.open_data`."""
+    path = locate(text(spec, "path"), base)
+    if path.suffix != f".{spec['use']}":
+        raise UserError(f"data.path: use: {spec['use']} takes a .{spec['use']} file, but got {path.name}")
+    found = read_arrays(path, lambda total: chosen_rows(spec, [f"row {i}" for i in range(total)], path.name, limit))
+    digest = hashlib.sha256(canonical(spec) + found.fingerprint.encode())
+    if spec.get("labels") is not None:
+        name = text(spec, "labels")
+        if name in found.arrays:
+            inputs = {key: array for key, array in found.arrays.items() if key != name}
+            found = replace(found, arrays=inputs, labels=found.arrays[name])
+        else:
+            file = _label_file(name, base, found)
+            rows = read_rows(file)
+            if len(rows) != found.total:
+                raise UserError(f"data.labels: {name} has {len(rows)} rows, but {path.name} has {found.total} samples")
+            found = replace(found, labels=rows[list(found.rows)])
+            digest.update(file.read_bytes())
+    return replace(found, fingerprint=digest.hexdigest())
+
+
+def _label_file(name: str, base: Path | None, data: Arrays) -> Path:
+    """Return the file with the labels of arrays, which are not among them."""
+    try:
+        return locate(name, base)
+    except UserError as error:
+        named = ", ".join(repr(key) for key in data.arrays if key)
+        among = f"{data.source} has no array {name!r}, only {named}, and " if named else ""
+        raise UserError(f"data.labels: {among}{error}") from error
 
 
 def read_arrays(path: Path, choose: Choose) -> Arrays:
@@ -51,11 +101,18 @@ def read_arrays(path: Path, choose: Choose) -> Arrays:
         UserError: Not a file of plain arrays, or of arrays of different lengths; NaN or infinite values; more than
             8 GiB of an `.npz` file at once.
     """
+    seen: list[tuple[int, Sequence[int]]] = []
+
+    def kept(total: int) -> Sequence[int]:
+        seen.append((total, choose(total)))
+        return seen[-1][1]
+
     with _explained(path):
-        found, fingerprint = _mapped(path, choose) if path.suffix == ".npy" else _unpacked(path, choose)
+        found, fingerprint = _mapped(path, kept) if path.suffix == ".npy" else _unpacked(path, kept)
     for name, array in found.items():
         _check_finite(path, name, array)
-    return Arrays(arrays=found, fingerprint=fingerprint, source=str(path))
+    total, rows = seen[-1]
+    return Arrays(arrays=found, fingerprint=fingerprint, source=str(path), rows=rows, total=total)
 
 
 @contextmanager

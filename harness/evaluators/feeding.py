@@ -23,10 +23,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """Inputs of a model by name, batch after batch; made anew each time they are gone through."""
+    """Inputs of a model by name, batch after batch; made anew each time they are gone through.
+
+    Attributes:
+        size: Samples of one batch.
+    """
 
     count: int
     make: Callable[[int], dict[str, Array]]
+    size: int = 1
 
     def __len__(self) -> int:
         return self.count
@@ -43,7 +48,8 @@ def image_size(input_name: str, shape: Sequence[int]) -> Size:
     """
     if len(shape) != 4 or shape[1] != 3 or not all(isinstance(n, int) and n > 0 for n in shape):
         raise UserError(
-            f"images need an input of batch x 3 x height x width, but {input_name!r} is {' x '.join(map(str, shape))}"
+            f"images need an input of batch x 3 x height x width, but {input_name!r} is {' x '.join(map(str, shape))}; "
+            "feed it arrays (use: npz or npy)"
         )
     return shape[2], shape[3]
 
@@ -96,7 +102,7 @@ def batches(data: Dataset | Arrays, preprocess: Preprocess | None, inputs: Types
         chosen = range(index * batch, min((index + 1) * batch, total))
         return {name: stacked([preprocess.prepare(data.image(i), size).tensor for i in chosen], batch)}
 
-    return Batches(count=-(-total // batch), make=make)
+    return Batches(count=-(-total // batch), make=make, size=batch)
 
 
 def _of_arrays(data: Arrays, inputs: Types, total: int) -> Batches:
@@ -110,7 +116,10 @@ def _of_arrays(data: Arrays, inputs: Types, total: int) -> Batches:
     arrays = data.arrays
     for name in arrays:
         if name not in inputs:
-            raise UserError(f"{data.source}: the model has no input {name!r}; {nearest(name, inputs)}")
+            raise UserError(
+                f"{data.source}: the model has no input {name!r}; {nearest(name, inputs)}; an array of labels is named "
+                f"by 'labels: {name}' beside its path"
+            )
     dtypes = check_types(inputs)
     for name, dtype in dtypes.items():
         if name not in arrays:
@@ -127,7 +136,7 @@ def _of_arrays(data: Arrays, inputs: Types, total: int) -> Batches:
         chosen = np.minimum(np.arange(index * batch, (index + 1) * batch), total - 1)
         return {name: arrays[name][chosen].astype(t, copy=False).reshape(inputs[name][1]) for name, t in dtypes.items()}
 
-    return Batches(count=-(-total // batch), make=make)
+    return Batches(count=-(-total // batch), make=make, size=batch)
 
 
 def _check_type(data: Arrays, name: str, dtype: np.dtype[Any]) -> None:

@@ -18,8 +18,7 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from harness import registry, zoo
 from harness.api import PeerTask
-from harness.errors import CandidateError, UserError, nearest
-from harness.evaluators.classification import Top1
+from harness.errors import CandidateError, EvaluationFailed, UserError, nearest
 from harness.evaluators.datasets import HALVES, Arrays, Dataset, open_data
 from harness.evaluators.feeding import batches
 from harness.evaluators.inputs import evaluator_params
@@ -233,7 +232,7 @@ def _remarks(model: ModelSpec, base: Path, data: _Data, objective: Objective) ->
             uses = [evaluator_use(model, loaded, base, Path(scratch), half) for half in halves]
             made = [_made(use) for use in uses if use is not None]
             for evaluator in made:
-                _check_classes(evaluator, loaded)
+                _check_outputs(evaluator, loaded)
     if not made:
         return
     if model.calibration.data is None:
@@ -257,19 +256,26 @@ def _check_channels(model: Model) -> None:
             raise UserError(f"{model.source}: shapes: Conv {node.name!r} takes {wanted} channels, but would get {got}")
 
 
-def _check_classes(evaluator: Any, model: Model) -> None:
-    """Refuse class labels that the model has no output for, before anything is calibrated for them."""
-    labels = evaluator.images.data.labels if isinstance(evaluator, Top1) else None
-    if labels is None or len(model.outputs) != 1 or model.outputs[0] not in model.types:
+def _check_outputs(evaluator: Any, model: Model) -> None:
+    """Let an evaluator look at the shapes of the outputs of one sample, before anything is calibrated for it.
+
+    Raises:
+        UserError: They do not fit its labels or its decoder.
+    """
+    check = getattr(evaluator, "check_outputs", None)
+    types = [model.types.get(name) for name in model.outputs]
+    if check is None or any(kind is None or not kind.shape for kind in types):
         return
-    outputs, highest = max(model.types[model.outputs[0]].shape, default=0), int(labels.max())
-    if highest >= outputs:
-        shifted = highest == outputs and labels.min() > 0
-        remedy = "they count from 1: take 1 off each" if shifted else "they are those of another model"
-        raise UserError(
-            f"{evaluator.metric}: data.labels: class {highest}, but the model has {outputs} outputs, for the classes "
-            f"0 to {outputs - 1}: {remedy}"
-        )
+    batch = next((shape[0] for _, shape in input_types(model).values() if shape), 1)
+    shapes = {
+        name: (1, *kind.shape[1:]) if kind.shape[0] == batch else kind.shape
+        for name, kind in zip(model.outputs, types, strict=True)
+        if kind is not None
+    }
+    try:
+        check(shapes)
+    except EvaluationFailed as error:
+        raise UserError(str(error)) from error
 
 
 def _made(use: Use) -> Any:

@@ -32,9 +32,11 @@ from harness.run.journal import writing
 from harness.run.models import OPSET, evaluator_use, input_types, open_model
 from harness.run.observe import Observer
 from harness.run.plan import CellSpec
+from harness.run.scores import SCORES
 from harness.run.seeding import Seeding, imported
 from harness.run.starts import EXTREME
 from harness.run.strongest import CAST, parsed
+from harness.run.tryout import Tryout
 from search.space import Placement, Resolved, Space
 
 __all__ = ["OPSET", "Cell", "compose", "dialect_use", "evaluator_use", "open_model"]
@@ -153,7 +155,7 @@ def compose(
     """
     with writing(work):
         work.mkdir(parents=True, exist_ok=True)
-    dialect, accuracy_only, facts = _runtime(spec.backend, facts)
+    dialect, accuracy_only, facts, made_up = _runtime(spec.backend, facts)
     if not dialect.precisions.issuperset(spec.precisions):
         raise UserError(
             f"precision {spec.precision!r}: backend {spec.backend.use!r} runs {', '.join(sorted(dialect.precisions))}"
@@ -167,6 +169,8 @@ def compose(
     if not len(space):
         raise UserError(why_none(model, dialect, spec.precisions[0]))
     feeds = _Feeds(spec.model, model, base)
+    if not made_up and not (work.parent / SCORES).exists():
+        Tryout(base, work, experiment.limits, observer).run(spec.model, model, model_file)
     observed = _ranges(space, model, model_file, feeds, observer)
     space, ranges = narrowed(space, observed), finite_ranges(observed)
     starts = _starts(experiment)
@@ -262,8 +266,8 @@ def dialect_use(backend: Use, facts: Facts) -> str:
     return dialect_name(registry.create("benchmarker", backend.use, backend.params), backend.use, facts)
 
 
-def _runtime(backend: Use, facts: Facts | None) -> tuple[Dialect, frozenset[str], Facts]:
-    """The dialect that a benchmarker names, else the one called like it; precisions that it only emulates; its facts.
+def _runtime(backend: Use, facts: Facts | None) -> tuple[Dialect, frozenset[str], Facts, bool]:
+    """Return a benchmarker's dialect, the precisions that it only emulates, its facts, and whether it runs no model.
 
     Raises:
         UserError: It names no dialect, or its runtime or device is missing: nobody calibrates for minutes to hear that.
@@ -271,7 +275,8 @@ def _runtime(backend: Use, facts: Facts | None) -> tuple[Dialect, frozenset[str]
     benchmarker = registry.create("benchmarker", backend.use, backend.params)
     facts = benchmarker.describe() if facts is None else facts
     dialect = dialect_called(dialect_name(benchmarker, backend.use, facts))
-    return dialect, frozenset(getattr(benchmarker, "accuracy_only", ())), facts
+    emulated = frozenset(getattr(benchmarker, "accuracy_only", ()))
+    return dialect, emulated, facts, getattr(benchmarker, "in_process", False)
 
 
 def _ranges(space: Space, model: Model, model_file: Path, feeds: _Feeds, observer: Observer) -> Ranges:

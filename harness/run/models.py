@@ -9,8 +9,7 @@ from pathlib import Path
 
 from harness import registry, zoo
 from harness.errors import UserError
-from harness.evaluators.feeding import image_input
-from harness.evaluators.inputs import evaluator_params
+from harness.evaluators.inputs import evaluator_params, image_supplies
 from harness.feeds import check_types
 from harness.graph.load import load
 from harness.graph.model import Model
@@ -68,8 +67,7 @@ def evaluator_use(spec: ModelSpec, model: Model, base: Path, work: Path, half: s
     supplied = {"inputs": inputs, "reference": reference, "base": base}
     wanted = inspect.signature(registry.load("evaluator", use)).parameters
     if wanted.keys() & {"input_name", "input_shape"}:
-        name = image_input(inputs)
-        supplied |= {"input_name": name, "input_shape": inputs[name][1]}
+        supplied |= image_supplies(params.get("data"), inputs)
     if spec.preprocess is not None and "preprocess" in wanted:
         params.setdefault("preprocess", {"use": spec.preprocess.use, "params": spec.preprocess.params})
     return Use(use=use, params=evaluator_params(use, params, supplied), label=spec.evaluator.label)

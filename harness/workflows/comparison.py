@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from harness.api import Array
 from harness.errors import CandidateError, UserError
@@ -23,6 +24,7 @@ from harness.workflows.spec import Dataset
 
 __all__ = ["ACCEPTABLE", "Line", "advice", "compared"]
 
+RUN_WIDE = "run in float32, see above"
 ACCEPTABLE = 0.01
 """A larger drop asks for other skip_names (TAO documentation, "ModelOpt ONNX Backend", step 5: above 1 to 2 %)."""
 
@@ -64,7 +66,8 @@ def compared(found: Sequence[Scored]) -> tuple[Line, ...]:
         own = metric_estimate(scored.accuracy, scored.metric)
         figure = Interval(value=value, low=value, high=value) if own is None else own.interval
         drop = None if scored is first else _drop(first, scored)
-        note = "" if own is None else too_few(own.images)
+        few = "" if own is None else too_few(own.images)
+        note = "; ".join(filter(None, (few, RUN_WIDE if scored.note else "")))
         lines.append(Line(scored=scored, figure=figure, drop=drop, note=note))
     return tuple(lines)
 
@@ -94,13 +97,12 @@ def _feeds(path: Path, dataset: Dataset, base: Path) -> Iterable[Mapping[str, Ar
     """A few inputs, of the calibration data where they are named, else of the labelled images."""
     declared, sources = read_declared(path), dataset.test_data_sources
     types = static_types(declared, static_shapes(declared, 1, dataset.shapes))
-    name = image_input(types)
-    layout = decoder_of(declared.outputs, image_size(name, types[name][1]))
-    changes = {
-        "samples": 4,
-        "calibration_data": dataset.calibration_data or (sources and sources.image_dir),
-        "preprocess": dataset.preprocess or (layout and Use(use=layout)),
-    }
+    evaluated = None if sources is None else sources.image_dir or sources.arrays
+    changes: dict[str, Any] = {"samples": 4, "calibration_data": dataset.calibration_data or evaluated}
+    if sources is not None and sources.image_dir is not None and dataset.preprocess is None:
+        name = image_input(types)
+        layout = decoder_of(declared.outputs, image_size(name, types[name][1]))
+        changes["preprocess"] = layout and Use(use=layout)
     return calibration_feeds(dataset.model_copy(update=changes), types, base).batches
 
 

@@ -44,11 +44,11 @@ def calibration_feeds(dataset: Dataset, inputs: Types, base: Path, key: str = "d
     Raises:
         UserError: Nothing there, a folder without images, images without preprocessing, arrays that do not fit.
     """
-    place = dataset.calibration_data
-    if place is None and dataset.test_data_sources is not None:
-        place = dataset.test_data_sources.image_dir
+    place, sources = dataset.calibration_data, dataset.test_data_sources
+    if place is None and sources is not None:
+        place = sources.image_dir or sources.arrays
         logger.warning(
-            "%s: not given, so the images of test_data_sources are used; the accuracy on them will look better than "
+            "%s: not given, so test_data_sources are used; the accuracy on them will look better than "
             "it is on others", key,
         )  # fmt: skip
     if place is None:
@@ -59,6 +59,8 @@ def calibration_feeds(dataset: Dataset, inputs: Types, base: Path, key: str = "d
         return Feeds(batches=_Again(inputs), description="random data")
     path = found_file(place, base, key)
     spec = _data(path, key)
+    if sources is not None and sources.labels is not None and place == sources.arrays:
+        spec["labels"] = sources.labels
     if spec["use"] == "images" and dataset.preprocess is None:
         raise UserError(f"dataset.preprocess: {place} holds images; say what turns one into an input, such as 'yolox'")
     use = dataset.preprocess

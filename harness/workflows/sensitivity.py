@@ -6,6 +6,7 @@ import itertools
 import logging
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import numpy as np
 from harness import registry
 from harness.api import Array, Benchmarker, Candidate
 from harness.errors import EvaluationFailed
-from harness.evaluators.fidelity import compare, silent
+from harness.evaluators.closeness import closeness, layout_of
 from harness.graph.bypass import Bypass
+from harness.graph.upcast import UPCAST, upcast
 from harness.run.observe import Observer
 
 __all__ = ["Sensitivity", "rank", "suggestion"]
@@ -32,7 +34,7 @@ class Sensitivity:
 
     Attributes:
         node: Its name.
-        sqnr_db: Of the model's outputs with this layer quantized alone, against none; the smaller, the worse.
+        sqnr_db: Of the model's worst output with this layer quantized alone, against none; the smaller, the worse.
     """
 
     node: str
@@ -50,25 +52,26 @@ def rank(path: Path, feeds: Iterable[Mapping[str, Array]], observer: Observer) -
     Raises:
         CandidateError: The model does not run.
     """
-    bypass = Bypass(path)
     inputs = list(itertools.islice(feeds, FEEDS))
     runtime: Benchmarker = registry.create("benchmarker", "onnxruntime", {"optimization": "disabled"})
     found = []
-    with (
-        tempfile.TemporaryDirectory(prefix="qdq-sensitivity-") as scratch,
-        observer.work(f"{path.name}: each layer quantized alone", len(bypass.nodes)) as step,
-    ):
+    with tempfile.TemporaryDirectory(prefix="qdq-sensitivity-") as scratch, ExitStack() as stack:
         file = Path(scratch) / "variant.onnx"
+        wide = upcast(path, Path(scratch))
+        if wide is not None:
+            observer.say(f"{path.name}: {UPCAST}")
+        bypass = Bypass(wide or path)
+        step = stack.enter_context(observer.work(f"{path.name}: each layer quantized alone", len(bypass.nodes)))
         expected = _outputs(runtime, bypass.write(frozenset(), file), inputs)
-        left_out = silent(expected)
+        layout = layout_of(expected)
         for node in bypass.nodes:
             outputs = _outputs(runtime, bypass.write(frozenset({node}), file), inputs)
             try:
-                figures = [compare(e, o, left_out)["sqnr_db"] for e, o in zip(expected, outputs, strict=True)]
+                sqnr_db = closeness(zip(expected, outputs, strict=True), layout).metrics["sqnr_db"]
             except EvaluationFailed:
-                figures = [-np.inf]
+                sqnr_db = -np.inf
             step.advance()
-            found.append(Sensitivity(node=node, sqnr_db=float(np.mean(figures))))
+            found.append(Sensitivity(node=node, sqnr_db=sqnr_db))
     return tuple(sorted(found, key=lambda layer: layer.sqnr_db))
 
 

@@ -123,12 +123,31 @@ class QuantizeSection(_Frozen):
 
 
 class TestSources(_Frozen):
-    """Images, and their labels in COCO's form (.json) or as lines "FILENAME CLASS" (.txt)."""
+    """Labelled images, or arrays that are ready for the model.
+
+    Attributes:
+        image_dir: Folder of images.
+        json_file: Their labels in COCO's form (.json) or as lines "FILENAME CLASS" (.txt).
+        arrays: A `.npz` file with an array for each input of the model, or a `.npy` file for its only input.
+        labels: Of the arrays: the name of one in the `.npz` file, or a .npy, .npz, .csv or .txt file.
+    """
 
     __test__ = False  # pytest would take it for a test by its name
 
-    image_dir: str
+    image_dir: str | None = None
     json_file: str | None = None
+    arrays: str | None = None
+    labels: str | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> TestSources:
+        if (self.image_dir is None) == (self.arrays is None):
+            raise ValueError("dataset.test_data_sources: give either image_dir or arrays")
+        if self.arrays is None and self.labels is not None:
+            raise ValueError("dataset.test_data_sources.labels: those of images are given as json_file")
+        if self.arrays is not None and self.json_file is not None:
+            raise ValueError("dataset.test_data_sources.json_file: the labels of arrays are given as labels")
+        return self
 
 
 class Dataset(_Frozen):
@@ -204,7 +223,7 @@ class EvaluateSection(_Frozen):
         onnx_file: A model, built for the evaluation.
         backend: Runtime of `onnx_file`; by default ONNX Runtime without its optimizers, which does what the Q/DQ pairs
             say, in any precision.
-        evaluator: By default mAP for labels in COCO's form, top-1 for lines "FILENAME CLASS".
+        evaluator: By default mAP for labels in COCO's form, top-1 for lines "FILENAME CLASS" and for arrays.
         decode: Decoder of a detector; by default found by the shapes of its outputs.
     """
 

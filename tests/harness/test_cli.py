@@ -89,7 +89,11 @@ def model(text: str) -> tuple[str, str]:
         ),
         (
             model("evaluator: {use: top1, params: {data: {use: npz, path: feeds.npz}}}"),
-            "evaluator 'top1' needs the parameter 'preprocess'",
+            "top1: data.labels: classes are needed, from an array of the .npz file",
+        ),
+        (
+            model("evaluator: {use: top1, params: {data: {use: shapes, split: evaluation, count: 2}}}"),
+            "data: images need 'preprocess', the name of what turns an image into an input",
         ),
         (model("evaluator: {use: fidelity, params: {sample: 3}}"), "no parameter 'sample'; did you mean 'samples'"),
         (

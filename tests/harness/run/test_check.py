@@ -17,7 +17,7 @@ from numpy.random import Generator
 from PIL import Image
 
 from harness.errors import UserError
-from harness.evaluators.fidelity import MAX_SQNR_DB
+from harness.evaluators.sqnr import MAX_SQNR_DB
 from harness.graph.build import GraphBuilder
 from harness.run.bounds import bound_lines
 from harness.run.check import check_experiment, check_models
