@@ -33,7 +33,7 @@ from harness.graph.cleaning.interface import Interface
 from harness.graph.cleaning.noop import drop_noops
 from harness.graph.cleaning.read import read_model
 from harness.graph.cleaning.shapes import fix_inputs, infer, shapes_to_constants, types_of
-from harness.graph.cleaning.upgrade import upgraded
+from harness.graph.cleaning.upgrade import EXPLICIT_RESIZE, upgraded
 from harness.graph.cleaning.valid import check_valid
 from harness.graph.cleaning.write import write
 from harness.graph.model import Model, Node, TensorType, captures, graphs, subgraphs
@@ -228,7 +228,7 @@ def _upgrade(
     if version >= min_opset:
         return proto, {}
     proto = infer(proto, source)  # the converter needs fewer detours where it knows the shapes
-    while shapes_to_constants(proto.graph):  # and old Resizes constant scales
+    while version < EXPLICIT_RESIZE and shapes_to_constants(proto.graph):  # old Resizes need constant scales
         _clean(proto, weights, source)
         proto = infer(proto, source)
     types = types_of(proto.graph)

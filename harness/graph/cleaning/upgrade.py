@@ -19,9 +19,9 @@ from harness.graph.cleaning.guard import sturdy
 from harness.graph.cleaning.shapes import types_of
 from harness.graph.model import TensorType, graphs
 
-__all__ = ["upgraded"]
+__all__ = ["EXPLICIT_RESIZE", "upgraded"]
 
-_EXPLICIT_RESIZE, _ALONG_ONE_AXIS, _UNBATCHED_SCAN = 11, 13, 9
+EXPLICIT_RESIZE, _ALONG_ONE_AXIS, _UNBATCHED_SCAN = 11, 13, 9
 """Opsets in which Resize has coordinate modes, Hardmax works along one axis, and Scan has no batch axis."""
 
 
@@ -42,7 +42,7 @@ def upgraded(proto: onnx.ModelProto, version: int, wanted: int, source: str) -> 
         _refuse_scans(proto.graph, version)
         if version < _ALONG_ONE_AXIS:
             _flatten_hardmax(proto.graph)
-        resizes = _resizes(proto.graph) if version < _EXPLICIT_RESIZE else []
+        resizes = _resizes(proto.graph) if version < EXPLICIT_RESIZE else []
         what = f"{source}: the upgrade from opset {version} to {wanted}"
         proto = sturdy(what, version_converter.convert_version, proto, wanted)
     except (version_converter.ConvertError, RuntimeError) as error:

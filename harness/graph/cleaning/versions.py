@@ -44,8 +44,8 @@ class Comparison:
         prepared: The same of the prepared model.
         inputs: Type of each input of the prepared model.
         widened: Inputs with one sample in the original and `samples` in the prepared model.
-        draws: Kinds of random inputs to try in turn: 0 is normal floats with integers 0 and 1 (of 8 bits: all), 1 and 2
-            are floats from 0 to 1 with integers 0 and 1.
+        draws: Kinds of random inputs to try in turn: 0 is normal floats with integers 0 and 1 (of 8 bits: all), 1 is
+            floats from 0 to 1 with integers 0, and 2 is floats from 1 to 2 with integers 1.
     """
 
     original: Path | bytes
@@ -148,9 +148,12 @@ class Version:
         Raises:
             NotRun: ONNX Runtime fails.
         """
+        return self.run_samples(self._session_of(names), feeds)
+
+    def _session_of(self, outputs: Sequence[str]) -> Any:
         del self.proto.graph.output[:]
-        self.proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-        return self.run_samples(self.session(), feeds)
+        self.proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
+        return self.session()
 
     def own_values(self, values: Values, feeds: Feeds) -> Values:
         """Return what every node computes from given values of the tensors that it reads; changes `proto`.
@@ -173,7 +176,7 @@ class Version:
         for name, value in given.items():
             kind = helper.np_dtype_to_tensor_dtype(value.dtype)
             graph.input.append(helper.make_tensor_value_info(name, kind, value.shape))
-        own = self.values_of([_OWN + name for name in made], {**feeds, **given})
+        own = self.run(self._session_of([_OWN + name for name in made]), {**feeds, **given})
         return {name.removeprefix(_OWN): value for name, value in own.items()}
 
 
@@ -220,7 +223,7 @@ def _draw(rng: np.random.Generator, draw: int, name: str, declared: tuple[str, t
     if dtype.kind == "O":
         return np.full(shape, "text", dtype=object)
     if dtype.kind == "f":
-        return np.asarray(rng.random(shape) if draw else rng.standard_normal(shape)).astype(dtype)
+        return np.asarray(rng.random(shape) + draw - 1 if draw else rng.standard_normal(shape)).astype(dtype)
     if dtype.kind in "iu" and dtype.itemsize == 1 and not draw:
         return np.asarray(rng.integers(np.iinfo(dtype).min, np.iinfo(dtype).max + 1, shape)).astype(dtype)
     return np.asarray(np.full(shape, draw - 1) if draw else rng.integers(0, 2, shape)).astype(dtype)
