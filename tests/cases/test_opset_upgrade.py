@@ -137,3 +137,35 @@ def test_onnx_s_own_models_are_compared_and_pass(name: str, caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING):
         load(path)
     assert "not compared" not in caplog.text
+
+
+BRANCHES = """<ir_version: 6, opset_import: ["": {opset}]> g (float[1,3,8,8] x, bool k) => (float[1,3,{size},{size}] y)
+<float[4] s = {{1, 1, 1.5, 1.5}}> {{ y = If(k) <then_branch = t () => (float[1,3,{size},{size}] p) {{ p = {then} }},
+else_branch = f () => (float[1,3,{size},{size}] q) {{ q = {other} }}> }}"""
+
+
+@pytest.mark.parametrize(
+    ("opset", "body", "size"),
+    [(11, "Hardmax<axis=1>(x)", 8), (11, "Softmax<axis=2>(x)", 8), (9, 'Upsample<mode="linear">(x, s)', 12),
+     (10, 'Resize<mode="nearest">(x, s)', 12)],
+)  # fmt: skip
+def test_bodies_are_upgraded_like_the_graph(opset: int, body: str, size: int) -> None:
+    ready(parser.parse_model(BRANCHES.format(opset=opset, size=size, then=body, other=body)))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_both_branches_are_compared(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.graph.cleaning.upgrade._flatten_hardmax", lambda graph: None)
+    bodies = ("Hardmax<axis=1>(x)", "Neg(x)")[:: 1 if first else -1]
+    proto = parser.parse_model(BRANCHES.format(opset=11, size=8, then=bodies[0], other=bodies[1]))
+    with pytest.raises(UserError, match=r"\(If, output 'y'\)"):
+        ready(proto)
+
+
+def test_a_wrongly_declared_output_is_no_change_of_the_interface() -> None:
+    proto = parser.parse_model(
+        """<ir_version: 6, opset_import: ["": 11]> g (float[1,3,8,8] x, bool k) => (float[7] y)
+        { y = If(k) <then_branch = t () => (float p) { p = Softmax<axis=1>(x) },
+        else_branch = f () => (float q) { q = Relu(x) }> }"""
+    )
+    assert len(ready(proto).nodes) == 1

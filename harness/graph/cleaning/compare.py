@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx
@@ -20,7 +19,7 @@ from onnx import TensorProto, numpy_helper
 
 from harness.graph.cleaning.deviation import deviation_db, is_informative, threshold_db
 from harness.graph.cleaning.shapes import types_of
-from harness.graph.cleaning.versions import Comparison, Feeds, NotRun, Values, Version, first_run
+from harness.graph.cleaning.versions import Comparison, Feeds, NotRun, Values, Version, accepted_runs
 
 __all__ = ["Verdict", "compare_runs"]
 
@@ -48,31 +47,37 @@ def compare_runs(comparison: Comparison) -> Verdict:
     """Run both versions on random inputs and compare their outputs, then their nodes if need be."""
     try:
         original = Version(comparison.original, comparison)
-        before, feeds = first_run(original.session(), original, comparison)
+        runs = accepted_runs(original, comparison)
     except NotRun as error:
         return Verdict(unchecked=f"ONNX Runtime cannot run the original: {error}")
-    prepared = Version(comparison.prepared, comparison)
+    verdict, limit_db = Verdict(), threshold_db(original.proto)
     try:
-        after = prepared.run(prepared.session(), feeds)
+        prepared = Version(comparison.prepared, comparison)
+        session = prepared.session()
+        for before, feeds in runs:
+            after = prepared.run(session, feeds)
+            found = {name: deviation_db(value, after.get(name)) for name, value in before.items()}
+            failing = {name: found_db for name, found_db in found.items() if found_db < limit_db}
+            if failing or not found or not all(map(is_informative, before.values())):
+                verdict = _settled(comparison, feeds, before, failing, limit_db)
+            if verdict != Verdict():
+                break
     except NotRun as error:
         if error.not_implemented:
             return Verdict(unchecked=f"ONNX Runtime cannot run the prepared model: {error}")
         return Verdict(change=f"the prepared model does not run in ONNX Runtime: {error}")
-    limit_db = threshold_db(original.proto)
-    found = {name: deviation_db(value, after.get(name)) for name, value in before.items()}
-    failing = {name: found_db for name, found_db in found.items() if found_db < limit_db}
-    if not failing and found and all(map(is_informative, before.values())):
-        return Verdict()
-    return _settled(original, prepared, feeds, before, failing)
+    return verdict
 
 
-def _settled(original: Version, prepared: Version, feeds: Feeds, before: Values, failing: dict[str, float]) -> Verdict:
+def _settled(
+    comparison: Comparison, feeds: Feeds, before: Values, failing: dict[str, float], limit_db: float
+) -> Verdict:
     """Return the verdict on models whose outputs do not tell enough; `failing` are those that deviate, in dB."""
-    limit_db = threshold_db(original.proto)
+    original = Version(comparison.original, comparison)
     again = original.run_samples(original.session(), feeds) if failing else {}
     varying = [name for name in failing if deviation_db(before[name], again[name]) < limit_db]
     stable = [name for name in failing if name not in varying]
-    change = _first_change(original, prepared, feeds, limit_db)
+    change = _first_change(original, Version(comparison.prepared, comparison), feeds, limit_db)
     if change is None and not before:
         return Verdict(unchecked="NumPy lacks the types of its outputs")
     if change is None:
@@ -84,16 +89,17 @@ def _settled(original: Version, prepared: Version, feeds: Feeds, before: Values,
 
 def _first_change(original: Version, prepared: Version, feeds: Feeds, limit_db: float) -> str | None:
     """Return the first node whose results differ on equal inputs, "" without one, None if that cannot be told."""
+    graph = prepared.proto.graph
     makers = {name: node for node in original.proto.graph.node if not _is_random(node) for name in node.output if name}
-    made = {name for node in prepared.proto.graph.node for name in node.output}
-    folded = {t.name: t for t in prepared.proto.graph.initializer if t.name in makers and not _is_external(t)}
+    made = {name for node in graph.node for name in node.output}
+    folded = {t.name: t for t in graph.initializer if t.name in makers and not _is_external(t)}
     names = [name for name in makers if name in made or name in folded]
-    types = types_of(prepared.proto.graph)
+    types = types_of(graph)
     if sum(math.prod(types[name].shape) for name in names if name in types) > LOCAL_ELEMENTS:
         return None
     try:
         values = original.values_of(names, feeds)
-        own = prepared.own_values({n: v for n, v in values.items() if n in made and _is_array(v)}, feeds)
+        own = prepared.own_values({n: v for n, v in values.items() if n in made and isinstance(v, np.ndarray)}, feeds)
     except NotRun:
         return None
     own |= {name: numpy_helper.to_array(tensor) for name, tensor in folded.items()}
@@ -116,7 +122,3 @@ def _is_random(node: onnx.NodeProto) -> bool:
 
 def _is_external(tensor: TensorProto) -> bool:
     return bool(tensor.data_location == TensorProto.EXTERNAL)
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray)

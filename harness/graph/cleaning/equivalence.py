@@ -74,14 +74,17 @@ class Original:
         )  # fmt: skip
 
 
-def check_equivalent(original: Original, model: Model) -> None:
+def check_equivalent(original: Original, model: Model) -> bool:
     """Compare a prepared model with its original; the verdict is remembered for the life of this process.
+
+    Returns:
+        False if they could not be compared, which is logged.
 
     Raises:
         UserError: They do not compute the same.
     """
     if _is_untouched(original, model.proto):
-        return
+        return True
     before, key = original.source, original.key
     if isinstance(before, onnx.ModelProto) and not is_large(before):
         before = before.SerializeToString()
@@ -102,6 +105,7 @@ def check_equivalent(original: Original, model: Model) -> None:
         raise UserError(
             f"{model.source}: preparing the model would change what it computes: {verdict.change}; {remedy}"
         )
+    return not verdict.unchecked
 
 
 def _compared(original: Original, before: onnx.ModelProto | Path | bytes, model: Model) -> Verdict:

@@ -37,7 +37,7 @@ class Interface:
 
         Args:
             graph: The prepared graph.
-            before: Types of tensors before an upgrade, as far as they were known.
+            before: Types that outputs should have, as far as they are known.
             source: What messages call the model.
 
         Raises:

@@ -16,9 +16,9 @@ from onnx import helper
 from harness.feeds import Types
 from harness.graph.cleaning.clean import name_nodes
 from harness.graph.cleaning.deviation import is_informative
-from harness.graph.model import captures
+from harness.graph.model import captures, graphs
 
-__all__ = ["Comparison", "Feeds", "NotRun", "Values", "Version", "first_run"]
+__all__ = ["Comparison", "Feeds", "NotRun", "Values", "Version", "accepted_runs"]
 
 _OWN = "qdq.own."
 _DTYPES = {"float": "float32", "double": "float64", "string": "object"}
@@ -186,28 +186,32 @@ def _joined(results: list[Any]) -> Any:
     return np.concatenate(results) if isinstance(first, np.ndarray) and first.shape[:1] == (1,) else first
 
 
-def first_run(session: Any, original: Version, comparison: Comparison) -> tuple[Values, dict[str, npt.NDArray[Any]]]:
-    """Run the original on the first inputs that it accepts; finite results are preferred.
+def accepted_runs(original: Version, comparison: Comparison) -> list[tuple[Values, Feeds]]:
+    """Run the original on inputs that it accepts.
+
+    Returns:
+        Results and inputs: the first with a result that is not constant if there is one, or all if the model has
+        branches, each of which some inputs may take.
 
     Raises:
-        NotRun: It accepts none of them.
+        NotRun: It accepts none.
     """
-    accepted, problem = None, None
+    session, accepted, problem = original.session(), [], NotRun("no inputs could be drawn")
+    branches = any(node.op_type == "If" for graph in graphs(original.proto.graph) for node in graph.node)
     for feeds in _draws(comparison):
         try:
-            values = original.run_samples(session, feeds)
+            accepted.append((original.run_samples(session, feeds), feeds))
         except NotRun as error:
-            problem = problem or error
+            problem = error
             continue
-        if any(map(is_informative, values.values())):
-            return values, feeds
-        accepted = accepted or (values, feeds)
-    if accepted is None:
-        raise problem or NotRun("no inputs could be drawn")
-    return accepted
+        if not branches and any(map(is_informative, accepted[-1][0].values())):
+            return accepted[-1:]
+    if not accepted:
+        raise problem
+    return accepted if branches else accepted[:1]
 
 
-def _draws(comparison: Comparison) -> Iterator[dict[str, npt.NDArray[Any]]]:
+def _draws(comparison: Comparison) -> Iterator[Feeds]:
     """Yield inputs of each kind in `Comparison.draws`."""
     for draw in comparison.draws:
         rng = np.random.default_rng(draw)
