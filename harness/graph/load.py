@@ -69,7 +69,7 @@ def load(path: Path, *, source: str | None = None, shapes: Shapes = _NO_SHAPES, 
     source = source or str(path)
     proto, sha256 = read_model(path, source)
     try:
-        original = Original.of(proto, path, f"{sha256} {sorted(shapes.items())} {min_opset}")
+        original = Original.of(proto, path.absolute(), f"{sha256} {sorted(shapes.items())} {min_opset}")
         return _prepare(original, proto, source, sha256, shapes, min_opset)
     except _DAMAGE as error:  # the file is somebody else's, and there are more ways to lie than checks
         text = " ".join(f"{type(error).__name__}: {error}".split())[:300]

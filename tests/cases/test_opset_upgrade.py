@@ -169,3 +169,36 @@ def test_a_wrongly_declared_output_is_no_change_of_the_interface() -> None:
         else_branch = f () => (float q) { q = Relu(x) }> }"""
     )
     assert len(ready(proto).nodes) == 1
+
+
+@pytest.mark.parametrize(
+    ("opset", "node", "is_refused"),
+    [
+        (6, "y = Dropout(x)", True),
+        (6, "y = Dropout<is_test=1>(x)", False),
+        (6, "y = BatchNormalization(x, s, s, s, s)", True),
+        (6, "y = BatchNormalization<is_test=1>(x, s, s, s, s)", False),
+        (9, "y, a, b, c, d = BatchNormalization(x, s, s, s, s)", True),
+        (9, "y = BatchNormalization(x, s, s, s, s)", False),
+        (9, "y = Dropout(x)", False),
+    ],
+)
+def test_training_does_not_become_inference(opset: int, node: str, is_refused: bool) -> None:
+    proto = parser.parse_model(
+        f"""<ir_version: 4, opset_import: ["": {opset}]> g (float[1,3,8,8] x) => (float[1,3,8,8] y)
+        <float[3] s = {{1, 2, 3}}> {{ {node} }}"""
+    )
+    if is_refused:
+        with pytest.raises(UserError, match="training"):
+            ready(proto)
+    else:
+        assert len(ready(proto).nodes) == 1
+
+
+def test_bilinear_is_what_opset_1_calls_linear() -> None:
+    proto = parser.parse_model(
+        """<ir_version: 3, opset_import: ["": 6]> g (float[1,3,8,8] x) => (float[1,3,16,12] y)
+        { y = Upsample<height_scale=2.0, width_scale=1.5, mode="bilinear">(x) }"""
+    )
+    (resize,) = ready(proto).nodes
+    assert resize.attributes == {"mode": "linear", "coordinate_transformation_mode": "asymmetric"}

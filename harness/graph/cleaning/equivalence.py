@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 KEPT_VERDICTS = 256
 """Verdicts that one process remembers."""
+_ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 MEMORY_SHARE = 0.8
 """Part of the free memory that the comparison may take."""
 
@@ -139,6 +140,8 @@ def _in_helper(comparison: Comparison, source: str) -> Verdict:
         if error.crashed and comparison.draws != (2,):
             return _in_helper(replace(comparison, draws=(2,)), source)
         return Verdict(unchecked=f"ONNX Runtime {error.how}")
+    except _ERRORS as error:  # a fault of the comparison must not refuse a valid model
+        return Verdict(unchecked=f"{type(error).__name__}: {error}")
 
 
 def _is_untouched(original: Original, proto: onnx.ModelProto) -> bool:

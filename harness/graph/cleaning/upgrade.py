@@ -2,7 +2,7 @@
 
 onnx's version converter (1.21) does most of it. It loses the meaning of a few operators: Upsample and Resize before
 opset 11 become a Resize that samples at half pixels, Hardmax before opset 13 works along one axis and no longer along
-all from there on, and Scan of opset 8 loses its batch axis.
+all from there on, Scan of opset 8 loses its batch axis, and training becomes inference.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ __all__ = ["EXPLICIT_RESIZE", "upgraded"]
 
 EXPLICIT_RESIZE, _ALONG_ONE_AXIS, _UNBATCHED_SCAN = 11, 13, 9
 """Opsets in which Resize has coordinate modes, Hardmax works along one axis, and Scan has no batch axis."""
+_NO_IS_TEST, _TRAINING_MODE = 7, 14
+"""Opsets in which `is_test` is gone, and in which BatchNormalization tells training by an attribute, not by outputs."""
 
 
 def upgraded(proto: onnx.ModelProto, version: int, wanted: int, source: str) -> onnx.ModelProto:
@@ -39,7 +41,7 @@ def upgraded(proto: onnx.ModelProto, version: int, wanted: int, source: str) -> 
     """
     metadata, declared = list(proto.metadata_props), list(proto.graph.value_info)
     try:
-        _refuse_scans(proto.graph, version)
+        _refuse(proto.graph, version)
         if version < _ALONG_ONE_AXIS:
             _flatten_hardmax(proto.graph)
         resizes = _resizes(proto.graph) if version < EXPLICIT_RESIZE else []
@@ -67,9 +69,20 @@ def _nodes(graph: onnx.GraphProto, *operators: str) -> Iterator[onnx.NodeProto]:
         yield from (node for node in inner.node if node.op_type in operators and not node.domain)
 
 
-def _refuse_scans(graph: onnx.GraphProto, version: int) -> None:
-    for node in _nodes(graph, "Scan") if version < _UNBATCHED_SCAN else ():
-        raise RuntimeError(f"{_called(node)} has the batch axis of opset 8, which Scan lost in opset 9")
+def _refuse(graph: onnx.GraphProto, version: int) -> None:
+    """Check that no node does what newer opsets cannot, or do differently.
+
+    Raises:
+        RuntimeError: One does.
+    """
+    for node in _nodes(graph, "BatchNormalization", "Dropout", "Scan"):
+        if node.op_type == "Scan" and version < _UNBATCHED_SCAN:
+            raise RuntimeError(f"{_called(node)} has the batch axis of opset 8, which Scan lost in opset 9")
+        is_test = any(attribute.name == "is_test" and attribute.i for attribute in node.attribute)
+        old = version < _NO_IS_TEST and node.op_type != "Scan" and not is_test
+        several = sum(map(bool, node.output)) > 1
+        if old or (node.op_type == "BatchNormalization" and version < _TRAINING_MODE and several):
+            raise RuntimeError(f"{_called(node)} is exported for training; export the model for inference")
 
 
 def _resizes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
@@ -82,6 +95,7 @@ def _resizes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     found = []
     for node in _nodes(graph, "Upsample", "Resize"):
         mode = next((a.s.decode() for a in node.attribute if a.name == "mode"), "nearest")
+        mode = "linear" if mode == "bilinear" else mode  # as opset 1 calls it
         attributes = {"mode": mode, "coordinate_transformation_mode": "asymmetric"}
         if mode == "nearest":
             attributes["nearest_mode"] = _rounding(node, constants)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import numpy.typing as npt
 import onnx
 from onnx import helper
 
-from harness.feeds import Types
+from harness.feeds import LARGEST, Types
 from harness.graph.cleaning.clean import name_nodes
 from harness.graph.cleaning.deviation import is_informative
 from harness.graph.model import captures, graphs
@@ -220,6 +221,8 @@ def _draws(comparison: Comparison) -> Iterator[Feeds]:
 
 def _draw(rng: np.random.Generator, draw: int, name: str, declared: tuple[str, tuple[int, ...]]) -> npt.NDArray[Any]:
     kind, shape = declared
+    if math.prod(shape) > LARGEST:
+        raise NotRun(f"input {name!r} has {math.prod(shape):,} elements")
     try:
         dtype = np.dtype(_DTYPES.get(kind, kind))
     except TypeError as error:
