@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from harness.graph.cleaning.deviation import deviation_db, is_informative, threshold_db
+from harness.graph.cleaning.deviation import deviation_db, is_informative, normalization_db, threshold_db
 from harness.graph.cleaning.shapes import types_of
 from harness.graph.cleaning.versions import Comparison, Feeds, NotRun, Values, Version, accepted_runs
 
@@ -97,16 +97,19 @@ def _first_change(original: Version, prepared: Version, feeds: Feeds, limit_db: 
     types = types_of(graph)
     if sum(math.prod(types[name].shape) for name in names if name in types) > LOCAL_ELEMENTS:
         return None
+    norms = {n: node.input[0] for n, node in makers.items() if node.op_type == "BatchNormalization"}
     try:
-        values = original.values_of(names, feeds)
+        values = original.values_of([*names, *({*norms.values()} & makers.keys() - {*names})], feeds)
         own = prepared.own_values({n: v for n, v in values.items() if n in made and isinstance(v, np.ndarray)}, feeds)
     except NotRun:
         return None
     own |= {name: numpy_helper.to_array(tensor) for name, tensor in folded.items()}
     for name, value in values.items():
-        found_db = deviation_db(value, own[name]) if name in own else math.inf
-        if found_db < limit_db:
-            return f"node {makers[name].name!r} ({makers[name].op_type}, output {name!r}){_said(found_db, limit_db)}"
+        found_db, least_db = deviation_db(value, own[name]) if name in own else math.inf, limit_db
+        if found_db < limit_db and norms.get(name) in values:
+            least_db = normalization_db(values[norms[name]], value, limit_db)
+        if found_db < least_db:
+            return f"node {makers[name].name!r} ({makers[name].op_type}, output {name!r}){_said(found_db, least_db)}"
     return ""
 
 

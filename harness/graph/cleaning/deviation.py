@@ -12,12 +12,15 @@ from onnx import TensorProto
 
 from harness.graph.model import graphs
 
-__all__ = ["deviation_db", "is_informative", "threshold_db"]
+__all__ = ["deviation_db", "is_informative", "normalization_db", "threshold_db"]
 
 THRESHOLD_DB = 80.0
 """Least signal-to-noise ratio in FP32. Folded BatchNormalization is above 110 dB, a changed operator below 60 dB."""
-_COARSER_DB = {TensorProto.FLOAT16: 50.0, TensorProto.BFLOAT16: 35.0}
+_COARSER_DB = {TensorProto.FLOAT16: 40.0, TensorProto.BFLOAT16: 25.0}
 """The same for models with 11 or 8 significant bits: one rounding of a result is 70 or 52 dB, and they add up."""
+_ROUNDING_DB = {THRESHOLD_DB: 144.0, 40.0: 66.0, 25.0: 48.0}
+"""Ratio of a value to half its last digit, by threshold."""
+_MARGIN_DB = 20.0
 _SENTINEL = 1e30
 """Equal values beyond this size, such as the -3.4e38 of attention masks, are no part of the signal."""
 
@@ -35,6 +38,26 @@ def threshold_db(proto: onnx.ModelProto) -> float:
         elif attribute.HasField("t"):
             found.add(attribute.t.data_type)
     return min(_COARSER_DB.get(kind, THRESHOLD_DB) for kind in (*found, TensorProto.FLOAT))
+
+
+def normalization_db(before: npt.NDArray[Any], after: npt.NDArray[Any], limit_db: float) -> float:
+    """Return the least ratio for a folded BatchNormalization.
+
+    Where a mean is far larger than the spread around it, rounding of its input alone takes digits from the result.
+
+    Args:
+        before: Its input, channels along axis 1.
+        after: Its result.
+        limit_db: `threshold_db` of the model, which the result never exceeds.
+    """
+    axes = tuple(axis for axis in range(before.ndim) if axis != 1)
+    x, y = before.astype(np.float64), after.astype(np.float64)
+    spread = x.var(axis=axes)
+    gain = np.divide(y.var(axis=axes), spread, out=np.zeros_like(spread), where=spread > 0)
+    amplified, signal = float(((x**2).mean(axis=axes) * gain).sum()), float((y**2).mean(axis=axes).sum())
+    if not (amplified > 0 and signal > 0):
+        return limit_db
+    return min(limit_db, _ROUNDING_DB[limit_db] - _MARGIN_DB - 10 * math.log10(amplified / signal))
 
 
 def deviation_db(before: Any, after: Any) -> float:

@@ -89,7 +89,9 @@ def check_equivalent(original: Original, model: Model) -> bool:
     before, key = original.source, original.key
     if isinstance(before, onnx.ModelProto) and not is_large(before):
         before = before.SerializeToString()
-        key = hashlib.sha256(before + model.proto.SerializeToString(deterministic=True)).hexdigest()
+        digest = hashlib.sha256(before)
+        digest.update(model.proto.SerializeToString(deterministic=True))
+        key = digest.hexdigest()
     verdicts = _verdicts(os.getpid())
     verdict = verdicts.get(key) if key else None
     if verdict is None:
