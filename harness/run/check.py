@@ -27,6 +27,7 @@ from harness.evaluators.intervals import too_few
 from harness.evaluators.preprocess import open_plugin, open_preprocess
 from harness.graph.importer import refuse_quantized
 from harness.graph.model import Model
+from harness.graph.space import build_space
 from harness.graph.spoken import dialect_called, dialect_name
 from harness.paths import locate
 from harness.run.bounds import check_bound, too_fine
@@ -36,6 +37,7 @@ from harness.run.objective import Objective, check_objective
 from harness.run.plan import based, plan, precisions_of
 from harness.run.seeding import check_files
 from harness.run.starts import TOOLS
+from harness.run.strongest import cast_problems
 from search.api import CONTRACT
 from search.planted import planted_space
 
@@ -79,26 +81,48 @@ def check_experiment(experiment: Experiment, base: Path) -> tuple[str, ...]:
     return tuple(remarks)
 
 
-def check_models(experiment: Experiment, base: Path) -> None:
+def check_models(experiment: Experiment, base: Path) -> tuple[str, ...]:
     """Load every model file: a run finds out cell by cell, so that one that is no good stops its own cells alone.
+
+    Where a backend reads models at FP16 or BF16, each is cast, and looked through for what may be quantized.
 
     Args:
         base: Folder that relative paths of the experiment start from.
 
+    Returns:
+        What is allowed, but should be known beforehand; a line each.
+
     Raises:
         UserError: What is wrong with each that cannot be used, a line each.
     """
-    wrong = []
+    wrong, known = [], []
     for model in experiment.models:
         if model.use.startswith("zoo:"):  # is made by code
             continue
         try:
             with _at(f"model {model.name!r}"):
-                refuse_quantized(open_model(model, base, base))
+                loaded = open_model(model, base, base)
+                refuse_quantized(loaded)
+                for backend in experiment.backends:
+                    known += _check_casts(based(backend, base), loaded, experiment)
         except UserError as error:
             wrong.append(str(error))
     if wrong:
         raise UserError("\n".join(wrong))
+    return tuple(known)
+
+
+def _check_casts(backend: Use, model: Model, experiment: Experiment) -> Iterator[str]:
+    made = registry.create("benchmarker", backend.use, backend.params)
+    precisions = tuple(dict.fromkeys(each for setting in experiment.precision for each in precisions_of(setting)))
+    space = build_space(model, dialect_called(dialect_name(made, backend.use, {})), precisions=precisions)
+    edges = [edge for dimension in space.dimensions for edge in dimension.edges]
+    with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
+        problems = cast_problems(backend, model, edges, Path(scratch))
+    for precision, problem in problems.items():
+        if not precision:
+            raise UserError(f"backend {backend.use!r}: {problem}")
+        yield f"model {model.source!r}: backend {backend.use!r} will run without float precision {precision}: {problem}"
 
 
 def _check_objective(objective: Objective, model: ModelSpec) -> None:
