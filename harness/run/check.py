@@ -95,7 +95,7 @@ def check_models(experiment: Experiment, base: Path) -> tuple[str, ...]:
     Raises:
         UserError: What is wrong with each that cannot be used, a line each.
     """
-    wrong, known = [], []
+    wrong, known = list[str](), list[str]()
     for model in experiment.models:
         if model.use.startswith("zoo:"):  # is made by code
             continue
