@@ -108,7 +108,7 @@ def take_behind(file: Path, known: Collection[tuple[str, str]], source: str) -> 
         source: What messages call the model.
 
     Raises:
-        BuildFailed: Nothing is left, or the type of a tensor is not known.
+        BuildFailed: Nothing is left, or type or shape of a tensor is not known.
     """
     proto = onnx.load(file)
     plugins = plugin_nodes(proto, known)
@@ -128,7 +128,7 @@ def without_plugins(proto: onnx.ModelProto, plugins: Mapping[int, onnx.NodeProto
         source: What messages call the model.
 
     Raises:
-        BuildFailed: The type of such a tensor is not known.
+        BuildFailed: Type or shape of such a tensor is not known.
     """
     cut = infer(proto, source)
     graph = cut.graph
@@ -142,8 +142,8 @@ def without_plugins(proto: onnx.ModelProto, plugins: Mapping[int, onnx.NodeProto
     for name in (*inputs, *outputs):
         if name not in types or not types[name].type.tensor_type.elem_type:
             raise BuildFailed(
-                f"{source}: the type of tensor {name!r} is not known, but needed where plug-in operators stay; "
-                "export the model with the types of all tensors (value_info)"
+                f"{source}: type and shape of tensor {name!r} are not known, but needed where plug-in operators stay; "
+                "export the model with those of all tensors (value_info)"
             )
     moved = {*inputs, *outputs}
     _replace(graph.node, kept)
