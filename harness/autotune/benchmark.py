@@ -232,7 +232,7 @@ def backend_use(name: str, options: Mapping[str, Any], params: Mapping[str, Any]
         params: Further parameters of the backend.
 
     Raises:
-        UserError: No such backend is installed, or it does not take an option or its value.
+        UserError: No such backend is installed, or it does not take an option.
     """
     try:
         taken = registry.signature("benchmarker", name).parameters
@@ -252,9 +252,7 @@ def backend_use(name: str, options: Mapping[str, Any], params: Mapping[str, Any]
             found[known] = [*found.get(known, ()), *value] if isinstance(value, list | tuple) else value
         elif option != "timing_cache_file":
             raise AutotunerError(f"{option}: backend {name!r} takes none; {_REMEDIES[option]}")
-    use = Use(use=name, params=found)
-    registry.guarded(f"backend {name!r}", lambda: registry.create("benchmarker", use.use, use.params))
-    return use
+    return Use(use=name, params=found)
 
 
 def split_arguments(text: str) -> list[str]:

@@ -13,6 +13,7 @@ import fake_trtexec
 import pytest
 from fake_machine import Trtexec11
 
+from harness import registry
 from harness.api import Candidate
 from harness.autotune.benchmark import TrtExecBenchmark, backend_use, current_benchmark, init_benchmark_instance
 from harness.autotune.command import autotune
@@ -90,8 +91,12 @@ def test_what_contradicts_is_refused(params: dict[str, Any], says: str, tmp_path
     ],
 )
 def test_what_a_backend_does_not_take_is_refused_by_name(backend: str, options: dict[str, Any], says: str) -> None:
+    def make() -> None:
+        use = backend_use(backend, options)
+        registry.create("benchmarker", use.use, use.params)
+
     with pytest.raises(UserError, match=says):
-        backend_use(backend, options)
+        make()
 
 
 def test_python_passes_them_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +112,8 @@ def test_python_passes_them_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert current_benchmark() is None
 
 
-def test_the_command_line_passes_them_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("text", ["--verbose", "--verbose --skipInference"])
+def test_the_command_line_passes_them_on(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Use] = []
 
     def stop(backend: Use, *_: Any) -> None:
@@ -119,8 +125,8 @@ def test_the_command_line_passes_them_on(tmp_path: Path, monkeypatch: pytest.Mon
     library = tmp_path / "my.so"
     library.touch()
     given = ["-m", str(net(tmp_path)), "-o", "out", "--use_trtexec", "--timing_cache", "cache"]
-    given += ["--plugin_libraries", "my.so", "--trtexec_benchmark_args", "--verbose --skipInference"]
+    given += ["--plugin_libraries", "my.so", "--trtexec_benchmark_args", text]
     with pytest.raises(UserError, match="enough"):
         autotune(given, "qdq", Silent())
-    params = {"extra": ["--verbose", "--skipInference"], "plugins": [str(library)], "timing_cache_file": "cache"}
+    params = {"extra": text.split(), "plugins": [str(library)], "timing_cache_file": "cache"}
     assert seen == [Use(use="trtexec", params=params)]
