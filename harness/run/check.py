@@ -27,7 +27,6 @@ from harness.evaluators.intervals import too_few
 from harness.evaluators.preprocess import open_plugin, open_preprocess
 from harness.graph.importer import refuse_quantized
 from harness.graph.model import Model
-from harness.graph.space import build_space
 from harness.graph.spoken import dialect_called, dialect_name
 from harness.paths import locate
 from harness.run.bounds import check_bound, too_fine
@@ -60,7 +59,7 @@ def check_experiment(experiment: Experiment, base: Path) -> tuple[str, ...]:
         UserError: The first thing that does not fit, with what would.
     """
     plan(experiment)
-    precisions = tuple(dict.fromkeys(each for setting in experiment.precision for each in precisions_of(setting)))
+    precisions = _precisions(experiment)
     for method in experiment.searchers:
         if registry.kind_of(method.use, ("searcher", "peer")) == "peer":
             _check_peer(method, experiment, base)
@@ -96,6 +95,7 @@ def check_models(experiment: Experiment, base: Path) -> tuple[str, ...]:
         UserError: What is wrong with each that cannot be used, a line each.
     """
     wrong, known = list[str](), list[str]()
+    precisions = _precisions(experiment)
     for model in experiment.models:
         if model.use.startswith("zoo:"):  # is made by code
             continue
@@ -104,7 +104,11 @@ def check_models(experiment: Experiment, base: Path) -> tuple[str, ...]:
                 loaded = open_model(model, base, base)
                 refuse_quantized(loaded)
                 for backend in experiment.backends:
-                    known += _check_casts(based(backend, base), loaded, experiment)
+                    for precision, problem in cast_problems(based(backend, base), loaded, precisions).items():
+                        said = f"backend {backend.use!r}: {problem}"
+                        if not precision:
+                            raise UserError(said)
+                        known.append(f"model {model.name!r}: no {precision} where the precision is open: {said}")
         except UserError as error:
             wrong.append(str(error))
     if wrong:
@@ -112,17 +116,8 @@ def check_models(experiment: Experiment, base: Path) -> tuple[str, ...]:
     return tuple(known)
 
 
-def _check_casts(backend: Use, model: Model, experiment: Experiment) -> Iterator[str]:
-    made = registry.create("benchmarker", backend.use, backend.params)
-    precisions = tuple(dict.fromkeys(each for setting in experiment.precision for each in precisions_of(setting)))
-    space = build_space(model, dialect_called(dialect_name(made, backend.use, {})), precisions=precisions)
-    edges = [edge for dimension in space.dimensions for edge in dimension.edges]
-    with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
-        problems = cast_problems(backend, model, edges, Path(scratch))
-    for precision, problem in problems.items():
-        if not precision:
-            raise UserError(f"backend {backend.use!r}: {problem}")
-        yield f"model {model.source!r}: backend {backend.use!r} will run without float precision {precision}: {problem}"
+def _precisions(experiment: Experiment) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(each for setting in experiment.precision for each in precisions_of(setting)))
 
 
 def _check_objective(objective: Objective, model: ModelSpec) -> None:

@@ -8,8 +8,9 @@ cell and the precision of everything in its candidates that is not quantized. Th
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from harness.graph.casting import refuse_lost_nodes
 from harness.graph.files import file_digest
 from harness.graph.load import load, save
 from harness.graph.model import Model
+from harness.graph.space import build_space
+from harness.graph.spoken import dialect_called, dialect_name
 from harness.measure.confirm import Row, confirm, summarise
 from harness.measure.engines import MAIN, WorkerSpec
 from harness.measure.events import encode_event
@@ -30,7 +33,7 @@ from harness.run.config import Confirmation, Use
 from harness.run.journal import writing
 from harness.run.observe import Observer
 from harness.run.rows import read_json, write_json
-from search.space import Edge, digest_of
+from search.space import digest_of
 
 __all__ = ["CAST", "cast_problems", "float_benchmarkers", "parsed"]
 
@@ -58,25 +61,29 @@ def parsed(use: Use, path: Path, folder: Path) -> Path:
         return path
 
 
-def cast_problems(use: Use, model: Model, edges: Collection[Edge], folder: Path) -> dict[str, str]:
+def cast_problems(use: Use, model: Model, precisions: Sequence[str]) -> dict[str, str]:
     """Return why candidates cannot be made in a float form that a backend reads, by its precision; nothing is built.
 
     Args:
         use: The backend; where it leaves the float precision open, each that its device offers is looked at.
         model: The float model.
-        edges: What may be quantized.
-        folder: Where cast files go.
+        precisions: What may be offered beside float.
     """
-    if getattr(registry.create("benchmarker", use.use, use.params), "cast", None) is None:
+    made = registry.create("benchmarker", use.use, use.params)
+    if getattr(made, "cast", None) is None:
         return {}
-    file, problems = save(model, folder), {}
-    for precision, offered in _offered(use).items():
-        try:
-            read = Path(registry.create("benchmarker", offered.use, offered.params).cast(file, folder))
-            if read != file:
-                refuse_lost_nodes(edges, load(read, source=model.source))
-        except (BuildFailed, UserError) as error:
-            problems[precision] = str(error)
+    space = build_space(model, dialect_called(dialect_name(made, use.use, {})), precisions=precisions)
+    edges = [edge for dimension in space.dimensions for edge in dimension.edges]
+    problems = {}
+    with TemporaryDirectory(prefix="qdq-cast-") as scratch:
+        file = save(model, Path(scratch))
+        for precision, offered in _offered(use).items():
+            try:
+                read = Path(registry.create("benchmarker", offered.use, offered.params).cast(file, file.parent))
+                if read != file:
+                    refuse_lost_nodes(edges, load(read, source=model.source))
+            except (BuildFailed, UserError) as error:
+                problems[precision] = str(error)
     return problems
 
 
