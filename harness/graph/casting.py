@@ -20,6 +20,7 @@ from search.space import Edge, Resolved, digest_of
 
 __all__ = ["CastInserter", "carried", "refuse_lost_nodes"]
 
+LARGEST_HALF = 65504.0
 Ranges = Mapping[str, tuple[float, float]]
 
 
@@ -57,12 +58,13 @@ class CastInserter(Inserter):
     Args:
         cast: The cast model.
         dialect: How the runtime wants its Q/DQ.
-        ranges: Range of each activation by its tensor in the float model; a Cast changes none.
+        ranges: Range of each activation by its tensor in the float model; at FP16 values end at 65504.
         model: The float model, by whose nodes and inputs the ranges are carried over; without it, by names of tensors.
     """
 
     def __init__(self, cast: Model, dialect: Dialect, ranges: Ranges, model: Model | None = None) -> None:
-        super().__init__(cast, dialect, _by_name(cast, ranges) if model is None else _by_place(model, cast, ranges))
+        found = _by_name(cast, ranges) if model is None else _by_place(model, cast, ranges)
+        super().__init__(cast, dialect, _within_float16(cast, found))
         self._cast = cast
 
     def insert(self, resolved: Resolved) -> onnx.ModelProto:
@@ -100,6 +102,15 @@ def _by_place(model: Model, cast: Model, ranges: Ranges) -> dict[str, tuple[floa
                 known = found.get(after, (low, high))
                 found[after] = min(low, known[0]), max(high, known[1])
     return {**ranges, **found}
+
+
+def _within_float16(cast: Model, ranges: Ranges) -> dict[str, tuple[float, float]]:
+    """Return ranges cut to what FP16 holds for tensors of that type, whose scale would be infinite otherwise."""
+    found = dict(ranges)
+    for name, (low, high) in ranges.items():
+        if name in cast.types and cast.types[name].dtype == "float16":
+            found[name] = max(low, -LARGEST_HALF), min(high, LARGEST_HALF)
+    return found
 
 
 def _by_name(cast: Model, ranges: Ranges) -> dict[str, tuple[float, float]]:

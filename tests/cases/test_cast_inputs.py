@@ -144,6 +144,18 @@ def test_scales_are_those_of_the_float_model(case: str, precision: str, tmp_path
     assert len(wanted) == sum(edge.tensor not in model.constants for edge, _ in everywhere)
 
 
+def test_a_mask_beyond_fp16_has_a_finite_scale(tmp_path: Path) -> None:
+    nodes, inputs = CASES["mask_int64"]
+    model = load(graph(tmp_path, nodes, inputs))
+    space = build_space(model, TENSORRT)
+    ranges = {edge.tensor: (-1e9, 1.0) for dimension in space.dimensions for edge in dimension.edges}
+    file = cast_model(save(model, tmp_path / "float"), "f16", tmp_path)
+    inserter = CastInserter(load(file), TENSORRT, ranges, model)
+    found = scales(inserter.export(space.resolve(space.everywhere()), tmp_path / "q.onnx"))
+    assert found
+    assert [*found.values()] == pytest.approx([65504 / 127] * len(found), rel=0.01)
+
+
 def experiment(folder: Path, **params: str) -> list[str]:
     """Write an experiment on the stand-in for TensorRT 11; the arguments that run it."""
     backend = {"use": "fake_machine:TensorRT11", "label": "trt", "params": params}
