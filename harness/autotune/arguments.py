@@ -26,6 +26,7 @@ MODE_PRESETS: Mapping[str, Mapping[str, int]] = MappingProxyType(
 )
 """Figures of ModelOpt 0.47."""
 MAX_FILTER_BYTES = 1 << 20
+TRTEXEC = "--trtexec_benchmark_args"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,18 @@ def _plainly(error: OSError | UnicodeDecodeError) -> str:
 
 def arguments(given: Sequence[str], prog: str) -> argparse.Namespace:
     """The options of a command line; ends the process where one is wrong, as argparse does."""
-    return get_parser(prog).parse_args(given)
+    return get_parser(prog).parse_args(_with_value(given, TRTEXEC))
+
+
+def _with_value(given: Sequence[str], option: str) -> list[str]:
+    """Return arguments with an option and its value in one: argparse takes a value such as --verbose for an option."""
+    found: list[str] = []
+    for argument in given:
+        if found and found[-1] == option:
+            found[-1] = f"{option}={argument}"
+        else:
+            found.append(argument)
+    return found
 
 
 def get_parser(prog: str = "python -m harness.autotune") -> argparse.ArgumentParser:
@@ -183,4 +195,4 @@ def _add_benchmark(group: Any) -> None:
     group.add_argument(
         "--plugin_libraries", "--plugins", nargs="+", metavar="FILE", help="libraries with operators of TensorRT"
     )
-    group.add_argument("--trtexec_benchmark_args", help="further arguments of trtexec, as one quoted text")
+    group.add_argument(TRTEXEC, help="further arguments of trtexec, as one quoted text")

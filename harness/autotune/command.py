@@ -162,11 +162,10 @@ def _backend(options: argparse.Namespace) -> Use:
     if options.use_trtexec and options.backend not in (None, "trtexec"):
         raise AutotunerError(f"--use_trtexec and --backend {options.backend}: choose one")
     name = "trtexec" if options.use_trtexec else options.backend or "openvino"
-    for file in options.plugin_libraries or ():
-        locate(file)
+    plugins = [str(locate(file).resolve()) for file in options.plugin_libraries or ()]
     extra = options.trtexec_benchmark_args
     given = {
-        "plugin_libraries": options.plugin_libraries,
+        "plugin_libraries": plugins,
         "timing_cache_file": options.timing_cache,
         "trtexec_args": None if extra is None else split_arguments(extra),
     }

@@ -17,7 +17,7 @@ from harness.errors import UserError
 from harness.evaluators.datasets import open_data
 from harness.evaluators.feeding import Batches, batches
 from harness.feeds import random_feeds
-from harness.graph.casting import CastInserter
+from harness.graph.casting import CastInserter, refuse_lost_nodes
 from harness.graph.exchange import encode, write
 from harness.graph.insert import Inserter
 from harness.graph.load import load, save
@@ -73,8 +73,11 @@ class Delivery:
 
     @cached_property
     def _inserter(self) -> Inserter:
-        make = Inserter if self._floating is self._model else CastInserter
-        return make(self._floating, self._dialect, finite_ranges(self._ranges))
+        ranges = finite_ranges(self._ranges)
+        if self._floating is self._model:
+            return Inserter(self._model, self._dialect, ranges)
+        refuse_lost_nodes((edge for dimension in self.space.dimensions for edge in dimension.edges), self._floating)
+        return CastInserter(self._floating, self._dialect, ranges, self._model)
 
     def proto(self, resolved: Resolved) -> Any:
         """A placement's model in memory, as ONNX has it."""

@@ -25,6 +25,7 @@ from harness.api import Array
 from harness.errors import UserError, nearest
 from harness.graph.files import copy_model
 from harness.graph.operators import LARGEST
+from harness.graph.plugins import cut_plugins
 from harness.paths import cache_folder
 from search.space import Edge, Space
 
@@ -53,6 +54,8 @@ Ranges = Mapping[str, tuple[float, float]]
 _SCHEMA = 2
 _OUTSIDE = ""  # the consumer of what leaves the model, see `Edge`
 _SHOWN = 5
+_UNSEEN = (math.inf, -math.inf)
+"""The range of a tensor that was not observed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,14 +103,15 @@ def calibrate(
 
     Returns:
         Lowest and highest value of each tensor; (0.0, 0.0) for a tensor that is always zero or empty, bounds that are
-        not finite for one with NaN or infinite values, or beyond 6e4 in float16. That one, and one with values beyond
-        `LARGEST`, is to stay float (`finite_ranges`, `remarks`).
+        not finite for one with NaN or infinite values, or beyond 6e4 in float16, and for one behind a plug-in operator,
+        which is not observed. These, and one with values beyond `LARGEST`, are to stay float (`finite_ranges`,
+        `remarks`).
 
     Raises:
         UserError: The data have NaN or infinite values; every activation has, or huge ones; an activation cannot be
             observed; the model does not run on the data.
     """
-    from harness.calibrate._observer import Observer
+    from harness.calibrate._observer import Observer, runtime_operators
 
     if not tensors:
         return {}
@@ -115,8 +119,16 @@ def calibrate(
     done = 0
     with tempfile.TemporaryDirectory(prefix="qdq-ranges-") as scratch:
         folder = Path(scratch)
+        copy = copy_model(model_path, folder)
+        behind, plugins = cut_plugins(copy, tensors, runtime_operators())
+        ahead = set(tensors) - behind
+        if not ahead:
+            raise UserError(
+                f"calibration of {model_path.name}: all that may be quantized lies behind plug-in operator {plugins}, "
+                "which ONNX Runtime cannot run; give no calibration data, to compare latencies with one scale for all"
+            )
         with _runtime_errors(model_path):
-            observer = Observer(copy_model(model_path, folder), folder, tensors, collector)
+            observer = Observer(copy, folder, ahead, collector)
         for done, batch in enumerate(batches, start=1):
             _check_inputs(batch, done)
             with _runtime_errors(model_path):
@@ -126,7 +138,7 @@ def calibrate(
     if not done:
         raise UserError(f"calibration of {model_path.name}: there is no data; give at least one batch")
     seen = collector.ranges()
-    found = {name: seen.get(name, (0.0, 0.0)) for name in sorted(tensors)}
+    found = {name: _UNSEEN if name in behind else seen.get(name, (0.0, 0.0)) for name in sorted(tensors)}
     if not finite_ranges(found):
         raise UserError(
             f"calibration of {model_path.name}: every activation has NaN, infinite or huge values; "
@@ -161,9 +173,12 @@ def _whole(edges: Iterable[Edge], broken: Collection[str], apart: Collection[str
 def remarks(ranges: Ranges) -> tuple[str, ...]:
     """What a reader of results should know about the ranges, a line for each kind; none where all is well."""
     finite = finite_ranges(ranges)
-    broken = [name for name in ranges if name not in finite]
+    unseen = [name for name, pair in ranges.items() if pair == _UNSEEN]
+    broken = [name for name in ranges if name not in finite and name not in unseen]
     dead = [name for name, pair in finite.items() if pair == (0.0, 0.0)]
     said = []
+    if unseen:
+        said.append(f"behind plug-in operators, which calibration cannot run, so they stay float: {_listed(unseen)}")
     if broken:
         said.append(f"NaN, infinite or huge on calibration data, so they stay float: {_listed(broken)}")
     if dead:

@@ -35,6 +35,7 @@ from harness.run.objective import Objective, check_objective
 from harness.run.plan import based, plan, precisions_of
 from harness.run.seeding import check_files
 from harness.run.starts import TOOLS
+from harness.run.strongest import cast_problems
 from search.api import CONTRACT
 from search.planted import planted_space
 
@@ -57,7 +58,7 @@ def check_experiment(experiment: Experiment, base: Path) -> tuple[str, ...]:
         UserError: The first thing that does not fit, with what would.
     """
     plan(experiment)
-    precisions = tuple(dict.fromkeys(each for setting in experiment.precision for each in precisions_of(setting)))
+    precisions = _precisions(experiment)
     for method in experiment.searchers:
         if registry.kind_of(method.use, ("searcher", "peer")) == "peer":
             _check_peer(method, experiment, base)
@@ -78,26 +79,44 @@ def check_experiment(experiment: Experiment, base: Path) -> tuple[str, ...]:
     return tuple(remarks)
 
 
-def check_models(experiment: Experiment, base: Path) -> None:
+def check_models(experiment: Experiment, base: Path) -> tuple[str, ...]:
     """Load every model file: a run finds out cell by cell, so that one that is no good stops its own cells alone.
+
+    Where a backend reads models at FP16 or BF16, each is cast, and looked through for what may be quantized.
 
     Args:
         base: Folder that relative paths of the experiment start from.
 
+    Returns:
+        What is allowed, but should be known beforehand; a line each.
+
     Raises:
         UserError: What is wrong with each that cannot be used, a line each.
     """
-    wrong = []
+    wrong, known = list[str](), list[str]()
+    precisions = _precisions(experiment)
     for model in experiment.models:
         if model.use.startswith("zoo:"):  # is made by code
             continue
         try:
             with _at(f"model {model.name!r}"):
-                refuse_quantized(open_model(model, base, base))
+                loaded = open_model(model, base, base)
+                refuse_quantized(loaded)
+                for backend in experiment.backends:
+                    for precision, problem in cast_problems(based(backend, base), loaded, precisions).items():
+                        said = f"backend {backend.use!r}: {problem}"
+                        if not precision:
+                            raise UserError(said)
+                        known.append(f"model {model.name!r}: no {precision} where the precision is open: {said}")
         except UserError as error:
             wrong.append(str(error))
     if wrong:
         raise UserError("\n".join(wrong))
+    return tuple(known)
+
+
+def _precisions(experiment: Experiment) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(each for setting in experiment.precision for each in precisions_of(setting)))
 
 
 def _check_objective(objective: Objective, model: ModelSpec) -> None:

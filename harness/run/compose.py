@@ -16,7 +16,7 @@ from harness.evaluators.datasets import open_data
 from harness.evaluators.feeding import batches
 from harness.evaluators.preprocess import open_preprocess, preprocess_fingerprint
 from harness.feeds import random_feeds
-from harness.graph.casting import CastInserter, carried
+from harness.graph.casting import CastInserter, carried, refuse_lost_nodes
 from harness.graph.dialects import Dialect
 from harness.graph.insert import Inserter
 from harness.graph.load import load, save
@@ -93,13 +93,18 @@ class Cell:
 
         Where that reads another form of files than float32 (see `harness.api.Benchmarker.cast`), the float model is
         cast once and Q/DQ pairs go into the cast model, so that what is searched, delivered and measured is one file.
+
+        Raises:
+            UserError: The cast model lacks a node whose input may be quantized.
         """
         cell = replace(self, benchmarkers=benchmarkers)
         file = cell.parsed(self.float_file)
         if file == self.float_file:
             return cell
         cast = load(file, source=self.model.source, min_opset=OPSET)
-        return replace(cell, model_file=file, cast=cast, inserter=CastInserter(cast, self.dialect, self.ranges))
+        refuse_lost_nodes((edge for dimension in self.space.dimensions for edge in dimension.edges), cast)
+        inserter = CastInserter(cast, self.dialect, self.ranges, self.model)
+        return replace(cell, model_file=file, cast=cast, inserter=inserter)
 
     def parsed(self, path: Path, benchmarker: str = MAIN) -> Path:
         """The file that a benchmarker reads where it is given this one."""

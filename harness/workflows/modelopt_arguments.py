@@ -19,7 +19,7 @@ from harness.workflows.presets import DEFAULT_OPS
 from harness.workflows.selection import EVERYTHING, Named, assigned, is_operator, skipped
 from harness.workflows.spec import Dtype, Layer, QuantizeSection
 
-__all__ = ["check_arguments", "excluded", "modelopt_arguments", "parameters", "providers"]
+__all__ = ["check_arguments", "excluded", "modelopt_arguments", "parameters", "providers", "remedy"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,14 @@ OURS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Arguments that other keys of a spec set."""
+ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    {
+        "autotune": "'qdq autotune' searches placements; its options are those without the prefix autotune_",
+        "keep_intermediate_files": "their folder is removed; 'python -m modelopt.onnx.quantization' has it",
+        "trust_calibration_data": "pickled data are never read; write them by numpy.savez",
+    }
+)
+"""Arguments that are refused, or the beginnings of their names, and how to get what they do."""
 
 
 @cache
@@ -76,6 +84,8 @@ def check_arguments(given: Mapping[str, Any], key: str = "backend_kwargs") -> No
     for name, value in given.items():
         if name in OURS:
             raise UserError(f"{key}.{name}: set by {OURS[name]} here")
+        if way := _elsewhere(name):
+            raise UserError(f"{key}.{name}: not taken here: {way}")
         if name not in known:
             raise UserError(
                 f"{key}.{name}: ModelOpt {_version()} has no such argument; {nearest(name, known.keys() - OURS.keys())}"
@@ -84,6 +94,21 @@ def check_arguments(given: Mapping[str, Any], key: str = "backend_kwargs") -> No
         fits = isinstance(value, float | int) if isinstance(default, float) else isinstance(value, type(default))
         if default is not None and not (fits and isinstance(value, bool) == isinstance(default, bool)):
             raise UserError(f"{key}.{name}: a value like {default!r}, but got {value!r}")
+
+
+def remedy(option: str) -> str:
+    """Return how to get what an option of ModelOpt does that `qdq ptq` lacks; "" where ModelOpt lacks it too."""
+    name = option.removeprefix("--").partition("=")[0]
+    if way := _elsewhere(name):
+        return way
+    if name in OURS:
+        return "--calibration_data FILE, or batches in Python: harness.calibrate.ptq.modelopt"
+    known = name in {*parameters(), *INT4_ONLY}
+    return f"'qdq quantize' passes it on: backend: modelopt.onnx, backend_kwargs: {{{name}: ...}}" if known else ""
+
+
+def _elsewhere(name: str) -> str:
+    return next((way for start, way in ELSEWHERE.items() if name == start or name.startswith(f"{start}_")), "")
 
 
 def modelopt_arguments(section: QuantizeSection, layers: Sequence[Layer], nodes: Sequence[Named]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from harness.graph.declared import Declared, read_declared
 from harness.paths import locate
 from harness.workflows.feeds import calibration_feeds
 from harness.workflows.model_file import Place, onnx_file, static_shapes, static_types
-from harness.workflows.modelopt_arguments import check_arguments, excluded
+from harness.workflows.modelopt_arguments import check_arguments, excluded, remedy
 from harness.workflows.presets import PRESETS, describe_defaults, describe_presets
 from harness.workflows.quantize import Quantized, by_modelopt, counted, refuse_quantized
 from harness.workflows.selection import skipped
@@ -46,7 +46,10 @@ def ptq(given: Sequence[str], prog: str = "qdq ptq") -> Quantized | list[str]:
     Raises:
         UserError: Anything in it that cannot be used, and ModelOpt's own words where it fails.
     """
-    options = get_parser(prog).parse_args(given)
+    options, unknown = get_parser(prog).parse_known_args(given)
+    if unknown:
+        way = remedy(unknown[0])
+        raise UserError(f"{unknown[0]}: no option of {prog}; {way or f'{prog} --help shows all'}")
     if options.show_defaults:
         return describe_defaults() + describe_presets()
     if options.onnx_path is None:
