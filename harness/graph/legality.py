@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 from onnx import numpy_helper
 
 from harness.graph.dialects import Dialect
 from harness.graph.model import Model, Node
-from harness.graph.operators import ACTIVATIONS, CONVOLUTIONS, FLOATS, LARGEST
+from harness.graph.operators import ACTIVATIONS, CONVOLUTIONS, FLOATS
+from harness.graph.sensitive import parameters, poles, unheld
 
 __all__ = ["RULES", "Rule", "Site", "broken_rule", "is_activation", "joint_slots"]
 
@@ -156,11 +156,13 @@ def _is_lone_constant(site: Site) -> bool:
 
 
 def _has_unheld_constant(site: Site) -> bool:
-    """Among what goes together; around a Concat all share a scale, constants that stay float too."""
-    shared = site.node.op == "Concat" and _is_float(site.model, site.tensor)
-    names = site.node.inputs if shared else [site.node.inputs[slot] for slot in _joint_constants(site)]
-    constants = (site.model.constants[name] for name in names if name in site.model.constants)
-    return not all((np.abs(numpy_helper.to_array(tensor)) <= LARGEST).all() for tensor in constants)
+    """Look at what is quantized together; around a Concat all share a scale, constants that stay float too."""
+    names = [site.node.inputs[slot] for slot in _joint_constants(site)]
+    if site.node.op == "Concat" and _is_float(site.model, site.tensor):
+        names = list(site.node.inputs)
+    if site.linear:
+        names = list(site.node.inputs[: 3 if site.dialect.bias == "int32" else 2])
+    return not site.model.fact(unheld).isdisjoint(names)
 
 
 def _follows_convolution(site: Site) -> bool:
@@ -256,6 +258,11 @@ RULES: tuple[Rule, ...] = (
         lambda s: not s.linear and s.node.op not in s.dialect.points,
     ),
     Rule("precision", "The runtime does not run this precision.", lambda s: s.precision not in s.dialect.precisions),
+    Rule(
+        "finite",
+        "A constant with infinite, NaN or huge values stays float, with what is quantized together with it.",
+        _has_unheld_constant,
+    ),
     Rule("bias", "The bias of a linear operator is never quantized on its own.", _is_bias),
     Rule(
         "together",
@@ -278,13 +285,22 @@ RULES: tuple[Rule, ...] = (
         "Constants stay float, but for weights of linear operators and operands that the dialect quantizes.",
         _is_lone_constant,
     ),
-    Rule("finite", "A constant with infinite or huge values (an attention mask) stays float.", _has_unheld_constant),
     Rule(
         "type",
         "Only float32 and float16 tensors: integers, booleans and tensors of unknown type stay as they are.",
         lambda s: not s.linear and not _is_float(s.model, s.tensor),
     ),
     Rule("float16", "The runtime computes wrong results from Q/DQ in float16.", _is_unfit_half),
+    Rule(
+        "parameter",
+        "A parameter of an operator (scales of Resize, bounds of Clip) stays float, and what a shape is computed from.",
+        lambda s: (s.node.index, s.slot) in s.model.fact(parameters),
+    ),
+    Rule(
+        "pole",
+        "Small values round to 0, where this operator, or one that it leads to (Log, Div), gives infinity or NaN.",
+        lambda s: (s.node.index, s.slot) in s.model.fact(poles),
+    ),
     Rule("scalar", "A tensor without dimensions is not quantized.", _is_scalar),
     Rule(
         "one scale", "All inputs of a Concat share a scale: one point, at its first activation.", _is_later_concat_input
