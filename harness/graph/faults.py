@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from onnx import numpy_helper
 
 from harness.graph.model import Model, Node
+from harness.graph.operators import MOVEMENT
 
-__all__ = ["FAULTS", "LARGEST_EPSILON", "Fault"]
+__all__ = ["FAULTS", "LARGEST_EPSILON", "Fault", "struck"]
 
 LARGEST_EPSILON = 1e-3
 """Of a normalization; wrong results are 43 dB from right ones there, for data with a deviation of 0.3."""
@@ -93,3 +94,23 @@ FAULTS: Mapping[str, Fault] = {
     "cubic resize": Fault("The runtime cannot resize integers with mode cubic.", _is_cubic),
 }
 """Faults by the name of their rule; a dialect names those of its runtime."""
+
+_THROUGH = MOVEMENT | {"LeakyRelu", "MaxPool", "PRelu", "Relu"}
+"""Operators behind which a runtime dequantizes instead of in front of them."""
+
+
+def struck(model: Model) -> Mapping[str, frozenset[int]]:
+    """Return, for each fault, the nodes whose data it strikes, and those that pass stored integers on to one."""
+    found: dict[str, frozenset[int]] = {}
+    for name, fault in FAULTS.items():
+        nodes: set[int] = set()
+        tensors: set[str] = set()
+        for node in reversed(model.nodes):
+            if node.opaque or not node.inputs:
+                continue
+            leads = node.op in _THROUGH and not tensors.isdisjoint(node.outputs)
+            if leads or fault.found(model, node):
+                nodes.add(node.index)
+                tensors.add(node.inputs[0])
+        found[name] = frozenset(nodes)
+    return found

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from onnx import numpy_helper
 
 from harness.graph.dialects import Dialect
-from harness.graph.faults import FAULTS, Fault
+from harness.graph.faults import FAULTS, Fault, struck
 from harness.graph.model import Model, Node
 from harness.graph.operators import ACTIVATIONS, CONVOLUTIONS
 from harness.graph.sensitive import parameters, poles, unheld
@@ -200,7 +200,11 @@ def _is_grouped_fp8(site: Site) -> bool:
 
 def _rule_of(name: str, fault: Fault) -> Rule:
     def forbids(site: Site) -> bool:
-        return site.precision == "int8" and name in site.dialect.faults and fault.found(site.model, site.node)
+        return (
+            site.precision == "int8"
+            and name in site.dialect.faults
+            and site.node.index in site.model.fact(struck)[name]
+        )
 
     return Rule(name, fault.text, forbids)
 

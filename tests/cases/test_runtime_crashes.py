@@ -30,7 +30,7 @@ def convolution(g: GraphBuilder, tensor: str, *shape: int, **attributes: object)
 
 
 def sliced_concat(g: GraphBuilder) -> str:
-    """OpenVINO 2026.4.1 dies where a Slice of all channels stands between the pairs of a Concat and an Add (GhostNet)."""
+    """OpenVINO 2026.4.1 dies on a Slice of all channels between the pairs of a Concat and an Add (GhostNet)."""
     x = g.input("x", (1, 16, 4, 4))
     residual, first = convolution(g, x, 16, 16, 1, 1), convolution(g, x, 8, 16, 1, 1)
     second = convolution(g, first, 8, 1, 3, 3, group=8, pads=[1, 1, 1, 1])
