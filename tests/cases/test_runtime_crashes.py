@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -24,7 +25,7 @@ def pair(g: GraphBuilder, tensor: str, zero: int = 120) -> str:
     return g.op("DequantizeLinear", g.op("QuantizeLinear", tensor, *grid), *grid)
 
 
-def convolution(g: GraphBuilder, tensor: str, *shape: int, **attributes: object) -> str:
+def convolution(g: GraphBuilder, tensor: str, *shape: int, **attributes: Any) -> str:
     weight = np.random.default_rng(0).normal(size=shape, scale=0.2).astype(np.float32)
     return g.op("Conv", tensor, g.const(weight), **attributes)
 
