@@ -27,7 +27,8 @@ def pair(g: GraphBuilder, tensor: str, zero: int = 120) -> str:
 
 def convolution(g: GraphBuilder, tensor: str, *shape: int, **attributes: Any) -> str:
     weight = np.random.default_rng(0).normal(size=shape, scale=0.2).astype(np.float32)
-    return g.op("Conv", tensor, g.const(weight), **attributes)
+    output: str = g.op("Conv", tensor, g.const(weight), **attributes)
+    return output
 
 
 def sliced_concat(g: GraphBuilder) -> str:
