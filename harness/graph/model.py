@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import onnx
 
 __all__ = ["Model", "Node", "TensorType", "captures", "graphs", "subgraphs"]
+
+_Fact = TypeVar("_Fact")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,17 @@ class Model:
     def captured(self) -> frozenset[str]:
         """Tensors that some subgraph reads; they have a reader that `consumers` does not list."""
         return frozenset(name for node in self.nodes for name in node.captures)
+
+    @cached_property
+    def _facts(self) -> dict[Callable[[Model], Any], Any]:
+        return {}
+
+    def fact(self, find: Callable[[Model], _Fact]) -> _Fact:
+        """Return what a function finds out about this model; it is called once."""
+        if find not in self._facts:
+            self._facts[find] = find(self)
+        known: _Fact = self._facts[find]
+        return known
 
 
 def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
