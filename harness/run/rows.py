@@ -48,6 +48,18 @@ class Row:
     choices: tuple[int, ...] | None = None
     timed: bool = True
 
+    @property
+    def digest(self) -> str:
+        """`Candidate.digest` of the row."""
+        if self.choices is not None:
+            return self.id
+        return self.sha256[:16] if self.pairs else digest_of(())
+
+    @property
+    def key(self) -> str:
+        """Name of the row's model in records of checks: its digest and the benchmarker that builds it."""
+        return f"{self.digest} {self.benchmarker}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pick:

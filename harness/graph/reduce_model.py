@@ -1,0 +1,196 @@
+"""Parts of a model file: cut it at a tensor, extract the operators behind recorded tensors, narrow its weights.
+
+The tensors of one graph are ordered by what they depend on. Q/DQ pairs stay with the operator that they belong to, so
+that a runtime fuses in a part what it fuses in the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from harness.api import Array
+
+__all__ = ["ModelGraph", "index_outputs", "narrow_weights"]
+
+QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
+INDICES = frozenset(
+    {"ArgMax", "ArgMin", "Bernoulli", "Hardmax", "Multinomial", "NonMaxSuppression", "NonZero", "TopK", "Unique"}
+) | {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+"""Operators whose result jumps where two inputs come close, or that draw at random."""
+NARROW = 2
+"""Divisor of 8-bit weights that makes them 7-bit ones."""
+
+
+class ModelGraph:
+    """The graph of a model file, by tensor.
+
+    Args:
+        path: ONNX file; its external data are loaded.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.proto = onnx.load(path)
+        graph = self.proto.graph
+        self._producer = {name: node for node in graph.node for name in node.output if name}
+        self._position = {id(node): index for index, node in enumerate(graph.node)}
+        self._constants = {tensor.name: tensor for tensor in graph.initializer}
+        self.inputs = tuple(value.name for value in graph.input if value.name not in self._constants)
+        self.outputs = tuple(value.name for value in graph.output)
+
+    def producer(self, tensor: str) -> onnx.NodeProto | None:
+        """Return the node that computes a tensor; None for inputs and initializers."""
+        return self._producer.get(tensor)
+
+    @cached_property
+    def _depth(self) -> dict[str, int]:
+        """Operators on the longest way from an input of the model to each tensor that depends on one."""
+        depth = dict.fromkeys(self.inputs, 0)
+        for node in self.proto.graph.node:
+            before = [depth[name] for name in _reads(node) if name in depth]
+            if before:
+                depth.update((name, max(before) + 1) for name in node.output if name)
+        return depth
+
+    def sources(self, tensor: str) -> tuple[str, ...]:
+        """Return the tensors that a tensor is computed from and that depend on an input; QuantizeLinear is skipped."""
+        found: dict[str, None] = {}
+        node = self._producer.get(tensor)
+        for name in () if node is None else _reads(node):
+            maker = self._producer.get(name)
+            if name in self._depth:
+                found.update(dict.fromkeys(self.sources(name) if maker and maker.op_type == QUANTIZE else (name,)))
+        return tuple(found)
+
+    def longest_way(self, tensor: str) -> list[str]:
+        """Return the tensors on the longest way from an input of the model to a tensor, which is the last of them."""
+        way = [tensor]
+        while before := self.sources(way[-1]):
+            way.append(max(before, key=lambda name: self._depth[name]))
+        return way[::-1]
+
+    def boundary(self, tensor: str, operators: int) -> tuple[str, ...]:
+        """Return the tensors in front of the last operators that compute a tensor; Q/DQ pairs do not count as such."""
+        inside: set[int] = set()
+        front, left = {tensor}, operators
+        while left > 0:
+            inner = [name for name in front if name in self._producer and name in self._depth]
+            if not inner:
+                break
+            latest = max(inner, key=lambda name: self._position[id(self._producer[name])])
+            node = self._producer[latest]
+            left -= node.op_type not in (QUANTIZE, DEQUANTIZE)
+            inside.add(id(node))
+            front = {name for name in front if name not in node.output}
+            front |= {name for name in _reads(node) if name in self._depth}
+        return tuple(sorted(self._in_front_of_pairs(front), key=lambda name: self._depth[name]))
+
+    def _in_front_of_pairs(self, tensors: Iterable[str]) -> set[str]:
+        found = set()
+        for name in tensors:
+            while (node := self._producer.get(name)) is not None and node.op_type in (QUANTIZE, DEQUANTIZE):
+                name = node.input[0]
+            found.add(name)
+        return found
+
+    def part(self, outputs: Sequence[str], inputs: Mapping[str, Array] | None = None) -> onnx.ModelProto:
+        """Return the model that computes some tensors.
+
+        Args:
+            outputs: Names of tensors; those inside the model get no type, which runtimes infer.
+            inputs: Arrays of the tensors that become inputs, whose types and shapes the model gets; None: the model's
+                own inputs.
+        """
+        graph = self.proto.graph
+        ends = {} if inputs is None else dict(inputs)
+        nodes, tensors = self._needed(outputs, ends)
+        known = {value.name: value for value in graph.output}
+        made = helper.make_graph(
+            nodes,
+            graph.name,
+            [_array_info(name, array) for name, array in ends.items()]
+            + [value for value in graph.input if value.name in tensors and value.name not in self._constants],
+            [known.get(name) or onnx.ValueInfoProto(name=name) for name in outputs],
+            [tensor for tensor in graph.initializer if tensor.name in tensors],
+        )
+        opsets, functions = self.proto.opset_import, self.proto.functions
+        return helper.make_model(made, opset_imports=opsets, ir_version=self.proto.ir_version, functions=functions)
+
+    def _needed(self, outputs: Iterable[str], ends: Collection[str]) -> tuple[list[onnx.NodeProto], set[str]]:
+        """Return the nodes that compute some tensors, in order, and the names of all tensors that these read."""
+        seen: set[str] = set()
+        wanted: set[int] = set()
+        stack = list(outputs)
+        while stack:
+            name = stack.pop()
+            if name in seen or name in ends:
+                continue
+            seen.add(name)
+            node = self._producer.get(name)
+            if node is not None and id(node) not in wanted:
+                wanted.add(id(node))
+                stack.extend(_reads(node))
+        return [node for node in self.proto.graph.node if id(node) in wanted], seen
+
+
+def index_outputs(path: Path) -> frozenset[str]:
+    """Return the outputs of a model that depend on indices, counts or random numbers, for instance of TopK."""
+    graph = onnx.load(path, load_external_data=False).graph
+    jumping: set[str] = set()
+    for node in graph.node:
+        if node.op_type == "TopK":
+            jumping.update(node.output[1:])
+        elif node.op_type in INDICES:
+            jumping.update(node.output)
+        if any(name in jumping for name in _reads(node)):
+            jumping.update(node.output)
+    return frozenset(value.name for value in graph.output if value.name in jumping)
+
+
+def narrow_weights(path: Path, target: Path) -> bool:
+    """Write a copy of a Q/DQ model whose 8-bit weights have 7 bits; False where it has no 8-bit weight.
+
+    The weights lose a bit of precision, so the copy is compared with itself in another runtime, not with the model.
+    """
+    proto = onnx.load(path)
+    tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
+    scales: dict[str, str] = {}
+    for node in proto.graph.node:
+        weight = tensors.get(node.input[0]) if node.op_type == DEQUANTIZE else None
+        if weight is not None and weight.data_type == TensorProto.INT8 and node.input[1] in tensors:
+            scales[weight.name] = node.input[1]
+    for name in scales:
+        narrow = np.round(numpy_helper.to_array(tensors[name]).astype(np.float32) / NARROW).astype(np.int8)
+        tensors[name].CopyFrom(numpy_helper.from_array(narrow, name))
+    for node in proto.graph.node:
+        if node.op_type == DEQUANTIZE and node.input[0] in scales:
+            name = f"{node.input[0]}_wider_scale"
+            scale = numpy_helper.to_array(tensors[node.input[1]])
+            if name not in tensors:
+                tensors[name] = numpy_helper.from_array((scale * NARROW).astype(scale.dtype), name)
+                proto.graph.initializer.append(tensors[name])
+            node.input[1] = name
+    if scales:
+        onnx.save(proto, target)
+    return bool(scales)
+
+
+def _reads(node: onnx.NodeProto) -> Iterator[str]:
+    """Yield the names that a node reads, those that its subgraphs take from outside included."""
+    yield from filter(None, node.input)
+    for attribute in node.attribute:
+        for body in [attribute.g, *attribute.graphs]:
+            inner = {value.name for value in body.input} | {tensor.name for tensor in body.initializer}
+            for each in body.node:
+                yield from (name for name in _reads(each) if name not in inner)
+                inner.update(each.output)
+
+
+def _array_info(name: str, array: Array) -> Any:
+    return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)

@@ -1,0 +1,211 @@
+"""Compare what a runtime computes with what the model file says.
+
+Two figures per output, signal-to-noise ratios in dB: `file_db` says how far the file is from the float model, both in
+ONNX Runtime without graph optimizations; `engine_db` says how far the engine is from the file. An engine that is more
+than `MARGIN_DB` further from the file than the file is from the float model computes something else. Between
+`SUSPECT_DB` and `MARGIN_DB` it does where a single operator is found that does (`harness.run.wrong_result`): a file
+that is far from the float model leaves little signal to lose. No labels are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from harness.api import Array
+from harness.evaluators.sqnr import MAX_SQNR_DB, Part, part_sqnr, parts_of, taken
+from harness.run.rows import Row, read_json
+
+__all__ = [
+    "CHECKS", "Checked", "Outputs", "compare_float", "compare_with_file", "not_checked", "read_checks", "stored",
+]  # fmt: skip
+
+CHECKS = "runtime_check.json"
+"""Name of the record in the folder of a task."""
+MARGIN_DB = 6.0
+"""Rounding ties that fall the other way put an engine as far from the file as the file is from the float model."""
+SUSPECT_DB = 3.0
+"""From here on the operator is looked for. Of right rows of the committed results none was further than 2.2 dB."""
+FLOAT_DB: Mapping[str, float] = {"f32": 40.0, "fp32": 40.0}
+"""Least ratio of a float model in a runtime to the same model in ONNX Runtime, by the precision of the runtime."""
+HALF_DB = 8.0
+"""The same for all other precisions. BF16 has 8 bits of mantissa: YOLOX-Nano comes to 15 dB at its class scores."""
+Outputs = Sequence[Mapping[str, Array]]
+"""Outputs by name, sample by sample."""
+Verdict = Literal["right", "wrong result", "saturates", "not checked"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What a check of one model in one runtime found.
+
+    Attributes:
+        runtime: Name and version of the runtime.
+        output: The output that is furthest below its limit; "" where nothing was compared.
+        part: Its slices, see `harness.evaluators.sqnr`; "" for all of it.
+        engine_db: Engine against file.
+        file_db: File against float model; None for a float model, which is its own file.
+        noise_db: The float model in the runtime against the float model in ONNX Runtime.
+        reason: Why nothing was compared, or what else has to be said.
+        operator: The first operator whose result differs while its inputs agree; "" where it was not looked for or
+            not found.
+        model: Path, within the task's folder, of a small model that shows the fault; "" where there is none.
+        seconds: Wall-clock of the check.
+    """
+
+    verdict: Verdict
+    runtime: str = ""
+    output: str = ""
+    part: str = ""
+    engine_db: float | None = None
+    file_db: float | None = None
+    noise_db: float | None = None
+    reason: str = ""
+    operator: str = ""
+    model: str = ""
+    seconds: float = 0.0
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the runtime computes something else than the file says."""
+        return self.verdict in ("wrong result", "saturates")
+
+    @property
+    def suspect(self) -> bool:
+        """Whether the engine is further from the file than rounding ties explain, but not by `MARGIN_DB`."""
+        if self.verdict != "right" or self.file_db is None or self.engine_db is None or self.noise_db is None:
+            return False
+        return self.engine_db < min(self.file_db, self.noise_db) - SUSPECT_DB
+
+    @property
+    def label(self) -> str:
+        """The verdict as tables print it."""
+        return f"wrong result in {self.runtime.partition(' ')[0]}" if self.verdict == "wrong result" else self.verdict
+
+    def __str__(self) -> str:
+        if self.verdict == "not checked":
+            return f"not checked: {self.reason}"
+        against = "" if self.file_db is None else f", the file is {self.file_db:.1f} dB from the float model"
+        figures = f"{self.engine_db:.1f} dB from the file at output {self.output!r}{self.part and f' ({self.part})'}"
+        said = f"{self.label}: {figures}{against}"
+        if self.operator:
+            said += f"; first operator that differs: {self.operator}"
+        return f"{said}; {self.reason}" if self.reason else said
+
+
+def not_checked(reason: str, runtime: str = "") -> Checked:
+    """Return a record that says why a model was not compared."""
+    return Checked(verdict="not checked", runtime=runtime, reason=reason)
+
+
+def compare_with_file(  # noqa: PLR0913 - four sets of outputs, and what limits them
+    floats: Outputs,
+    file: Outputs,
+    engine: Outputs,
+    engine_float: Outputs | None = None,
+    *,
+    precision: str = "f32",
+    skipped: Collection[str] = (),
+    most_db: float = MAX_SQNR_DB,
+) -> Checked:
+    """Judge the engine of a quantized model.
+
+    Args:
+        floats: Of the float model in ONNX Runtime.
+        file: Of the model's file in ONNX Runtime.
+        engine: Of the engine.
+        engine_float: Of the float model in the runtime; None where it does not run there.
+        precision: What float operations run in.
+        skipped: Outputs that are not compared.
+        most_db: No engine has to be closer to its file than this.
+    """
+    least = least_db(precision)
+    found = []
+    for name, part in _parts(floats, skipped, file, engine):
+        file_db = _mean_db(floats, file, name, part)
+        engine_db = _mean_db(file, engine, name, part)
+        noise_db = most_db
+        if engine_float is not None:
+            noise_db = min(most_db, max(least, _mean_db(floats, engine_float, name, part)))
+        limit_db = min(file_db, noise_db) - MARGIN_DB
+        found.append((engine_db - limit_db, _checked(engine_db < limit_db, name, part, engine_db, file_db, noise_db)))
+    return _worst(found, file, skipped)
+
+
+def compare_float(floats: Outputs, engine: Outputs, precision: str, skipped: Collection[str] = ()) -> Checked:
+    """Judge the engine of the float model; see `compare_with_file`."""
+    least = least_db(precision)
+    found = []
+    for name, part in _parts(floats, skipped, engine):
+        engine_db = _mean_db(floats, engine, name, part)
+        found.append((engine_db - least, _checked(engine_db < least, name, part, engine_db, None, None)))
+    return _worst(found, floats, skipped)
+
+
+def least_db(precision: str) -> float:
+    """Return the least ratio of a right float model in a runtime that computes in this precision."""
+    return FLOAT_DB.get(precision, HALF_DB)
+
+
+def _checked(
+    wrong: bool, name: str, part: Part | None, engine_db: float, file_db: float | None, noise_db: float | None
+) -> Checked:
+    return Checked(
+        verdict="wrong result" if wrong else "right",
+        output=name,
+        part="" if part is None else str(part),
+        engine_db=engine_db,
+        file_db=file_db,
+        noise_db=noise_db,
+    )
+
+
+def _worst(found: Sequence[tuple[float, Checked]], file: Outputs, skipped: Collection[str]) -> Checked:
+    if found:
+        return min(found, key=lambda each: each[0])[1]
+    broken = [name for name, array in file[0].items() if array.dtype.kind == "f" and not np.isfinite(array).all()]
+    if broken:
+        return not_checked(f"the file itself gives NaN or infinite values at {', '.join(map(repr, broken))}")
+    names = f" that does not depend on indices ({', '.join(sorted(skipped))})" if skipped else ""
+    return not_checked(f"no output of floating type{names}")
+
+
+def _parts(floats: Outputs, skipped: Collection[str], *others: Outputs) -> Iterator[tuple[str, Part | None]]:
+    """Yield the outputs that can be compared, each with the parts of it that differ in scale."""
+    for name, array in floats[0].items():
+        if name in skipped or array.dtype.kind != "f" or not array.size:
+            continue
+        shapes = {sample[name].shape for samples in others for sample in samples if name in sample}
+        there = all(name in sample for samples in others for sample in samples)
+        finite = all(np.isfinite(sample[name]).all() for sample in (*floats, *(others[0] if len(others) > 1 else ())))
+        if there and finite and shapes == {array.shape}:
+            parts = parts_of([sample[name] for sample in floats])
+            yield from ((name, part) for part in parts or (None,))
+
+
+def _mean_db(reference: Outputs, outputs: Outputs, name: str, part: Part | None) -> float:
+    """Return the mean over samples of the ratio of one part of an output; values that are not finite are noise."""
+    return float(np.mean([_sample_db(r[name], o[name], part) for r, o in zip(reference, outputs, strict=True)]))
+
+
+def _sample_db(reference: Array, output: Array, part: Part | None) -> float:
+    reference, output = np.atleast_1d(reference, output)
+    if not np.isfinite(taken(output, part)).all():
+        return -MAX_SQNR_DB
+    return part_sqnr(reference, output, part)
+
+
+def read_checks(folder: Path, rows: Mapping[str, Row]) -> dict[str, Checked]:
+    """Return what was found of each row of a task, by row; nothing where rows were never checked."""
+    path = folder / CHECKS
+    found: dict[str, Any] = read_json(path)["checks"] if path.exists() else {}
+    return {name: Checked(**found[row.key]) for name, row in rows.items() if row.key in found}
+
+
+def stored(checked: Checked) -> dict[str, Any]:
+    """Return a record as JSON holds it."""
+    return {key: value for key, value in asdict(checked).items() if value not in ("", None)}

@@ -1,0 +1,276 @@
+"""Find the operator that a runtime computes wrongly, and write a small model that shows it, ready for a bug report.
+
+The model is cut at one tensor after the other, never opened in between: a further output would keep the runtime from
+fusing what it fuses. On the longest way to the output that differs a binary search finds the first tensor that does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from harness.api import Array
+from harness.graph.diff import label
+from harness.graph.reduce_model import DEQUANTIZE, QUANTIZE, ModelGraph
+from harness.records import Failed
+from harness.run.runtime_check import Checked, Outputs, compare_with_file
+
+__all__ = ["Fault", "Run", "Suspect", "find_fault", "write_report"]
+
+Run = Callable[[Path, Sequence[Mapping[str, Array]]], Outputs | Failed]
+"""Build a model file and return its outputs for some inputs."""
+LIMIT_S = 120.0
+"""The search ends after so long."""
+MOST_DB = 30.0
+"""A tensor that is this close to the file, less the margin, agrees: one rounding tie is loud in a quiet tensor."""
+SAMPLES = 2
+PLACES = 8
+"""Tensors that are looked at where the output itself hardly differs."""
+LARGEST = 64
+"""Operators that are extracted at most, before the whole model up to the tensor is taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """The first tensor whose values differ while those that it is computed from agree.
+
+    Attributes:
+        operator: Type and name of the operator that computes it.
+        model: A model of few operators that shows it.
+        extracted: The model takes recorded values of tensors inside the file, and not the file's inputs.
+        feeds: Inputs of that model.
+        file: Its outputs in ONNX Runtime without graph optimizations.
+        engine: Its outputs in the runtime.
+        checked: How far they are apart.
+    """
+
+    operator: str
+    model: onnx.ModelProto
+    extracted: bool
+    feeds: Sequence[Mapping[str, Array]]
+    file: Outputs
+    engine: Outputs
+    checked: Checked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suspect:
+    """A model file and the two that disagree about it.
+
+    Attributes:
+        path: The file.
+        float_path: The float model.
+        feeds: Inputs on which they disagree.
+        output: Where they do.
+        most_db: The runtime's own noise at that output.
+        reference: Runs a file in ONNX Runtime without graph optimizations.
+        engine: Runs a file in the runtime.
+        work: Scratch folder.
+    """
+
+    path: Path
+    float_path: Path
+    feeds: Sequence[Mapping[str, Array]]
+    output: str
+    most_db: float
+    reference: Run
+    engine: Run
+    work: Path
+    started_s: float = field(default_factory=time.monotonic)
+    seen: dict[str, bool] = field(default_factory=dict)
+
+    @cached_property
+    def graph(self) -> ModelGraph:
+        """The graph of the file."""
+        return ModelGraph(self.path)
+
+    @cached_property
+    def float_graph(self) -> ModelGraph:
+        """The graph of the float model."""
+        return ModelGraph(self.float_path)
+
+    @property
+    def late(self) -> bool:
+        """Whether the search took its time."""
+        return time.monotonic() - self.started_s > LIMIT_S
+
+    def differs(self, tensor: str) -> bool:
+        """Return whether the two disagree about a tensor of the file, cut there; what cannot be compared agrees."""
+        if tensor not in self.seen:
+            found = self._compare(self.graph.part([tensor]), self.feeds[:SAMPLES], self._in_float(tensor))
+            self.seen[tensor] = found is not None and found[2].wrong
+        return self.seen[tensor]
+
+    def extract(self, tensor: str) -> Fault | None:
+        """Return the smallest model that shows the fault at a tensor; None where not even the whole file does."""
+        count = 1
+        while not self.late:
+            front = self.graph.boundary(tensor, count)
+            whole = set(front) <= set(self.graph.inputs) or count > LARGEST
+            feeds = self.feeds[:SAMPLES] if whole else self._recorded(front)
+            if feeds is not None:
+                model = self.graph.part([tensor], None if whole else feeds[0])
+                found = self._compare(model, feeds, self._in_float(tensor) if whole else None)
+                if found is not None and found[2].wrong:
+                    file, engine, checked = found
+                    return Fault(
+                        operator=self._operator(tensor),
+                        model=model,
+                        extracted=not whole,
+                        feeds=feeds,
+                        file=file,
+                        engine=engine,
+                        checked=checked,
+                    )
+            if whole:
+                return None
+            count *= 2
+        return None
+
+    def _compare(
+        self, model: onnx.ModelProto, feeds: Sequence[Mapping[str, Array]], floats: Outputs | None
+    ) -> tuple[Outputs, Outputs, Checked] | None:
+        path = self._written(model)
+        file = self.reference(path, feeds)
+        engine = file if isinstance(file, Failed) else self.engine(path, feeds)
+        if isinstance(file, Failed) or isinstance(engine, Failed):
+            return None
+        return file, engine, compare_with_file(floats or file, file, engine, most_db=min(MOST_DB, self.most_db))
+
+    def _in_float(self, tensor: str) -> Outputs | None:
+        """Return the values of a tensor in the float model under the name that it has in the file."""
+        name = tensor
+        while (node := self.graph.producer(name)) is not None and node.op_type in (QUANTIZE, DEQUANTIZE):
+            name = node.input[0]
+        if self.float_graph.producer(name) is None:
+            return None
+        found = self.reference(self._written(self.float_graph.part([name])), self.feeds[:SAMPLES])
+        return None if isinstance(found, Failed) else [{tensor: sample[name]} for sample in found]
+
+    def _recorded(self, tensors: Sequence[str]) -> list[Mapping[str, Array]] | None:
+        """Return the values of tensors inside the file, by the reference, and of its inputs."""
+        inner = [name for name in tensors if name not in self.graph.inputs]
+        feeds = self.feeds[:SAMPLES]
+        found: Outputs | Failed = [{} for _ in feeds]
+        if inner:
+            found = self.reference(self._written(self.graph.part(inner)), feeds)
+        if isinstance(found, Failed):
+            return None
+        return [
+            {name: {**given, **sample}[name] for name in tensors} for given, sample in zip(feeds, found, strict=True)
+        ]
+
+    def _written(self, model: onnx.ModelProto) -> Path:
+        self.work.mkdir(parents=True, exist_ok=True)
+        path = self.work / "part.onnx"
+        onnx.save(model, path)
+        return path
+
+    def _operator(self, tensor: str) -> str:
+        node = self.graph.producer(tensor)
+        while node is not None and node.op_type in (QUANTIZE, DEQUANTIZE) and self.graph.producer(node.input[0]):
+            node = self.graph.producer(node.input[0])
+        return "" if node is None else f"{node.op_type} {label(node)!r}"
+
+
+def find_fault(suspect: Suspect) -> Fault | None:
+    """Return the first operator that differs; None where there is none, or none was found in time."""
+    way = suspect.graph.longest_way(suspect.output)
+    looked = [suspect.output, *way[:: max(1, len(way) // PLACES)]]  # what differs inside may be faint at the output
+    bad = next((name for name in looked if not suspect.late and suspect.differs(name)), None)
+    while bad is not None:
+        bad = _first(suspect, bad)
+        before = next((name for name in suspect.graph.sources(bad) if not suspect.late and suspect.differs(name)), None)
+        if before is None:
+            return suspect.extract(bad)
+        bad = before
+    return None
+
+
+def _first(suspect: Suspect, bad: str) -> str:
+    """Return the first tensor that differs on the longest way to one that does."""
+    way = suspect.graph.longest_way(bad)
+    low, high = 0, len(way) - 1
+    while low < high and not suspect.late:
+        middle = (low + high) // 2
+        if suspect.differs(way[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return way[high]
+
+
+def write_report(fault: Fault, path: Path, facts: Mapping[str, Any]) -> None:
+    """Write the small model, arrays for it (`.npz`) and how to see the fault (`.txt`) side by side.
+
+    Args:
+        path: Of the model.
+        facts: Of the runtime: name, version, device, options.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    onnx.save(fault.model, path)
+    arrays = {f"input:{name}": array for name, array in fault.feeds[0].items()}
+    arrays |= {f"expected:{name}": array for name, array in fault.file[0].items()}
+    arrays |= {f"found:{name}": array for name, array in fault.engine[0].items()}
+    np.savez(path.with_suffix(".npz"), allow_pickle=False, **arrays)
+    path.with_suffix(".txt").write_text(_text(fault, path, facts), encoding="utf-8")
+
+
+def _text(fault: Fault, path: Path, facts: Mapping[str, Any]) -> str:
+    options = ", ".join(f"{key} {value}" for key, value in facts.get("options", {}).items())
+    inputs = "recorded values of tensors inside the model" if fault.extracted else "inputs of the model"
+    name = str(facts.get("name"))
+    return f"""Wrong result in {name} {facts.get("version")}
+
+Operator: {fault.operator}
+Device: {facts.get("device")}
+Options: {options}
+Difference: output {fault.checked.output!r} of {path.name} is {fault.checked.engine_db:.1f} dB from the output of ONNX
+Runtime {_version()} without graph optimizations (signal-to-noise ratio; two right runtimes are above 40 dB apart, or
+above {MOST_DB:.0f} dB where rounding ties of quantized values fall differently). onnx {onnx.__version__}.
+
+Files: {path.name}; {path.with_suffix(".npz").name} holds {inputs} ("input:NAME"), the outputs of ONNX Runtime
+("expected:NAME") and those of {name} ("found:NAME").
+
+To reproduce, in the folder of this file:
+
+{_script(name, path)}"""
+
+
+def _version() -> str:
+    import onnxruntime
+
+    return str(onnxruntime.__version__)
+
+
+def _script(name: str, path: Path) -> str:
+    runs = {
+        "openvino": f"""import openvino as ov
+core = ov.Core()
+compiled = core.compile_model(core.read_model("{path.name}"), "CPU", {{"INFERENCE_PRECISION_HINT": "f32"}})
+found = dict(zip(names, compiled(feeds).to_tuple()))""",
+        "onnxruntime": f"""found = dict(zip(names, ort.InferenceSession("{path.name}").run(names, feeds)))""",
+    }
+    run = runs.get(name, f"found = ...  # outputs of {path.name} in {name}, by name")
+    return f"""import numpy as np
+import onnxruntime as ort
+
+arrays = np.load("{path.with_suffix(".npz").name}")
+feeds = {{key.removeprefix("input:"): arrays[key] for key in arrays if key.startswith("input:")}}
+options = ort.SessionOptions()
+options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+session = ort.InferenceSession("{path.name}", options)
+names = [value.name for value in session.get_outputs()]
+expected = dict(zip(names, session.run(names, feeds)))
+{run}
+for name in names:
+    error = np.square(expected[name] - found[name]).sum()
+    print(name, 10 * np.log10(np.square(expected[name]).sum() / error), "dB")
+"""
