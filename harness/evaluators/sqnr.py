@@ -28,8 +28,8 @@ MIN_VALUES = 16
 """A slice has as many values, over all samples, or its RMS says little."""
 MIN_SAMPLES = 8
 """The same for outputs that have one value a sample in each slice, such as logits."""
-PROBABLE = 0.05
-"""Classes that never reach this probability are scored with the other classes: their values are not read."""
+PROBABLE = 1 / 255
+"""Classes that never reach this probability are scored with the others: 8 bits from 0 to 1 do not show them."""
 QUIET = 1e-3
 """A batch in which a part has less than this share of its mean power is compared with the mean power."""
 Floats = npt.NDArray[np.float64]
@@ -184,7 +184,9 @@ def _groups(slices: _Slices) -> tuple[tuple[int, ...], ...]:
         read = heard
     groups: list[list[int]] = []
     for i in sorted(np.flatnonzero(read).tolist(), key=lambda i: -slices.scale[i]):
-        if groups and slices.scale[i] * APART > slices.scale[groups[-1][0 if slices.graded else -1]]:
+        # Probabilities have one unit, and those of rare classes fade out: they are split at gaps alone.
+        first = slices.graded and groups and not slices.probable[[*groups[-1], i]].all()
+        if groups and slices.scale[i] * APART > slices.scale[groups[-1][0 if first else -1]]:
             groups[-1].append(i)
         else:
             groups.append([i])

@@ -16,6 +16,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from harness.api import Array
+from harness.graph.diff import label
 
 __all__ = ["ModelGraph", "index_outputs", "narrow_weights"]
 
@@ -44,9 +45,20 @@ class ModelGraph:
         self.inputs = tuple(value.name for value in graph.input if value.name not in self._constants)
         self.outputs = tuple(value.name for value in graph.output)
 
-    def producer(self, tensor: str) -> onnx.NodeProto | None:
-        """Return the node that computes a tensor; None for inputs and initializers."""
-        return self._producer.get(tensor)
+    def computes(self, tensor: str) -> bool:
+        """Return whether a node computes a tensor of this name."""
+        return tensor in self._producer
+
+    def in_front_of_pairs(self, tensor: str) -> str:
+        """Return the tensor in front of the Q/DQ pairs that end in a tensor; without any the tensor itself."""
+        while (node := self._producer.get(tensor)) is not None and node.op_type in (QUANTIZE, DEQUANTIZE):
+            tensor = node.input[0]
+        return tensor
+
+    def operator(self, tensor: str) -> str:
+        """Return type and name of the operator that computes a tensor, in front of the Q/DQ pairs behind it."""
+        node = self._producer.get(self.in_front_of_pairs(tensor)) or self._producer[tensor]
+        return f"{node.op_type} {label(node)!r}"
 
     @cached_property
     def _depth(self) -> dict[str, int]:
@@ -89,20 +101,13 @@ class ModelGraph:
             inside.add(id(node))
             front = {name for name in front if name not in node.output}
             front |= {name for name in _reads(node) if name in self._depth}
-        return tuple(sorted(self._in_front_of_pairs(front), key=lambda name: self._depth[name]))
+        return tuple(sorted(set(map(self.in_front_of_pairs, front)), key=lambda name: self._depth[name]))
 
-    def _in_front_of_pairs(self, tensors: Iterable[str]) -> set[str]:
-        found = set()
-        for name in tensors:
-            while (node := self._producer.get(name)) is not None and node.op_type in (QUANTIZE, DEQUANTIZE):
-                name = node.input[0]
-            found.add(name)
-        return found
-
-    def part(self, outputs: Sequence[str], inputs: Mapping[str, Array] | None = None) -> onnx.ModelProto:
-        """Return the model that computes some tensors.
+    def write_part(self, path: Path, outputs: Sequence[str], inputs: Mapping[str, Array] | None = None) -> None:
+        """Write the model that computes some tensors.
 
         Args:
+            path: File of the part.
             outputs: Names of tensors; those inside the model get no type, which runtimes infer.
             inputs: Arrays of the tensors that become inputs, whose types and shapes the model gets; None: the model's
                 own inputs.
@@ -120,7 +125,8 @@ class ModelGraph:
             [tensor for tensor in graph.initializer if tensor.name in tensors],
         )
         opsets, functions = self.proto.opset_import, self.proto.functions
-        return helper.make_model(made, opset_imports=opsets, ir_version=self.proto.ir_version, functions=functions)
+        part = helper.make_model(made, opset_imports=opsets, ir_version=self.proto.ir_version, functions=functions)
+        onnx.save(part, path)
 
     def _needed(self, outputs: Iterable[str], ends: Collection[str]) -> tuple[list[onnx.NodeProto], set[str]]:
         """Return the nodes that compute some tensors, in order, and the names of all tensors that these read."""

@@ -132,9 +132,8 @@ class Table:
     def candidate(self, row: Row) -> Candidate:
         """The row's exported file, with the edges that are quantized in it: simulation and replay go by these."""
         resolved = () if row.choices is None else self.space.resolve(Placement(row.choices))
-        foreign = row.pairs > 0 and row.choices is None
         return Candidate(
-            digest=row.sha256[:16] if foreign else digest_of(resolved),
+            digest=row.digest if row.choices is None else digest_of(resolved),
             edges=resolved,
             source=lambda: self.folder / "models" / row.file,
         )

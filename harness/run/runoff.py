@@ -75,8 +75,11 @@ def run_off(
     Raises:
         UserError: The float model fails, or the record cannot be written.
     """
-    found = _searched(running)
-    told = _told(running)
+    found, wrong = _searched_right(running)
+    told = {
+        name: {budget: tuple(m for m in models if m.digest not in wrong) for budget, models in budgets.items()}
+        for name, budgets in _told(running).items()
+    }
     led: dict[str, dict[int, tuple[Leader, ...]]] = {
         run.name: {
             budget: (*there.leaders, *(told.get(run.name, {}).get(budget, ()) if there.leaders else ()))
@@ -85,7 +88,7 @@ def run_off(
         for run in running.cell.spec.runs
     }
     if running.judge.goal.minimize != "latency":
-        return Found(reached=found, leaders=led)
+        return Found(reached=found, leaders=_shown(running, led))
     contest = _contest(running, led)
     contested = running.experiment.confirmation.contenders > 1  # else a record is of an experiment that had more
     own: dict[_Lot, list[str]] = {
@@ -104,7 +107,43 @@ def run_off(
         for name, budgets in led.items()
     }
     unbeaten = {(str(key[0]), int(key[1])): frozenset(lots[key]) for key in shared}
-    return Found(reached=found, leaders=settled, speedups=speedups, unbeaten=unbeaten)
+    return Found(reached=found, leaders=_shown(running, settled), speedups=speedups, unbeaten=unbeaten)
+
+
+def _searched_right(running: Running) -> tuple[_Budgets, Collection[str]]:
+    """Return how far each search came, and the digests of models whose runtime computes something else than their file.
+
+    Leaders that are wrong give way to the next ones until all are right.
+    """
+    checker, told, wrong, seen = running.checker, _told(running), set[str](), set[str]()
+    while True:
+        found = _searched(running, wrong)
+        if checker is None:
+            return found, ()
+        for run in running.cell.spec.runs if found else ():
+            build = _built_again(run, running.cell)
+            leaders: list[Leader] = [leader for there in found[run.name].values() for leader in there.leaders]
+            leaders += chain.from_iterable(told.get(run.name, {}).values())
+            for leader in (each for each in leaders if each.digest not in seen):
+                seen.add(leader.digest)
+                if checker.check(build(leader), name=leader.digest).wrong:
+                    wrong.add(leader.digest)
+        if wrong.isdisjoint(one.digest for each in found.values() for there in each.values() for one in there.leaders):
+            return found, wrong
+
+
+def _shown(running: Running, led: _Led) -> _Led:
+    """Return the leaders; a search whose every placement is wrong shows its fastest, which tables say is wrong."""
+    if running.checker is None or all(leaders for budgets in led.values() for leaders in budgets.values()):
+        return led
+    found = _searched(running)
+    return {
+        name: {
+            budget: leaders or (found[name][budget].leaders[:1] if name in found else ())
+            for budget, leaders in budgets.items()
+        }
+        for name, budgets in led.items()
+    }
 
 
 def _told(running: Running) -> dict[str, dict[int, tuple[ToldModel, ...]]]:
@@ -137,10 +176,11 @@ def _shared(running: Running, led: _Led) -> dict[_Lot, list[str]]:
     return {key: [*lot] for key, lot in lots.items()}
 
 
-def _searched(running: Running) -> _Budgets:
+def _searched(running: Running, without: Collection[str] = ()) -> _Budgets:
     budgets, goal = running.experiment.budget.evaluations, running.judge.goal
     return {
-        run.name: reached(read_journal(journal), goal, budgets, _count(running)) for run, journal in _journals(running)
+        run.name: reached(read_journal(journal), goal, budgets, _count(running), without)
+        for run, journal in _journals(running)
     }
 
 

@@ -6,19 +6,19 @@ fusing what it fuses. On the longest way to the output that differs a binary sea
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 
 from harness.api import Array
-from harness.graph.diff import label
-from harness.graph.reduce_model import DEQUANTIZE, QUANTIZE, ModelGraph
+from harness.graph.reduce_model import ModelGraph
 from harness.records import Failed
 from harness.run.runtime_check import Checked, Outputs, compare_with_file
 
@@ -43,7 +43,7 @@ class Fault:
 
     Attributes:
         operator: Type and name of the operator that computes it.
-        model: A model of few operators that shows it.
+        model: File of a model of few operators that shows it.
         extracted: The model takes recorded values of tensors inside the file, and not the file's inputs.
         feeds: Inputs of that model.
         file: Its outputs in ONNX Runtime without graph optimizations.
@@ -52,7 +52,7 @@ class Fault:
     """
 
     operator: str
-    model: onnx.ModelProto
+    model: Path
     extracted: bool
     feeds: Sequence[Mapping[str, Array]]
     file: Outputs
@@ -104,7 +104,8 @@ class Suspect:
     def differs(self, tensor: str) -> bool:
         """Return whether the two disagree about a tensor of the file, cut there; what cannot be compared agrees."""
         if tensor not in self.seen:
-            found = self._compare(self.graph.part([tensor]), self.feeds[:SAMPLES], self._in_float(tensor))
+            self.graph.write_part(self._part, [tensor])
+            found = self._compare(self.feeds[:SAMPLES], self._in_float(tensor))
             self.seen[tensor] = found is not None and found[2].wrong
         return self.seen[tensor]
 
@@ -116,13 +117,13 @@ class Suspect:
             whole = set(front) <= set(self.graph.inputs) or count > LARGEST
             feeds = self.feeds[:SAMPLES] if whole else self._recorded(front)
             if feeds is not None:
-                model = self.graph.part([tensor], None if whole else feeds[0])
-                found = self._compare(model, feeds, self._in_float(tensor) if whole else None)
+                self.graph.write_part(self._part, [tensor], None if whole else feeds[0])
+                found = self._compare(feeds, self._in_float(tensor) if whole else None)
                 if found is not None and found[2].wrong:
                     file, engine, checked = found
                     return Fault(
-                        operator=self._operator(tensor),
-                        model=model,
+                        operator=self.graph.operator(tensor),
+                        model=self._part,
                         extracted=not whole,
                         feeds=feeds,
                         file=file,
@@ -135,23 +136,22 @@ class Suspect:
         return None
 
     def _compare(
-        self, model: onnx.ModelProto, feeds: Sequence[Mapping[str, Array]], floats: Outputs | None
+        self, feeds: Sequence[Mapping[str, Array]], floats: Outputs | None
     ) -> tuple[Outputs, Outputs, Checked] | None:
-        path = self._written(model)
-        file = self.reference(path, feeds)
-        engine = file if isinstance(file, Failed) else self.engine(path, feeds)
+        """Run the part in both; None where it does not run in one of them."""
+        file = self.reference(self._part, feeds)
+        engine = file if isinstance(file, Failed) else self.engine(self._part, feeds)
         if isinstance(file, Failed) or isinstance(engine, Failed):
             return None
         return file, engine, compare_with_file(floats or file, file, engine, most_db=min(MOST_DB, self.most_db))
 
     def _in_float(self, tensor: str) -> Outputs | None:
         """Return the values of a tensor in the float model under the name that it has in the file."""
-        name = tensor
-        while (node := self.graph.producer(name)) is not None and node.op_type in (QUANTIZE, DEQUANTIZE):
-            name = node.input[0]
-        if self.float_graph.producer(name) is None:
+        name = self.graph.in_front_of_pairs(tensor)
+        if not self.float_graph.computes(name):
             return None
-        found = self.reference(self._written(self.float_graph.part([name])), self.feeds[:SAMPLES])
+        self.float_graph.write_part(self._inside, [name])
+        found = self.reference(self._inside, self.feeds[:SAMPLES])
         return None if isinstance(found, Failed) else [{tensor: sample[name]} for sample in found]
 
     def _recorded(self, tensors: Sequence[str]) -> list[Mapping[str, Array]] | None:
@@ -160,24 +160,23 @@ class Suspect:
         feeds = self.feeds[:SAMPLES]
         found: Outputs | Failed = [{} for _ in feeds]
         if inner:
-            found = self.reference(self._written(self.graph.part(inner)), feeds)
+            self.graph.write_part(self._inside, inner)
+            found = self.reference(self._inside, feeds)
         if isinstance(found, Failed):
             return None
         return [
             {name: {**given, **sample}[name] for name in tensors} for given, sample in zip(feeds, found, strict=True)
         ]
 
-    def _written(self, model: onnx.ModelProto) -> Path:
-        self.work.mkdir(parents=True, exist_ok=True)
-        path = self.work / "part.onnx"
-        onnx.save(model, path)
-        return path
+    @property
+    def _part(self) -> Path:
+        """File of the part that is compared."""
+        return self.work / "part.onnx"
 
-    def _operator(self, tensor: str) -> str:
-        node = self.graph.producer(tensor)
-        while node is not None and node.op_type in (QUANTIZE, DEQUANTIZE) and self.graph.producer(node.input[0]):
-            node = self.graph.producer(node.input[0])
-        return "" if node is None else f"{node.op_type} {label(node)!r}"
+    @property
+    def _inside(self) -> Path:
+        """File that gives values of tensors inside a model."""
+        return self.work / "inside.onnx"
 
 
 def find_fault(suspect: Suspect) -> Fault | None:
@@ -215,7 +214,7 @@ def write_report(fault: Fault, path: Path, facts: Mapping[str, Any]) -> None:
         facts: Of the runtime: name, version, device, options.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    onnx.save(fault.model, path)
+    shutil.copyfile(fault.model, path)
     arrays = {f"input:{name}": array for name, array in fault.feeds[0].items()}
     arrays |= {f"expected:{name}": array for name, array in fault.file[0].items()}
     arrays |= {f"found:{name}": array for name, array in fault.engine[0].items()}
@@ -234,7 +233,7 @@ Device: {facts.get("device")}
 Options: {options}
 Difference: output {fault.checked.output!r} of {path.name} is {fault.checked.engine_db:.1f} dB from the output of ONNX
 Runtime {_version()} without graph optimizations (signal-to-noise ratio; two right runtimes are above 40 dB apart, or
-above {MOST_DB:.0f} dB where rounding ties of quantized values fall differently). onnx {onnx.__version__}.
+above {MOST_DB:.0f} dB where rounding ties of quantized values fall differently). onnx {version("onnx")}.
 
 Files: {path.name}; {path.with_suffix(".npz").name} holds {inputs} ("input:NAME"), the outputs of ONNX Runtime
 ("expected:NAME") and those of {name} ("found:NAME").

@@ -75,7 +75,7 @@ def test_logits_that_are_near_0_by_chance_stay_with_the_others(rng: np.random.Ge
 
 
 def test_classes_that_are_never_seen_stay_with_those_that_are(rng: np.random.Generator) -> None:
-    scores = np.concatenate([rng.beta(0.2, 2, (1, 4, 900)), rng.uniform(0, 1e-3, (1, 76, 900))], axis=1)
+    scores = np.concatenate([rng.beta(0.2, 2, (1, 4, 900)), rng.uniform(0, 1e-4, (1, 76, 900))], axis=1)
     assert parts_of([scores]) == ()
     assert [len(part.slices) for part in parts_of([np.concatenate([scores, scores[:, :4] * 640], 1)])] == [4, 80]
 
@@ -100,3 +100,9 @@ def test_a_part_that_one_batch_lacks_is_held_to_its_usual_power(rng: np.random.G
     absent = np.concatenate([loud, np.zeros((1, 2, 64))], axis=1)
     parts = parts_of([np.concatenate([loud, quiet], axis=1), absent])
     assert output_sqnr(absent, absent + 0.01, parts).sqnr_db == pytest.approx(37, abs=1)
+
+
+def test_probabilities_that_fade_out_from_class_to_class_stay_together(rng: np.random.Generator) -> None:
+    scores = rng.uniform(0, 1, (1, 20, 900)) * np.geomspace(1, 5e-3, 20)[:, None]
+    assert parts_of([scores]) == ()
+    assert [part.slices[0] for part in parts_of([np.concatenate([scores, 99 * scores[:, :2]], axis=1)])] == [20, 0]
