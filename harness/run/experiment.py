@@ -49,7 +49,7 @@ from harness.run.plan import CellSpec, plan
 from harness.run.rows import read_json, write_json
 from harness.run.running import Running
 from harness.run.runoff import run_off
-from harness.run.runtime_checker import CheckPlan, RuntimeChecker, computes_nothing
+from harness.run.runtime_checker import RuntimeChecker, check_plan, computes_nothing
 from harness.run.scores import ScoreBook
 from harness.run.scoring import scoring_of
 from harness.run.sections import in_sections
@@ -240,15 +240,7 @@ def _checker(
     if computes_nothing(cell.spec.backend):
         yield None
         return
-    plan = CheckPlan(
-        float_file=cell.float_file,
-        floats={name: cell.parsed(cell.float_file, name) for name in cell.benchmarkers},
-        feeds=cell.feeds,
-        folder=folder,
-        work=cell.work / "check",
-        limits=experiment.limits,
-        saturates=saturates(read_json(folder / "env.json")),
-    )
+    plan = check_plan(cell, folder, experiment.limits, saturates(read_json(folder / "env.json")))
     with RuntimeChecker(plan, engines, observer) as checker:
         yield checker
 

@@ -21,6 +21,7 @@ from harness.measure.local import attempt
 from harness.measure.provenance import cores
 from harness.measure.sandbox import open_engines
 from harness.records import Failed
+from harness.run.compose import Cell
 from harness.run.config import Limits, Use
 from harness.run.journal import writing
 from harness.run.observe import Observer
@@ -29,7 +30,7 @@ from harness.run.runtime_check import CHECKS, Checked, Outputs, compare_float, c
 from harness.run.wrong_result import Suspect, find_fault, write_report
 from search.space import digest_of
 
-__all__ = ["CheckPlan", "RuntimeChecker", "computes_nothing"]
+__all__ = ["CheckPlan", "RuntimeChecker", "check_plan", "computes_nothing"]
 
 SAMPLES = 4
 REPORTS = 3
@@ -64,6 +65,19 @@ class CheckPlan:
     work: Path
     limits: Limits
     saturates: bool = False
+
+
+def check_plan(cell: Cell, folder: Path, limits: Limits, saturates: bool) -> CheckPlan:
+    """Return what models of a cell are compared on; see `CheckPlan`."""
+    return CheckPlan(
+        float_file=cell.float_file,
+        floats={name: cell.parsed(cell.float_file, name) for name in cell.benchmarkers},
+        feeds=cell.feeds,
+        folder=folder,
+        work=cell.work / "check",
+        limits=limits,
+        saturates=saturates,
+    )
 
 
 class RuntimeChecker:
