@@ -9,7 +9,7 @@ that is far from the float model leaves little signal to lose. No labels are nee
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +17,14 @@ from typing import Any, Literal
 import numpy as np
 
 from harness.api import Array
+from harness.errors import EvaluationFailed
 from harness.evaluators.sqnr import MAX_SQNR_DB, Part, part_sqnr, parts_of, taken
+from harness.records import Failed
 from harness.run.rows import Row, read_json
 
 __all__ = [
-    "CHECKS", "Checked", "Outputs", "compare_float", "compare_with_file", "not_checked", "read_checks", "stored",
+    "CHECKS", "Checked", "Comparison", "Outputs", "compare_float", "compare_with_file", "good", "not_checked",
+    "read_checks", "stored",
 ]  # fmt: skip
 
 CHECKS = "runtime_check.json"
@@ -144,6 +147,40 @@ def compare_float(floats: Outputs, engine: Outputs, precision: str, skipped: Col
         engine_db = _mean_db(floats, engine, name, part)
         found.append((engine_db - least, _checked(engine_db < least, name, part, engine_db, None, None)))
     return _worst(found, floats, skipped)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """How files are compared on one benchmarker; see `compare_with_file`."""
+
+    floats: Outputs
+    engine_float: Outputs | None
+    precision: str
+    skipped: frozenset[str]
+    reference: Callable[[Path], Outputs | Failed]
+    engine: Callable[[Path], Outputs | Failed]
+
+    def judge(self, path: Path) -> Checked:
+        """Compare what the runtime computes with the file.
+
+        Raises:
+            EvaluationFailed: It does not run in one of the two.
+        """
+        file = good(self.reference(path), "its file in ONNX Runtime")
+        engine = good(self.engine(path), "the engine")
+        limits: dict[str, Any] = {"precision": self.precision, "skipped": self.skipped}
+        return compare_with_file(self.floats, file, engine, self.engine_float, **limits)
+
+
+def good(outputs: Outputs | Failed, what: str) -> Outputs:
+    """Return the outputs.
+
+    Raises:
+        EvaluationFailed: There are none.
+    """
+    if isinstance(outputs, Failed):
+        raise EvaluationFailed(f"{what}: {outputs.stage}: {outputs.reason}")
+    return outputs
 
 
 def least_db(precision: str) -> float:

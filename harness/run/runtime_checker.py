@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,9 +12,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from harness import registry
 from harness.api import Array, Candidate
-from harness.errors import EvaluationFailed, UserError
+from harness.errors import UserError
 from harness.graph.files import file_digest
 from harness.graph.reduce_model import index_outputs, narrow_weights
 from harness.measure.engines import MAIN, Engines, WorkerSpec
@@ -26,7 +29,7 @@ from harness.run.config import Limits, Use
 from harness.run.journal import writing
 from harness.run.observe import Observer
 from harness.run.rows import Table, read_json, write_json
-from harness.run.runtime_check import CHECKS, Checked, Outputs, compare_float, compare_with_file, not_checked, stored
+from harness.run.runtime_check import CHECKS, Checked, Comparison, Outputs, compare_float, good, not_checked, stored
 from harness.run.wrong_result import Suspect, find_fault, write_report
 from search.space import digest_of
 
@@ -99,7 +102,7 @@ class RuntimeChecker:
         self._basis = {
             "model_sha256": file_digest(plan.float_file),
             "backend": dict(engines.describe()),
-            "samples": SAMPLES,
+            "inputs_sha256": _digest(self._feeds),
         }
         self._record = self._read()
 
@@ -157,7 +160,7 @@ class RuntimeChecker:
     def _checked(self, candidate: Candidate, benchmarker: str) -> Checked:
         path, compare = candidate.source(), self._comparison(benchmarker)
         if candidate.digest == digest_of(()):
-            own = _good(self._float_outputs(benchmarker), "the engine")
+            own = good(self._float_outputs(benchmarker), "the engine")
             return compare_float(compare.floats, own, compare.precision, compare.skipped)
         found = compare.judge(path)
         if found.wrong and self._plan.saturates:
@@ -168,10 +171,10 @@ class RuntimeChecker:
             return self._located(found, path, candidate.digest, benchmarker)
         return found
 
-    def _comparison(self, benchmarker: str) -> _Comparison:
+    def _comparison(self, benchmarker: str) -> Comparison:
         own = self._float_outputs(benchmarker)
-        return _Comparison(
-            floats=_good(self._float_outputs(""), "the float model in ONNX Runtime"),
+        return Comparison(
+            floats=good(self._float_outputs(""), "the float model in ONNX Runtime"),
             engine_float=None if isinstance(own, Failed) else own,
             precision=str(self._engines.describe(benchmarker).get("float_precision", "")),
             skipped=index_outputs(self._plan.float_file),
@@ -249,38 +252,14 @@ class RuntimeChecker:
         return {key: Checked(**each) for key, each in body["checks"].items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Comparison:
-    """How files are compared on one benchmarker; see `compare_with_file`."""
-
-    floats: Outputs
-    engine_float: Outputs | None
-    precision: str
-    skipped: frozenset[str]
-    reference: Callable[[Path], Outputs | Failed]
-    engine: Callable[[Path], Outputs | Failed]
-
-    def judge(self, path: Path) -> Checked:
-        """Compare what the runtime computes with the file.
-
-        Raises:
-            EvaluationFailed: It does not run in one of the two.
-        """
-        file = _good(self.reference(path), "its file in ONNX Runtime")
-        engine = _good(self.engine(path), "the engine")
-        limits: dict[str, Any] = {"precision": self.precision, "skipped": self.skipped}
-        return compare_with_file(self.floats, file, engine, self.engine_float, **limits)
-
-
-def _good(outputs: Outputs | Failed, what: str) -> Outputs:
-    """Return the outputs.
-
-    Raises:
-        EvaluationFailed: There are none.
-    """
-    if isinstance(outputs, Failed):
-        raise EvaluationFailed(f"{what}: {outputs.stage}: {outputs.reason}")
-    return outputs
+def _digest(feeds: Sequence[Mapping[str, Array]]) -> str:
+    """Return a digest of inputs: scales follow from them."""
+    found = hashlib.sha256()
+    for sample in feeds:
+        for name, array in sorted(sample.items()):
+            found.update(f"{name} {array.dtype} {array.shape}".encode())
+            found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()
 
 
 def computes_nothing(use: Use) -> bool:

@@ -301,3 +301,27 @@ def test_a_model_that_the_reference_cannot_run_is_not_checked(tmp_path):
         found = checker.check(Candidate(digest="q", edges=(), source=lambda: tmp_path / "plugin.onnx"))
     assert found.verdict == "not checked"
     assert "Secret" in found.reason
+
+
+def test_autotune_delivers_no_model_that_is_computed_wrongly(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    command = [
+        "--onnx_path",
+        "net.onnx",
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--max_evals",
+        "12",
+        "--timing_runs",
+        "3",
+    ]
+    assert qdq("autotune", *command, "--backend", "check_plugins:Faulty", "--searcher", "random") == 0
+    record = json.loads((tmp_path / "out" / "runtime_check.json").read_text())["checks"]
+    assert "wrong result" in {found["verdict"] for found in record.values()}
+    final = onnx.load(tmp_path / "out" / "optimized_final.onnx")
+    made_by = {name: node.op_type for node in final.graph.node for name in node.output}
+    bad = next(node for node in final.graph.node if node.name == "BAD")
+    assert made_by[bad.input[0]] != "DequantizeLinear"
+    assert "DequantizeLinear" in made_by.values(), "the next right one"
+    assert "left out" in (tmp_path / "out" / "logs" / "final.log").read_text()
+    assert list((tmp_path / "out" / "wrong_result").glob("*.onnx"))
