@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from harness.api import Array
 from harness.graph.diff import label
 
-__all__ = ["ModelGraph", "index_outputs", "narrow_weights"]
+__all__ = ["ModelGraph", "index_outputs", "narrow"]
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 INDICES = frozenset(
@@ -26,7 +26,8 @@ INDICES = frozenset(
 ) | {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 """Operators whose result jumps where two inputs come close, or that draw at random."""
 NARROW = 2
-"""Divisor of 8-bit weights that makes them 7-bit ones."""
+"""Divisor of 8-bit integers that makes them 7-bit ones."""
+NARROWED = "_narrowed"
 
 
 class ModelGraph:
@@ -145,46 +146,68 @@ class ModelGraph:
         return [node for node in self.proto.graph.node if id(node) in wanted], seen
 
 
-def index_outputs(path: Path) -> frozenset[str]:
-    """Return the outputs of a model that depend on indices, counts or random numbers, for instance of TopK."""
+def index_outputs(path: Path) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Return the outputs of a model that depend on indices, counts or random numbers, for instance of TopK.
+
+    And the tensors that indices are first computed from.
+    """
     graph = onnx.load(path, load_external_data=False).graph
+    made = {name for node in graph.node for name in node.output}
     jumping: set[str] = set()
+    sources: dict[str, None] = {}
     for node in graph.node:
-        if node.op_type == "TopK":
-            jumping.update(node.output[1:])
-        elif node.op_type in INDICES:
-            jumping.update(node.output)
         if any(name in jumping for name in _reads(node)):
             jumping.update(node.output)
-    return frozenset(value.name for value in graph.output if value.name in jumping)
+        elif node.op_type in INDICES:
+            jumping.update(node.output[1:] if node.op_type == "TopK" else node.output)
+            sources.update((name, None) for name in node.input if name in made)
+    return frozenset(value.name for value in graph.output if value.name in jumping), tuple(sources)
 
 
-def narrow_weights(path: Path, target: Path) -> bool:
-    """Write a copy of a Q/DQ model whose 8-bit weights have 7 bits; False where it has no 8-bit weight.
+def narrow(path: Path, target: Path, what: Literal["weights", "data"]) -> bool:
+    """Write a copy of a Q/DQ model whose 8-bit weights or data have 7 bits; False where it has none of them.
 
-    The weights lose a bit of precision, so the copy is compared with itself in another runtime, not with the model.
+    They lose a bit of precision, so the copy is compared with itself in another runtime, not with the model.
     """
     proto = onnx.load(path)
     tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
-    scales: dict[str, str] = {}
+    halved: set[str] = set()
+    found = False
     for node in proto.graph.node:
-        weight = tensors.get(node.input[0]) if node.op_type == DEQUANTIZE else None
-        if weight is not None and weight.data_type == TensorProto.INT8 and node.input[1] in tensors:
-            scales[weight.name] = node.input[1]
-    for name in scales:
-        narrow = np.round(numpy_helper.to_array(tensors[name]).astype(np.float32) / NARROW).astype(np.int8)
-        tensors[name].CopyFrom(numpy_helper.from_array(narrow, name))
-    for node in proto.graph.node:
-        if node.op_type == DEQUANTIZE and node.input[0] in scales:
-            name = f"{node.input[0]}_wider_scale"
-            scale = numpy_helper.to_array(tensors[node.input[1]])
-            if name not in tensors:
-                tensors[name] = numpy_helper.from_array((scale * NARROW).astype(scale.dtype), name)
-                proto.graph.initializer.append(tensors[name])
-            node.input[1] = name
-    if scales:
+        stored = tensors.get(node.input[0]) if node.op_type == DEQUANTIZE else None
+        if node.op_type not in (QUANTIZE, DEQUANTIZE) or (stored is None) != (what == "data"):
+            continue
+        kind = tensors.get(next(iter(node.input[2:]), "")) if stored is None else stored
+        if node.input[1] not in tensors or kind is None or kind.data_type not in (TensorProto.INT8, TensorProto.UINT8):
+            continue
+        found = True
+        for name, factor in ((node.input[1], NARROW), *((n, 1 / NARROW) for n in node.input[2:] if n in tensors)):
+            _add_scaled(proto, tensors, name, factor)
+        node.input[1:] = [f"{name}{NARROWED}" if name in tensors else name for name in node.input[1:]]
+        if stored is not None and stored.name not in halved:
+            halved.add(stored.name)
+            stored.CopyFrom(_scaled(stored, 1 / NARROW))
+    if found:
         onnx.save(proto, target)
-    return bool(scales)
+    return found
+
+
+def _add_scaled(proto: onnx.ModelProto, tensors: dict[str, onnx.TensorProto], name: str, factor: float) -> None:
+    """Add a multiple of an initializer under a name of its own."""
+    if f"{name}{NARROWED}" not in tensors:
+        made = _scaled(tensors[name], factor)
+        made.name = f"{name}{NARROWED}"
+        tensors[made.name] = made
+        proto.graph.initializer.append(made)
+
+
+def _scaled(tensor: onnx.TensorProto, factor: float) -> onnx.TensorProto:
+    """Return a multiple of a tensor; integers are rounded."""
+    array = numpy_helper.to_array(tensor)
+    made = array.astype(np.float64) * factor
+    return numpy_helper.from_array(
+        (np.round(made) if array.dtype.kind in "iu" else made).astype(array.dtype), tensor.name
+    )
 
 
 def _reads(node: onnx.NodeProto) -> Iterator[str]:

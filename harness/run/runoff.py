@@ -67,7 +67,8 @@ def run_off(
 ) -> Found:
     """How far each search of a cell came, with as many leaders as are confirmed, best first.
 
-    Its turns are kept in `runoff.jsonl`, so that a cell that goes on has the same winners.
+    Its turns are kept in `runoff.jsonl`, so that a cell that goes on has the same winners. Where the runtime computes
+    something else than the file of a winner says, all leaders are looked at and those that are right meet again.
 
     Args:
         retry_failed: Try once more what failed in it.
@@ -75,11 +76,37 @@ def run_off(
     Raises:
         UserError: The float model fails, or the record cannot be written.
     """
-    found, wrong = _searched_right(running)
-    told = {
-        name: {budget: tuple(m for m in models if m.digest not in wrong) for budget, models in budgets.items()}
-        for name, budgets in _told(running).items()
-    }
+    found = _held(running, open_engines, retry_failed)
+    if any(_is_wrong(running, run, leader) for run in running.cell.spec.runs for leader in _leaders(found, run)):
+        return _held(running, open_engines, retry_failed, look=True)
+    return found
+
+
+def _leaders(found: Found, run: RunSpec) -> Iterator[Leader]:
+    return chain.from_iterable(found.leaders.get(run.name, {}).values())
+
+
+def _is_wrong(running: Running, run: RunSpec, leader: Leader, look: bool = True) -> bool:
+    """Return whether the runtime computes something else than a leader's file says.
+
+    Args:
+        look: Compare them where that was not done before; else it counts as right.
+    """
+    if running.checker is None:
+        return False
+    candidate = _built_again(run, running.cell)(leader)
+    found = running.checker.check(candidate, name=leader.digest) if look else running.checker.known(candidate)
+    return found is not None and found.wrong
+
+
+def _held(
+    running: Running,
+    open_engines: Callable[[], AbstractContextManager[Engines]],
+    retry_failed: bool,
+    look: bool = False,
+) -> Found:
+    """Hold the runoff; see `_right` for `look`."""
+    found, told = _right(running, look)
     led: dict[str, dict[int, tuple[Leader, ...]]] = {
         run.name: {
             budget: (*there.leaders, *(told.get(run.name, {}).get(budget, ()) if there.leaders else ()))
@@ -110,26 +137,32 @@ def run_off(
     return Found(reached=found, leaders=_shown(running, settled), speedups=speedups, unbeaten=unbeaten)
 
 
-def _searched_right(running: Running) -> tuple[_Budgets, Collection[str]]:
-    """Return how far each search came, and the digests of models whose runtime computes something else than their file.
+def _right(running: Running, look: bool) -> tuple[_Budgets, Mapping[str, Mapping[int, tuple[ToldModel, ...]]]]:
+    """Return how far each search came and the models that it was told, without those that are known to be wrong.
 
-    Leaders that are wrong give way to the next ones until all are right.
+    Leaders that are wrong give way to the next ones until none is.
+
+    Args:
+        look: Compare leaders with their files that were not compared before.
     """
-    checker, told, wrong, seen = running.checker, _told(running), set[str](), set[str]()
+    wrong, seen, told = set[str](), set[str](), _told(running)
     while True:
         found = _searched(running, wrong)
-        if checker is None:
-            return found, ()
+        before = len(wrong)
         for run in running.cell.spec.runs if found else ():
-            build = _built_again(run, running.cell)
             leaders: list[Leader] = [leader for there in found[run.name].values() for leader in there.leaders]
             leaders += chain.from_iterable(told.get(run.name, {}).values())
             for leader in (each for each in leaders if each.digest not in seen):
                 seen.add(leader.digest)
-                if checker.check(build(leader), name=leader.digest).wrong:
+                if _is_wrong(running, run, leader, look):
                     wrong.add(leader.digest)
-        if wrong.isdisjoint(one.digest for each in found.values() for there in each.values() for one in there.leaders):
-            return found, wrong
+        if len(wrong) == before:
+            break
+    kept = {
+        name: {budget: tuple(model for model in models if model.digest not in wrong) for budget, models in each.items()}
+        for name, each in told.items()
+    }
+    return found, kept
 
 
 def _shown(running: Running, led: _Led) -> _Led:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from harness import registry
 from harness.api import Array, Candidate
 from harness.errors import UserError
 from harness.graph.files import file_digest
-from harness.graph.reduce_model import index_outputs, narrow_weights
+from harness.graph.reduce_model import ModelGraph, index_outputs, narrow
 from harness.measure.engines import MAIN, Engines, WorkerSpec
 from harness.measure.local import attempt
 from harness.measure.provenance import cores
@@ -41,10 +41,12 @@ REPORTS = 3
 WRONG = "wrong_result"
 """Folder, in that of a task, of small models that show a fault."""
 THREADS = 4
-SATURATED = (
-    "this processor adds products of 8-bit integers in 16 bits; with weights of 7 bits the result is right "
-    "(reduce_range: true)"
-)
+FLOAT = "the float model in ONNX Runtime"
+_SATURATED = "this processor adds products of 8-bit integers in 16 bits; the result is right with"
+SATURATED: Mapping[Literal["weights", "data"], str] = {
+    "weights": f"{_SATURATED} weights of 7 bits (reduce_range: true)",
+    "data": f"{_SATURATED} data of 7 bits; leave products of two activations float",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +114,10 @@ class RuntimeChecker:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    def known(self, candidate: Candidate) -> Checked | None:
+        """Return what was found of a model before; None where it was not checked."""
+        return self._record.get(f"{candidate.digest} {MAIN}")
+
     def check(self, candidate: Candidate, benchmarker: str = MAIN, *, name: str = "", again: bool = False) -> Checked:
         """Return how a model and its file compare; one that was checked before is not checked again.
 
@@ -164,9 +170,10 @@ class RuntimeChecker:
             return compare_float(compare.floats, own, compare.precision, compare.skipped)
         found = compare.judge(path)
         if found.wrong and self._plan.saturates:
-            narrow = self._scratch / "narrow.onnx"
-            if narrow_weights(path, narrow) and not compare.judge(narrow).wrong:
-                return replace(found, verdict="saturates", reason=SATURATED)
+            target = self._scratch / "narrow.onnx"
+            for what, remedy in SATURATED.items():
+                if narrow(path, target, what) and not compare.judge(target).wrong:
+                    return replace(found, verdict="saturates", reason=remedy)
         if found.wrong or found.suspect:
             return self._located(found, path, candidate.digest, benchmarker)
         return found
@@ -174,20 +181,41 @@ class RuntimeChecker:
     def _comparison(self, benchmarker: str) -> Comparison:
         own = self._float_outputs(benchmarker)
         return Comparison(
-            floats=good(self._float_outputs(""), "the float model in ONNX Runtime"),
+            floats=good(self._float_outputs(""), FLOAT),
             engine_float=None if isinstance(own, Failed) else own,
             precision=str(self._engines.describe(benchmarker).get("float_precision", "")),
-            skipped=index_outputs(self._plan.float_file),
-            reference=lambda path: self._reference(path, self._feeds),
-            engine=lambda path: self._run(path, self._feeds, benchmarker),
+            skipped=self._compared[0],
+            reference=lambda path: self._reference(self._cut(path), self._feeds),
+            engine=lambda path: self._run(self._cut(path), self._feeds, benchmarker),
         )
+
+    @cached_property
+    def _compared(self) -> tuple[frozenset[str], tuple[str, ...]]:
+        """Return the outputs that are not compared, and what is compared in their place where there is no other.
+
+        Raises:
+            EvaluationFailed: The float model does not run in ONNX Runtime.
+        """
+        skipped, sources = index_outputs(self._plan.float_file)
+        outputs = good(self._reference(self._plan.float_file, self._feeds), FLOAT)
+        if any(array.dtype.kind == "f" and name not in skipped for name, array in outputs[0].items()):
+            return skipped, ()
+        return (frozenset(), sources) if sources else (skipped, ())
+
+    def _cut(self, path: Path) -> Path:
+        """Return the file itself, or where every output depends on indices, a copy that ends in front of them."""
+        if not self._compared[1]:
+            return path
+        target = self._scratch / "cut.onnx"
+        ModelGraph(path).write_part(target, self._compared[1])
+        return target
 
     def _located(self, found: Checked, path: Path, digest: str, benchmarker: str) -> Checked:
         """Return a record with the operator that differs; one that is suspect is wrong only where there is one."""
         if found.wrong and sum(bool(each.model) for each in self._record.values()) >= REPORTS:
             return replace(found, reason=f"its operator was not looked for: see the first {REPORTS} wrong results")
         suspect = Suspect(
-            path=path,
+            path=self._cut(path),
             float_path=self._plan.float_file,
             feeds=self._feeds,
             output=found.output,
@@ -220,9 +248,9 @@ class RuntimeChecker:
         """Return the float model's outputs in a runtime; "": in ONNX Runtime without graph optimizations."""
         if benchmarker not in self._floats:
             self._floats[benchmarker] = (
-                self._run(self._plan.floats[benchmarker], self._feeds, benchmarker)
+                self._run(self._cut(self._plan.floats[benchmarker]), self._feeds, benchmarker)
                 if benchmarker
-                else self._reference(self._plan.float_file, self._feeds)
+                else self._reference(self._cut(self._plan.float_file), self._feeds)
             )
         return self._floats[benchmarker]
 
