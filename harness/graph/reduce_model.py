@@ -56,6 +56,10 @@ class ModelGraph:
             tensor = node.input[0]
         return tensor
 
+    def operators(self) -> list[str]:
+        """Return the type of each operator in order, without Q/DQ pairs."""
+        return [node.op_type for node in self.proto.graph.node if node.op_type not in (QUANTIZE, DEQUANTIZE)]
+
     def operator(self, tensor: str) -> str:
         """Return type and name of the operator that computes a tensor, in front of the Q/DQ pairs behind it."""
         node = self._producer.get(self.in_front_of_pairs(tensor)) or self._producer[tensor]

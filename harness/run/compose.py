@@ -64,7 +64,7 @@ class Cell:
         benchmarkers: The backend at each float precision, the baseline's as `MAIN`; none before `at`.
         cast: The model as `model_file` has it, where that is not `model`.
         facts: What the backend says of itself and its device.
-        feeds: Calibration batches, made anew each time they are gone through.
+        feeds: Calibration batches.
     """
 
     spec: CellSpec

@@ -77,13 +77,10 @@ def run_off(
         UserError: The float model fails, or the record cannot be written.
     """
     found = _held(running, open_engines, retry_failed)
-    if any(_is_wrong(running, run, leader) for run in running.cell.spec.runs for leader in _leaders(found, run)):
+    chosen = {run: chain.from_iterable(found.leaders.get(run.name, {}).values()) for run in running.cell.spec.runs}
+    if any(_is_wrong(running, run, leader) for run, leaders in chosen.items() for leader in leaders):
         return _held(running, open_engines, retry_failed, look=True)
     return found
-
-
-def _leaders(found: Found, run: RunSpec) -> Iterator[Leader]:
-    return chain.from_iterable(found.leaders.get(run.name, {}).values())
 
 
 def _is_wrong(running: Running, run: RunSpec, leader: Leader, look: bool = True) -> bool:
@@ -105,7 +102,7 @@ def _held(
     retry_failed: bool,
     look: bool = False,
 ) -> Found:
-    """Hold the runoff; see `_right` for `look`."""
+    """Hold the runoff; see `_right`."""
     found, told = _right(running, look)
     led: dict[str, dict[int, tuple[Leader, ...]]] = {
         run.name: {

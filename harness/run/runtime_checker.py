@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,11 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from harness import registry
 from harness.api import Array, Candidate
 from harness.errors import UserError
+from harness.feeds import feeds_digest
 from harness.graph.files import file_digest
 from harness.graph.reduce_model import ModelGraph, index_outputs, narrow
 from harness.measure.engines import MAIN, Engines, WorkerSpec
@@ -104,7 +102,7 @@ class RuntimeChecker:
         self._basis = {
             "model_sha256": file_digest(plan.float_file),
             "backend": dict(engines.describe()),
-            "inputs_sha256": _digest(self._feeds),
+            "inputs_sha256": feeds_digest(self._feeds),
         }
         self._record = self._read()
 
@@ -278,16 +276,6 @@ class RuntimeChecker:
         if {key: body.get(key) for key in self._basis} != self._basis:
             return {}
         return {key: Checked(**each) for key, each in body["checks"].items()}
-
-
-def _digest(feeds: Sequence[Mapping[str, Array]]) -> str:
-    """Return a digest of inputs: scales follow from them."""
-    found = hashlib.sha256()
-    for sample in feeds:
-        for name, array in sorted(sample.items()):
-            found.update(f"{name} {array.dtype} {array.shape}".encode())
-            found.update(np.ascontiguousarray(array).tobytes())
-    return found.hexdigest()
 
 
 def computes_nothing(use: Use) -> bool:

@@ -31,8 +31,10 @@ LIMIT_S = 120.0
 MOST_DB = 30.0
 """A tensor that is this close to the file, less the margin, agrees: one rounding tie is loud in a quiet tensor."""
 SAMPLES = 2
-PLACES = 8
+PLACES = 6
 """Tensors that are looked at where the output itself hardly differs."""
+SHOWN = 8
+"""Operators of a small model that are named at most."""
 LARGEST = 64
 """Operators that are extracted at most, before the whole model up to the tensor is taken."""
 
@@ -122,7 +124,7 @@ class Suspect:
                 if found is not None and found[2].wrong:
                     file, engine, checked = found
                     return Fault(
-                        operator=self.graph.operator(tensor),
+                        operator=self._named(tensor),
                         model=self._part,
                         extracted=not whole,
                         feeds=feeds,
@@ -167,6 +169,12 @@ class Suspect:
         return [
             {name: {**given, **sample}[name] for name in tensors} for given, sample in zip(feeds, found, strict=True)
         ]
+
+    def _named(self, tensor: str) -> str:
+        """Return the operator that computes a tensor, and those in the part with it, which a runtime may fuse."""
+        others = ModelGraph(self._part).operators()[:-1]
+        behind = f" behind {', '.join(others)}" if 0 < len(others) <= SHOWN else ""
+        return f"{self.graph.operator(tensor)}{behind}"
 
     @property
     def _part(self) -> Path:
@@ -231,16 +239,18 @@ def _text(fault: Fault, path: Path, facts: Mapping[str, Any]) -> str:
 Operator: {fault.operator}
 Device: {facts.get("device")}
 Options: {options}
-Difference: output {fault.checked.output!r} of {path.name} is {fault.checked.engine_db:.1f} dB from the output of ONNX
-Runtime {_version()} without graph optimizations (signal-to-noise ratio; two right runtimes are above 40 dB apart, or
-above {MOST_DB:.0f} dB where rounding ties of quantized values fall differently). onnx {version("onnx")}.
+Difference: output {fault.checked.output!r} has a signal-to-noise ratio of {fault.checked.engine_db:.1f} dB against
+ONNX Runtime {_version()} without graph optimizations. Runtimes that are right agree to 30 dB and more.
+Made with onnx {version("onnx")}.
 
-Files: {path.name}; {path.with_suffix(".npz").name} holds {inputs} ("input:NAME"), the outputs of ONNX Runtime
-("expected:NAME") and those of {name} ("found:NAME").
+Files: {path.name}, and {path.with_suffix(".npz").name} with
+- {inputs} ("input:NAME"),
+- the outputs of ONNX Runtime ("expected:NAME"),
+- the outputs of {name} ("found:NAME").
 
 To reproduce, in the folder of this file:
 
-{_script(name, path)}"""
+{_script(name, path, facts)}"""
 
 
 def _version() -> str:
@@ -249,11 +259,12 @@ def _version() -> str:
     return str(onnxruntime.__version__)
 
 
-def _script(name: str, path: Path) -> str:
+def _script(name: str, path: Path, facts: Mapping[str, Any]) -> str:
+    hint = facts.get("options", {}).get("precision", "f32")
     runs = {
         "openvino": f"""import openvino as ov
 core = ov.Core()
-compiled = core.compile_model(core.read_model("{path.name}"), "CPU", {{"INFERENCE_PRECISION_HINT": "f32"}})
+compiled = core.compile_model(core.read_model("{path.name}"), "CPU", {{"INFERENCE_PRECISION_HINT": "{hint}"}})
 found = dict(zip(names, compiled(feeds).to_tuple()))""",
         "onnxruntime": f"""found = dict(zip(names, ort.InferenceSession("{path.name}").run(names, feeds)))""",
     }

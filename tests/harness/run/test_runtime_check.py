@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import onnx
+import onnxruntime
 import pandas as pd
 import pytest
 from onnx import TensorProto, helper, numpy_helper
@@ -123,6 +124,15 @@ def test_verify_says_so(folder, capsys):
         file = folder / "out" / CELL / "models" / row.file
         assert qdq("verify", str(file), "--base", str(folder)) == status
         assert ("wrong result" in capsys.readouterr().out) == wrong
+
+
+def test_a_run_that_goes_on_has_the_same_winners_and_times_nothing_again(folder):
+    cell = folder / "out" / CELL
+    kept = {name: (cell / name).read_bytes() for name in ("rows.json", "runoff.jsonl", "runtime_check.json")}
+    (cell / "through.json").unlink()
+    assert qdq("run", str(folder / "faulty.yaml"), "--out", str(folder / "out")) == 0
+    assert {name: (cell / name).read_bytes() for name in kept} == kept
+    assert (cell / "through.json").exists()
 
 
 def test_results_of_before_the_check_are_read_as_they_were(folder, tmp_path):
@@ -280,6 +290,70 @@ def test_saturation_has_a_verdict_of_its_own(tmp_path, without_vnni, broken, ver
             check=False,
         )
         assert "to openvino" in done.stderr, "the reference part of the script runs"
+
+
+class Indexing:
+    """ONNX Runtime as it is, but for the sign of what ArgMax reads."""
+
+    def build(self, candidate, benchmarker="main"):
+        proto = onnx.load(candidate.source())
+        for node in proto.graph.node:
+            if node.name == "scores" and any(name.endswith("d") for name in node.input):
+                node.op_type = "Neg"
+        self._session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+        return Built(handle=0, build_s=0.0)
+
+    def infer(self, handle, feeds):
+        names = [value.name for value in self._session.get_outputs()]
+        return dict(zip(names, self._session.run(names, dict(feeds)), strict=True))
+
+    def release(self, handle):
+        pass
+
+    def describe(self, benchmarker="main"):
+        return {"name": "indexing", "version": "1", "float_precision": "f32"}
+
+
+def indices(path, *, quantized):
+    """The place of the largest value, which is an integer."""
+    nodes, data = [], "x"
+    if quantized:
+        nodes = [
+            helper.make_node("QuantizeLinear", ["x", "s", "z"], ["xq"]),
+            helper.make_node("DequantizeLinear", ["xq", "s", "z"], ["xd"]),
+        ]
+        data = "xd"
+    nodes.append(helper.make_node("Abs", [data], ["scored"], name="scores"))
+    nodes.append(helper.make_node("ArgMax", ["scored"], ["y"], axis=1))
+    ends = [
+        helper.make_tensor_value_info("x", TensorProto.FLOAT, [4, 64]),
+        helper.make_tensor_value_info("y", TensorProto.INT64, [4, 1]),
+    ]
+    tensors = [
+        numpy_helper.from_array(np.array(np.float32(1 / 32)), "s"),
+        numpy_helper.from_array(np.array(np.int8(0)), "z"),
+    ]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], tensors if quantized else [])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return path
+
+
+def test_where_every_output_is_an_index_the_scores_behind_it_are_compared(tmp_path):
+    floating = indices(tmp_path / "float.onnx", quantized=False)
+    quantized = indices(tmp_path / "quantized.onnx", quantized=True)
+    rng = np.random.default_rng(0)
+    plan = CheckPlan(
+        float_file=floating,
+        floats={"main": floating},
+        feeds=[{"x": rng.standard_normal((4, 64)).astype(np.float32)} for _ in range(2)],
+        folder=tmp_path,
+        work=tmp_path / "work",
+        limits=Limits(),
+    )
+    with RuntimeChecker(plan, Indexing(), Silent()) as checker:
+        found = checker.check(Candidate(digest="q", edges=(), source=lambda: quantized))
+        assert checker.check(Candidate(digest=digest_of(()), edges=(), source=lambda: floating)).verdict == "right"
+    assert (found.verdict, found.output, found.operator) == ("wrong result", "scored", "Abs 'scores'")
 
 
 def test_a_model_that_the_reference_cannot_run_is_not_checked(tmp_path):
