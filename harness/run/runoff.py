@@ -77,8 +77,8 @@ def run_off(
         UserError: The float model fails, or the record cannot be written.
     """
     found = _held(running, open_engines, retry_failed)
-    chosen = {run: chain.from_iterable(found.leaders.get(run.name, {}).values()) for run in running.cell.spec.runs}
-    if any(_is_wrong(running, run, leader) for run, leaders in chosen.items() for leader in leaders):
+    chosen = [(run, found.leaders.get(run.name, {}).values()) for run in running.cell.spec.runs]
+    if any(_is_wrong(running, run, leader) for run, led in chosen for leader in chain.from_iterable(led)):
         return _held(running, open_engines, retry_failed, look=True)
     return found
 

@@ -159,6 +159,7 @@ def noisy(rng, arrays, db):
         (30, 22, "f32", "wrong result"),
         (30, 0, "f32", "wrong result"),
         (80, 60, "f32", "wrong result"),
+        (110, 90, "f32", "right"),  # round-off
         (80, 42, "bf16", "right"),  # the noise of BF16
         (80, 20, "bf16", "wrong result"),
     ],
@@ -179,6 +180,16 @@ def test_an_engine_with_nan_is_wrong_and_a_file_with_nan_is_not_compared():
     found = compare_with_file(floats, nan, floats)
     assert found.verdict == "not checked"
     assert "NaN" in found.reason
+
+
+def test_an_output_that_the_engine_does_not_give_is_wrong():
+    rng = np.random.default_rng(0)
+    floats = [{"y": rng.standard_normal((1, 500)), "z": rng.standard_normal((1, 20))}]
+    flat = [{"y": floats[0]["y"].ravel(), "z": floats[0]["z"]}]
+    assert compare_with_file(floats, floats, flat).verdict == "right"
+    for engine in ({"y": floats[0]["y"]}, {"y": floats[0]["y"], "z": np.zeros((1, 20))}, {**flat[0], "z": np.zeros(5)}):
+        found = compare_with_file(floats, floats, [engine])
+        assert (found.verdict, found.output) == ("wrong result", "z")
 
 
 def test_a_float_model_that_is_computed_wrongly_is_wrong():
