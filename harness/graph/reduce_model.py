@@ -108,7 +108,14 @@ class ModelGraph:
             front |= {name for name in _reads(node) if name in self._depth}
         return tuple(sorted(set(map(self.in_front_of_pairs, front)), key=lambda name: self._depth[name]))
 
-    def write_part(self, path: Path, outputs: Sequence[str], inputs: Mapping[str, Array] | None = None) -> None:
+    def write_part(
+        self,
+        path: Path,
+        outputs: Sequence[str],
+        inputs: Mapping[str, Array] | None = None,
+        *,
+        without_pairs: bool = False,
+    ) -> None:
         """Write the model that computes some tensors.
 
         Args:
@@ -116,10 +123,13 @@ class ModelGraph:
             outputs: Names of tensors; those inside the model get no type, which runtimes infer.
             inputs: Arrays of the tensors that become inputs, whose types and shapes the model gets; None: the model's
                 own inputs.
+            without_pairs: Leave data float, as without the Q/DQ pairs; weights stay as they are.
         """
         graph = self.proto.graph
         ends = {} if inputs is None else dict(inputs)
         nodes, tensors = self._needed(outputs, ends)
+        if without_pairs:
+            nodes = [*self._bypassed(nodes)]
         known = {value.name: value for value in graph.output}
         made = helper.make_graph(
             nodes,
@@ -132,6 +142,15 @@ class ModelGraph:
         opsets, functions = self.proto.opset_import, self.proto.functions
         part = helper.make_model(made, opset_imports=opsets, ir_version=self.proto.ir_version, functions=functions)
         onnx.save(part, path)
+
+    def _bypassed(self, nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+        """Yield nodes with an Identity in the place of each DequantizeLinear behind a QuantizeLinear."""
+        for node in nodes:
+            before = self._producer.get(node.input[0]) if node.op_type == DEQUANTIZE else None
+            if before is not None and before.op_type == QUANTIZE:
+                yield helper.make_node("Identity", before.input[:1], node.output)
+            else:
+                yield node
 
     def _needed(self, outputs: Iterable[str], ends: Collection[str]) -> tuple[list[onnx.NodeProto], set[str]]:
         """Return the nodes that compute some tensors, in order, and the names of all tensors that these read."""

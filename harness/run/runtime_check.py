@@ -9,7 +9,7 @@ that is far from the float model leaves little signal to lose. No labels are nee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,12 +33,18 @@ MARGIN_DB = 6.0
 """Rounding ties that fall the other way put an engine as far from the file as the file is from the float model."""
 SUSPECT_DB = 1.5
 """From here on an operator is looked for. Of 24 right rows that were 0.4 to 2.2 dB further none had one."""
+LOST_DB = 3.0
+"""Below, the file itself has lost the output: an engine is wrong only where an operator is found that is."""
 MOST_DB = 80.0
 """No engine has to be closer to its file: kernels for integers round floats apart from those of the float model."""
 FLOAT_DB: Mapping[str, float] = {"f32": 30.0, "fp32": 30.0}
 """Least ratio of a float model in a runtime to the same model in ONNX Runtime, by the precision of the runtime."""
 HALF_DB = 8.0
 """The same for all other precisions. BF16 has 8 bits of mantissa: YOLOX-Nano comes to 15 dB at its class scores."""
+FINITE = 0.9
+"""Share of an output that is finite in model and file, at least, or it is not compared."""
+OVERFLOW = 1e30
+"""Larger values count as infinite: where exp overflows, the next rounding decides whether a value is."""
 Outputs = Sequence[Mapping[str, Array]]
 """Outputs by name, sample by sample."""
 Verdict = Literal["right", "wrong result", "saturates", "not checked"]
@@ -116,6 +122,7 @@ def compare_with_file(  # noqa: PLR0913 - four sets of outputs, and what limits 
     precision: str = "f32",
     skipped: Collection[str] = (),
     most_db: float = MOST_DB,
+    whole: bool = False,
 ) -> Checked:
     """Judge the engine of a quantized model.
 
@@ -127,16 +134,20 @@ def compare_with_file(  # noqa: PLR0913 - four sets of outputs, and what limits 
         precision: What float operations run in.
         skipped: Outputs that are not compared.
         most_db: No engine has to be closer to its file than this.
+        whole: Compare outputs as they are, also where their slices differ in scale.
     """
     least = least_db(precision)
     found = []
-    for name, part in _parts(floats, skipped, file):
-        file_db, engine_db = _mean_db(floats, file, name, part), _mean_db(file, engine, name, part)
-        noise_db = most_db
-        if engine_float is not None:
-            noise_db = min(most_db, max(least, _mean_db(floats, engine_float, name, part)))
-        limit_db = min(file_db, noise_db) - MARGIN_DB
-        found.append((engine_db - limit_db, _checked(engine_db < limit_db, name, part, engine_db, file_db, noise_db)))
+    for name, masks in _masks(floats, skipped, file).items():
+        own, said, done = (_values(outputs, name, masks) for outputs in (floats, file, engine))
+        noisy = None if engine_float is None else _values(engine_float, name, masks)
+        for part in (not whole and parts_of([array for array in own if array is not None])) or (None,):
+            file_db, engine_db = _mean_db(own, said, part), _mean_db(said, done, part)
+            noise_db = most_db if noisy is None else min(most_db, max(least, _mean_db(own, noisy, part)))
+            limit_db = min(file_db, noise_db) - MARGIN_DB
+            wrong = engine_db < limit_db and file_db >= LOST_DB
+            judged = _checked(wrong, name, part, engine_db, file_db, noise_db)
+            found.append((engine_db - limit_db, judged))
     return _worst(found, file, skipped)
 
 
@@ -144,9 +155,11 @@ def compare_float(floats: Outputs, engine: Outputs, precision: str, skipped: Col
     """Judge the engine of the float model; see `compare_with_file`."""
     least = least_db(precision)
     found = []
-    for name, part in _parts(floats, skipped, floats):
-        engine_db = _mean_db(floats, engine, name, part)
-        found.append((engine_db - least, _checked(engine_db < least, name, part, engine_db, None, None)))
+    for name, masks in _masks(floats, skipped, floats).items():
+        own, done = _values(floats, name, masks), _values(engine, name, masks)
+        for part in parts_of([array for array in own if array is not None]) or (None,):
+            engine_db = _mean_db(own, done, part)
+            found.append((engine_db - least, _checked(engine_db < least, name, part, engine_db, None, None)))
     return _worst(found, floats, skipped)
 
 
@@ -212,33 +225,43 @@ def _worst(found: Sequence[tuple[float, Checked]], file: Outputs, skipped: Colle
     return not_checked(f"no output of floating type{names}")
 
 
-def _parts(floats: Outputs, skipped: Collection[str], file: Outputs) -> Iterator[tuple[str, Part | None]]:
-    """Yield the outputs that can be compared, each with the parts of it that differ in scale."""
+def _masks(floats: Outputs, skipped: Collection[str], file: Outputs) -> dict[str, list[Array]]:
+    """Return, of each output that can be compared, the places of each sample where model and file are finite."""
+    found = {}
     for name, array in floats[0].items():
         if name in skipped or array.dtype.kind != "f" or not array.size:
             continue
-        arrays = [sample[name] for sample in (*floats, *file) if name in sample]
-        alike = len(arrays) == len(floats) + len(file) and {found.shape for found in arrays} == {array.shape}
-        if alike and all(np.isfinite(found).all() for found in arrays):
-            parts = parts_of([sample[name] for sample in floats])
-            yield from ((name, part) for part in parts or (None,))
+        pairs = [
+            (own[name], said[name]) for own, said in zip(floats, file, strict=True) if name in own and name in said
+        ]
+        if len(pairs) == len(floats) and {a.shape for pair in pairs for a in pair} == {array.shape}:
+            masks = [(np.abs(own) < OVERFLOW) & (np.abs(said) < OVERFLOW) for own, said in pairs]
+            if min(float(mask.mean()) for mask in masks) >= FINITE:
+                found[name] = masks
+    return found
 
 
-def _mean_db(reference: Outputs, outputs: Outputs, name: str, part: Part | None) -> float:
+def _values(outputs: Outputs, name: str, masks: Sequence[Array]) -> list[Array | None]:
+    """Return an output sample by sample, 0 where the mask is; None where it is missing or of another size."""
+    arrays = [sample.get(name) for sample in outputs]
+    return [
+        None if array is None or array.size != mask.size else np.where(mask, array.reshape(mask.shape), 0)
+        for array, mask in zip(arrays, masks, strict=True)
+    ]
+
+
+def _mean_db(reference: Sequence[Array | None], outputs: Sequence[Array | None], part: Part | None) -> float:
     """Return the mean over samples of the ratio of one part of an output.
 
     An output that is missing, of another size or not finite is as far away as can be.
     """
-    return float(np.mean([_sample_db(r[name], o.get(name), part) for r, o in zip(reference, outputs, strict=True)]))
+    return float(np.mean([_sample_db(own, found, part) for own, found in zip(reference, outputs, strict=True)]))
 
 
-def _sample_db(reference: Array, output: Array | None, part: Part | None) -> float:
-    if output is None or output.size != reference.size:
+def _sample_db(reference: Array | None, output: Array | None, part: Part | None) -> float:
+    if reference is None or output is None or not np.isfinite(taken(output, part)).all():
         return -MAX_SQNR_DB
-    reference, output = np.atleast_1d(reference, output.reshape(reference.shape))
-    if not np.isfinite(taken(output, part)).all():
-        return -MAX_SQNR_DB
-    return part_sqnr(reference, output, part)
+    return part_sqnr(*np.atleast_1d(reference, output), part)
 
 
 def read_checks(folder: Path, rows: Mapping[str, Row]) -> dict[str, Checked]:

@@ -214,7 +214,6 @@ class RuntimeChecker:
             return replace(found, reason=f"its operator was not looked for: see the first {REPORTS} wrong results")
         suspect = Suspect(
             path=self._cut(path),
-            float_path=self._plan.float_file,
             feeds=self._feeds,
             output=found.output,
             most_db=found.noise_db or 0.0,

@@ -68,7 +68,6 @@ class Suspect:
 
     Attributes:
         path: The file.
-        float_path: The float model.
         feeds: Inputs on which they disagree.
         output: Where they do.
         most_db: The runtime's own noise at that output.
@@ -78,7 +77,6 @@ class Suspect:
     """
 
     path: Path
-    float_path: Path
     feeds: Sequence[Mapping[str, Array]]
     output: str
     most_db: float
@@ -93,11 +91,6 @@ class Suspect:
         """The graph of the file."""
         return ModelGraph(self.path)
 
-    @cached_property
-    def float_graph(self) -> ModelGraph:
-        """The graph of the float model."""
-        return ModelGraph(self.float_path)
-
     @property
     def late(self) -> bool:
         """Whether the search took its time."""
@@ -106,8 +99,7 @@ class Suspect:
     def differs(self, tensor: str) -> bool:
         """Return whether the two disagree about a tensor of the file, cut there; what cannot be compared agrees."""
         if tensor not in self.seen:
-            self.graph.write_part(self._part, [tensor])
-            found = self._compare(self.feeds[:SAMPLES], self._in_float(tensor))
+            found = self._compare(tensor, self.feeds[:SAMPLES])
             self.seen[tensor] = found is not None and found[2].wrong
         return self.seen[tensor]
 
@@ -119,8 +111,7 @@ class Suspect:
             whole = set(front) <= set(self.graph.inputs) or count > LARGEST
             feeds = self.feeds[:SAMPLES] if whole else self._recorded(front)
             if feeds is not None:
-                self.graph.write_part(self._part, [tensor], None if whole else feeds[0])
-                found = self._compare(feeds, self._in_float(tensor) if whole else None)
+                found = self._compare(tensor, feeds, None if whole else feeds[0])
                 if found is not None and found[2].wrong:
                     file, engine, checked = found
                     return Fault(
@@ -138,23 +129,20 @@ class Suspect:
         return None
 
     def _compare(
-        self, feeds: Sequence[Mapping[str, Array]], floats: Outputs | None
+        self, tensor: str, feeds: Sequence[Mapping[str, Array]], inputs: Mapping[str, Array] | None = None
     ) -> tuple[Outputs, Outputs, Checked] | None:
-        """Run the part in both; None where it does not run in one of them."""
-        file = self.reference(self._part, feeds)
-        engine = file if isinstance(file, Failed) else self.engine(self._part, feeds)
-        if isinstance(file, Failed) or isinstance(engine, Failed):
-            return None
-        return file, engine, compare_with_file(floats or file, file, engine, most_db=min(MOST_DB, self.most_db))
+        """Run the part that computes a tensor in both; None where it does not run in one of them.
 
-    def _in_float(self, tensor: str) -> Outputs | None:
-        """Return the values of a tensor in the float model under the name that it has in the file."""
-        name = self.graph.in_front_of_pairs(tensor)
-        if not self.float_graph.computes(name):
+        How far the file's pairs move it says how far ties of rounding may.
+        """
+        self.graph.write_part(self._part, [tensor], inputs)
+        self.graph.write_part(self._inside, [tensor], inputs, without_pairs=True)
+        file, floats = self.reference(self._part, feeds), self.reference(self._inside, feeds)
+        engine = file if isinstance(file, Failed) else self.engine(self._part, feeds)
+        if isinstance(file, Failed) or isinstance(floats, Failed) or isinstance(engine, Failed):
             return None
-        self.float_graph.write_part(self._inside, [name])
-        found = self.reference(self._inside, self.feeds[:SAMPLES])
-        return None if isinstance(found, Failed) else [{tensor: sample[name]} for sample in found]
+        most_db = min(MOST_DB, self.most_db)
+        return file, engine, compare_with_file(floats, file, engine, most_db=most_db, whole=True)
 
     def _recorded(self, tensors: Sequence[str]) -> list[Mapping[str, Array]] | None:
         """Return the values of tensors inside the file, by the reference, and of its inputs."""

@@ -182,6 +182,17 @@ def test_an_engine_with_nan_is_wrong_and_a_file_with_nan_is_not_compared():
     assert "NaN" in found.reason
 
 
+def test_places_that_are_infinite_in_the_file_are_left_out():
+    rng = np.random.default_rng(0)
+    floats = [{"y": rng.standard_normal((1, 500))}]
+    floats[0]["y"][0, 3] = np.inf
+    engine = [{"y": np.nan_to_num(floats[0]["y"], posinf=3.0)}]
+    assert compare_with_file(floats, floats, engine).verdict == "right"
+    assert compare_float(floats, engine, "f32").verdict == "right"
+    engine[0]["y"][0, 4] = np.inf
+    assert compare_with_file(floats, floats, engine).verdict == "wrong result"
+
+
 def test_an_output_that_the_engine_does_not_give_is_wrong():
     rng = np.random.default_rng(0)
     floats = [{"y": rng.standard_normal((1, 500)), "z": rng.standard_normal((1, 20))}]
