@@ -6,6 +6,7 @@ fusing what it fuses. On the longest way to the output that differs a binary sea
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,8 @@ LIMIT_S = 120.0
 MOST_DB = 30.0
 """A tensor that is this close to the file, less the margin, agrees: one rounding tie is loud in a quiet tensor."""
 SAMPLES = 2
+BELOW_DB = (24.0, 14.0, -math.inf)
+"""Ratios of engine to file at which the first tensor is looked for, one after the other."""
 PLACES = 6
 """Tensors that are looked at where the output itself hardly differs."""
 SHOWN = 8
@@ -84,7 +87,7 @@ class Suspect:
     engine: Run
     work: Path
     started_s: float = field(default_factory=time.monotonic)
-    seen: dict[str, bool] = field(default_factory=dict)
+    seen: dict[str, Checked | None] = field(default_factory=dict)
 
     @cached_property
     def graph(self) -> ModelGraph:
@@ -96,12 +99,19 @@ class Suspect:
         """Whether the search took its time."""
         return time.monotonic() - self.started_s > LIMIT_S
 
-    def differs(self, tensor: str) -> bool:
-        """Return whether the two disagree about a tensor of the file, cut there; what cannot be compared agrees."""
+    def differs(self, tensor: str, below_db: float) -> bool:
+        """Return whether the two are apart at a tensor of the file, cut there; what cannot be compared agrees.
+
+        Args:
+            below_db: They are apart below this ratio, and in any case where the pairs in front do not explain it.
+        """
         if tensor not in self.seen:
             found = self._compare(tensor, self.feeds[:SAMPLES])
-            self.seen[tensor] = found is not None and found[2].wrong
-        return self.seen[tensor]
+            self.seen[tensor] = None if found is None else found[2]
+        found_there = self.seen[tensor]
+        if found_there is None or found_there.engine_db is None:
+            return False
+        return found_there.wrong or found_there.engine_db < below_db
 
     def extract(self, tensor: str) -> Fault | None:
         """Return the smallest model that shows the fault at a tensor; None where not even the whole file does."""
@@ -142,7 +152,7 @@ class Suspect:
         if isinstance(file, Failed) or isinstance(floats, Failed) or isinstance(engine, Failed):
             return None
         most_db = min(MOST_DB, self.most_db)
-        return file, engine, compare_with_file(floats, file, engine, most_db=most_db, whole=True)
+        return file, engine, compare_with_file(floats, file, engine, most_db=most_db)
 
     def _recorded(self, tensors: Sequence[str]) -> list[Mapping[str, Array]] | None:
         """Return the values of tensors inside the file, by the reference, and of its inputs."""
@@ -176,26 +186,42 @@ class Suspect:
 
 
 def find_fault(suspect: Suspect) -> Fault | None:
-    """Return the first operator that differs; None where there is none, or none was found in time."""
+    """Return the first operator that differs; None where there is none, or none was found in time.
+
+    Rounding ties add up behind many pairs, and a fault may be faint at the output. So the first tensor below one ratio
+    after the other is looked at, and what counts is whether the operators in front of it differ by themselves.
+    """
+    tried: set[str] = set()
+    for below_db in BELOW_DB:
+        first = _first_apart(suspect, below_db)
+        if first is not None and first not in tried and (fault := suspect.extract(first)) is not None:
+            return fault
+        tried.add(first or "")
+    return None
+
+
+def _first_apart(suspect: Suspect, below_db: float) -> str | None:
+    """Return a tensor where the two are apart while they agree on those that it is computed from; None: nowhere."""
     way = suspect.graph.longest_way(suspect.output)
     looked = [suspect.output, *way[:: max(1, len(way) // PLACES)]]  # what differs inside may be faint at the output
-    bad = next((name for name in looked if not suspect.late and suspect.differs(name)), None)
+    bad = next((name for name in looked if not suspect.late and suspect.differs(name, below_db)), None)
     while bad is not None:
-        bad = _first(suspect, bad)
-        before = next((name for name in suspect.graph.sources(bad) if not suspect.late and suspect.differs(name)), None)
+        bad = _first_on_way(suspect, bad, below_db)
+        sources = suspect.graph.sources(bad)
+        before = next((name for name in sources if not suspect.late and suspect.differs(name, below_db)), None)
         if before is None:
-            return suspect.extract(bad)
+            return bad
         bad = before
     return None
 
 
-def _first(suspect: Suspect, bad: str) -> str:
+def _first_on_way(suspect: Suspect, bad: str, below_db: float) -> str:
     """Return the first tensor that differs on the longest way to one that does."""
     way = suspect.graph.longest_way(bad)
     low, high = 0, len(way) - 1
     while low < high and not suspect.late:
         middle = (low + high) // 2
-        if suspect.differs(way[middle]):
+        if suspect.differs(way[middle], below_db):
             high = middle
         else:
             low = middle + 1
