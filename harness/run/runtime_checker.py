@@ -217,6 +217,7 @@ class RuntimeChecker:
             feeds=self._feeds,
             output=found.output,
             most_db=found.noise_db or 0.0,
+            proven=found.wrong,
             reference=self._reference,
             engine=lambda file, feeds: self._run(file, feeds, benchmarker),
             work=self._scratch,

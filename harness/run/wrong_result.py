@@ -38,6 +38,8 @@ PLACES = 6
 """Tensors that are looked at where the output itself hardly differs."""
 SHOWN = 8
 """Operators of a small model that are named at most."""
+FEW = 16
+"""Behind more operators rounding ties add up, so that they prove nothing."""
 LARGEST = 64
 """Operators that are extracted at most, before the whole model up to the tensor is taken."""
 
@@ -74,6 +76,7 @@ class Suspect:
         feeds: Inputs on which they disagree.
         output: Where they do.
         most_db: The runtime's own noise at that output.
+        proven: The output says that the runtime is wrong; else only few operators that differ by themselves do.
         reference: Runs a file in ONNX Runtime without graph optimizations.
         engine: Runs a file in the runtime.
         work: Scratch folder.
@@ -83,6 +86,7 @@ class Suspect:
     feeds: Sequence[Mapping[str, Array]]
     output: str
     most_db: float
+    proven: bool
     reference: Run
     engine: Run
     work: Path
@@ -114,9 +118,9 @@ class Suspect:
         return found_there.wrong or found_there.engine_db < below_db
 
     def extract(self, tensor: str) -> Fault | None:
-        """Return the smallest model that shows the fault at a tensor; None where not even the whole file does."""
+        """Return the smallest model that shows the fault at a tensor; None where not even the largest does."""
         count = 1
-        while not self.late:
+        while not self.late and (self.proven or count <= FEW):
             front = self.graph.boundary(tensor, count)
             whole = set(front) <= set(self.graph.inputs) or count > LARGEST
             feeds = self.feeds[:SAMPLES] if whole else self._recorded(front)
