@@ -92,7 +92,7 @@ def part_sqnr(reference: Array, output: Array, part: Part | None = None) -> floa
     usual = 0.0 if part is None else part.power * p.size
     if np.square(p).sum() < QUIET * usual:
         return _ratio_db(usual, float(np.square(p - q).sum()))
-    rows = _groups(_Slices.of([p], 0)) if p.ndim > 1 else ()
+    rows = _groups(_Slices.of([p], 0)) if p.ndim > 1 and len(p) > 1 else ()
     pairs = [(p[list(chosen)], q[list(chosen)]) for chosen in rows] or [(p, q)]
     return min(_ratio_db(float(np.square(a).sum()), float(np.square(a - b).sum())) for a, b in pairs)
 
@@ -157,7 +157,7 @@ class _Slices:
             scale=scale,
             peak=np.maximum(-low, high),
             probable=(low >= 0) & (high <= 1),
-            graded=axis in (0, _features(shape)) and shape[axis] <= MAX_SLICES,
+            graded=axis == _features(shape) and shape[axis] <= MAX_SLICES,
             enough=values >= (MIN_SAMPLES if single else MIN_VALUES),
         )
 
