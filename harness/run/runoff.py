@@ -67,8 +67,8 @@ def run_off(
 ) -> Found:
     """How far each search of a cell came, with as many leaders as are confirmed, best first.
 
-    Its turns are kept in `runoff.jsonl`, so that a cell that goes on has the same winners. Where the runtime computes
-    something else than the file of a winner says, all leaders are looked at and those that are right meet again.
+    Its turns are kept in `runoff.jsonl`, so that a cell that goes on has the same winners. Where the result of a winner
+    is wrong, all leaders are compared with their files and those that are right meet again.
 
     Args:
         retry_failed: Try once more what failed in it.
@@ -84,11 +84,7 @@ def run_off(
 
 
 def _is_wrong(running: Running, run: RunSpec, leader: Leader, look: bool = True) -> bool:
-    """Return whether the runtime computes something else than a leader's file says.
-
-    Args:
-        look: Compare them where that was not done before; else it counts as right.
-    """
+    """Return whether the runtime computes something else than a leader's file says; see `_right`."""
     if running.checker is None:
         return False
     candidate = _built_again(run, running.cell)(leader)

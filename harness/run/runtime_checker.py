@@ -84,7 +84,7 @@ def check_plan(cell: Cell, folder: Path, limits: Limits, saturates: bool) -> Che
 
 
 class RuntimeChecker:
-    """Checks models of one task; a context manager, because it keeps a worker process for the reference.
+    """Check the models of one task. A context manager: it keeps a worker process for ONNX Runtime.
 
     Args:
         plan: What is compared with what.
@@ -117,7 +117,7 @@ class RuntimeChecker:
         return self._record.get(f"{candidate.digest} {MAIN}")
 
     def check(self, candidate: Candidate, benchmarker: str = MAIN, *, name: str = "", again: bool = False) -> Checked:
-        """Return how a model and its file compare; one that was checked before is not checked again.
+        """Return how a model and its file compare; what is known is not checked again.
 
         Args:
             name: What messages call it.
@@ -237,7 +237,7 @@ class RuntimeChecker:
     def _feeds(self) -> Sequence[Mapping[str, Array]]:
         return tuple(islice(self._plan.feeds, SAMPLES))
 
-    @property
+    @cached_property
     def _scratch(self) -> Path:
         self._plan.work.mkdir(parents=True, exist_ok=True)
         return self._plan.work

@@ -145,10 +145,7 @@ class Suspect:
     def _compare(
         self, tensor: str, feeds: Sequence[Mapping[str, Array]], inputs: Mapping[str, Array] | None = None
     ) -> tuple[Outputs, Outputs, Checked] | None:
-        """Run the part that computes a tensor in both; None where it does not run in one of them.
-
-        How far the file's pairs move it says how far ties of rounding may.
-        """
+        """Run the part that computes a tensor in both, and without its pairs; None where one of these does not run."""
         self.graph.write_part(self._part, [tensor], inputs)
         self.graph.write_part(self._inside, [tensor], inputs, without_pairs=True)
         file, floats = self.reference(self._part, feeds), self.reference(self._inside, feeds)
@@ -192,8 +189,7 @@ class Suspect:
 def find_fault(suspect: Suspect) -> Fault | None:
     """Return the first operator that differs; None where there is none, or none was found in time.
 
-    Rounding ties add up behind many pairs, and a fault may be faint at the output. So the first tensor below one ratio
-    after the other is looked at, and what counts is whether the operators in front of it differ by themselves.
+    Rounding ties add up and a fault may be faint at the output, so operators have to differ by themselves.
     """
     tried: set[str] = set()
     for below_db in BELOW_DB:
