@@ -89,6 +89,12 @@ class Delivery:
             return self.float_file
         return self._inserter.write(resolved, self.folder / "candidates", name=name)
 
+    def feeds(self) -> Iterable[Mapping[str, Array]]:
+        """Return the calibration batches; random ones where no data were given."""
+        if self._config.calibration_data is None:
+            return random_feeds(input_types(self._model), RANDOM_SAMPLES)
+        return calibration_feeds(self._config.calibration_data, self._model)[1]
+
     def _calibrated(self, space: Space) -> Ranges:
         tensors = {e.tensor for d in space.dimensions for e in d.edges if e.tensor not in self._model.constants}
         if not tensors:

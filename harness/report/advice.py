@@ -10,6 +10,7 @@ import pandas as pd
 
 from harness.measure.provenance import options_said
 from harness.measure.stats import Interval
+from harness.report.checks import wrong_rows
 from harness.report.naming import metric_name, shown_drop
 from harness.report.notes import without_vnni
 from harness.report.results import CellResults, Results
@@ -64,7 +65,10 @@ def next_steps(results: Results, main: pd.DataFrame) -> Iterator[str]:
             continue
         beyond = [line for line in lines if line["verdict"] == "faster" and line["beyond"]]
         slow = [line for line in lines if line["verdict"] in ("tie", "slower")]
-        if beyond:
+        if wrong := wrong_rows(cell):
+            reason = f"{cell.facts['backend'].get('name')} computes something else than the file for {', '.join(wrong)}"
+            yield _paragraph(cell, reason, _wrong_steps(cell))
+        elif beyond:
             yield _paragraph(cell, _too_lossy(cell, beyond), [*_searched(cell), *_lossy_steps(cell, beyond)])
         elif slow:
             reason = "none is faster than the float model"
@@ -79,6 +83,14 @@ def _searched(cell: CellResults) -> Iterator[str]:
     budgets = [pick.budget for pick in cell.picks if pick.budget is not None]
     if budgets:
         yield f"a larger budget than {max(budgets)} evaluations; what was measured is kept"
+
+
+def _wrong_steps(cell: CellResults) -> Iterator[str]:
+    for model in sorted({check.model for check in cell.checks.values() if check.model}):
+        yield f"a report to the makers of the runtime: {cell.folder / model} shows the fault (see the text beside it)"
+    if any(check.verdict == "saturates" for check in cell.checks.values()):
+        yield "weights of 7 bits (reduce_range: true), or a processor with VNNI"
+    yield "another version of the runtime"
 
 
 def _too_lossy(cell: CellResults, lines: Sequence[_Line]) -> str:

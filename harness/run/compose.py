@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,7 @@ class Cell:
         benchmarkers: The backend at each float precision, the baseline's as `MAIN`; none before `at`.
         cast: The model as `model_file` has it, where that is not `model`.
         facts: What the backend says of itself and its device.
+        feeds: Calibration batches.
     """
 
     spec: CellSpec
@@ -87,6 +88,7 @@ class Cell:
     benchmarkers: Mapping[str, Use] = field(default_factory=dict)
     cast: Model | None = None
     facts: Facts = field(default_factory=dict)
+    feeds: Iterable[Mapping[str, Array]] = ()
 
     def at(self, benchmarkers: Mapping[str, Use]) -> Cell:
         """The cell with the backend at its float precisions.
@@ -210,6 +212,7 @@ def compose(
         accuracy_only=accuracy_only.intersection(spec.precisions),
         cache_remarks=seeding.strangers(starts),
         facts=facts,
+        feeds=feeds,
     )
 
 

@@ -48,6 +48,18 @@ class Row:
     choices: tuple[int, ...] | None = None
     timed: bool = True
 
+    @property
+    def digest(self) -> str:
+        """`Candidate.digest` of the row."""
+        if self.choices is not None:
+            return self.id
+        return self.sha256[:16] if self.pairs else digest_of(())
+
+    @property
+    def key(self) -> str:
+        """Name of the row's model in records of checks: its digest and the benchmarker that builds it."""
+        return f"{self.digest} {self.benchmarker}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pick:
@@ -120,9 +132,8 @@ class Table:
     def candidate(self, row: Row) -> Candidate:
         """The row's exported file, with the edges that are quantized in it: simulation and replay go by these."""
         resolved = () if row.choices is None else self.space.resolve(Placement(row.choices))
-        foreign = row.pairs > 0 and row.choices is None
         return Candidate(
-            digest=row.sha256[:16] if foreign else digest_of(resolved),
+            digest=row.digest if row.choices is None else digest_of(resolved),
             edges=resolved,
             source=lambda: self.folder / "models" / row.file,
         )

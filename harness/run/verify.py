@@ -1,4 +1,4 @@
-"""Repeats what a results folder says of one exported file: its hash, its Q/DQ edges, its accuracy, its latency."""
+"""Repeats what a results folder says of one exported file: hash, Q/DQ edges, accuracy, right result, latency."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from harness.graph.files import file_digest
 from harness.measure.confirm import Row as Turn
 from harness.measure.confirm import confirm, summarise
 from harness.measure.engines import MAIN, Engines, WorkerSpec
+from harness.measure.provenance import saturates_here
 from harness.measure.sandbox import open_engines
 from harness.measure.stats import Interval
 from harness.records import Failed
@@ -29,9 +30,10 @@ from harness.report.results import CellResults, load
 from harness.report.trace import row_of
 from harness.run.compose import Cell, compose
 from harness.run.config import Confirmation, Experiment, Limits, load_experiment
-from harness.run.observe import Observer
+from harness.run.observe import Observer, Silent
 from harness.run.plan import CellSpec, plan
 from harness.run.rows import FLOAT_ROW, Row, Table
+from harness.run.runtime_checker import RuntimeChecker, check_plan, computes_nothing
 from harness.run.scores import ScoreBook
 from harness.run.scoring import scoring_of
 from harness.run.strongest import float_benchmarkers
@@ -49,7 +51,7 @@ class Check:
     """One thing that was repeated.
 
     Attributes:
-        what: "file", "edges", "accuracy" or "latency".
+        what: "file", "edges", "accuracy", "runtime" (what it computes is what the file says) or "latency".
         holds: It is what the results folder says; None where the folder says nothing of it.
         found: What is recorded, and what was found now.
     """
@@ -187,6 +189,9 @@ class _Again:
         else:
             nothing = _unmeasured(score) if evaluators else "the model has no evaluator"
             yield Check(what="accuracy", holds=None, found=nothing)
+        if not computes_nothing(self.spec.backend):
+            with self._open(worker) as engines:
+                yield self._runtime(engines, cell)
         summary = self.results.summaries.get(self.row.id)
         if summary is not None and self.row.id != FLOAT_ROW:
             yield self._latency(summary.speedup, worker, cell, observer)
@@ -239,6 +244,17 @@ class _Again:
         if bound is None:
             return f"{shown}, no bound"
         return f"{shown}, {'beyond' if results.goal.excess(drop) else 'within'} the bound {bound:g}"
+
+    def _runtime(self, engines: Engines, cell: Cell) -> Check:
+        """Compare what the runtime computes with the file; a wrong result holds nowhere."""
+        plan = check_plan(cell, self.scratch, self.experiment.limits, saturates_here())
+        with RuntimeChecker(plan, engines, Silent()) as checker:
+            found = checker.check(self._candidate(cell), self.row.benchmarker, name=self.row.id)
+        recorded = self.results.checks.get(self.row.id)
+        if found.verdict == "not checked":
+            return Check(what="runtime", holds=None, found=str(found))
+        text = "" if recorded is None or recorded.verdict == found.verdict else f"{recorded.label} recorded, now "
+        return Check(what="runtime", holds=not (found.wrong or text), found=f"{text}{found}")
 
     def _latency(self, recorded: Interval, worker: WorkerSpec, cell: Cell, observer: Observer) -> Check:
         """The speedup over the float model, by fresh builds: both intervals meet, or differ by less than the floor."""
