@@ -164,7 +164,14 @@ def _add_quantization(group: Any) -> None:
     )
     group.add_argument(
         "--calibration_data",
-        help=".npz file with an array for each input, samples first; .npy for one input (default: random data)",
+        help=".npz file with an array for each input, samples first; .npy for one input; all samples count "
+        "(default: random data)",
+    )
+    group.add_argument(
+        "--calibration_samples",
+        type=int,
+        metavar="N",
+        help="calibrate on N samples of --calibration_data, evenly spread over the file (default: all)",
     )
 
 

@@ -65,7 +65,7 @@ def _run(options: argparse.Namespace, depth: Depth, plan: Plan) -> None:
         spec = ModelSpec(use=options.onnx_path, label="model", shapes=shapes_of(options))
         model = open_model(spec, Path.cwd(), Path(scratch))
         if options.calibration_data is not None:  # what is wrong with files is told before anything is timed
-            calibration_feeds(options.calibration_data, model)
+            calibration_feeds(options.calibration_data, model, options.calibration_samples)
         if plan.qdq_baseline is not None:
             import_qdq(plan.qdq_baseline, model)
         use = _strongest(_backend(options), save(model, Path(scratch) / "float"), plan)
@@ -127,6 +127,7 @@ def _plan(options: argparse.Namespace, observer: Observer) -> Plan:
         searcher=options.searcher or "random_mutation",
         seed=options.seed,
         calibration_data=options.calibration_data,
+        calibration_samples=options.calibration_samples,
     )
     baseline = options.qdq_baseline
     return Plan(

@@ -51,6 +51,7 @@ class Config:
         searcher: Proposes schemes; "random_mutation" is the algorithm of ModelOpt.
         seed: Of the searcher.
         calibration_data: An `.npz` file with an array for each input, samples first; None: random data.
+        calibration_samples: Number of its samples at most, evenly spread over the file; None: all.
     """
 
     verbose: bool = False
@@ -72,10 +73,13 @@ class Config:
     searcher: str = "random_mutation"
     seed: int = 0
     calibration_data: str | None = None
+    calibration_samples: int | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (("default_quant_type", QUANT_TYPES), ("default_dq_dtype", DQ_DTYPES)):
             if getattr(self, name) not in allowed:
                 raise AutotunerError(f"{name}: one of {', '.join(allowed)}, but got {getattr(self, name)!r}")
+        if self.calibration_samples is not None and self.calibration_samples < 1:
+            raise AutotunerError(f"calibration_samples: at least 1, but got {self.calibration_samples!r}")
         if not self.default_q_scale > 0:
             raise AutotunerError(f"default_q_scale: above 0, but got {self.default_q_scale!r}")

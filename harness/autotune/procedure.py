@@ -145,6 +145,7 @@ class _Run:
         self._export("baseline.onnx", session.space.float_placement())
         session.keep({autotuner.graph.pattern(region).signature for region in self._chosen()})
         self._plan.observer.say(self._extent())
+        self._plan.observer.say(f"scales: calibrated on {session.delivery.calibrated_on}")
         if (precision := self._plan.config.default_quant_type) in session.emulated:
             self._plan.observer.say(
                 f"this device only emulates {precision}: latencies say nothing of a device that has it"

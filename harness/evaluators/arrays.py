@@ -31,25 +31,29 @@ class Arrays:
 
     Attributes:
         source: What they are called in messages: the file.
+        available: Samples that the file has for this use; above `len` where a limit left some out. None: not known.
     """
 
     arrays: Mapping[str, Array]
     fingerprint: str
     source: str = "data"
+    available: int | None = None
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
 
 
 def read_arrays(path: Path, choose: Choose) -> Arrays:
-    """Read the chosen samples. A `.npy` file is mapped: its samples come into memory when they are used.
+    """Read the chosen samples.
+
+    A `.npy` file and the uncompressed arrays of an `.npz` file are mapped: samples come into memory when they are used.
 
     Returns:
         The arrays, and a fingerprint of the whole file.
 
     Raises:
         UserError: Not a file of plain arrays, or of arrays of different lengths; NaN or infinite values; more than
-            8 GiB of an `.npz` file at once.
+            8 GiB of compressed arrays.
     """
     with _explained(path):
         found, fingerprint = _mapped(path, choose) if path.suffix == ".npy" else _unpacked(path, choose)
@@ -83,11 +87,18 @@ def _unpacked(path: Path, choose: Choose) -> tuple[dict[str, Array], str]:
             with archive.open(member) as file:
                 headers[member.filename.removesuffix(".npy")] = _header(file)
         chosen = choose(_check_lengths(path, {name: shape for name, (shape, _, _) in headers.items()}))
-        _check_size(path, headers, chosen)
+        named = dict(zip(headers, members, strict=True))
+        packed = {name: header for name, header in headers.items() if not _is_mappable(named[name], header)}
+        _check_size(path, packed, chosen)
         found = {}
-        for member, (name, header) in zip(members, headers.items(), strict=True):
-            with archive.open(member) as file:
-                found[name] = _rows(file, header, _span(chosen))[_within(chosen)]
+        for name, header in headers.items():
+            with archive.open(named[name]) as file:
+                if name in packed:
+                    rows = _rows(file, header, _span(chosen))
+                else:
+                    _check_sum(file)
+                    rows = _mapped_member(path, named[name], header)[_span(chosen)]
+            found[name] = rows[_within(chosen)]
     sums = "".join(f"{member.filename}\0{member.CRC}\n" for member in members)
     return found, hashlib.sha256(sums.encode()).hexdigest()
 
@@ -105,6 +116,36 @@ def _header(file: IO[bytes]) -> Header:
     if dtype.hasobject:
         raise ValueError("object arrays are pickles, which are never read")
     return shape, by_column, dtype
+
+
+def _is_mappable(member: zipfile.ZipInfo, header: Header) -> bool:
+    """Return whether an array lies in the archive as it does in a `.npy` file."""
+    shape, _, dtype = header
+    return member.compress_type == zipfile.ZIP_STORED and math.prod(shape) * dtype.itemsize > 0
+
+
+def _check_sum(file: IO[bytes]) -> None:
+    """Read a member to its end: `zipfile` raises BadZipFile where its checksum does not match."""
+    while file.read(1 << 20):
+        pass
+
+
+def _mapped_member(path: Path, member: zipfile.ZipInfo, header: Header) -> Array:
+    """Map an uncompressed array of an archive.
+
+    Raises:
+        ValueError: Its header declares more bytes than the member has.
+    """
+    shape, by_column, dtype = header
+    with path.open("rb") as file:
+        file.seek(member.header_offset + 26)  # lengths of name and extra field in the local header (APPNOTE.TXT 4.3.7)
+        start = member.header_offset + 30 + sum(int.from_bytes(file.read(2), "little") for _ in range(2))
+        file.seek(start)
+        _header(file)
+        offset = file.tell()
+    if offset - start + math.prod(shape) * dtype.itemsize > member.file_size:
+        raise ValueError(f"array {member.filename!r} is shorter than its header says")
+    return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape, order="F" if by_column else "C")
 
 
 def _rows(file: IO[bytes], header: Header, rows: slice) -> Array:
@@ -144,7 +185,7 @@ def _check_size(path: Path, headers: Mapping[str, Header], chosen: Sequence[int]
     if asked > MAX_BYTES:
         raise UserError(
             f"{path}: {len(chosen)} samples take {asked / 2**30:.1f} GiB, more than {MAX_BYTES / 2**30:.0f}; "
-            "use fewer ('count'), or a .npy file, which is read as needed"
+            "use fewer ('count'), or a file that is read as needed: .npy, or .npz by numpy.savez, uncompressed"
         )
 
 

@@ -16,7 +16,7 @@ from harness.evaluators.datasets import Dataset
 from harness.evaluators.preprocess import FloatArray, Preprocess, Size
 from harness.feeds import Types, check_types
 
-__all__ = ["Batches", "batches", "image_input", "image_size", "stacked"]
+__all__ = ["Batches", "batches", "image_input", "image_size", "sample_count", "stacked"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,22 @@ def image_input(inputs: Types) -> str:
 def stacked(tensors: Sequence[FloatArray], batch: int) -> FloatArray:
     """One batch; where there are too few tensors for it, the last one is repeated."""
     return np.stack([*tensors, *[tensors[-1]] * (batch - len(tensors))])
+
+
+def sample_count(data: Dataset | Arrays, limit: int | None, place: str) -> str:
+    """Return how many samples are used, in words, and what the limit did: left some out, or asked for more.
+
+    Args:
+        data: Opened with that limit, spread evenly.
+        limit: As the user gave it; None: no limit was given.
+        place: Name of the file or folder.
+    """
+    used, available = len(data), data.available or len(data)
+    if used < available:
+        return f"{used} of the {available} samples of {place}, evenly spread"
+    if limit is not None and limit > used:
+        return f"{used} samples of {place}, all there are of the {limit} asked for"
+    return f"{used} samples of {place}"
 
 
 def batches(data: Dataset | Arrays, preprocess: Preprocess | None, inputs: Types, count: int | None = None) -> Batches:

@@ -13,7 +13,7 @@ import numpy as np
 from harness.api import Array
 from harness.errors import UserError
 from harness.evaluators.datasets import open_data
-from harness.evaluators.feeding import batches
+from harness.evaluators.feeding import batches, sample_count
 from harness.evaluators.preprocess import open_preprocess
 from harness.feeds import Types, random_feeds
 from harness.workflows.model_file import found_file
@@ -64,8 +64,9 @@ def calibration_feeds(dataset: Dataset, inputs: Types, base: Path, key: str = "d
     use = dataset.preprocess
     preprocess = None if use is None else open_preprocess({"use": use.use, "params": use.params})
     with respelled({"images": key, "path": key}):
-        data = open_data(spec, base, dataset.samples)
-    return Feeds(batches=batches(data, preprocess, inputs), description=f"{len(data)} samples of {place}")
+        data = open_data(spec, base, dataset.samples, spread=True)
+    limit = dataset.samples if "samples" in dataset.model_fields_set else None
+    return Feeds(batches=batches(data, preprocess, inputs), description=sample_count(data, limit, place))
 
 
 def _data(path: Path, key: str) -> dict[str, Any]:
