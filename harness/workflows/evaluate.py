@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -58,6 +58,7 @@ class Scored:
         metric: Name of the primary figure of `accuracy`.
         model: The ONNX file, where it is known and there.
         evaluate_s: Wall-clock of the evaluation.
+        inputs: Element type and shape of each input, as the engine has them.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Scored:
     precisions: tuple[str, ...]
     model: Path | None
     evaluate_s: float
+    inputs: Types = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +119,7 @@ def evaluate(spec: Spec, source: Path, observer: Observer | None = None) -> Scor
         precisions=subject.precisions,
         model=subject.model,
         evaluate_s=time.monotonic() - started_s,
+        inputs=subject.inputs,
     )
     _keep(scored, base / spec.results_dir)
     return scored

@@ -6,6 +6,7 @@ import itertools
 import logging
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from harness.api import Array, Benchmarker, Candidate
 from harness.errors import EvaluationFailed
 from harness.evaluators.fidelity import compare, silent
 from harness.graph.bypass import Bypass
+from harness.graph.declared import fix_shapes, read_declared
 from harness.run.observe import Observer
 
 __all__ = ["Sensitivity", "rank", "suggestion"]
@@ -40,25 +42,23 @@ class Sensitivity:
 
 
 def rank(path: Path, feeds: Iterable[Mapping[str, Array]], observer: Observer) -> tuple[Sensitivity, ...]:
-    """The layers of a Q/DQ model, the worst first.
+    """Return the layers of a Q/DQ model, the worst first.
 
     Args:
         path: The model; it is run by ONNX Runtime without its optimizers, so that any precision is emulated.
-        feeds: Inputs; a few are enough.
-        observer: Sees how far it is: each layer is a build of its own.
+        feeds: Inputs, all of the same shapes, which dynamic inputs take; a few are enough.
+        observer: Is told of each layer, which is a build of its own.
 
     Raises:
         CandidateError: The model does not run.
     """
-    bypass = Bypass(path)
     inputs = list(itertools.islice(feeds, FEEDS))
     runtime: Benchmarker = registry.create("benchmarker", "onnxruntime", {"optimization": "disabled"})
     found = []
-    with (
-        tempfile.TemporaryDirectory(prefix="qdq-sensitivity-") as scratch,
-        observer.work(f"{path.name}: each layer quantized alone", len(bypass.nodes)) as step,
-    ):
-        file = Path(scratch) / "variant.onnx"
+    with tempfile.TemporaryDirectory(prefix="qdq-sensitivity-") as scratch, ExitStack() as stack:
+        bypass = Bypass(_static(path, inputs, Path(scratch)))
+        step = stack.enter_context(observer.work(f"{path.name}: each layer quantized alone", len(bypass.nodes)))
+        file = Path(scratch) / path.name
         expected = _outputs(runtime, bypass.write(frozenset(), file), inputs)
         left_out = silent(expected)
         for node in bypass.nodes:
@@ -78,6 +78,13 @@ def suggestion(ranked: tuple[Sensitivity, ...]) -> list[str]:
         return ["no activation of this model is quantized: its weights alone cost the accuracy"]
     lines = ["skip_names:  # the worst layers first; outputs against those without Q/DQ on activations"]
     return lines + [f'  - "{layer.node}"  # {layer.sqnr_db:.1f} dB' for layer in ranked[:SHOWN]]
+
+
+def _static(path: Path, inputs: list[Mapping[str, Array]], scratch: Path) -> Path:
+    """Return the model with its dynamic inputs in the shapes that are fed: the runtime takes no dynamic ones."""
+    if not inputs or not any(None in dims for _, dims in read_declared(path).inputs.values()):
+        return path
+    return fix_shapes(path, {name: array.shape for name, array in inputs[0].items()}, scratch / "static.onnx")
 
 
 def _outputs(runtime: Benchmarker, path: Path, inputs: list[Mapping[str, Array]]) -> list[Mapping[str, Array]]:

@@ -238,7 +238,7 @@ dataset: {{test_data_sources: {{image_dir: {coco}/val2017}}, preprocess: shapes,
 """
     spec = parse_spec(text, "s")
     assert quantize(section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path).calibrated_on.startswith(
-        "2 of the 8 sam"
+        "2 of the 24 sam"
     )
     assert "the accuracy on them will look better than it is on others" in caplog.text
 
@@ -333,7 +333,8 @@ def test_an_input_with_more_than_its_batch_dynamic(tmp_path: Path, noise: Path) 
     g.output(g.conv(g.input("images", ("N", 3, "H", "W")), 32, 3), name="y")
     model = g.save(tmp_path / "wide.onnx")
     with pytest.raises(UserError, match=r"input 'images' is \?x3x\?x\?: say its static shape under dataset.shapes"):
-        run(model, tmp_path, layer("Conv", INT8), data=noise)
+        run(model, tmp_path, layer("Conv", INT8))
+    assert run(model, tmp_path, layer("Conv", INT8), data=noise).layers["Conv"] == {"int8": 1}
     text = f"""
 quantize: {{model_path: {model}, backend: qdq, layers: [{layer("Conv", INT8)}]}}
 dataset: {{calibration_data: {noise}, shapes: {{images: 1x3x8x8}}}}
