@@ -41,6 +41,7 @@ __all__ = [
     "finite_ranges",
     "narrowed",
     "remarks",
+    "unrunnable",
 ]
 
 logger = logging.getLogger(__name__)
@@ -133,6 +134,21 @@ def calibrate(
             "check the model and the preprocessing of the calibration data"
         )
     return found
+
+
+def unrunnable(model_path: Path) -> str:
+    """Return why ONNX Runtime, which calibrates, refuses to load a model; "" where it takes it."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        with _runtime_errors(model_path):
+            ort.InferenceSession(model_path, options, providers=["CPUExecutionProvider"])
+    except UserError as error:
+        return str(error).partition("does not run: ")[2]
+    return ""
 
 
 def finite_ranges(ranges: Ranges) -> Ranges:

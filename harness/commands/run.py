@@ -49,7 +49,8 @@ def run(
         typer.echo(remark, err=True)
     folder = out or Path("results") / config.experiment
     if check:
-        check_models(config, base)
+        for remark in check_models(config, base):
+            typer.echo(remark, err=True)
         if grown := check_claim(folder, config, accept_changes):
             typer.echo(f"{folder}: {grown}: would go on with what is there")
         for cell in plan(config):

@@ -68,7 +68,13 @@ def tables_of(results: Results) -> Iterator[Table]:
 
 def _made(results: Results) -> Iterator[Table]:
     main = main_frame(results)
-    yield _marked("main", "Main results", told_apart(main), _main_row, main_note(results))
+    methods = {(cell.name, tool): method for cell in results.cells for tool, method in cell.tool_methods.items()}
+
+    def main_row(row: dict[Any, Any]) -> dict[str, str]:
+        method = methods.get((row["cell"], row["method"]))
+        return {**_main_row(row), **({} if method is None else {"method": f"{row['method']} ({method})"})}
+
+    yield _marked("main", "Main results", told_apart(main), main_row, main_note(results))
     yield overview_table(overview_frame(main, budget_frame(results)))
     precision = told_apart(precision_frame(results))
     yield _marked("precision", "Precision and decision", precision, _precision_row, PRECISION_NOTE)

@@ -18,6 +18,7 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from harness import registry, zoo
 from harness.api import PeerTask
+from harness.calibrate.ranges import unrunnable
 from harness.errors import CandidateError, UserError, nearest
 from harness.evaluators.classification import Top1
 from harness.evaluators.datasets import HALVES, Arrays, Dataset, open_data
@@ -26,11 +27,13 @@ from harness.evaluators.inputs import evaluator_params
 from harness.evaluators.intervals import too_few
 from harness.evaluators.preprocess import open_plugin, open_preprocess
 from harness.graph.importer import refuse_quantized
+from harness.graph.load import save
 from harness.graph.model import Model
 from harness.graph.spoken import dialect_called, dialect_name
 from harness.paths import locate
 from harness.run.bounds import check_bound, too_fine
 from harness.run.config import Experiment, Method, ModelSpec, Use
+from harness.run.foreign import PTQ, tool_remarks
 from harness.run.models import evaluator_use, input_types, open_model
 from harness.run.objective import Objective, check_objective
 from harness.run.plan import based, plan, precisions_of
@@ -68,7 +71,7 @@ def check_experiment(experiment: Experiment, base: Path) -> tuple[str, ...]:
         _check_backend(based(backend, base), precisions)
     with _at("initial"):
         check_files(experiment.initial, base)
-    data, remarks = _Data(base), []
+    data, remarks = _Data(base), list(tool_remarks(experiment))
     for model in experiment.models:
         with _at(f"model {model.name!r}"):
             _check_model(model, base, data)
@@ -79,26 +82,39 @@ def check_experiment(experiment: Experiment, base: Path) -> tuple[str, ...]:
     return tuple(remarks)
 
 
-def check_models(experiment: Experiment, base: Path) -> None:
+def check_models(experiment: Experiment, base: Path) -> tuple[str, ...]:
     """Load every model file: a run finds out cell by cell, so that one that is no good stops its own cells alone.
 
     Args:
         base: Folder that relative paths of the experiment start from.
 
+    Returns:
+        What calibration and the PTQ tools will not do with a model, a line each.
+
     Raises:
         UserError: What is wrong with each that cannot be used, a line each.
     """
-    wrong = []
+    wrong, remarks = [], []
     for model in experiment.models:
         if model.use.startswith("zoo:"):  # is made by code
             continue
         try:
             with _at(f"model {model.name!r}"):
-                refuse_quantized(open_model(model, base, base))
+                loaded = open_model(model, base, base)
+                refuse_quantized(loaded)
+                remarks += [f"model {model.name!r}: {remark}" for remark in _unrunnable(loaded)]
         except UserError as error:
             wrong.append(str(error))
     if wrong:
         raise UserError("\n".join(wrong))
+    return tuple(remarks)
+
+
+def _unrunnable(model: Model) -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
+        if reason := unrunnable(save(model, Path(scratch))):
+            tools = ", ".join(PTQ)
+            yield f"ONNX Runtime cannot run it, so it is not calibrated on data and {tools} have no row: {reason}"
 
 
 def _check_objective(objective: Objective, model: ModelSpec) -> None:

@@ -28,6 +28,12 @@ from search.space import Space
 COUNT = 24
 
 
+def models(folder: Path, **changes: Any) -> Any:
+    """An experiment with the model of the folder alone."""
+    body = {"experiment": "e", "models": [{"use": "net.onnx"}], "backends": ["simulated"], **changes}
+    return parse_experiment(json.dumps(body), "e.yaml")
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     builder = GraphBuilder("net")
@@ -322,3 +328,20 @@ def test_models_of_several_metrics_are_named_with_their_bounds() -> None:
 
 def test_without_an_evaluator_nothing_is_said_of_bounds() -> None:
     assert list(bound_lines(parse_experiment("experiment: e\nmodels: [net.onnx]", "e.yaml"))) == []
+
+
+def test_what_onnx_runtime_cannot_run_is_known_before_it_calibrates(folder: Path) -> None:
+    assert check_models(models(folder), folder) == ()
+    proto = onnx.load(folder / "net.onnx")
+    proto.graph.node.append(onnx.helper.make_node("Mystery", ["logits"], ["more"], domain="plug.in"))
+    proto.opset_import.append(onnx.helper.make_opsetid("plug.in", 1))
+    proto.graph.output[0].name = "more"
+    onnx.save(proto, folder / "net.onnx")
+    (remark,) = check_models(models(folder), folder)
+    assert "ort_static" in remark
+    assert "Mystery" in remark
+
+
+def test_baselines_that_calibrate_otherwise_are_named_by_the_check(folder: Path) -> None:
+    said = check_experiment(models(folder, models=[{"use": "net.onnx", "calibration": {"method": "mse"}}]), folder)
+    assert [line for line in said if "calibrates by entropy" in line and "modelopt_ptq" in line]
