@@ -181,7 +181,7 @@ class _Run:
             self._benchmark.beside(self._plan.output_dir / "baseline.onnx", self._baseline_ms)
             self._plan.observer.say(
                 "this machine is restless: models are timed in turns with the float model, whose "
-                f"{self._baseline_ms:.3f} ms set the scale"
+                f"{self._baseline_ms:.3f} ms set the scale; --warmup_runs has no effect then"
             )
 
     def regions(self) -> None:

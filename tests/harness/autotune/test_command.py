@@ -626,3 +626,27 @@ def test_calibration_samples_in_python(folder, runtime):
     assert input_scale(confirmed(folder / "out")) == pytest.approx(15 / 127, rel=0.02)
     with pytest.raises(AutotunerError, match="calibration_samples"):
         region_pattern_autotuning_workflow("model.onnx", Path("out"), 1, calibration_samples=0)
+
+
+def test_what_models_are_made_for_is_the_first_and_the_last_line(folder, runtime, capsys):
+    assert qdq("-m", "model.onnx", "--max_evals", "2") == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    for line in (said[0], said[-1]):
+        assert "simulated on simulated" in line
+        assert "dialect openvino" in line
+        assert "TensorRT" in line
+
+
+@pytest.mark.parametrize(("flags", "named"), [
+    (("--timing_cache", "mine.cache"), "--timing_cache mine.cache"),
+    (("--calibration_samples", "4"), "--calibration_samples"),
+    (("--timing_runs", "1"), "--timing_runs 1: 3 are timed"),
+    (("--mode", "quick", "-s", "1", "--warmup_runs", "0", "--timing_runs", "5"), "--mode quick"),
+    (("--default_dq_dtype", "float16"), "--default_dq_dtype float16"),
+    (("--seed", "3"), None),
+])  # fmt: skip
+def test_flags_without_effect_are_named(folder, runtime, capsys, flags, named):
+    assert qdq("-m", "model.onnx", "--max_evals", "2", *flags) == 0
+    idle = [line for line in capsys.readouterr().err.splitlines() if line.startswith("without effect: ")]
+    assert len(idle) == (named is not None)
+    assert all(named in line for line in idle)
