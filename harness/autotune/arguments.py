@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from harness.autotune.common import DQ_DTYPES, QUANT_TYPES, AutotunerError
+from harness.autotune.common import DQ_DTYPES, QUANT_TYPES, AutotunerError, dq_dtype
 from harness.errors import UserError
 
 __all__ = [
@@ -181,6 +181,7 @@ def _add_quantization(group: Any) -> None:
     group.add_argument("--quant_type", choices=QUANT_TYPES, default="int8", help="(default: %(default)s)")
     group.add_argument(
         "--default_dq_dtype",
+        type=dq_dtype,
         choices=DQ_DTYPES,
         default="float32",
         help="type of tensors whose type cannot be inferred (default: %(default)s)",

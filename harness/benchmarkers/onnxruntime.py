@@ -10,22 +10,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BeforeValidator
 
 from harness.api import Array, Artifact, Candidate, Layer
 from harness.errors import BuildFailed, MeasureFailed, UserError
 from harness.measure.host import plain, refuse_dynamic, said, timed, words
 from harness.measure.provenance import checked_threads, environment, processor, saturates_here
 from harness.measure.sampling import fixed_inputs
+from harness.spelling import float_precision
 
 __all__ = ["ONNXRuntimeBenchmarker"]
 
 Provider = Literal["cpu", "cuda", "tensorrt"]
 Optimization = Literal["disabled", "basic", "extended", "all"]
 Activation = Literal["uint8", "int8"]
-Precision = Literal["auto", "f32", "f16"]
+Precision = Annotated[Literal["auto", "f32", "f16"], BeforeValidator(float_precision)]
 PROVIDERS: Mapping[str, tuple[str, ...]] = {
     "cpu": ("CPUExecutionProvider",),
     "cuda": ("CUDAExecutionProvider", "CPUExecutionProvider"),
@@ -74,6 +76,7 @@ class ONNXRuntimeBenchmarker:
         profile: bool = False,
         reduce_range: bool | None = None,
     ) -> None:
+        precision = float_precision(precision)
         if activation is None:
             activation = "int8" if provider == "tensorrt" else "uint8"
         _check("optimization", optimization, LEVELS)

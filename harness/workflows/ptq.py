@@ -13,7 +13,7 @@ from harness.graph.declared import Declared, read_declared
 from harness.paths import locate
 from harness.workflows.feeds import calibration_feeds, sample_shapes
 from harness.workflows.model_file import Place, onnx_file, static_shapes, static_types
-from harness.workflows.modelopt_arguments import check_arguments, excluded
+from harness.workflows.modelopt_arguments import check_arguments, excluded, float_dtype
 from harness.workflows.presets import PRESETS, describe_defaults, describe_presets
 from harness.workflows.quantize import Quantized, by_modelopt, counted, refuse_quantized, with_shapes
 from harness.workflows.selection import skipped
@@ -84,7 +84,10 @@ def get_parser(prog: str = "qdq ptq") -> argparse.ArgumentParser:
     add("--nodes_to_exclude", nargs="+", metavar="REGEX")
     add("--trt_plugins", nargs="+", metavar="FILE", help="TensorRT plug-in libraries (.so)")
     add("--calibrate_per_node", action="store_true", help="less memory, more time")
-    add("--high_precision_dtype", default="fp16", choices=["fp32", "fp16", "bf16"], help="of what stays float")
+    add(
+        "--high_precision_dtype", default="fp16", type=float_dtype, choices=["fp32", "fp16", "bf16"],
+        help="of what stays float",
+    )  # fmt: skip
     add("--use_external_data_format", action="store_true", help="for models above 2 GB")
     add("--simplify", action="store_true")
     add("--disable_mha_qdq", action="store_true")
