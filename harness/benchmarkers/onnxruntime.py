@@ -48,7 +48,7 @@ FATAL, WARNING = 4, 2
 
 
 class ONNXRuntimeBenchmarker:
-    """Makes a session and times it with inputs and outputs bound beforehand, on the device that runs it.
+    """Time models in ONNX Runtime, on the CPU, on CUDA or by its TensorRT provider.
 
     Args:
         threads: Threads within an operator on the CPU, at most the cores that this process may use.

@@ -31,7 +31,7 @@ WRONG_FEEDS = (RuntimeError, TypeError, ValueError, KeyError)
 
 
 class OpenVINOBenchmarker:
-    """Compiles for one stream and times synchronous inference.
+    """Time models in OpenVINO on the CPU: one stream, synchronous inference.
 
     Args:
         threads: Inference threads, at most the cores that this process may use.

@@ -27,7 +27,7 @@ _BOOT = (
 
 
 class ModelOptAutotune:
-    """`modelopt.onnx.quantization.autotune` as NVIDIA ships it, in ModelOpt's regions, points, mutations and Q/DQ form.
+    """Run NVIDIA ModelOpt's own ONNX autotuner, in its regions, points, mutations and Q/DQ form.
 
     Every model that it wants timed, its baseline and its final one among them, comes out of `ask`; what is told is the
     answer that its benchmark gives. Nothing of its search is done here. Its Q/DQ pairs all have the scale 0.1 (user
