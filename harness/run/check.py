@@ -10,7 +10,6 @@ import inspect
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sized
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from harness import registry, zoo
 from harness.api import PeerTask
 from harness.calibrate.ranges import unrunnable
-from harness.errors import CandidateError, UserError, nearest
+from harness.errors import CandidateError, UserError, at_key, nearest
 from harness.evaluators.classification import Top1
 from harness.evaluators.datasets import HALVES, Arrays, Dataset, open_data
 from harness.evaluators.feeding import batches
@@ -62,21 +61,23 @@ def check_experiment(experiment: Experiment, base: Path) -> tuple[str, ...]:
     """
     plan(experiment)
     precisions = tuple(dict.fromkeys(each for setting in experiment.precision for each in precisions_of(setting)))
-    for method in experiment.searchers:
-        if registry.kind_of(method.use, ("searcher", "peer")) == "peer":
-            _check_peer(method, experiment, base)
-        else:
-            _check_searcher(method, precisions)
-    for backend in experiment.backends:
-        _check_backend(based(backend, base), precisions)
-    with _at("initial"):
+    for i, method in enumerate(experiment.searchers):
+        with at_key(f"searchers.{i}"):
+            if registry.kind_of(method.use, ("searcher", "peer")) == "peer":
+                _check_peer(method, experiment, base)
+            else:
+                _check_searcher(method, precisions)
+    for i, backend in enumerate(experiment.backends):
+        with at_key(f"backends.{i}"):
+            _check_backend(based(backend, base), precisions)
+    with at_key("initial"):
         check_files(experiment.initial, base)
     data, remarks = _Data(base), list(tool_remarks(experiment))
-    for model in experiment.models:
-        with _at(f"model {model.name!r}"):
+    for i, model in enumerate(experiment.models):
+        with at_key(f"models.{i}", f"model {model.name!r}"):
             _check_model(model, base, data)
         _check_objective(experiment.objective, model)
-        with _at(f"model {model.name!r}"):
+        with at_key(f"models.{i}", f"model {model.name!r}"):
             found = _remarks(model, base, data, experiment.objective)
             remarks += [f"model {model.name!r}: {remark}" for remark in found]
     return tuple(remarks)
@@ -95,11 +96,11 @@ def check_models(experiment: Experiment, base: Path) -> tuple[str, ...]:
         UserError: What is wrong with each that cannot be used, a line each.
     """
     wrong, remarks = [], []
-    for model in experiment.models:
+    for i, model in enumerate(experiment.models):
         if model.use.startswith("zoo:"):  # is made by code
             continue
         try:
-            with _at(f"model {model.name!r}"):
+            with at_key(f"models.{i}", f"model {model.name!r}"):
                 loaded = open_model(model, base, base)
                 refuse_quantized(loaded)
                 remarks += [f"model {model.name!r}: {remark}" for remark in _unrunnable(loaded)]
@@ -199,12 +200,13 @@ def _check_model(model: ModelSpec, base: Path, data: _Data) -> None:
         locate(model.use, base)
     if model.preprocess is not None:
         used = model.preprocess
-        registry.guarded("preprocess", lambda: registry.create("preprocessing", used.use, used.params))
+        with at_key("preprocess"):
+            registry.guarded("preprocess", lambda: registry.create("preprocessing", used.use, used.params))
     if model.calibration.data is not None:
-        with _at("calibration"):
+        with at_key("calibration"):
             data.check(model.calibration.data)
     if model.evaluator is not None:
-        with _at("evaluator"):
+        with at_key("evaluator"):
             _check_evaluator(model.evaluator, model.preprocess, data)
 
 
@@ -243,9 +245,10 @@ def _remarks(model: ModelSpec, base: Path, data: _Data, objective: Objective) ->
         if model.calibration.data is not None:
             used = model.preprocess
             preprocess = None if used is None else open_preprocess(used.model_dump(include={"use", "params"}))
-            with _at("calibration"):
+            with at_key("calibration"):
                 batches(data.check(model.calibration.data), preprocess, input_types(loaded), model.calibration.samples)
-        with _at("evaluator"):
+        yield from _sample_remarks(model, data, objective)
+        with at_key("evaluator"):
             uses = [evaluator_use(model, loaded, base, Path(scratch), half) for half in halves]
             made = [_made(use) for use in uses if use is not None]
             for evaluator in made:
@@ -259,6 +262,25 @@ def _remarks(model: ModelSpec, base: Path, data: _Data, objective: Objective) ->
             where, count = f"evaluator{'' if half is None else f', {half} half'}", len(evaluator)
             said = (too_few(count), too_fine(objective, getattr(evaluator, "metric", None), count))
             yield from (f"{where}: {note}" for note in said if note)
+
+
+def _sample_remarks(model: ModelSpec, data: _Data, objective: Objective) -> Iterator[str]:
+    """Yield where more samples are asked for than there are, or where a default leaves some out."""
+    calibration = model.calibration
+    if calibration.data is not None:
+        asked, there = calibration.samples, len(data.check(calibration.data))
+        if "samples" in calibration.model_fields_set and asked > there:
+            yield f"calibration.samples: {asked} are asked for, but the data have {there}"
+        elif "samples" not in calibration.model_fields_set and asked < there:
+            yield f"calibration.samples: not given, so the first {asked} of {there} samples are used"
+        if objective.proxy > there:
+            yield f"objective.proxy: {objective.proxy} samples are asked for, but the calibration data have {there}"
+    params: Mapping[str, Any] = {} if model.evaluator is None else model.evaluator.params
+    wanted = params.get("samples")
+    if isinstance(wanted, int) and isinstance(params.get("data"), Mapping):
+        there = len(data.check(params["data"]))
+        if wanted > there:
+            yield f"evaluator.params.samples: {wanted} are asked for, but the data have {there}"
 
 
 def _check_channels(model: Model) -> None:
@@ -307,12 +329,3 @@ class _Data:
         opened = open_data(spec, self._base)
         self._seen.append((spec, opened))
         return opened
-
-
-@contextmanager
-def _at(where: str) -> Iterator[None]:
-    """Say where a mistake was found."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from error

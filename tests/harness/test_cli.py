@@ -78,17 +78,20 @@ def model(text: str) -> tuple[str, str]:
             ("use: simulated, params: {seed: 5, noise: 0.0}", "use: onnxruntime}]\nprecision: [fp8] # "),
             "precision 'fp8': backend 'onnxruntime' runs int8",
         ),
-        ((MODEL, MODEL + ", 'zoo:resnet19'"), "model 'resnet19': zoo:resnet19: no such model; did you mean"),
-        ((MODEL, MODEL + ", gone.onnx"), "model 'gone': gone.onnx: no such file or folder"),
-        (model("calibration: {data: {use: npz, path: no.npz}}"), "model 'net': calibration: no.npz: no such file"),
+        ((MODEL, MODEL + ", 'zoo:resnet19'"), "models.1 (model 'resnet19'): zoo:resnet19: no such model; did you mean"),
+        ((MODEL, MODEL + ", gone.onnx"), "models.1 (model 'gone'): gone.onnx: no such file or folder"),
+        (
+            model("calibration: {data: {use: npz, path: no.npz}}"),
+            "models.0.calibration (model 'net'): no.npz: no such file",
+        ),
         (model("preprocess: shape"), "no preprocessing is called 'shape'; did you mean 'shapes'"),
         (
             model("preprocess: shapes, calibration: {data: {use: images, images: none}}"),
-            "model 'net': calibration: none: no such file or folder",
+            "models.0.calibration (model 'net'): none: no such file or folder",
         ),
         (
             model("preprocess: shapes, evaluator: {use: coco_map, params: {data: {use: shapes}, decode: shapes}}"),
-            "model 'net': evaluator: data.split: this key is required",
+            "models.0.evaluator (model 'net'): data.split: this key is required",
         ),
         (
             model("evaluator: {use: top1, params: {data: {use: npz, path: feeds.npz}}}"),
