@@ -120,7 +120,7 @@ class Delivery:
             self.calibrated_on = found.description
         key = CalibrationKey(model_sha256=self._model.sha256, data=f"{data} as {types}", samples=samples)
         try:
-            ranges = cached_ranges(key, self._cleaned, sorted(tensors), feeds)
+            ranges = cached_ranges(key, self._cleaned, sorted(tensors), feeds, source=self._model.source)
         except UserError as error:
             if given is not None or not any(node.opaque for node in self._model.nodes):
                 raise

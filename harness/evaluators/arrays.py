@@ -190,5 +190,8 @@ def _check_size(path: Path, headers: Mapping[str, Header], chosen: Sequence[int]
 
 
 def _check_finite(path: Path, name: str, array: Array) -> None:
-    if array.dtype.kind == "f" and not all(np.isfinite(row).all() for row in array):
-        raise UserError(f"{path}: array {name!r} has NaN or infinite values")
+    if array.dtype.kind != "f":
+        return
+    for number, row in enumerate(array, start=1):
+        if not np.isfinite(row).all():
+            raise UserError(f"{path}: array {name!r} has NaN or infinite values, in sample {number} of {len(array)}")

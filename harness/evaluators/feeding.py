@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """Inputs of a model by name, batch after batch; made anew each time they are gone through."""
+    """Inputs of a model by name, batch after batch; made anew each time they are gone through.
+
+    Attributes:
+        place: Returns what messages call the data of a batch: a file, or the images.
+    """
 
     count: int
     make: Callable[[int], dict[str, Array]]
+    place: Callable[[int], str] = field(default=lambda _: "")
 
     def __len__(self) -> int:
         return self.count
@@ -112,7 +117,11 @@ def batches(data: Dataset | Arrays, preprocess: Preprocess | None, inputs: Types
         chosen = range(index * batch, min((index + 1) * batch, total))
         return {name: stacked([preprocess.prepare(data.image(i), size).tensor for i in chosen], batch)}
 
-    return Batches(count=-(-total // batch), make=make)
+    def place(index: int) -> str:
+        first, last = index * batch, min((index + 1) * batch, total) - 1
+        return data.id(first) if first == last else f"{data.id(first)} to {data.id(last)}"
+
+    return Batches(count=-(-total // batch), make=make, place=place)
 
 
 def _of_arrays(data: Arrays, inputs: Types, total: int) -> Batches:
@@ -143,7 +152,7 @@ def _of_arrays(data: Arrays, inputs: Types, total: int) -> Batches:
         chosen = np.minimum(np.arange(index * batch, (index + 1) * batch), total - 1)
         return {name: arrays[name][chosen].astype(t, copy=False).reshape(inputs[name][1]) for name, t in dtypes.items()}
 
-    return Batches(count=-(-total // batch), make=make)
+    return Batches(count=-(-total // batch), make=make, place=lambda _: data.source)
 
 
 def _check_type(data: Arrays, name: str, dtype: np.dtype[Any]) -> None:

@@ -115,7 +115,7 @@ def _unrunnable(model: Model) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
         if reason := unrunnable(save(model, Path(scratch))):
             tools = ", ".join(PTQ)
-            yield f"ONNX Runtime cannot run it, so it is not calibrated on data and {tools} have no row: {reason}"
+            yield f"ONNX Runtime cannot run it as it is: calibration and {tools} leave parts float, or fail: {reason}"
 
 
 def _check_objective(objective: Objective, model: ModelSpec) -> None:
