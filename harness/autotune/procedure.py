@@ -147,6 +147,7 @@ class _Run:
         self._export("baseline.onnx", session.space.float_placement())
         session.keep({autotuner.graph.pattern(region).signature for region in self._chosen()})
         self._plan.observer.say(self._extent())
+        self._plan.observer.say(f"scales: calibrated on {session.delivery.calibrated_on}")
         if (precision := self._plan.config.default_quant_type) in session.emulated:
             self._plan.observer.say(
                 f"this device only emulates {precision}: latencies say nothing of a device that has it"
@@ -182,7 +183,7 @@ class _Run:
             self._benchmark.beside(self._plan.output_dir / "baseline.onnx", self._baseline_ms)
             self._plan.observer.say(
                 "this machine is restless: models are timed in turns with the float model, whose "
-                f"{self._baseline_ms:.3f} ms set the scale"
+                f"{self._baseline_ms:.3f} ms set the scale; --warmup_runs has no effect then"
             )
 
     def regions(self) -> None:

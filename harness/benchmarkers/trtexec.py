@@ -73,7 +73,7 @@ class _Tool:
 
 
 class TrtexecBenchmarker:
-    """Builds and times with trtexec, of TensorRT 10 or 11. Candidates are timed alone: a turn takes a process.
+    """Build and time with the program trtexec of TensorRT 10 or 11, each model in a process of its own.
 
     Args:
         path: The program; by default the one on PATH.

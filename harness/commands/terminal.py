@@ -50,7 +50,10 @@ def based(folder: Path) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if not isinstance(error, Absent) and not isinstance(error.__cause__, Absent):
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, Absent):
+            cause = cause.__cause__
+        if cause is None:
             raise
         raise UserError(
             f"{error}; relative paths of the experiment were looked for from {tidy(folder)}: name the folder of its "

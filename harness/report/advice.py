@@ -15,6 +15,7 @@ from harness.report.naming import metric_name, shown_drop
 from harness.report.notes import without_vnni
 from harness.report.results import CellResults, Results
 from harness.report.scenes import exported
+from harness.report.searches import Search
 from harness.run.rows import FLOAT_ROW
 
 __all__ = ["next_steps", "winners"]
@@ -80,9 +81,27 @@ def _paragraph(cell: CellResults, reason: str, steps: Iterable[str]) -> str:
 
 
 def _searched(cell: CellResults) -> Iterator[str]:
-    budgets = [pick.budget for pick in cell.picks if pick.budget is not None]
-    if budgets:
-        yield f"a larger budget than {max(budgets)} evaluations; what was measured is kept"
+    """Yield what a further search may do: one that ended by itself gains nothing by a larger budget."""
+    budget = cell.budget
+    if not budget:
+        return
+    ended = {f"{s.searcher}-{s.seed}": s for s in cell.searches if s.end is not None and s.evaluations < budget}
+    short = [s for s in cell.searches if s.end is None and s.evaluations < budget]
+    if short:
+        yield f"more budget.minutes: {_names(short)} did not come to {budget} evaluations; what was measured is kept"
+    if not cell.searches or any(s.evaluations >= budget for s in cell.searches):
+        yield f"a larger budget than {budget} evaluations; what was measured is kept"
+    elif broken := [s for s in ended.values() if s.end is not None and s.end.broken]:
+        yield f"a searcher that does not break: {_names(broken)} did"
+    elif ended:
+        yield (
+            f"another searcher, or more to choose from (sharing: region): {_names(ended.values())} had nothing more to "
+            "propose"
+        )
+
+
+def _names(searches: Iterable[Search]) -> str:
+    return ", ".join(f"{search.searcher}-{search.seed}" for search in searches)
 
 
 def _wrong_steps(cell: CellResults) -> Iterator[str]:

@@ -233,7 +233,15 @@ def main_note(results: Results) -> str:
     lines += [text for cell in results.cells for text in check_notes(cell)]
     lines += [f"Calibration of {c.name}: {text}." for c in results.cells for text in c.remarks]
     lines += [f"Starts of {c.name}: {text}." for c in results.cells for text in c.cache_remarks]
+    lines += [f"Baselines of {c.name}: {text}." for c in results.cells if (text := _tools(c))]
     return "\n".join([*lines, *filter(None, [partial(results)])])
+
+
+def _tools(cell: CellResults) -> str:
+    """Return which PTQ tools calibrated by another method than the experiment names; "" where none did."""
+    told = ", ".join(f"{name} by {method}" for name, method in cell.tool_methods.items())
+    asked = cell.facts.get("calibration", {}).get("method")
+    return f"calibrated {told}, the nearest that the tool has to {asked}" if told else ""
 
 
 def _versions(cells: Sequence[CellResults]) -> str:

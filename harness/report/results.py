@@ -110,6 +110,12 @@ class CellResults:
         return _sentences(self.facts.get("cache_remarks"))
 
     @property
+    def tool_methods(self) -> Mapping[str, str]:
+        """Calibration method of each PTQ tool that lacks the one of the experiment."""
+        found = self.facts.get("tool_methods")
+        return {str(name): str(method) for name, method in found.items()} if isinstance(found, dict) else {}
+
+    @property
     def note(self) -> str:
         """What the backend has to say below its figures; "" where nothing."""
         return " ".join(_sentences([self.facts["backend"].get("note", "")]))

@@ -246,6 +246,10 @@ class _Feeds:
             return random_feeds(self._types, self.settings.samples)
         return iter(self._batches)
 
+    def place(self, index: int) -> str:
+        """Return what messages call the data of a batch."""
+        return "random data" if self._batches is None else self._batches.place(index)
+
     def ptq_options(self, dialect: Dialect, precision: str) -> PtqOptions:
         """What the PTQ tools are told."""
         return {
@@ -293,7 +297,14 @@ def _ranges(space: Space, model: Model, model_file: Path, feeds: _Feeds, observe
         observer.say(f"{model.source}: no calibration data given, random data is used: do not trust any accuracy")
     try:
         with observer.work(f"calibrate {model.source}", feeds.count) as step:
-            ranges = cached_ranges(feeds.key, model_file, sorted(tensors), feeds, progress=lambda _: step.advance())
+            ranges = cached_ranges(
+                feeds.key,
+                model_file,
+                sorted(tensors),
+                feeds,
+                progress=lambda _: step.advance(),
+                source=model.source,
+            )
     except UserError as error:
         if feeds.description != "random data" or not any(node.opaque for node in model.nodes):
             raise

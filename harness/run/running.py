@@ -202,6 +202,7 @@ class Running:
             "accuracy_only": sorted(self.cell.accuracy_only),
             "calibration_remarks": list(self.cell.remarks),
             "cache_remarks": list(self.cell.cache_remarks),
+            "tool_methods": {name: tool.method for name, tool in self.cell.foreign.items() if tool.method},
             "dialect_use": dialect_use(self.cell.spec.backend, self.cell.facts),
             "placements": {name: list(placement.choices) for name, placement in self.cell.placements.items()},
             "metric": self.scoring.metric,

@@ -15,11 +15,14 @@ from typing import Any
 
 from harness.errors import UserError, nearest
 from harness.measure.provenance import environment
+from harness.spelling import float_precision
 from harness.workflows.presets import DEFAULT_OPS
 from harness.workflows.selection import EVERYTHING, Named, assigned, is_operator, skipped
 from harness.workflows.spec import Dtype, Layer, QuantizeSection
 
-__all__ = ["check_arguments", "excluded", "modelopt_arguments", "parameters", "providers", "remedy"]
+__all__ = [
+    "check_arguments", "excluded", "float_dtype", "modelopt_arguments", "parameters", "providers", "remedy",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +134,8 @@ def modelopt_arguments(section: QuantizeSection, layers: Sequence[Layer], nodes:
     whole = {node.op for node in native} - others
     names = {node.name for node in native if node.op not in whole} | skipped(nodes, section.skip_names)
     extra = dict(section.backend_kwargs)
+    if isinstance(text := extra.get("high_precision_dtype"), str):
+        extra["high_precision_dtype"] = float_dtype(text)
     own = extra.pop("op_types_to_exclude", None) or ()
     left_out = whole | ({own} if isinstance(own, str) else set(own))
     arguments: dict[str, Any] = {
@@ -143,6 +148,11 @@ def modelopt_arguments(section: QuantizeSection, layers: Sequence[Layer], nodes:
         **({"nodes_to_exclude": excluded(sorted(names - {""}))} if names - {""} else {}),
     }
     return {**arguments, **extra}
+
+
+def float_dtype(text: str) -> str:
+    """Return ModelOpt's name of a float type, given in any usual spelling."""
+    return {"f32": "fp32", "f16": "fp16"}.get(float_precision(text), text.lower())
 
 
 def providers(device: str) -> list[str]:

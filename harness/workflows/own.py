@@ -101,7 +101,7 @@ def own_ptq(order: Order, output_path: Path, batches: Iterable[Mapping[str, Arra
     )
     chosen = _Chooser(model, dialect, precisions).choose(order)
     tensors = {edge.tensor for edge in chosen if edge.tensor not in model.constants}
-    ranges: Ranges = calibrate(save(model, work), tensors, batches, method=order.method)
+    ranges: Ranges = calibrate(save(model, work), tensors, batches, method=order.method, source=order.source)
     for remark in remarks(ranges):
         logger.warning("%s: %s", order.source, remark)
     known = finite_ranges(ranges)

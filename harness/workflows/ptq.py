@@ -11,11 +11,11 @@ from typing import Any
 from harness.errors import UserError, nearest
 from harness.graph.declared import Declared, read_declared
 from harness.paths import locate
-from harness.workflows.feeds import calibration_feeds
+from harness.workflows.feeds import calibration_feeds, sample_shapes
 from harness.workflows.model_file import Place, onnx_file, static_shapes, static_types
-from harness.workflows.modelopt_arguments import check_arguments, excluded, remedy
+from harness.workflows.modelopt_arguments import check_arguments, excluded, float_dtype, remedy
 from harness.workflows.presets import PRESETS, describe_defaults, describe_presets
-from harness.workflows.quantize import Quantized, by_modelopt, counted, refuse_quantized
+from harness.workflows.quantize import Quantized, by_modelopt, counted, refuse_quantized, with_shapes
 from harness.workflows.selection import skipped
 from harness.workflows.spec import Dataset
 
@@ -58,10 +58,11 @@ def ptq(given: Sequence[str], prog: str = "qdq ptq") -> Quantized | list[str]:
     refuse_quantized(declared, options.onnx_path)
     arguments = _arguments(options, declared)
     target = _output(options, path)
-    shapes = static_shapes(declared, 1, _shapes(options.calibration_shapes), OPTION)
     dataset = Dataset(calibration_data=_data(options.calibration_data), samples=None)  # all, as ModelOpt's command
+    samples = sample_shapes(dataset, tuple(declared.inputs), Path.cwd(), "--calibration_data")
+    shapes = static_shapes(declared, 1, _shapes(options.calibration_shapes), OPTION, samples)
     feeds = calibration_feeds(dataset, static_types(declared, shapes), Path.cwd(), "--calibration_data")
-    by_modelopt(path, target, feeds.batches, arguments)
+    by_modelopt(path, target, feeds.batches, with_shapes(arguments, declared, shapes))
     return Quantized(path=target, layers=counted(read_declared(target)), calibrated_on=feeds.description)
 
 
@@ -79,14 +80,17 @@ def get_parser(prog: str = "qdq ptq") -> argparse.ArgumentParser:
     add("--calibration_data", "--calibration_data_path", help=".npy, .npz (qdq calib-data makes one)")
     add("--calibration_method", help="max or entropy; int4: awq_clip or rtn_dq")
     add("--calibration_eps", nargs="+", default=["cpu"], metavar="EP", help=f"any of {', '.join(PROVIDERS)}")
-    add("--calibration_shapes", help="input0:1x3x256x256,input1:... where more than the batch is dynamic")
+    add("--calibration_shapes", help="input0:1x3x256x256,input1:... [default: those of --calibration_data]")
     add("--op_types_to_quantize", nargs="+", metavar="OP")
     add("--op_types_to_exclude", nargs="+", metavar="OP")
     add("--nodes_to_quantize", nargs="+", metavar="REGEX")
     add("--nodes_to_exclude", nargs="+", metavar="REGEX")
     add("--trt_plugins", nargs="+", metavar="FILE", help="TensorRT plug-in libraries (.so)")
     add("--calibrate_per_node", action="store_true", help="less memory, more time")
-    add("--high_precision_dtype", default="fp16", choices=["fp32", "fp16", "bf16"], help="of what stays float")
+    add(
+        "--high_precision_dtype", default="fp16", type=float_dtype, choices=["fp32", "fp16", "bf16"],
+        help="of what stays float",
+    )  # fmt: skip
     add("--use_external_data_format", action="store_true", help="for models above 2 GB")
     add("--simplify", action="store_true")
     add("--disable_mha_qdq", action="store_true")
