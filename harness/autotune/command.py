@@ -18,6 +18,7 @@ from harness.autotune.common import AutotunerError, Config
 from harness.autotune.delivery import calibration_feeds
 from harness.autotune.procedure import Plan, run_plan
 from harness.errors import UserError
+from harness.graph.cleaning.asking import parse_dims
 from harness.graph.importer import import_qdq
 from harness.graph.load import save
 from harness.measure.engines import MAIN
@@ -62,7 +63,9 @@ def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
 
 def _run(options: argparse.Namespace, depth: Depth, plan: Plan) -> None:
     with TemporaryDirectory(prefix="qdq-autotune-") as scratch:
-        spec = ModelSpec(use=options.onnx_path, label="model", shapes=shapes_of(options))
+        spec = ModelSpec(
+            use=options.onnx_path, label="model", shapes=shapes_of(options), dims=parse_dims(options.dim or ())
+        )
         model = open_model(spec, Path.cwd(), Path(scratch))
         if options.calibration_data is not None:  # what is wrong with files is told before anything is timed
             calibration_feeds(options.calibration_data, model)

@@ -93,7 +93,7 @@ def advice(line: Line, dataset: Dataset, base: Path, observer: Observer) -> list
 def _feeds(path: Path, dataset: Dataset, base: Path) -> Iterable[Mapping[str, Array]]:
     """A few inputs, of the calibration data where they are named, else of the labelled images."""
     declared, sources = read_declared(path), dataset.test_data_sources
-    types = static_types(declared, static_shapes(declared, 1, dataset.shapes))
+    types = static_types(declared, static_shapes(declared, 1, dataset.shapes, dims=dataset.dims))
     name = image_input(types)
     layout = decoder_of(declared.outputs, image_size(name, types[name][1]))
     changes = {

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError, nearest
+from harness.graph.cleaning.asking import parse_dims
+from harness.graph.cleaning.sizes import x
 from harness.graph.declared import Declared, read_declared
 from harness.paths import locate
 from harness.workflows.feeds import calibration_feeds
@@ -29,7 +31,12 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "int4": ("awq_clip", "rtn_dq"),
 }
 """Calibration methods by mode, the default first (`modelopt.onnx.quantization.quantize`, its docstring)."""
-OPTION = Place(key="--calibration_shapes NAME", remedy="--calibration_shapes NAME:SHAPE")
+OPTION = Place(
+    key="--calibration_shapes NAME",
+    remedy="--calibration_shapes NAME:SHAPE",
+    dim_remedy="SIZES",
+    dim_form=("--dim SYMBOL=SIZE", " "),
+)
 PROVIDERS = ("NvTensorRtRtx", "trt", "cuda:x", "dml:x", "cpu")
 PASSED_ON = (
     "calibrate_per_node", "calibration_shapes", "high_precision_dtype", "use_external_data_format", "simplify",
@@ -55,7 +62,10 @@ def ptq(given: Sequence[str], prog: str = "qdq ptq") -> Quantized | list[str]:
     refuse_quantized(declared, options.onnx_path)
     arguments = _arguments(options, declared)
     target = _output(options, path)
-    shapes = static_shapes(declared, 1, _shapes(options.calibration_shapes), OPTION)
+    dims = parse_dims(options.dim or ())
+    shapes = static_shapes(declared, 1, _shapes(options.calibration_shapes), OPTION, dims)
+    if dims:  # ModelOpt knows shapes of inputs alone
+        arguments["calibration_shapes"] = ",".join(f"{name}:{x(shape)}" for name, shape in shapes.items())
     dataset = Dataset(calibration_data=_data(options.calibration_data), samples=None)  # all, as ModelOpt's command
     feeds = calibration_feeds(dataset, static_types(declared, shapes), Path.cwd(), "--calibration_data")
     by_modelopt(path, target, feeds.batches, arguments)
@@ -77,6 +87,7 @@ def get_parser(prog: str = "qdq ptq") -> argparse.ArgumentParser:
     add("--calibration_method", help="max or entropy; int4: awq_clip or rtn_dq")
     add("--calibration_eps", nargs="+", default=["cpu"], metavar="EP", help=f"any of {', '.join(PROVIDERS)}")
     add("--calibration_shapes", help="input0:1x3x256x256,input1:... where more than the batch is dynamic")
+    add("--dim", action="append", metavar="SYMBOL=128", help="size of a dynamic dimension by its symbol; repeat")
     add("--op_types_to_quantize", nargs="+", metavar="OP")
     add("--op_types_to_exclude", nargs="+", metavar="OP")
     add("--nodes_to_quantize", nargs="+", metavar="REGEX")

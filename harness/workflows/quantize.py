@@ -62,7 +62,7 @@ def quantize(
     refuse_quantized(declared, section.model_path)
     _mention(section)
     section, layers = _with_preset(section, declared)
-    shapes = static_shapes(declared, 1, dataset.shapes)
+    shapes = static_shapes(declared, 1, dataset.shapes, dims=dataset.dims)
     types = static_types(declared, shapes)
     target = _target(results)
     if section.backend == "modelopt.onnx":
