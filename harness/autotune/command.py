@@ -81,7 +81,7 @@ def _run(options: argparse.Namespace, depth: Depth, plan: Plan) -> None:
         )
         try:
             run_plan(model, plan)
-            if fixed := shapes_of(options):
+            if model.origin is None and (fixed := shapes_of(options)):  # else it was said of the delivered model
                 said = ", ".join(f"{name}: {shape}" for name, shape in fixed.items())
                 plan.observer.say(f"The models written take these shapes alone: {said}")
         finally:

@@ -30,6 +30,7 @@ from harness.measure.provenance import options_said
 from harness.records import Failed, Outcome
 from harness.run.config import Confirmation
 from harness.run.contest import RUNOFF
+from harness.run.dynamic import deliver_dynamic, fixed_sizes
 from harness.run.models import OPSET
 from harness.run.observe import Observer, Silent, best_note
 from search.space import Placement
@@ -215,10 +216,7 @@ class _Run:
             options=options_said(self._benchmark.describe().get("options", {})),
             calibrated=self._plan.config.calibration_data is not None,
         )
-        lines = [
-            *verdict_lines(summary, delivered),
-            *self._elsewhere,
-        ]
+        lines = [*verdict_lines(summary, delivered), *self._with_dynamic_axes(file), *self._elsewhere]
         for line in lines:
             self._plan.observer.say(line)
         with (self._plan.output_dir / "logs" / "final.log").open("a", encoding="utf-8") as log:
@@ -240,6 +238,12 @@ class _Run:
         self._autotuner.delivered = self._session.space.float_placement()
         move_model(tried, kept)
         return self._export(FINAL, self._autotuner.delivered), kept
+
+    def _with_dynamic_axes(self, file: Path) -> list[str]:
+        """Write what was delivered with the dynamic axes of the original model too; return what to say of it."""
+        model = self._autotuner.graph.model
+        made = deliver_dynamic(model, file, self._benchmark.backend.use)
+        return [] if made is None else [f"{file.name} takes {fixed_sizes(model)} alone; {made.said}"]
 
     def _chosen_in_runoff(self, best: Placement) -> Placement:
         """What the walk came to, or whichever of the fastest beats it where all are built afresh.
