@@ -120,7 +120,6 @@ class _Carrying:
         self._old = {tensor.name: tensor for tensor in fixed.initializer}
         self._new = {tensor.name: tensor for tensor in quantized.initializer}
         self._there = {tensor.name: tensor for tensor in dynamic.initializer}
-        self._late: dict[str, onnx.NodeProto] = {}
         lost = [name for name in self._before if name not in self._after]
         if lost:
             raise NotCarried(f"node {lost[0]!r} is not in the quantized model")
@@ -134,10 +133,9 @@ class _Carrying:
                 edge = f"edge {self._before[name].input[slot]!r} -> input {slot} of {name!r}"
                 raise NotCarried(f"{edge}: the node is there at fixed shapes alone")
         changed = [self._changed(node) for node in self._dynamic.node]
-        added = [*self._added, *self._late.values()]
         self._check_added(changed)
-        found = list(_sorted(changed, added, self._available().difference(self._late)))
-        if len(found) != len(changed) + len(added):
+        found = list(_sorted(changed, self._added, self._available()))
+        if len(found) != len(changed) + len(self._added):
             raise NotCarried("a Q/DQ pair reads a tensor that is not there with dynamic axes")
         return found
 
@@ -148,8 +146,7 @@ class _Carrying:
         for name in [*self._there, *(name for name in self._new if name not in self._there)]:
             if name in read:
                 if name in self._new and self._new[name] != self._old.get(name):
-                    if name not in self._late:
-                        yield self._new[name]
+                    yield self._new[name]
                 elif name in self._there:
                     yield self._there[name]
 
@@ -175,7 +172,7 @@ class _Carrying:
         news = [old if self._is_copy(old, new) else new for old, new in zip(olds, news, strict=True)]
         for slot, (old, new, mine) in enumerate(zip(olds, news, own, strict=True)):
             if old != new:
-                self._check_edge(old, mine, new, f"edge {old!r} -> input {slot} of {node.name!r}")
+                self._check_edge(old, mine, f"edge {old!r} -> input {slot} of {node.name!r}")
         inputs = [mine if old == new else new for old, new, mine in zip(olds, news, own, strict=True)]
         while inputs and not inputs[-1]:
             inputs.pop()
@@ -191,36 +188,23 @@ class _Carrying:
         renamed.name = old
         return bool(renamed == self._old[old])
 
-    def _check_edge(self, old: str, own: str, new: str, edge: str) -> None:
+    def _check_edge(self, old: str, own: str, edge: str) -> None:
         """Refuse an edge whose tensor is another one in the dynamic graph."""
         if old != own:
             raise NotCarried(f"{edge}: with dynamic axes it reads {own!r}")
         if old in self._old and old not in self._there:
-            self._quantize_late(old, new, edge)
-        elif old in self._there and self._old.get(old) != self._there[old]:
+            raise NotCarried(f"{edge}: the tensor is a constant at fixed shapes alone, and so is its scale")
+        if old in self._there and self._old.get(old) != self._there[old]:
             raise NotCarried(f"{edge}: the constant has other values with dynamic axes")
-
-    def _quantize_late(self, old: str, new: str, edge: str) -> None:
-        """Quantize a tensor where it is made that is stored quantized at fixed shapes, with the same scale."""
-        maker = next((node for node in self._added if new in node.output), None)
-        computed = any(old in node.output for node in self._dynamic.node)
-        if maker is None or maker.op_type != "DequantizeLinear" or len(maker.input) < 3 or not computed:
-            raise NotCarried(f"{edge}: the tensor is a constant at fixed shapes alone")
-        stored, *grid = maker.input
-        if stored not in self._late:
-            name, axis = f"{stored}.q", [a for a in maker.attribute if a.name == "axis"]
-            quantize = onnx.NodeProto(op_type="QuantizeLinear", name=name, input=[old, *grid], output=[stored])
-            quantize.attribute.extend(axis)
-            self._late[stored] = quantize
 
     def _check_added(self, changed: Iterable[onnx.NodeProto]) -> None:
         """Refuse an added node that reads what the dynamic graph does not have."""
-        made = {name for node in (*changed, *self._added) for name in node.output}
+        made = {name for node in (*changed, *self._added) for name in node.output} | self._available()
         for node in self._added:
             for slot, name in enumerate(node.input):
                 if name in self._old and name in self._new and name not in self._there:
                     raise NotCarried(f"tensor {name!r}, which is quantized, is a constant at fixed shapes alone")
-                if name not in made and name not in self._available():
+                if name not in made:
                     raise NotCarried(f"edge {name!r} -> input {slot} of {node.op_type}: the tensor is not there")
 
 

@@ -109,20 +109,23 @@ def _where(subject: Subject, shapes: Sequence[Shapes]) -> str:
     """Return at which other sizes the model was checked."""
     if not shapes:
         return "not checked at other sizes: the float model runs at none that was tried"
-    few = "" if len(shapes) == WANTED else " (the float model runs at no second size that was tried)"
-    return f"checked at {' and '.join(_sizes(subject.axes, shape) for shape in shapes)}{few}"
+    few = "" if len(shapes) == WANTED else "; the float model runs at no second size that was tried"
+    searched, *others = (dict(_sizes(subject.axes, shape)) for shape in (subject.searched, *shapes))
+    still = [name for name, size in searched.items() if all(other[name] == size for other in others)]
+    told = " and ".join(", ".join(f"{name} {size}" for name, size in other.items()) for other in others)
+    fixed = f"; the float model runs at no other size of {', '.join(still)} that was tried" if still else ""
+    return f"checked at {told}{few}{fixed}"
 
 
-def _sizes(axes: Mapping[str, Axes | None], shapes: Shapes) -> str:
-    """Return sizes by symbol, and the shapes of inputs with a dynamic dimension without one."""
-    found: dict[str, object] = {}
+def _sizes(axes: Mapping[str, Axes | None], shapes: Shapes) -> Iterator[tuple[str, str]]:
+    """Yield sizes by symbol, and the shapes of inputs with a dynamic dimension without one."""
     for name, shape in shapes.items():
         declared = axes[name]
         if declared is None or None in declared:
-            found[name] = "x".join(map(str, shape))
-        else:
-            found |= {axis: size for axis, size in zip(declared, shape, strict=True) if isinstance(axis, str)}
-    return ", ".join(f"{name} {size}" for name, size in found.items())
+            yield name, "x".join(map(str, shape))
+        for axis, size in zip(declared or (), shape, strict=declared is not None):
+            if isinstance(axis, str):
+                yield axis, str(size)
 
 
 def _compared(runtime: str, subject: Subject, known: Sequence[tuple[Shapes, Outputs]]) -> str:
