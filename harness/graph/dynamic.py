@@ -7,6 +7,7 @@ prepared in the same way but for its sizes, so that scales, zero points and stor
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from harness.graph.load import prepared, write
 from harness.graph.model import Model, captures
 
 __all__ = ["NotCarried", "carry_over", "load_dynamic", "original", "write_dynamic"]
+
+logger = logging.getLogger(__name__)
 
 
 class NotCarried(UserError):
@@ -105,6 +108,9 @@ def carry_over(fixed: onnx.ModelProto, quantized: onnx.ModelProto, dynamic: onnx
     nodes = made.nodes()
     _replace(result.graph.node, nodes)
     _replace(result.graph.initializer, made.constants(nodes))
+    if made.late:
+        names = ", ".join(repr(node.input[0]) for node in made.late.values())
+        logger.warning("%s: constant at fixed shapes alone, so at other sizes it keeps that scale", names)
     _replace(result.graph.value_info, ())  # runtimes infer it, and that of changed tensors would be wrong
     return result
 
@@ -120,6 +126,8 @@ class _Carrying:
         self._old = {tensor.name: tensor for tensor in fixed.initializer}
         self._new = {tensor.name: tensor for tensor in quantized.initializer}
         self._there = {tensor.name: tensor for tensor in dynamic.initializer}
+        self.late: dict[str, onnx.NodeProto] = {}
+        """By the name of what is stored at fixed shapes: the node that makes it with dynamic axes."""
         lost = [name for name in self._before if name not in self._after]
         if lost:
             raise NotCarried(f"node {lost[0]!r} is not in the quantized model")
@@ -134,8 +142,9 @@ class _Carrying:
                 raise NotCarried(f"{edge}: the node is there at fixed shapes alone")
         changed = [self._changed(node) for node in self._dynamic.node]
         self._check_added(changed)
-        found = list(_sorted(changed, self._added, self._available()))
-        if len(found) != len(changed) + len(self._added):
+        added = [*self._added, *self.late.values()]
+        found = list(_sorted(changed, added, self._available().difference(self.late)))
+        if len(found) != len(changed) + len(added):
             raise NotCarried("a Q/DQ pair reads a tensor that is not there with dynamic axes")
         return found
 
@@ -146,7 +155,8 @@ class _Carrying:
         for name in [*self._there, *(name for name in self._new if name not in self._there)]:
             if name in read:
                 if name in self._new and self._new[name] != self._old.get(name):
-                    yield self._new[name]
+                    if name not in self.late:
+                        yield self._new[name]
                 elif name in self._there:
                     yield self._there[name]
 
@@ -172,7 +182,7 @@ class _Carrying:
         news = [old if self._is_copy(old, new) else new for old, new in zip(olds, news, strict=True)]
         for slot, (old, new, mine) in enumerate(zip(olds, news, own, strict=True)):
             if old != new:
-                self._check_edge(old, mine, f"edge {old!r} -> input {slot} of {node.name!r}")
+                self._check_edge(old, mine, new, f"edge {old!r} -> input {slot} of {node.name!r}")
         inputs = [mine if old == new else new for old, new, mine in zip(olds, news, own, strict=True)]
         while inputs and not inputs[-1]:
             inputs.pop()
@@ -188,14 +198,31 @@ class _Carrying:
         renamed.name = old
         return bool(renamed == self._old[old])
 
-    def _check_edge(self, old: str, own: str, edge: str) -> None:
+    def _check_edge(self, old: str, own: str, new: str, edge: str) -> None:
         """Refuse an edge whose tensor is another one in the dynamic graph."""
         if old != own:
             raise NotCarried(f"{edge}: with dynamic axes it reads {own!r}")
         if old in self._old and old not in self._there:
-            raise NotCarried(f"{edge}: the tensor is a constant at fixed shapes alone, and so is its scale")
-        if old in self._there and self._old.get(old) != self._there[old]:
+            self._quantize_late(old, new, edge)
+        elif old in self._there and self._old.get(old) != self._there[old]:
             raise NotCarried(f"{edge}: the constant has other values with dynamic axes")
+
+    def _quantize_late(self, old: str, new: str, edge: str) -> None:
+        """Quantize a tensor where it is made that is stored quantized at fixed shapes, with the same scale.
+
+        Position embeddings that are cut to the length of the input are such. A scale for each channel may be one for
+        each position, so these are refused.
+        """
+        maker = next((node for node in self._added if new in node.output), None)
+        computed = any(old in node.output for node in self._dynamic.node)
+        if maker is None or maker.op_type != "DequantizeLinear" or len(maker.input) < 3 or not computed:
+            raise NotCarried(f"{edge}: the tensor is a constant at fixed shapes alone")
+        stored, *grid = maker.input
+        if grid[0] not in self._new or len(self._new[grid[0]].dims):
+            raise NotCarried(f"{edge}: the tensor is a constant at fixed shapes alone, with a scale for each channel")
+        self.late[stored] = onnx.NodeProto(
+            op_type="QuantizeLinear", name=f"{stored}.q", input=[old, *grid], output=[stored]
+        )
 
     def _check_added(self, changed: Iterable[onnx.NodeProto]) -> None:
         """Refuse an added node that reads what the dynamic graph does not have."""
