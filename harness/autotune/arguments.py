@@ -14,7 +14,7 @@ from harness.autotune.common import DQ_DTYPES, QUANT_TYPES, AutotunerError, dq_d
 from harness.errors import UserError
 
 __all__ = [
-    "MODE_PRESETS", "Depth", "add_shape", "arguments", "depth_of", "get_node_filter_list", "get_parser",
+    "MODE_PRESETS", "Depth", "add_sizes", "arguments", "depth_of", "get_node_filter_list", "get_parser",
     "idle_flags", "shapes_of",
 ]  # fmt: skip
 
@@ -138,13 +138,19 @@ def _add_files(group: Any) -> None:
     group.add_argument(
         "--output_dir", "-o", default="./autotuner_output", help="folder of the results (default: %(default)s)"
     )
-    add_shape(group)
+    add_sizes(group)
 
 
-def add_shape(group: Any) -> None:
-    """The option that fixes dynamic inputs."""
+def add_sizes(group: Any) -> None:
+    """Add the options that fix dynamic inputs."""
     group.add_argument(
         "--shape", action="append", metavar="NAME:1x3x224x224", help="static shape of a dynamic input; repeat per input"
+    )
+    group.add_argument(
+        "--dim",
+        action="append",
+        metavar="SYMBOL=128",
+        help="size of a dynamic dimension, by its symbol; repeat per symbol (default: 1 for the batch)",
     )
 
 

@@ -20,6 +20,7 @@ from harness.autotune.delivery import calibration_feeds
 from harness.autotune.procedure import Plan, run_plan
 from harness.autotune.session import Backend
 from harness.errors import UserError
+from harness.graph.cleaning.asking import parse_dims
 from harness.graph.dialects import TENSORRT
 from harness.graph.importer import import_qdq
 from harness.graph.load import save
@@ -68,7 +69,9 @@ def _run(options: argparse.Namespace, depth: Depth, plan: Plan) -> None:
     target = _target(backend)
     plan.observer.say(f"searched for {target}")
     with TemporaryDirectory(prefix="qdq-autotune-") as scratch:
-        spec = ModelSpec(use=options.onnx_path, label="model", shapes=shapes_of(options))
+        spec = ModelSpec(
+            use=options.onnx_path, label="model", shapes=shapes_of(options), dims=parse_dims(options.dim or ())
+        )
         model = open_model(spec, Path.cwd(), Path(scratch))
         for idle in idle_flags(options, backend.params, typed=not untyped(model)):
             plan.observer.say(f"without effect: {idle}")
@@ -86,7 +89,7 @@ def _run(options: argparse.Namespace, depth: Depth, plan: Plan) -> None:
         )
         try:
             run_plan(model, plan)
-            if fixed := shapes_of(options):
+            if model.origin is None and (fixed := shapes_of(options)):  # else it was said of the delivered model
                 said = ", ".join(f"{name}: {shape}" for name, shape in fixed.items())
                 plan.observer.say(f"The models written take these shapes alone: {said}")
             plan.observer.say(f"Made for {target}")

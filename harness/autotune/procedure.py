@@ -30,6 +30,7 @@ from harness.measure.provenance import options_said
 from harness.records import Failed, Outcome
 from harness.run.config import Confirmation
 from harness.run.contest import RUNOFF
+from harness.run.dynamic import deliver_dynamic, fixed_sizes
 from harness.run.models import OPSET
 from harness.run.observe import Observer, Silent, best_note
 from harness.run.runtime_check import CHECKS
@@ -220,6 +221,7 @@ class _Run:
         )
         lines = [
             *verdict_lines(summary, delivered),
+            *self._with_dynamic_axes(file),
             *self._elsewhere,
         ]
         if self._left_out:
@@ -249,6 +251,12 @@ class _Run:
         self._autotuner.delivered = self._session.space.float_placement()
         move_model(tried, kept)
         return self._export(FINAL, self._autotuner.delivered), kept
+
+    def _with_dynamic_axes(self, file: Path) -> list[str]:
+        """Write what was delivered with the dynamic axes of the original model too; return what to say of it."""
+        model = self._autotuner.graph.model
+        made = deliver_dynamic(model, file, self._benchmark.backend.use)
+        return [] if made is None else [f"{file.name} takes {fixed_sizes(model)} alone; {made.said}"]
 
     def _rivals(self, best: Placement) -> tuple[Placement, dict[str, Placement]]:
         """Return what the walk came to and the fastest by digest, without those that the runtime computes wrongly.

@@ -6,11 +6,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 import onnx
 
-__all__ = ["Model", "Node", "TensorType", "captures", "graphs", "subgraphs"]
+__all__ = ["Model", "Node", "Origin", "TensorType", "captures", "graphs", "subgraphs"]
 
 _Fact = TypeVar("_Fact")
 
@@ -50,6 +51,19 @@ class Node:
     body: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """A model with dynamic inputs, before it was fixed to one size of each.
+
+    Attributes:
+        model: Its file, or the model itself where it came from memory.
+        min_opset: The operator set that it was upgraded to where it is older.
+    """
+
+    model: Path | onnx.ModelProto = field(hash=False)
+    min_opset: int
+
+
 @dataclass(frozen=True)
 class Model:
     """A float ONNX model, ready for placement. Never changed after loading.
@@ -61,6 +75,7 @@ class Model:
         sha256: Of the file as it was given, external data included.
         nodes: In topological order; `nodes[i].index == i`.
         types: Type of every tensor of the main graph that shape inference could type.
+        origin: The model as it was given, if its inputs are dynamic there; see `harness.graph.dynamic`.
     """
 
     proto: onnx.ModelProto
@@ -68,6 +83,7 @@ class Model:
     sha256: str
     nodes: tuple[Node, ...]
     types: Mapping[str, TensorType]
+    origin: Origin | None = None
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:

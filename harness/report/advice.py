@@ -16,7 +16,7 @@ from harness.report.notes import without_vnni
 from harness.report.results import CellResults, Results
 from harness.report.scenes import exported
 from harness.report.searches import Search
-from harness.run.rows import FLOAT_ROW
+from harness.run.rows import DYNAMIC, FLOAT_ROW, read_json
 
 __all__ = ["next_steps", "winners"]
 
@@ -46,7 +46,15 @@ def winners(results: Results, main: pd.DataFrame) -> Iterator[str]:
             floating = backend.get("float_params", {}).get(line["precision"], {})  # a float row has its own precision
             options = options_said({**backend.get("options", {}), **floating})
             how = f"; timed with {options}: deploy it so" if options else ""
-            yield f"{cell.name}: take {path} ({line['method']}, {line['speedup']:.2f}x, {line['decision']}{how})"
+            taken = f"take {path} ({line['method']}, {line['speedup']:.2f}x, {line['decision']}{how})"
+            yield f"{cell.name}: {taken}{_with_dynamic_axes(cell, str(line['row']))}"
+
+
+def _with_dynamic_axes(cell: CellResults, row: str) -> str:
+    """Return what became of the form of a row that keeps the dynamic axes of the original; "" where it has none."""
+    path = cell.folder / DYNAMIC
+    noted = read_json(path) if path.exists() else {}
+    return f"; {noted[row]['said']}" if row in noted and noted[row]["said"] else ""
 
 
 def next_steps(results: Results, main: pd.DataFrame) -> Iterator[str]:

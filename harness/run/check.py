@@ -258,12 +258,12 @@ def _remarks(model: ModelSpec, base: Path, data: _Data, objective: Objective) ->
     Raises:
         UserError: Shapes or data do not fit the model.
     """
-    if not model.shapes and model.evaluator is None and model.calibration.data is None:
+    if not (model.shapes or model.dims) and model.evaluator is None and model.calibration.data is None:
         return
     halves = HALVES if objective.halves else (None,)
     with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
         loaded = open_model(model, base, Path(scratch))
-        if model.shapes:
+        if model.shapes or model.dims:
             _check_channels(loaded)
         if model.calibration.data is not None:
             used = model.preprocess

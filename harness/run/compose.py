@@ -266,7 +266,8 @@ class _Feeds:
         return CalibrationKey(
             model_sha256=self._model.sha256,
             data=self.fingerprint,
-            preprocess=f"{used and preprocess_fingerprint(used)} {sorted(self._spec.shapes.items())}",
+            preprocess=f"{used and preprocess_fingerprint(used)} {sorted(self._spec.shapes.items())}"
+            f"{sorted(self._spec.dims.items()) if self._spec.dims else ''}",
             method=self.settings.method,
             percentile=self.settings.percentile,
             samples=self.settings.samples,

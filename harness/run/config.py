@@ -109,11 +109,17 @@ class Calibration(_Frozen):
 
 
 class ModelSpec(_Frozen):
-    """One model with the data that belongs to it; a bare string means: random data, latency only."""
+    """One model with the data that belongs to it; a bare string means: random data, latency only.
+
+    Attributes:
+        shapes: Static shape of dynamic inputs, by input name.
+        dims: Size of dynamic dimensions, by symbol.
+    """
 
     use: str
     label: str | None = None
     shapes: dict[str, Annotated[str, BeforeValidator(_as_text)]] = {}
+    dims: dict[str, Annotated[int, Field(ge=1)]] = {}
     preprocess: Use | None = None
     calibration: Calibration = Calibration()
     evaluator: Use | None = None

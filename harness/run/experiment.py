@@ -14,7 +14,9 @@ A results folder holds, for each cell:
     runtime_check.json  how what the runtime computes compares with what each file says
     wrong_result/*  of files that are computed wrongly, a small model that shows it
     confirm.jsonl   raw samples of the confirmation
-    models/*.onnx   the exported files themselves: what was timed and scored, byte for byte
+    models/*.onnx   the exported files themselves: what was timed and scored, byte for byte; *.dynamic.onnx are those
+                    of a model with dynamic inputs that keep them
+    dynamic.json    of these: at which sizes each was checked, or why it was not written
     through.json    that nothing is left to do; a cell that has it, and whose files are as they were, is not gone over
     stopped.txt     why the last run of the cell ended before its time; gone when it goes on
 
@@ -43,6 +45,7 @@ from harness.run.compare import Changed, facts_digest, refuse_changes
 from harness.run.compose import Cell, compose
 from harness.run.config import Experiment
 from harness.run.confirming import confirm_rows, noise_floor
+from harness.run.dynamic import deliver_rows
 from harness.run.finalists import choose
 from harness.run.observe import Observer
 from harness.run.plan import CellSpec, plan
@@ -227,6 +230,7 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
             checker.check_rows(table, place.retry_failed)
         backend = engines.describe()
     confirm_rows(experiment.confirmation, site.open, worker, table.timed, backend, observer, place.retry_failed)
+    deliver_rows(cell.model, table, spec.backend.use, observer)
     shutil.rmtree(cell.work, ignore_errors=True)
     if not any(end.broken for run in runs if (end := running.end(run))):  # else the same command tries it again
         note_through(folder, asked)

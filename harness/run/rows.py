@@ -16,11 +16,13 @@ from harness.run.journal import writing
 from search.space import Placement, Space, digest_of
 
 __all__ = [
-    "ACCURACY_ONLY", "FLOAT_ROW", "Pick", "Row", "Table", "favourite", "read_json", "read_rows", "write_json",
-    "write_text",
+    "ACCURACY_ONLY", "DYNAMIC", "FLOAT_ROW", "Pick", "Row", "Table", "favourite", "read_json", "read_rows",
+    "write_json", "write_text",
 ]  # fmt: skip
 
 FLOAT_ROW = "float"
+DYNAMIC = "dynamic.json"
+"""By row: the file with the dynamic axes of the original model, where it was checked, or why there is none."""
 ACCURACY_ONLY = "accuracy only"
 """What tables say in the place of a verdict where the device has no speed at a row's precision."""
 

@@ -104,7 +104,7 @@ def _feeds(path: Path, inputs: Types, dataset: Dataset, base: Path) -> Iterable[
         base: Folder that relative paths start from.
     """
     declared, sources = read_declared(path), dataset.test_data_sources
-    types = inputs or static_types(declared, static_shapes(declared, 1, dataset.shapes))
+    types = inputs or static_types(declared, static_shapes(declared, 1, dataset.shapes, dims=dataset.dims))
     evaluated = None if sources is None else sources.image_dir or sources.arrays
     changes: dict[str, Any] = {"samples": 4, "calibration_data": dataset.calibration_data or evaluated}
     if sources is not None and sources.image_dir is not None and dataset.preprocess is None:

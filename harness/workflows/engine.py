@@ -103,7 +103,7 @@ def _profiles(declared: Declared, options: TensorRTOptions, dataset: Dataset) ->
 
 def _shapes(declared: Declared, options: TensorRTOptions, dataset: Dataset, batch: int) -> dict[str, tuple[int, ...]]:
     """Static shapes for a batch size; where sizes are given, they count more than the first number of a shape does."""
-    found = static_shapes(declared, batch, dataset.shapes)
+    found = static_shapes(declared, batch, dataset.shapes, dims=dataset.dims)
     if not SIZES & options.model_fields_set:
         return found
     dynamic = {name for name, (_, dims) in declared.inputs.items() if dims and dims[0] is None}

@@ -222,7 +222,7 @@ def _unknown(path: Path, dataset: Dataset) -> EngineFacts:
 
 def _model(chosen: EvaluateSection, dataset: Dataset, base: Path, scratch: Path) -> _Subject:
     path, declared = onnx_file(str(chosen.onnx_file), base, "evaluate.onnx_file")
-    shapes = static_shapes(declared, dataset.batch_size, dataset.shapes)
+    shapes = static_shapes(declared, dataset.batch_size, dataset.shapes, dims=dataset.dims)
     dynamic = any(None in dims for _, dims in declared.inputs.values())
     file = fix_shapes(path, shapes, scratch / "model.onnx") if dynamic else path
     runtime: Benchmarker = registry.create("benchmarker", chosen.backend.use, chosen.backend.params)

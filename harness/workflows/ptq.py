@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError, nearest
+from harness.graph.cleaning.asking import parse_dims
 from harness.graph.declared import Declared, read_declared
 from harness.paths import locate
 from harness.workflows.feeds import calibration_feeds, sample_shapes
@@ -29,7 +30,12 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "int4": ("awq_clip", "rtn_dq"),
 }
 """Calibration methods by mode, the default first (`modelopt.onnx.quantization.quantize`, its docstring)."""
-OPTION = Place(key="--calibration_shapes NAME", remedy="--calibration_shapes NAME:SHAPE")
+OPTION = Place(
+    key="--calibration_shapes NAME",
+    remedy="--calibration_shapes NAME:SHAPE",
+    dim_remedy="SIZES",
+    dim_form=("--dim SYMBOL=SIZE", " "),
+)
 PROVIDERS = ("NvTensorRtRtx", "trt", "cuda:x", "dml:x", "cpu")
 PASSED_ON = (
     "calibrate_per_node", "calibration_shapes", "high_precision_dtype", "use_external_data_format", "simplify",
@@ -60,7 +66,9 @@ def ptq(given: Sequence[str], prog: str = "qdq ptq") -> Quantized | list[str]:
     target = _output(options, path)
     dataset = Dataset(calibration_data=_data(options.calibration_data), samples=None)  # all, as ModelOpt's command
     samples = sample_shapes(dataset, tuple(declared.inputs), Path.cwd(), "--calibration_data")
-    shapes = static_shapes(declared, 1, _shapes(options.calibration_shapes), OPTION, samples)
+    shapes = static_shapes(
+        declared, 1, _shapes(options.calibration_shapes), OPTION, samples, parse_dims(options.dim or ())
+    )
     feeds = calibration_feeds(dataset, static_types(declared, shapes), Path.cwd(), "--calibration_data")
     by_modelopt(path, target, feeds.batches, with_shapes(arguments, declared, shapes))
     return Quantized(path=target, layers=counted(read_declared(target)), calibrated_on=feeds.description)
@@ -81,6 +89,7 @@ def get_parser(prog: str = "qdq ptq") -> argparse.ArgumentParser:
     add("--calibration_method", help="max or entropy; int4: awq_clip or rtn_dq")
     add("--calibration_eps", nargs="+", default=["cpu"], metavar="EP", help=f"any of {', '.join(PROVIDERS)}")
     add("--calibration_shapes", help="input0:1x3x256x256,input1:... [default: those of --calibration_data]")
+    add("--dim", action="append", metavar="SYMBOL=128", help="size of a dynamic dimension by its symbol; repeat")
     add("--op_types_to_quantize", nargs="+", metavar="OP")
     add("--op_types_to_exclude", nargs="+", metavar="OP")
     add("--nodes_to_quantize", nargs="+", metavar="REGEX")

@@ -64,7 +64,7 @@ def quantize(
     section, layers = _with_preset(section, declared)
     names = tuple(declared.inputs)
     samples, loader = (sample_shapes(dataset, names, base), None) if loader is None else peeked(loader, names)
-    shapes = static_shapes(declared, 1, dataset.shapes, samples=samples)
+    shapes = static_shapes(declared, 1, dataset.shapes, samples=samples, dims=dataset.dims)
     types = static_types(declared, shapes)
     target = _target(results)
     if section.backend == "modelopt.onnx":

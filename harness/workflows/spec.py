@@ -165,6 +165,7 @@ class Dataset(_Frozen):
         count: Images of the evaluation at most; None: all.
         shapes: Static shapes by input name, where more than the batch is dynamic. Batch sizes of an engine go before
             their first number.
+        dims: Sizes of dynamic dimensions by symbol, such as {time: 128}.
     """
 
     test_data_sources: TestSources | None = None
@@ -175,6 +176,7 @@ class Dataset(_Frozen):
     samples: Annotated[int, Field(ge=1)] | None = 512
     count: Annotated[int, Field(ge=1)] | None = None
     shapes: dict[str, str] = {}
+    dims: dict[str, Annotated[int, Field(ge=1)]] = {}
 
 
 def _data_type(value: Any) -> Any:
