@@ -24,9 +24,10 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import onnxruntime
@@ -34,8 +35,10 @@ from onnxruntime.quantization.calibrate import HistogramCalibrater, HistogramCol
 
 from harness.api import Array
 from harness.errors import UserError
+from harness.graph.operators import LARGEST
+from harness.graph.sentinels import Spread
 
-__all__ = ["Collector", "Extremes", "Histograms", "Magnitudes", "Observer"]
+__all__ = ["Collector", "Extremes", "Histograms", "Magnitudes", "Observer", "Sentinel", "Watched"]
 
 _GROWTH = 4
 _BINS = {"entropy": 511, "percentile": 2048, "mse": 2048}
@@ -43,6 +46,13 @@ _LEVELS = 128
 _STEPS = 255
 _HALF_END = 6e4
 Bounds = tuple[float, float]
+
+
+class Sentinel(NamedTuple):
+    """The range of a tensor that holds a sentinel (see `harness.graph.sentinels`): infinite on the side of it."""
+
+    low: float
+    high: float
 
 
 class Collector(Protocol):
@@ -128,6 +138,42 @@ class Magnitudes(Extremes):
     def ranges(self) -> dict[str, Bounds]:
         """See `Collector.ranges`."""
         return {name: _both_sides(low, high) for name, (low, high) in super().ranges().items()}
+
+
+class Watched(Extremes):
+    """Watches what another collector takes: for sentinels, and for tensors with few values.
+
+    The latter (masks of 0 and 1) keep their whole range, whatever part of the values the method would keep.
+
+    Args:
+        collector: Gives the ranges of all other tensors.
+    """
+
+    def __init__(self, collector: Collector) -> None:
+        super().__init__()
+        self._collector = collector
+        self._spreads: dict[str, Spread] = defaultdict(Spread)
+
+    def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
+        """See `Collector.collect`."""
+        super().collect(arrays)
+        self._collector.collect(arrays)
+        for name, parts in arrays.items():
+            for values in parts:
+                if all(map(math.isfinite, self._ranges.get(name, (math.nan,)))):
+                    self._spreads[name].add(values)
+
+    def ranges(self) -> dict[str, Bounds]:
+        """See `Collector.ranges`."""
+        whole, found = super().ranges(), self._collector.ranges()
+        for name, spread in self._spreads.items():
+            if not all(abs(bound) <= LARGEST for bound in whole[name]):
+                continue
+            if spread.sentinel:
+                found[name] = _beyond(*whole[name])
+            elif spread.few:
+                found[name] = _joined(whole[name], found[name])
+        return found
 
 
 class Histograms(HistogramCollector):  # type: ignore[misc]
@@ -225,6 +271,12 @@ class _Once:
     def get_next(self) -> Mapping[str, Array] | None:
         batch, self._batch = self._batch, None
         return batch
+
+
+def _beyond(low: float, high: float) -> Sentinel:
+    """Return the range of a tensor with a sentinel on one side, or on both."""
+    least = 0.9 * max(-low, high)
+    return Sentinel(-math.inf if -low >= least else low, math.inf if high >= least else high)
 
 
 def _extremes(values: Array) -> Bounds:

@@ -24,7 +24,7 @@ import numpy as np
 from harness.api import Array
 from harness.errors import UserError, nearest
 from harness.graph.files import copy_model
-from harness.graph.operators import LARGEST
+from harness.graph.operators import LARGEST, SMALLEST
 from harness.paths import cache_folder
 from search.space import Edge, Space
 
@@ -50,7 +50,7 @@ METHODS: tuple[Method, ...] = get_args(Method)
 Ranges = Mapping[str, tuple[float, float]]
 """Lowest and highest value by tensor name. Symmetric or not is for the dialect to decide."""
 
-_SCHEMA = 2
+_SCHEMA = 3
 _OUTSIDE = ""  # the consumer of what leaves the model, see `Edge`
 _SHOWN = 5
 
@@ -99,19 +99,20 @@ def calibrate(
         progress: Called with the number of batches done after each one.
 
     Returns:
-        Lowest and highest value of each tensor; (0.0, 0.0) for a tensor that is always zero or empty, bounds that are
-        not finite for one with NaN or infinite values, or beyond 6e4 in float16. That one, and one with values beyond
-        `LARGEST`, is to stay float (`finite_ranges`, `remarks`).
+        Lowest and highest value of each tensor. A tensor that no scale can be made for has one that `finite_ranges`
+        leaves out and `remarks` explains: (0.0, 0.0) where it is always zero or empty; bounds that are not finite where
+        it has NaN or infinite values, beyond 6e4 in float16, or a sentinel (`harness.graph.sentinels`); finite ones
+        beyond `LARGEST` or within `SMALLEST`.
 
     Raises:
         UserError: The data have NaN or infinite values; every activation has, or huge ones; an activation cannot be
             observed; the model does not run on the data.
     """
-    from harness.calibrate._observer import Observer
+    from harness.calibrate._observer import Observer, Watched
 
     if not tensors:
         return {}
-    collector = _collector(method, percentile)
+    collector = Watched(_collector(method, percentile))
     done = 0
     with tempfile.TemporaryDirectory(prefix="qdq-ranges-") as scratch:
         folder = Path(scratch)
@@ -127,7 +128,7 @@ def calibrate(
         raise UserError(f"calibration of {model_path.name}: there is no data; give at least one batch")
     seen = collector.ranges()
     found = {name: seen.get(name, (0.0, 0.0)) for name in sorted(tensors)}
-    if not finite_ranges(found):
+    if not any(map(_is_finite, found.values())):
         raise UserError(
             f"calibration of {model_path.name}: every activation has NaN, infinite or huge values; "
             "check the model and the preprocessing of the calibration data"
@@ -136,8 +137,16 @@ def calibrate(
 
 
 def finite_ranges(ranges: Ranges) -> Ranges:
-    """Those that a scale can be made of; the other tensors are to stay float."""
-    return {name: pair for name, pair in ranges.items() if all(abs(bound) <= LARGEST for bound in pair)}
+    """Return the ranges that a scale can be made of; the other tensors are to stay float, see `remarks`."""
+    return {name: pair for name, pair in ranges.items() if _is_finite(pair) and not _is_dead(pair)}
+
+
+def _is_finite(pair: tuple[float, float]) -> bool:
+    return all(abs(bound) <= LARGEST for bound in pair)
+
+
+def _is_dead(pair: tuple[float, float]) -> bool:
+    return all(abs(bound) <= SMALLEST for bound in pair)
 
 
 def narrowed(space: Space, ranges: Ranges) -> Space:
@@ -159,15 +168,22 @@ def _whole(edges: Iterable[Edge], broken: Collection[str], apart: Collection[str
 
 
 def remarks(ranges: Ranges) -> tuple[str, ...]:
-    """What a reader of results should know about the ranges, a line for each kind; none where all is well."""
-    finite = finite_ranges(ranges)
-    broken = [name for name in ranges if name not in finite]
-    dead = [name for name, pair in finite.items() if pair == (0.0, 0.0)]
+    """Return what a reader of results should know about the ranges, a line for each kind; none where all is well."""
+    from harness.calibrate._observer import Sentinel
+
+    sentinels = [name for name, pair in ranges.items() if isinstance(pair, Sentinel)]
+    broken = [name for name, pair in ranges.items() if not _is_finite(pair) and name not in sentinels]
+    dead = [name for name, pair in ranges.items() if _is_dead(pair)]
     said = []
     if broken:
         said.append(f"NaN, infinite or huge on calibration data, so they stay float: {_listed(broken)}")
+    if sentinels:
+        said.append(
+            "one large value (such as the -10000 of a mask) repeats on calibration data and no scale holds the others "
+            f"beside it, so they stay float: {_listed(sentinels)}"
+        )
     if dead:
-        said.append(f"always 0 on calibration data (dead): {_listed(dead)}")
+        said.append(f"always 0 on calibration data (dead): {_listed(dead)}; they stay float")
     return tuple(said)
 
 
@@ -261,9 +277,12 @@ def _cache_path(key: CalibrationKey, tensors: Collection[str]) -> Path | None:
 
 
 def _read(path: Path, tensors: Collection[str]) -> Ranges | None:
+    from harness.calibrate._observer import Sentinel
+
     try:
-        kept = json.loads(path.read_bytes(), parse_constant=_refuse)["ranges"]
-        found = {name: (float(low), float(high)) for name, (low, high) in kept.items()}
+        kept = json.loads(path.read_bytes(), parse_constant=_refuse)
+        found = {name: (float(low), float(high)) for name, (low, high) in kept["ranges"].items()}
+        found |= {name: Sentinel(*found[name]) for name in kept["sentinels"]}
         if found.keys() != set(tensors):
             raise ValueError("its ranges are not those of the key")
     except FileNotFoundError:
@@ -279,8 +298,12 @@ def _refuse(constant: str) -> float:
 
 
 def _write(path: Path, key: CalibrationKey, ranges: Ranges) -> None:
+    from harness.calibrate._observer import Sentinel
+
     plain = {name: [v if math.isfinite(v) else str(v) for v in pair] for name, pair in ranges.items()}
-    text = json.dumps({"schema": _SCHEMA, "key": asdict(key), "ranges": plain}, allow_nan=False)
+    sentinels = [name for name, pair in ranges.items() if isinstance(pair, Sentinel)]
+    facts = {"schema": _SCHEMA, "key": asdict(key), "ranges": plain, "sentinels": sentinels}
+    text = json.dumps(facts, allow_nan=False)
     try:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
             file.write(text)

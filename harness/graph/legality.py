@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from onnx import numpy_helper
 
 from harness.graph.dialects import Dialect
 from harness.graph.model import Model, Node
 from harness.graph.operators import ACTIVATIONS, CONVOLUTIONS, FLOATS, LARGEST
+from harness.graph.sentinels import holds_sentinel
 
 __all__ = ["RULES", "Rule", "Site", "broken_rule", "is_activation", "joint_slots"]
 
@@ -160,7 +163,12 @@ def _has_unheld_constant(site: Site) -> bool:
     shared = site.node.op == "Concat" and _is_float(site.model, site.tensor)
     names = site.node.inputs if shared else [site.node.inputs[slot] for slot in _joint_constants(site)]
     constants = (site.model.constants[name] for name in names if name in site.model.constants)
-    return not all((np.abs(numpy_helper.to_array(tensor)) <= LARGEST).all() for tensor in constants)
+    return not all(_is_held(numpy_helper.to_array(tensor)) for tensor in constants)
+
+
+def _is_held(values: npt.NDArray[Any]) -> bool:
+    """Return whether a scale holds a constant: it has neither infinite or huge values nor a sentinel."""
+    return bool((np.abs(values) <= LARGEST).all()) and not holds_sentinel(values, alone=False)
 
 
 def _follows_convolution(site: Site) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "ACTIVATIONS", "ARITHMETIC", "CONVOLUTIONS", "FLOATS", "LARGEST", "LINEAR", "MOVEMENT", "NORMALIZATION", "POINTS",
-    "POOLING", "SOFTMAX",
+    "POOLING", "SMALLEST", "SOFTMAX",
 ]  # fmt: skip
 
 FLOATS = frozenset({"float", "float16"})
@@ -12,6 +12,9 @@ FLOATS = frozenset({"float", "float16"})
 
 LARGEST = 1e30
 """Values beyond it say "none": attention masks have -3.4e38 where others have minus infinity; no scale holds them."""
+
+SMALLEST = 255e-10
+"""A tensor without larger values is as good as 0: it does not fill the 255 steps of the smallest scale."""
 
 CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
 
