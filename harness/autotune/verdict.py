@@ -51,6 +51,10 @@ def verdict_lines(summary: Summary, delivered: Delivered) -> Iterator[str]:
     float_row, row = summary.rows["baseline"], summary.rows["final"]
     low, high = row.speedup.low, row.speedup.high
     yield f"Baseline: {float_row.latency_ms.value:.3f} ms, built afresh as the final model is"
+    if delivered.kept is None and not delivered.pairs:
+        yield "Final: the float model, because no placement of Q/DQ pairs proved faster"
+        yield f"Written: {delivered.file}, which is that model"
+        return
     timed_model = "Final" if delivered.kept is None else delivered.kept.name
     yield (
         f"{timed_model}: {row.latency_ms.value:.3f} ms ({row.speedup.value:.3f}x speedup, 95 % interval {low:.3f} to "
@@ -65,9 +69,6 @@ def verdict_lines(summary: Summary, delivered: Delivered) -> Iterator[str]:
             "Slower than the float model" if row.verdict == "slower" else "Not faster than the float model beyond noise"
         )
         yield _float_instead(beaten, delivered)
-    elif not delivered.pairs:
-        yield f"No placement proved faster than the float model, so {delivered.file.name} is that model"
-        return
     elif not delivered.calibrated:
         yield "Scales are of random data, so its accuracy is unknown: give --calibration_data before you use it"
     else:

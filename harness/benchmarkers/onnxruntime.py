@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import re
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BeforeValidator
 
 from harness.api import Array, Artifact, Candidate, Layer
 from harness.errors import BuildFailed, MeasureFailed, UserError
+from harness.graph.upcast import UPCAST, upcast
 from harness.measure.host import plain, refuse_dynamic, said, timed, words
 from harness.measure.provenance import checked_threads, environment, processor, saturates_here
 from harness.measure.sampling import fixed_inputs
+from harness.spelling import float_precision
 
 __all__ = ["ONNXRuntimeBenchmarker"]
+
+logger = logging.getLogger(__name__)
 
 Provider = Literal["cpu", "cuda", "tensorrt"]
 Optimization = Literal["disabled", "basic", "extended", "all"]
 Activation = Literal["uint8", "int8"]
-Precision = Literal["auto", "f32", "f16"]
+Precision = Annotated[Literal["auto", "f32", "f16"], BeforeValidator(float_precision)]
 PROVIDERS: Mapping[str, tuple[str, ...]] = {
     "cpu": ("CPUExecutionProvider",),
     "cuda": ("CUDAExecutionProvider", "CPUExecutionProvider"),
@@ -46,7 +53,7 @@ FATAL, WARNING = 4, 2
 
 
 class ONNXRuntimeBenchmarker:
-    """Makes a session and times it with inputs and outputs bound beforehand, on the device that runs it.
+    """Time models in ONNX Runtime, on the CPU, on CUDA or by its TensorRT provider.
 
     Args:
         threads: Threads within an operator on the CPU, at most the cores that this process may use.
@@ -74,6 +81,7 @@ class ONNXRuntimeBenchmarker:
         profile: bool = False,
         reduce_range: bool | None = None,
     ) -> None:
+        precision = float_precision(precision)
         if activation is None:
             activation = "int8" if provider == "tensorrt" else "uint8"
         _check("optimization", optimization, LEVELS)
@@ -104,11 +112,12 @@ class ONNXRuntimeBenchmarker:
             BuildFailed: ONNX Runtime refuses the model, or a shape is not static.
         """
         path = candidate.source()
+        wide = self._upcast(candidate, workdir)
         with said(BuildFailed, f"ONNX Runtime refuses {path.name}", self._errors):
             quantized = self._provider == "tensorrt" and _has_qdq(path)
-            session = self._session(str(path), quantized=quantized, profile=workdir if self._profile else None)
+            session = self._session(str(wide or path), quantized=quantized, profile=workdir if self._profile else None)
         refuse_dynamic(path.name, {value.name: value.shape for value in session.get_inputs()})
-        return Artifact(engine=session)
+        return Artifact(engine=session, info={} if wide is None else {"arithmetic": UPCAST})
 
     def save(self, candidate: Candidate, path: Path) -> None:
         """Write the optimized graph to a file for `load` ("Graph optimizations": offline mode).
@@ -117,8 +126,13 @@ class ONNXRuntimeBenchmarker:
             BuildFailed: See `build`.
         """
         source = candidate.source()
-        with said(BuildFailed, f"ONNX Runtime refuses {source.name}", self._errors):
-            self._session(str(source), quantized=self._provider == "tensorrt" and _has_qdq(source), optimized=path)
+        quantized = self._provider == "tensorrt" and _has_qdq(source)
+        with (
+            tempfile.TemporaryDirectory(prefix="qdq-save-") as scratch,
+            said(BuildFailed, f"ONNX Runtime refuses {source.name}", self._errors),
+        ):
+            wide = self._upcast(candidate, Path(scratch))
+            self._session(str(wide or source), quantized=quantized, optimized=path)
 
     def load(self, path: Path) -> Artifact:
         """A graph that `save` wrote, for this version of ONNX Runtime and this kind of processor alone.
@@ -126,8 +140,13 @@ class ONNXRuntimeBenchmarker:
         Raises:
             BuildFailed: ONNX Runtime refuses it.
         """
-        with said(BuildFailed, f"ONNX Runtime cannot load {path.name}", self._errors):
-            return Artifact(engine=self._session(path.read_bytes()))
+        with (
+            tempfile.TemporaryDirectory(prefix="qdq-load-") as scratch,
+            said(BuildFailed, f"ONNX Runtime cannot load {path.name}", self._errors),
+        ):
+            wide = self._upcast(Candidate(digest=path.stem, edges=(), source=lambda: path), Path(scratch))
+            session = self._session((wide or path).read_bytes())
+        return Artifact(engine=session, info={} if wide is None else {"arithmetic": UPCAST})
 
     @contextmanager
     def open(self, artifact: Artifact) -> Iterator[_Probe]:
@@ -167,6 +186,23 @@ class ONNXRuntimeBenchmarker:
             **({"float_open": self._open, "float_params": precisions} if self._provider == "tensorrt" else {}),
             **({"dialect": self.dialect} if self._reduced else {}),
         }
+
+    def _upcast(self, candidate: Candidate, folder: Path) -> Path | None:
+        """Return the float32 form of a file that the CPU provider computes wrongly; None where it is right.
+
+        Pairs of the harness are always right: its dialects for ONNX Runtime have none in 16 bits.
+
+        Raises:
+            BuildFailed: The file cannot be read.
+        """
+        if self._provider != "cpu" or candidate.edges:
+            return None
+        path = candidate.source()
+        with said(BuildFailed, f"ONNX Runtime refuses {path.name}", (UserError,)):
+            wide = upcast(path, folder)
+        if wide is not None:
+            logger.warning("%s: %s", path.name, UPCAST)
+        return wide
 
     def _session(
         self, model: str | bytes, *, quantized: bool = False, optimized: Path | None = None, profile: Path | None = None

@@ -24,21 +24,19 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import onnxruntime
+from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 from onnxruntime.quantization.calibrate import HistogramCalibrater, HistogramCollector
 
 from harness.api import Array
 from harness.errors import UserError
-from harness.graph.operators import LARGEST
-from harness.graph.sentinels import Spread
 
-__all__ = ["Collector", "Extremes", "Histograms", "Magnitudes", "Observer", "Sentinel", "Watched"]
+__all__ = ["Bounds", "Collector", "Extremes", "Histograms", "Magnitudes", "Observer", "joined", "runtime_operators"]
 
 _GROWTH = 4
 _BINS = {"entropy": 511, "percentile": 2048, "mse": 2048}
@@ -46,13 +44,6 @@ _LEVELS = 128
 _STEPS = 255
 _HALF_END = 6e4
 Bounds = tuple[float, float]
-
-
-class Sentinel(NamedTuple):
-    """The range of a tensor that holds a sentinel (see `harness.graph.sentinels`): infinite on the side of it."""
-
-    low: float
-    high: float
 
 
 class Collector(Protocol):
@@ -113,6 +104,15 @@ class Observer(HistogramCalibrater):  # type: ignore[misc]
         self.collect_data(_Once(batch))
 
 
+def runtime_operators() -> frozenset[tuple[str, str]]:
+    """Return domain and name of each operator that ONNX Runtime runs, its own ones among them.
+
+    It defines some of TensorRT's plug-ins too, to pass them on to TensorRT.
+    """
+    every = ((schema.domain, schema.name) for schema in get_all_operator_schema())
+    return frozenset((domain, name) for domain, name in every if not name.endswith("_TRT"))
+
+
 class Extremes:
     """Smallest and largest value of each tensor."""
 
@@ -125,7 +125,7 @@ class Extremes:
             for values in parts:
                 if values.size:
                     found = _extremes(values)
-                    self._ranges[name] = _joined(self._ranges.get(name, found), found)
+                    self._ranges[name] = joined(self._ranges.get(name, found), found)
 
     def ranges(self) -> dict[str, Bounds]:
         """See `Collector.ranges`."""
@@ -138,42 +138,6 @@ class Magnitudes(Extremes):
     def ranges(self) -> dict[str, Bounds]:
         """See `Collector.ranges`."""
         return {name: _both_sides(low, high) for name, (low, high) in super().ranges().items()}
-
-
-class Watched(Extremes):
-    """Watches what another collector takes: for sentinels, and for tensors with few values.
-
-    The latter (masks of 0 and 1) keep their whole range, whatever part of the values the method would keep.
-
-    Args:
-        collector: Gives the ranges of all other tensors.
-    """
-
-    def __init__(self, collector: Collector) -> None:
-        super().__init__()
-        self._collector = collector
-        self._spreads: dict[str, Spread] = defaultdict(Spread)
-
-    def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
-        """See `Collector.collect`."""
-        super().collect(arrays)
-        self._collector.collect(arrays)
-        for name, parts in arrays.items():
-            for values in parts:
-                if all(map(math.isfinite, self._ranges.get(name, (math.nan,)))):
-                    self._spreads[name].add(values)
-
-    def ranges(self) -> dict[str, Bounds]:
-        """See `Collector.ranges`."""
-        whole, found = super().ranges(), self._collector.ranges()
-        for name, spread in self._spreads.items():
-            if not all(abs(bound) <= LARGEST for bound in whole[name]):
-                continue
-            if spread.sentinel:
-                found[name] = _beyond(*whole[name])
-            elif spread.few:
-                found[name] = _joined(whole[name], found[name])
-        return found
 
 
 class Histograms(HistogramCollector):  # type: ignore[misc]
@@ -208,7 +172,7 @@ class Histograms(HistogramCollector):  # type: ignore[misc]
                     self._zeros[name] = self._zeros.get(name, 0) + values.size - int(np.count_nonzero(values))
                     self.collect_value({name: values.astype(np.float64)})
                 else:
-                    self._broken[name] = _joined(self._broken.get(name, found), found)
+                    self._broken[name] = joined(self._broken.get(name, found), found)
 
     def merge_histogram(self, old: Any, values: Array, low: Any, high: Any, threshold: Any) -> Any:
         """As ONNX Runtime does, after widening the old bins where it would make too many new ones."""
@@ -273,12 +237,6 @@ class _Once:
         return batch
 
 
-def _beyond(low: float, high: float) -> Sentinel:
-    """Return the range of a tensor with a sentinel on one side, or on both."""
-    least = 0.9 * max(-low, high)
-    return Sentinel(-math.inf if -low >= least else low, math.inf if high >= least else high)
-
-
 def _extremes(values: Array) -> Bounds:
     low, high = float(np.min(values)), float(np.max(values))
     if values.dtype != np.float16:
@@ -286,7 +244,7 @@ def _extremes(values: Array) -> Bounds:
     return (-math.inf if low < -_HALF_END else low), (math.inf if high > _HALF_END else high)
 
 
-def _joined(first: Bounds, second: Bounds) -> Bounds:
+def joined(first: Bounds, second: Bounds) -> Bounds:
     """The range around two ranges; NaN where one of them has it."""
     return float(np.minimum(first[0], second[0])), float(np.maximum(first[1], second[1]))
 

@@ -15,18 +15,18 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
 from harness.api import Array
+from harness.calibrate.held import UNSEEN, Ranges, Sentinel, finite_ranges, is_finite, narrowed, refuse_empty, remarks
 from harness.errors import UserError, nearest
 from harness.graph.files import copy_model
-from harness.graph.operators import LARGEST, SMALLEST
+from harness.graph.plugins import cut_plugins
 from harness.paths import cache_folder
-from search.space import Edge, Space
 
 if TYPE_CHECKING:
     from harness.calibrate._observer import Collector
@@ -40,19 +40,16 @@ __all__ = [
     "calibrate",
     "finite_ranges",
     "narrowed",
+    "refuse_empty",
     "remarks",
+    "unrunnable",
 ]
 
 logger = logging.getLogger(__name__)
 
 Method = Literal["minmax", "max", "entropy", "percentile", "mse"]
 METHODS: tuple[Method, ...] = get_args(Method)
-Ranges = Mapping[str, tuple[float, float]]
-"""Lowest and highest value by tensor name. Symmetric or not is for the dialect to decide."""
-
 _SCHEMA = 3
-_OUTSIDE = ""  # the consumer of what leaves the model, see `Edge`
-_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +73,7 @@ class CalibrationKey:
     samples: int
 
 
-def calibrate(
+def calibrate(  # noqa: PLR0913 - one option, one parameter
     model_path: Path,
     tensors: Collection[str],
     batches: Iterable[Mapping[str, Array]],
@@ -84,6 +81,7 @@ def calibrate(
     method: Method = "minmax",
     percentile: float = 99.99,
     progress: Callable[[int], None] | None = None,
+    source: str = "",
 ) -> Ranges:
     """Run the float model on calibration data and take the range of each tensor.
 
@@ -97,106 +95,83 @@ def calibrate(
             "entropy", "percentile", "mse": a part of the values, see `_observer.Histograms`.
         percentile: Share of the values inside the range, in per cent; for method "percentile".
         progress: Called with the number of batches done after each one.
+        source: What messages call the model; by default its file.
 
     Returns:
         Lowest and highest value of each tensor. A tensor that no scale can be made for has one that `finite_ranges`
         leaves out and `remarks` explains: (0.0, 0.0) where it is always zero or empty; bounds that are not finite where
-        it has NaN or infinite values, beyond 6e4 in float16, or a sentinel (`harness.graph.sentinels`); finite ones
-        beyond `LARGEST` or within `SMALLEST`.
+        it has NaN or infinite values, beyond 6e4 in float16, or a sentinel (`harness.graph.sentinels`), and where it is
+        behind a plug-in operator, so not observed; finite ones beyond `LARGEST` or within `SMALLEST`.
 
     Raises:
         UserError: The data have NaN or infinite values; every activation has, or huge ones; an activation cannot be
             observed; the model does not run on the data.
     """
-    from harness.calibrate._observer import Observer, Watched
+    from harness.calibrate._observer import Observer, runtime_operators
+    from harness.calibrate._watched import Watched
 
     if not tensors:
         return {}
     collector = Watched(_collector(method, percentile))
-    done = 0
+    done, source = 0, source or model_path.name
     with tempfile.TemporaryDirectory(prefix="qdq-ranges-") as scratch:
         folder = Path(scratch)
-        with _runtime_errors(model_path):
-            observer = Observer(copy_model(model_path, folder), folder, tensors, collector)
+        copy = copy_model(model_path, folder)
+        behind, plugins = cut_plugins(copy, tensors, runtime_operators())
+        ahead = set(tensors) - behind
+        if not ahead:
+            raise UserError(
+                f"calibration of {source}: all that may be quantized lies behind plug-in operator {plugins}, "
+                "which ONNX Runtime cannot run; give no calibration data, to compare latencies with one scale for all"
+            )
+        with _runtime_errors(f"calibration of {source}"):
+            observer = Observer(copy, folder, ahead, collector)
         for done, batch in enumerate(batches, start=1):
-            _check_inputs(batch, done)
-            with _runtime_errors(model_path):
+            batch_name = _batch_name(batches, done)
+            _check_inputs(batch, batch_name)
+            with _runtime_errors(f"calibration of {source}: {batch_name}"):
                 observer.observe(batch)
             if progress is not None:
                 progress(done)
     if not done:
-        raise UserError(f"calibration of {model_path.name}: there is no data; give at least one batch")
+        raise UserError(f"calibration of {source}: there is no data; give at least one batch")
     seen = collector.ranges()
-    found = {name: seen.get(name, (0.0, 0.0)) for name in sorted(tensors)}
-    if not any(map(_is_finite, found.values())):
+    found = {name: UNSEEN if name in behind else seen.get(name, (0.0, 0.0)) for name in sorted(tensors)}
+    if not any(map(is_finite, found.values())):
         raise UserError(
-            f"calibration of {model_path.name}: every activation has NaN, infinite or huge values; "
+            f"calibration of {source}: every activation has NaN, infinite or huge values; "
             "check the model and the preprocessing of the calibration data"
         )
     return found
 
 
-def finite_ranges(ranges: Ranges) -> Ranges:
-    """Return the ranges that a scale can be made of; the other tensors are to stay float, see `remarks`."""
-    return {name: pair for name, pair in ranges.items() if _is_finite(pair) and not _is_dead(pair)}
+def unrunnable(model_path: Path) -> str:
+    """Return why ONNX Runtime, which calibrates, refuses to load a model; "" where it takes it."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        with _runtime_errors(model_path.name):
+            ort.InferenceSession(model_path, options, providers=["CPUExecutionProvider"])
+    except UserError as error:
+        return str(error).partition("does not run: ")[2]
+    return ""
 
 
-def _is_finite(pair: tuple[float, float]) -> bool:
-    return all(abs(bound) <= LARGEST for bound in pair)
+def _batch_name(batches: Iterable[Mapping[str, Array]], number: int) -> str:
+    """Return what messages call a batch: its number, and where the data tell, their file or images."""
+    place = getattr(batches, "place", None)
+    shown = place(number - 1) if callable(place) else ""
+    return f"batch {number}{f' ({shown})' if shown else ''}"
 
 
-def _is_dead(pair: tuple[float, float]) -> bool:
-    return all(abs(bound) <= SMALLEST for bound in pair)
-
-
-def narrowed(space: Space, ranges: Ranges) -> Space:
-    """The space without the edges of tensors that are to stay float, and without the dimensions of no other edge.
-
-    What goes together with such an edge stays float too, as a weight does with its data; inputs of a Concat do without
-    each other.
-    """
-    broken = ranges.keys() - finite_ranges(ranges).keys()
-    apart = {edge.consumer for d in space.dimensions if d.role == "concat" for edge in d.edges} | {_OUTSIDE}
-    kept = ((dimension, _whole(dimension.edges, broken, apart)) for dimension in space.dimensions)
-    return Space(tuple(replace(dimension, edges=edges) for dimension, edges in kept if edges))
-
-
-def _whole(edges: Iterable[Edge], broken: Collection[str], apart: Collection[str]) -> tuple[Edge, ...]:
-    """Edges of one dimension but for those of broken tensors, and what their consumers read besides."""
-    torn = {edge.consumer for edge in edges if edge.tensor in broken}.difference(apart)
-    return tuple(edge for edge in edges if edge.tensor not in broken and edge.consumer not in torn)
-
-
-def remarks(ranges: Ranges) -> tuple[str, ...]:
-    """Return what a reader of results should know about the ranges, a line for each kind; none where all is well."""
-    from harness.calibrate._observer import Sentinel
-
-    sentinels = [name for name, pair in ranges.items() if isinstance(pair, Sentinel)]
-    broken = [name for name, pair in ranges.items() if not _is_finite(pair) and name not in sentinels]
-    dead = [name for name, pair in ranges.items() if _is_dead(pair)]
-    said = []
-    if broken:
-        said.append(f"NaN, infinite or huge on calibration data, so they stay float: {_listed(broken)}")
-    if sentinels:
-        said.append(
-            "one large value (such as the -10000 of a mask) repeats on calibration data and no scale holds the others "
-            f"beside it, so they stay float: {_listed(sentinels)}"
-        )
-    if dead:
-        said.append(f"always 0 on calibration data (dead): {_listed(dead)}; they stay float")
-    return tuple(said)
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(repr, names[:_SHOWN])) + more
-
-
-def _check_inputs(batch: Mapping[str, Array], number: int) -> None:
+def _check_inputs(batch: Mapping[str, Array], batch_name: str) -> None:
     for name, array in batch.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise UserError(
-                f"calibration batch {number}: input {name!r} has NaN or infinite values; "
+                f"calibration {batch_name}: input {name!r} has NaN or infinite values; "
                 "check the data and their preprocessing"
             )
 
@@ -208,6 +183,7 @@ def cached_ranges(
     batches: Iterable[Mapping[str, Array]],
     *,
     progress: Callable[[int], None] | None = None,
+    source: str = "",
 ) -> Ranges:
     """Ranges from the cache on disk, else from `calibrate`; then neither model nor data are touched.
 
@@ -225,7 +201,15 @@ def cached_ranges(
     known = None if path is None else _read(path, tensors)
     if known is not None:
         return known
-    ranges = calibrate(model_path, tensors, batches, method=key.method, percentile=key.percentile, progress=progress)
+    ranges = calibrate(
+        model_path,
+        tensors,
+        batches,
+        method=key.method,
+        percentile=key.percentile,
+        progress=progress,
+        source=source,
+    )
     if path is not None:
         _write(path, key, ranges)
     return ranges
@@ -242,7 +226,7 @@ def _collector(method: Method, percentile: float) -> Collector:
 
 
 @contextlib.contextmanager
-def _runtime_errors(model_path: Path) -> Iterator[None]:
+def _runtime_errors(where: str) -> Iterator[None]:
     """Turns what ONNX Runtime says of the model or of its inputs into a `UserError`."""
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
@@ -254,7 +238,7 @@ def _runtime_errors(model_path: Path) -> Iterator[None]:
         yield
     except refused as error:
         words = " ".join(str(error).split())
-        raise UserError(f"calibration of {model_path.name}: the float model does not run: {words}") from error
+        raise UserError(f"{where}: the float model does not run: {words}") from error
 
 
 def _cache_path(key: CalibrationKey, tensors: Collection[str]) -> Path | None:
@@ -277,8 +261,6 @@ def _cache_path(key: CalibrationKey, tensors: Collection[str]) -> Path | None:
 
 
 def _read(path: Path, tensors: Collection[str]) -> Ranges | None:
-    from harness.calibrate._observer import Sentinel
-
     try:
         kept = json.loads(path.read_bytes(), parse_constant=_refuse)
         found = {name: (float(low), float(high)) for name, (low, high) in kept["ranges"].items()}
@@ -298,8 +280,6 @@ def _refuse(constant: str) -> float:
 
 
 def _write(path: Path, key: CalibrationKey, ranges: Ranges) -> None:
-    from harness.calibrate._observer import Sentinel
-
     plain = {name: [v if math.isfinite(v) else str(v) for v in pair] for name, pair in ranges.items()}
     sentinels = [name for name, pair in ranges.items() if isinstance(pair, Sentinel)]
     facts = {"schema": _SCHEMA, "key": asdict(key), "ranges": plain, "sentinels": sentinels}

@@ -22,13 +22,13 @@ def compare(
     """
     from harness.report.compare import compared, differences
     from harness.report.results import load
-    from harness.report.tables import markdown, note_markdown
+    from harness.report.tables import plain_text
     from harness.report.terminal import Drawn
 
     first, second = tidy(first), tidy(second)
     one, two = load(first), load(second)
     table = compared(one, two)
-    show(f"{markdown(table)}\n\n{note_markdown(table)}\n", Drawn(table=table))
+    show(f"{plain_text(table)}\n", Drawn(table=table))
     lines = list(differences(one, two))
     typer.echo(f"What differs, {first} -> {second}:" if lines else "Environment, model and settings are the same.")
     for line in lines:

@@ -12,46 +12,81 @@ import numpy as np
 
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
-from harness.evaluators.inputs import LabelledImages, only_output
+from harness.evaluators.arrays import is_arrays
+from harness.evaluators.inputs import only_output, open_samples
 from harness.evaluators.intervals import evidence_of
+from harness.feeds import Types
 
 __all__ = ["Top1", "Top5"]
 
 SHIFTED = 0.5  # share of images, and of classes, whose answer is their label plus one and the same number
+ANSWERS = 10  # fewer may be shifted by chance
 
 
-class Top1(LabelledImages):
-    """Share of images whose class is the highest output (top1) or among the five highest (top5).
+class Top1:
+    """Share of samples whose class is the highest output (top1) or among the five highest (top5).
 
     Args:
-        data: Images with class labels (`harness.evaluators.datasets`).
-        preprocess: Name, or `{use: NAME, params: {...}}`.
-        input_name: Set by the harness, as `input_shape` and `base`; see `LabelledImages`.
+        data: Images, or arrays, with class labels (`harness.evaluators.datasets`).
+        preprocess: Name, or `{use: NAME, params: {...}}`; not for arrays.
+        input_name: Set by the harness: name of the model's image input; not for arrays.
+        input_shape: Set by the harness: its static shape, batch x 3 x height x width.
         output: Which output holds the logits; not needed where there is one.
+        base: Set by the harness: folder that relative paths start from.
+        inputs: Set by the harness: ONNX type in lower case and shape of each input.
+
+    Attributes:
+        labels: Class of each sample.
 
     Raises:
         UserError: Anything wrong with these.
     """
 
     metric = "top1"
+    higher_is_better = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what the harness supplies
         self,
         data: Mapping[str, Any],
-        preprocess: str | Mapping[str, Any],
-        input_name: str,
-        input_shape: Sequence[int],
+        preprocess: str | Mapping[str, Any] | None = None,
+        input_name: str = "",
+        input_shape: Sequence[int] = (),
         output: str | None = None,
         base: Path | None = None,
+        inputs: Types | None = None,
     ) -> None:
-        super().__init__(data, preprocess, input_name, input_shape, base)
-        labels = self.images.data.labels
-        if labels is None:
-            raise UserError(
-                f"{self.metric}: data.labels: classes are needed, from a .txt file with lines 'FILENAME CLASS'"
-            )
-        self._labels: list[int] = labels.tolist()
+        types = inputs or {input_name: ("float", tuple(input_shape))}
+        self.images = open_samples(data, preprocess, types, base)
+        self.fingerprint = self.images.fingerprint
+        self.labels = _classes(self.images.data.labels, self.metric, is_arrays(data))
         self._output = output
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self.images.data)
+
+    @property
+    def inferences(self) -> int:
+        """See `harness.api.Evaluator`."""
+        return self.images.inferences
+
+    def check_outputs(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """See whether the model has an output for every class of the labels, where it has one output.
+
+        Raises:
+            UserError: It has not.
+        """
+        outputs, highest = max(next(iter(shapes.values()), ()), default=0), max(self.labels, default=0)
+        if len(shapes) != 1 or highest < outputs:
+            return
+        shifted = highest == outputs and min(self.labels) > 0
+        remedy = "they count from 1: take 1 off each" if shifted else "they are those of another model"
+        if outputs == 1:
+            remedy = "a single score needs a threshold, in a function for the evaluator metric"
+        raise UserError(
+            f"{self.metric}: data.labels: class {highest}, but the model has {outputs} outputs, for the classes "
+            f"0 to {outputs - 1}: {remedy}"
+        )
 
     def score(self, infer: Infer) -> Accuracy:
         """See `harness.api.Evaluator`; `per_item` holds the hits. Of equal outputs the lower class wins.
@@ -61,7 +96,7 @@ class Top1(LabelledImages):
             UserError: A class that the model does not have, or most answers are shifted against the labels.
         """
         ranks, answers = [], []
-        for (_, outputs), label in zip(self.images.run(infer), self._labels, strict=True):
+        for (_, outputs), label in zip(self.images.run(infer), self.labels, strict=True):
             logits = self._logits(outputs)
             ranks.append(self._rank(logits, label))
             answers.append(int(logits.argmax()))
@@ -91,8 +126,10 @@ class Top1(LabelledImages):
 
         One that answers with the second of two classes, come what may, shifts the answers of the first alone.
         """
+        if len(answers) < ANSWERS:
+            return
         by_class: dict[int, list[int]] = defaultdict(list)
-        for answer, label in zip(answers, self._labels, strict=True):
+        for answer, label in zip(answers, self.labels, strict=True):
             by_class[label].append(answer - label)
         shift, count = Counter(chain(*by_class.values())).most_common(1)[0]
         shifted = [shifts.count(shift) > SHIFTED * len(shifts) for shifts in by_class.values()]
@@ -101,6 +138,27 @@ class Top1(LabelledImages):
                 f"{self.metric}: data.labels: {count} of {len(answers)} answers are the label {shift:+d}, so these "
                 "count classes in another way than the model (from 1, or without its background class): correct them"
             )
+
+
+def _classes(labels: Array | None, metric: str, arrays: bool) -> list[int]:
+    """Return the class of each sample.
+
+    Raises:
+        UserError: There are no labels, or they are not one whole number from 0 a sample.
+    """
+    if labels is None:
+        images, rows = "a .txt file with lines 'FILENAME CLASS'", "an array of the .npz file, by its name, or a file"
+        raise UserError(f"{metric}: data.labels: classes are needed, from {rows if arrays else images}")
+    flat = labels.reshape(-1) if labels.ndim == 2 and labels.shape[1] == 1 else labels
+    if flat.ndim != 1:
+        raise UserError(
+            f"{metric}: data.labels: one class a sample, but a row has the shape {flat.shape[1:]}; of one-hot rows "
+            "give the argmax"
+        )
+    if flat.dtype.kind not in "fiub" or (flat < 0).any() or (flat != flat.astype(np.int64)).any():
+        raise UserError(f"{metric}: data.labels: whole numbers from 0 are wanted, but they begin {flat[:5].tolist()}")
+    classes: list[int] = flat.astype(np.int64).tolist()
+    return classes
 
 
 class Top5(Top1):

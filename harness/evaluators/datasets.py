@@ -4,14 +4,16 @@
     {use: shapes, split: evaluation, count: 64}
     {use: images, images: street, masks: street_masks}
     {use: npz, path: feeds.npz}
-    {use: npy, path: images.npy}
+    {use: npz, path: feeds.npz, labels: y}
+    {use: npy, path: images.npy, labels: classes.csv}
 
 Labels of images: a `.json` file in COCO's form (the images are those it lists, in its order), a
 `.txt` file with lines "FILENAME CLASS" (likewise), or none (every image of the folder, by name).
 `masks` is a folder of PNG files (`harness.evaluators.masks`). `classes` lists the names of the model's
 classes in the order of its outputs; without it they are the categories of the labels by ascending id.
 An `.npz` file has one array per input of the model, the samples along the first axis; a `.npy` file is
-for a model with one input.
+for a model with one input. Their `labels` are an array of the `.npz` file, by its name, or a `.npy`, `.npz`, `.csv` or
+`.txt` file with one row a sample.
 
 Each of them can be cut by `start` and `count`, and then by `half`: `search` and `report` are two halves that
 share no sample, by a hash of its name (or row number), so a sample is of the same half in every cut. Choose on
@@ -21,9 +23,8 @@ one, report on the other.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,24 +33,23 @@ import numpy.typing as npt
 from PIL import Image
 
 from harness.errors import UserError, nearest
-from harness.evaluators.arrays import Arrays, read_arrays
+from harness.evaluators.arrays import Arrays, Cut, open_arrays
+from harness.evaluators.cuts import CUTS, HALVES, canonical, chosen_rows, half_of, text, whole
 from harness.evaluators.labels import Labels, cut_coco, ordered_coco, read_labels
 from harness.evaluators.masks import IndexMasks, Mask, Masks, PanopticMasks, check_masks
 from harness.evaluators.preprocess import RgbImage
 from harness.paths import locate
 from harness.zoo import shapes
 
-__all__ = ["HALVES", "Arrays", "Dataset", "half_of", "open_data", "open_images"]
+__all__ = ["HALVES", "Arrays", "Dataset", "evenly", "half_of", "open_data", "open_images"]
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
-CUTS = ("start", "count", "half")
 KEYS: Mapping[str, tuple[str, ...]] = {
     "images": ("images", "labels", "masks", "classes", *CUTS),
     "shapes": ("split", *CUTS),
-    "npz": ("path", *CUTS),
-    "npy": ("path", *CUTS),
+    "npz": ("path", "labels", *CUTS),
+    "npy": ("path", "labels", *CUTS),
 }
-HALVES = ("search", "report")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,7 @@ class Dataset:
         mask: Gives the class of each pixel of image i, `VOID` where there is none; raises UserError where it cannot
             be read or has another size than the image. None: not labelled so.
         fingerprint: Changes with the specification, the names and contents of the images, and the labels.
+        available: Images that the source has for this use; above `len` where a limit left some out. None: not known.
     """
 
     names: tuple[str, ...]
@@ -74,6 +75,7 @@ class Dataset:
     coco: Mapping[str, Any] | None = None
     mask: Callable[[int], Mask] | None = None
     fingerprint: str
+    available: int | None = None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -83,13 +85,16 @@ class Dataset:
         return self.names[i]
 
 
-def open_data(spec: Mapping[str, Any], base: Path | None = None, limit: int | None = None) -> Dataset | Arrays:
+def open_data(
+    spec: Mapping[str, Any], base: Path | None = None, limit: int | None = None, *, spread: bool = False
+) -> Dataset | Arrays:
     """Open what a data mapping of an experiment describes (see the module's text).
 
     Args:
         spec: The mapping.
         base: Folder that relative paths start from.
-        limit: So many samples at most; what comes after them is not even read.
+        limit: Number of samples at most; the others are not read.
+        spread: Take them evenly from all samples, as data are often sorted by class; otherwise the first ones.
 
     Raises:
         UserError: Unknown kind or key, nothing there, malformed labels, labels that name a missing
@@ -101,9 +106,20 @@ def open_data(spec: Mapping[str, Any], base: Path | None = None, limit: int | No
     for key in spec:
         if key not in ("use", *KEYS[kind]):
             raise UserError(f"data.{key}: unknown key for {kind!r}; {nearest(str(key), KEYS[kind])}")
+
+    def cut(samples: Sequence[int]) -> Sequence[int]:
+        return [samples[i] for i in evenly(len(samples), limit)] if spread and limit is not None else samples[:limit]
+
     if kind in ("npz", "npy"):
-        return _open_arrays(spec, base, limit)
-    return _open_shapes(spec, limit) if kind == "shapes" else _open_folder(spec, base, limit)
+        return open_arrays(spec, base, cut)
+    return _open_shapes(spec, cut) if kind == "shapes" else _open_folder(spec, base, cut)
+
+
+def evenly(total: int, count: int) -> Sequence[int]:
+    """Return `count` ascending indices below `total`, evenly spread, the first and the last among them."""
+    if count >= total:
+        return range(total)
+    return [int(index) for index in np.linspace(0, total - 1, count).round()]
 
 
 def open_images(spec: Mapping[str, Any], base: Path | None = None) -> Dataset:
@@ -114,20 +130,19 @@ def open_images(spec: Mapping[str, Any], base: Path | None = None) -> Dataset:
     """
     data = open_data(spec, base)
     if isinstance(data, Arrays):
-        raise UserError(f"data.use: images are needed here ('images' or 'shapes'), but got {spec['use']!r}")
+        raise UserError(
+            f"data.use: images are needed here ('images' or 'shapes'), but got {spec['use']!r}: boxes and masks are "
+            "labels of images. Arrays with a label each are for top1, top5, metric and loss"
+        )
     return data
 
 
-def half_of(name: str) -> str:
-    """The half that a sample of this name is of."""
-    return HALVES[hashlib.sha256(name.encode()).digest()[0] % 2]
-
-
-def _open_folder(spec: Mapping[str, Any], base: Path | None, limit: int | None) -> Dataset:
+def _open_folder(spec: Mapping[str, Any], base: Path | None, cut: Cut) -> Dataset:
     folder = _folder(spec, "images", base)
-    labels_path = locate(_text(spec, "labels"), base) if spec.get("labels") is not None else None
+    labels_path = locate(text(spec, "labels"), base) if spec.get("labels") is not None else None
     labels = read_labels(labels_path) if labels_path else _unlabelled(folder)
-    chosen = _chosen(spec, labels.files, str(spec["images"]), limit)
+    available = chosen_rows(spec, labels.files, str(spec["images"]))
+    chosen = cut(available)
     names = tuple(labels.files[i] for i in chosen)
     for name in names:
         if not (folder / name).is_file():
@@ -139,7 +154,7 @@ def _open_folder(spec: Mapping[str, Any], base: Path | None, limit: int | None) 
     def image(i: int) -> RgbImage:
         return _read_image(folder / names[i], sizes[i])
 
-    digest = hashlib.sha256(_canonical(spec))
+    digest = hashlib.sha256(canonical(spec))
     digest.update(labels_path.read_bytes() if labels_path else b"")
     for path in (*(folder / name for name in names), *([] if masks is None else map(masks.path, range(len(names))))):
         with path.open("rb") as file:
@@ -151,6 +166,7 @@ def _open_folder(spec: Mapping[str, Any], base: Path | None, limit: int | None) 
         coco=coco,
         mask=None if masks is None else lambda i: masks.read(i, image(i).shape[:2]),
         fingerprint=digest.hexdigest(),
+        available=len(available),
     )
 
 
@@ -194,48 +210,24 @@ def _read_image(path: Path, expected: tuple[int | None, int | None]) -> RgbImage
     return pixels
 
 
-def _open_shapes(spec: Mapping[str, Any], limit: int | None) -> Dataset:
-    first, count = _whole(spec, "start", 0), spec.get("count")
-    drawn = shapes.split(_text(spec, "split"), None if count is None else first + _whole(spec, "count", 1))
+def _open_shapes(spec: Mapping[str, Any], cut: Cut) -> Dataset:
+    first, count = whole(spec, "start", 0), spec.get("count")
+    drawn = shapes.split(text(spec, "split"), None if count is None else first + whole(spec, "count", 1))
     files = [image["file_name"] for image in drawn.coco["images"]]
-    chosen = _chosen(spec, files, f"split {spec['split']!r}", limit)
+    available = chosen_rows(spec, files, f"split {spec['split']!r}")
+    chosen = cut(available)
     images, coco = [drawn.images[i] for i in chosen], cut_coco(drawn.coco, chosen)
-    digest = hashlib.sha256(_canonical(spec) + _canonical(coco))
+    digest = hashlib.sha256(canonical(spec) + canonical(coco))
     for image in images:
         digest.update(image.tobytes())
     names = tuple(image["file_name"] for image in coco["images"])
-    return Dataset(names=names, image=lambda i: images[i], coco=coco, fingerprint=digest.hexdigest())
-
-
-def _open_arrays(spec: Mapping[str, Any], base: Path | None, limit: int | None) -> Arrays:
-    path = locate(_text(spec, "path"), base)
-    if path.suffix != f".{spec['use']}":
-        raise UserError(f"data.path: use: {spec['use']} takes a .{spec['use']} file, but got {path.name}")
-    found = read_arrays(path, lambda total: _chosen(spec, [f"row {i}" for i in range(total)], path.name, limit))
-    fingerprint = hashlib.sha256(_canonical(spec) + found.fingerprint.encode()).hexdigest()
-    return replace(found, fingerprint=fingerprint)
-
-
-def _chosen(spec: Mapping[str, Any], names: Sequence[str], what: str, limit: int | None) -> Sequence[int]:
-    """Ascending indices of the samples that are wanted."""
-    total, start = len(names), _whole(spec, "start", 0)
-    count = total - start if spec.get("count") is None else _whole(spec, "count", 1)
-    if start >= total or start + count > total:
-        asked = f"start {start}" + (f" and count {count}" if spec.get("count") is not None else "")
-        raise UserError(f"data: {asked} reach beyond the end: {what} has {total}")
-    chosen: Sequence[int] = range(start, start + count)
-    half = spec.get("half")
-    if half is not None:
-        if half not in HALVES:
-            raise UserError(f"data.half: one of {', '.join(HALVES)}, but got {half!r}")
-        chosen = [i for i in chosen if half_of(names[i]) == half]
-        if not chosen:
-            raise UserError(f"data.half: none of the {count} samples is of the half {half!r}; use more of them")
-    return chosen[:limit]
+    return Dataset(
+        names=names, image=lambda i: images[i], coco=coco, fingerprint=digest.hexdigest(), available=len(available)
+    )
 
 
 def _folder(spec: Mapping[str, Any], key: str, base: Path | None) -> Path:
-    folder = locate(_text(spec, key), base)
+    folder = locate(text(spec, key), base)
     if not folder.is_dir():
         raise UserError(f"data.{key}: {spec[key]} is no folder")
     return folder
@@ -251,21 +243,3 @@ def _classes(spec: Mapping[str, Any]) -> tuple[str, ...]:
         if names.count(name) > 1:
             raise UserError(f"data.classes: {name!r} appears twice")
     return tuple(names)
-
-
-def _whole(spec: Mapping[str, Any], key: str, least: int) -> int:
-    value = spec.get(key, least)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UserError(f"data.{key}: a whole number from {least}, but got {value!r}")
-    return value
-
-
-def _text(spec: Mapping[str, Any], key: str) -> str:
-    value = spec.get(key)
-    if not isinstance(value, str) or not value:
-        raise UserError(f"data.{key}: this key is required, but got {value!r}")
-    return value
-
-
-def _canonical(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, sort_keys=True, default=str).encode()

@@ -9,6 +9,7 @@ import numpy as np
 from harness.api import Array
 from harness.errors import EvaluationFailed
 from harness.evaluators.decode import Detections, Floats, best, shapes_of
+from harness.evaluators.layout import cells_of
 from harness.evaluators.preprocess import Prepared, Size
 
 __all__ = ["decode_rtdetr", "decode_ultralytics"]
@@ -31,7 +32,7 @@ def decode_ultralytics(
             then the classes' probabilities. With NMS 1 x boxes x 6: left, top, right, bottom in input pixels, score,
             class; unused rows have score 0.
         prepared: The image that was run.
-        size: Height and width of the model's input; boxes do not depend on it.
+        size: Height and width of the model's input; tells how many cells there are.
         score: Score above which a box counts.
         nms: Overlap (IoU) above which a box of the same class is dropped; not where the graph has done so.
 
@@ -39,7 +40,9 @@ def decode_ultralytics(
         EvaluationFailed: The output has another shape.
     """
     array = next(iter(outputs.values())) if len(outputs) == 1 else np.zeros(0)
-    if array.ndim != 3 or len(array) != 1 or (array.shape[1] < 5 and array.shape[2] != ENDED):
+    cells = cells_of(size)
+    turned = array.ndim == 3 and array.shape[1] == cells != array.shape[2] != ENDED
+    if array.ndim != 3 or len(array) != 1 or (array.shape[1] < 5 and array.shape[2] != ENDED) or turned:
         raise EvaluationFailed(
             "decoder 'ultralytics' wants one output of 1 x (4 + classes) x cells, or of 1 x boxes x 6 where NMS is in "
             f"the graph, but got {shapes_of(outputs)}"

@@ -9,19 +9,21 @@ import io
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from harness import registry
-from harness.api import Accuracy, Infer
-from harness.errors import UserError
-from harness.evaluators.decode import Decode, Detections
-from harness.evaluators.inputs import LabelledImages
+from harness.api import Accuracy, Array, Infer
+from harness.errors import EvaluationFailed, UserError
+from harness.evaluators.decode import Decode, Detections, shapes_of
+from harness.evaluators.inputs import NOTHING, LabelledImages
 from harness.evaluators.intervals import evidence_of
+from harness.evaluators.layout import decoder_of
 from harness.evaluators.precision import METRICS, map_facts
-from harness.evaluators.preprocess import open_plugin
+from harness.evaluators.preprocess import Prepared, open_plugin
 
 __all__ = ["CocoMAP", "coco_metrics"]
 
@@ -58,7 +60,8 @@ class CocoMAP(LabelledImages):
     ) -> None:
         use, params = open_plugin(decode)
         decoder = registry.check_params("decoder", use, params, given=("outputs", "prepared", "size"))
-        self._decode: Decode = functools.partial(decoder, **params)
+        self._decoder, self._decode = use, cast(Decode, functools.partial(decoder, **params))
+        self._own = not decoder.__module__.startswith("harness.")
         super().__init__(data, preprocess, input_name, input_shape, base)
         labels = self.images.data.coco
         if labels is None:
@@ -66,6 +69,20 @@ class CocoMAP(LabelledImages):
         if not labels["annotations"]:
             raise UserError("coco_map: data.labels: there is no box on any of the images")
         self._labels = labels
+        self._preprocess = open_plugin(preprocess)[0]
+        self._fitting: str | None = None
+
+    def check_outputs(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """See whether a decoder of the harness takes outputs of these shapes, of one image; others may not bear zeros.
+
+        Raises:
+            EvaluationFailed: It does not.
+        """
+        if self._own:
+            return
+        size = self.images.size
+        blank = Prepared(tensor=np.zeros((3, *size), np.float32), scale=1.0, offset=(0.0, 0.0), original=size)
+        self._decoded({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, blank)
 
     def prepare(self, infer: Infer) -> None:
         """See whether the float model's classes are those of the labels.
@@ -91,10 +108,34 @@ class CocoMAP(LabelledImages):
             EvaluationFailed: Outputs that are not finite, or of a shape that the decoder does not know.
         """
         evaluation = _evaluated(self._labels, self._found(infer))
-        return Accuracy(metrics=_figures(evaluation), evidence=evidence_of("map", map_facts(evaluation)))
+        figures = _figures(evaluation)
+        note = self._doubts() if figures.get(self.metric, 1.0) < NOTHING else ""
+        return Accuracy(metrics=figures, evidence=evidence_of("map", map_facts(evaluation)), note=note)
+
+    def _doubts(self) -> str:
+        """Return which decoder and preprocessing detectors with such outputs have, where others are used."""
+        used = {"decode": self._decoder, "preprocess": self._preprocess}
+        others = [f"{key}: {self._fitting}" for key, name in used.items() if name != self._fitting]
+        return f"detectors with outputs of these shapes want {' and '.join(others)}" if self._fitting and others else ""
 
     def _found(self, infer: Infer) -> list[Detections]:
-        return [self._decode(outputs, item, self.images.size) for item, outputs in self.images.run(infer)]
+        return [self._decoded(outputs, item) for item, outputs in self.images.run(infer)]
+
+    def _decoded(self, outputs: Mapping[str, Array], item: Prepared) -> Detections:
+        fitting = decoder_of({name: array.shape for name, array in outputs.items()}, self.images.size)
+        self._fitting = fitting
+        advice = f"; decode: {fitting} fits these shapes" if fitting not in (None, self._decoder) else ""
+        try:
+            found = self._decode(outputs, item, self.images.size)
+        except EvaluationFailed as error:
+            raise EvaluationFailed(f"decode: {error}{advice}") from error
+        highest, known = int(found.classes.max(initial=-1)), len(self._labels["categories"])
+        if highest >= known and advice:
+            raise UserError(
+                f"decode: by decoder {self._decoder!r} the model finds class {highest}, but the labels have {known} "
+                f"categories; its outputs are {shapes_of(outputs)}{advice}"
+            )
+        return found
 
 
 def coco_metrics(labels: Mapping[str, Any], found: Sequence[Detections]) -> dict[str, float]:

@@ -12,11 +12,16 @@ import numpy as np
 from harness import registry
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
+from harness.evaluators.arrays import Arrays, is_arrays, open_arrays
 from harness.evaluators.datasets import Dataset, open_images
-from harness.evaluators.feeding import image_size, stacked
+from harness.evaluators.feeding import batches, image_input, image_size, stacked
 from harness.evaluators.preprocess import Prepared, Size, open_plugin, open_preprocess, preprocess_fingerprint
+from harness.feeds import Types
 
-__all__ = ["LabelledImages", "PreparedImages", "doubt", "evaluator_params", "finite", "only_output"]
+__all__ = [
+    "LabelledImages", "PreparedArrays", "PreparedImages", "doubt", "evaluator_params", "finite", "image_supplies",
+    "only_output", "open_samples",
+]  # fmt: skip
 
 CACHE_BYTES = 600 * 2**20  # an evaluator lives as long as its worker and scores hundreds of engines
 NOTHING = 0.01
@@ -42,9 +47,13 @@ def evaluator_params(use: str, params: Mapping[str, Any], supplied: Mapping[str,
         if name in supplied:
             raise UserError(f"evaluator {use!r}: {name!r} is set by the harness, not by the experiment")
     wanted = inspect.signature(registry.load("evaluator", use)).parameters
-    full = {**params, **{name: value for name, value in supplied.items() if name in wanted}}
-    registry.check_params("evaluator", use, full)
-    return full
+    if "labels" in params and "labels" not in wanted and "data" in wanted:
+        raise UserError(
+            f"evaluator {use!r}: labels belong to the data, for instance data: {{use: npz, path: data.npz, labels: y}}"
+        )
+    given = {name: value for name, value in supplied.items() if name in wanted}
+    registry.check_params("evaluator", use, params, given)
+    return {**params, **given}
 
 
 def finite(outputs: Mapping[str, Array], item: str) -> Mapping[str, Array]:
@@ -125,6 +134,81 @@ class PreparedImages:
         return item
 
 
+class PreparedArrays:
+    """Labelled arrays as inputs of one model; used like `PreparedImages`.
+
+    Args:
+        data: A mapping for `harness.evaluators.arrays.open_arrays`.
+        inputs: Element type and shape of each input of the model.
+        base: Folder that relative paths start from.
+
+    Raises:
+        UserError: Anything wrong with the data, or they do not fit the inputs.
+    """
+
+    def __init__(self, data: Mapping[str, Any], inputs: Types, base: Path | None = None) -> None:
+        self.data: Arrays = open_arrays(data, base)
+        self._batches = batches(self.data, None, inputs)
+        self.fingerprint = self.data.fingerprint
+
+    @property
+    def inferences(self) -> int:
+        """How often `run` runs the engine."""
+        return len(self._batches)
+
+    def run(self, infer: Infer) -> Iterator[tuple[None, Mapping[str, Array]]]:
+        """Run the engine on every sample; gives the outputs of one sample at a time, batch axis included.
+
+        Raises:
+            EvaluationFailed: An output has NaN or infinite values.
+        """
+        size = self._batches.size
+        for index, feeds in enumerate(self._batches):
+            start = index * size
+            outputs = finite(infer(feeds), self.data.id(start))
+            for k in range(min(size, len(self.data) - start)):
+                yield None, outputs if size == 1 else {name: array[k : k + 1] for name, array in outputs.items()}
+
+
+def open_samples(
+    data: Mapping[str, Any],
+    preprocess: str | Mapping[str, Any] | None,
+    inputs: Types,
+    base: Path | None = None,
+) -> PreparedImages | PreparedArrays:
+    """Open labelled data for an evaluator: images with a preprocessing, or arrays.
+
+    Args:
+        data: See `harness.evaluators.datasets`.
+        preprocess: Name, or `{use: NAME, params: {...}}`; not for arrays.
+        inputs: Element type and shape of each input of the model, as the harness supplies it.
+        base: Folder that relative paths start from.
+
+    Raises:
+        UserError: Anything wrong with these.
+    """
+    if is_arrays(data):
+        return PreparedArrays(data, inputs, base)
+    if not isinstance(data, Mapping):
+        raise UserError(f"data: a mapping such as {{use: npz, path: data.npz, labels: y}}, but got {data!r}")
+    if preprocess is None:
+        raise UserError("data: images need 'preprocess', the name of what turns an image into an input")
+    name = image_input(inputs)
+    return PreparedImages(data, preprocess, name, inputs[name][1], base)
+
+
+def image_supplies(data: object, inputs: Types) -> dict[str, Any]:
+    """Return `input_name` and `input_shape` for an evaluator that takes them; empty values where data are no images.
+
+    Raises:
+        UserError: Images do not fit the inputs of the model.
+    """
+    if is_arrays(data) or isinstance(data, str):
+        return {"input_name": "", "input_shape": ()}
+    name = image_input(inputs)
+    return {"input_name": name, "input_shape": inputs[name][1]}
+
+
 class LabelledImages:
     """What evaluators on labelled images have in common: a metric of which more is better, and the images.
 
@@ -195,10 +279,10 @@ def doubt(accuracy: Accuracy, metric: str, higher_is_better: bool, params: Mappi
         return ""
     used = {key: params[key] for key in ("preprocess", "decode") if isinstance(params.get(key), str | Mapping)}
     suspects = [f"{key} (now {open_plugin(given)[0]!r}; qdq list has the others)" for key, given in used.items()]
-    if "input_shape" in params:
+    if params.get("input_shape"):
         suspects.append(f"the input's shape (now {'x'.join(map(str, params['input_shape']))})")
     return (
         f"the float model itself has {metric} {value:.4f}, so no drop from there says anything: it is not fed, or not "
         f"read, as it was trained. Look at {', '.join(suspects)}, the labels, and the order of their classes "
-        "(key 'classes')"
+        f"(key 'classes'){f'; {accuracy.note}' if accuracy.note else ''}"
     )

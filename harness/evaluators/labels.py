@@ -1,8 +1,10 @@
-"""Label files: COCO's JSON for boxes and for panoptic masks, and lines "FILENAME CLASS" for classes."""
+"""Label files: COCO's JSON for boxes and for panoptic masks, lines "FILENAME CLASS" for classes, rows for arrays."""
 
 from __future__ import annotations
 
+import csv
 import json
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
@@ -13,7 +15,7 @@ import numpy.typing as npt
 
 from harness.errors import UserError, nearest
 
-__all__ = ["Labels", "cut_coco", "ordered_coco", "read_labels"]
+__all__ = ["Labels", "cut_coco", "ordered_coco", "read_labels", "read_rows"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,52 @@ def read_labels(path: Path) -> Labels:
         seen.add(file)
         _check_inside(file, f"{path}: names the image")
     return labels
+
+
+def read_rows(path: Path) -> npt.NDArray[Any]:
+    """Return the labels of arrays, one row a sample, of a `.npy`, `.npz`, `.csv` or `.txt` file.
+
+    An `.npz` file holds one array. Text holds one number a line, or several between commas or spaces; a first line that
+    is no numbers is a heading.
+
+    Raises:
+        UserError: Another kind of file, or one that is not so, with the line.
+    """
+    if path.suffix not in (".npy", ".npz", ".csv", ".txt"):
+        raise UserError(f"{path}: labels of arrays are a .npy, .npz, .csv or .txt file, one row for each sample")
+    try:
+        if path.suffix in (".csv", ".txt"):
+            return _numbers(path)
+        found = np.load(path, allow_pickle=False)
+        if isinstance(found, np.ndarray):
+            return found
+        with found:
+            if len(found.files) != 1:
+                raise UserError(f"{path}: holds {', '.join(found.files)}; labels are a file with one array")
+            array: npt.NDArray[Any] = found[found.files[0]]
+            return array
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path}: cannot be read as labels: {error}") from error
+
+
+def _numbers(path: Path) -> npt.NDArray[Any]:
+    text = path.read_text(encoding="utf-8-sig")
+    lines = list(csv.reader(text.splitlines())) if path.suffix == ".csv" else [row.split() for row in text.splitlines()]
+    rows: list[list[float]] = []
+    for number, line in enumerate(lines, 1):
+        if not any(cell.strip() for cell in line):
+            continue
+        try:
+            rows.append([float(cell) for cell in line])
+        except ValueError:
+            if rows or number > 1:
+                raise UserError(f"{path}, line {number}: numbers are wanted, but got {','.join(line)!r}") from None
+    widths = {len(row) for row in rows}
+    if len(widths) != 1:
+        raise UserError(f"{path}: rows of one length are wanted, but they have {sorted(widths) or 'no'} numbers")
+    array = np.array(rows)
+    whole = array.astype(np.int64) if np.isfinite(array).all() and (array == np.rint(array)).all() else array
+    return whole[:, 0] if widths == {1} else whole
 
 
 def cut_coco(coco: Mapping[str, Any], chosen: Sequence[int]) -> dict[str, Any]:

@@ -52,9 +52,9 @@ class _Draft:
 
     @property
     def pairs(self) -> int:
-        """See `Inserter.pairs`."""
-        activations = sum(form.pairs for form in self.behind)
-        return activations + len(self.stored) - sum(form.biases for form in self.nodes)
+        """Return the number of pairs; see `Inserter.pairs`."""
+        constants = {constant for form in self.nodes for constant in form.quantized}
+        return sum(form.pairs for form in self.behind) + len(constants)
 
 
 class Inserter:
@@ -135,10 +135,10 @@ class Inserter:
         return write_model(self.insert(resolved), path)
 
     def pairs(self, resolved: Resolved) -> int:
-        """How many Q/DQ pairs a placement has.
+        """Return the number of Q/DQ pairs of a placement; `harness.graph.diff.pairs_in` counts the same in its file.
 
-        A pair on an activation counts once, however many consumers share it; a quantized constant counts once (its
-        Quantize half has been computed ahead). A bias in INT32 belongs to its operator and does not count.
+        A pair on an activation counts once, however many consumers share it. A constant counts once for each precision,
+        even where consumers read it with different scales. A bias in INT32 belongs to its operator and does not count.
         """
         return self._draft(resolved).pairs
 

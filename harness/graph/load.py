@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 import onnx
-from onnx import checker, helper, inliner, numpy_helper, version_converter
+from onnx import checker, helper, inliner
 
 from harness.errors import UserError
 from harness.graph.build import MAX_IR_VERSION
 from harness.graph.cleaning.batch import rebatched
-from harness.graph.cleaning.bodies import body_of
 from harness.graph.cleaning.clean import (
     Weights,
     attach,
@@ -27,44 +25,70 @@ from harness.graph.cleaning.clean import (
     tidy,
     unmask,
 )
+from harness.graph.cleaning.equivalence import Original, check_equivalent
 from harness.graph.cleaning.fold import fold_batch_norms
-from harness.graph.cleaning.guard import sturdy
+from harness.graph.cleaning.interface import Interface
+from harness.graph.cleaning.noop import drop_noops
 from harness.graph.cleaning.read import read_model
-from harness.graph.cleaning.shapes import fix_inputs, infer, shapes_to_constants, types_of
+from harness.graph.cleaning.shapes import fix_inputs, has_dynamic_inputs, infer, shapes_to_constants, types_of
+from harness.graph.cleaning.sizes import Sizes
+from harness.graph.cleaning.upgrade import EXPLICIT_RESIZE, upgraded
 from harness.graph.cleaning.valid import check_valid
-from harness.graph.model import Model, Node, captures, graphs, subgraphs
+from harness.graph.cleaning.write import write
+from harness.graph.model import Model, Origin, TensorType, graphs, subgraphs
+from harness.graph.nodes import nodes_of
 
-__all__ = ["from_proto", "load", "save", "write"]
+__all__ = ["from_proto", "load", "prepared", "save", "write"]
 
 logger = logging.getLogger(__name__)
-
-EXTERNAL_OVER_BYTES = 1_900_000_000
-"""A file with more weights than this keeps them beside it; protobuf itself ends at 2 GiB."""
 
 _HALVES_OPSET = 19
 """QuantizeLinear takes float16 from here on (ONNX operator schemas)."""
 
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 Shapes = Mapping[str, str | tuple[int, ...]]
-_NO_SHAPES: Shapes = MappingProxyType({})
+_NO_SIZES = Sizes()
 
 
-def load(path: Path, *, source: str | None = None, shapes: Shapes = _NO_SHAPES, min_opset: int = 17) -> Model:
+def load(
+    path: Path,
+    *,
+    source: str | None = None,
+    shapes: Shapes = _NO_SIZES.shapes,
+    dims: Mapping[str, int] = _NO_SIZES.dims,
+    min_opset: int = 17,
+) -> Model:
     """Read an ONNX file and make it ready for placement.
+
+    The result computes what the file computes: both are run once on random inputs and compared, see
+    `harness.graph.cleaning.equivalence`.
 
     Args:
         path: The file; external data lies in its folder or below.
         source: What messages and tables call it; the path by default.
         shapes: Static shapes by input name, "1x3x224x224" or numbers, for inputs that are dynamic or fixed to 1 sample.
+        dims: Sizes of dynamic dimensions by symbol, such as {"time": 128}; the batch is 1 by default.
         min_opset: Models of an older default operator set are upgraded to this one.
 
     Raises:
-        UserError: The file cannot be read, is no valid ONNX, stays dynamic, or cannot be upgraded.
+        UserError: The file cannot be read, is no valid ONNX, stays dynamic, cannot be upgraded, or would not compute
+            the same afterwards.
     """
     source = source or str(path)
     proto, sha256 = read_model(path, source)
+    origin = Origin(model=path, min_opset=min_opset) if has_dynamic_inputs(proto.graph) else None
+    found = prepared(proto, path.absolute(), source, sha256, Sizes(shapes=shapes, dims=dims), min_opset)
+    return replace(found, origin=origin)
+
+
+def prepared(
+    proto: onnx.ModelProto, file: Path | onnx.ModelProto, source: str, sha256: str, sizes: Sizes, min_opset: int
+) -> Model:
+    """Prepare a model; turn what a damaged file causes into a message."""
     try:
-        return _prepare(proto, source, sha256, shapes, min_opset)
+        key = f"{sha256} {sorted(sizes.shapes.items())} {sorted(sizes.dims.items())} {min_opset}"
+        original = Original.of(proto, file, key if isinstance(file, Path) else "")
+        return _prepare(original, proto, source, sha256, sizes, min_opset)
     except _DAMAGE as error:  # the file is somebody else's, and there are more ways to lie than checks
         text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise UserError(
@@ -73,12 +97,20 @@ def load(path: Path, *, source: str | None = None, shapes: Shapes = _NO_SHAPES, 
 
 
 def from_proto(
-    proto: onnx.ModelProto, *, source: str, sha256: str, shapes: Shapes = _NO_SHAPES, min_opset: int = 17
+    proto: onnx.ModelProto,
+    *,
+    source: str,
+    sha256: str,
+    shapes: Shapes = _NO_SIZES.shapes,
+    dims: Mapping[str, int] = _NO_SIZES.dims,
+    min_opset: int = 17,
 ) -> Model:
     """Make a model in memory ready for placement; `proto` itself is left alone. See `load`."""
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
-    return _prepare(copy, source, sha256, shapes, min_opset)
+    origin = Origin(model=proto, min_opset=min_opset) if has_dynamic_inputs(proto.graph) else None
+    sizes = Sizes(shapes=shapes, dims=dims)
+    return replace(_prepare(Original.of(proto, proto), copy, source, sha256, sizes, min_opset), origin=origin)
 
 
 def save(model: Model, folder: Path) -> Path:
@@ -86,26 +118,16 @@ def save(model: Model, folder: Path) -> Path:
     return write(model.proto, folder / "model.onnx")
 
 
-def write(proto: onnx.ModelProto, path: Path) -> Path:
-    """Write a model to one file, or above 1.9 GB to the file and `<name>.data` beside it; same model, same bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if sum(tensor.ByteSize() for tensor in proto.graph.initializer) <= EXTERNAL_OVER_BYTES:
-        path.write_bytes(proto.SerializeToString(deterministic=True))
-        return path
-    data = path.with_name(f"{path.name}.data")
-    data.unlink(missing_ok=True)  # onnx appends to a file that is there
-    copy = onnx.ModelProto()
-    copy.CopyFrom(proto)
-    onnx.save_model(copy, path, save_as_external_data=True, location=data.name)
-    return path
-
-
-def _prepare(proto: onnx.ModelProto, source: str, sha256: str, shapes: Shapes, min_opset: int) -> Model:
+def _prepare(
+    original: Original, proto: onnx.ModelProto, source: str, sha256: str, sizes: Sizes, min_opset: int
+) -> Model:
     densify(proto.graph)
     _drop_constant_inputs(proto.graph)
-    proto = rebatched(proto, shapes, source)
+    proto = rebatched(proto, sizes.shapes, source)
     declared = _types_of_outputs(proto.graph)
-    fix_inputs(proto.graph, shapes, source)
+    if not sizes.keep_dynamic:
+        fix_inputs(proto, sizes, source)
+    interface = Interface.of(proto.graph)
     lower_constants(proto.graph)
     weights = detach(proto.graph)
     proto = _normalize(proto)
@@ -118,20 +140,26 @@ def _prepare(proto: onnx.ModelProto, source: str, sha256: str, shapes: Shapes, m
     _clean(proto, weights, source)
     _check(proto, source)
     halves = _HALVES_OPSET if _has_halves(proto.graph, weights) else 0
-    proto = _upgrade(proto, weights, max(min_opset, halves), source)
+    proto, before = _upgrade(proto, weights, max(min_opset, halves), source)
     unmask(proto)
     _check_again(proto, unknown, source)
     proto = infer(proto, source)
-    while shapes_to_constants(proto.graph):
+    while shapes_to_constants(proto.graph) | drop_noops(proto.graph):
         _clean(proto, weights, source)
         proto = infer(proto, source)
     attach(proto.graph, weights)
     fold_batch_norms(proto.graph)
     types = types_of(proto.graph)
     for value in proto.graph.output:
-        if not value.type.tensor_type.HasField("shape") and value.name in declared:
+        undeclared = not value.type.tensor_type.HasField("shape")
+        if value.name in declared and (undeclared or sizes.keep_dynamic):
             value.type.CopyFrom(declared[value.name])
-    return Model(proto=proto, source=source, sha256=sha256, nodes=_nodes(proto), types=types)
+    interface.check(proto.graph, {}, source)
+    model = Model(proto=proto, source=source, sha256=sha256, nodes=nodes_of(proto), types=types)
+    # The comparison looks at shapes of results, and not at what is declared; dynamic models are compared elsewhere.
+    if not sizes.keep_dynamic and not check_equivalent(original, model):
+        interface.check(proto.graph, before, source)
+    return model
 
 
 def _types_of_outputs(graph: onnx.GraphProto) -> dict[str, onnx.TypeProto]:
@@ -210,12 +238,15 @@ def _check_again(proto: onnx.ModelProto, unknown: Collection[str], source: str) 
                     raise UserError(f"{source}: no valid ONNX model: {text}; export the model again") from error
 
 
-def _upgrade(proto: onnx.ModelProto, weights: Weights, min_opset: int, source: str) -> onnx.ModelProto:
+def _upgrade(
+    proto: onnx.ModelProto, weights: Weights, min_opset: int, source: str
+) -> tuple[onnx.ModelProto, Mapping[str, TensorType]]:
+    """Return the model in a sufficient opset, and the types that were known before its upgrade."""
     version = _opsets(proto).get("")
     if version is None:
         proto.opset_import.append(helper.make_opsetid("", min_opset))
         _set_ir_version(proto)
-        return proto
+        return proto, {}
     newest = onnx.defs.onnx_opset_version()
     if version > newest:
         raise UserError(
@@ -223,73 +254,18 @@ def _upgrade(proto: onnx.ModelProto, weights: Weights, min_opset: int, source: s
             f"export the model with opset {newest} or earlier, or install a newer onnx"
         )
     if version >= min_opset:
-        return proto
+        return proto, {}
     proto = infer(proto, source)  # the converter needs fewer detours where it knows the shapes
-    metadata, declared = list(proto.metadata_props), list(proto.graph.value_info)
-    try:
-        what = f"{source}: the upgrade from opset {version} to {min_opset}"
-        proto = sturdy(what, version_converter.convert_version, proto, min_opset)
-    except (version_converter.ConvertError, RuntimeError) as error:
-        text = " ".join(str(error).split())
-        raise UserError(
-            f"{source}: opset {version} cannot be upgraded to {min_opset}, which Q/DQ needs here ({text}); "
-            f"export the model with opset {min_opset} or later"
-        ) from error
-    del proto.metadata_props[:]
-    proto.metadata_props.extend(metadata)
-    for graph in graphs(proto.graph):
-        # The converter writes shapes of its own that are not always right (onnx 1.21: rank 0 behind Softmax).
-        del graph.value_info[:]
-    proto.graph.value_info.extend(declared)
+    while version < EXPLICIT_RESIZE and shapes_to_constants(proto.graph):  # old Resizes need constant scales
+        _clean(proto, weights, source)
+        proto = infer(proto, source)
+    types = types_of(proto.graph)
+    proto = upgraded(proto, version, min_opset, source)
     _set_ir_version(proto)
     _clean(proto, weights, source)
     _check(proto, source)
-    return proto
+    return proto, types
 
 
 def _opsets(proto: onnx.ModelProto) -> dict[str, int]:
     return {opset.domain: opset.version for opset in proto.opset_import}
-
-
-def _nodes(proto: onnx.ModelProto) -> tuple[Node, ...]:
-    opsets = _opsets(proto)
-    return tuple(_node(index, node, opsets) for index, node in enumerate(proto.graph.node))
-
-
-def _node(index: int, node: onnx.NodeProto, opsets: dict[str, int]) -> Node:
-    body = body_of(node)
-    unreached = captures(node).difference(body.captures)  # by what no output of the subgraph depends on
-    return Node(
-        index=index,
-        name=node.name,
-        op=node.op_type,
-        domain=node.domain,
-        inputs=tuple(node.input),
-        outputs=tuple(node.output),
-        attributes={a.name: _plain(a) for a in node.attribute if a.type not in _GRAPH_TYPES},
-        opaque=bool(body.digest) or not is_known(node, opsets),
-        captures=(*body.captures, *sorted(unreached)),
-        body=body.digest,
-    )
-
-
-_GRAPH_TYPES = frozenset({onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS})
-
-
-def _plain(attribute: onnx.AttributeProto) -> Any:
-    """A Python value: numbers, text (bytes where it is none), numpy arrays, and tuples of them."""
-    value = helper.get_attribute_value(attribute)
-    if isinstance(value, bytes):
-        return _text(value)
-    if isinstance(value, onnx.TensorProto):
-        return numpy_helper.to_array(value)
-    if attribute.type == onnx.AttributeProto.STRINGS:
-        return tuple(_text(item) for item in value)
-    return tuple(value) if attribute.type in (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS) else value
-
-
-def _text(value: bytes) -> str | bytes:
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return value

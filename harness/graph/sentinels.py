@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from harness.graph.encoding.weights import Array
-
 __all__ = ["Spread", "holds_sentinel"]
+
+Array = npt.NDArray[Any]
 
 _BINS = 1 << 15  # the upper half of a float32 without its sign: 128 bins for each power of two
 _CHUNK = 1 << 18

@@ -74,8 +74,9 @@ def _over_seeds(lines: pd.DataFrame, budgets: pd.DataFrame, finished: Collection
         **{name: lines[name].astype(float).where(~there, lines[median]) for name, median in own.items()}
     )
     cell, broken = lines["cell"], lines["decision"].astype(str).str.startswith(BROKEN)
-    within = lines["speedup"].where(cell.isin(finished) & ~broken)
-    best = within == within.groupby(cell).transform("max").clip(lower=1.0)  # the float model's own
+    within = lines["speedup"].where(cell.isin(finished) & ~broken & (lines["speedup_high"] >= 1.0))
+    faster = within.where(lines["speedup_low"] > 1.0)  # a tie with the float model is not the fastest
+    best = faster == faster.groupby(cell).transform("max")
     lowest = lines["speedup_low"].where(best).groupby(cell).transform("max").fillna(1.0)
     return lines.assign(best=best, tied=within.notna() & (lines["speedup_high"] >= lowest))
 

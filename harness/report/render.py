@@ -25,7 +25,7 @@ from harness.report.scenes import graph_of, keep_graph
 from harness.report.searching import budget_frame, cost_frame, curve_frame, target_frame
 from harness.report.shown import tables_of
 from harness.report.study import pair_frame, score_frame
-from harness.report.tables import Table, markdown, note_markdown, printable, write_table
+from harness.report.tables import Table, plain_text, printable, without_repeats, write_table
 from harness.report.terminal import Drawn
 from harness.report.transfer import transfer_frame
 from harness.report.upkeep import digest_of, is_current, keep_digest
@@ -173,14 +173,14 @@ def write_tables(results: Results, out: Path) -> list[Table]:
 
 
 def text_of(results: Results, tables: Sequence[Table]) -> str:
-    """What a pipe or a file is given: the main, budget and cost tables as Markdown."""
-    shown = [f"{markdown(table)}\n\n{note_markdown(table)}" for table in tables if table.name in SHOWN]
+    """Return the main, budget and cost tables for a pipe or a file, each line of notes once."""
+    shown = map(plain_text, without_repeats(table for table in tables if table.name in SHOWN))
     return "\n\n".join(filter(None, [progress(results), *shown, "" if tables else partial(results)]))
 
 
 def drawing_of(results: Results, tables: Sequence[Table]) -> Group:
-    """What a terminal shows: the same tables, drawn."""
-    shown = [Drawn(table=table) for table in tables if table.name in SHOWN]
+    """Return the same tables drawn for a terminal."""
+    shown = [Drawn(table=table) for table in without_repeats(table for table in tables if table.name in SHOWN)]
     said = (progress(results), "" if tables else partial(results))
     before, after = ([Text(printable(text), style="yellow")] if text else [] for text in said)
     return Group(*before, *shown, *after)

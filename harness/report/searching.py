@@ -33,7 +33,8 @@ def budget_frame(results: Results) -> pd.DataFrame:
     With fewer than six seeds there is no 95 % interval of their median (Hettmansperger and Sheather 1986): the limits
     are then the lowest and the highest of the seeds' own confirmed intervals.
 
-    `best` marks the highest median of a cell and a budget, `tied` those whose interval meets that of the best.
+    `best` marks the highest median of a cell and a budget whose limits exclude 1, `tied` those whose interval meets
+    that of the best; a row whose limits are below 1 is slower than the float model and never marked.
     """
     lines = []
     for cell in results.cells:
@@ -47,9 +48,11 @@ def budget_frame(results: Results) -> pd.DataFrame:
             )  # fmt: skip
     columns = ["cell", "model", "searcher", "budget", "speedup", "low", "high", "seeds"]
     frame = pd.DataFrame(lines, columns=columns)
-    top = frame.groupby(["cell", "budget"])["speedup"].transform("max")
-    lowest = frame["low"].where(frame["speedup"] == top).groupby([frame["cell"], frame["budget"]]).transform("max")
-    return frame.assign(best=frame["speedup"] == top, tied=frame["high"] >= lowest)
+    groups = [frame["cell"], frame["budget"]]
+    faster = frame["speedup"].where(frame["low"] > 1.0)
+    best = faster == faster.groupby(groups).transform("max")
+    lowest = frame["low"].where(best).groupby(groups).transform("max").fillna(1.0)
+    return frame.assign(best=best, tied=(frame["high"] >= lowest) & (frame["high"] >= 1.0))
 
 
 def chosen(cell: CellResults) -> dict[tuple[str, int], dict[int, str]]:

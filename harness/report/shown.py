@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from harness.evaluators.closeness import WORST
 from harness.measure.stats import Interval
 from harness.report.captions import (
     BUDGET_NOTE,
@@ -23,7 +24,7 @@ from harness.report.captions import (
 from harness.report.decision import BEST, decision_frame
 from harness.report.fixed import fixed_frame, fixed_table
 from harness.report.frames import finalist_frame, main_frame, precision_frame, told_apart
-from harness.report.naming import CAPPED, METRICS, judged, score_head, shown_drop
+from harness.report.naming import CAPPED, METRICS, judged, labels_of, score_head, shown_drop
 from harness.report.notes import backend_notes, data_notes, decision_note, floor_note, main_note, noise
 from harness.report.overview import overview_frame, overview_table
 from harness.report.results import Results
@@ -66,9 +67,25 @@ def tables_of(results: Results) -> Iterator[Table]:
     return (noted(table) for table in _made(results) if len(table.cells))
 
 
+def _worst_outputs(results: Results, main: pd.DataFrame) -> Iterator[str]:
+    """Yield which output, or part of one, the fidelity of each row is of, where a model has several."""
+    for cell in results.cells:
+        labels, notes = labels_of(cell, main), {row: str(score.get("note")) for row, score in cell.scores.items()}
+        worst = [f"{labels[row]}: {said}" for row in labels if (said := notes.get(row, "").partition(WORST)[2])]
+        if worst:
+            yield f"Worst output by fidelity, {cell.name}: {'; '.join(worst)}."
+
+
 def _made(results: Results) -> Iterator[Table]:
     main = main_frame(results)
-    yield _marked("main", "Main results", told_apart(main), _main_row, main_note(results))
+    methods = {(cell.name, tool): method for cell in results.cells for tool, method in cell.tool_methods.items()}
+
+    def main_row(row: dict[Any, Any]) -> dict[str, str]:
+        method = methods.get((row["cell"], row["method"]))
+        return {**_main_row(row), **({} if method is None else {"method": f"{row['method']} ({method})"})}
+
+    note = "\n".join([main_note(results), *_worst_outputs(results, main)])
+    yield _marked("main", "Main results", told_apart(main), main_row, note)
     yield overview_table(overview_frame(main, budget_frame(results)))
     precision = told_apart(precision_frame(results))
     yield _marked("precision", "Precision and decision", precision, _precision_row, PRECISION_NOTE)

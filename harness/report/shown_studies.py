@@ -12,9 +12,9 @@ from harness.measure.stats import median_ci
 from harness.report.ablation import ablation_frame, ablation_table
 from harness.report.captions import LEVEL_NOTE
 from harness.report.results import Results
-from harness.report.statistics import ENOUGH, Ranks
+from harness.report.statistics import Ranks, smallest_p
 from harness.report.study import pair_frame, ranks, score_frame
-from harness.report.tables import MISSING, Table, interval
+from harness.report.tables import MISSING, Table, interval, several
 from harness.report.transfer import likeness_frame, transfer_frame
 from harness.report.volumes import volume_frame
 
@@ -30,8 +30,7 @@ SCORE_NOTE = (
 PAIR_NOTE = (
     "Confirmed speedup at the largest budget, first over second, medians over seeds: geometric mean over cells [95 %, "
     "Student's over cells; none of fewer than three]. Chance: that a seed of the first beats one of the second, ties "
-    "half, mean over cells; 50 % is no effect. p (Holm): Wilcoxon's signed ranks over cells, corrected for all pairs; "
-    f"from {ENOUGH} cells on, with fewer no pair could be significant."
+    "half, mean over cells; 50 % is no effect. p (Holm): Wilcoxon's signed ranks over cells, corrected for all pairs."
 )
 TRANSFER_NOTE = (
     "The placement that the searches liked best on the backend of the row, run on that of the column: confirmed "
@@ -79,7 +78,9 @@ def _pairs(pairs: pd.DataFrame, found: Ranks | None) -> Table:
         line = {"first": row["first"], "second": row["second"], "cells": str(row["blocks"])}
         line |= {"ratio [CI]": interval(row["ratio"], row["low"], row["high"], 3), "chance": f"{row['chance']:.0%}"}
         lines.append({**line, "p (Holm)": MISSING if math.isnan(row["p_holm"]) else f"{row['p_holm']:.3f}"})
-    note = "\n".join([PAIR_NOTE, *_ranked(found)])
+    most = int(pairs["blocks"].max()) if len(pairs) else 0
+    least = f"The smallest p (Holm) that {several(most, 'cell')} and {several(len(pairs), 'pair')} can give is"
+    note = "\n".join([PAIR_NOTE, f"{least} {smallest_p(most, len(pairs)):.3g}.", *_ranked(found)])
     return Table(name="pairs", title="Searchers in pairs", cells=pd.DataFrame(lines), raw=pairs, note=note)
 
 

@@ -21,13 +21,13 @@ from harness.report.tables import several
 
 __all__ = [
     "ENOUGH", "FEWEST", "Ranks", "compare_pairs", "compare_with", "effect_size", "geometric_mean", "over_blocks",
-    "quartiles", "ranks_of", "score_against_random",
+    "quartiles", "ranks_of", "score_against_random", "smallest_p",
 ]  # fmt: skip
 
 FEWEST = 3
 """Blocks that a mean's interval and Friedman's test need here: fewer say nothing of others, however well they agree."""
 ENOUGH = 6
-"""Blocks that Wilcoxon's test needs: its smallest p is 2 / 2^n, 0.06 for five."""
+"""Blocks from which Wilcoxon's test can be significant at 5 % without correction; see `smallest_p`."""
 MANY_BLOCKS, MANY_METHODS = 10, 5
 """With more of both Friedman's statistic is close to chi-squared (Demšar 2006, section 3.2.2)."""
 RESAMPLES = 19_999
@@ -57,7 +57,7 @@ class Ranks:
 
     @property
     def untested(self) -> str:
-        """Why there is no test; "" where there is one."""
+        """Return why there is no test, or "" if there is one."""
         if self.critical_difference is not None:
             return ""
         if self.blocks < FEWEST:
@@ -153,8 +153,7 @@ def compare_pairs(seeds: Mapping[str, Mapping[str, Sequence[float]]]) -> pd.Data
         seeds: By method, by block, one positive value a seed; a pair is compared on the blocks that both have.
 
     Returns:
-        Columns first, second, blocks, ratio, low, high, chance, p_value, p_holm; the last two are NaN below `ENOUGH`
-        blocks.
+        Columns first, second, blocks, ratio, low, high, chance, p_value, p_holm; `smallest_p` limits the last.
     """
     return _compared(itertools.combinations(seeds, 2), seeds, np.median)
 
@@ -201,7 +200,7 @@ def _pair(
         "low": mean.low,
         "high": mean.high,
         "chance": float(np.mean([effect_size(first[b], second[b]) for b in blocks])) if blocks else math.nan,
-        "p_value": _wilcoxon(np.log(ratios)) if len(blocks) >= ENOUGH else math.nan,
+        "p_value": _wilcoxon(np.log(ratios)) if blocks else math.nan,
     }
 
 
@@ -213,6 +212,15 @@ def over_blocks(ratios: Sequence[float]) -> Interval:
     """
     middle = block_ci([[ratio] for ratio in ratios])
     return middle if len(ratios) >= FEWEST else replace(middle, low=0.0, high=math.inf)
+
+
+def smallest_p(blocks: int, comparisons: int) -> float:
+    """Return the smallest p that Wilcoxon's two-sided signed-rank test can give after Holm's correction.
+
+    All differences of one sign give 2 / 2^blocks (Wilcoxon 1945); Holm multiplies the smallest p of several by their
+    number.
+    """
+    return min(1.0, comparisons * 2.0 ** (1 - blocks))
 
 
 def _wilcoxon(differences: Floats) -> float:

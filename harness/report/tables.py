@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
 
 __all__ = [
-    "MISSING", "Table", "interval", "markdown", "markdown_text", "note_markdown", "printable", "several", "write_table",
+    "MISSING", "Table", "interval", "markdown", "markdown_text", "narrow_tables", "note_markdown", "plain_text",
+    "printable", "several", "without_repeats", "write_table",
 ]  # fmt: skip
 
 MISSING = "-"
 SAID_ONCE = ("cell", "model", "device", "batch")
+ROW_KEYS = ("cell", "model", "device", "precision", "quantized", "row", "method", "searcher", "first", "second")
+"""Columns that identify a row: every part of a table that is split has them."""
+PIPE_WIDTH = 100
+"""Columns of a table that is printed to a pipe or a file."""
 LATEX = str.maketrans(
     {
         "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
@@ -64,6 +69,21 @@ class Table:
         names = [name for name in SAID_ONCE if name in cells and len(cells) > 1 and cells[name].nunique() == 1]
         return {name: cells[name].iloc[0] for name in names}
 
+    @property
+    def constant(self) -> dict[str, str]:
+        """The one value of each unmarked column that says the same in all of several rows."""
+        marked = {column for _, column in self.bold | self.underlined}
+        cells = self.cells.astype(str)
+        names = [str(name) for name in cells if len(cells) > 1 and name not in marked and cells[name].nunique() == 1]
+        keys = [name for name in cells if name in ROW_KEYS]
+        return {name: cells[name].iloc[0] for name in names if name not in keys or len(keys) > 1}
+
+    @property
+    def caption(self) -> str:
+        """The constant columns in a line; "" if there are none, or only missing values."""
+        known = [f"{name}: {value}" for name, value in self.constant.items() if value != MISSING]
+        return f"All rows: {', '.join(known)}" if known else ""
+
     def mark(self, row: int, column: str) -> str:
         """How a cell stands out: "best", "tied" or ""."""
         if (row, column) in self.bold:
@@ -100,6 +120,61 @@ def printable(text: str) -> str:
 def markdown_text(text: str) -> str:
     """Text that Markdown and a terminal show as it stands: no markup, no control characters."""
     return re.sub(r"[\\|<*`]|\](?=[(\[:])", lambda found: f"\\{found[0]}", printable(text))
+
+
+def narrow_tables(table: Table, width: int, extra: int, widest: int | None = None) -> Iterator[Table]:
+    """Split a table by columns into tables of at most `width` characters; each has the columns that identify a row.
+
+    Columns that are the same in every row are left out (see `Table.constant`). A part has at least one column besides
+    the keys, so very long names can make it wider.
+
+    Args:
+        table: The table to split.
+        width: Characters of a line.
+        extra: Characters of markup and space that each column needs.
+        widest: Characters after which a cell is wrapped; None if cells are never wrapped.
+    """
+    cells = table.cells.drop(columns=list(table.constant)).astype(str)
+    widths = {name: max(map(len, [str(name), *cells[name]])) for name in cells}
+    widths = {name: extra + (value if widest is None else min(value, widest)) for name, value in widths.items()}
+    keys = [name for name in cells if name in ROW_KEYS]
+    parts: list[list[str]] = [[]]
+    used = start = sum(widths[name] for name in keys)
+    for name in (str(name) for name in cells if name not in keys):
+        if parts[-1] and used + widths[name] > width:
+            parts.append([])
+            used = start
+        parts[-1].append(name)
+        used += widths[name]
+    for part in parts:
+        yield replace(table, cells=cells[[*keys, *part]])
+
+
+def without_repeats(tables: Iterable[Table]) -> list[Table]:
+    """Return the tables without the warnings and lines of notes that an earlier one has."""
+    seen: set[str] = set()
+
+    def fresh(lines: Sequence[str]) -> tuple[str, ...]:
+        found = tuple(line for line in lines if line not in seen)
+        seen.update(found)
+        return found
+
+    return [
+        replace(table, warnings=fresh(table.warnings), note="\n".join(fresh(table.note.splitlines())))
+        for table in tables
+    ]
+
+
+def plain_text(table: Table) -> str:
+    """Return a table and its note for a pipe: pipe tables of `PIPE_WIDTH` columns, the best bold, ties in italics."""
+    marks = {"best": "**{}**", "tied": "*{}*"}
+    parts = [
+        _marked(part, markdown_text, marks).to_markdown(index=False, disable_numparse=True)
+        for part in narrow_tables(table, PIPE_WIDTH, extra=7)
+    ]
+    caption = [markdown_text(table.caption)] if table.caption else []
+    note = note_markdown(table).replace("underlined", "in italics").replace("Underlined", "In italics")
+    return "\n\n".join(filter(None, [*caption, *parts, note]))
 
 
 def note_markdown(table: Table) -> str:

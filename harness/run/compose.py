@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,21 @@ from typing import Any
 from harness import registry
 from harness.api import Array, Candidate
 from harness.calibrate.ptq import PtqOptions
-from harness.calibrate.ranges import CalibrationKey, Ranges, cached_ranges, finite_ranges, narrowed, remarks
+from harness.calibrate.ranges import (
+    CalibrationKey,
+    Ranges,
+    cached_ranges,
+    finite_ranges,
+    narrowed,
+    refuse_empty,
+    remarks,
+)
 from harness.errors import UserError
 from harness.evaluators.datasets import open_data
 from harness.evaluators.feeding import batches
 from harness.evaluators.preprocess import open_preprocess, preprocess_fingerprint
 from harness.feeds import random_feeds
-from harness.graph.casting import CastInserter, carried
+from harness.graph.casting import CastInserter, carried, refuse_lost_nodes
 from harness.graph.dialects import Dialect
 from harness.graph.insert import Inserter
 from harness.graph.load import load, save
@@ -32,9 +40,11 @@ from harness.run.journal import writing
 from harness.run.models import OPSET, evaluator_use, input_types, open_model
 from harness.run.observe import Observer
 from harness.run.plan import CellSpec
+from harness.run.scores import SCORES
 from harness.run.seeding import Seeding, imported
 from harness.run.starts import EXTREME
 from harness.run.strongest import CAST, parsed
+from harness.run.tryout import Tryout
 from search.space import Placement, Resolved, Space
 
 __all__ = ["OPSET", "Cell", "compose", "dialect_use", "evaluator_use", "open_model"]
@@ -64,6 +74,7 @@ class Cell:
         benchmarkers: The backend at each float precision, the baseline's as `MAIN`; none before `at`.
         cast: The model as `model_file` has it, where that is not `model`.
         facts: What the backend says of itself and its device.
+        feeds: Calibration batches.
     """
 
     spec: CellSpec
@@ -85,19 +96,25 @@ class Cell:
     benchmarkers: Mapping[str, Use] = field(default_factory=dict)
     cast: Model | None = None
     facts: Facts = field(default_factory=dict)
+    feeds: Iterable[Mapping[str, Array]] = ()
 
     def at(self, benchmarkers: Mapping[str, Use]) -> Cell:
         """The cell with the backend at its float precisions.
 
         Where that reads another form of files than float32 (see `harness.api.Benchmarker.cast`), the float model is
         cast once and Q/DQ pairs go into the cast model, so that what is searched, delivered and measured is one file.
+
+        Raises:
+            UserError: The cast model lacks a node whose input may be quantized.
         """
         cell = replace(self, benchmarkers=benchmarkers)
         file = cell.parsed(self.float_file)
         if file == self.float_file:
             return cell
         cast = load(file, source=self.model.source, min_opset=OPSET)
-        return replace(cell, model_file=file, cast=cast, inserter=CastInserter(cast, self.dialect, self.ranges))
+        refuse_lost_nodes((edge for dimension in self.space.dimensions for edge in dimension.edges), cast)
+        inserter = CastInserter(cast, self.dialect, self.ranges, self.model)
+        return replace(cell, model_file=file, cast=cast, inserter=inserter)
 
     def parsed(self, path: Path, benchmarker: str = MAIN) -> Path:
         """The file that a benchmarker reads where it is given this one."""
@@ -153,7 +170,7 @@ def compose(
     """
     with writing(work):
         work.mkdir(parents=True, exist_ok=True)
-    dialect, accuracy_only, facts = _runtime(spec.backend, facts)
+    dialect, accuracy_only, facts, made_up = _runtime(spec.backend, facts)
     if not dialect.precisions.issuperset(spec.precisions):
         raise UserError(
             f"precision {spec.precision!r}: backend {spec.backend.use!r} runs {', '.join(sorted(dialect.precisions))}"
@@ -167,8 +184,11 @@ def compose(
     if not len(space):
         raise UserError(why_none(model, dialect, spec.precisions[0]))
     feeds = _Feeds(spec.model, model, base)
+    if not made_up and not (work.parent / SCORES).exists():
+        Tryout(base, work, experiment.limits, observer).run(spec.model, model, model_file)
     observed = _ranges(space, model, model_file, feeds, observer)
     space, ranges = narrowed(space, observed), finite_ranges(observed)
+    refuse_empty(space, observed, model.source)
     starts = _starts(experiment)
     order = Order(
         model_file=model_file,
@@ -201,6 +221,7 @@ def compose(
         accuracy_only=accuracy_only.intersection(spec.precisions),
         cache_remarks=seeding.strangers(starts),
         facts=facts,
+        feeds=feeds,
     )
 
 
@@ -234,6 +255,10 @@ class _Feeds:
             return random_feeds(self._types, self.settings.samples)
         return iter(self._batches)
 
+    def place(self, index: int) -> str:
+        """Return what messages call the data of a batch."""
+        return "random data" if self._batches is None else self._batches.place(index)
+
     def ptq_options(self, dialect: Dialect, precision: str) -> PtqOptions:
         """What the PTQ tools are told."""
         return {
@@ -250,7 +275,8 @@ class _Feeds:
         return CalibrationKey(
             model_sha256=self._model.sha256,
             data=self.fingerprint,
-            preprocess=f"{used and preprocess_fingerprint(used)} {sorted(self._spec.shapes.items())}",
+            preprocess=f"{used and preprocess_fingerprint(used)} {sorted(self._spec.shapes.items())}"
+            f"{sorted(self._spec.dims.items()) if self._spec.dims else ''}",
             method=self.settings.method,
             percentile=self.settings.percentile,
             samples=self.settings.samples,
@@ -262,8 +288,8 @@ def dialect_use(backend: Use, facts: Facts) -> str:
     return dialect_name(registry.create("benchmarker", backend.use, backend.params), backend.use, facts)
 
 
-def _runtime(backend: Use, facts: Facts | None) -> tuple[Dialect, frozenset[str], Facts]:
-    """The dialect that a benchmarker names, else the one called like it; precisions that it only emulates; its facts.
+def _runtime(backend: Use, facts: Facts | None) -> tuple[Dialect, frozenset[str], Facts, bool]:
+    """Return a benchmarker's dialect, the precisions that it only emulates, its facts, and whether it runs no model.
 
     Raises:
         UserError: It names no dialect, or its runtime or device is missing: nobody calibrates for minutes to hear that.
@@ -271,7 +297,8 @@ def _runtime(backend: Use, facts: Facts | None) -> tuple[Dialect, frozenset[str]
     benchmarker = registry.create("benchmarker", backend.use, backend.params)
     facts = benchmarker.describe() if facts is None else facts
     dialect = dialect_called(dialect_name(benchmarker, backend.use, facts))
-    return dialect, frozenset(getattr(benchmarker, "accuracy_only", ())), facts
+    emulated = frozenset(getattr(benchmarker, "accuracy_only", ()))
+    return dialect, emulated, facts, getattr(benchmarker, "in_process", False)
 
 
 def _ranges(space: Space, model: Model, model_file: Path, feeds: _Feeds, observer: Observer) -> Ranges:
@@ -280,7 +307,14 @@ def _ranges(space: Space, model: Model, model_file: Path, feeds: _Feeds, observe
         observer.say(f"{model.source}: no calibration data given, random data is used: do not trust any accuracy")
     try:
         with observer.work(f"calibrate {model.source}", feeds.count) as step:
-            ranges = cached_ranges(feeds.key, model_file, sorted(tensors), feeds, progress=lambda _: step.advance())
+            ranges = cached_ranges(
+                feeds.key,
+                model_file,
+                sorted(tensors),
+                feeds,
+                progress=lambda _: step.advance(),
+                source=model.source,
+            )
     except UserError as error:
         if feeds.description != "random data" or not any(node.opaque for node in model.nodes):
             raise

@@ -62,7 +62,7 @@ def noise_floor(
         refuse_changes(path, {key: record.get(key) for key in basis}, basis)
         return float(record["floor"])
     baseline = Turn(name=FLOAT_ROW, candidate=Candidate(digest=digest_of(()), edges=(), source=lambda: model_file))
-    with observer.work("noise floor", FLOOR_PLAN.builds * FLOOR_PLAN.rounds * 2) as step:
+    with observer.work("A/A check", FLOOR_PLAN.builds * FLOOR_PLAN.rounds * 2) as step:
         events = []
         for event in confirm(
             [],
@@ -75,9 +75,12 @@ def noise_floor(
             step.advance()
     found = summarise(events, baseline=FLOAT_ROW)
     floor, note = found.floor, disturbance_note(found.disturbed)
-    observer.say(f"noise floor: the baseline against itself, rebuilt, differs by up to {floor:.1%}")
+    observer.say(
+        f"A/A check before the searches: the float model, rebuilt, differs from itself by up to {floor:.1%} (the A/A "
+        "floor of the tables also covers the confirmation)"
+    )
     if note:
-        observer.say(f"noise floor: {note}: close other work and repeat")
+        observer.say(f"A/A check: {note}: close other work and repeat")
     write_json(path, {"floor": floor, **basis, "events": [json.loads(encode_event(event)) for event in events]})
     return floor
 

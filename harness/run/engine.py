@@ -79,6 +79,7 @@ class Trial:
     Attributes:
         evaluations: Spent so far, this one included.
         best_ms: Latency of the incumbent; None while there is none.
+        best_is_float: The incumbent is the float model.
         resumed: The outcome was known: from the journal, or of an earlier proposal of the same graph.
     """
 
@@ -87,6 +88,7 @@ class Trial:
     evaluations: int
     best_ms: float | None
     resumed: bool
+    best_is_float: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +157,8 @@ class _Search:
         self._failures: dict[str, tuple[Placement, Failed]] = {}
         self._duplicates_in_a_row = 0
         self._best: Interval | None = None
+        self._best_digest = ""
+        self._float = task.space.digest(task.space.float_placement())
         self._scored: list[Scored] = []
         self._started_s = time.monotonic() - journal.elapsed_s
 
@@ -274,12 +278,18 @@ class _Search:
             self._scored.append(scored)
         if isinstance(told.outcome, Measured) and isinstance(score, Score) and eligible(score):
             own = median_ci(told.outcome.samples_ms)
-            self._best = min(self._best or own, own, key=lambda latency: latency.value)
+            if self._best is None or own.value < self._best.value:
+                self._best, self._best_digest = own, asked.digest
         self._searcher.tell(Observation(placement=placement, digest=asked.digest, outcome=score))
-        best_ms = self._best.value if self._best else None
-        self._watch(
-            Trial(asked=asked, outcome=told.outcome, evaluations=len(self._seen), best_ms=best_ms, resumed=resumed)
+        trial = Trial(
+            asked=asked,
+            outcome=told.outcome,
+            evaluations=len(self._seen),
+            best_ms=self._best.value if self._best else None,
+            resumed=resumed,
+            best_is_float=self._best_digest == self._float,
         )
+        self._watch(trial)
 
     def _outcome(self, asked: Asked) -> tuple[Told, bool]:
         """The outcome of a proposal, and whether it was known before; waits where it is not."""

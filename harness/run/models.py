@@ -9,8 +9,7 @@ from pathlib import Path
 
 from harness import registry, zoo
 from harness.errors import UserError
-from harness.evaluators.feeding import image_input
-from harness.evaluators.inputs import evaluator_params
+from harness.evaluators.inputs import evaluator_params, image_supplies
 from harness.feeds import check_types
 from harness.graph.load import load
 from harness.graph.model import Model
@@ -40,7 +39,7 @@ def open_model(spec: ModelSpec, base: Path, work: Path, min_opset: int = OPSET) 
         path = zoo.write(name, work / f"{file_name(name)}.onnx")
     else:
         path = locate(spec.use, base)
-    return load(path, source=spec.use, shapes=spec.shapes, min_opset=min_opset)
+    return load(path, source=spec.use, shapes=spec.shapes, dims=spec.dims, min_opset=min_opset)
 
 
 def evaluator_use(spec: ModelSpec, model: Model, base: Path, work: Path, half: str | None = None) -> Use | None:
@@ -68,8 +67,7 @@ def evaluator_use(spec: ModelSpec, model: Model, base: Path, work: Path, half: s
     supplied = {"inputs": inputs, "reference": reference, "base": base}
     wanted = inspect.signature(registry.load("evaluator", use)).parameters
     if wanted.keys() & {"input_name", "input_shape"}:
-        name = image_input(inputs)
-        supplied |= {"input_name": name, "input_shape": inputs[name][1]}
+        supplied |= image_supplies(params.get("data"), inputs)
     if spec.preprocess is not None and "preprocess" in wanted:
         params.setdefault("preprocess", {"use": spec.preprocess.use, "params": spec.preprocess.params})
     return Use(use=use, params=evaluator_params(use, params, supplied), label=spec.evaluator.label)

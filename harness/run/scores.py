@@ -15,7 +15,10 @@ from harness.run.observe import Observer, Step
 from harness.run.rows import Row, Table, read_json, read_rows, write_json
 from search.space import digest_of
 
-__all__ = ["ScoreBook", "read_scores", "watching"]
+__all__ = ["SCORES", "ScoreBook", "read_scores", "watching"]
+
+SCORES = "accuracy.json"
+"""Name of the file in the folder of a cell."""
 
 
 class ScoreBook:
@@ -31,7 +34,7 @@ class ScoreBook:
     """
 
     def __init__(self, folder: Path, engines: Engines, observer: Observer, evaluator: str = "") -> None:
-        self._path = folder / "accuracy.json"
+        self._path = folder / SCORES
         self._engines = engines
         self.observer = observer
         self._evaluator = evaluator
@@ -112,7 +115,7 @@ def read_scores(folder: Path) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _stored(folder: Path) -> dict[str, dict[str, Any]]:
-    path = folder / "accuracy.json"
+    path = folder / SCORES
     return read_json(path) if path.exists() else {}
 
 

@@ -11,7 +11,14 @@ import numpy.typing as npt
 import pandas as pd
 from scipy.stats import t as student
 
-from harness.report.statistics import FEWEST, Ranks, compare_with, quartiles, score_against_random
+from harness.report.statistics import (
+    FEWEST,
+    Ranks,
+    compare_with,
+    quartiles,
+    score_against_random,
+    smallest_p,
+)
 from harness.report.tables import Table, interval, several
 from harness.studies.landscape import Floats
 from harness.studies.random_search import RANDOM
@@ -235,8 +242,9 @@ def _pairs(blocks: Sequence[Block], study: BudgetStudy) -> Table:
         f"{control} with each of the others, at each budget. Ratio: of the shares of the optimum's speed, each "
         f"the mean over seeds, {limits}. "
         "Chance: that a search of the first ends faster than one of the second (effect size; 0.5 is none). "
-        "p: Wilcoxon's signed ranks over tables with Holm's correction for all of one budget; none with fewer than "
-        "6 tables."
+        "p: Wilcoxon's signed ranks over tables with Holm's correction for all of one budget; the smallest that "
+        f"{several(len(blocks), 'table')} and {several(len(others), 'comparison')} can give is "
+        f"{smallest_p(len(blocks), len(others)):.3g}."
     )
     return Table(name="pairs", title="Pairs", cells=cells, raw=raw, note=note)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from harness.api import Array
 from harness.errors import CandidateError, UserError
 from harness.evaluators.feeding import image_input, image_size
 from harness.evaluators.intervals import drop_estimate, metric_estimate, too_few
+from harness.feeds import Types
 from harness.graph.declared import read_declared
 from harness.measure.stats import Interval
 from harness.run.config import Use
@@ -23,6 +25,7 @@ from harness.workflows.spec import Dataset
 
 __all__ = ["ACCEPTABLE", "Line", "advice", "compared"]
 
+RUN_WIDE = "run in float32, see above"
 ACCEPTABLE = 0.01
 """A larger drop asks for other skip_names (TAO documentation, "ModelOpt ONNX Backend", step 5: above 1 to 2 %)."""
 
@@ -64,7 +67,8 @@ def compared(found: Sequence[Scored]) -> tuple[Line, ...]:
         own = metric_estimate(scored.accuracy, scored.metric)
         figure = Interval(value=value, low=value, high=value) if own is None else own.interval
         drop = None if scored is first else _drop(first, scored)
-        note = "" if own is None else too_few(own.images)
+        few = "" if own is None else too_few(own.images)
+        note = "; ".join(filter(None, (few, RUN_WIDE if scored.note else "")))
         lines.append(Line(scored=scored, figure=figure, drop=drop, note=note))
     return tuple(lines)
 
@@ -85,22 +89,28 @@ def advice(line: Line, dataset: Dataset, base: Path, observer: Observer) -> list
     if path is None:
         return [*head, f"(which ones cannot be said: the ONNX file of {line.scored.what} is not there)"]
     try:
-        return head + suggestion(rank(path, _feeds(path, dataset, base), observer))
-    except CandidateError as error:
+        return head + suggestion(rank(path, _feeds(path, line.scored.inputs, dataset, base), observer))
+    except (CandidateError, UserError) as error:
         return [*head, f"(which ones cannot be said: {error})"]
 
 
-def _feeds(path: Path, dataset: Dataset, base: Path) -> Iterable[Mapping[str, Array]]:
-    """A few inputs, of the calibration data where they are named, else of the labelled images."""
+def _feeds(path: Path, inputs: Types, dataset: Dataset, base: Path) -> Iterable[Mapping[str, Array]]:
+    """Return a few inputs, of the calibration data where they are named, else of the labelled images.
+
+    Args:
+        path: The model.
+        inputs: As the evaluation fed them; where they are not known, the model and the spec say.
+        dataset: Section `dataset`.
+        base: Folder that relative paths start from.
+    """
     declared, sources = read_declared(path), dataset.test_data_sources
-    types = static_types(declared, static_shapes(declared, 1, dataset.shapes))
-    name = image_input(types)
-    layout = decoder_of(declared.outputs, image_size(name, types[name][1]))
-    changes = {
-        "samples": 4,
-        "calibration_data": dataset.calibration_data or (sources and sources.image_dir),
-        "preprocess": dataset.preprocess or (layout and Use(use=layout)),
-    }
+    types = inputs or static_types(declared, static_shapes(declared, 1, dataset.shapes, dims=dataset.dims))
+    evaluated = None if sources is None else sources.image_dir or sources.arrays
+    changes: dict[str, Any] = {"samples": 4, "calibration_data": dataset.calibration_data or evaluated}
+    if sources is not None and sources.image_dir is not None and dataset.preprocess is None:
+        name = image_input(types)
+        layout = decoder_of(declared.outputs, image_size(name, types[name][1]))
+        changes["preprocess"] = layout and Use(use=layout)
     return calibration_feeds(dataset.model_copy(update=changes), types, base).batches
 
 

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,8 +16,8 @@ from typing import Any
 from harness import registry
 from harness.api import Accuracy, Artifact, Benchmarker, Candidate, Evaluator
 from harness.errors import CandidateError, UserError
-from harness.evaluators.feeding import image_input, image_size
-from harness.evaluators.inputs import doubt, evaluator_params
+from harness.evaluators.feeding import image_size
+from harness.evaluators.inputs import doubt, evaluator_params, image_supplies
 from harness.feeds import Types
 from harness.graph.cleaning.shapes import parse_shape
 from harness.graph.declared import Dims, fix_shapes
@@ -45,7 +45,15 @@ SPEC_KEYS: Mapping[str, str] = MappingProxyType(
         "count": "dataset.count",
     }
 )
-"""Of the mapping that `source_of` makes."""
+"""Keys of the spec by those of the mapping that `source_of` makes of images."""
+ARRAY_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "path": "dataset.test_data_sources.arrays",
+        "labels": "dataset.test_data_sources.labels",
+        "count": "dataset.count",
+    }
+)
+"""The same of arrays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +66,8 @@ class Scored:
         metric: Name of the primary figure of `accuracy`.
         model: The ONNX file, where it is known and there.
         evaluate_s: Wall-clock of the evaluation.
+        note: What is to be known of how it was run; "" as a rule.
+        inputs: Element type and shape of each input, as the engine has them.
     """
 
     name: str
@@ -68,6 +78,8 @@ class Scored:
     precisions: tuple[str, ...]
     model: Path | None
     evaluate_s: float
+    note: str = ""
+    inputs: Types = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +110,7 @@ def evaluate(spec: Spec, source: Path, observer: Observer | None = None) -> Scor
     chosen = _as_built(section(spec.evaluate, "evaluate", str(source)), base)
     started_s = time.monotonic()
     try:
-        with respelled(SPEC_KEYS, str(source)), _opened(chosen, spec.dataset, base) as subject:
+        with respelled(_keys(spec.dataset), str(source)), _opened(chosen, spec.dataset, base) as subject:
             use = _evaluator_use(chosen, spec.dataset, base, subject)
             evaluator: Evaluator = registry.create("evaluator", use.use, use.params)
             accuracy = _scored(subject, evaluator, seen, source.stem)
@@ -117,27 +129,43 @@ def evaluate(spec: Spec, source: Path, observer: Observer | None = None) -> Scor
         precisions=subject.precisions,
         model=subject.model,
         evaluate_s=time.monotonic() - started_s,
+        note=str(subject.artifact.info.get("arithmetic", "")),
+        inputs=subject.inputs,
     )
     _keep(scored, base / spec.results_dir)
     return scored
 
 
 def source_of(dataset: Dataset) -> dict[str, Any]:
-    """The labelled images of section `dataset`, as evaluators take them.
+    """Return the labelled data of section `dataset`, as evaluators take them.
 
     Raises:
         UserError: There are none, or no labels.
     """
     sources = dataset.test_data_sources
-    if sources is None or sources.json_file is None:
+    found: dict[str, Any]
+    if sources is not None and sources.arrays is not None:
+        found = {"use": Path(sources.arrays).suffix.removeprefix("."), "path": sources.arrays}
+        if found["use"] not in ("npz", "npy"):
+            raise UserError(f"{ARRAY_KEYS['path']}: a .npz or .npy file, but got {sources.arrays}")
+        if sources.labels is not None:
+            found["labels"] = sources.labels
+    elif sources is None or sources.image_dir is None or sources.json_file is None:
         raise UserError(
             "dataset.test_data_sources: image_dir and json_file are needed, the images and their labels (.json as COCO "
-            "has them, or .txt with lines 'FILENAME CLASS')"
+            "has them, or .txt with lines 'FILENAME CLASS'), or arrays and labels (a .npz file and the name of an "
+            "array in it)"
         )
-    found: dict[str, Any] = {"use": "images", "images": sources.image_dir, "labels": sources.json_file}
+    else:
+        found = {"use": "images", "images": sources.image_dir, "labels": sources.json_file}
     if dataset.classes:
         found["classes"] = list(dataset.classes)
     return found if dataset.count is None else {**found, "count": dataset.count}
+
+
+def _keys(dataset: Dataset) -> Mapping[str, str]:
+    sources = dataset.test_data_sources
+    return SPEC_KEYS if sources is None or sources.arrays is None else ARRAY_KEYS
 
 
 def _as_built(chosen: EvaluateSection, base: Path) -> EvaluateSection:
@@ -194,7 +222,7 @@ def _unknown(path: Path, dataset: Dataset) -> EngineFacts:
 
 def _model(chosen: EvaluateSection, dataset: Dataset, base: Path, scratch: Path) -> _Subject:
     path, declared = onnx_file(str(chosen.onnx_file), base, "evaluate.onnx_file")
-    shapes = static_shapes(declared, dataset.batch_size, dataset.shapes)
+    shapes = static_shapes(declared, dataset.batch_size, dataset.shapes, dims=dataset.dims)
     dynamic = any(None in dims for _, dims in declared.inputs.values())
     file = fix_shapes(path, shapes, scratch / "model.onnx") if dynamic else path
     runtime: Benchmarker = registry.create("benchmarker", chosen.backend.use, chosen.backend.params)
@@ -207,18 +235,26 @@ def _model(chosen: EvaluateSection, dataset: Dataset, base: Path, scratch: Path)
 
 def _evaluator_use(chosen: EvaluateSection, dataset: Dataset, base: Path, subject: _Subject) -> Use:
     data = source_of(dataset)
-    for key in ("images", "labels"):
-        found_file(data[key], base, SPEC_KEYS[key])
-    name = image_input(subject.inputs)
-    shape = subject.inputs[name][1]
+    keys = _keys(dataset)
+    for key in ("images", "labels") if "images" in data else ("path",):
+        found_file(data[key], base, keys[key])
+    images = image_supplies(data, subject.inputs)
+    shape = images["input_shape"] or next(iter(shape for _, shape in subject.inputs.values()))
     if "batch_size" in dataset.model_fields_set and dataset.batch_size != shape[0]:
         logger.warning("dataset.batch_size: %d is left aside: %s takes %d", dataset.batch_size, subject.what, shape[0])
-    layout = decoder_of(subject.outputs, image_size(name, shape))
-    use = chosen.evaluator or Use(use="top1" if str(data["labels"]).endswith(".txt") else "coco_map")
-    params: dict[str, Any] = {"data": data, "preprocess": _preprocess(dataset, layout), **use.params}
-    if use.use == "coco_map":
-        params.setdefault("decode", _needed(chosen.decode or layout, "evaluate.decode", "decoder"))
-    supplied = {"input_name": name, "input_shape": shape, "inputs": subject.inputs, "base": base}
+    use = chosen.evaluator or Use(use="coco_map" if str(data.get("labels")).endswith(".json") else "top1")
+    params: dict[str, Any] = {"data": data, **use.params}
+    if "images" in data:
+        layout = decoder_of(subject.outputs, image_size(images["input_name"], shape))
+        params.setdefault("preprocess", _preprocess(dataset, layout))
+        if use.use == "coco_map":
+            params.setdefault("decode", _needed(chosen.decode or layout, "evaluate.decode", "decoder"))
+    if "reference" in registry.signature("evaluator", use.use).parameters:
+        raise UserError(
+            f"evaluate.evaluator: {use.use!r} compares with the float model, which a spec file does not name; use "
+            "it in an experiment (qdq run), or harness.evaluators.sqnr.output_sqnr in Python"
+        )
+    supplied = {**images, "inputs": subject.inputs, "base": base}
     return Use(use=use.use, params=evaluator_params(use.use, params, supplied))
 
 
@@ -245,6 +281,7 @@ def _keep(scored: Scored, results: Path) -> None:
         "per_item": list(scored.accuracy.per_item),
         "evidence": scored.accuracy.evidence,
         "evaluate_s": round(scored.evaluate_s, 3),
+        **({"note": scored.note} if scored.note else {}),
     }
     try:
         results.mkdir(parents=True, exist_ok=True)

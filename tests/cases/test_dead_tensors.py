@@ -11,9 +11,11 @@ import onnx
 import pytest
 from fidelity_of import quantizer
 
-from harness.calibrate.ranges import METHODS, finite_ranges, remarks
+from harness.calibrate.ranges import METHODS, finite_ranges, refuse_empty, remarks
+from harness.errors import UserError
 from harness.graph.build import GraphBuilder
 from harness.graph.dialects import ONNXRUNTIME_7BIT, OPENVINO_7BIT, Dialect
+from search.space import Space
 
 TOKENS, WIDTH, HEADS = 16, 32, 4
 
@@ -65,6 +67,16 @@ def test_next_to_nothing_is_as_dead_as_zero(value: float) -> None:
     ranges = {"dead": (-value, value), "small": (0.0, 1e-6)}
     assert set(finite_ranges(ranges)) == {"small"}
     assert "'dead'" in remarks(ranges)[0]
+
+
+def test_a_model_with_nothing_but_dead_tensors_is_refused(tmp_path: Path) -> None:
+    g = GraphBuilder("dead")
+    dead = g.op("Mul", g.input("x", (1, 4, 8, 8)), g.const(np.zeros((1, 4, 8, 8), np.float32)), outputs=["dead"])[0]
+    g.output(g.op("Relu", dead), name="y")
+    made = quantizer(g.build(), OPENVINO_7BIT, [{"x": np.zeros((1, 4, 8, 8), np.float32)}], tmp_path)
+    assert not made.resolved
+    with pytest.raises(UserError, match=r"calibration leaves nothing to quantize.*'dead'"):
+        refuse_empty(Space(()), made.ranges, "m.onnx")
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -12,35 +12,20 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx_graphsurgeon as gs
 from onnx import helper, numpy_helper
 from onnx_graphsurgeon.logger import G_LOGGER
 from onnx_graphsurgeon.util.exception import OnnxGraphSurgeonException
 
 from harness.errors import UserError
-from harness.graph.cleaning.guard import sturdy
+from harness.graph.cleaning.constants import BOX, FOLD_BYTES, LARGE_BYTES, Weights, folded, surgeon
 from harness.graph.model import captures, graphs, subgraphs
 
 __all__ = [
-    "Weights", "attach", "densify", "detach", "is_known", "lower_constants", "mask_unknown", "name_nodes", "tidy",
-    "unmask",
+    "Weights", "attach", "constant_value", "densify", "detach", "is_known", "lower_constants", "mask_unknown",
+    "name_nodes", "tidy", "unmask",
 ]  # fmt: skip
 
-Weights = dict[str, onnx.TensorProto]
-"""Detached initializers by name."""
-
-LARGE_BYTES = 4096
-"""Initializers above this size are weights; smaller ones may be shapes, which inference wants to see."""
-
-FOLD_BYTES = 1 << 28
-"""Constants larger than this are not computed ahead."""
-
 MASK = "qdq.unknown."
-_BOX = "qdq.box"
-_NOT_FOLDED = frozenset(
-    {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "RandomNormal", "RandomUniform",
-     "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
-)  # fmt: skip
 
 
 def detach(graph: onnx.GraphProto) -> Weights:
@@ -113,7 +98,7 @@ def lower_constants(graph: onnx.GraphProto) -> None:
     """Turn Constant nodes of the main graph into initializers, in place."""
     rest = []
     for node in graph.node:
-        value = _constant(node) if node.op_type == "Constant" and not node.domain else None
+        value = constant_value(node) if node.op_type == "Constant" and not node.domain else None
         if value is None:
             rest.append(node)
         else:
@@ -151,19 +136,12 @@ def tidy(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weights, sourc
     boxed = {node.name for node in graph.node if any(subgraphs(node)) or not is_known(node, opsets)}
     shown = [_box(node) if node.name in boxed else node for node in graph.node]
     outputs = [value.name for value in graph.output]
-    computed: set[str] = set()
-    values: dict[str, np.ndarray[Any, Any]] = {}
     try:
         with G_LOGGER.suppress(G_LOGGER.CRITICAL + 1):
             if not _is_sorted(shown):  # an order that is right is kept, as the file's author meant it
                 shown = _sorted(shown, opsets, outputs)
             constants = {tensor.name: tensor for tensor in graph.initializer} | weights
-            foldable = _foldable(shown, constants.keys())
-            if foldable:
-                what = f"{source}: the computation of constants"
-                needed = {name: constants[name] for node in foldable for name in node.input if name in constants}
-                read = _read(shown, foldable)
-                computed, values = sturdy(what, _folded, foldable, read, outputs, opsets, needed)
+            computed, values = folded(shown, constants, outputs, opsets, source)
     except OnnxGraphSurgeonException as error:
         raise UserError(f"{source}: its nodes cannot be put in order: {error}; export the model again") from error
     used, kept = set(outputs), []
@@ -179,62 +157,10 @@ def tidy(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weights, sourc
 
 
 def _sorted(nodes: list[onnx.NodeProto], opsets: dict[str, int], outputs: Iterable[str]) -> list[onnx.NodeProto]:
-    surgeon = _surgeon(nodes, opsets, outputs)
-    surgeon.toposort()
+    shown = surgeon(nodes, opsets, outputs)
+    shown.toposort()
     by_name = {node.name: node for node in nodes}
-    return [by_name[node.name] for node in surgeon.nodes]
-
-
-def _read(nodes: list[onnx.NodeProto], foldable: list[onnx.NodeProto]) -> list[str]:
-    """What other nodes read of what these make."""
-    names = {node.name for node in foldable}
-    made = {name for node in foldable for name in node.output if name}
-    return list(dict.fromkeys(name for node in nodes if node.name not in names for name in node.input if name in made))
-
-
-def _folded(
-    foldable: list[onnx.NodeProto],
-    read: list[str],
-    outputs: list[str],
-    opsets: dict[str, int],
-    constants: Weights,
-) -> tuple[set[str], dict[str, np.ndarray[Any, Any]]]:
-    """Compute what depends on constants alone.
-
-    Returns:
-        Names of the nodes that are not needed any more, and values of tensors that they made.
-    """
-    names = {node.name for node in foldable}
-    made = {name for node in foldable for name in node.output if name}
-    reader = onnx.NodeProto(name=_BOX, op_type="Reader", domain=_BOX, input=read, output=[_BOX])
-    ends = [_BOX, *(name for name in outputs if name in made)]
-    surgeon = _surgeon([*foldable, reader], opsets, ends, constants.values())
-    surgeon.fold_constants(
-        fold_shapes=False,
-        recurse_subgraphs=False,
-        flatten_subgraphs=False,
-        size_threshold=FOLD_BYTES,
-        should_exclude_node=lambda node: node.name not in names,
-    )
-    surgeon.cleanup()
-    computed = {t.name: t for t in surgeon.tensors().values() if isinstance(t, gs.Constant) and t.name not in constants}
-    values = {name: np.asarray(tensor.values) for name, tensor in computed.items()}
-    return names - {node.name for node in surgeon.nodes}, values
-
-
-def _surgeon(
-    nodes: Iterable[onnx.NodeProto],
-    opsets: dict[str, int],
-    outputs: Iterable[str],
-    constants: Iterable[onnx.TensorProto] = (),
-) -> gs.Graph:
-    imports = [helper.make_opsetid(domain, version) for domain, version in opsets.items()]
-    shown = onnx.ModelProto(graph=onnx.GraphProto(name="shown"), ir_version=10, opset_import=imports)
-    shown.graph.node.extend(nodes)
-    shown.graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
-    shown.graph.initializer.extend(constants)
-    # Inputs need not be shown, and must not be: it compares each of them with every tensor (onnx-graphsurgeon 0.6).
-    return gs.import_onnx(shown)
+    return [by_name[node.name] for node in shown.nodes]
 
 
 def _is_sorted(nodes: Iterable[onnx.NodeProto]) -> bool:
@@ -246,20 +172,9 @@ def _is_sorted(nodes: Iterable[onnx.NodeProto]) -> bool:
     return True
 
 
-def _foldable(nodes: Iterable[onnx.NodeProto], known: Iterable[str]) -> list[onnx.NodeProto]:
-    """Nodes that depend on constants alone."""
-    constants = {*known, ""}
-    found = []
-    for node in nodes:
-        if constants.issuperset(node.input) and node.domain != _BOX and node.op_type not in _NOT_FOLDED:
-            constants.update(node.output)
-            found.append(node)
-    return found
-
-
 def _box(node: onnx.NodeProto) -> onnx.NodeProto:
     inputs = [*node.input, *sorted(captures(node))]
-    return onnx.NodeProto(name=node.name, op_type=node.op_type, domain=_BOX, input=inputs, output=node.output)
+    return onnx.NodeProto(name=node.name, op_type=node.op_type, domain=BOX, input=inputs, output=node.output)
 
 
 def _replace(field: Any, values: list[Any]) -> None:
@@ -268,8 +183,8 @@ def _replace(field: Any, values: list[Any]) -> None:
     field.extend(values)
 
 
-def _constant(node: onnx.NodeProto) -> onnx.TensorProto | None:
-    """The value of a Constant node as a tensor of its own; None for a sparse one."""
+def constant_value(node: onnx.NodeProto) -> onnx.TensorProto | None:
+    """Return the value of a Constant node as a new tensor; None for a sparse one."""
     attribute = node.attribute[0]
     value = helper.get_attribute_value(attribute)
     tensor = onnx.TensorProto()

@@ -24,7 +24,7 @@ from typing import Any, TypeVar, TypeVarTuple
 from harness.errors import UserError
 from harness.measure.worker import Worker, end_with_driver
 
-__all__ = ["serve", "sturdy"]
+__all__ = ["Fallen", "serve", "sturdy"]
 
 LIMIT_S = 60.0
 """Shape inference of the largest models takes seconds."""
@@ -33,17 +33,31 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
-def sturdy(what: str, work: Callable[[*Ts], T], *args: *Ts) -> T:
-    """What `work` gives, which another process does; the first call waits a tenth of a second for its start.
+class Fallen(UserError):
+    """The helper process crashed, or exceeded a limit.
+
+    Attributes:
+        how: What happened, as the predicate of a sentence.
+        crashed: False if a limit was exceeded.
+    """
+
+    def __init__(self, what: str, how: str, *, crashed: bool) -> None:
+        super().__init__(f"{what} {how}: damaged, or made to do so; fetch or export the model again")
+        self.how, self.crashed = how, crashed
+
+
+def sturdy(what: str, work: Callable[[*Ts], T], *args: *Ts, memory_gb: float = math.inf) -> T:
+    """Return what `work` returns in the helper process, whose start takes a tenth of a second at the first call.
 
     Args:
         what: Begins the message: which file, and what is done with it.
         work: A function that can be found by its name; what it takes, gives and raises can be pickled.
+        memory_gb: Memory that the process may have in use.
 
     Raises:
-        UserError: The process fell, or did not end in time.
+        Fallen: The process crashed, did not end in time, or took too much memory.
     """
-    result: T = _helper(os.getpid()).call(what, (work, args))
+    result: T = _helper(os.getpid()).call(what, (work, args), memory_gb)
     return result
 
 
@@ -72,28 +86,30 @@ class _Helper:
         self._turn = threading.Lock()
         self._worker: Worker | None = None
 
-    def call(self, what: str, order: object) -> Any:
+    def call(self, what: str, order: object, memory_gb: float) -> Any:
         with self._turn:
-            value, error = self._answer(what, order)
+            value, error = self._answer(what, order, memory_gb)
         if error is not None:
             raise error
         return value
 
-    def _answer(self, what: str, order: object) -> tuple[Any, Exception | None]:
+    def _answer(self, what: str, order: object, memory_gb: float) -> tuple[Any, Exception | None]:
         with ExitStack() as fallen:
             fallen.callback(self._stop)
-            worker = self._ready()
+            worker, crashed = self._ready(), False
             try:
                 worker.send(order)
-                value, error = worker.receive(LIMIT_S, math.inf)
+                value, error = worker.receive(LIMIT_S, memory_gb)
             except TimeoutError:
                 how = f"takes more than {LIMIT_S:g} s"
+            except MemoryError:
+                how = f"takes more than {memory_gb:.1f} GB of memory"
             except (EOFError, OSError):
-                how = worker.ending()
+                how, crashed = worker.ending(), True
             else:
                 fallen.pop_all()
                 return value, error
-        raise UserError(f"{what} {how}: damaged, or made to do so; fetch or export the model again")
+        raise Fallen(what, how, crashed=crashed)
 
     def _ready(self) -> Worker:
         """The process; a fresh one where that has ended meanwhile, as when the kernel needs its memory."""

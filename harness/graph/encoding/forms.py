@@ -72,13 +72,14 @@ class NodeForm:
         node: A record of the graph.
         stored: The constants by their dequantized tensor.
         replaced: Constants of the float model that it does not read any more.
-        biases: How many of the constants are biases, which went along with a weight.
+        quantized: Name and precision of each constant that the placement asks for; a bias stored with its weight is
+            not among them.
     """
 
     node: bytes
     stored: Mapping[str, Stored] = field(default_factory=dict)
     replaced: tuple[str, ...] = ()
-    biases: int = 0
+    quantized: frozenset[tuple[str, str]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +139,7 @@ class Encoder:
             node=self._pieces[index].rewired(inputs, outputs),
             stored={stored.output: stored for stored in constants.values()},
             replaced=tuple(node.inputs[slot] for slot in constants),
-            biases=len(constants.keys() - asked.keys()),
+            quantized=frozenset((node.inputs[slot], asked[slot]) for slot in constants.keys() & asked.keys()),
         )
 
     def behind(self, marks: frozenset[Mark]) -> PairForm:

@@ -98,6 +98,20 @@ def test_an_engine_does_not_depend_on_its_files(benchmarker: Benchmarker, tmp_pa
         assert np.isfinite(probe.infer(feeds)["y:0"]).all()
 
 
+def test_outputs_are_those_of_the_model_alone(benchmarker: Benchmarker, tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Relu", ["x"], ["before"]),
+        helper.make_node("Cast", ["before"], ["y"], to=TensorProto.FLOAT),
+        helper.make_node("Identity", ["y"], ["z"]),
+    ]
+    values = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 4]) for name in "xyz"}
+    graph = helper.make_graph(nodes, "merged", [values["x"]], [values["y"], values["z"]])
+    path = tmp_path / "merged.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    with benchmarker.open(benchmarker.build(candidate(path), tmp_path)) as probe:
+        assert set(probe.infer({"x": np.ones((1, 4), np.float32)})) == {"y", "z"}
+
+
 def test_refused_models_give_the_runtimes_own_words(benchmarker: Benchmarker, tmp_path: Path) -> None:
     (tmp_path / "broken.onnx").write_bytes(b"nonsense")
     with pytest.raises(BuildFailed, match=r"refuses broken\.onnx: .*(Unable to read|Protobuf parsing failed)"):

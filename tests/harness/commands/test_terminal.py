@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,14 @@ def test_a_link_keeps_its_name_and_is_followed_where_it_is_left_by_dots(tmp_path
 def test_a_pipe_gets_the_headings_too(capsys):
     table(("name", "value"), [("a", "1"), ("b", "2")])
     assert capsys.readouterr().out.splitlines() == ["name\tvalue", "a\t1", "b\t2"]
+
+
+def test_cells_are_text_and_no_markup_on_a_terminal(monkeypatch):
+    class Screen(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stdout", Screen())
+    table(("what", "state"), [("tensorrt", "pip install '.[tensorrt]'"), ("[bold]x[/]", "ok")])
+    assert "'.[tensorrt]'" in sys.stdout.getvalue()
+    assert "[bold]x[/]" in sys.stdout.getvalue()

@@ -9,9 +9,11 @@ import pytest
 
 from harness import registry
 from harness.errors import EvaluationFailed, UserError
-from harness.evaluators.fidelity import MAX_SQNR_DB, Fidelity, compare
+from harness.evaluators.closeness import closeness, layout_of
+from harness.evaluators.fidelity import Fidelity
 from harness.evaluators.inputs import evaluator_params
-from harness.evaluators.intervals import metric_estimate
+from harness.evaluators.intervals import contradiction, metric_estimate
+from harness.evaluators.sqnr import MAX_SQNR_DB
 
 INPUTS = {"x": ("float", (1, 5)), "mask": ("bool", (1, 5))}
 
@@ -22,6 +24,10 @@ def open_evaluator(use: str, params: Mapping[str, Any], supplied: Mapping[str, A
 
 def engine(feeds: Any) -> dict[str, np.ndarray]:
     return {"/head/out": feeds["x"] * 3 + feeds["mask"]}
+
+
+def compare(reference: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> dict[str, float]:
+    return closeness([(reference, outputs)], layout_of([reference])).metrics
 
 
 def fidelity(folder: Path, **params: Any) -> Fidelity:
@@ -139,11 +145,13 @@ def test_outputs_that_are_the_same_all_over_are_left_out_and_named(tmp_path: Pat
         return {name: array + (1e-7 if name == "off" else 0.01) for name, array in exact.items()}
 
     found = evaluator.score(rounded)
-    assert found.note == "fidelity leaves out what is the same all over, on all inputs: 'off', 'full'"
+    left_out = "fidelity leaves out what is the same all over, on all inputs: 'off', 'full'"
+    assert found.note.startswith(f"{left_out}. worst: output 'mean'")
+    assert evaluator.score(with_still_outputs).note == left_out
     plain = fidelity(tmp_path / "plain", samples=3)
     plain.prepare(lambda f: {k: v for k, v in with_still_outputs(f).items() if k not in ("off", "full")})
     assert found.metrics == plain.score(rounded).metrics
-    assert plain.score(rounded).note == ""
+    assert plain.score(with_still_outputs).note == ""
 
 
 def test_one_number_for_each_sample_is_compared(tmp_path: Path) -> None:
@@ -177,3 +185,40 @@ def test_what_a_large_model_leaves_out_is_named_in_short(tmp_path: Path) -> None
 
     evaluator.prepare(many)
     assert evaluator.score(many).note.endswith("'dead0', 'dead1', 'dead2', 'dead3', 'dead4' and 2 more")
+
+
+def two_heads(feeds: Any) -> dict[str, np.ndarray]:
+    return {"depth": feeds["x"] + 1, "cls": feeds["x"] * 2}
+
+
+def test_the_worst_output_decides_and_is_named(tmp_path: Path) -> None:
+    evaluator = fidelity(tmp_path, samples=4)
+    evaluator.prepare(two_heads)
+    found = evaluator.score(lambda feeds: {**two_heads(feeds), "depth": np.zeros((1, 5))})
+    assert found.metrics["sqnr_db"] == pytest.approx(0)
+    assert found.metrics["cosine"] == 0
+    assert "worst: output 'depth': 0.0 dB" in found.note
+    assert contradiction(found, "sqnr_db") == ""
+    assert len(found.per_item) == 4
+    assert evaluator.score(two_heads).note == ""
+
+
+def test_batches_without_any_error_do_not_hide_the_others(tmp_path: Path) -> None:
+    evaluator = fidelity(tmp_path, samples=4)
+    evaluator.prepare(engine)
+    calls = iter(range(4))
+
+    def half_dead(feeds: Any) -> dict[str, np.ndarray]:
+        exact = engine(feeds)
+        return exact if next(calls) % 2 else {name: array * 0 for name, array in exact.items()}
+
+    assert evaluator.score(half_dead).metrics["sqnr_db"] == pytest.approx(0)
+
+
+def test_outputs_that_are_not_compared_are_named(tmp_path: Path) -> None:
+    def ranked(feeds: Any) -> dict[str, np.ndarray]:
+        return {**engine(feeds), "label": np.array([1])}
+
+    evaluator = fidelity(tmp_path, samples=2)
+    evaluator.prepare(ranked)
+    assert "'label'" in evaluator.score(ranked).note

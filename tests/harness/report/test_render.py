@@ -236,6 +236,14 @@ def test_faster_with_outputs_that_are_not_finite_does_not_read_as_a_recommendati
     assert "1 faster but not scored" in index(results, write_tables(results, folder / "report"), {})
 
 
+def test_a_tool_that_calibrated_by_another_method_says_so_in_its_row(folder):
+    change(folder, tool_methods={"linear": "entropy"}, calibration={"method": "mse"})
+    text = tables(folder)
+    head, *lines = cells_of(folder / "report" / "main.md")
+    assert "linear (entropy)" in [line[head.index("method")] for line in lines]
+    assert f"Baselines of {CELL}: calibrated linear by entropy, the nearest that the tool has to mse." in text
+
+
 def test_random_data_and_few_images_are_said_below_every_table(folder):
     path = folder / CELL / "accuracy.json"
     body = json.loads(path.read_text())
@@ -410,19 +418,27 @@ def test_a_terminal_sees_marks_instead_of_markup_and_what_all_rows_share_once(fo
     assert all(len(line) <= 160 for line in plain.splitlines())
 
 
-def test_where_a_terminal_is_narrow_intervals_stand_below_and_no_name_is_cut(folder):
+def test_columns_that_do_not_fit_go_to_a_second_table_and_no_name_is_cut(folder):
     results = load_results(folder)
     drawing = drawing_of(results, write_tables(results, folder / "report"))
-    for width, below in ((190, False), (150, True), (110, False), (85, False)):
+    for width in (190, 100, 80):
         console = Console(file=io.StringIO(), width=width, record=True)
         console.print(drawing)
-        text = console.export_text()
-        lines = text.splitlines()
-        best = next(n for n, line in enumerate(lines) if " random " in line)
-        assert ("[4.000, 4.000]" in lines[best + 1]) == below
-        assert ("A wider terminal shows the intervals." in text) == (width < 150)
-        assert "…" not in text, "wrapped where need be, never cut"
+        lines = console.export_text().splitlines()
+        first = next(n for n, line in enumerate(lines) if " random " in line)
+        again = [n for n, line in enumerate(lines) if "random " in line and n > first and "faster" in line]
+        assert bool(again) == (width < 190), "the verdict is in another table"
+        assert any("[4.000, 4.000]" in line for line in lines)
+        assert not [line for line in lines if "…" in line], "wrapped, never cut"
         assert max(map(len, lines)) <= width
+
+
+def test_a_pipe_gets_tables_of_100_columns_and_each_note_once(folder):
+    text = tables(folder)
+    assert "<u>" not in text
+    assert max(len(line) for line in text.splitlines() if line.startswith("|")) <= 100
+    notes = [line for line in text.splitlines() if line and not line.startswith("|")]
+    assert len(notes) == len(set(notes))
 
 
 def test_a_pipe_gets_markdown_and_a_terminal_a_drawing(folder, monkeypatch):
@@ -487,7 +503,7 @@ def test_an_experiment_that_has_not_begun_says_so(folder):
     text = tables(folder)
     assert text.startswith("No cell has begun yet.")
     assert "UNFINISHED, so this is partial: net-openvino-int8" in text
-    assert "| missing" in text
+    assert "device: missing" in text
 
 
 @pytest.mark.parametrize("name", ["cell.json", "rows.json", "accuracy.json"])
@@ -561,6 +577,17 @@ def test_what_cannot_be_told_from_the_best_is_underlined(folder, confirmation_ma
     assert r"\underline{2.00 [2.00, 2.00]}" in (folder / "report" / "main.tex").read_text()
     raw = pd.read_csv(folder / "report" / "main.csv")
     assert raw.loc[raw["tied"], "method"].tolist() == ["all", "random"]
+
+
+def test_a_tie_with_float_is_not_the_fastest_and_a_slower_row_is_not_tied(folder, confirmation_maker):
+    confirmation_maker(folder / CELL, {"A/A twin": 8.0, "float": 8.0, "all": 8.2, "aa": 7.99, "bb": 5.0})
+    write_json(folder / CELL / "floor.json", {"floor": 0.01})
+    change(folder, goal=asdict(Goal()))
+    tables(folder)
+    lines = {(line[2], line[3]): (line[5], line[-1]) for line in cells_of(folder / "report" / "main.md")}
+    assert lines["f32", "float"] == ("**1.00 [1.00, 1.00]**", "baseline")
+    assert lines["int8+f32", "random"] == ("<u>1.00 [1.00, 1.00]</u>", "tie: use float")
+    assert lines["int8+f32", "all"] == ("0.98 [0.98, 0.98]", "slower")
 
 
 def test_decisions_say_what_is_shipped_and_why_not(folder):

@@ -17,6 +17,7 @@ from harness.report.statistics import (
     quartiles,
     ranks_of,
     score_against_random,
+    smallest_p,
 )
 from harness.report.tables import interval, several
 
@@ -123,14 +124,15 @@ def test_many_seeds_that_mostly_end_at_the_best_are_compared_by_their_means():
 WORTH = {"a": (2.0, 3.0, 2.5), "b": (1.0, 1.0, 1.0)}
 
 
-def test_few_blocks_have_an_effect_and_no_test():
+def test_few_blocks_have_an_effect_and_a_p_that_cannot_be_small():
     found = compare_pairs({"a": {"x": [2.0], "y": [3.0]}, "b": {"x": [1.0], "y": [1.0]}, "c": {"z": [1.0]}})
     assert found[["first", "second"]].to_numpy().tolist() == [["a", "b"]], "c shares no block with anybody"
-    assert math.isnan(found["p_value"].item())
+    assert found["p_value"].item() == pytest.approx(smallest_p(2, 1)) == 0.5
     assert (found["low"].item(), found["high"].item()) == (0.0, math.inf), "two blocks give no interval"
     three = compare_pairs({name: {b: [v] for b, v in zip("xyz", w, strict=True)} for name, w in WORTH.items()})
     assert 0 < three["low"].item() < three["ratio"].item() < three["high"].item() < math.inf
-    assert math.isnan(found["p_holm"].item())
+    assert three["p_holm"].item() == pytest.approx(smallest_p(3, 1)) == 0.25
+    assert smallest_p(2, 10) == 1.0, "no probability above 1"
     assert found["chance"].item() == 1.0
     assert found["ratio"].item() == pytest.approx(math.sqrt(6))
 

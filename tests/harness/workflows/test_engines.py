@@ -399,3 +399,22 @@ def test_a_yolo_of_80_classes_goes_through_every_workflow(tmp_path: Path, coco: 
     (said,) = told
     assert said.startswith("spec: the float model itself has map 0.00")
     assert "decode (now 'ultralytics'" in said
+
+
+def test_arrays_with_labels_are_scored_and_held_against_the_baseline(tmp_path: Path) -> None:
+    builder = GraphBuilder("net", seed=1)
+    product = builder.op("Mul", builder.input("x", ("N", 8)), builder.input("m", ("N", 8)))
+    builder.output(builder.gemm(product, 4), ("N", 4), name="logits")
+    builder.save(tmp_path / "net.onnx")
+    rng = np.random.default_rng(0)
+    x, m = rng.normal(size=(2, 50, 8)).astype(np.float32)
+    np.savez(tmp_path / "test.npz", x=x, m=m, y=rng.integers(0, 4, 50))
+    sources = "{arrays: test.npz, labels: y}"
+    text = f"evaluate: {{onnx_file: net.onnx}}\ndataset: {{test_data_sources: {sources}, batch_size: 8}}\n"
+    found = score(text, tmp_path)
+    assert found.metric == "top1"
+    assert len(found.accuracy.per_item) == 50
+    with pytest.raises(UserError, match=r"dataset.test_data_sources.labels: .*'z'"):
+        score(text.replace("labels: y", "labels: z"), tmp_path)
+    with pytest.raises(UserError, match="'fidelity' compares with the float model"):
+        score(text.replace("{onnx_file: net.onnx}", "{onnx_file: net.onnx, evaluator: {use: fidelity}}"), tmp_path)

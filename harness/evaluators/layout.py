@@ -1,0 +1,38 @@
+"""Which decoder and preprocessing a detector wants, by the shapes of its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+__all__ = ["cells_of", "decoder_of"]
+
+STRIDES = (8, 16, 32)
+
+
+def decoder_of(outputs: Mapping[str, Sequence[int | None]], size: tuple[int, int]) -> str | None:
+    """Name of the decoder, which is also that of the preprocessing; None where the shapes fit none or several.
+
+    Args:
+        outputs: Shape of each output, the batch first.
+        size: Height and width of the model's input.
+    """
+    shapes = [tuple(each or 0 for each in dims) for dims in outputs.values()]
+    if {"labels", "boxes", "scores"} <= outputs.keys():
+        return "rtdetr"
+    if len(shapes) == 2 and all(len(shape) == 3 for shape in shapes):
+        (_, queries, width), (_, others, second) = sorted(shapes, key=lambda shape: shape[2] != 4)
+        return "rtdetr" if queries == others and width == 4 and second != 4 else None
+    cells = cells_of(size)
+    if len(shapes) == 2 * len(STRIDES) and all(len(shape) == 3 for shape in shapes):
+        return "nanodet" if sum(shape[1] for shape in shapes) == 2 * cells else None
+    if len(shapes) != 1 or len(shapes[0]) != 3:
+        return None
+    _, rows, columns = shapes[0]
+    if rows == cells and columns > 5:
+        return "yolox"
+    return "ultralytics" if columns == 6 or 4 < rows < columns else None
+
+
+def cells_of(size: tuple[int, int]) -> int:
+    """Return how many cells detectors of strides 8, 16 and 32 have for an input of this height and width."""
+    return sum(-(-size[0] // stride) * -(-size[1] // stride) for stride in STRIDES)

@@ -1,0 +1,31 @@
+"""Write models to files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+
+__all__ = ["is_large", "write"]
+
+EXTERNAL_OVER_BYTES = 1_900_000_000
+"""A file with more weights than this keeps them beside it; protobuf itself ends at 2 GiB."""
+
+
+def is_large(proto: onnx.ModelProto) -> bool:
+    """Return whether a model is too large for one file."""
+    return bool(sum(tensor.ByteSize() for tensor in proto.graph.initializer) > EXTERNAL_OVER_BYTES)
+
+
+def write(proto: onnx.ModelProto, path: Path) -> Path:
+    """Write a model to one file, or above 1.9 GB to the file and `<name>.data` beside it; same model, same bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not is_large(proto):
+        path.write_bytes(proto.SerializeToString(deterministic=True))
+        return path
+    data = path.with_name(f"{path.name}.data")
+    data.unlink(missing_ok=True)  # onnx appends to a file that is there
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    onnx.save_model(copy, path, save_as_external_data=True, location=data.name)
+    return path

@@ -1,0 +1,129 @@
+"""Q/DQ pairs in 16-bit floats: ONNX Runtime on a CPU gives what the file says, by rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from harness import registry
+from harness.api import Candidate
+from harness.graph.upcast import upcast
+from harness.run.observe import Silent
+from harness.workflows.sensitivity import rank
+
+COUNT = 4096
+VALUES = np.random.default_rng(0).normal(size=COUNT).astype(ml_dtypes.bfloat16).astype(np.float32)
+SCALE = 2.0**-6 * 1.5
+
+
+def model(kind: int, stored: int = TensorProto.INT8, inner: str = "initializer", borders: bool = False) -> Any:
+    """x -> Q -> DQ -> y in `kind`; inputs and outputs in float32, or in `kind` where `borders`.
+
+    Args:
+        inner: Where the scale comes from: an initializer, a Constant, a Cast, or from outside of a branch of an If.
+    """
+    edge = kind if borders else TensorProto.FLOAT
+    constants = [helper.make_tensor("z", stored, [], [0])]
+    nodes = [helper.make_node("Cast", ["x"], ["h"], to=kind)]
+    if inner == "constant":
+        nodes.append(helper.make_node("Constant", [], ["s"], value=helper.make_tensor("v", kind, [], [SCALE])))
+    elif inner == "cast":
+        constants.append(helper.make_tensor("s32", TensorProto.FLOAT, [], [SCALE]))
+        nodes.append(helper.make_node("Cast", ["s32"], ["s"], to=kind))
+    else:
+        constants.append(helper.make_tensor("s", kind, [], [SCALE]))
+    pair = [
+        helper.make_node("QuantizeLinear", ["h", "s", "z"], ["q"], name="q"),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["d"], name="dq"),
+        helper.make_node("Relu", ["d"], ["r"], name="relu"),
+    ]
+    if inner == "branch":
+        body = helper.make_graph(pair, "body", [], [helper.make_tensor_value_info("r", kind, [COUNT])])
+        constants.append(helper.make_tensor("yes", TensorProto.BOOL, [], [1]))
+        pair = [helper.make_node("If", ["yes"], ["r_out"], then_branch=body, else_branch=body)]
+    nodes += [*pair, helper.make_node("Cast", [pair[-1].output[0]], ["y"], to=edge)]
+    graph = helper.make_graph(
+        nodes, "g", [helper.make_tensor_value_info("x", edge, [COUNT])],
+        [helper.make_tensor_value_info("y", edge, [COUNT])], constants,
+    )  # fmt: skip
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def outputs(path: Path, folder: Path, feed: np.ndarray, optimization: str = "disabled") -> np.ndarray:
+    runtime: Any = registry.create("benchmarker", "onnxruntime", {"optimization": optimization})
+    built = runtime.build(Candidate(digest="q", edges=(), source=lambda: path), folder)
+    with runtime.open(built) as probe:
+        return np.asarray(probe.infer({"x": feed})["y"], np.float32)
+
+
+def rounded() -> np.ndarray:
+    return np.asarray(np.maximum(np.clip(np.rint(VALUES / SCALE), -128, 127) * SCALE, 0))
+
+
+@pytest.mark.parametrize("inner", ["initializer", "constant", "cast", "branch"])
+@pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
+@pytest.mark.parametrize("optimization", ["disabled", "all"])
+def test_pairs_in_16_bits_round(
+    kind: int, inner: str, optimization: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "half.onnx"
+    onnx.save(model(kind, inner=inner), path)
+    assert np.abs(outputs(path, tmp_path, VALUES, optimization) - rounded()).max() < SCALE / 100
+    assert "float32" in caplog.text
+
+
+def test_inputs_and_outputs_keep_their_types(tmp_path: Path) -> None:
+    path = tmp_path / "half.onnx"
+    onnx.save(model(TensorProto.FLOAT16, borders=True), path)
+    found = outputs(path, tmp_path, VALUES.astype(np.float16))
+    assert np.abs(found - rounded()).max() < SCALE / 100
+    wide = upcast(path, tmp_path / "wide")
+    assert wide is not None
+    graph = onnx.load(wide).graph
+    assert {v.type.tensor_type.elem_type for v in (*graph.input, *graph.output)} == {TensorProto.FLOAT16}
+    onnx.checker.check_model(onnx.load(wide), full_check=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored"), [(TensorProto.FLOAT, TensorProto.INT8), (TensorProto.FLOAT16, TensorProto.FLOAT8E4M3FN)]
+)
+def test_files_that_the_kernel_computes_rightly_stay_as_they_are(kind: int, stored: int, tmp_path: Path) -> None:
+    path = tmp_path / "right.onnx"
+    onnx.save(model(kind, stored), path)
+    assert upcast(path, tmp_path) is None
+
+
+def test_saved_engines_round_as_well(tmp_path: Path) -> None:
+    path, engine = tmp_path / "half.onnx", tmp_path / "engine.onnx"
+    onnx.save(model(TensorProto.FLOAT16), path)
+    runtime: Any = registry.create("benchmarker", "onnxruntime", {})
+    runtime.save(Candidate(digest="q", edges=(), source=lambda: path), engine)
+    with runtime.open(runtime.load(engine)) as probe:
+        assert np.abs(probe.infer({"x": VALUES})["y"] - rounded()).max() < SCALE / 100
+
+
+def test_engines_that_were_saved_in_16_bits_round_as_well(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    path, engine = tmp_path / "half.onnx", tmp_path / "engine.onnx"
+    onnx.save(model(TensorProto.FLOAT16), path)
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(engine)
+    onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    runtime: Any = registry.create("benchmarker", "onnxruntime", {})
+    with runtime.open(runtime.load(engine)) as probe:
+        assert np.abs(probe.infer({"x": VALUES})["y"] - rounded()).max() < SCALE / 100
+
+
+def test_sensitivity_ranks_what_the_file_says(tmp_path: Path) -> None:
+    sqnr_db = []
+    for kind in (TensorProto.FLOAT16, TensorProto.FLOAT):
+        path = tmp_path / f"{kind}.onnx"
+        onnx.save(model(kind), path)
+        sqnr_db.append(rank(path, [{"x": VALUES}], Silent())[0].sqnr_db)
+    assert sqnr_db[0] == pytest.approx(sqnr_db[1], abs=0.1)

@@ -1,0 +1,82 @@
+"""Nodes that move nothing are dropped; outputs keep their names and values."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import parser
+
+from harness.graph.load import from_proto
+
+CONSTANTS = """int64[1] zero = {0}, int64[1] one = {1}, int64[1] two = {2}, int64[1] four = {4}, int64[1] minus = {-1},
+int64[1] low = {-5}, int64[4] shape = {1, 4, 2, 2}, int64[4] ones = {1, 1, 1, 1},
+int64[8] none = {0, 0, 0, 0, 0, 0, 0, 0}, int64[8] shift = {0, 1, 0, 0, 0, -1, 0, 0},
+int64[1] big = {9223372036854775807}"""
+
+
+def operators(body: str, opset: int = 17) -> list[str]:
+    """Check that loading keeps outputs and their names, and return the operators of the loaded model."""
+    proto = parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["": {opset}]> g (float[1,4,2,2] x) => (float[1,4,2,2] y)
+        <{CONSTANTS}> {{ {body} }}"""
+    )
+    model = from_proto(proto, source="m.onnx", sha256="0")
+    x = np.random.default_rng(0).standard_normal((1, 4, 2, 2)).astype(np.float32)
+    sessions = [
+        onnxruntime.InferenceSession(p.SerializeToString(), providers=["CPUExecutionProvider"])
+        for p in (proto, model.proto)
+    ]
+    want, got = (session.run(None, {"x": x})[0] for session in sessions)
+    np.testing.assert_array_equal(got, want)
+    assert model.outputs == ("y",)
+    assert set(model.types) == {*model.inputs, *model.constants, *(name for n in model.nodes for name in n.outputs)}
+    onnx.checker.check_model(model.proto)
+    return [node.op for node in model.nodes]
+
+
+@pytest.mark.parametrize(
+    "noop",
+    ["Slice(r, zero, four, one)", "Slice(r, zero, big, one, one)", "Slice(r, low, four, one)", "Pad(r, none)",
+     "Transpose<perm=[0,1,2,3]>(r)", "Reshape(r, shape)", "Expand(r, ones)", "Tile(r, ones)", "Concat<axis=1>(r)"],
+)  # fmt: skip
+def test_a_no_op_goes(noop: str) -> None:
+    assert operators(f"r = Relu(x)  n = {noop}  y = Neg(n)") == ["Relu", "Neg"]
+
+
+def test_old_slices_and_pads_go_too() -> None:
+    body = "r = Relu(x)  s = Slice<axes=[1], starts=[0], ends=[4]>(r)  p = Pad<pads=[0,0,0,0,0,0,0,0]>(s)  y = Neg(p)"
+    assert operators(body, opset=9) == ["Relu", "Neg"]
+
+
+@pytest.mark.parametrize(
+    "mover",
+    ["Slice(r, minus, low, one, minus)", "Pad(r, shift)", "Transpose<perm=[0,1,3,2]>(r)", "Concat<axis=1>(h, h)"],
+)
+def test_what_moves_something_stays(mover: str) -> None:
+    body = f"r = Relu(x)  h = Slice(r, zero, two, one)  n = {mover}  k = Add(h, h)  y = Neg(n)"
+    assert mover.partition("<")[0].partition("(")[0] in operators(body)
+
+
+def test_several_in_a_row_and_a_batch_norm_behind_them() -> None:
+    proto = parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 17]> g (float[1,2,2,2] x) => (float[1,2,2,2] y, float[1,2,2,2] z)
+        <float[2,2,1,1] w = {1, 2, 3, 4}, float[2] s = {1, 2}, float[2] b = {3, 4}, int64[1] o = {0}, int64[1] e = {2},
+        int64[1] a = {1}> { c = Conv(x, w)  d = Slice(c, o, e, a)  f = Transpose<perm=[0,1,2,3]>(d)
+        y = BatchNormalization(f, s, b, b, s)  z = Slice(y, o, e, a) }"""
+    )
+    model = from_proto(proto, source="m.onnx", sha256="0")
+    assert [node.op for node in model.nodes] == ["Conv", "Slice"], "the last one makes an output"
+    assert model.outputs == ("y", "z")
+
+
+def test_one_that_a_body_reads_stays() -> None:
+    proto = parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 17]> g (float[4] x, bool k) => (float[4] y)
+        <int64[1] o = {0}, int64[1] e = {4}> { n = Slice(x, o, e)
+        y = If(k) <then_branch = t () => (float[4] p) { p = Neg(n) },
+        else_branch = f () => (float[4] q) { q = Abs(n) }> }"""
+    )
+    model = from_proto(proto, source="m.onnx", sha256="0")
+    assert [node.op for node in model.nodes] == ["Slice", "If"]

@@ -1,0 +1,204 @@
+"""Models of old opsets compute after loading what they computed before, or are refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper, parser
+
+from harness.errors import UserError
+from harness.graph.load import from_proto, load
+from harness.graph.model import Model
+
+BACKEND = Path(onnx.__file__).parent / "backend/test/data/node"
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((1, 3, 8, 8)).astype(np.float32)
+
+
+def run(proto: onnx.ModelProto, x: npt.NDArray[np.float32] = X) -> npt.NDArray[np.float32]:
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    result: npt.NDArray[np.float32] = session.run(None, {"x": x})[0]
+    return result
+
+
+def resizing(op: str, opset: int, mode: str, scales: Sequence[float], *, constant: bool = True) -> onnx.ModelProto:
+    """Return Conv, an old Upsample or Resize called "up", and another Conv."""
+    weights = [numpy_helper.from_array(RNG.standard_normal((3, 3, 3, 3)).astype(np.float32), n) for n in ("v", "w")]
+    attributes: dict[str, Any] = {"mode": mode} | ({"scales": scales} if opset < 9 else {})
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, X.shape)]
+    if opset >= 9 and constant:
+        weights.append(numpy_helper.from_array(np.array(scales, np.float32), "s"))
+    elif opset >= 9:
+        inputs.append(helper.make_tensor_value_info("s", TensorProto.FLOAT, [4]))
+    nodes = [
+        helper.make_node("Conv", ["x", "v"], ["c"], pads=[1] * 4),
+        helper.make_node(op, ["c", "s"] if opset >= 9 else ["c"], ["u"], name="up", **attributes),
+        helper.make_node("Conv", ["u", "w"], ["y"], pads=[1] * 4),
+    ]
+    graph = helper.make_graph(
+        nodes, "g", inputs, [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)], weights
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=4)
+
+
+def ready(proto: onnx.ModelProto) -> Model:
+    return from_proto(proto, source="m.onnx", sha256="0")
+
+
+@pytest.mark.parametrize(
+    ("op", "opset", "scale"),
+    [(op, n, s) for op, n in (("Upsample", 7), ("Upsample", 9), ("Resize", 10)) for s in (2.0, 1.3, 1.75)]
+    + [("Resize", 10, 0.3), ("Resize", 10, 0.75)],
+)
+@pytest.mark.parametrize("mode", ["nearest", "linear"])
+def test_resizing_stays_what_it_was(op: str, opset: int, mode: str, scale: float) -> None:
+    proto = resizing(op, opset, mode, [1, 1, scale, scale])
+    model = ready(proto)
+    np.testing.assert_array_equal(run(model.proto), run(proto))
+    resize = model.nodes[1]
+    assert (resize.op, resize.name, resize.outputs) == ("Resize", "up", ("u",))
+    assert resize.attributes["coordinate_transformation_mode"] == "asymmetric"
+
+
+def test_resizing_by_sizes_that_are_computed_from_a_shape() -> None:
+    """PyTorch exported F.interpolate so: scales computed from Shape, constant only once shapes are static."""
+    proto = parser.parse_model(
+        """<ir_version: 4, opset_import: ["": 10]> g (float[1,3,8,8] x) => (float[1,3,4,4] y) <float half = {0.5}> {
+        n = Shape(x)  f = Cast<to=1>(n)  ones = Div(f, f)  halves = Mul(ones, half)
+        s = Slice(ones, a, b)  t = Slice(halves, b, c)  scales = Concat<axis=0>(s, t)
+        y = Resize<mode="nearest">(x, scales) }"""
+    )
+    for name, value in (("a", 0), ("b", 2), ("c", 4)):
+        proto.graph.initializer.append(numpy_helper.from_array(np.array([value]), name))
+    model = ready(proto)
+    assert model.nodes[0].attributes["nearest_mode"] == "ceil"
+    np.testing.assert_array_equal(run(model.proto), run(proto))
+
+
+@pytest.mark.parametrize(
+    ("proto", "word"),
+    [
+        (resizing("Resize", 10, "nearest", [1, 1, 2, 0.5]), "enlarges"),
+        (resizing("Resize", 10, "nearest", [1, 1, 2, 2], constant=False), "not constant"),
+    ],
+)
+def test_resizing_without_an_equivalent_is_refused(proto: onnx.ModelProto, word: str) -> None:
+    with pytest.raises(UserError, match=rf"Resize 'up'.*{word}.*|{word}.*Resize 'up'"):
+        ready(proto)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, 3, -1])
+@pytest.mark.parametrize("op", ["Hardmax", "Softmax", "LogSoftmax"])
+def test_maxima_over_several_axes(op: str, axis: int) -> None:
+    proto = parser.parse_model(
+        f"""<ir_version: 6, opset_import: ["": 11]> g (float[1,3,8,8] x) => (float[1,3,8,8] y)
+        {{ r = Relu(x)  m = {op}<axis={axis}>(r)  y = Neg(m) }}"""
+    )
+    np.testing.assert_allclose(run(ready(proto).proto), run(proto), atol=1e-6)
+
+
+def test_scan_of_opset_8_is_refused() -> None:
+    with pytest.raises(UserError, match=r"Scan.*batch axis"):
+        load(BACKEND / "test_scan_sum/model.onnx")
+
+
+def test_another_meaning_that_no_rule_knows_is_refused_by_name() -> None:
+    """ONNX Runtime averages over other windows from opset 19 on if ceil_mode and count_include_pad are set."""
+    proto = parser.parse_model(
+        """<ir_version: 6, opset_import: ["": 11]> g (float[1,3,8,8] x) => (float y) { r = Relu(x)
+        [pool] p = AveragePool<kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1], ceil_mode=1, count_include_pad=1>(r)
+        y = Neg(p) }"""
+    )
+    assert len(ready(proto).nodes) == 3
+    with pytest.raises(UserError, match=r"'pool' \(AveragePool, output 'p'\).* dB.*opset 21"):
+        from_proto(proto, source="m.onnx", sha256="0", min_opset=21)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["affine_grid_2d", "batchnorm_epsilon", "clip_default_inbounds", "dropout_default_old", "gru_defaults",
+     "hardmax_axis_1", "logsoftmax_axis_0", "loop11", "lstm_with_peepholes", "maxpool_2d_ceil",
+     "reduce_sum_keepdims_random", "resize_downsample_scales_nearest", "scan9_sum",
+     "split_equal_parts_1d_opset13", "squeeze", "top_k", "upsample_nearest"],
+)  # fmt: skip
+def test_onnx_s_own_models_are_compared_and_pass(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = BACKEND / f"test_{name}/model.onnx"
+    with caplog.at_level(logging.WARNING):
+        load(path)
+    assert "not compared" not in caplog.text
+
+
+BRANCHES = """<ir_version: 6, opset_import: ["": {opset}]> g (float[1,3,8,8] x, bool k) => (float[1,3,{size},{size}] y)
+<float[4] s = {{1, 1, 1.5, 1.5}}> {{ y = If(k) <then_branch = t () => (float[1,3,{size},{size}] p) {{ p = {then} }},
+else_branch = f () => (float[1,3,{size},{size}] q) {{ q = {other} }}> }}"""
+
+
+@pytest.mark.parametrize(
+    ("opset", "body", "size"),
+    [(11, "Hardmax<axis=1>(x)", 8), (11, "Softmax<axis=2>(x)", 8), (9, 'Upsample<mode="linear">(x, s)', 12),
+     (10, 'Resize<mode="nearest">(x, s)', 12)],
+)  # fmt: skip
+def test_bodies_are_upgraded_like_the_graph(opset: int, body: str, size: int) -> None:
+    ready(parser.parse_model(BRANCHES.format(opset=opset, size=size, then=body, other=body)))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_both_branches_are_compared(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.graph.cleaning.upgrade._flatten_hardmax", lambda graph: None)
+    bodies = ("Hardmax<axis=1>(x)", "Neg(x)")[:: 1 if first else -1]
+    proto = parser.parse_model(BRANCHES.format(opset=11, size=8, then=bodies[0], other=bodies[1]))
+    with pytest.raises(UserError, match=r"\(If, output 'y'\)"):
+        ready(proto)
+
+
+def test_a_wrongly_declared_output_is_no_change_of_the_interface() -> None:
+    proto = parser.parse_model(
+        """<ir_version: 6, opset_import: ["": 11]> g (float[1,3,8,8] x, bool k) => (float[7] y)
+        { y = If(k) <then_branch = t () => (float p) { p = Softmax<axis=1>(x) },
+        else_branch = f () => (float q) { q = Relu(x) }> }"""
+    )
+    assert len(ready(proto).nodes) == 1
+
+
+@pytest.mark.parametrize(
+    ("opset", "node", "is_refused"),
+    [
+        (6, "y = Dropout(x)", True),
+        (6, "y = Dropout<is_test=1>(x)", False),
+        (6, "y = BatchNormalization(x, s, s, s, s)", True),
+        (6, "y = BatchNormalization<is_test=1>(x, s, s, s, s)", False),
+        (9, "y, a, b, c, d = BatchNormalization(x, s, s, s, s)", True),
+        (9, "y = BatchNormalization(x, s, s, s, s)", False),
+        (9, "y = Dropout(x)", False),
+    ],
+)
+def test_training_does_not_become_inference(opset: int, node: str, is_refused: bool) -> None:
+    proto = parser.parse_model(
+        f"""<ir_version: 4, opset_import: ["": {opset}]> g (float[1,3,8,8] x) => (float[1,3,8,8] y)
+        <float[3] s = {{1, 2, 3}}> {{ {node} }}"""
+    )
+    if is_refused:
+        with pytest.raises(UserError, match="training"):
+            ready(proto)
+    else:
+        assert len(ready(proto).nodes) == 1
+
+
+def test_bilinear_is_what_opset_1_calls_linear() -> None:
+    proto = parser.parse_model(
+        """<ir_version: 3, opset_import: ["": 6]> g (float[1,3,8,8] x) => (float[1,3,16,12] y)
+        { y = Upsample<height_scale=2.0, width_scale=1.5, mode="bilinear">(x) }"""
+    )
+    (resize,) = ready(proto).nodes
+    assert resize.attributes == {"mode": "linear", "coordinate_transformation_mode": "asymmetric"}

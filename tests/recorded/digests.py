@@ -1,0 +1,169 @@
+"""Digests of exported models, of a simulated run and of its tables: the reference of changes that keep the behaviour.
+
+`python tests/recorded/digests.py` records them anew; do so only with a commit that names the change of behaviour.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from harness import zoo
+from harness.cli import main
+from harness.graph import dialects
+from harness.graph.build import GraphBuilder
+from harness.graph.insert import Inserter
+from harness.graph.load import load
+from harness.graph.model import Model
+from harness.graph.space import build_space
+from search.space import Resolved
+
+FILE = Path(__file__).with_name("digests.json")
+DIALECTS = {
+    "tensorrt": dialects.TENSORRT,
+    "openvino": dialects.OPENVINO,
+    "openvino_7bit": dialects.OPENVINO_7BIT,
+    "onnxruntime": dialects.ONNXRUNTIME,
+    "onnxruntime_s8": dialects.ONNXRUNTIME_S8,
+    "onnxruntime_7bit": dialects.ONNXRUNTIME_7BIT,
+    "onnxruntime_s8_7bit": dialects.ONNXRUNTIME_S8_7BIT,
+}
+SEVEN_BITS = {name for name in DIALECTS if name.endswith("_7bit")}
+LARGE = {"resnet50", "encoder48"}
+"""Zoo models that are exported in one dialect only, since each export takes a second."""
+
+EXPERIMENT = """
+experiment: recorded
+models: [{use: convolutions.onnx, calibration: {samples: 2}}, {use: movers.onnx, calibration: {samples: 2}}]
+backends: [{use: simulated, params: {seed: 5, noise: 0.01, build_noise: 0.005, noise_seed: 7, failure_rate: 0.05}}]
+searchers: [random, random_mutation, evolutionary, local, annealing, sensitivity_greedy, portfolio, per_pattern, auto]
+initial: [float, all, linear]
+baselines: [all, linear]
+budget: {evaluations: [6, 14]}
+seeds: [0, 1]
+executor: {searches: 1}
+confirmation: {builds: 3, rounds: 4, samples: 3}
+"""
+TIMED_TABLES = ("cost", "targets")
+"""Tables of wall-clock times."""
+VARYING_COLUMNS = ["minutes", "sha256"]
+"""Columns that differ between runs (wall-clock time) or processors (digest of a file with calibrated ranges)."""
+
+
+def record() -> dict[str, str]:
+    """Return every digest by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        models = dict(model_digests(Path(folder)))
+        return {**models, **run_digests(Path(folder))}
+
+
+def model_digests(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield the digest of each exported model, named "MODEL DIALECT PRECISION PLACEMENT".
+
+    Ranges are made from tensor names, because measured ones depend on the processor in the last digit.
+    """
+    files = {name: zoo.write(name, folder / f"{name}.onnx") for name in zoo.names()}
+    files |= {f"small_{name}": build.save(folder / f"{name}.onnx") for name, build in _small().items()}
+    for name, path in files.items():
+        for label, dialect in DIALECTS.items():
+            if (name in LARGE and label != "openvino") or (name in zoo.names() and label in SEVEN_BITS):
+                continue
+            for precision in sorted(dialect.precisions):
+                model = load(path, source=name, min_opset=dialect.opset([precision]))
+                yield from _exports(f"{name} {label} {precision}", model, dialect, precision)
+
+
+def _exports(name: str, model: Model, dialect: dialects.Dialect, precision: str) -> Iterator[tuple[str, str]]:
+    space = build_space(model, dialect, precisions=[precision])
+    inserter = Inserter(model, dialect, _ranges(model))
+    rng = np.random.default_rng(0)
+    placements = {"all": space.everywhere(), "linear": space.only(("linear",)), "random": space.random(rng)}
+    for label, placement in placements.items():
+        yield f"{name} {label}", _export(inserter, space.resolve(placement))
+
+
+def _export(inserter: Inserter, resolved: Resolved) -> str:
+    proto = inserter.insert(resolved)
+    return hashlib.sha256(proto.SerializeToString(deterministic=True)).hexdigest()[:16]
+
+
+def _ranges(model: Model) -> dict[str, tuple[float, float]]:
+    names = [*model.types, *(name for node in model.nodes for name in node.outputs)]
+    return {name: _range(name) for name in names if name not in model.constants}
+
+
+def _range(name: str) -> tuple[float, float]:
+    low, high = np.frombuffer(hashlib.sha256(name.encode()).digest()[:8], np.uint32) / 2.0**29
+    return (0.0 if low < 2 else -float(low), float(high) + 0.5)
+
+
+def _small() -> dict[str, GraphBuilder]:
+    return {"convolutions": _convolutions(), "attention": _attention(), "movers": _movers()}
+
+
+def _convolutions() -> GraphBuilder:
+    net = GraphBuilder("convolutions", seed=1)
+    x = net.input("x", (1, 3, 16, 16))
+    for channels in (8, 8, 12, 12):
+        x = net.op("Relu", net.conv(x, channels, 3, pad=1))
+    x = net.op("Add", x, net.conv(x, 12, 1))
+    net.output(net.op("GlobalAveragePool", x))
+    return net
+
+
+def _attention() -> GraphBuilder:
+    net = GraphBuilder("attention", seed=2)
+    x = net.input("x", (1, 8, 16))
+    scores = net.op("Softmax", net.op("MatMul", x, net.op("Transpose", x, perm=[0, 2, 1])), axis=-1)
+    net.output(net.op("Sigmoid", net.op("MatMul", scores, x)))
+    return net
+
+
+def _movers() -> GraphBuilder:
+    net = GraphBuilder("movers", seed=3)
+    x = net.input("x", (1, 4, 8, 8))
+    y = net.op("MaxPool", net.conv(x, 6, 3, pad=1), kernel_shape=[2, 2], strides=[2, 2])
+    z = net.op("Clip", net.conv(y, 6, 1), net.const(np.float32(0)), net.const(np.float32(6)))
+    net.output(net.op("Concat", y, z, net.op("HardSwish", z), axis=1))
+    return net
+
+
+def run_digests(folder: Path) -> dict[str, str]:
+    """Run the simulated experiment; return digests of its journals, its selection and its tables."""
+    _convolutions().save(folder / "convolutions.onnx")
+    _movers().save(folder / "movers.onnx")
+    (folder / "recorded.yaml").write_text(EXPERIMENT, encoding="utf-8")
+    out = folder / "out"
+    with suppress(SystemExit):
+        main(["run", str(folder / "recorded.yaml"), "--out", str(out)])
+    found = {f"journal {path.parts[-3]} {path.stem}": _journal(path) for path in sorted(out.glob("*/runs/*.jsonl"))}
+    tables = [path for path in sorted(out.glob("report/*.csv")) if path.stem not in TIMED_TABLES]
+    return found | {f"table {path.stem}": _table(path) for path in tables}
+
+
+def _journal(path: Path) -> str:
+    """Return the digest of what was proposed and measured, in order and without wall-clock times."""
+    whole = hashlib.sha256()
+    for line in path.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        outcome = entry.get("outcome", {})
+        facts = [entry.get(key) for key in ("number", "digest", "origin", "duplicate_of")]
+        whole.update(json.dumps([*facts, outcome.get("status"), outcome.get("samples_ms")]).encode())
+    return whole.hexdigest()[:16]
+
+
+def _table(path: Path) -> str:
+    """Return the digest of a CSV table without the columns that vary, at nine significant digits."""
+    frame = pd.read_csv(path).drop(columns=VARYING_COLUMNS, errors="ignore")
+    return hashlib.sha256(frame.to_csv(float_format="%.9g").encode()).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps(record(), indent=0, sort_keys=True) + "\n", encoding="utf-8")
