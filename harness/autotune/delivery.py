@@ -13,7 +13,15 @@ from typing import Any
 from harness.api import Array
 from harness.autotune.atlas import Atlas
 from harness.autotune.common import AutotunerError, Config
-from harness.calibrate.ranges import CalibrationKey, Ranges, cached_ranges, finite_ranges, narrowed, remarks
+from harness.calibrate.ranges import (
+    CalibrationKey,
+    Ranges,
+    cached_ranges,
+    finite_ranges,
+    narrowed,
+    refuse_empty,
+    remarks,
+)
 from harness.errors import UserError
 from harness.evaluators.datasets import open_data
 from harness.evaluators.feeding import Batches, batches, sample_count
@@ -73,6 +81,8 @@ class Delivery:
         self.calibrated_on = "random data"
         self._ranges = self._calibrated(space)
         self.space = narrowed(space, self._ranges)
+        if len(space):
+            refuse_empty(self.space, self._ranges, self._model.source)
 
     @cached_property
     def _cleaned(self) -> Path:

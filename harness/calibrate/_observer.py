@@ -36,7 +36,7 @@ from onnxruntime.quantization.calibrate import HistogramCalibrater, HistogramCol
 from harness.api import Array
 from harness.errors import UserError
 
-__all__ = ["Collector", "Extremes", "Histograms", "Magnitudes", "Observer", "runtime_operators"]
+__all__ = ["Bounds", "Collector", "Extremes", "Histograms", "Magnitudes", "Observer", "joined", "runtime_operators"]
 
 _GROWTH = 4
 _BINS = {"entropy": 511, "percentile": 2048, "mse": 2048}
@@ -125,7 +125,7 @@ class Extremes:
             for values in parts:
                 if values.size:
                     found = _extremes(values)
-                    self._ranges[name] = _joined(self._ranges.get(name, found), found)
+                    self._ranges[name] = joined(self._ranges.get(name, found), found)
 
     def ranges(self) -> dict[str, Bounds]:
         """See `Collector.ranges`."""
@@ -172,7 +172,7 @@ class Histograms(HistogramCollector):  # type: ignore[misc]
                     self._zeros[name] = self._zeros.get(name, 0) + values.size - int(np.count_nonzero(values))
                     self.collect_value({name: values.astype(np.float64)})
                 else:
-                    self._broken[name] = _joined(self._broken.get(name, found), found)
+                    self._broken[name] = joined(self._broken.get(name, found), found)
 
     def merge_histogram(self, old: Any, values: Array, low: Any, high: Any, threshold: Any) -> Any:
         """As ONNX Runtime does, after widening the old bins where it would make too many new ones."""
@@ -244,7 +244,7 @@ def _extremes(values: Array) -> Bounds:
     return (-math.inf if low < -_HALF_END else low), (math.inf if high > _HALF_END else high)
 
 
-def _joined(first: Bounds, second: Bounds) -> Bounds:
+def joined(first: Bounds, second: Bounds) -> Bounds:
     """The range around two ranges; NaN where one of them has it."""
     return float(np.minimum(first[0], second[0])), float(np.maximum(first[1], second[1]))
 

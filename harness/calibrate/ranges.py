@@ -15,19 +15,18 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
 from harness.api import Array
+from harness.calibrate.held import UNSEEN, Ranges, Sentinel, finite_ranges, is_finite, narrowed, refuse_empty, remarks
 from harness.errors import UserError, nearest
 from harness.graph.files import copy_model
-from harness.graph.operators import LARGEST
 from harness.graph.plugins import cut_plugins
 from harness.paths import cache_folder
-from search.space import Edge, Space
 
 if TYPE_CHECKING:
     from harness.calibrate._observer import Collector
@@ -41,6 +40,7 @@ __all__ = [
     "calibrate",
     "finite_ranges",
     "narrowed",
+    "refuse_empty",
     "remarks",
     "unrunnable",
 ]
@@ -49,14 +49,7 @@ logger = logging.getLogger(__name__)
 
 Method = Literal["minmax", "max", "entropy", "percentile", "mse"]
 METHODS: tuple[Method, ...] = get_args(Method)
-Ranges = Mapping[str, tuple[float, float]]
-"""Lowest and highest value by tensor name. Symmetric or not is for the dialect to decide."""
-
-_SCHEMA = 2
-_OUTSIDE = ""  # the consumer of what leaves the model, see `Edge`
-_SHOWN = 5
-_UNSEEN = (math.inf, -math.inf)
-"""The range of a tensor that was not observed."""
+_SCHEMA = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,20 +98,21 @@ def calibrate(  # noqa: PLR0913 - one option, one parameter
         source: What messages call the model; by default its file.
 
     Returns:
-        Lowest and highest value of each tensor; (0.0, 0.0) for a tensor that is always zero or empty, bounds that are
-        not finite for one with NaN or infinite values, or beyond 6e4 in float16, and for one behind a plug-in operator,
-        which is not observed. These, and one with values beyond `LARGEST`, are to stay float (`finite_ranges`,
-        `remarks`).
+        Lowest and highest value of each tensor. A tensor that no scale can be made for has one that `finite_ranges`
+        leaves out and `remarks` explains: (0.0, 0.0) where it is always zero or empty; bounds that are not finite where
+        it has NaN or infinite values, beyond 6e4 in float16, or a sentinel (`harness.graph.sentinels`), and where it is
+        behind a plug-in operator, so not observed; finite ones beyond `LARGEST` or within `SMALLEST`.
 
     Raises:
         UserError: The data have NaN or infinite values; every activation has, or huge ones; an activation cannot be
             observed; the model does not run on the data.
     """
     from harness.calibrate._observer import Observer, runtime_operators
+    from harness.calibrate._watched import Watched
 
     if not tensors:
         return {}
-    collector = _collector(method, percentile)
+    collector = Watched(_collector(method, percentile))
     done, source = 0, source or model_path.name
     with tempfile.TemporaryDirectory(prefix="qdq-ranges-") as scratch:
         folder = Path(scratch)
@@ -142,8 +136,8 @@ def calibrate(  # noqa: PLR0913 - one option, one parameter
     if not done:
         raise UserError(f"calibration of {source}: there is no data; give at least one batch")
     seen = collector.ranges()
-    found = {name: _UNSEEN if name in behind else seen.get(name, (0.0, 0.0)) for name in sorted(tensors)}
-    if not finite_ranges(found):
+    found = {name: UNSEEN if name in behind else seen.get(name, (0.0, 0.0)) for name in sorted(tensors)}
+    if not any(map(is_finite, found.values())):
         raise UserError(
             f"calibration of {source}: every activation has NaN, infinite or huge values; "
             "check the model and the preprocessing of the calibration data"
@@ -164,50 +158,6 @@ def unrunnable(model_path: Path) -> str:
     except UserError as error:
         return str(error).partition("does not run: ")[2]
     return ""
-
-
-def finite_ranges(ranges: Ranges) -> Ranges:
-    """Those that a scale can be made of; the other tensors are to stay float."""
-    return {name: pair for name, pair in ranges.items() if all(abs(bound) <= LARGEST for bound in pair)}
-
-
-def narrowed(space: Space, ranges: Ranges) -> Space:
-    """The space without the edges of tensors that are to stay float, and without the dimensions of no other edge.
-
-    What goes together with such an edge stays float too, as a weight does with its data; inputs of a Concat do without
-    each other.
-    """
-    broken = ranges.keys() - finite_ranges(ranges).keys()
-    apart = {edge.consumer for d in space.dimensions if d.role == "concat" for edge in d.edges} | {_OUTSIDE}
-    kept = ((dimension, _whole(dimension.edges, broken, apart)) for dimension in space.dimensions)
-    return Space(tuple(replace(dimension, edges=edges) for dimension, edges in kept if edges))
-
-
-def _whole(edges: Iterable[Edge], broken: Collection[str], apart: Collection[str]) -> tuple[Edge, ...]:
-    """Edges of one dimension but for those of broken tensors, and what their consumers read besides."""
-    torn = {edge.consumer for edge in edges if edge.tensor in broken}.difference(apart)
-    return tuple(edge for edge in edges if edge.tensor not in broken and edge.consumer not in torn)
-
-
-def remarks(ranges: Ranges) -> tuple[str, ...]:
-    """What a reader of results should know about the ranges, a line for each kind; none where all is well."""
-    finite = finite_ranges(ranges)
-    unseen = [name for name, pair in ranges.items() if pair == _UNSEEN]
-    broken = [name for name in ranges if name not in finite and name not in unseen]
-    dead = [name for name, pair in finite.items() if pair == (0.0, 0.0)]
-    said = []
-    if unseen:
-        said.append(f"behind plug-in operators, which calibration cannot run, so they stay float: {_listed(unseen)}")
-    if broken:
-        said.append(f"NaN, infinite or huge on calibration data, so they stay float: {_listed(broken)}")
-    if dead:
-        said.append(f"always 0 on calibration data (dead): {_listed(dead)}")
-    return tuple(said)
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(repr, names[:_SHOWN])) + more
 
 
 def _batch_name(batches: Iterable[Mapping[str, Array]], number: int) -> str:
@@ -312,8 +262,9 @@ def _cache_path(key: CalibrationKey, tensors: Collection[str]) -> Path | None:
 
 def _read(path: Path, tensors: Collection[str]) -> Ranges | None:
     try:
-        kept = json.loads(path.read_bytes(), parse_constant=_refuse)["ranges"]
-        found = {name: (float(low), float(high)) for name, (low, high) in kept.items()}
+        kept = json.loads(path.read_bytes(), parse_constant=_refuse)
+        found = {name: (float(low), float(high)) for name, (low, high) in kept["ranges"].items()}
+        found |= {name: Sentinel(*found[name]) for name in kept["sentinels"]}
         if found.keys() != set(tensors):
             raise ValueError("its ranges are not those of the key")
     except FileNotFoundError:
@@ -330,7 +281,9 @@ def _refuse(constant: str) -> float:
 
 def _write(path: Path, key: CalibrationKey, ranges: Ranges) -> None:
     plain = {name: [v if math.isfinite(v) else str(v) for v in pair] for name, pair in ranges.items()}
-    text = json.dumps({"schema": _SCHEMA, "key": asdict(key), "ranges": plain}, allow_nan=False)
+    sentinels = [name for name, pair in ranges.items() if isinstance(pair, Sentinel)]
+    facts = {"schema": _SCHEMA, "key": asdict(key), "ranges": plain, "sentinels": sentinels}
+    text = json.dumps(facts, allow_nan=False)
     try:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
             file.write(text)

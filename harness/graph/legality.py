@@ -15,7 +15,7 @@ from harness.graph.dialects import Dialect
 from harness.graph.faults import FAULTS, Fault, struck
 from harness.graph.model import Model, Node
 from harness.graph.operators import ACTIVATIONS, CONVOLUTIONS
-from harness.graph.sensitive import parameters, poles, unheld
+from harness.graph.sensitive import parameters, poles, sentinels, unheld
 from harness.graph.site import Site, is_activation, is_float, joint_slots
 
 __all__ = ["RULES", "Rule", "broken_rule"]
@@ -110,6 +110,8 @@ def _has_unheld_constant(site: Site) -> bool:
         names = list(site.node.inputs)
     if site.linear:
         names = list(site.node.inputs[: 3 if site.dialect.bias == "int32" else 2])
+    elif not site.model.fact(sentinels).isdisjoint(names):
+        return True
     return not site.model.fact(unheld).isdisjoint(names)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 __all__ = [
     "ACTIVATIONS", "ARITHMETIC", "CONVOLUTIONS", "FLOATS", "LARGEST", "LINEAR", "MOVEMENT", "NORMALIZATION",
-    "PARAMETERS", "POINTS", "POLES", "POOLING", "SHAPES", "SOFTMAX",
+    "PARAMETERS", "POINTS", "POLES", "POOLING", "SHAPES", "SMALLEST", "SOFTMAX",
 ]  # fmt: skip
 
 FLOATS = frozenset({"float", "float16"})
@@ -14,6 +14,9 @@ FLOATS = frozenset({"float", "float16"})
 
 LARGEST = 1e30
 """Values beyond it say "none": attention masks have -3.4e38 where others have minus infinity; no scale holds them."""
+
+SMALLEST = 255e-10
+"""A tensor without larger values is as good as 0: it does not fill the 255 steps of the smallest scale."""
 
 CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
 

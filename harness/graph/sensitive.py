@@ -14,14 +14,16 @@ from harness.graph.operators import (
     ARITHMETIC,
     FLOATS,
     LARGEST,
+    LINEAR,
     MOVEMENT,
     PARAMETERS,
     POLES,
     POOLING,
     SHAPES,
 )
+from harness.graph.sentinels import holds_sentinel
 
-__all__ = ["Place", "parameters", "poles", "unheld"]
+__all__ = ["Place", "parameters", "poles", "sentinels", "unheld"]
 
 Place = tuple[int, int]
 """An input of a model's node: index of the node, input."""
@@ -55,10 +57,26 @@ square, as in a normalization, the difference of a value and its mean is often 0
 
 def unheld(model: Model) -> frozenset[str]:
     """Return the constants in floating point with NaN, infinite or huge values, which no scale holds."""
-    kinds = {name: model.types[name].dtype for name in model.constants if name in model.types}
-    floats = (name for name, kind in kinds.items() if kind in FLOATS)
-    arrays = ((name, numpy_helper.to_array(model.constants[name]).astype(np.float32)) for name in floats)
+    arrays = ((name, _array(model, name).astype(np.float32)) for name in _floats(model))
     return frozenset(name for name, values in arrays if not (np.abs(values) <= LARGEST).all())
+
+
+def sentinels(model: Model) -> frozenset[str]:
+    """Return the constants in floating point, weights apart, whose scale would round all but a sentinel to 0."""
+    read = {name for node in model.nodes if node.op not in LINEAR for name in node.inputs}
+    names = [name for name in _floats(model) if name in read and name not in model.fact(unheld)]
+    return frozenset(name for name in names if holds_sentinel(_array(model, name), alone=False))
+
+
+def _floats(model: Model) -> list[str]:
+    """Return the names of the constants in floating point."""
+    kinds = {name: model.types[name].dtype for name in model.constants if name in model.types}
+    return [name for name, kind in kinds.items() if kind in FLOATS]
+
+
+def _array(model: Model, name: str) -> npt.NDArray[np.floating]:
+    array: npt.NDArray[np.floating] = numpy_helper.to_array(model.constants[name])
+    return array
 
 
 def parameters(model: Model) -> frozenset[Place]:

@@ -10,7 +10,15 @@ from typing import Any
 from harness import registry
 from harness.api import Array, Candidate
 from harness.calibrate.ptq import PtqOptions
-from harness.calibrate.ranges import CalibrationKey, Ranges, cached_ranges, finite_ranges, narrowed, remarks
+from harness.calibrate.ranges import (
+    CalibrationKey,
+    Ranges,
+    cached_ranges,
+    finite_ranges,
+    narrowed,
+    refuse_empty,
+    remarks,
+)
 from harness.errors import UserError
 from harness.evaluators.datasets import open_data
 from harness.evaluators.feeding import batches
@@ -180,6 +188,7 @@ def compose(
         Tryout(base, work, experiment.limits, observer).run(spec.model, model, model_file)
     observed = _ranges(space, model, model_file, feeds, observer)
     space, ranges = narrowed(space, observed), finite_ranges(observed)
+    refuse_empty(space, observed, model.source)
     starts = _starts(experiment)
     order = Order(
         model_file=model_file,

@@ -24,6 +24,7 @@ from harness.graph.encoding.wire import TAG, UNROUNDED
 from harness.graph.model import Model
 from harness.graph.movement import repeated_input
 from harness.graph.operators import LARGEST
+from harness.graph.sentinels import holds_sentinel
 
 __all__ = ["Pair", "Scales"]
 
@@ -142,8 +143,10 @@ class Scales:
 
     def _known(self, tensor: str) -> bool:
         """Return whether a tensor counts where several share a scale; a constant that says "none" does not."""
-        if tensor in self._model.constants:
-            return all(abs(bound) <= LARGEST for bound in self._observed(tensor))
+        constant = self._model.constants.get(tensor)
+        if constant is not None:
+            held = all(abs(bound) <= LARGEST for bound in self._observed(tensor))
+            return held and not holds_sentinel(numpy_helper.to_array(constant))
         return tensor in self._ranges
 
     def _observed(self, tensor: str) -> tuple[float, float]:

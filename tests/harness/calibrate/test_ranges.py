@@ -230,7 +230,7 @@ def test_data_with_nan_are_refused_with_batch_and_input(arithmetic: Path) -> Non
 def test_remarks_name_what_is_dead_and_count_the_rest() -> None:
     assert remarks({"a": (0.0, 1.0)}) == ()
     (line,) = remarks({f"t{i}": (0.0, 0.0) for i in range(7)} | {"a": (-1.0, 0.0)})
-    assert line == "always 0 on calibration data (dead): 't0', 't1', 't2', 't3', 't4' and 2 more"
+    assert line == "always 0 on calibration data (dead): 't0', 't1', 't2', 't3', 't4' and 2 more; they stay float"
 
 
 def test_batches_stream(arithmetic: Path) -> None:

@@ -1,0 +1,110 @@
+"""Finite values that stand for "no value": the -1e4 of an attention mask, the -1e9 around the input of a MaxPool.
+
+One step of an 8-bit grid that holds such a value is larger than nearly everything else in the tensor. What tells it
+from an outlier is that it repeats: the largest magnitudes form a narrow cluster with a gap below, where outliers and
+the massive activations of transformers spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Spread", "holds_sentinel"]
+
+Array = npt.NDArray[Any]
+
+_BINS = 1 << 15  # the upper half of a float32 without its sign: 128 bins for each power of two
+_CHUNK = 1 << 18
+_LEVELS = 127
+_SHARE = 0.99
+_WIDTH = 12  # bins of a cluster, 5 to 9 per cent: scores around a sentinel spread it
+_RARE = 1e-4  # smaller shares are outliers, but for a single value
+_GAP = 16  # empty bins below a cluster, 6 to 12 per cent
+_CLUSTERS = 4  # two masks that are added give -1e4 and -2e4
+_LEAST = 100.0  # shifted windows are masked with -100
+_LEAST_ALONE = 1000.0  # beside zeros alone an 8-bit grid holds any value; added to scores, it is one all the same
+
+
+@dataclass(slots=True)
+class Spread:
+    """Counts the magnitudes of a tensor's values, batch by batch, in bins of at most 0.8 per cent.
+
+    Attributes:
+        bins: Numbers of the bins that are not empty, in ascending order; 0 holds zeros.
+        counts: Values in each of them.
+    """
+
+    bins: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def add(self, values: Array) -> None:
+        """Count further values, all of them finite."""
+        total = np.zeros(_BINS, np.int64)
+        total[self.bins] = self.counts
+        flat = np.ravel(values)
+        for start in range(0, flat.size, _CHUNK):
+            part = flat[start : start + _CHUNK].astype(np.float32).view(np.uint32) >> 16
+            total += np.bincount(part & (_BINS - 1), minlength=_BINS)
+        self.bins = np.flatnonzero(total)
+        self.counts = total[self.bins]
+
+    @property
+    def few(self) -> bool:
+        """Whether the values lie around so few magnitudes that each of them has a meaning, as in a mask."""
+        return len(self.bins) <= _CLUSTERS
+
+    @property
+    def sentinel(self) -> bool:
+        """Whether the tensor holds a sentinel, be it beside zeros alone, as a mask that is added to scores does."""
+        alone = self.few and self.bins.size and self.counts[-1] > 1 and _value(self.bins[-1]) >= _LEAST_ALONE
+        return bool(alone) or self.collapses
+
+    @property
+    def collapses(self) -> bool:
+        """Whether a scale that holds a sentinel rounds nearly all other values to 0 or to one step."""
+        first = int(self.bins.size > 0 and self.bins[0] == 0)
+        rest, counts = self.bins[first:], self.counts[first:]
+        if not rest.size or _value(rest[-1]) < _LEAST:
+            return False
+        below = int(np.searchsorted(rest, _bin(_value(rest[-1]) / _LEVELS)))
+        for start in _clusters(rest):
+            width, count = rest[-1] - rest[start], counts[start:].sum()
+            if not start or width >= _WIDTH or count < (_RARE * counts.sum() if width else 2):
+                return False
+            rest, counts = rest[:start], counts[:start]
+            if counts[:below].sum() >= _SHARE * counts.sum():
+                return True
+        return False
+
+
+def holds_sentinel(values: Array, *, alone: bool = True) -> bool:
+    """Return whether a constant with finite values holds a sentinel.
+
+    Args:
+        values: The constant.
+        alone: Whether a sentinel counts that stands beside zeros alone.
+    """
+    spread = Spread()
+    spread.add(values)
+    return spread.sentinel if alone else spread.collapses
+
+
+def _clusters(bins: npt.NDArray[np.int64]) -> Iterator[int]:
+    """Yield where the clusters of the largest magnitudes start, from the largest down."""
+    starts = [0, *(np.flatnonzero(np.diff(bins) > _GAP) + 1)]
+    yield from map(int, starts[: -_CLUSTERS - 1 : -1])
+
+
+def _value(number: np.int64) -> float:
+    """Return the smallest magnitude of a bin."""
+    return float(np.array(number << 16, np.uint32).view(np.float32))
+
+
+def _bin(magnitude: float) -> int:
+    """Return the number of the bin of a magnitude."""
+    return int(np.array(magnitude, np.float32).view(np.uint32) >> 16)

@@ -1,0 +1,140 @@
+"""Finite values that stand for none: their tensors stay float, and are named; masks of 0 and 1 keep their range."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from fidelity_of import quantizer, scales
+
+from harness.calibrate.ranges import METHODS, CalibrationKey, cached_ranges, calibrate, finite_ranges, remarks
+from harness.graph.build import GraphBuilder
+from harness.graph.dialects import ONNXRUNTIME_7BIT, OPENVINO_7BIT, Dialect
+from harness.graph.sentinels import Spread, holds_sentinel
+
+DIALECTS = [OPENVINO_7BIT, ONNXRUNTIME_7BIT]
+PADS = [0, 0, 1, 1, 0, 0, 1, 1]
+
+
+def stem(none: float, *, joined: bool = False) -> onnx.ModelProto:
+    """Conv, Pad with a sentinel, MaxPool, Conv, as converters write it; or a Concat that pads."""
+    g = GraphBuilder("stem", seed=4)
+    x = g.conv(g.input("x", (1, 3, 32, 32)), 16, 3, name="first")
+    low = np.full((1, 16, 32, 1), none, np.float32)
+    x = (
+        g.op("Concat", x, g.const(low), axis=3, outputs=["padded"], name="pad")[0]
+        if joined
+        else g.op("Pad", x, g.const(PADS), g.const(np.float32(none)), outputs=["padded"], name="pad")[0]
+    )
+    x = g.op("MaxPool", x, kernel_shape=[3, 3], strides=[2, 2], outputs=["pooled"], name="pool")[0]
+    x = g.op("Relu", g.conv(x, 16, 3, name="second"))
+    g.output(g.op("GlobalAveragePool", g.conv(x, 16, 3, name="third")), name="y")
+    return g.build()
+
+
+def images(count: int = 2) -> list[dict[str, np.ndarray[Any, Any]]]:
+    rng = np.random.default_rng(0)
+    return [{"x": rng.normal(size=(1, 3, 32, 32)).astype(np.float32)} for _ in range(count)]
+
+
+@pytest.mark.parametrize("method", ["minmax", "percentile", "mse"])
+@pytest.mark.parametrize("none", [-1e4, -1e9, -65504.0])
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+def test_a_pool_behind_a_padded_tensor_has_the_scale_of_its_own_range(
+    dialect: Dialect, none: float, method: Any, tmp_path: Path
+) -> None:
+    made = quantizer(stem(none), dialect, images(), tmp_path, method)
+    assert "padded" not in finite_ranges(made.ranges)
+    assert "pooled" in finite_ranges(made.ranges)
+    assert any("'padded'" in line for line in remarks(made.ranges))
+    assert made.decibels(made.write(), images()) > 25
+    assert made.decibels(made.write({"first", "second", "third"}), images()) > 25
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+def test_a_constant_sentinel_widens_no_scale_around_a_concat(dialect: Dialect, tmp_path: Path) -> None:
+    made = quantizer(stem(-1e4, joined=True), dialect, images(), tmp_path)
+    path = made.write()
+    assert max(scale for scale, _ in scales(path).values()) < 1
+    assert made.decibels(path, images()) > 25
+
+
+def mask_ranges(none: float, method: Any, folder: Path) -> dict[str, tuple[float, float]]:
+    g = GraphBuilder("masked")
+    scores, mask = g.input("scores", (1, 4, 16)), g.input("mask", (1, 4, 16))
+    masked = g.op(
+        "Add", scores, g.op("Mul", mask, g.const(np.float32(none)), outputs=["hidden"])[0], outputs=["masked"]
+    )
+    g.output(g.op("Softmax", masked[0], outputs=["weights"])[0])
+    rng = np.random.default_rng(0)
+    quiet, padded = np.zeros((1, 4, 16), np.float32), np.zeros((1, 4, 16), np.float32)
+    padded[..., 12:] = 1
+    batches = [{"scores": rng.normal(size=(1, 4, 16)).astype(np.float32), "mask": m} for m in (quiet, padded)]
+    tensors = ["scores", "mask", "hidden", "masked", "weights"]
+    return dict(calibrate(g.save(folder / "masked.onnx"), tensors, batches, method=method))
+
+
+@pytest.mark.parametrize("none", [-1e4, -1e9, 1e4])
+@pytest.mark.parametrize("method", METHODS)
+def test_an_attention_mask_and_what_it_is_added_to_stay_float(none: float, method: Any, tmp_path: Path) -> None:
+    ranges = mask_ranges(none, method, tmp_path)
+    assert set(finite_ranges(ranges)) == {"scores", "mask", "weights"}
+    (line,) = remarks(ranges)
+    assert "'hidden', 'masked'" in line
+    assert ranges["mask"] == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_tensor_of_two_values_keeps_both_however_rare_one_is(method: Any, tmp_path: Path) -> None:
+    g = GraphBuilder("flags")
+    g.output(g.op("Relu", g.input("x", (1, 100_000))), name="y")
+    x = np.zeros((1, 100_000), np.float32)
+    batches = [{"x": x}, {"x": np.where(np.arange(100_000) == 7, np.float32(1), x)}]
+    path = g.save(tmp_path / "flags.onnx")
+    assert calibrate(path, ["x"], batches, method=method, percentile=99.0) == {"x": (0.0, 1.0)}
+
+
+def test_ranges_with_sentinels_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    g = GraphBuilder("padded")
+    g.output(g.op("Pad", g.input("x", (1, 2, 8, 8)), g.const(PADS), g.const(np.float32(-1e4))), name="y")
+    path = g.save(tmp_path / "padded.onnx")
+    key = CalibrationKey(model_sha256="0", data="images", samples=1)
+    batches = [{"x": np.random.default_rng(0).normal(size=(1, 2, 8, 8)).astype(np.float32)}]
+    first, second = (cached_ranges(key, path, ["x", "y"], batches) for _ in range(2))
+    assert first == second
+    assert remarks(first) == remarks(second) != ()
+
+
+def _normal(count: int = 40_000, deviation: float = 1.0) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(5).normal(0, deviation, count)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (np.append(_normal(), [-1e4] * 400), True),
+        (np.append(_normal(), _normal(400) - 1e4), True),
+        (np.concatenate([_normal(), _normal(400) - 1e4, _normal(400) - 2e4]), True),
+        (np.append(_normal(), [-1e4, 1e4] * 200), True),
+        (np.append(_normal(deviation=0.1), [-100.0] * 400), True),
+        (np.full(8, -1e9), True),
+        (np.append(_normal(), [-1e4]), False),  # an outlier
+        (np.append(_normal(deviation=0.3), 450 * (1 + 0.05 * _normal(48))), False),  # massive activations
+        (np.append(np.zeros(100), [1.0] * 5), False),
+        (np.append(np.zeros(100), [255.0] * 5), False),
+        (np.append(_normal(deviation=1e-3), [1.0] * 400), False),  # saturated probabilities
+        (np.random.default_rng(5).standard_cauchy(40_000), False),
+        (np.arange(0, 640, 8.0), False),
+        (np.zeros(0), False),
+    ],
+)
+def test_a_sentinel_is_told_from_outliers(values: np.ndarray[Any, Any], expected: bool) -> None:
+    assert holds_sentinel(values) == expected
+    spread = Spread()
+    for part in np.array_split(values, 3):
+        spread.add(part)
+    assert spread.sentinel == expected
