@@ -157,8 +157,8 @@ class _Search:
         self._failures: dict[str, tuple[Placement, Failed]] = {}
         self._duplicates_in_a_row = 0
         self._best: Interval | None = None
-        self._best_digest = ""
-        self._float = task.space.digest(task.space.float_placement())
+        self._best_is_float = False
+        self._float = task.space.float_placement()
         self._scored: list[Scored] = []
         self._started_s = time.monotonic() - journal.elapsed_s
 
@@ -279,7 +279,7 @@ class _Search:
         if isinstance(told.outcome, Measured) and isinstance(score, Score) and eligible(score):
             own = median_ci(told.outcome.samples_ms)
             if self._best is None or own.value < self._best.value:
-                self._best, self._best_digest = own, asked.digest
+                self._best, self._best_is_float = own, placement == self._float
         self._searcher.tell(Observation(placement=placement, digest=asked.digest, outcome=score))
         trial = Trial(
             asked=asked,
@@ -287,7 +287,7 @@ class _Search:
             evaluations=len(self._seen),
             best_ms=self._best.value if self._best else None,
             resumed=resumed,
-            best_is_float=self._best_digest == self._float,
+            best_is_float=self._best_is_float,
         )
         self._watch(trial)
 

@@ -179,7 +179,7 @@ def test_what_cannot_be_cast_is_seen_by_check(tmp_path: Path, monkeypatch: pytes
     nodes, _ = CASES["uint8"]
     graph(tmp_path, nodes, {"x": Type.DOUBLE})
     check = [*experiment(tmp_path, precision="f16"), "--check"]
-    with pytest.raises(UserError, match=r"model 'net': .* cannot cast it to f16"):
+    with pytest.raises(UserError, match=r"model 'net'.* cannot cast it to f16"):
         CliRunner().invoke(app, check, catch_exceptions=False)
     graph(tmp_path, *CASES["uint8"])
     assert CliRunner().invoke(app, check).exit_code == 0

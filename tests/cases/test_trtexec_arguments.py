@@ -122,6 +122,7 @@ def test_the_command_line_passes_them_on(text: str, tmp_path: Path, monkeypatch:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("harness.autotune.command._strongest", stop)
+    monkeypatch.setattr("harness.autotune.command._target", lambda use: "a GPU that is not here")
     library = tmp_path / "my.so"
     library.touch()
     given = ["-m", str(net(tmp_path)), "-o", "out", "--use_trtexec", "--timing_cache", "cache"]

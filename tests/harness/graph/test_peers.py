@@ -91,8 +91,9 @@ def test_every_edge_of_quantize_static_is_in_the_space_of_onnx_runtime(
     assert asked.keys() == delivered(proto).keys()
     lost, added = differences(model, asked, ONNXRUNTIME)
     # ONNX Runtime has no integer kernel for LayerNormalization: its quantized scale only costs accuracy. A pair in
-    # front of Relu or Clip is removed by the runtime at best; the one behind does the same.
-    assert lost.keys() <= {"LayerNormalization.1", "Clip.0", "Relu.0"}
+    # front of Relu or Clip is removed by the runtime at best; the one behind does the same. The variance of a
+    # decomposed LayerNormalization leads to a denominator, where a small value must not become 0.
+    assert lost.keys() <= {"LayerNormalization.1", "Clip.0", "Relu.0", "Sqrt.0"}
     assert not added
     activations = [node for node in model.nodes if node.op in ("Clip", "Relu")]
     assert all(Edge(node.outputs[0], *reader(model, node.outputs[0])) in asked for node in activations)
@@ -163,7 +164,10 @@ def both(model: Model, folder: Path) -> tuple[Counter[str], Counter[str]]:
 def test_the_placement_of_quantize_static_runs_in_the_same_kernels(
     name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    theirs, ours = both(zoo(name, tmp_path_factory.getbasetemp()), tmp_path)
+    model = zoo(name, tmp_path_factory.getbasetemp())
+    theirs, ours = both(model, tmp_path)
+    variances = sum(node.op == "Sqrt" for node in model.nodes)  # they lead to a denominator: theirs alone has pairs
+    theirs.subtract({"QLinearAdd": variances, "DequantizeLinear": -variances, "Add": -variances})
     assert ours == theirs
     assert ours["QLinearConv"] + ours["QLinearMatMul"] > 18
 

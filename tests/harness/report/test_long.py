@@ -55,8 +55,8 @@ def test_the_report_stays_small(folder: Path, said: Any) -> None:
 
 
 def test_it_counts_every_evaluation(said: Any) -> None:
-    line = next(line for line in said["text"].splitlines() if "| random " in line)
-    assert f"| {EVALUATIONS - EVALUATIONS // 997}/{EVALUATIONS} " in line
+    lines = [line for line in said["text"].splitlines() if "| random " in line]
+    assert any(f"| {EVALUATIONS - EVALUATIONS // 997}/{EVALUATIONS} " in line for line in lines)
 
 
 def test_curves_are_thinned_without_a_step_lost(folder: Path) -> None:

@@ -35,8 +35,8 @@ def test_a_run_is_repeated_and_compared(done, tmp_path, capsys):
     assert qdq("reproduce", str(done), "--base", str(tmp_path)) == 0
     said = capsys.readouterr().out
     assert (tmp_path / "out-again" / "report" / "index.html").exists()
-    assert "ratio [CI]" in said
-    assert "| same" in said, "the same seeds on a runtime without noise choose the same file"
+    assert "ratio [CI" in said
+    assert "same" in said, "the same seeds on a runtime without noise choose the same file"
     assert "model_sha256" not in said, "what was run is what was stored"
     assert list((tmp_path / "out-again").glob("*/optuna.journal"))
 
@@ -63,7 +63,7 @@ def test_a_searcher_that_breaks_does_not_cost_the_comparison(done, tmp_path, cap
     capsys.readouterr()
     assert qdq("reproduce", str(done), "--base", str(tmp_path)) == 2
     said = capsys.readouterr()
-    assert "| same" in said.out[said.out.index("ratio [CI]") :]
+    assert "same" in said.out[said.out.index("ratio [CI") :]
     assert "LookupError: a bug in ask (traceback: " in said.err
 
 
