@@ -124,8 +124,7 @@ def _prepare(
     fold_batch_norms(proto.graph)
     types = types_of(proto.graph)
     for value in proto.graph.output:
-        if not value.type.tensor_type.HasField("shape") and value.name in declared:
-            value.type.CopyFrom(declared[value.name])
+        _redeclare(value.type, declared.get(value.name, value.type))
     interface.check(proto.graph, {}, source)
     model = Model(proto=proto, source=source, sha256=sha256, nodes=_nodes(proto), types=types)
     if not check_equivalent(original, model):  # which compares shapes of results, and not what is declared
@@ -139,6 +138,16 @@ def _types_of_outputs(graph: onnx.GraphProto) -> dict[str, onnx.TypeProto]:
     for value in graph.output:
         found[value.name].CopyFrom(value.type)
     return found
+
+
+def _redeclare(kind: onnx.TypeProto, declared: onnx.TypeProto) -> None:
+    """Take from the file what could not be inferred of an output: its shape, or the names of its dimensions."""
+    if not kind.tensor_type.HasField("shape"):
+        kind.CopyFrom(declared)
+    sizes, named = kind.tensor_type.shape.dim, declared.tensor_type.shape.dim
+    for size, name in zip(sizes, named, strict=False) if len(sizes) == len(named) else ():
+        if not size.HasField("dim_value") and name.dim_param:
+            size.dim_param = name.dim_param
 
 
 def _has_halves(graph: onnx.GraphProto, weights: Weights) -> bool:
