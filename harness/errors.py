@@ -7,9 +7,13 @@ plug-ins; the sandbox turns it into a `records.Failed`, and the search goes on.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
-__all__ = ["BuildFailed", "CandidateError", "EvaluationFailed", "MeasureFailed", "UserError", "got", "nearest"]
+__all__ = [
+    "BuildFailed", "CandidateError", "EvaluationFailed", "MeasureFailed", "UserError", "at_key", "got", "in_file",
+    "nearest",
+]  # fmt: skip
 
 
 class UserError(Exception):
@@ -38,6 +42,48 @@ class EvaluationFailed(CandidateError):
     """The evaluator raised, or its figure is not finite."""
 
     stage = "evaluate"
+
+
+class _Placed(UserError):
+    """A mistake at a key of a file; keys are added from the inside to the outside."""
+
+    def __init__(self, keys: tuple[str, ...], note: str, words: str) -> None:
+        super().__init__(f"{'.'.join(keys)}{f' ({note})' if note else ''}: {words}")
+        self.keys, self.note, self.words = keys, note, words
+
+
+@contextmanager
+def at_key(key: str, note: str = "") -> Iterator[None]:
+    """Begin messages of mistakes with a key of the file; nested ones make a dotted path.
+
+    Args:
+        key: The key, for instance "models.0".
+        note: What people call the entry.
+
+    Raises:
+        UserError: The one that is raised inside, with that.
+    """
+    try:
+        yield
+    except UserError as error:
+        inner = error if isinstance(error, _Placed) else _Placed((), "", str(error))
+        raise _Placed((key, *inner.keys), note or inner.note, inner.words) from error
+
+
+@contextmanager
+def in_file(name: object) -> Iterator[None]:
+    """Begin each line of the messages of mistakes with the name of the file that they are in.
+
+    Raises:
+        UserError: The one that is raised inside, with that.
+    """
+    try:
+        yield
+    except UserError as error:
+        lines = str(error).splitlines()
+        raise UserError(
+            "\n".join(line if line.startswith(str(name)) else f"{name}: {line}" for line in lines)
+        ) from error
 
 
 def got(body: object) -> str:

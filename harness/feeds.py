@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from harness.errors import UserError
 
-__all__ = ["Types", "check_types", "random_feeds"]
+__all__ = ["Types", "check_types", "feeds_digest", "random_feeds"]
 
 _NUMPY_NAMES: Mapping[str, str] = {"float": "float32", "double": "float64"}
 LARGEST = 2**28
@@ -42,6 +43,16 @@ def random_feeds(types: Types, count: int, seed: int = 0) -> Iterator[dict[str, 
     for index in range(count):
         rng = np.random.default_rng([seed, index])
         yield {name: _draw(rng, dtype, types[name][1]) for name, dtype in dtypes.items()}
+
+
+def feeds_digest(feeds: Iterable[Mapping[str, npt.NDArray[Any]]]) -> str:
+    """Return a digest of names, types, shapes and values of inputs."""
+    found = hashlib.sha256()
+    for sample in feeds:
+        for name, array in sorted(sample.items()):
+            found.update(f"{name} {array.dtype} {array.shape}".encode())
+            found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()
 
 
 def check_types(types: Types) -> dict[str, np.dtype[Any]]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from harness.graph.model import Model
@@ -88,13 +89,19 @@ class Inspection:
 
 
 def inspect_regions(
-    use: str, shapes: Mapping[str, str], *, dialect: str = "openvino", max_sequence_size: int = 10
+    use: str,
+    shapes: Mapping[str, str],
+    *,
+    dims: Mapping[str, int] = MappingProxyType({}),
+    dialect: str = "openvino",
+    max_sequence_size: int = 10,
 ) -> Inspection:
     """Load a model and partition it.
 
     Args:
         use: ONNX file, `zoo:NAME` or `assets:PATH`.
         shapes: Static shapes of dynamic inputs, such as {"images": "1x3x224x224"}.
+        dims: Sizes of dynamic dimensions by symbol, such as {"time": 128}.
         dialect: Whose rules of legality apply.
         max_sequence_size: Longest sequence that stays one region.
 
@@ -103,7 +110,9 @@ def inspect_regions(
     """
     rules = dialect_called(dialect)
     with tempfile.TemporaryDirectory() as work:
-        model = open_model(ModelSpec(use=use, label="model", shapes=dict(shapes)), Path.cwd(), Path(work))
+        model = open_model(
+            ModelSpec(use=use, label="model", shapes=dict(shapes), dims=dict(dims)), Path.cwd(), Path(work)
+        )
     root = discover(model, maximum_sequence_region_size=max_sequence_size)
     patterns = find_patterns(model, root)
     space = build_space(model, rules, root=root)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from harness.autotune.common import DQ_DTYPES, QUANT_TYPES, AutotunerError
+from harness.autotune.common import DQ_DTYPES, QUANT_TYPES, AutotunerError, dq_dtype
 from harness.errors import UserError
 
 __all__ = [
-    "MODE_PRESETS", "Depth", "add_shape", "arguments", "depth_of", "get_node_filter_list", "get_parser", "shapes_of",
+    "MODE_PRESETS", "Depth", "add_sizes", "arguments", "depth_of", "get_node_filter_list", "get_parser",
+    "idle_flags", "shapes_of",
 ]  # fmt: skip
 
 MODE_PRESETS: Mapping[str, Mapping[str, int]] = MappingProxyType(
@@ -26,6 +27,8 @@ MODE_PRESETS: Mapping[str, Mapping[str, int]] = MappingProxyType(
 )
 """Figures of ModelOpt 0.47."""
 MAX_FILTER_BYTES = 1 << 20
+TRTEXEC = "--trtexec_benchmark_args"
+LEAST_RUNS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,27 @@ def depth_of(options: argparse.Namespace) -> Depth:
         if value is not None and value < least[name]:
             raise AutotunerError(f"--{name} is at least {least[name]}, but got {value}")
     return Depth(**{**MODE_PRESETS[options.mode], **{name: v for name, v in given.items() if v is not None}})
+
+
+def idle_flags(options: argparse.Namespace, taken: Collection[str], *, typed: bool) -> Iterator[str]:
+    """Yield the flags of a command line that change nothing, with the reason.
+
+    Args:
+        options: The options.
+        taken: Parameters that the backend was given.
+        typed: The type of every tensor that may be quantized is known.
+    """
+    default = get_parser().get_default("timing_cache")
+    if options.timing_cache != default and "timing_cache_file" not in taken:
+        yield f"--timing_cache {options.timing_cache}: this backend has no timing cache"
+    if options.calibration_samples is not None and options.calibration_data is None:
+        yield "--calibration_samples: there is no --calibration_data to take samples of"
+    if typed and options.default_dq_dtype != "float32":
+        yield f"--default_dq_dtype {options.default_dq_dtype}: all types of this model are known"
+    if options.timing_runs is not None and options.timing_runs < LEAST_RUNS:
+        yield f"--timing_runs {options.timing_runs}: {LEAST_RUNS} are timed, the fewest that have a median"
+    if options.mode != "default" and all(getattr(options, name) is not None for name in Depth.__dataclass_fields__):
+        yield f"--mode {options.mode}: each of its figures is given by a flag of its own"
 
 
 def get_node_filter_list(node_filter_list_path: str | None) -> list[str] | None:
@@ -78,7 +102,18 @@ def _plainly(error: OSError | UnicodeDecodeError) -> str:
 
 def arguments(given: Sequence[str], prog: str) -> argparse.Namespace:
     """The options of a command line; ends the process where one is wrong, as argparse does."""
-    return get_parser(prog).parse_args(given)
+    return get_parser(prog).parse_args(_with_value(given, TRTEXEC))
+
+
+def _with_value(given: Sequence[str], option: str) -> list[str]:
+    """Return arguments with an option and its value in one: argparse takes a value such as --verbose for an option."""
+    found: list[str] = []
+    for argument in given:
+        if found and found[-1] == option:
+            found[-1] = f"{option}={argument}"
+        else:
+            found.append(argument)
+    return found
 
 
 def get_parser(prog: str = "python -m harness.autotune") -> argparse.ArgumentParser:
@@ -103,13 +138,19 @@ def _add_files(group: Any) -> None:
     group.add_argument(
         "--output_dir", "-o", default="./autotuner_output", help="folder of the results (default: %(default)s)"
     )
-    add_shape(group)
+    add_sizes(group)
 
 
-def add_shape(group: Any) -> None:
-    """The option that fixes dynamic inputs."""
+def add_sizes(group: Any) -> None:
+    """Add the options that fix dynamic inputs."""
     group.add_argument(
         "--shape", action="append", metavar="NAME:1x3x224x224", help="static shape of a dynamic input; repeat per input"
+    )
+    group.add_argument(
+        "--dim",
+        action="append",
+        metavar="SYMBOL=128",
+        help="size of a dynamic dimension, by its symbol; repeat per symbol (default: 1 for the batch)",
     )
 
 
@@ -158,13 +199,21 @@ def _add_quantization(group: Any) -> None:
     group.add_argument("--quant_type", choices=QUANT_TYPES, default="int8", help="(default: %(default)s)")
     group.add_argument(
         "--default_dq_dtype",
+        type=dq_dtype,
         choices=DQ_DTYPES,
         default="float32",
         help="type of tensors whose type cannot be inferred (default: %(default)s)",
     )
     group.add_argument(
         "--calibration_data",
-        help=".npz file with an array for each input, samples first; .npy for one input (default: random data)",
+        help=".npz file with an array for each input, samples first; .npy for one input; all samples count "
+        "(default: random data)",
+    )
+    group.add_argument(
+        "--calibration_samples",
+        type=int,
+        metavar="N",
+        help="calibrate on N samples of --calibration_data, evenly spread over the file (default: all)",
     )
 
 
@@ -183,4 +232,4 @@ def _add_benchmark(group: Any) -> None:
     group.add_argument(
         "--plugin_libraries", "--plugins", nargs="+", metavar="FILE", help="libraries with operators of TensorRT"
     )
-    group.add_argument("--trtexec_benchmark_args", help="further arguments of trtexec, as one quoted text")
+    group.add_argument(TRTEXEC, help="further arguments of trtexec, as one quoted text")

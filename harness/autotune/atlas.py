@@ -234,11 +234,16 @@ def _output(model: Model, position: Mapping[str, int], tensor: str) -> Address:
     return "output", (position[node.name], node.outputs.index(tensor))
 
 
+def untyped(model: Model) -> list[str]:
+    """Return the tensors that feed linear operators and whose type cannot be inferred."""
+    names = {name for node in model.nodes if node.op in LINEAR for name in node.inputs[:2]}
+    return sorted(name for name in names if name and name not in model.types)
+
+
 def _typed(model: Model, dtype: str) -> Model:
     """The model with a type for what feeds linear operators and has none, as behind operators of a plug-in.
 
     Its shape stays unknown; one dimension stands for it, because a tensor without any is never quantized.
     """
-    names = {name for node in model.nodes if node.op in LINEAR for name in node.inputs[:2]}
-    unknown = {name: TensorType(dtype, (1,)) for name in sorted(names) if name and name not in model.types}
+    unknown = {name: TensorType(dtype, (1,)) for name in untyped(model)}
     return replace(model, types={**unknown, **model.types}) if unknown else model

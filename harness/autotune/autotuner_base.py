@@ -110,9 +110,9 @@ class QDQAutotunerBase:
         precision = self.config.default_quant_type
         opset = self._backend.dialect.opset([precision])
         if opset > OPSET:
-            self._model = from_proto(
-                self.onnx_model, source=self._model.source, sha256=self._model.sha256, min_opset=opset
-            )
+            origin, source = self._model.origin, self._model.source
+            upgraded = from_proto(self.onnx_model, source=source, sha256=self._model.sha256, min_opset=opset)
+            self._model = dataclasses.replace(upgraded, origin=origin and dataclasses.replace(origin, min_opset=opset))
         self.graph = Atlas(self._model, self._backend.dialect, precision, self.config.default_dq_dtype)
         self.pattern_cache = pattern_cache or PatternCache(
             self.config.pattern_cache_minimum_distance, self.config.pattern_cache_max_entries_per_pattern

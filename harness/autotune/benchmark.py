@@ -40,9 +40,13 @@ _LIMITS = Limits(build_s=1800, measure_s=3600)
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "plugin_libraries": ("plugin_libraries", "plugins"),
     "timing_cache_file": ("timing_cache_file",),
-    "trtexec_args": ("trtexec_args", "extra_args", "args"),
+    "trtexec_args": ("extra", "trtexec_args", "extra_args", "args"),
 }
 """What ModelOpt calls an option of TensorRT, and what a benchmarker's constructor may."""
+_REMEDIES = {
+    "plugin_libraries": "backends tensorrt and trtexec take them",
+    "trtexec_args": "they are for the program trtexec: --use_trtexec, or backend trtexec",
+}
 
 
 class Benchmark:
@@ -207,12 +211,13 @@ class TrtExecBenchmark(Benchmark):
         warmup_runs: int = 5,
         timing_runs: int = 10,
         plugin_libraries: Sequence[str] | None = None,
-        trtexec_args: Sequence[str] | None = None,
+        trtexec_args: Sequence[str] | str | None = None,
     ) -> None:
+        arguments = split_arguments(trtexec_args) if isinstance(trtexec_args, str) else trtexec_args
         options = {
             "timing_cache_file": timing_cache_file,
             "plugin_libraries": plugin_libraries,
-            "trtexec_args": trtexec_args,
+            "trtexec_args": arguments,
         }
         super().__init__(backend_use("trtexec", options), warmup_runs=warmup_runs, timing_runs=timing_runs)
 
@@ -220,7 +225,7 @@ class TrtExecBenchmark(Benchmark):
 def backend_use(name: str, options: Mapping[str, Any], params: Mapping[str, Any] | None = None) -> Use:
     """A backend with those of TensorRT's options that were given.
 
-    A backend without timing cache does without it; plug-in libraries and arguments that nobody takes are refused.
+    A backend without timing cache does without it; plug-in libraries and arguments that it does not take are refused.
 
     Args:
         options: By ModelOpt's name; None or empty: not given.
@@ -244,9 +249,9 @@ def backend_use(name: str, options: Mapping[str, Any], params: Mapping[str, Any]
             continue
         known = next((each for each in _NAMES[option] if each in taken), None)
         if known is not None:
-            found[known] = list(value) if isinstance(value, list | tuple) else value
+            found[known] = [*found.get(known, ()), *value] if isinstance(value, list | tuple) else value
         elif option != "timing_cache_file":
-            raise AutotunerError(f"{option}: backend {name!r} takes none; it is for TensorRT (--backend tensorrt)")
+            raise AutotunerError(f"{option}: backend {name!r} takes none; {_REMEDIES[option]}")
     return Use(use=name, params=found)
 
 

@@ -12,12 +12,16 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from harness.autotune.arguments import Depth, arguments, depth_of, get_node_filter_list, shapes_of
+from harness.autotune.arguments import Depth, arguments, depth_of, get_node_filter_list, idle_flags, shapes_of
+from harness.autotune.atlas import untyped
 from harness.autotune.benchmark import backend_use, init_benchmark_instance, split_arguments
 from harness.autotune.common import AutotunerError, Config
 from harness.autotune.delivery import calibration_feeds
 from harness.autotune.procedure import Plan, run_plan
+from harness.autotune.session import Backend
 from harness.errors import UserError
+from harness.graph.cleaning.asking import parse_dims
+from harness.graph.dialects import TENSORRT
 from harness.graph.importer import import_qdq
 from harness.graph.load import save
 from harness.measure.engines import MAIN
@@ -61,14 +65,21 @@ def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
 
 
 def _run(options: argparse.Namespace, depth: Depth, plan: Plan) -> None:
+    backend = _backend(options)
+    target = _target(backend)
+    plan.observer.say(f"searched for {target}")
     with TemporaryDirectory(prefix="qdq-autotune-") as scratch:
-        spec = ModelSpec(use=options.onnx_path, label="model", shapes=shapes_of(options))
+        spec = ModelSpec(
+            use=options.onnx_path, label="model", shapes=shapes_of(options), dims=parse_dims(options.dim or ())
+        )
         model = open_model(spec, Path.cwd(), Path(scratch))
+        for idle in idle_flags(options, backend.params, typed=not untyped(model)):
+            plan.observer.say(f"without effect: {idle}")
         if options.calibration_data is not None:  # what is wrong with files is told before anything is timed
-            calibration_feeds(options.calibration_data, model)
+            calibration_feeds(options.calibration_data, model, options.calibration_samples)
         if plan.qdq_baseline is not None:
             import_qdq(plan.qdq_baseline, model)
-        use = _strongest(_backend(options), save(model, Path(scratch) / "float"), plan)
+        use = _strongest(backend, save(model, Path(scratch) / "float"), plan)
         benchmark = init_benchmark_instance(
             use_trtexec=options.use_trtexec,
             backend=use.use,
@@ -78,11 +89,27 @@ def _run(options: argparse.Namespace, depth: Depth, plan: Plan) -> None:
         )
         try:
             run_plan(model, plan)
-            if fixed := shapes_of(options):
+            if model.origin is None and (fixed := shapes_of(options)):  # else it was said of the delivered model
                 said = ", ".join(f"{name}: {shape}" for name, shape in fixed.items())
                 plan.observer.say(f"The models written take these shapes alone: {said}")
+            plan.observer.say(f"Made for {target}")
         finally:
             benchmark.close()
+
+
+def _target(use: Use) -> str:
+    """Return what models are made for: backend, device and dialect, and for what they are not.
+
+    Raises:
+        UserError: The backend is not there, or has no dialect.
+    """
+    backend = Backend(use)
+    device = backend.facts.get("device", "an unknown device")
+    name = backend.dialect.name
+    told = f"{use.use} on {device}, in the dialect {name} of Q/DQ pairs"
+    if name == TENSORRT.name:
+        return told
+    return f"{told}; TensorRT wants other pairs: for a file that is meant for it, use --backend tensorrt"
 
 
 @contextmanager
@@ -127,6 +154,7 @@ def _plan(options: argparse.Namespace, observer: Observer) -> Plan:
         searcher=options.searcher or "random_mutation",
         seed=options.seed,
         calibration_data=options.calibration_data,
+        calibration_samples=options.calibration_samples,
     )
     baseline = options.qdq_baseline
     return Plan(
@@ -162,11 +190,10 @@ def _backend(options: argparse.Namespace) -> Use:
     if options.use_trtexec and options.backend not in (None, "trtexec"):
         raise AutotunerError(f"--use_trtexec and --backend {options.backend}: choose one")
     name = "trtexec" if options.use_trtexec else options.backend or "openvino"
-    for file in options.plugin_libraries or ():
-        locate(file)
+    plugins = [str(locate(file).resolve()) for file in options.plugin_libraries or ()]
     extra = options.trtexec_benchmark_args
     given = {
-        "plugin_libraries": options.plugin_libraries,
+        "plugin_libraries": plugins,
         "timing_cache_file": options.timing_cache,
         "trtexec_args": None if extra is None else split_arguments(extra),
     }

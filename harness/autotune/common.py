@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness.errors import UserError
+from harness.spelling import float_precision
 
-__all__ = ["AutotunerError", "AutotunerNotInitializedError", "Config", "InvalidSchemeError"]
+__all__ = ["AutotunerError", "AutotunerNotInitializedError", "Config", "InvalidSchemeError", "dq_dtype"]
 
 QUANT_TYPES = ("int8", "fp8")
 DQ_DTYPES = ("float16", "float32", "bfloat16")
@@ -24,6 +25,11 @@ class AutotunerNotInitializedError(AutotunerError):
 
 class InvalidSchemeError(AutotunerError):
     """There is no scheme, or no region, that this could be about."""
+
+
+def dq_dtype(text: str) -> str:
+    """Return a float type by ModelOpt's name ("float16"), given in any usual spelling."""
+    return {"f16": "float16", "f32": "float32", "bf16": "bfloat16"}.get(float_precision(text), text)
 
 
 @dataclass
@@ -51,6 +57,7 @@ class Config:
         searcher: Proposes schemes; "random_mutation" is the algorithm of ModelOpt.
         seed: Of the searcher.
         calibration_data: An `.npz` file with an array for each input, samples first; None: random data.
+        calibration_samples: Number of its samples at most, evenly spread over the file; None: all.
     """
 
     verbose: bool = False
@@ -72,10 +79,14 @@ class Config:
     searcher: str = "random_mutation"
     seed: int = 0
     calibration_data: str | None = None
+    calibration_samples: int | None = None
 
     def __post_init__(self) -> None:
+        self.default_dq_dtype = dq_dtype(self.default_dq_dtype)
         for name, allowed in (("default_quant_type", QUANT_TYPES), ("default_dq_dtype", DQ_DTYPES)):
             if getattr(self, name) not in allowed:
                 raise AutotunerError(f"{name}: one of {', '.join(allowed)}, but got {getattr(self, name)!r}")
+        if self.calibration_samples is not None and self.calibration_samples < 1:
+            raise AutotunerError(f"calibration_samples: at least 1, but got {self.calibration_samples!r}")
         if not self.default_q_scale > 0:
             raise AutotunerError(f"default_q_scale: above 0, but got {self.default_q_scale!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from harness.autotune.common import AutotunerError, Config
 from harness.calibrate.ranges import CalibrationKey, Ranges, cached_ranges, finite_ranges, narrowed, remarks
 from harness.errors import UserError
 from harness.evaluators.datasets import open_data
-from harness.evaluators.feeding import Batches, batches
+from harness.evaluators.feeding import Batches, batches, sample_count
 from harness.feeds import random_feeds
-from harness.graph.casting import CastInserter
+from harness.graph.casting import CastInserter, refuse_lost_nodes
 from harness.graph.exchange import encode, write
 from harness.graph.insert import Inserter
 from harness.graph.load import load, save
@@ -27,12 +28,26 @@ from harness.run.models import OPSET, input_types
 from harness.run.strongest import CAST, parsed
 from search.space import Resolved, Space
 
-__all__ = ["Delivery", "calibration_feeds", "export"]
+__all__ = ["Delivery", "Feeds", "calibration_feeds", "export"]
 
 _logger = logging.getLogger(__name__)
-SAMPLES = 48
 RANDOM_SAMPLES = 8
 """Random data tell a range after few of them, and nothing about accuracy after many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feeds:
+    """Calibration data of a model.
+
+    Attributes:
+        fingerprint: Changes with the data and with the choice of samples.
+        batches: Inputs of the model, one batch in memory at a time.
+        description: Number of samples and their file, for messages.
+    """
+
+    fingerprint: str
+    batches: Batches
+    description: str
 
 
 class Delivery:
@@ -43,6 +58,9 @@ class Delivery:
         space: What may be quantized; `space` is what is left of it after calibration.
         config: Says what to calibrate on.
         backend: Reads the models.
+
+    Attributes:
+        calibrated_on: The data that the scales come from, for messages.
     """
 
     def __init__(self, atlas: Atlas, space: Space, config: Config, backend: Use) -> None:
@@ -52,6 +70,7 @@ class Delivery:
         self._backend = backend
         self._scratch = tempfile.TemporaryDirectory(prefix="qdq-autotune-")
         self.folder = Path(self._scratch.name)
+        self.calibrated_on = "random data"
         self._ranges = self._calibrated(space)
         self.space = narrowed(space, self._ranges)
 
@@ -73,8 +92,11 @@ class Delivery:
 
     @cached_property
     def _inserter(self) -> Inserter:
-        make = Inserter if self._floating is self._model else CastInserter
-        return make(self._floating, self._dialect, finite_ranges(self._ranges))
+        ranges = finite_ranges(self._ranges)
+        if self._floating is self._model:
+            return Inserter(self._model, self._dialect, ranges)
+        refuse_lost_nodes((edge for dimension in self.space.dimensions for edge in dimension.edges), self._floating)
+        return CastInserter(self._floating, self._dialect, ranges, self._model)
 
     def proto(self, resolved: Resolved) -> Any:
         """A placement's model in memory, as ONNX has it."""
@@ -86,22 +108,31 @@ class Delivery:
             return self.float_file
         return self._inserter.write(resolved, self.folder / "candidates", name=name)
 
+    def feeds(self) -> Iterable[Mapping[str, Array]]:
+        """Return the calibration batches; random ones where no data were given."""
+        given = self._config.calibration_data
+        if given is None:
+            return random_feeds(input_types(self._model), RANDOM_SAMPLES)
+        return calibration_feeds(given, self._model, self._config.calibration_samples).batches
+
     def _calibrated(self, space: Space) -> Ranges:
         tensors = {e.tensor for d in space.dimensions for e in d.edges if e.tensor not in self._model.constants}
         if not tensors:
             return {}
-        types = input_types(self._model)
+        types, given = input_types(self._model), self._config.calibration_data
         feeds: Iterable[Mapping[str, Array]]
-        if self._config.calibration_data is None:
+        if given is None:
             _logger.info("%s: calibrated on random data: do not trust any accuracy", self._model.source)
             data, samples, feeds = "random feeds 1", RANDOM_SAMPLES, random_feeds(types, RANDOM_SAMPLES)
         else:
-            (data, feeds), samples = calibration_feeds(self._config.calibration_data, self._model), SAMPLES
+            found = calibration_feeds(given, self._model, self._config.calibration_samples)
+            data, samples, feeds = found.fingerprint, len(found.batches), found.batches
+            self.calibrated_on = found.description
         key = CalibrationKey(model_sha256=self._model.sha256, data=f"{data} as {types}", samples=samples)
         try:
-            ranges = cached_ranges(key, self._cleaned, sorted(tensors), feeds)
+            ranges = cached_ranges(key, self._cleaned, sorted(tensors), feeds, source=self._model.source)
         except UserError as error:
-            if self._config.calibration_data is not None or not any(node.opaque for node in self._model.nodes):
+            if given is not None or not any(node.opaque for node in self._model.nodes):
                 raise
             _logger.warning("%s: every scale is default_q_scale: %s", self._model.source, error)
             bound = 127 * self._config.default_q_scale
@@ -123,11 +154,16 @@ def export(proto: Any, path: Path | None) -> bytes:
     return b"" if path.with_name(f"{path.name}.data").exists() else path.read_bytes()
 
 
-def calibration_feeds(text: str, model: Model) -> tuple[str, Batches]:
-    """Fingerprint and inputs of a model of a file of arrays.
+def calibration_feeds(text: str, model: Model, samples: int | None = None) -> Feeds:
+    """Open a file of arrays as calibration data.
+
+    Args:
+        text: An `.npz` or a `.npy` file.
+        model: Its inputs are fed.
+        samples: Number of samples at most, evenly spread over the file; None: all.
 
     Raises:
-        AutotunerError: It is no such file.
+        AutotunerError: The file is neither `.npz` nor `.npy`.
         UserError: It cannot be read, or does not fit the inputs of the model.
     """
     kind = Path(text).suffix.removeprefix(".")
@@ -136,5 +172,9 @@ def calibration_feeds(text: str, model: Model) -> tuple[str, Batches]:
             f"calibration_data {text}: an .npz file with an array for each input of the model, samples first; "
             "images are for 'qdq run', which knows how to turn them into inputs"
         )
-    arrays = open_data({"use": kind, "path": text}, Path.cwd(), SAMPLES)
-    return arrays.fingerprint, batches(arrays, None, input_types(model))
+    arrays = open_data({"use": kind, "path": text}, Path.cwd(), samples, spread=True)
+    return Feeds(
+        fingerprint=f"{arrays.fingerprint}, {len(arrays)} of {arrays.available}",
+        batches=batches(arrays, None, input_types(model)),
+        description=sample_count(arrays, samples, text),
+    )

@@ -17,7 +17,7 @@ from harness.autotune.cache import PatternCache
 from harness.autotune.common import AutotunerError, AutotunerNotInitializedError, Config
 from harness.autotune.delivery import export
 from harness.autotune.regions import Region
-from harness.autotune.runoff import Runoff, fastest
+from harness.autotune.runoff import Runoff, fastest, open_checker
 from harness.autotune.timing import latency_ms, restless, stderr_ms
 from harness.autotune.verdict import Delivered, proved, verdict_lines
 from harness.errors import UserError
@@ -30,8 +30,10 @@ from harness.measure.provenance import options_said
 from harness.records import Failed, Outcome
 from harness.run.config import Confirmation
 from harness.run.contest import RUNOFF
+from harness.run.dynamic import deliver_dynamic, fixed_sizes
 from harness.run.models import OPSET
 from harness.run.observe import Observer, Silent, best_note
+from harness.run.runtime_check import CHECKS
 from search.space import Placement
 
 __all__ = ["Plan", "run_plan"]
@@ -134,6 +136,7 @@ class _Run:
         self._benchmark = benchmark
         self._plan = plan
         self._saved_s = time.monotonic()
+        self._left_out = 0
         self._warm = autotuner.pattern_cache.seeds if plan.pattern_cache_file and autotuner.pattern_cache else None
         self._elsewhere = strangers(self._warm, self._session.origin) if self._warm else ()
 
@@ -145,6 +148,7 @@ class _Run:
         self._export("baseline.onnx", session.space.float_placement())
         session.keep({autotuner.graph.pattern(region).signature for region in self._chosen()})
         self._plan.observer.say(self._extent())
+        self._plan.observer.say(f"scales: calibrated on {session.delivery.calibrated_on}")
         if (precision := self._plan.config.default_quant_type) in session.emulated:
             self._plan.observer.say(
                 f"this device only emulates {precision}: latencies say nothing of a device that has it"
@@ -180,7 +184,7 @@ class _Run:
             self._benchmark.beside(self._plan.output_dir / "baseline.onnx", self._baseline_ms)
             self._plan.observer.say(
                 "this machine is restless: models are timed in turns with the float model, whose "
-                f"{self._baseline_ms:.3f} ms set the scale"
+                f"{self._baseline_ms:.3f} ms set the scale; --warmup_runs has no effect then"
             )
 
     def regions(self) -> None:
@@ -197,7 +201,7 @@ class _Run:
 
     def finish(self) -> None:
         """Write the model, build it afresh beside the float model, and say how they compare."""
-        chosen = self._chosen_in_runoff(self._autotuner.placement(best=True))
+        chosen = self._chosen_in_runoff(self._rivals(self._autotuner.placement(best=True)))
         tried = self._export(UNPROVED, chosen)
         final = replace(self._session.candidate(chosen), source=lambda: tried)
         self._outcome(final, "final")
@@ -217,8 +221,15 @@ class _Run:
         )
         lines = [
             *verdict_lines(summary, delivered),
+            *self._with_dynamic_axes(file),
             *self._elsewhere,
         ]
+        if self._left_out:
+            runtime, record = self._benchmark.describe().get("name"), self._plan.output_dir / CHECKS
+            lines.append(
+                f"{self._left_out} of the fastest models are left out: {runtime} computes something else than their "
+                f"files say (see {record})"
+            )
         for line in lines:
             self._plan.observer.say(line)
         with (self._plan.output_dir / "logs" / "final.log").open("a", encoding="utf-8") as log:
@@ -241,15 +252,42 @@ class _Run:
         move_model(tried, kept)
         return self._export(FINAL, self._autotuner.delivered), kept
 
-    def _chosen_in_runoff(self, best: Placement) -> Placement:
+    def _with_dynamic_axes(self, file: Path) -> list[str]:
+        """Write what was delivered with the dynamic axes of the original model too; return what to say of it."""
+        model = self._autotuner.graph.model
+        made = deliver_dynamic(model, file, self._benchmark.backend.use)
+        return [] if made is None else [f"{file.name} takes {fixed_sizes(model)} alone; {made.said}"]
+
+    def _rivals(self, best: Placement) -> tuple[Placement, dict[str, Placement]]:
+        """Return what the walk came to and the fastest by digest, without those that the runtime computes wrongly.
+
+        Where the walk came to such a one, the float model stands in its place.
+        """
+        session, wrong = self._session, set[str]()
+        folder, observer = self._plan.output_dir, self._plan.observer
+        with open_checker(self._benchmark, session.delivery.feeds(), folder, observer) as is_wrong:
+            while True:
+                rivals = session.leaders(CONTENDERS, self._baseline_ms, wrong)
+                if any(best.choices):
+                    rivals = {session.space.digest(best): best, **rivals}
+                candidates = {digest: self._transformed(session.candidate(each)) for digest, each in rivals.items()}
+                if not (found := {digest for digest, each in candidates.items() if is_wrong(each)}):
+                    return best, rivals
+                wrong |= found
+                self._left_out = len(wrong)
+                if session.space.digest(best) in wrong:
+                    best = session.space.float_placement()
+
+    def _chosen_in_runoff(self, found: tuple[Placement, dict[str, Placement]]) -> Placement:
         """What the walk came to, or whichever of the fastest beats it where all are built afresh.
 
         One rival alone needs no race: the confirmation judges it.
+
+        Args:
+            found: See `_rivals`.
         """
         space, folder = self._session.space, self._plan.output_dir
-        rivals = self._session.leaders(CONTENDERS, self._baseline_ms)
-        if any(best.choices):
-            rivals = {space.digest(best): best, **rivals}
+        best, rivals = found
         if len(rivals) < 2:
             return next(iter(rivals.values()), best)
         floating = self._session.candidate(space.float_placement())

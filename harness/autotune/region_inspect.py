@@ -6,8 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from harness.autotune.arguments import add_shape, shapes_of
+from harness.autotune.arguments import add_sizes, shapes_of
 from harness.errors import UserError
+from harness.graph.cleaning.asking import parse_dims
 from harness.graph.summary import TreeView
 from harness.inspect import inspect_regions
 
@@ -21,12 +22,15 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--verbose", "-v", action="store_true", help="also the names of nodes and boundary tensors")
     parser.add_argument("--max-sequence-size", type=int, default=10, help="longest sequence (default: %(default)s)")
     parser.add_argument("--include-all-regions", action="store_true", help="also regions without quantizable operators")
-    add_shape(parser)
+    add_sizes(parser)
     options = parser.parse_args(given)
     if options.max_sequence_size < 1:
         parser.error(f"--max-sequence-size is at least 1, but got {options.max_sequence_size}")
     try:
-        found = inspect_regions(options.model, shapes_of(options), max_sequence_size=options.max_sequence_size)
+        dims = parse_dims(options.dim or ())
+        found = inspect_regions(
+            options.model, shapes_of(options), dims=dims, max_sequence_size=options.max_sequence_size
+        )
     except UserError as error:
         print(f"region_inspect: {error}", file=sys.stderr)
         return 2

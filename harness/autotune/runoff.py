@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.api import Candidate
+from harness.api import Array, Candidate
+from harness.autotune.benchmark import Benchmark
 from harness.measure.confirm import OpenEngines, Row
+from harness.measure.engines import MAIN
+from harness.measure.provenance import saturates_here
 from harness.measure.race import HEATS
+from harness.run.config import Limits
 from harness.run.contest import Contest, read_speedups
 from harness.run.heats import FIRST, race
 from harness.run.observe import Observer
+from harness.run.runtime_checker import CheckPlan, RuntimeChecker, computes_nothing
+from search.space import digest_of
 
-__all__ = ["Runoff", "fastest"]
+__all__ = ["Runoff", "fastest", "open_checker"]
 
 BASELINE = "baseline"
 
@@ -32,6 +40,43 @@ class Runoff:
     facts: Mapping[str, Any]
     open_engines: OpenEngines
     observer: Observer
+
+
+@contextmanager
+def open_checker(
+    benchmark: Benchmark, feeds: Iterable[Mapping[str, Array]], folder: Path, observer: Observer
+) -> Iterator[Callable[[Candidate], bool]]:
+    """Give a function that says whether the runtime computes something else than the file of a candidate says.
+
+    Args:
+        feeds: Calibration samples.
+        folder: Holds `baseline.onnx`, the float model, and gets the record and small models that show a fault.
+        observer: Hears of wrong results, and of candidates that could not be compared.
+    """
+    if computes_nothing(benchmark.backend):
+        yield lambda candidate: False
+        return
+    floating = folder / "baseline.onnx"
+    with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch, benchmark.fresh() as engines:
+        plan = CheckPlan(
+            float_file=floating,
+            floats={MAIN: floating},
+            feeds=feeds,
+            folder=folder,
+            work=Path(scratch),
+            limits=Limits(),
+            saturates=saturates_here(),
+        )
+        with RuntimeChecker(plan, engines, observer) as checker:
+            checker.check(Candidate(digest=digest_of(()), edges=(), source=lambda: floating), name="the float model")
+
+            def is_wrong(candidate: Candidate) -> bool:
+                found = checker.check(candidate)
+                if found.verdict == "not checked":
+                    observer.say(f"{candidate.digest}: {found}")
+                return found.wrong
+
+            yield is_wrong
 
 
 def fastest(rivals: Sequence[Candidate], baseline: Candidate, runoff: Runoff) -> tuple[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -137,12 +137,16 @@ class Session:
         self.measured[self.space.digest(placement)] = made
         return made
 
-    def leaders(self, count: int, below_ms: float) -> dict[str, Placement]:
-        """The fastest of what was measured, by digest, as far as it is faster than that and may be delivered."""
+    def leaders(self, count: int, below_ms: float, without: Collection[str] = ()) -> dict[str, Placement]:
+        """The fastest of what was measured, by digest, as far as it is faster than that and may be delivered.
+
+        Args:
+            without: Digests that are left out.
+        """
         read = [(each.latency_ms, digest, each.choices) for digest, each in self.measured.items() if each.latency_ms]
         found: dict[str, Placement] = {}
         for latency_ms, digest, choices in sorted(read, key=lambda each: each[0]):
-            placement = self._written(choices)
+            placement = None if digest in without else self._written(choices)
             if len(found) < count and latency_ms < below_ms and placement and self.space.digest(placement) == digest:
                 found[digest] = placement
         return found

@@ -75,6 +75,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """
     told = {
         "calibration_data": "models that are written have the scales of the present data",
+        "calibration_samples": "models that are written have the scales of the present samples",
         "searcher": "what the other one measured counts",
     }
     for key, sentence in told.items():

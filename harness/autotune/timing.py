@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from harness.api import Candidate
+from harness.autotune.arguments import LEAST_RUNS
 from harness.measure.stats import median_ci, stderr_of_median
 from harness.records import Failed, Measured, Outcome
 from harness.run.config import Sampling
@@ -40,7 +41,7 @@ def restless(outcome: Outcome) -> bool:
 
 def exactly(runs: int) -> Sampling:
     """So many readings and no warm-up of the sampler's own; three are the fewest that have a median."""
-    count = max(3, runs)
+    count = max(LEAST_RUNS, runs)
     return Sampling(warmup_ms=0.0, min_samples=count, max_samples=count, max_ms=1e12)
 
 

@@ -31,6 +31,8 @@ def region_pattern_autotuning_workflow(  # noqa: PLR0913 - the signature is Mode
     model_transform: Transform | None = None,
     *,
     model_or_path: Any = None,
+    calibration_data: str | None = None,
+    calibration_samples: int | None = None,
 ) -> QDQAutotuner:
     """Optimize a model region after region; call `init_benchmark_instance` first.
 
@@ -47,6 +49,8 @@ def region_pattern_autotuning_workflow(  # noqa: PLR0913 - the signature is Mode
         verbose: See `Config`.
         model_transform: Applied to each `onnx.ModelProto` before it is built or written.
         model_or_path: Another name of `model_path`, which ModelOpt's later versions use.
+        calibration_data: See `Config`, as for the next.
+        calibration_samples: Number of its samples at most; None: all.
 
     Returns:
         The autotuner as it is in the end.
@@ -60,7 +64,13 @@ def region_pattern_autotuning_workflow(  # noqa: PLR0913 - the signature is Mode
         raise AutotunerError("region_pattern_autotuning_workflow needs model_path: a file or an onnx.ModelProto")
     with contextlib.ExitStack() as stack:
         folder = output_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qdq-autotune-")))
-        config = Config(default_quant_type=quant_type, default_dq_dtype=default_dq_dtype, verbose=verbose)
+        config = Config(
+            default_quant_type=quant_type,
+            default_dq_dtype=default_dq_dtype,
+            verbose=verbose,
+            calibration_data=calibration_data,
+            calibration_samples=calibration_samples,
+        )
         plan = Plan(
             output_dir=Path(folder),
             schemes_per_region=num_schemes_per_region,

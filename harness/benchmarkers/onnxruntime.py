@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BeforeValidator
 
 from harness.api import Array, Artifact, Candidate, Layer
 from harness.errors import BuildFailed, MeasureFailed, UserError
@@ -22,6 +23,7 @@ from harness.graph.upcast import UPCAST, upcast
 from harness.measure.host import plain, refuse_dynamic, said, timed, words
 from harness.measure.provenance import checked_threads, environment, processor, saturates_here
 from harness.measure.sampling import fixed_inputs
+from harness.spelling import float_precision
 
 __all__ = ["ONNXRuntimeBenchmarker"]
 
@@ -30,7 +32,7 @@ logger = logging.getLogger(__name__)
 Provider = Literal["cpu", "cuda", "tensorrt"]
 Optimization = Literal["disabled", "basic", "extended", "all"]
 Activation = Literal["uint8", "int8"]
-Precision = Literal["auto", "f32", "f16"]
+Precision = Annotated[Literal["auto", "f32", "f16"], BeforeValidator(float_precision)]
 PROVIDERS: Mapping[str, tuple[str, ...]] = {
     "cpu": ("CPUExecutionProvider",),
     "cuda": ("CUDAExecutionProvider", "CPUExecutionProvider"),
@@ -51,7 +53,7 @@ FATAL, WARNING = 4, 2
 
 
 class ONNXRuntimeBenchmarker:
-    """Makes a session and times it with inputs and outputs bound beforehand, on the device that runs it.
+    """Time models in ONNX Runtime, on the CPU, on CUDA or by its TensorRT provider.
 
     Args:
         threads: Threads within an operator on the CPU, at most the cores that this process may use.
@@ -79,6 +81,7 @@ class ONNXRuntimeBenchmarker:
         profile: bool = False,
         reduce_range: bool | None = None,
     ) -> None:
+        precision = float_precision(precision)
         if activation is None:
             activation = "int8" if provider == "tensorrt" else "uint8"
         _check("optimization", optimization, LEVELS)

@@ -9,27 +9,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BeforeValidator
 
 from harness.api import Array, Artifact, Candidate, Layer
 from harness.errors import BuildFailed, MeasureFailed, UserError
 from harness.measure.host import plain, refuse_dynamic, said, timed
 from harness.measure.provenance import checked_threads, processor, saturates_here
 from harness.measure.sampling import fixed_inputs
+from harness.spelling import float_precision
 
 __all__ = ["OpenVINOBenchmarker"]
 
 PRECISIONS = ("auto", "f32", "bf16")
-Precision = Literal["auto", "f32", "bf16"]
+Precision = Annotated[Literal["auto", "f32", "bf16"], BeforeValidator(float_precision)]
 NOT_LAYERS = ("Const", "Input", "Output")
 REFUSALS = (RuntimeError,)
 WRONG_FEEDS = (RuntimeError, TypeError, ValueError, KeyError)
 
 
 class OpenVINOBenchmarker:
-    """Compiles for one stream and times synchronous inference.
+    """Time models in OpenVINO on the CPU: one stream, synchronous inference.
 
     Args:
         threads: Inference threads, at most the cores that this process may use.
@@ -50,6 +52,7 @@ class OpenVINOBenchmarker:
     def __init__(
         self, threads: int = 1, precision: Precision = "auto", profile: bool = False, reduce_range: bool | None = None
     ) -> None:
+        precision = float_precision(precision)
         if precision not in PRECISIONS:
             raise ValueError(f"precision: one of {', '.join(PRECISIONS)}, but got {precision!r}")
         self._threads = checked_threads(threads)

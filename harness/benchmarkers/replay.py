@@ -22,7 +22,7 @@ STAGES: Mapping[str, type[CandidateError]] = {"measure": MeasureFailed, "evaluat
 
 
 class ReplayBenchmarker:
-    """Looks a placement up by its digest; its samples are drawn, with replacement, from those that were recorded.
+    """Answer from a recorded table: samples are drawn from those that were measured for the same placement.
 
     Args:
         table: File that `qdq record` wrote.

@@ -27,7 +27,7 @@ __all__ = ["SimulatedBenchmarker"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedBenchmarker:
-    """Latency by formula and noise by a seeded generator; never asks for a candidate's file.
+    """Make up latencies by a formula with seeded noise, for tests and studies; no model file is read.
 
     Args:
         seed: Of the landscape.

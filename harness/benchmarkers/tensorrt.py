@@ -41,7 +41,7 @@ class _Ready:
 
 
 class TensorRTBenchmarker:
-    """Builds engines and times them; nothing of TensorRT is touched before something is built or described.
+    """Build TensorRT engines by its Python interface and time them on an NVIDIA GPU.
 
     Args:
         precision: What float operations run in. "f32": IEEE FP32; "tf32": FP32 with TF32 multiplications, TensorRT's

@@ -60,7 +60,7 @@ class _Ready:
 
 
 class TensorRTRTXBenchmarker:
-    """Makes sessions with the plug-in and times them by CUDA events on a stream that both know.
+    """Time models in TensorRT for RTX, by its execution provider of ONNX Runtime.
 
     Args:
         device: Number of the GPU.

@@ -24,6 +24,7 @@ from harness.tensorrt.cache import CachePolicy, cache_file
 from harness.tensorrt.flags import (
     build_flags,
     check_extra,
+    extended,
     read_outputs,
     read_profile,
     read_times,
@@ -72,7 +73,7 @@ class _Tool:
 
 
 class TrtexecBenchmarker:
-    """Builds and times with trtexec, of TensorRT 10 or 11. Candidates are timed alone: a turn takes a process.
+    """Build and time with the program trtexec of TensorRT 10 or 11, each model in a process of its own.
 
     Args:
         path: The program; by default the one on PATH.
@@ -87,8 +88,9 @@ class TrtexecBenchmarker:
         warm_up_ms: Of each run of trtexec.
         timeout_s: Longest run of trtexec.
         device: Number of the GPU.
+        plugins: Libraries with plugins, for builds and runs (--staticPlugins).
         extra: Further arguments for builds and runs, for instance those of remote autotuning:
-            `[--safe, "--remoteAutoTuningConfig=ssh://..."]`.
+            `[--safe, --skipInference, "--remoteAutoTuningConfig=ssh://..."]`; --skipInference is left out of runs.
         profile: Build for inspection, for `layers`.
 
     Raises:
@@ -113,11 +115,13 @@ class TrtexecBenchmarker:
         warm_up_ms: float = 200.0,
         timeout_s: float = 600.0,
         device: int = 0,
+        plugins: tuple[str, ...] | list[str] = (),
         extra: tuple[str, ...] | list[str] = (),
         profile: bool = False,
     ) -> None:
         check_extra(extra, 0)
         self._path, self._extra, self._device = path, tuple(extra), device
+        self._plugins = tuple(plugins)
         self._options = read_options(
             precision=precision,
             typing=typing,
@@ -142,6 +146,14 @@ class TrtexecBenchmarker:
             raise UserError(f"benchmarker 'trtexec': {error}") from error
         self._options.check_runtime(f"trtexec {version}", tool.major, device)
         return tool
+
+    @cached_property
+    def _libraries(self) -> tuple[Path, ...]:
+        found = {name: Path(name).expanduser().resolve() for name in self._plugins}
+        for name, path in found.items():
+            if not path.is_file():
+                raise UserError(f"plugins: {name}: no such file")
+        return tuple(found.values())
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
         """Build the candidate's engine into the folder.
@@ -199,6 +211,7 @@ class TrtexecBenchmarker:
                 "cuda_graph": self._graph,
                 "warm_up_ms": self.warm_up_ms,
                 "extra": list(self._extra),
+                **({"plugins": [path.name for path in self._libraries]} if self._libraries else {}),
             },
             **self._options.float_facts(tool.device),
         }
@@ -230,9 +243,9 @@ class TrtexecBenchmarker:
         return [f"--timingCacheFile={file}"]
 
     def _run(self, arguments: Sequence[str], failure: type[CandidateError]) -> str:
-        return run_trtexec(
-            [self._tool.program, *arguments, f"--device={self._device}", *self._extra], self._timeout_s, failure
-        )
+        plugins = [f"--staticPlugins={path}" for path in self._libraries]
+        command = extended([*arguments, f"--device={self._device}", *plugins], self._extra)
+        return run_trtexec([self._tool.program, *command], self._timeout_s, failure)
 
 
 class _Probe:

@@ -30,12 +30,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import onnxruntime
+from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 from onnxruntime.quantization.calibrate import HistogramCalibrater, HistogramCollector
 
 from harness.api import Array
 from harness.errors import UserError
 
-__all__ = ["Collector", "Extremes", "Histograms", "Magnitudes", "Observer"]
+__all__ = ["Collector", "Extremes", "Histograms", "Magnitudes", "Observer", "runtime_operators"]
 
 _GROWTH = 4
 _BINS = {"entropy": 511, "percentile": 2048, "mse": 2048}
@@ -101,6 +102,15 @@ class Observer(HistogramCalibrater):  # type: ignore[misc]
     def observe(self, batch: Mapping[str, Array]) -> None:
         """Run one batch and hand its activations to the collector."""
         self.collect_data(_Once(batch))
+
+
+def runtime_operators() -> frozenset[tuple[str, str]]:
+    """Return domain and name of each operator that ONNX Runtime runs, its own ones among them.
+
+    It defines some of TensorRT's plug-ins too, to pass them on to TensorRT.
+    """
+    every = ((schema.domain, schema.name) for schema in get_all_operator_schema())
+    return frozenset((domain, name) for domain, name in every if not name.endswith("_TRT"))
 
 
 class Extremes:

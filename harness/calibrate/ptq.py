@@ -23,9 +23,10 @@ import numpy as np
 
 from harness.api import Array
 from harness.calibrate.ranges import Method
-from harness.errors import BuildFailed
+from harness.errors import BuildFailed, UserError
 from harness.graph.dialects import EIGHT_BITS
 from harness.graph.files import copy_model, move_model
+from harness.graph.plugins import take_behind
 from harness.graph.spoken import dialect_called
 
 __all__ = ["PtqOptions", "modelopt", "modelopt_ptq", "ort_static", "ptq_fingerprint"]
@@ -116,6 +117,8 @@ def _run(
     settings: Mapping[str, Any],
     limit_s: float | None = None,
 ) -> Path:
+    from harness.calibrate._observer import runtime_operators
+
     model_path, output_path = paths
     with tempfile.TemporaryDirectory(prefix="qdq-ptq-") as scratch:
         folder = Path(scratch)
@@ -125,11 +128,15 @@ def _run(
         data = _write_data(batches, folder / "data.npz")
         if not data["count"]:
             raise BuildFailed(f"{tool}: there is no calibration data; give at least one batch")
+        copy = copy_model(model_path, folder / "in")
+        behind = None if _runs_plugins(settings) else take_behind(copy, runtime_operators(), model_path.name)
+        if behind is not None:
+            logger.warning("%s: what lies behind plug-in operator %s stays float", tool, behind.operators)
         request = {
             **settings,
             **data,
             "tool": tool,
-            "model": str(copy_model(model_path, folder / "in")),
+            "model": str(copy),
             "output": str(made),
             "reason": str(folder / "reason.txt"),
         }
@@ -137,8 +144,19 @@ def _run(
         done = _start(tool, folder, limit_s)
         if done.returncode or not made.exists():
             raise BuildFailed(f"{tool}: {_reason(folder, done)}")
+        if behind is not None:
+            try:
+                behind.put_back(made)
+            except UserError as error:
+                raise BuildFailed(f"{tool}: {error}") from error
         move_model(made, output_path)
     return output_path
+
+
+def _runs_plugins(settings: Mapping[str, Any]) -> bool:
+    """Return whether ModelOpt is told to run the model by TensorRT, which knows its own plug-ins."""
+    arguments = settings.get("arguments", {})
+    return bool(arguments.get("trt_plugins")) or "trt" in arguments.get("calibration_eps", ())
 
 
 def _settings(options: PtqOptions) -> dict[str, Any]:

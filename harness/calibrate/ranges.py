@@ -25,6 +25,7 @@ from harness.api import Array
 from harness.errors import UserError, nearest
 from harness.graph.files import copy_model
 from harness.graph.operators import LARGEST
+from harness.graph.plugins import cut_plugins
 from harness.paths import cache_folder
 from search.space import Edge, Space
 
@@ -41,6 +42,7 @@ __all__ = [
     "finite_ranges",
     "narrowed",
     "remarks",
+    "unrunnable",
 ]
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,8 @@ Ranges = Mapping[str, tuple[float, float]]
 _SCHEMA = 2
 _OUTSIDE = ""  # the consumer of what leaves the model, see `Edge`
 _SHOWN = 5
+_UNSEEN = (math.inf, -math.inf)
+"""The range of a tensor that was not observed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +80,7 @@ class CalibrationKey:
     samples: int
 
 
-def calibrate(
+def calibrate(  # noqa: PLR0913 - one option, one parameter
     model_path: Path,
     tensors: Collection[str],
     batches: Iterable[Mapping[str, Array]],
@@ -84,6 +88,7 @@ def calibrate(
     method: Method = "minmax",
     percentile: float = 99.99,
     progress: Callable[[int], None] | None = None,
+    source: str = "",
 ) -> Ranges:
     """Run the float model on calibration data and take the range of each tensor.
 
@@ -97,42 +102,68 @@ def calibrate(
             "entropy", "percentile", "mse": a part of the values, see `_observer.Histograms`.
         percentile: Share of the values inside the range, in per cent; for method "percentile".
         progress: Called with the number of batches done after each one.
+        source: What messages call the model; by default its file.
 
     Returns:
         Lowest and highest value of each tensor; (0.0, 0.0) for a tensor that is always zero or empty, bounds that are
-        not finite for one with NaN or infinite values, or beyond 6e4 in float16. That one, and one with values beyond
-        `LARGEST`, is to stay float (`finite_ranges`, `remarks`).
+        not finite for one with NaN or infinite values, or beyond 6e4 in float16, and for one behind a plug-in operator,
+        which is not observed. These, and one with values beyond `LARGEST`, are to stay float (`finite_ranges`,
+        `remarks`).
 
     Raises:
         UserError: The data have NaN or infinite values; every activation has, or huge ones; an activation cannot be
             observed; the model does not run on the data.
     """
-    from harness.calibrate._observer import Observer
+    from harness.calibrate._observer import Observer, runtime_operators
 
     if not tensors:
         return {}
     collector = _collector(method, percentile)
-    done = 0
+    done, source = 0, source or model_path.name
     with tempfile.TemporaryDirectory(prefix="qdq-ranges-") as scratch:
         folder = Path(scratch)
-        with _runtime_errors(model_path):
-            observer = Observer(copy_model(model_path, folder), folder, tensors, collector)
+        copy = copy_model(model_path, folder)
+        behind, plugins = cut_plugins(copy, tensors, runtime_operators())
+        ahead = set(tensors) - behind
+        if not ahead:
+            raise UserError(
+                f"calibration of {source}: all that may be quantized lies behind plug-in operator {plugins}, "
+                "which ONNX Runtime cannot run; give no calibration data, to compare latencies with one scale for all"
+            )
+        with _runtime_errors(f"calibration of {source}"):
+            observer = Observer(copy, folder, ahead, collector)
         for done, batch in enumerate(batches, start=1):
-            _check_inputs(batch, done)
-            with _runtime_errors(model_path):
+            batch_name = _batch_name(batches, done)
+            _check_inputs(batch, batch_name)
+            with _runtime_errors(f"calibration of {source}: {batch_name}"):
                 observer.observe(batch)
             if progress is not None:
                 progress(done)
     if not done:
-        raise UserError(f"calibration of {model_path.name}: there is no data; give at least one batch")
+        raise UserError(f"calibration of {source}: there is no data; give at least one batch")
     seen = collector.ranges()
-    found = {name: seen.get(name, (0.0, 0.0)) for name in sorted(tensors)}
+    found = {name: _UNSEEN if name in behind else seen.get(name, (0.0, 0.0)) for name in sorted(tensors)}
     if not finite_ranges(found):
         raise UserError(
-            f"calibration of {model_path.name}: every activation has NaN, infinite or huge values; "
+            f"calibration of {source}: every activation has NaN, infinite or huge values; "
             "check the model and the preprocessing of the calibration data"
         )
     return found
+
+
+def unrunnable(model_path: Path) -> str:
+    """Return why ONNX Runtime, which calibrates, refuses to load a model; "" where it takes it."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        with _runtime_errors(model_path.name):
+            ort.InferenceSession(model_path, options, providers=["CPUExecutionProvider"])
+    except UserError as error:
+        return str(error).partition("does not run: ")[2]
+    return ""
 
 
 def finite_ranges(ranges: Ranges) -> Ranges:
@@ -161,9 +192,12 @@ def _whole(edges: Iterable[Edge], broken: Collection[str], apart: Collection[str
 def remarks(ranges: Ranges) -> tuple[str, ...]:
     """What a reader of results should know about the ranges, a line for each kind; none where all is well."""
     finite = finite_ranges(ranges)
-    broken = [name for name in ranges if name not in finite]
+    unseen = [name for name, pair in ranges.items() if pair == _UNSEEN]
+    broken = [name for name in ranges if name not in finite and name not in unseen]
     dead = [name for name, pair in finite.items() if pair == (0.0, 0.0)]
     said = []
+    if unseen:
+        said.append(f"behind plug-in operators, which calibration cannot run, so they stay float: {_listed(unseen)}")
     if broken:
         said.append(f"NaN, infinite or huge on calibration data, so they stay float: {_listed(broken)}")
     if dead:
@@ -176,11 +210,18 @@ def _listed(names: list[str]) -> str:
     return ", ".join(map(repr, names[:_SHOWN])) + more
 
 
-def _check_inputs(batch: Mapping[str, Array], number: int) -> None:
+def _batch_name(batches: Iterable[Mapping[str, Array]], number: int) -> str:
+    """Return what messages call a batch: its number, and where the data tell, their file or images."""
+    place = getattr(batches, "place", None)
+    shown = place(number - 1) if callable(place) else ""
+    return f"batch {number}{f' ({shown})' if shown else ''}"
+
+
+def _check_inputs(batch: Mapping[str, Array], batch_name: str) -> None:
     for name, array in batch.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise UserError(
-                f"calibration batch {number}: input {name!r} has NaN or infinite values; "
+                f"calibration {batch_name}: input {name!r} has NaN or infinite values; "
                 "check the data and their preprocessing"
             )
 
@@ -192,6 +233,7 @@ def cached_ranges(
     batches: Iterable[Mapping[str, Array]],
     *,
     progress: Callable[[int], None] | None = None,
+    source: str = "",
 ) -> Ranges:
     """Ranges from the cache on disk, else from `calibrate`; then neither model nor data are touched.
 
@@ -209,7 +251,15 @@ def cached_ranges(
     known = None if path is None else _read(path, tensors)
     if known is not None:
         return known
-    ranges = calibrate(model_path, tensors, batches, method=key.method, percentile=key.percentile, progress=progress)
+    ranges = calibrate(
+        model_path,
+        tensors,
+        batches,
+        method=key.method,
+        percentile=key.percentile,
+        progress=progress,
+        source=source,
+    )
     if path is not None:
         _write(path, key, ranges)
     return ranges
@@ -226,7 +276,7 @@ def _collector(method: Method, percentile: float) -> Collector:
 
 
 @contextlib.contextmanager
-def _runtime_errors(model_path: Path) -> Iterator[None]:
+def _runtime_errors(where: str) -> Iterator[None]:
     """Turns what ONNX Runtime says of the model or of its inputs into a `UserError`."""
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
@@ -238,7 +288,7 @@ def _runtime_errors(model_path: Path) -> Iterator[None]:
         yield
     except refused as error:
         words = " ".join(str(error).split())
-        raise UserError(f"calibration of {model_path.name}: the float model does not run: {words}") from error
+        raise UserError(f"{where}: the float model does not run: {words}") from error
 
 
 def _cache_path(key: CalibrationKey, tensors: Collection[str]) -> Path | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness import registry
-from harness.api import Accuracy, Candidate
+from harness.api import Accuracy, Array, Candidate
 from harness.cluster.fleet import WAITING, WORKING, Fleet, Member
 from harness.cluster.host import Order
 from harness.errors import UserError
@@ -88,6 +88,10 @@ class RemoteEngines:
     def prepare(self, handle: int, evaluator: str = MAIN, watch: Watch | None = None) -> Failed | None:
         """See `Engines`; nobody is told on the way."""
         return self._call("call", "prepare", handle, evaluator)  # type: ignore[no-any-return]
+
+    def infer(self, handle: int, feeds: Mapping[str, Array]) -> Mapping[str, Array] | Failed:
+        """See `Engines`."""
+        return self._call("call", "infer", handle, feeds)  # type: ignore[no-any-return]
 
     def release(self, handle: int) -> None:
         """See `Engines`; nobody waits for it."""

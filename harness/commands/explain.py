@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from harness.commands.terminal import based, importable, param_option, shape_option, tidy
+from harness.commands.terminal import DimOption, ShapeOption, based, importable, param_option, sizes_option, tidy
 from harness.errors import UserError
 
 __all__ = ["explain"]
@@ -24,7 +24,8 @@ def explain(
     ] = None,
     backend: Annotated[str, typer.Option(help="Runtime: openvino, onnxruntime, tensorrt, trtexec.")] = "openvino",
     param: Annotated[list[str] | None, typer.Option(help="Parameter of the runtime, NAME=VALUE; repeat.")] = None,
-    shape: Annotated[list[str] | None, typer.Option(help="Input shape as NAME:1x3x224x224; repeat per input.")] = None,
+    shape: ShapeOption = None,
+    dim: DimOption = None,
     against: Annotated[
         str | None, typer.Option(help="A second model; show what runs otherwise in it.", show_default=False)
     ] = None,
@@ -50,12 +51,12 @@ def explain(
 
     importable(Path.cwd())
     use = Use(use=backend, params=dict(param_option(text) for text in param or []))
-    shapes = dict(shape_option(text) for text in shape or [])
-    found = explain_model(model, use, runs, shapes)
+    sizes = sizes_option(shape, dim)
+    found = explain_model(model, use, runs, **sizes)
     if against is None:
         typer.echo(json.dumps(data(found), indent=1) if as_json else _plain(lines(found, top)))
         return
-    other = explain_model(against, use, runs, shapes)
+    other = explain_model(against, use, runs, **sizes)
     changes = compare(found, other)
     if as_json:
         rows = [{"name": change.name, "before": change.before, "after": change.after} for change in changes]

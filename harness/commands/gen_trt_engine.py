@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from harness.errors import in_file
+
 __all__ = ["gen_trt_engine"]
 
 
@@ -35,7 +37,8 @@ def gen_trt_engine(
     importable(base)
     chosen = section(found.gen_trt_engine, "gen_trt_engine", str(spec))
     use = Use(use=backend, params=dict(param_option(text) for text in param or []))
-    facts = build_engine(chosen, found.dataset, base, use)
+    with in_file(spec):
+        facts = build_engine(chosen, found.dataset, base, use)
     kept = f"Q/DQ found ({', '.join(facts.precisions)})" if facts.precisions else "float"
     typed = f"{kept}: strongly typed" if facts.precisions and facts.backend == TENSORRT else kept
     version = facts.describe.get("version", "")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from harness.commands.terminal import advised, beside, param_option, shape_option, table
+from harness.commands.terminal import DimOption, ShapeOption, advised, beside, param_option, sizes_option, table
 
 __all__ = ["noise"]
 
@@ -21,7 +21,8 @@ def noise(
     ],
     backend: Annotated[str | None, typer.Option(help="Benchmarker [default: openvino].", show_default=False)] = None,
     param: Annotated[list[str] | None, typer.Option(help="Parameter of the backend, NAME=VALUE; repeat.")] = None,
-    shape: Annotated[list[str] | None, typer.Option(help="Input shape as NAME:1x3x224x224; repeat per input.")] = None,
+    shape: ShapeOption = None,
+    dim: DimOption = None,
     placement: Annotated[str, typer.Option(help="What is measured: float, all or linear.")] = "float",
     processes: Annotated[int, typer.Option(help="Fresh processes.")] = 6,
     builds: Annotated[int, typer.Option(help="Fresh builds in each process.")] = 4,
@@ -46,7 +47,7 @@ def noise(
         model,
         backend=backend,
         params=dict(param_option(text) for text in param or []),
-        shapes=dict(shape_option(text) for text in shape or []),
+        **sizes_option(shape, dim),
     )
     design = Design(processes=processes, builds=builds, readings=readings)
     folder = out or Path(f"noise-{subject(study, placement)}")

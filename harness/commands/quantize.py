@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from harness.errors import in_file
+
 __all__ = ["quantize"]
 
 
@@ -24,7 +26,8 @@ def quantize(
     found, base = read_spec(spec), spec.resolve().parent
     importable(base)
     chosen = section(found.quantize, "quantize", str(spec))
-    done = run(chosen, found.dataset, base, base / (chosen.results_dir or found.results_dir))
+    with in_file(spec):
+        done = run(chosen, found.dataset, base, base / (chosen.results_dir or found.results_dir))
     for op, counts in done.layers.items():
         typer.echo(f"{op}\t{', '.join(f'{count} {precision}' for precision, count in counts.items())}")
     typer.echo(f"{tidy(done.path)}: calibrated on {done.calibrated_on}")

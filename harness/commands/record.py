@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from harness.commands.terminal import advised, beside, param_option, shape_option
+from harness.commands.terminal import DimOption, ShapeOption, advised, beside, param_option, sizes_option
 
 __all__ = ["record"]
 
@@ -29,7 +29,8 @@ def record(
     out: Annotated[Path | None, typer.Option(help="Parquet file [default: MODEL-BACKEND-PRECISION.parquet].")] = None,
     backend: Annotated[str | None, typer.Option(help="Benchmarker [default: openvino].", show_default=False)] = None,
     param: Annotated[list[str] | None, typer.Option(help="Parameter of the backend, NAME=VALUE; repeat.")] = None,
-    shape: Annotated[list[str] | None, typer.Option(help="Input shape as NAME:1x3x224x224; repeat per input.")] = None,
+    shape: ShapeOption = None,
+    dim: DimOption = None,
     fidelity: Annotated[bool, typer.Option("--fidelity", help="Also compare outputs with the float model's.")] = False,
     search: Annotated[
         int, typer.Option(help="Evaluations of a search first; its best is looked around too.", min=0)
@@ -55,7 +56,7 @@ def record(
         model,
         backend=backend,
         params=dict(param_option(text) for text in param or []),
-        shapes=dict(shape_option(text) for text in shape or []),
+        **sizes_option(shape, dim),
         fidelity=fidelity,
     )
     path = out or Path(f"{study.spec.name}.parquet")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from harness.commands.terminal import shape_option
+from harness.commands.terminal import DimOption, ShapeOption, sizes_option
 from harness.errors import UserError
 
 __all__ = ["regions"]
@@ -16,7 +16,8 @@ __all__ = ["regions"]
 
 def regions(
     model: Annotated[str, typer.Argument(help="ONNX file, zoo:NAME or assets:PATH.", show_default=False)],
-    shape: Annotated[list[str] | None, typer.Option(help="Input shape as NAME:1x3x224x224; repeat per input.")] = None,
+    shape: ShapeOption = None,
+    dim: DimOption = None,
     dialect: Annotated[str, typer.Option(help="Whose rules say where Q/DQ is legal.")] = "openvino",
     max_sequence_size: Annotated[int, typer.Option(min=1, help="Longest sequence that stays one region.")] = 10,
     include_all_regions: Annotated[
@@ -37,8 +38,7 @@ def regions(
     from harness.graph.summary import TreeView
     from harness.inspect import inspect_regions
 
-    shapes = dict(shape_option(text) for text in shape or [])
-    found = inspect_regions(model, shapes, dialect=dialect, max_sequence_size=max_sequence_size)
+    found = inspect_regions(model, **sizes_option(shape, dim), dialect=dialect, max_sequence_size=max_sequence_size)
     if html is not None:
         try:
             html.write_text(found.html(), encoding="utf-8")

@@ -10,7 +10,7 @@ import typer
 from harness.commands.compare import compare
 from harness.commands.report import followed, reported
 from harness.commands.terminal import advised, importable
-from harness.errors import UserError
+from harness.errors import UserError, in_file
 
 __all__ = ["reproduce"]
 
@@ -42,7 +42,8 @@ def reproduce(
     config, start = load_experiment(folder / "experiment.yaml"), (base or Path.cwd()).resolve()
     importable(start)
     try:
-        remarks = check_experiment(config, start)
+        with in_file(folder / "experiment.yaml"):
+            remarks = check_experiment(config, start)
     except UserError as error:
         raise UserError(f"{error}\nrelative paths of the experiment start from {start}; see --base") from error
     for remark in remarks:

@@ -9,6 +9,7 @@ import typer
 
 from harness.commands.report import reported
 from harness.commands.terminal import importable
+from harness.errors import in_file
 
 __all__ = ["run"]
 
@@ -39,23 +40,30 @@ def run(
     from harness.run.claim import check_claim
     from harness.run.config import load_experiment
     from harness.run.experiment import run_experiment
+    from harness.run.outlook import outlook
     from harness.run.plan import plan
     from harness.show import Terminal
 
     config = load_experiment(experiment)
     base = experiment.resolve().parent
     importable(base)
-    for remark in check_experiment(config, base):
+    with in_file(experiment):
+        remarks = check_experiment(config, base)
+    for remark in remarks:
         typer.echo(remark, err=True)
     folder = out or Path("results") / config.experiment
     if check:
-        check_models(config, base)
+        with in_file(experiment):
+            remarks = check_models(config, base)
+        for remark in remarks:
+            typer.echo(remark, err=True)
         if grown := check_claim(folder, config, accept_changes):
             typer.echo(f"{folder}: {grown}: would go on with what is there")
         for cell in plan(config):
             typer.echo(f"{cell.name}: {', '.join(search.name for search in cell.runs)}")
         for line in bound_lines(config):
             typer.echo(line)
+        typer.echo(outlook(config))
         return
     with reported(folder), Terminal() as terminal:
         run_experiment(

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from harness.commands.terminal import advised, beside, param_option, shape_option, table, tidy
+from harness.commands.terminal import DimOption, ShapeOption, advised, beside, param_option, sizes_option, table, tidy
 
 __all__ = ["sensitivity"]
 
@@ -30,7 +30,8 @@ def sensitivity(
     by: Annotated[By, typer.Option(help="What is quantized, or left out, at a time.")] = By.pattern,
     backend: Annotated[str | None, typer.Option(help="Benchmarker [default: openvino].", show_default=False)] = None,
     param: Annotated[list[str] | None, typer.Option(help="Parameter of the backend, NAME=VALUE; repeat.")] = None,
-    shape: Annotated[list[str] | None, typer.Option(help="Input shape as NAME:1x3x224x224; repeat per input.")] = None,
+    shape: ShapeOption = None,
+    dim: DimOption = None,
     precision: Annotated[
         str | None, typer.Option(help="int8, fp8 or mixed [default: int8].", show_default=False)
     ] = None,
@@ -55,7 +56,7 @@ def sensitivity(
         model,
         backend=backend,
         params=dict(param_option(text) for text in param or []),
-        shapes=dict(shape_option(text) for text in shape or []),
+        **sizes_option(shape, dim),
         precision=precision,
     )
     folder = tidy(out or Path(f"sensitivity-{study.spec.name}"))

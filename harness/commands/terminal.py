@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import typer
 import yaml
@@ -19,7 +19,26 @@ from harness.errors import UserError
 from harness.paths import Absent
 from harness.run.compare import ADVICE
 
-__all__ = ["advised", "based", "beside", "importable", "param_option", "shape_option", "show", "table", "tidy"]
+__all__ = [
+    "DimOption", "ShapeOption", "SizeOptions", "advised", "based", "beside", "importable", "param_option",
+    "shape_option", "show", "sizes_option", "table", "tidy",
+]  # fmt: skip
+
+ShapeOption = Annotated[
+    list[str] | None, typer.Option("--shape", help="Input shape as NAME:1x3x224x224; repeat per input.")
+]
+DimOption = Annotated[
+    list[str] | None,
+    typer.Option("--dim", help="Size of a dynamic dimension as SYMBOL=128; repeat per symbol; the batch is 1."),
+]
+
+
+class SizeOptions(TypedDict):
+    """What --shape and --dim give."""
+
+    shapes: dict[str, str]
+    dims: dict[str, int]
+
 
 ELSEWHERE = "use another --out, or move away what is there to begin anew"
 """What to do about changes where a command has no --accept-changes."""
@@ -50,7 +69,10 @@ def based(folder: Path) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if not isinstance(error, Absent) and not isinstance(error.__cause__, Absent):
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, Absent):
+            cause = cause.__cause__
+        if cause is None:
             raise
         raise UserError(
             f"{error}; relative paths of the experiment were looked for from {tidy(folder)}: name the folder of its "
@@ -95,6 +117,17 @@ def shape_option(text: str) -> tuple[str, str]:
     if not colon:
         raise UserError(f"--shape {text}: NAME:SHAPE, for instance --shape images:1x3x224x224")
     return name, shape
+
+
+def sizes_option(shapes: Sequence[str] | None, dims: Sequence[str] | None) -> SizeOptions:
+    """Return what --shape and --dim give, as keyword arguments.
+
+    Raises:
+        UserError: One of them has another form, or a symbol has two sizes.
+    """
+    from harness.graph.cleaning.asking import parse_dims
+
+    return {"shapes": dict(map(shape_option, shapes or ())), "dims": parse_dims(dims or ())}
 
 
 def tidy(path: Path) -> Path:

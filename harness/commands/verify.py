@@ -13,6 +13,8 @@ from harness.errors import UserError
 __all__ = ["verify"]
 
 WORDS = {True: "ok", False: "MISMATCH", None: "not measured"}
+BROKEN = "BROKEN"
+"""Of a bound on accuracy that does not hold: nothing that is recorded need differ."""
 
 
 def verify(
@@ -32,14 +34,22 @@ def verify(
     base: Annotated[
         Path | None, typer.Option(help="Folder that relative paths of the experiment start from [default: here].")
     ] = None,
+    max_drop: Annotated[
+        str | None,
+        typer.Option(
+            help="Largest allowed loss of the metric, 0.01 or '1%' of the float model's, in the place of the "
+            "experiment's bound.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Repeat what the tables say of an exported model: its hash, its Q/DQ edges, its accuracy, its speedup.
 
-    Beside its accuracy stands by how much it dropped in the tables, and whether that is within the bound.
-    Ends with status 1 where anything is not what is recorded.
+    Ends with status 1 where anything is not what is recorded, and where the accuracy measured now breaks the bound.
 
     Example: `qdq verify out/mine auto`, or `qdq verify out/mine/resnet18-openvino-int8/models/0123456789abcdef.onnx`
     """
+    from harness.run.objective import bound_of
     from harness.run.verify import exported
     from harness.run.verify import verify as repeat
     from harness.show import Terminal
@@ -49,11 +59,16 @@ def verify(
         raise UserError(f"{file}: no such file or folder")
     if model is file and row is not None:
         raise UserError(f"{file} {row}: a row is of a results folder, and this is no folder")
+    try:
+        bound = None if max_drop is None else bound_of(max_drop)
+    except ValueError as error:
+        raise UserError(f"--max-drop: {error}, but got {max_drop!r}") from error
     start = (base or Path.cwd()).resolve()
     importable(start)
     with based(start), Terminal() as terminal:
-        checks = repeat(model, terminal, results=results, base=start)
+        checks = repeat(model, terminal, results=results, base=start, max_drop=bound)
     for check in checks:
-        typer.echo(f"{check.what}: {WORDS[check.holds]}: {check.found}")
+        word = BROKEN if check.what == "bound" and check.holds is False else WORDS[check.holds]
+        typer.echo(f"{check.what}: {word}: {check.found}")
     if any(check.holds is False for check in checks):
         raise typer.Exit(1)

@@ -19,13 +19,15 @@ from harness.evaluators.cuts import canonical, chosen_rows, text
 from harness.evaluators.labels import read_rows
 from harness.paths import locate
 
-__all__ = ["UNNAMED", "Arrays", "is_arrays", "open_arrays", "read_arrays"]
+__all__ = ["UNNAMED", "Arrays", "Cut", "is_arrays", "open_arrays", "read_arrays"]
 
 UNNAMED = ""
 """The array of a `.npy` file: for the only input of a model, whatever its name."""
 MAX_BYTES = 8 * 2**30
 Choose = Callable[[int], Sequence[int]]
 """Ascending indices of the wanted samples, given how many there are."""
+Cut = Callable[[Sequence[int]], Sequence[int]]
+"""The samples to read, of those that a specification names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,7 @@ class Arrays:
         labels: One row for each sample; None: not labelled.
         rows: Their row in the file.
         total: Rows of the file.
+        available: Samples that the file has for this use; above `len` where a limit left some out. None: not known.
     """
 
     arrays: Mapping[str, Array]
@@ -45,6 +48,7 @@ class Arrays:
     labels: Array | None = None
     rows: Sequence[int] = ()
     total: int = 0
+    available: int | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -59,12 +63,25 @@ def is_arrays(data: object) -> bool:
     return isinstance(data, Mapping) and data.get("use") in ("npz", "npy")
 
 
-def open_arrays(spec: Mapping[str, Any], base: Path | None = None, limit: int | None = None) -> Arrays:
-    """Open what a data mapping says of arrays; see `harness.evaluators.datasets.open_data`."""
+def open_arrays(spec: Mapping[str, Any], base: Path | None = None, cut: Cut = lambda samples: samples) -> Arrays:
+    """Open what a data mapping says of arrays; see `harness.evaluators.datasets.open_data`.
+
+    Args:
+        spec: The mapping.
+        base: Folder that relative paths start from.
+        cut: Takes the wanted samples from those that the mapping names.
+    """
     path = locate(text(spec, "path"), base)
     if path.suffix != f".{spec['use']}":
         raise UserError(f"data.path: use: {spec['use']} takes a .{spec['use']} file, but got {path.name}")
-    found = read_arrays(path, lambda total: chosen_rows(spec, [f"row {i}" for i in range(total)], path.name, limit))
+    available: Sequence[int] = ()
+
+    def choose(total: int) -> Sequence[int]:
+        nonlocal available
+        available = chosen_rows(spec, [f"row {i}" for i in range(total)], path.name)
+        return cut(available)
+
+    found = read_arrays(path, choose)
     digest = hashlib.sha256(canonical(spec) + found.fingerprint.encode())
     if spec.get("labels") is not None:
         name = text(spec, "labels")
@@ -78,7 +95,7 @@ def open_arrays(spec: Mapping[str, Any], base: Path | None = None, limit: int | 
                 raise UserError(f"data.labels: {name} has {len(rows)} rows, but {path.name} has {found.total} samples")
             found = replace(found, labels=rows[list(found.rows)])
             digest.update(file.read_bytes())
-    return replace(found, fingerprint=digest.hexdigest())
+    return replace(found, fingerprint=digest.hexdigest(), available=len(available))
 
 
 def _label_file(name: str, base: Path | None, data: Arrays) -> Path:
@@ -92,14 +109,16 @@ def _label_file(name: str, base: Path | None, data: Arrays) -> Path:
 
 
 def read_arrays(path: Path, choose: Choose) -> Arrays:
-    """Read the chosen samples. A `.npy` file is mapped: its samples come into memory when they are used.
+    """Read the chosen samples.
+
+    A `.npy` file and the uncompressed arrays of an `.npz` file are mapped: samples come into memory when they are used.
 
     Returns:
         The arrays, and a fingerprint of the whole file.
 
     Raises:
         UserError: Not a file of plain arrays, or of arrays of different lengths; NaN or infinite values; more than
-            8 GiB of an `.npz` file at once.
+            8 GiB of compressed arrays.
     """
     seen: list[tuple[int, Sequence[int]]] = []
 
@@ -140,11 +159,18 @@ def _unpacked(path: Path, choose: Choose) -> tuple[dict[str, Array], str]:
             with archive.open(member) as file:
                 headers[member.filename.removesuffix(".npy")] = _header(file)
         chosen = choose(_check_lengths(path, {name: shape for name, (shape, _, _) in headers.items()}))
-        _check_size(path, headers, chosen)
+        named = dict(zip(headers, members, strict=True))
+        packed = {name: header for name, header in headers.items() if not _is_mappable(named[name], header)}
+        _check_size(path, packed, chosen)
         found = {}
-        for member, (name, header) in zip(members, headers.items(), strict=True):
-            with archive.open(member) as file:
-                found[name] = _rows(file, header, _span(chosen))[_within(chosen)]
+        for name, header in headers.items():
+            with archive.open(named[name]) as file:
+                if name in packed:
+                    rows = _rows(file, header, _span(chosen))
+                else:
+                    _check_sum(file)
+                    rows = _mapped_member(path, named[name], header)[_span(chosen)]
+            found[name] = rows[_within(chosen)]
     sums = "".join(f"{member.filename}\0{member.CRC}\n" for member in members)
     return found, hashlib.sha256(sums.encode()).hexdigest()
 
@@ -162,6 +188,36 @@ def _header(file: IO[bytes]) -> Header:
     if dtype.hasobject:
         raise ValueError("object arrays are pickles, which are never read")
     return shape, by_column, dtype
+
+
+def _is_mappable(member: zipfile.ZipInfo, header: Header) -> bool:
+    """Return whether an array lies in the archive as it does in a `.npy` file."""
+    shape, _, dtype = header
+    return member.compress_type == zipfile.ZIP_STORED and math.prod(shape) * dtype.itemsize > 0
+
+
+def _check_sum(file: IO[bytes]) -> None:
+    """Read a member to its end: `zipfile` raises BadZipFile where its checksum does not match."""
+    while file.read(1 << 20):
+        pass
+
+
+def _mapped_member(path: Path, member: zipfile.ZipInfo, header: Header) -> Array:
+    """Map an uncompressed array of an archive.
+
+    Raises:
+        ValueError: Its header declares more bytes than the member has.
+    """
+    shape, by_column, dtype = header
+    with path.open("rb") as file:
+        file.seek(member.header_offset + 26)  # lengths of name and extra field in the local header (APPNOTE.TXT 4.3.7)
+        start = member.header_offset + 30 + sum(int.from_bytes(file.read(2), "little") for _ in range(2))
+        file.seek(start)
+        _header(file)
+        offset = file.tell()
+    if offset - start + math.prod(shape) * dtype.itemsize > member.file_size:
+        raise ValueError(f"array {member.filename!r} is shorter than its header says")
+    return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape, order="F" if by_column else "C")
 
 
 def _rows(file: IO[bytes], header: Header, rows: slice) -> Array:
@@ -201,10 +257,13 @@ def _check_size(path: Path, headers: Mapping[str, Header], chosen: Sequence[int]
     if asked > MAX_BYTES:
         raise UserError(
             f"{path}: {len(chosen)} samples take {asked / 2**30:.1f} GiB, more than {MAX_BYTES / 2**30:.0f}; "
-            "use fewer ('count'), or a .npy file, which is read as needed"
+            "use fewer ('count'), or a file that is read as needed: .npy, or .npz by numpy.savez, uncompressed"
         )
 
 
 def _check_finite(path: Path, name: str, array: Array) -> None:
-    if array.dtype.kind == "f" and not all(np.isfinite(row).all() for row in array):
-        raise UserError(f"{path}: array {name!r} has NaN or infinite values")
+    if array.dtype.kind != "f":
+        return
+    for number, row in enumerate(array, start=1):
+        if not np.isfinite(row).all():
+            raise UserError(f"{path}: array {name!r} has NaN or infinite values, in sample {number} of {len(array)}")

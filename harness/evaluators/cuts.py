@@ -20,7 +20,7 @@ def half_of(name: str) -> str:
     return HALVES[hashlib.sha256(name.encode()).digest()[0] % 2]
 
 
-def chosen_rows(spec: Mapping[str, Any], names: Sequence[str], what: str, limit: int | None) -> Sequence[int]:
+def chosen_rows(spec: Mapping[str, Any], names: Sequence[str], what: str) -> Sequence[int]:
     """Ascending indices of the samples that are wanted."""
     total, start = len(names), whole(spec, "start", 0)
     count = total - start if spec.get("count") is None else whole(spec, "count", 1)
@@ -35,7 +35,7 @@ def chosen_rows(spec: Mapping[str, Any], names: Sequence[str], what: str, limit:
         chosen = [i for i in chosen if half_of(names[i]) == half]
         if not chosen:
             raise UserError(f"data.half: none of the {count} samples is of the half {half!r}; use more of them")
-    return chosen[:limit]
+    return chosen
 
 
 def whole(spec: Mapping[str, Any], key: str, least: int) -> int:

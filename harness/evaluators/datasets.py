@@ -33,7 +33,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from harness.errors import UserError, nearest
-from harness.evaluators.arrays import Arrays, open_arrays
+from harness.evaluators.arrays import Arrays, Cut, open_arrays
 from harness.evaluators.cuts import CUTS, HALVES, canonical, chosen_rows, half_of, text, whole
 from harness.evaluators.labels import Labels, cut_coco, ordered_coco, read_labels
 from harness.evaluators.masks import IndexMasks, Mask, Masks, PanopticMasks, check_masks
@@ -41,7 +41,7 @@ from harness.evaluators.preprocess import RgbImage
 from harness.paths import locate
 from harness.zoo import shapes
 
-__all__ = ["HALVES", "Arrays", "Dataset", "half_of", "open_data", "open_images"]
+__all__ = ["HALVES", "Arrays", "Dataset", "evenly", "half_of", "open_data", "open_images"]
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 KEYS: Mapping[str, tuple[str, ...]] = {
@@ -66,6 +66,7 @@ class Dataset:
         mask: Gives the class of each pixel of image i, `VOID` where there is none; raises UserError where it cannot
             be read or has another size than the image. None: not labelled so.
         fingerprint: Changes with the specification, the names and contents of the images, and the labels.
+        available: Images that the source has for this use; above `len` where a limit left some out. None: not known.
     """
 
     names: tuple[str, ...]
@@ -74,6 +75,7 @@ class Dataset:
     coco: Mapping[str, Any] | None = None
     mask: Callable[[int], Mask] | None = None
     fingerprint: str
+    available: int | None = None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -83,13 +85,16 @@ class Dataset:
         return self.names[i]
 
 
-def open_data(spec: Mapping[str, Any], base: Path | None = None, limit: int | None = None) -> Dataset | Arrays:
+def open_data(
+    spec: Mapping[str, Any], base: Path | None = None, limit: int | None = None, *, spread: bool = False
+) -> Dataset | Arrays:
     """Open what a data mapping of an experiment describes (see the module's text).
 
     Args:
         spec: The mapping.
         base: Folder that relative paths start from.
-        limit: So many samples at most; what comes after them is not even read.
+        limit: Number of samples at most; the others are not read.
+        spread: Take them evenly from all samples, as data are often sorted by class; otherwise the first ones.
 
     Raises:
         UserError: Unknown kind or key, nothing there, malformed labels, labels that name a missing
@@ -101,9 +106,20 @@ def open_data(spec: Mapping[str, Any], base: Path | None = None, limit: int | No
     for key in spec:
         if key not in ("use", *KEYS[kind]):
             raise UserError(f"data.{key}: unknown key for {kind!r}; {nearest(str(key), KEYS[kind])}")
+
+    def cut(samples: Sequence[int]) -> Sequence[int]:
+        return [samples[i] for i in evenly(len(samples), limit)] if spread and limit is not None else samples[:limit]
+
     if kind in ("npz", "npy"):
-        return open_arrays(spec, base, limit)
-    return _open_shapes(spec, limit) if kind == "shapes" else _open_folder(spec, base, limit)
+        return open_arrays(spec, base, cut)
+    return _open_shapes(spec, cut) if kind == "shapes" else _open_folder(spec, base, cut)
+
+
+def evenly(total: int, count: int) -> Sequence[int]:
+    """Return `count` ascending indices below `total`, evenly spread, the first and the last among them."""
+    if count >= total:
+        return range(total)
+    return [int(index) for index in np.linspace(0, total - 1, count).round()]
 
 
 def open_images(spec: Mapping[str, Any], base: Path | None = None) -> Dataset:
@@ -121,11 +137,12 @@ def open_images(spec: Mapping[str, Any], base: Path | None = None) -> Dataset:
     return data
 
 
-def _open_folder(spec: Mapping[str, Any], base: Path | None, limit: int | None) -> Dataset:
+def _open_folder(spec: Mapping[str, Any], base: Path | None, cut: Cut) -> Dataset:
     folder = _folder(spec, "images", base)
     labels_path = locate(text(spec, "labels"), base) if spec.get("labels") is not None else None
     labels = read_labels(labels_path) if labels_path else _unlabelled(folder)
-    chosen = chosen_rows(spec, labels.files, str(spec["images"]), limit)
+    available = chosen_rows(spec, labels.files, str(spec["images"]))
+    chosen = cut(available)
     names = tuple(labels.files[i] for i in chosen)
     for name in names:
         if not (folder / name).is_file():
@@ -149,6 +166,7 @@ def _open_folder(spec: Mapping[str, Any], base: Path | None, limit: int | None) 
         coco=coco,
         mask=None if masks is None else lambda i: masks.read(i, image(i).shape[:2]),
         fingerprint=digest.hexdigest(),
+        available=len(available),
     )
 
 
@@ -192,17 +210,20 @@ def _read_image(path: Path, expected: tuple[int | None, int | None]) -> RgbImage
     return pixels
 
 
-def _open_shapes(spec: Mapping[str, Any], limit: int | None) -> Dataset:
+def _open_shapes(spec: Mapping[str, Any], cut: Cut) -> Dataset:
     first, count = whole(spec, "start", 0), spec.get("count")
     drawn = shapes.split(text(spec, "split"), None if count is None else first + whole(spec, "count", 1))
     files = [image["file_name"] for image in drawn.coco["images"]]
-    chosen = chosen_rows(spec, files, f"split {spec['split']!r}", limit)
+    available = chosen_rows(spec, files, f"split {spec['split']!r}")
+    chosen = cut(available)
     images, coco = [drawn.images[i] for i in chosen], cut_coco(drawn.coco, chosen)
     digest = hashlib.sha256(canonical(spec) + canonical(coco))
     for image in images:
         digest.update(image.tobytes())
     names = tuple(image["file_name"] for image in coco["images"])
-    return Dataset(names=names, image=lambda i: images[i], coco=coco, fingerprint=digest.hexdigest())
+    return Dataset(
+        names=names, image=lambda i: images[i], coco=coco, fingerprint=digest.hexdigest(), available=len(available)
+    )
 
 
 def _folder(spec: Mapping[str, Any], key: str, base: Path | None) -> Path:

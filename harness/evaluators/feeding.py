@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from harness.evaluators.datasets import Dataset
 from harness.evaluators.preprocess import FloatArray, Preprocess, Size
 from harness.feeds import Types, check_types
 
-__all__ = ["Batches", "batches", "image_input", "image_size", "stacked"]
+__all__ = ["Batches", "batches", "image_input", "image_size", "sample_count", "stacked"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +27,13 @@ class Batches:
 
     Attributes:
         size: Samples of one batch.
+        place: Returns what messages call the data of a batch: a file, or the images.
     """
 
     count: int
     make: Callable[[int], dict[str, Array]]
     size: int = 1
+    place: Callable[[int], str] = field(default=lambda _: "")
 
     def __len__(self) -> int:
         return self.count
@@ -74,6 +76,22 @@ def stacked(tensors: Sequence[FloatArray], batch: int) -> FloatArray:
     return np.stack([*tensors, *[tensors[-1]] * (batch - len(tensors))])
 
 
+def sample_count(data: Dataset | Arrays, limit: int | None, place: str) -> str:
+    """Return how many samples are used, in words, and what the limit did: left some out, or asked for more.
+
+    Args:
+        data: Opened with that limit, spread evenly.
+        limit: As the user gave it; None: no limit was given.
+        place: Name of the file or folder.
+    """
+    used, available = len(data), data.available or len(data)
+    if used < available:
+        return f"{used} of the {available} samples of {place}, evenly spread"
+    if limit is not None and limit > used:
+        return f"{used} samples of {place}, all there are of the {limit} asked for"
+    return f"{used} samples of {place}"
+
+
 def batches(data: Dataset | Arrays, preprocess: Preprocess | None, inputs: Types, count: int | None = None) -> Batches:
     """Inputs for the model in batches of the size that it takes; the last sample fills up the last batch.
 
@@ -102,7 +120,11 @@ def batches(data: Dataset | Arrays, preprocess: Preprocess | None, inputs: Types
         chosen = range(index * batch, min((index + 1) * batch, total))
         return {name: stacked([preprocess.prepare(data.image(i), size).tensor for i in chosen], batch)}
 
-    return Batches(count=-(-total // batch), make=make, size=batch)
+    def place(index: int) -> str:
+        first, last = index * batch, min((index + 1) * batch, total) - 1
+        return data.id(first) if first == last else f"{data.id(first)} to {data.id(last)}"
+
+    return Batches(count=-(-total // batch), make=make, size=batch, place=place)
 
 
 def _of_arrays(data: Arrays, inputs: Types, total: int) -> Batches:
@@ -136,7 +158,7 @@ def _of_arrays(data: Arrays, inputs: Types, total: int) -> Batches:
         chosen = np.minimum(np.arange(index * batch, (index + 1) * batch), total - 1)
         return {name: arrays[name][chosen].astype(t, copy=False).reshape(inputs[name][1]) for name, t in dtypes.items()}
 
-    return Batches(count=-(-total // batch), make=make, size=batch)
+    return Batches(count=-(-total // batch), make=make, size=batch, place=lambda _: data.source)
 
 
 def _check_type(data: Arrays, name: str, dtype: np.dtype[Any]) -> None:

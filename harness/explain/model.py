@@ -15,6 +15,7 @@ from harness.errors import CandidateError, UserError
 from harness.explain.counting import counted
 from harness.explain.fusion import Explanation, explain_layers
 from harness.graph.asked import read_asked
+from harness.graph.cleaning.sizes import Sizes
 from harness.graph.files import file_digest
 from harness.graph.spoken import dialect_called, dialect_name
 from harness.graph.static import with_static_inputs
@@ -25,6 +26,7 @@ from harness.run.config import Use
 __all__ = ["Change", "compare", "explain_model"]
 
 _NONE: Mapping[str, str] = MappingProxyType({})
+_NO_DIMS: Mapping[str, int] = MappingProxyType({})
 RUNS = 50
 """Inferences that the time of each layer is the mean of."""
 
@@ -38,7 +40,13 @@ class Change:
     after: str
 
 
-def explain_model(use: str, backend: Use, runs: int = RUNS, shapes: Mapping[str, str] = _NONE) -> Explanation:
+def explain_model(
+    use: str,
+    backend: Use,
+    runs: int = RUNS,
+    shapes: Mapping[str, str] = _NONE,
+    dims: Mapping[str, int] = _NO_DIMS,
+) -> Explanation:
     """Explain what a runtime makes of a model.
 
     Args:
@@ -46,13 +54,14 @@ def explain_model(use: str, backend: Use, runs: int = RUNS, shapes: Mapping[str,
         backend: Benchmarker with parameters; `profile: true` is added where it has that parameter.
         runs: Inferences.
         shapes: Static shapes of dynamic inputs.
+        dims: Sizes of dynamic dimensions by symbol.
 
     Raises:
         UserError: The model or the runtime cannot be used, or the runtime does not tell its layers.
     """
     with tempfile.TemporaryDirectory(prefix="qdq-explain-") as work:
         path = _file(use, Path(work))
-        path = with_static_inputs(path, shapes, Path(work) / "static.onnx")
+        path = with_static_inputs(path, Sizes(shapes=shapes, dims=dims), Path(work) / "static.onnx")
         params = dict(backend.params)
         if "profile" in registry.signature("benchmarker", backend.use).parameters:
             params.setdefault("profile", True)

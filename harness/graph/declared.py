@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import onnx
@@ -11,6 +11,7 @@ from onnx import helper
 
 from harness.graph.cleaning.read import read_model
 from harness.graph.cleaning.shapes import fix_inputs
+from harness.graph.cleaning.sizes import Axes, Sizes, axes_of
 from harness.graph.diff import delivered, labels
 from harness.graph.load import write
 
@@ -45,11 +46,13 @@ class Declared:
         inputs: Element type by its ONNX name in lower case, and shape of each input that is a tensor.
         outputs: Shape of each output.
         nodes: Of the main graph, in its order, Q/DQ left out.
+        axes: Declared dimensions of each input, symbols included; None: unknown rank.
     """
 
     inputs: Mapping[str, tuple[str, Dims]]
     outputs: Mapping[str, Dims]
     nodes: tuple[DeclaredNode, ...]
+    axes: Mapping[str, Axes | None] = field(default_factory=dict)
 
     @property
     def operators(self) -> frozenset[str]:
@@ -82,6 +85,7 @@ def read_declared(path: Path, source: str | None = None) -> Declared:
     return Declared(
         inputs={v.name: (_element(v), _dims(v)) for v in tensors},
         outputs={v.name: _dims(v) for v in graph.output},
+        axes={v.name: axes_of(v) for v in tensors},
         nodes=tuple(
             DeclaredNode(name=node.name, op=node.op_type, precisions=frozenset(stored.get(name, ())))
             for node, name in zip(graph.node, labels(graph), strict=True)
@@ -97,7 +101,7 @@ def fix_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]], target: Path) 
         UserError: As `read_declared`; also where a shape does not fit.
     """
     proto, _ = read_model(path, str(path))
-    fix_inputs(proto.graph, shapes, str(path))
+    fix_inputs(proto, Sizes(shapes=shapes), str(path))
     return write(proto, target)
 
 

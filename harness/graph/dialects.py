@@ -43,6 +43,7 @@ class Dialect:
         absorbed: Activations that the runtime computes by the clipping of the pair behind them: a pair in front of one,
             where nothing else reads that tensor, is never legal.
         bare_products: A matrix times weights may be INT8 where it has no bias of its own.
+        faults: What the runtime computes wrongly at INT8 and stays float: names of `harness.graph.faults.FAULTS`.
         quantize_outputs: A linear operator is fused only where its output is quantized too.
         grouped_fp8: Grouped convolutions may take FP8.
         float16: Tensors in float16 may be quantized.
@@ -66,6 +67,7 @@ class Dialect:
     between_conv_and_activation: bool = True
     absorbed: frozenset[str] = frozenset()
     bare_products: bool = True
+    faults: frozenset[str] = frozenset()
     quantize_outputs: bool = False
     grouped_fp8: bool = True
     float16: bool = True
@@ -80,8 +82,12 @@ class Dialect:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Its fields, ready for a digest; what was added later is there only where it says something."""
+        """Return its fields, ready for a digest.
+
+        A field that was added later is left out where it has its default; so are faults, which show in the space.
+        """
         fields = asdict(self)
+        del fields["faults"]
         if self.weight_limit == EIGHT_BITS:
             del fields["weight_limit"]
         return fields
@@ -115,6 +121,7 @@ OPENVINO = Dialect(
     affine_ops=CONVOLUTIONS,
     linear_ops=LINEAR | {"Einsum"},
     bare_products=False,
+    faults=frozenset({"batched reduction", "epsilon", "padding value"}),
     precisions=frozenset({"int8", "fp8", "fp8e5m2"}),
 )
 
@@ -144,6 +151,7 @@ ONNXRUNTIME = Dialect(
     absorbed=frozenset({"Clip", "Relu"}),
     quantize_outputs=True,
     unit_softmax=True,
+    faults=frozenset({"cubic resize", "softmax of one"}),
     float16=False,
 )
 

@@ -120,7 +120,7 @@ class _Reader:
         if earlier is not None:
             return earlier
         output = next((o for o in dequantize.output if o in self._outputs), None)
-        return output or _original(quantize.input[0]), precision
+        return output or _original(quantize.input[0], own=TAG in quantize.output[0]), precision
 
     def _upstream(self, name: str) -> onnx.NodeProto | None:
         node = self._producer.get(name)
@@ -135,10 +135,11 @@ class _Reader:
         return next((int(a.i) for a in quantize.attribute if a.name == "output_dtype"), TensorProto.UINT8)
 
 
-def _original(name: str) -> str:
+def _original(name: str, *, own: bool = False) -> str:
+    """Return the name of the float tensor; tensors of the model itself (`own`) may end like those of other tools."""
     stem = name.rpartition(TAG)[0]
-    if stem:
-        return stem
+    if stem or own:
+        return stem or name
     for suffix in _FOREIGN_SUFFIXES:
         name = name.removesuffix(suffix)
     return name

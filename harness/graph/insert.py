@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import onnx
 from onnx import checker
@@ -25,9 +25,10 @@ from harness.graph.encoding.constants import Constants, Stored
 from harness.graph.encoding.forms import Encoder, Forms, Mark, NodeForm, PairForm
 from harness.graph.encoding.requests import OUTSIDE, Asked, Requests
 from harness.graph.encoding.scales import Scales
+from harness.graph.encoding.ties import Ties
 from harness.graph.encoding.wire import TAG
 from harness.graph.load import write as write_model
-from harness.graph.model import Model, Node
+from harness.graph.model import Model
 from search.space import Resolved, digest_of
 
 __all__ = ["Inserter"]
@@ -51,9 +52,9 @@ class _Draft:
 
     @property
     def pairs(self) -> int:
-        """See `Inserter.pairs`."""
-        activations = sum(form.pairs for form in self.behind)
-        return activations + len(self.stored) - sum(form.biases for form in self.nodes)
+        """Return the number of pairs; see `Inserter.pairs`."""
+        constants = {constant for form in self.nodes for constant in form.quantized}
+        return sum(form.pairs for form in self.behind) + len(constants)
 
 
 class Inserter:
@@ -81,7 +82,7 @@ class Inserter:
         self._readers: list[Forms[Any]] = [*(Forms(partial(encoder.node, n.index)) for n in model.nodes), outside]
         self._makers = [Forms(encoder.behind) for _ in self._readers]
         self._requests = Requests(model, dialect, self._readers, self._makers)
-        self._concats = {node.index: self._activations(node) for node in model.nodes if node.op == "Concat"}
+        self._ties = Ties(model, dialect, self._scales.links, self._readers, self._makers)
         self._uses = Counter(name for node in model.nodes for name in (*node.inputs, *node.captures))
         self._uses.update(model.outputs)
         self._frame, self._header = wire.frame(model.proto), wire.header(model.proto.graph)
@@ -134,10 +135,10 @@ class Inserter:
         return write_model(self.insert(resolved), path)
 
     def pairs(self, resolved: Resolved) -> int:
-        """How many Q/DQ pairs a placement has.
+        """Return the number of Q/DQ pairs of a placement; `harness.graph.diff.pairs_in` counts the same in its file.
 
-        A pair on an activation counts once, however many consumers share it; a quantized constant counts once (its
-        Quantize half has been computed ahead). A bias in INT32 belongs to its operator and does not count.
+        A pair on an activation counts once, however many consumers share it. A constant counts once for each precision,
+        even where consumers read it with different scales. A bias in INT32 belongs to its operator and does not count.
         """
         return self._draft(resolved).pairs
 
@@ -154,41 +155,20 @@ class Inserter:
     def _draft(self, resolved: Resolved) -> _Draft:
         asked = self._requests.sort(resolved)
         for tensor, precision in self._finals(asked):
-            self._mark(asked, tensor, "final", precision)
+            for index, slot in self._model.consumers.get(tensor, ()):
+                asked.read[index] |= self._readers[index].bit(Mark("final", slot, precision))
             maker = self._model.producer[tensor]
+            asked.made[maker] |= self._makers[maker].bit(Mark("final", tensor, precision))
             asked.read[maker] |= self._readers[maker].bit(Mark("renamed", tensor))
-        for group in self._shared(asked):
-            for tensor in self._scales.members(group):
-                self._mark(asked, tensor, "shared")
+        self._ties.mark(asked)
         nodes = [forms[state] for forms, state in zip(self._readers[:OUTSIDE], asked.read, strict=False)]
         behind = [forms[state] for forms, state in zip(self._makers, asked.made, strict=True)]
         return _Draft(nodes, behind)
-
-    def _activations(self, node: Node) -> tuple[int, ...]:
-        """The bits that tell of each activation a node reads that it is quantized, at whatever precision."""
-        slots = (slot for slot, name in enumerate(node.inputs) if name not in self._model.constants)
-        bit = self._readers[node.index].bit
-        return tuple(sum(bit(Mark("quantized", slot, p)) for p in self._dialect.precisions) for slot in slots)
 
     def _finals(self, asked: Asked) -> list[tuple[str, str]]:
         """The tensors that leave the model quantized, with their precision."""
         slots = self._readers[OUTSIDE][asked.read[OUTSIDE]]
         return [(self._model.outputs[int(slot)], precision) for slot, precision in sorted(slots.items())]
-
-    def _shared(self, asked: Asked) -> set[str]:
-        """Groups of tensors around a Concat whose inputs are all quantized."""
-        return {
-            self._scales.group(self._model.nodes[index].outputs[0])
-            for index, slots in self._concats.items()
-            if slots and all(asked.read[index] & slot for slot in slots)
-        }
-
-    def _mark(self, asked: Asked, tensor: str, kind: Literal["final", "shared"], precision: str = "") -> None:
-        """Tell something of a tensor to those who read it and to the one who makes it."""
-        for index, slot in self._model.consumers.get(tensor, ()):
-            asked.read[index] |= self._readers[index].bit(Mark(kind, slot, precision))
-        maker = self._model.producer.get(tensor, OUTSIDE)
-        asked.made[maker] |= self._makers[maker].bit(Mark(kind, tensor, precision))
 
     def _dropped(self, draft: _Draft) -> frozenset[str]:
         """Constants of the float model that nothing reads any more."""

@@ -9,41 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 from onnx import numpy_helper
 
 from harness.graph.dialects import Dialect
+from harness.graph.faults import FAULTS, Fault, struck
 from harness.graph.model import Model, Node
-from harness.graph.operators import ACTIVATIONS, CONVOLUTIONS, FLOATS, LARGEST
+from harness.graph.operators import ACTIVATIONS, CONVOLUTIONS
+from harness.graph.sensitive import parameters, poles, unheld
+from harness.graph.site import Site, is_activation, is_float, joint_slots
 
-__all__ = ["RULES", "Rule", "Site", "broken_rule", "is_activation", "joint_slots"]
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """An input of a node that asks for a precision."""
-
-    model: Model
-    dialect: Dialect
-    node: Node
-    slot: int
-    precision: str
-
-    @property
-    def tensor(self) -> str:
-        """Name of the tensor at this input; "" where it is omitted."""
-        return self.node.inputs[self.slot] if self.slot < len(self.node.inputs) else ""
-
-    @property
-    def linear(self) -> bool:
-        """Whether the node takes data and weight together."""
-        return self.node.op in self.dialect.linear_ops
-
-    @property
-    def source(self) -> Node | None:
-        """The node that makes the tensor."""
-        index = self.model.producer.get(self.tensor)
-        return None if index is None else self.model.nodes[index]
+__all__ = ["RULES", "Rule", "broken_rule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,33 +34,6 @@ class Rule:
     name: str
     text: str
     forbids: Callable[[Site], bool]
-
-
-def is_activation(model: Model, tensor: str) -> bool:
-    """Whether a tensor is neither constant nor omitted."""
-    return bool(tensor) and tensor not in model.constants
-
-
-def joint_slots(model: Model, dialect: Dialect, node: Node, slot: int) -> tuple[int, ...]:
-    """The inputs of a node that are quantized together with this one, itself included, in order.
-
-    Data and weight of a linear operator; all activations of a Concat, which share a scale; where the dialect asks for
-    it, constants with the first activation, or with the first of them where there is none (a table of embeddings).
-    """
-    if node.op in dialect.linear_ops:
-        return (0, 1)
-    floats = [other for other, name in enumerate(node.inputs) if _is_float(model, name)]
-    constants = [other for other in floats if not is_activation(model, node.inputs[other])]
-    activations = [other for other in floats if other not in constants]
-    joint = set(activations if node.op == "Concat" else activations[:1])
-    if node.op in dialect.constant_operands:
-        joint.update(constants)
-    return tuple(sorted(joint)) if slot in joint else (slot,)
-
-
-def _is_float(model: Model, tensor: str) -> bool:
-    known = model.types.get(tensor)
-    return known is not None and known.dtype in FLOATS
 
 
 def _is_unfit_half(site: Site) -> bool:
@@ -110,7 +58,7 @@ def _joint_constants(site: Site) -> tuple[int, ...]:
     """What goes together with a site where constants do; nothing where they stay float."""
     if site.linear or site.node.op not in site.dialect.constant_operands:
         return ()
-    joint = joint_slots(site.model, site.dialect, site.node, site.slot) if _is_float(site.model, site.tensor) else ()
+    joint = joint_slots(site.model, site.dialect, site.node, site.slot) if is_float(site.model, site.tensor) else ()
     return joint if any(site.node.inputs[slot] in site.model.constants for slot in joint) else ()
 
 
@@ -127,7 +75,7 @@ def _has_bad_operand(site: Site) -> bool:
     if not site.linear or (site.node.op == "Einsum" and len(site.node.inputs) != 2):
         return site.linear
     first, second = site.node.inputs[:2]
-    return not (_pairs_up(site, first, second) and _is_float(site.model, first) and _is_float(site.model, second))
+    return not (_pairs_up(site, first, second) and is_float(site.model, first) and is_float(site.model, second))
 
 
 def _is_bare_product(site: Site) -> bool:
@@ -156,11 +104,13 @@ def _is_lone_constant(site: Site) -> bool:
 
 
 def _has_unheld_constant(site: Site) -> bool:
-    """Among what goes together; around a Concat all share a scale, constants that stay float too."""
-    shared = site.node.op == "Concat" and _is_float(site.model, site.tensor)
-    names = site.node.inputs if shared else [site.node.inputs[slot] for slot in _joint_constants(site)]
-    constants = (site.model.constants[name] for name in names if name in site.model.constants)
-    return not all((np.abs(numpy_helper.to_array(tensor)) <= LARGEST).all() for tensor in constants)
+    """Look at what is quantized together; around a Concat all share a scale, constants that stay float too."""
+    names = [site.node.inputs[slot] for slot in _joint_constants(site)]
+    if site.node.op == "Concat" and is_float(site.model, site.tensor):
+        names = list(site.node.inputs)
+    if site.linear:
+        names = list(site.node.inputs[: 3 if site.dialect.bias == "int32" else 2])
+    return not site.model.fact(unheld).isdisjoint(names)
 
 
 def _follows_convolution(site: Site) -> bool:
@@ -248,6 +198,17 @@ def _is_grouped_fp8(site: Site) -> bool:
     return grouped and site.precision.startswith("fp8") and not site.dialect.grouped_fp8
 
 
+def _rule_of(name: str, fault: Fault) -> Rule:
+    def forbids(site: Site) -> bool:
+        return (
+            site.precision == "int8"
+            and name in site.dialect.faults
+            and site.node.index in site.model.fact(struck)[name]
+        )
+
+    return Rule(name, fault.text, forbids)
+
+
 RULES: tuple[Rule, ...] = (
     Rule("opaque", "A node with a subgraph or of an unknown operator stays float.", lambda s: s.node.opaque),
     Rule(
@@ -256,6 +217,11 @@ RULES: tuple[Rule, ...] = (
         lambda s: not s.linear and s.node.op not in s.dialect.points,
     ),
     Rule("precision", "The runtime does not run this precision.", lambda s: s.precision not in s.dialect.precisions),
+    Rule(
+        "finite",
+        "A constant with infinite, NaN or huge values stays float, with what is quantized together with it.",
+        _has_unheld_constant,
+    ),
     Rule("bias", "The bias of a linear operator is never quantized on its own.", _is_bias),
     Rule(
         "together",
@@ -278,13 +244,22 @@ RULES: tuple[Rule, ...] = (
         "Constants stay float, but for weights of linear operators and operands that the dialect quantizes.",
         _is_lone_constant,
     ),
-    Rule("finite", "A constant with infinite or huge values (an attention mask) stays float.", _has_unheld_constant),
     Rule(
         "type",
         "Only float32 and float16 tensors: integers, booleans and tensors of unknown type stay as they are.",
-        lambda s: not s.linear and not _is_float(s.model, s.tensor),
+        lambda s: not s.linear and not is_float(s.model, s.tensor),
     ),
     Rule("float16", "The runtime computes wrong results from Q/DQ in float16.", _is_unfit_half),
+    Rule(
+        "parameter",
+        "A parameter of an operator (scales of Resize, bounds of Clip) stays float, and what a shape is computed from.",
+        lambda s: (s.node.index, s.slot) in s.model.fact(parameters),
+    ),
+    Rule(
+        "pole",
+        "Small values round to 0, where this operator, or one that it leads to (Log, Div), gives infinity or NaN.",
+        lambda s: (s.node.index, s.slot) in s.model.fact(poles),
+    ),
     Rule("scalar", "A tensor without dimensions is not quantized.", _is_scalar),
     Rule(
         "one scale", "All inputs of a Concat share a scale: one point, at its first activation.", _is_later_concat_input
@@ -292,6 +267,7 @@ RULES: tuple[Rule, ...] = (
     Rule("fusion", "Nothing stands between Conv, BatchNormalization and activation.", _follows_convolution),
     Rule("residual", "Of an Add behind a convolution, only the residual operand is quantized.", _is_fusible_operand),
     Rule("absorbed", "The pair behind this activation computes it: none stands in front.", _is_absorbed),
+    *(_rule_of(name, fault) for name, fault in FAULTS.items()),
     Rule("grouped fp8", "Grouped convolutions have no FP8 kernels.", _is_grouped_fp8),
 )
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 import onnx
-from onnx import checker, helper, inliner, numpy_helper
+from onnx import checker, helper, inliner
 
 from harness.errors import UserError
 from harness.graph.build import MAX_IR_VERSION
 from harness.graph.cleaning.batch import rebatched
-from harness.graph.cleaning.bodies import body_of
 from harness.graph.cleaning.clean import (
     Weights,
     attach,
@@ -32,13 +30,15 @@ from harness.graph.cleaning.fold import fold_batch_norms
 from harness.graph.cleaning.interface import Interface
 from harness.graph.cleaning.noop import drop_noops
 from harness.graph.cleaning.read import read_model
-from harness.graph.cleaning.shapes import fix_inputs, infer, shapes_to_constants, types_of
+from harness.graph.cleaning.shapes import fix_inputs, has_dynamic_inputs, infer, shapes_to_constants, types_of
+from harness.graph.cleaning.sizes import Sizes
 from harness.graph.cleaning.upgrade import EXPLICIT_RESIZE, upgraded
 from harness.graph.cleaning.valid import check_valid
 from harness.graph.cleaning.write import write
-from harness.graph.model import Model, Node, TensorType, captures, graphs, subgraphs
+from harness.graph.model import Model, Origin, TensorType, graphs, subgraphs
+from harness.graph.nodes import nodes_of
 
-__all__ = ["from_proto", "load", "save", "write"]
+__all__ = ["from_proto", "load", "prepared", "save", "write"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +47,17 @@ _HALVES_OPSET = 19
 
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 Shapes = Mapping[str, str | tuple[int, ...]]
-_NO_SHAPES: Shapes = MappingProxyType({})
+_NO_SIZES = Sizes()
 
 
-def load(path: Path, *, source: str | None = None, shapes: Shapes = _NO_SHAPES, min_opset: int = 17) -> Model:
+def load(
+    path: Path,
+    *,
+    source: str | None = None,
+    shapes: Shapes = _NO_SIZES.shapes,
+    dims: Mapping[str, int] = _NO_SIZES.dims,
+    min_opset: int = 17,
+) -> Model:
     """Read an ONNX file and make it ready for placement.
 
     The result computes what the file computes: both are run once on random inputs and compared, see
@@ -60,6 +67,7 @@ def load(path: Path, *, source: str | None = None, shapes: Shapes = _NO_SHAPES, 
         path: The file; external data lies in its folder or below.
         source: What messages and tables call it; the path by default.
         shapes: Static shapes by input name, "1x3x224x224" or numbers, for inputs that are dynamic or fixed to 1 sample.
+        dims: Sizes of dynamic dimensions by symbol, such as {"time": 128}; the batch is 1 by default.
         min_opset: Models of an older default operator set are upgraded to this one.
 
     Raises:
@@ -68,9 +76,19 @@ def load(path: Path, *, source: str | None = None, shapes: Shapes = _NO_SHAPES, 
     """
     source = source or str(path)
     proto, sha256 = read_model(path, source)
+    origin = Origin(model=path, min_opset=min_opset) if has_dynamic_inputs(proto.graph) else None
+    found = prepared(proto, path.absolute(), source, sha256, Sizes(shapes=shapes, dims=dims), min_opset)
+    return replace(found, origin=origin)
+
+
+def prepared(
+    proto: onnx.ModelProto, file: Path | onnx.ModelProto, source: str, sha256: str, sizes: Sizes, min_opset: int
+) -> Model:
+    """Prepare a model; turn what a damaged file causes into a message."""
     try:
-        original = Original.of(proto, path.absolute(), f"{sha256} {sorted(shapes.items())} {min_opset}")
-        return _prepare(original, proto, source, sha256, shapes, min_opset)
+        key = f"{sha256} {sorted(sizes.shapes.items())} {sorted(sizes.dims.items())} {min_opset}"
+        original = Original.of(proto, file, key if isinstance(file, Path) else "")
+        return _prepare(original, proto, source, sha256, sizes, min_opset)
     except _DAMAGE as error:  # the file is somebody else's, and there are more ways to lie than checks
         text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise UserError(
@@ -79,12 +97,20 @@ def load(path: Path, *, source: str | None = None, shapes: Shapes = _NO_SHAPES, 
 
 
 def from_proto(
-    proto: onnx.ModelProto, *, source: str, sha256: str, shapes: Shapes = _NO_SHAPES, min_opset: int = 17
+    proto: onnx.ModelProto,
+    *,
+    source: str,
+    sha256: str,
+    shapes: Shapes = _NO_SIZES.shapes,
+    dims: Mapping[str, int] = _NO_SIZES.dims,
+    min_opset: int = 17,
 ) -> Model:
     """Make a model in memory ready for placement; `proto` itself is left alone. See `load`."""
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
-    return _prepare(Original.of(proto, proto), copy, source, sha256, shapes, min_opset)
+    origin = Origin(model=proto, min_opset=min_opset) if has_dynamic_inputs(proto.graph) else None
+    sizes = Sizes(shapes=shapes, dims=dims)
+    return replace(_prepare(Original.of(proto, proto), copy, source, sha256, sizes, min_opset), origin=origin)
 
 
 def save(model: Model, folder: Path) -> Path:
@@ -93,13 +119,14 @@ def save(model: Model, folder: Path) -> Path:
 
 
 def _prepare(
-    original: Original, proto: onnx.ModelProto, source: str, sha256: str, shapes: Shapes, min_opset: int
+    original: Original, proto: onnx.ModelProto, source: str, sha256: str, sizes: Sizes, min_opset: int
 ) -> Model:
     densify(proto.graph)
     _drop_constant_inputs(proto.graph)
-    proto = rebatched(proto, shapes, source)
+    proto = rebatched(proto, sizes.shapes, source)
     declared = _types_of_outputs(proto.graph)
-    fix_inputs(proto.graph, shapes, source)
+    if not sizes.keep_dynamic:
+        fix_inputs(proto, sizes, source)
     interface = Interface.of(proto.graph)
     lower_constants(proto.graph)
     weights = detach(proto.graph)
@@ -124,10 +151,12 @@ def _prepare(
     fold_batch_norms(proto.graph)
     types = types_of(proto.graph)
     for value in proto.graph.output:
-        _redeclare(value.type, declared.get(value.name, value.type))
+        if value.name in declared:
+            _redeclare(value.type, declared[value.name], whole=sizes.keep_dynamic)
     interface.check(proto.graph, {}, source)
-    model = Model(proto=proto, source=source, sha256=sha256, nodes=_nodes(proto), types=types)
-    if not check_equivalent(original, model):  # which compares shapes of results, and not what is declared
+    model = Model(proto=proto, source=source, sha256=sha256, nodes=nodes_of(proto), types=types)
+    # The comparison looks at shapes of results, and not at what is declared; dynamic models are compared elsewhere.
+    if not sizes.keep_dynamic and not check_equivalent(original, model):
         interface.check(proto.graph, before, source)
     return model
 
@@ -140,9 +169,9 @@ def _types_of_outputs(graph: onnx.GraphProto) -> dict[str, onnx.TypeProto]:
     return found
 
 
-def _redeclare(kind: onnx.TypeProto, declared: onnx.TypeProto) -> None:
-    """Take from the file what could not be inferred of an output: its shape, or the names of its dimensions."""
-    if not kind.tensor_type.HasField("shape"):
+def _redeclare(kind: onnx.TypeProto, declared: onnx.TypeProto, *, whole: bool) -> None:
+    """Take from the file what could not be inferred of an output, its shape or names of dimensions, or the whole."""
+    if whole or not kind.tensor_type.HasField("shape"):
         kind.CopyFrom(declared)
     sizes, named = kind.tensor_type.shape.dim, declared.tensor_type.shape.dim
     for size, name in zip(sizes, named, strict=False) if len(sizes) == len(named) else ():
@@ -249,47 +278,3 @@ def _upgrade(
 
 def _opsets(proto: onnx.ModelProto) -> dict[str, int]:
     return {opset.domain: opset.version for opset in proto.opset_import}
-
-
-def _nodes(proto: onnx.ModelProto) -> tuple[Node, ...]:
-    opsets = _opsets(proto)
-    return tuple(_node(index, node, opsets) for index, node in enumerate(proto.graph.node))
-
-
-def _node(index: int, node: onnx.NodeProto, opsets: dict[str, int]) -> Node:
-    body = body_of(node)
-    unreached = captures(node).difference(body.captures)  # by what no output of the subgraph depends on
-    return Node(
-        index=index,
-        name=node.name,
-        op=node.op_type,
-        domain=node.domain,
-        inputs=tuple(node.input),
-        outputs=tuple(node.output),
-        attributes={a.name: _plain(a) for a in node.attribute if a.type not in _GRAPH_TYPES},
-        opaque=bool(body.digest) or not is_known(node, opsets),
-        captures=(*body.captures, *sorted(unreached)),
-        body=body.digest,
-    )
-
-
-_GRAPH_TYPES = frozenset({onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS})
-
-
-def _plain(attribute: onnx.AttributeProto) -> Any:
-    """A Python value: numbers, text (bytes where it is none), numpy arrays, and tuples of them."""
-    value = helper.get_attribute_value(attribute)
-    if isinstance(value, bytes):
-        return _text(value)
-    if isinstance(value, onnx.TensorProto):
-        return numpy_helper.to_array(value)
-    if attribute.type == onnx.AttributeProto.STRINGS:
-        return tuple(_text(item) for item in value)
-    return tuple(value) if attribute.type in (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS) else value
-
-
-def _text(value: bytes) -> str | bytes:
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return value

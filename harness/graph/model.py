@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import onnx
 
-__all__ = ["Model", "Node", "TensorType", "captures", "graphs", "subgraphs"]
+__all__ = ["Model", "Node", "Origin", "TensorType", "captures", "graphs", "subgraphs"]
+
+_Fact = TypeVar("_Fact")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,19 @@ class Node:
     body: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """A model with dynamic inputs, before it was fixed to one size of each.
+
+    Attributes:
+        model: Its file, or the model itself where it came from memory.
+        min_opset: The operator set that it was upgraded to where it is older.
+    """
+
+    model: Path | onnx.ModelProto = field(hash=False)
+    min_opset: int
+
+
 @dataclass(frozen=True)
 class Model:
     """A float ONNX model, ready for placement. Never changed after loading.
@@ -59,6 +75,7 @@ class Model:
         sha256: Of the file as it was given, external data included.
         nodes: In topological order; `nodes[i].index == i`.
         types: Type of every tensor of the main graph that shape inference could type.
+        origin: The model as it was given, if its inputs are dynamic there; see `harness.graph.dynamic`.
     """
 
     proto: onnx.ModelProto
@@ -66,6 +83,7 @@ class Model:
     sha256: str
     nodes: tuple[Node, ...]
     types: Mapping[str, TensorType]
+    origin: Origin | None = None
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
@@ -101,6 +119,17 @@ class Model:
     def captured(self) -> frozenset[str]:
         """Tensors that some subgraph reads; they have a reader that `consumers` does not list."""
         return frozenset(name for node in self.nodes for name in node.captures)
+
+    @cached_property
+    def _facts(self) -> dict[Callable[[Model], Any], Any]:
+        return {}
+
+    def fact(self, find: Callable[[Model], _Fact]) -> _Fact:
+        """Return what a function finds out about this model; it is called once."""
+        if find not in self._facts:
+            self._facts[find] = find(self)
+        known: _Fact = self._facts[find]
+        return known
 
 
 def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:

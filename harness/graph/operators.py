@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 __all__ = [
-    "ACTIVATIONS", "ARITHMETIC", "CONVOLUTIONS", "FLOATS", "LARGEST", "LINEAR", "MOVEMENT", "NORMALIZATION", "POINTS",
-    "POOLING", "SOFTMAX",
+    "ACTIVATIONS", "ARITHMETIC", "CONVOLUTIONS", "FLOATS", "LARGEST", "LINEAR", "MOVEMENT", "NORMALIZATION",
+    "PARAMETERS", "POINTS", "POLES", "POOLING", "SHAPES", "SOFTMAX",
 ]  # fmt: skip
 
 FLOATS = frozenset({"float", "float16"})
@@ -45,3 +47,59 @@ _OTHERS = frozenset({"Concat", "Exp", "ReduceMax", "ReduceMean", "ReduceSum"})
 
 POINTS = ACTIVATIONS | SOFTMAX | ARITHMETIC | POOLING | NORMALIZATION | MOVEMENT | _OTHERS
 """Whose floating-point inputs may be quantized, beside those of linear operators."""
+
+_FIRST, _SECOND = frozenset({0}), frozenset({1})
+
+PARAMETERS: Mapping[str, frozenset[int]] = {
+    "BatchNormalization": frozenset({1, 2, 3, 4}),
+    "Clip": frozenset({1, 2}),
+    "GridSample": _SECOND,
+    "GroupNormalization": frozenset({1, 2}),
+    "InstanceNormalization": frozenset({1, 2}),
+    "LayerNormalization": frozenset({1, 2}),
+    "PRelu": _SECOND,
+    "Pad": frozenset({2}),
+    "Pow": _SECOND,
+    "RMSNormalization": _SECOND,
+    "Resize": frozenset({1, 2}),
+    "Upsample": _SECOND,
+}
+"""Inputs, in floating point, that say how an operator treats its data."""
+
+SHAPES: Mapping[str, frozenset[int]] = {
+    "ConstantOfShape": _FIRST,
+    "CumSum": _SECOND,
+    "Expand": _SECOND,
+    "Gather": _SECOND,
+    "GatherElements": _SECOND,
+    "GatherND": _SECOND,
+    "OneHot": frozenset({0, 1}),
+    "Pad": frozenset({1, 3}),
+    "Range": frozenset({0, 1, 2}),
+    "Reshape": _SECOND,
+    "Resize": frozenset({1, 2, 3}),
+    "ScatterElements": _SECOND,
+    "ScatterND": _SECOND,
+    "Slice": frozenset({1, 2, 3, 4}),
+    "Split": _SECOND,
+    "Squeeze": _SECOND,
+    "Tile": _SECOND,
+    "TopK": _SECOND,
+    "Trilu": _SECOND,
+    "Unsqueeze": _SECOND,
+    "Upsample": _SECOND,
+}
+"""Inputs that give shapes, axes and indices, of whatever type: models compute them in floating point, too."""
+
+POLES: Mapping[str, frozenset[int]] = {
+    "Acos": _FIRST,
+    "Acosh": _FIRST,
+    "Asin": _FIRST,
+    "Atanh": _FIRST,
+    "Div": _SECOND,
+    "Log": _FIRST,
+    "Mod": _SECOND,
+    "Reciprocal": _FIRST,
+    "ReduceLogSum": _FIRST,
+}
+"""Inputs at which 0, or the end of a range, gives infinity or NaN; so has the base of Pow, by its exponent."""

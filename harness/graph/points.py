@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.graph.dialects import Dialect
-from harness.graph.legality import Rule, broken_rule, is_activation, joint_slots
+from harness.graph.legality import Rule, broken_rule
 from harness.graph.model import Model, Node
 from harness.graph.operators import ACTIVATIONS, FLOATS, MOVEMENT, NORMALIZATION, POOLING, SOFTMAX
+from harness.graph.site import is_activation, joint_slots
 from search.space import Edge
 
 __all__ = ["Point", "left_float", "macs_of", "points_of", "refusals", "role_of", "why_none"]

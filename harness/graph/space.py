@@ -20,6 +20,7 @@ from harness.graph.operators import FLOATS
 from harness.graph.patterns import Pattern, find_patterns
 from harness.graph.points import Point, left_float, points_of
 from harness.graph.regions import Region, RegionType, discover
+from harness.graph.sensitive import unheld
 from search.space import FLOAT, Dimension, Edge, PointKind, Space
 
 __all__ = ["Sharing", "build_space"]
@@ -91,6 +92,11 @@ def build_space(
 
 
 def _say_left_float(model: Model, dialect: Dialect) -> None:
+    read = {name for node in model.nodes if node.op in dialect.linear_ops for name in node.inputs}
+    if damaged := sorted(read & model.fact(unheld)):
+        logger.warning(
+            "%s: weights or biases with NaN, infinite or huge values stay float: %s", model.source, ", ".join(damaged)
+        )
     if without := left_float(model, dialect):
         logger.warning(
             "%s: dialect %s has no point at %s: they stay float", model.source, dialect.name, ", ".join(without)

@@ -21,6 +21,7 @@ from onnx import TensorProto, helper, numpy_helper
 from harness.errors import BuildFailed
 from harness.graph.files import file_digest, move_model
 from harness.graph.load import write
+from harness.graph.plugins import plugin_nodes, with_plugins, without_plugins
 
 __all__ = [
     "FP8_CAPABILITY", "Structure", "cast_model", "float_type", "has_fp8", "has_qdq", "read_structure",
@@ -131,9 +132,9 @@ def refuse_unusable(proto: onnx.ModelProto, path: Path, capability: tuple[int, i
 def cast_model(path: Path, precision: str, folder: Path) -> Path:
     """The model at FP16 or BF16 with inputs and outputs as they were; the file itself where it is so already.
 
-    By ModelOpt's autocast, every operator that can be so. A cast file is cast to itself: what this gives can be given
-    again. Q/DQ scales follow the type of their tensors; the default operator set becomes 19 (FP16) or 22 (BF16). It
-    takes seconds, so what the folder has of this content is used again.
+    By ModelOpt's autocast, every operator that can be so, but for plug-ins. A cast file is cast to itself: what this
+    gives can be given again. Q/DQ scales follow the type of their tensors; the default operator set becomes 19 (FP16)
+    or 22 (BF16). It takes seconds, so what the folder has of this content is used again.
 
     Args:
         path: An ONNX file.
@@ -153,27 +154,29 @@ def cast_model(path: Path, precision: str, folder: Path) -> Path:
             f"{path.name}: more than 2 GB of weights cannot be cast to {precision} here; cast the model beforehand "
             f"(python -m modelopt.onnx.autocast --low_precision_type {LOW_PRECISION[precision]}), or use precision: f32"
         )
-    from modelopt.onnx.autocast.convert import convert_to_f16
-
-    model = onnx.load(path)
-    try:
-        cast = convert_to_f16(model, low_precision_type=LOW_PRECISION[precision], keep_io_types=True)
-    except (
-        ValueError,
-        RuntimeError,
-        KeyError,
-        TypeError,
-        AssertionError,
-        onnx.shape_inference.InferenceError,
-    ) as error:
-        raise BuildFailed(
-            f"{path.name}: ModelOpt cannot cast it to {precision}: {type(error).__name__}: {error}"
-        ) from error
+    cast = _converted(onnx.load(path), path.name, precision)
     onnx.helper.set_model_props(cast, {**{p.key: p.value for p in cast.metadata_props}, CAST_TO: precision})
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder) as scratch:  # an interrupted file would be taken for a whole one
         move_model(write(cast, Path(scratch) / target.name), target)
     return target
+
+
+def _converted(model: onnx.ModelProto, source: str, precision: str) -> onnx.ModelProto:
+    """Return a model at FP16 or BF16; plug-in operators keep their types, for ModelOpt knows none without TensorRT."""
+    from modelopt.onnx.autocast.convert import convert_to_f16
+
+    plugins = plugin_nodes(model)
+    try:
+        known = without_plugins(model, plugins, source) if plugins else model
+    except BuildFailed as error:
+        raise BuildFailed(f"{error}, or use precision: f32") from error
+    try:
+        cast = convert_to_f16(known, low_precision_type=LOW_PRECISION[precision], keep_io_types=True)
+    except Exception as error:  # ModelOpt raises this very class too
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        raise BuildFailed(f"{source}: ModelOpt cannot cast it to {precision}: {words}") from error
+    return with_plugins(cast, model, plugins) if plugins else cast
 
 
 def _weight_bytes(path: Path) -> int:

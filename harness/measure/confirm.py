@@ -18,7 +18,7 @@ from harness.api import Candidate
 from harness.errors import UserError
 from harness.measure.engines import MAIN, Engines
 from harness.measure.events import TWIN, Block, Dropped, Event, Key, Readings
-from harness.measure.stats import Interval, Verdict, block_ci, floor_from, paired_ratio_ci, verdict
+from harness.measure.stats import Interval, block_ci, floor_from, paired_ratio_ci, verdict
 from harness.records import Failed
 from harness.run.config import Rounds, Sampling
 
@@ -55,6 +55,8 @@ class RowSummary:
     """What the confirmation says of one row.
 
     Attributes:
+        verdict: "faster", "tie" or "slower"; "wrong result in RUNTIME" or "saturates" where an engine computes
+            something else than its file says, see `harness.run.runtime_check`.
         latency_ms: Median latency.
         speedup: Latency of the baseline over that of the row, paired by turns.
         builds: Fresh builds that were tried.
@@ -63,7 +65,7 @@ class RowSummary:
 
     latency_ms: Interval
     speedup: Interval
-    verdict: Verdict
+    verdict: str
     builds: int
     builds_ok: int
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness.api import Accuracy, Candidate
+from harness.api import Accuracy, Array, Candidate
 from harness.measure.sampling import Samples
 from harness.measure.stats import Interval
 from harness.records import Failed
@@ -83,6 +83,10 @@ class Engines(Protocol):
 
     def prepare(self, handle: int, evaluator: str = MAIN, watch: Watch | None = None) -> Failed | None:
         """Let an evaluator that wants it see the float engine first; None where that went well or is not wanted."""
+        ...
+
+    def infer(self, handle: int, feeds: Mapping[str, Array]) -> Mapping[str, Array] | Failed:
+        """Return the outputs of one inference by name."""
         ...
 
     def release(self, handle: int) -> None:

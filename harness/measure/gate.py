@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness.api import Accuracy, Candidate
+from harness.api import Accuracy, Array, Candidate
 from harness.measure.engines import MAIN, Built, Engines, Watch
 from harness.measure.sampling import Samples
 from harness.measure.stats import Interval
@@ -138,6 +138,11 @@ class Gated:
         """See `Engines`."""
         with self._gate.building():
             return self._engines.prepare(handle, evaluator, watch)
+
+    def infer(self, handle: int, feeds: Mapping[str, Array]) -> Mapping[str, Array] | Failed:
+        """See `Engines`."""
+        with self._gate.building():
+            return self._engines.infer(handle, feeds)
 
     def release(self, handle: int) -> None:
         """See `Engines`."""

@@ -172,6 +172,10 @@ class InProcess:
                 raise EvaluationFailed(f"per_item[{number}] is {value}: give a figure for every item, or for none")
         return Accuracy(metrics=metrics, per_item=per_item, evidence=accuracy.evidence, note=str(accuracy.note))
 
+    def infer(self, handle: int, feeds: Mapping[str, Array]) -> Mapping[str, Array] | Failed:
+        """See `Engines`."""
+        return attempt("evaluate", lambda: dict(self._probe(handle).infer(feeds)))
+
     def release(self, handle: int) -> None:
         """See `Engines`."""
         engine = self._engines.pop(handle, None)

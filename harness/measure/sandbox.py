@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import registry
-from harness.api import Accuracy, Candidate
+from harness.api import Accuracy, Array, Candidate
 from harness.errors import UserError
 from harness.measure.engines import MAIN, Built, OwnEngines, Watch, WorkerSpec
 from harness.measure.local import InProcess, attempt, tail
@@ -134,6 +134,11 @@ class Sandbox:
         limit_s = self._limits.evaluate_s
         with alone(self.gpus):
             return self._lost(handle, "evaluate") or self._call("prepare", limit_s, handle, evaluator, watch=watch)
+
+    def infer(self, handle: int, feeds: Mapping[str, Array]) -> Mapping[str, Array] | Failed:
+        """See `Engines`."""
+        with alone(self.gpus):
+            return self._lost(handle, "infer") or self._call("infer", self._limits.evaluate_s, handle, feeds)
 
     def release(self, handle: int) -> None:
         """See `Engines`."""

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +27,7 @@ _BOOT = (
 
 
 class ModelOptAutotune:
-    """`modelopt.onnx.quantization.autotune` as NVIDIA ships it, in ModelOpt's regions, points, mutations and Q/DQ form.
+    """Run NVIDIA ModelOpt's own ONNX autotuner, in its regions, points, mutations and Q/DQ form.
 
     Every model that it wants timed, its baseline and its final one among them, comes out of `ask`; what is told is the
     answer that its benchmark gives. Nothing of its search is done here. Its Q/DQ pairs all have the scale 0.1 (user
@@ -53,6 +54,8 @@ class ModelOptAutotune:
             raise ValueError(f"schemes_per_region is at least 1, but got {schemes_per_region}")
         if limit_s <= 0:
             raise ValueError(f"limit_s is above 0, but got {limit_s}")
+        if find_spec("modelopt") is None:
+            raise ValueError("modelopt is not installed: pip install 'nvidia-modelopt[onnx]' torch")
         self._task = task
         self._schemes = schemes_per_region
         self._baseline = None if qdq_baseline is None else task.find(qdq_baseline)

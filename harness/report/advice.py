@@ -10,11 +10,13 @@ import pandas as pd
 
 from harness.measure.provenance import options_said
 from harness.measure.stats import Interval
+from harness.report.checks import wrong_rows
 from harness.report.naming import metric_name, shown_drop
 from harness.report.notes import without_vnni
 from harness.report.results import CellResults, Results
 from harness.report.scenes import exported
-from harness.run.rows import FLOAT_ROW
+from harness.report.searches import Search
+from harness.run.rows import DYNAMIC, FLOAT_ROW, read_json
 
 __all__ = ["next_steps", "winners"]
 
@@ -44,7 +46,15 @@ def winners(results: Results, main: pd.DataFrame) -> Iterator[str]:
             floating = backend.get("float_params", {}).get(line["precision"], {})  # a float row has its own precision
             options = options_said({**backend.get("options", {}), **floating})
             how = f"; timed with {options}: deploy it so" if options else ""
-            yield f"{cell.name}: take {path} ({line['method']}, {line['speedup']:.2f}x, {line['decision']}{how})"
+            taken = f"take {path} ({line['method']}, {line['speedup']:.2f}x, {line['decision']}{how})"
+            yield f"{cell.name}: {taken}{_with_dynamic_axes(cell, str(line['row']))}"
+
+
+def _with_dynamic_axes(cell: CellResults, row: str) -> str:
+    """Return what became of the form of a row that keeps the dynamic axes of the original; "" where it has none."""
+    path = cell.folder / DYNAMIC
+    noted = read_json(path) if path.exists() else {}
+    return f"; {noted[row]['said']}" if row in noted and noted[row]["said"] else ""
 
 
 def next_steps(results: Results, main: pd.DataFrame) -> Iterator[str]:
@@ -64,7 +74,10 @@ def next_steps(results: Results, main: pd.DataFrame) -> Iterator[str]:
             continue
         beyond = [line for line in lines if line["verdict"] == "faster" and line["beyond"]]
         slow = [line for line in lines if line["verdict"] in ("tie", "slower")]
-        if beyond:
+        if wrong := wrong_rows(cell):
+            reason = f"{cell.facts['backend'].get('name')} computes something else than the file for {', '.join(wrong)}"
+            yield _paragraph(cell, reason, _wrong_steps(cell))
+        elif beyond:
             yield _paragraph(cell, _too_lossy(cell, beyond), [*_searched(cell), *_lossy_steps(cell, beyond)])
         elif slow:
             reason = "none is faster than the float model"
@@ -76,9 +89,35 @@ def _paragraph(cell: CellResults, reason: str, steps: Iterable[str]) -> str:
 
 
 def _searched(cell: CellResults) -> Iterator[str]:
-    budgets = [pick.budget for pick in cell.picks if pick.budget is not None]
-    if budgets:
-        yield f"a larger budget than {max(budgets)} evaluations; what was measured is kept"
+    """Yield what a further search may do: one that ended by itself gains nothing by a larger budget."""
+    budget = cell.budget
+    if not budget:
+        return
+    ended = {f"{s.searcher}-{s.seed}": s for s in cell.searches if s.end is not None and s.evaluations < budget}
+    short = [s for s in cell.searches if s.end is None and s.evaluations < budget]
+    if short:
+        yield f"more budget.minutes: {_names(short)} did not come to {budget} evaluations; what was measured is kept"
+    if not cell.searches or any(s.evaluations >= budget for s in cell.searches):
+        yield f"a larger budget than {budget} evaluations; what was measured is kept"
+    elif broken := [s for s in ended.values() if s.end is not None and s.end.broken]:
+        yield f"a searcher that does not break: {_names(broken)} did"
+    elif ended:
+        yield (
+            f"another searcher, or more to choose from (sharing: region): {_names(ended.values())} had nothing more to "
+            "propose"
+        )
+
+
+def _names(searches: Iterable[Search]) -> str:
+    return ", ".join(f"{search.searcher}-{search.seed}" for search in searches)
+
+
+def _wrong_steps(cell: CellResults) -> Iterator[str]:
+    for model in sorted({check.model for check in cell.checks.values() if check.model}):
+        yield f"a report to the makers of the runtime: {cell.folder / model} shows the fault (see the text beside it)"
+    if any(check.verdict == "saturates" for check in cell.checks.values()):
+        yield "weights of 7 bits (reduce_range: true), or a processor with VNNI"
+    yield "another version of the runtime"
 
 
 def _too_lossy(cell: CellResults, lines: Sequence[_Line]) -> str:

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 REASON_WIDTH = 60
 MISSING = "missing"
-BROKEN = ("not shipped: accuracy", "not shipped: not scored")
-"""How decisions begin on what breaks the bound on accuracy, or was not seen to keep it."""
+BROKEN = ("not shipped: accuracy", "not shipped: not scored", "not shipped: wrong result", "not shipped: saturates")
+"""How decisions begin on what breaks the bound on accuracy, was not seen to keep it, or is computed wrongly."""
 COLUMNS = (
     "cell", "model", "backend", "device", "precision", "quantized", "method", "latency_ms", "latency_low_ms",
     "latency_high_ms", "speedup", "speedup_low", "speedup_high", "metric", "score", "drop", "drop_low", "drop_high",
@@ -71,7 +71,7 @@ def _main_lines(cell: CellResults, results: Results) -> list[dict[str, Any]]:
     for pick in _final(cell):
         if pick.rank == 0:
             searches.setdefault(pick.method, []).append(pick)
-    chosen = [favourite(picks) or picks[0] for picks in searches.values()]
+    chosen = [favourite(p for p in picks if not cell.wrong(p.row)) or picks[0] for picks in searches.values()]
     lines = [_line(cell, pick) for pick in (*(p for p in cell.picks if p.kind != "search"), *chosen)]
     there = {line["method"] for line in lines}
     lines += [_missing(_of_cell(cell), method) for method in _expected(results) if method not in there]
@@ -261,6 +261,8 @@ def _search(cell: CellResults, pick: Pick) -> Search | None:
 def _verdict(cell: CellResults, pick: Pick) -> tuple[str, str]:
     """Verdict for the table, and the whole reason where there is none."""
     summary, failed = cell.summaries.get(pick.row), cell.failed.get(pick.row)
+    if cell.wrong(pick.row) and (pick.row != FLOAT_ROW or pick.kind != "float"):
+        return cell.checks[pick.row].label, str(cell.checks[pick.row])
     if pick.reason:
         return _short(pick.reason), pick.reason
     if summary is not None:

@@ -10,6 +10,7 @@ from harness.evaluators.intervals import Estimate, accuracy_of, metric_estimate
 from harness.measure.events import disturbance_note
 from harness.measure.provenance import saturates, with_instructions
 from harness.report.captions import DECIDED
+from harness.report.checks import check_notes
 from harness.report.decision import BEST
 from harness.report.frames import BROKEN
 from harness.report.naming import BEYOND, CAPPED, UNSCORED, metric_name
@@ -229,9 +230,18 @@ def main_note(results: Results) -> str:
         lines.append(f"Scores of the float models, with 95 % over images: {own}.")
     if full := [f"Full evaluations of {cell.name}: {text}." for cell in results.cells if (text := looks(cell))]:
         lines += ["Full evaluations: those whose metric was measured, seeds added up.", *full]
+    lines += [text for cell in results.cells for text in check_notes(cell)]
     lines += [f"Calibration of {c.name}: {text}." for c in results.cells for text in c.remarks]
     lines += [f"Starts of {c.name}: {text}." for c in results.cells for text in c.cache_remarks]
+    lines += [f"Baselines of {c.name}: {text}." for c in results.cells if (text := _tools(c))]
     return "\n".join([*lines, *filter(None, [partial(results)])])
+
+
+def _tools(cell: CellResults) -> str:
+    """Return which PTQ tools calibrated by another method than the experiment names; "" where none did."""
+    told = ", ".join(f"{name} by {method}" for name, method in cell.tool_methods.items())
+    asked = cell.facts.get("calibration", {}).get("method")
+    return f"calibrated {told}, the nearest that the tool has to {asked}" if told else ""
 
 
 def _versions(cells: Sequence[CellResults]) -> str:

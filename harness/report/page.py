@@ -31,7 +31,8 @@ WORDS = frozenset({
     "reference", "variant", "parameters", "on", "in", "row",
 })  # fmt: skip
 """Columns that are sorted as text; all others by their first number."""
-KINDS = ("faster", BEYOND, UNSCORED, "tie", "slower", "missing", "without a speed")
+WRONG = "wrong result"
+KINDS = ("faster", BEYOND, UNSCORED, "tie", "slower", WRONG, "saturates", "missing", "without a speed")
 
 
 def index(
@@ -111,7 +112,7 @@ def _worth(effect: Effect, metric: str | None) -> str:
 def _verdict(cell: CellResults, lines: pd.DataFrame) -> dict[str, Any]:
     """What came out of a cell, in words."""
     verdicts = [judged(line) for line in lines.to_dict("records") if line["verdict"] != "baseline"]
-    counts = Counter(verdict if verdict in KINDS else KINDS[-1] for verdict in verdicts)
+    counts = Counter(map(_kind, verdicts))
     tally = ", ".join(f"{counts[kind]} {kind.replace(',', ' but')}" for kind in KINDS if counts[kind])
     facts = [f"{len(verdicts)} methods: {tally}." if verdicts else ""]
     if cell.floor is not None:
@@ -134,6 +135,13 @@ def _verdict(cell: CellResults, lines: pd.DataFrame) -> dict[str, Any]:
             f"nothing{' that keeps the bound' if cell.allowed is not None else ''} is faster than float, {latency} ms"
         )
     return {**named, "state": top["verdict"], "head": head, "facts": [_accuracy(cell, top), *facts]}
+
+
+def _kind(verdict: str) -> str:
+    """Return the kind that a verdict is counted as."""
+    if verdict.startswith(WRONG):  # the runtime's name follows
+        return WRONG
+    return verdict if verdict in KINDS else KINDS[-1]
 
 
 def _nothing(cell: CellResults) -> str:

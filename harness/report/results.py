@@ -20,6 +20,7 @@ from harness.run.contest import RUNOFF, read_speedups
 from harness.run.goal import Goal
 from harness.run.journal import has_header
 from harness.run.rows import FLOAT_ROW, Pick, Row, read_rows
+from harness.run.runtime_check import CHECKS, Checked, read_checks
 from harness.run.stops import read_stop
 
 __all__ = ["CellResults", "Results", "load"]
@@ -42,6 +43,7 @@ class CellResults:
         events: Of the confirmation, in order.
         summaries: Confirmed figures by row id.
         failed: The last failure by row id, of the rows that failed in the confirmation.
+        checks: How what the runtime computes compares with the file, by row id, as far as that was looked at.
         lost: Number of builds by row id in which the confirmation lost it.
         floor: Relative A/A noise floor, the larger of before the searches and of the confirmation; None before both.
         disturbed: Share of the confirmation's turns in which something else was at work on the machine.
@@ -62,6 +64,7 @@ class CellResults:
     events: tuple[Event, ...]
     summaries: Mapping[str, RowSummary]
     failed: Mapping[str, Failed]
+    checks: Mapping[str, Checked]
     lost: Mapping[str, int]
     floor: float | None
     disturbed: float
@@ -107,6 +110,12 @@ class CellResults:
         return _sentences(self.facts.get("cache_remarks"))
 
     @property
+    def tool_methods(self) -> Mapping[str, str]:
+        """Calibration method of each PTQ tool that lacks the one of the experiment."""
+        found = self.facts.get("tool_methods")
+        return {str(name): str(method) for name, method in found.items()} if isinstance(found, dict) else {}
+
+    @property
     def note(self) -> str:
         """What the backend has to say below its figures; "" where nothing."""
         return " ".join(_sentences([self.facts["backend"].get("note", "")]))
@@ -134,9 +143,13 @@ class CellResults:
             return None
         return reference - own if self.higher_is_better else own - reference
 
+    def wrong(self, row: str) -> bool:
+        """Whether the runtime computes something else than the row's file says."""
+        return row in self.checks and self.checks[row].wrong
+
     def obeys(self, row: str) -> bool:
-        """It could be scored where it was tried, and the bound on accuracy, where there is one, was seen to hold."""
-        if self.blind or "failed" in self.scores.get(row, {}):
+        """Whether a row may be delivered: its result is right, it could be scored, and it holds the bound if any."""
+        if self.blind or "failed" in self.scores.get(row, {}) or self.wrong(row):
             return False
         goal, drop = self.goal, self.drop(row)
         return goal.metric is None or (drop is not None and goal.excess(drop) == 0.0)
@@ -218,6 +231,8 @@ def _cell(folder: Path, stored: Stored) -> CellResults:
     lost = {(event.row, event.build) for event in events if isinstance(event, Dropped)}
     floor = read_floor(folder)
     summary = summarise(events, baseline=FLOAT_ROW, floor=floor) if events else None
+    named = {row.id: row for row in rows}
+    checks = _read(folder / CHECKS, lambda: read_checks(folder, named))
     paced = replace(goal, minimize="latency")  # the same bounds, but the fastest counts, whatever was minimised
     builds = _builds(folder / "confirm.jsonl") or (stored.builds if events else None)
     metric = facts.get("metric")
@@ -226,15 +241,16 @@ def _cell(folder: Path, stored: Stored) -> CellResults:
         folder=folder,
         facts=facts,
         environment=_environment(folder / "env.json"),
-        rows={row.id: row for row in rows},
+        rows=named,
         picks=picks,
         searches=searches,
         levels_ms=levels_ms(searches),
         runoff=_read(folder / RUNOFF, lambda: read_speedups(folder / RUNOFF, FLOAT_ROW)),
         scores=_read(folder / "accuracy.json", lambda: scores_of(folder, str(facts.get("metric")))),
         events=events,
-        summaries={} if summary is None else summary.rows,
+        summaries={} if summary is None else _judged(summary.rows, checks),
         failed={} if summary is None else summary.failed,
+        checks=checks,
         lost={name: sum(row == name for row, _ in lost) for name, _ in lost},
         floor=(floor or None) if summary is None else summary.floor,
         disturbed=0.0 if summary is None else summary.disturbed,
@@ -246,6 +262,12 @@ def _cell(folder: Path, stored: Stored) -> CellResults:
         and summary.builds >= builds
         and _chosen_from(searches, picks),
     )
+
+
+def _judged(summaries: Mapping[str, RowSummary], checks: Mapping[str, Checked]) -> dict[str, RowSummary]:
+    """Return the confirmed figures; a row whose result is wrong is neither faster nor slower."""
+    wrong = {name: each.label for name, each in checks.items() if each.wrong}
+    return {name: replace(each, verdict=wrong.get(name, each.verdict)) for name, each in summaries.items()}
 
 
 def _chosen_from(searches: Iterable[Search], picks: Iterable[Pick]) -> bool:

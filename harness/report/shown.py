@@ -78,8 +78,14 @@ def _worst_outputs(results: Results, main: pd.DataFrame) -> Iterator[str]:
 
 def _made(results: Results) -> Iterator[Table]:
     main = main_frame(results)
+    methods = {(cell.name, tool): method for cell in results.cells for tool, method in cell.tool_methods.items()}
+
+    def main_row(row: dict[Any, Any]) -> dict[str, str]:
+        method = methods.get((row["cell"], row["method"]))
+        return {**_main_row(row), **({} if method is None else {"method": f"{row['method']} ({method})"})}
+
     note = "\n".join([main_note(results), *_worst_outputs(results, main)])
-    yield _marked("main", "Main results", told_apart(main), _main_row, note)
+    yield _marked("main", "Main results", told_apart(main), main_row, note)
     yield overview_table(overview_frame(main, budget_frame(results)))
     precision = told_apart(precision_frame(results))
     yield _marked("precision", "Precision and decision", precision, _precision_row, PRECISION_NOTE)

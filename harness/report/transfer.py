@@ -67,7 +67,7 @@ def _families(results: Results, across: str) -> dict[tuple[str, str], list[CellR
 
 def _best(cell: CellResults) -> Pick | None:
     """The finalist that the searches liked best."""
-    return favourite(pick for pick in cell.picks if pick.row in cell.summaries)
+    return favourite(pick for pick in cell.picks if pick.row in cell.summaries and not cell.wrong(pick.row))
 
 
 def _moved(source: CellResults, target: CellResults, across: str) -> dict[str, Any] | None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from harness import registry
+from harness.api import Accuracy
 from harness.errors import UserError
-from harness.report.naming import CAPPED, METRICS, metric_name
+from harness.measure.stats import Interval
+from harness.records import Failed
+from harness.report.naming import CAPPED, METRICS, metric_name, shown_drop
+from harness.report.results import CellResults
 from harness.run.config import Experiment
+from harness.run.goal import Goal
 from harness.run.objective import Objective, absolute
 
-__all__ = ["bound_lines", "check_bound", "too_fine"]
+__all__ = ["bound_lines", "check_bound", "held", "too_fine"]
 
 SHARES = frozenset({"map", "miou", "top1", "top5"})
 """Metrics that end at 1, so that 0.01 is one point of a hundred."""
@@ -77,6 +83,39 @@ def bound_lines(experiment: Experiment) -> Iterator[str]:
             found.setdefault(words, []).append(model.name)
     for words, names in found.items():
         yield f"bound: {words}" if len(found) == 1 else f"bound of {', '.join(names)}: {words}"
+
+
+def held(
+    bound: float | str, reference: Accuracy | Failed, found: Accuracy | Failed, results: CellResults
+) -> tuple[bool, str]:
+    """Return whether a model keeps a bound on the loss of accuracy, and the figures in words.
+
+    Args:
+        bound: As `objective.max_drop`.
+        reference: Of the float model.
+        found: Of the model.
+        results: Of its cell; name the metric and its direction.
+    """
+    metric = results.metric or ""
+    values = []
+    for accuracy in (reference, found):
+        value = accuracy.metrics.get(metric, math.nan) if isinstance(accuracy, Accuracy) else math.nan
+        if not math.isfinite(value):
+            why = f"there is no {metric}" if isinstance(accuracy, Accuracy) else f"{accuracy.stage}: {accuracy.reason}"
+            return False, f"cannot be held to {bound}: {why}"
+        values.append(value)
+    base, value = values
+    limit = absolute(bound, base)
+    goal = Goal(metric=metric, reference=base, higher_is_better=results.higher_is_better, max_drop=limit)
+    loss = goal.loss(value)
+    within = goal.excess(loss) == 0
+    shown = f"drop {shown_drop(Interval(value=loss, low=math.nan, high=math.nan), metric)}"
+    if metric in CAPPED:  # a drop from a cap says nothing
+        shown, limit = f"{metric_name(metric)} {value:.1f}", base - limit
+    said = f"{shown} now, {'within' if within else 'beyond'} the bound {limit:g}"
+    if results.blind:
+        return False, f"{said}; the float model itself scores {base:.4f}, so that says nothing"
+    return within, said
 
 
 def _words(objective: Objective, metric: str, higher_is_better: bool) -> str:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,27 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from harness import registry, zoo
 from harness.api import PeerTask
-from harness.errors import CandidateError, EvaluationFailed, UserError, nearest
+from harness.calibrate.ranges import unrunnable
+from harness.errors import CandidateError, EvaluationFailed, UserError, at_key, nearest
 from harness.evaluators.datasets import HALVES, Arrays, Dataset, open_data
 from harness.evaluators.feeding import batches
 from harness.evaluators.inputs import evaluator_params
 from harness.evaluators.intervals import too_few
 from harness.evaluators.preprocess import open_plugin, open_preprocess
 from harness.graph.importer import refuse_quantized
+from harness.graph.load import save
 from harness.graph.model import Model
 from harness.graph.spoken import dialect_called, dialect_name
 from harness.paths import locate
 from harness.run.bounds import check_bound, too_fine
 from harness.run.config import Experiment, Method, ModelSpec, Use
+from harness.run.foreign import PTQ, tool_remarks
 from harness.run.models import evaluator_use, input_types, open_model
 from harness.run.objective import Objective, check_objective
 from harness.run.plan import based, plan, precisions_of
 from harness.run.seeding import check_files
 from harness.run.starts import TOOLS
+from harness.run.strongest import cast_problems
 from search.api import CONTRACT
 from search.planted import planted_space
 
@@ -57,47 +60,85 @@ def check_experiment(experiment: Experiment, base: Path) -> tuple[str, ...]:
         UserError: The first thing that does not fit, with what would.
     """
     plan(experiment)
-    precisions = tuple(dict.fromkeys(each for setting in experiment.precision for each in precisions_of(setting)))
-    for method in experiment.searchers:
-        if registry.kind_of(method.use, ("searcher", "peer")) == "peer":
-            _check_peer(method, experiment, base)
-        else:
-            _check_searcher(method, precisions)
-    for backend in experiment.backends:
-        _check_backend(based(backend, base), precisions)
-    with _at("initial"):
+    precisions = _precisions(experiment)
+    for i, method in enumerate(experiment.searchers):
+        with at_key(f"searchers.{i}"):
+            if registry.kind_of(method.use, ("searcher", "peer")) == "peer":
+                _check_peer(method, experiment, base)
+            else:
+                _check_searcher(method, precisions)
+    for i, backend in enumerate(experiment.backends):
+        with at_key(f"backends.{i}"):
+            _check_backend(based(backend, base), precisions)
+    with at_key("initial"):
         check_files(experiment.initial, base)
-    data, remarks = _Data(base), []
-    for model in experiment.models:
-        with _at(f"model {model.name!r}"):
+    data, remarks = _Data(base), list(tool_remarks(experiment))
+    for i, model in enumerate(experiment.models):
+        with at_key(f"models.{i}", f"model {model.name!r}"):
             _check_model(model, base, data)
         _check_objective(experiment.objective, model)
-        with _at(f"model {model.name!r}"):
+        with at_key(f"models.{i}", f"model {model.name!r}"):
             found = _remarks(model, base, data, experiment.objective)
             remarks += [f"model {model.name!r}: {remark}" for remark in found]
     return tuple(remarks)
 
 
-def check_models(experiment: Experiment, base: Path) -> None:
+def check_models(experiment: Experiment, base: Path) -> tuple[str, ...]:
     """Load every model file: a run finds out cell by cell, so that one that is no good stops its own cells alone.
+
+    Where a backend reads models at FP16 or BF16, each is cast, and looked through for what may be quantized.
 
     Args:
         base: Folder that relative paths of the experiment start from.
 
+    Returns:
+        What is allowed but should be known beforehand: casts that fail, and what calibration and the PTQ tools will not
+        do with a model; a line each.
+
     Raises:
         UserError: What is wrong with each that cannot be used, a line each.
     """
-    wrong = []
-    for model in experiment.models:
+    wrong, remarks = list[str](), list[str]()
+    precisions = _precisions(experiment)
+    for i, model in enumerate(experiment.models):
         if model.use.startswith("zoo:"):  # is made by code
             continue
         try:
-            with _at(f"model {model.name!r}"):
-                refuse_quantized(open_model(model, base, base))
+            with at_key(f"models.{i}", f"model {model.name!r}"):
+                loaded = open_model(model, base, base)
+                refuse_quantized(loaded)
+                found = [*_cast_remarks(experiment, loaded, base, precisions), *_unrunnable(loaded)]
+                remarks += [f"model {model.name!r}: {remark}" for remark in found]
         except UserError as error:
             wrong.append(str(error))
     if wrong:
         raise UserError("\n".join(wrong))
+    return tuple(remarks)
+
+
+def _precisions(experiment: Experiment) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(each for setting in experiment.precision for each in precisions_of(setting)))
+
+
+def _cast_remarks(experiment: Experiment, model: Model, base: Path, precisions: Sequence[str]) -> Iterator[str]:
+    """Yield the float precisions that a model cannot be cast to.
+
+    Raises:
+        UserError: A backend is set to such a precision.
+    """
+    for backend in experiment.backends:
+        for precision, problem in cast_problems(based(backend, base), model, precisions).items():
+            message = f"backend {backend.use!r}: {problem}"
+            if not precision:
+                raise UserError(message)
+            yield f"no {precision} where the precision is open: {message}"
+
+
+def _unrunnable(model: Model) -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
+        if reason := unrunnable(save(model, Path(scratch))):
+            tools = ", ".join(PTQ)
+            yield f"ONNX Runtime cannot run it as it is: calibration and {tools} leave parts float, or fail: {reason}"
 
 
 def _check_objective(objective: Objective, model: ModelSpec) -> None:
@@ -182,12 +223,13 @@ def _check_model(model: ModelSpec, base: Path, data: _Data) -> None:
         locate(model.use, base)
     if model.preprocess is not None:
         used = model.preprocess
-        registry.guarded("preprocess", lambda: registry.create("preprocessing", used.use, used.params))
+        with at_key("preprocess"):
+            registry.guarded("preprocess", lambda: registry.create("preprocessing", used.use, used.params))
     if model.calibration.data is not None:
-        with _at("calibration"):
+        with at_key("calibration"):
             data.check(model.calibration.data)
     if model.evaluator is not None:
-        with _at("evaluator"):
+        with at_key("evaluator"):
             _check_evaluator(model.evaluator, model.preprocess, data)
 
 
@@ -216,19 +258,20 @@ def _remarks(model: ModelSpec, base: Path, data: _Data, objective: Objective) ->
     Raises:
         UserError: Shapes or data do not fit the model.
     """
-    if not model.shapes and model.evaluator is None and model.calibration.data is None:
+    if not (model.shapes or model.dims) and model.evaluator is None and model.calibration.data is None:
         return
     halves = HALVES if objective.halves else (None,)
     with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
         loaded = open_model(model, base, Path(scratch))
-        if model.shapes:
+        if model.shapes or model.dims:
             _check_channels(loaded)
         if model.calibration.data is not None:
             used = model.preprocess
             preprocess = None if used is None else open_preprocess(used.model_dump(include={"use", "params"}))
-            with _at("calibration"):
+            with at_key("calibration"):
                 batches(data.check(model.calibration.data), preprocess, input_types(loaded), model.calibration.samples)
-        with _at("evaluator"):
+        yield from _sample_remarks(model, data, objective)
+        with at_key("evaluator"):
             uses = [evaluator_use(model, loaded, base, Path(scratch), half) for half in halves]
             made = [_made(use) for use in uses if use is not None]
             for evaluator in made:
@@ -242,6 +285,25 @@ def _remarks(model: ModelSpec, base: Path, data: _Data, objective: Objective) ->
             where, count = f"evaluator{'' if half is None else f', {half} half'}", len(evaluator)
             said = (too_few(count), too_fine(objective, getattr(evaluator, "metric", None), count))
             yield from (f"{where}: {note}" for note in said if note)
+
+
+def _sample_remarks(model: ModelSpec, data: _Data, objective: Objective) -> Iterator[str]:
+    """Yield where more samples are asked for than there are, or where a default leaves some out."""
+    calibration = model.calibration
+    if calibration.data is not None:
+        asked, there = calibration.samples, len(data.check(calibration.data))
+        if "samples" in calibration.model_fields_set and asked > there:
+            yield f"calibration.samples: {asked} are asked for, but the data have {there}"
+        elif "samples" not in calibration.model_fields_set and asked < there:
+            yield f"calibration.samples: not given, so the first {asked} of {there} samples are used"
+        if objective.proxy > there:
+            yield f"objective.proxy: {objective.proxy} samples are asked for, but the calibration data have {there}"
+    params: Mapping[str, Any] = {} if model.evaluator is None else model.evaluator.params
+    wanted = params.get("samples")
+    if isinstance(wanted, int) and isinstance(params.get("data"), Mapping):
+        there = len(data.check(params["data"]))
+        if wanted > there:
+            yield f"evaluator.params.samples: {wanted} are asked for, but the data have {there}"
 
 
 def _check_channels(model: Model) -> None:
@@ -297,12 +359,3 @@ class _Data:
         opened = open_data(spec, self._base)
         self._seen.append((spec, opened))
         return opened
-
-
-@contextmanager
-def _at(where: str) -> Iterator[None]:
-    """Say where a mistake was found."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from harness.evaluators.datasets import open_data
 from harness.evaluators.feeding import batches
 from harness.evaluators.preprocess import open_preprocess, preprocess_fingerprint
 from harness.feeds import random_feeds
-from harness.graph.casting import CastInserter, carried
+from harness.graph.casting import CastInserter, carried, refuse_lost_nodes
 from harness.graph.dialects import Dialect
 from harness.graph.insert import Inserter
 from harness.graph.load import load, save
@@ -66,6 +66,7 @@ class Cell:
         benchmarkers: The backend at each float precision, the baseline's as `MAIN`; none before `at`.
         cast: The model as `model_file` has it, where that is not `model`.
         facts: What the backend says of itself and its device.
+        feeds: Calibration batches.
     """
 
     spec: CellSpec
@@ -87,19 +88,25 @@ class Cell:
     benchmarkers: Mapping[str, Use] = field(default_factory=dict)
     cast: Model | None = None
     facts: Facts = field(default_factory=dict)
+    feeds: Iterable[Mapping[str, Array]] = ()
 
     def at(self, benchmarkers: Mapping[str, Use]) -> Cell:
         """The cell with the backend at its float precisions.
 
         Where that reads another form of files than float32 (see `harness.api.Benchmarker.cast`), the float model is
         cast once and Q/DQ pairs go into the cast model, so that what is searched, delivered and measured is one file.
+
+        Raises:
+            UserError: The cast model lacks a node whose input may be quantized.
         """
         cell = replace(self, benchmarkers=benchmarkers)
         file = cell.parsed(self.float_file)
         if file == self.float_file:
             return cell
         cast = load(file, source=self.model.source, min_opset=OPSET)
-        return replace(cell, model_file=file, cast=cast, inserter=CastInserter(cast, self.dialect, self.ranges))
+        refuse_lost_nodes((edge for dimension in self.space.dimensions for edge in dimension.edges), cast)
+        inserter = CastInserter(cast, self.dialect, self.ranges, self.model)
+        return replace(cell, model_file=file, cast=cast, inserter=inserter)
 
     def parsed(self, path: Path, benchmarker: str = MAIN) -> Path:
         """The file that a benchmarker reads where it is given this one."""
@@ -205,6 +212,7 @@ def compose(
         accuracy_only=accuracy_only.intersection(spec.precisions),
         cache_remarks=seeding.strangers(starts),
         facts=facts,
+        feeds=feeds,
     )
 
 
@@ -238,6 +246,10 @@ class _Feeds:
             return random_feeds(self._types, self.settings.samples)
         return iter(self._batches)
 
+    def place(self, index: int) -> str:
+        """Return what messages call the data of a batch."""
+        return "random data" if self._batches is None else self._batches.place(index)
+
     def ptq_options(self, dialect: Dialect, precision: str) -> PtqOptions:
         """What the PTQ tools are told."""
         return {
@@ -254,7 +266,8 @@ class _Feeds:
         return CalibrationKey(
             model_sha256=self._model.sha256,
             data=self.fingerprint,
-            preprocess=f"{used and preprocess_fingerprint(used)} {sorted(self._spec.shapes.items())}",
+            preprocess=f"{used and preprocess_fingerprint(used)} {sorted(self._spec.shapes.items())}"
+            f"{sorted(self._spec.dims.items()) if self._spec.dims else ''}",
             method=self.settings.method,
             percentile=self.settings.percentile,
             samples=self.settings.samples,
@@ -285,7 +298,14 @@ def _ranges(space: Space, model: Model, model_file: Path, feeds: _Feeds, observe
         observer.say(f"{model.source}: no calibration data given, random data is used: do not trust any accuracy")
     try:
         with observer.work(f"calibrate {model.source}", feeds.count) as step:
-            ranges = cached_ranges(feeds.key, model_file, sorted(tensors), feeds, progress=lambda _: step.advance())
+            ranges = cached_ranges(
+                feeds.key,
+                model_file,
+                sorted(tensors),
+                feeds,
+                progress=lambda _: step.advance(),
+                source=model.source,
+            )
     except UserError as error:
         if feeds.description != "random data" or not any(node.opaque for node in model.nodes):
             raise

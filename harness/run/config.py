@@ -20,6 +20,7 @@ from harness.run.executing import ExecutorSpec
 from harness.run.measuring import Confirmation, Limits, Rounds, Sampling
 from harness.run.objective import Objective
 from harness.run.starts import BASELINES, INITIAL, check_baselines, check_starts, listed, seeds_of
+from harness.spelling import FLOATS, float_precision
 
 __all__ = [
     "Budget", "Calibration", "Confirmation", "Experiment", "Limits", "Method", "ModelSpec", "Objective", "Rounds",
@@ -108,11 +109,17 @@ class Calibration(_Frozen):
 
 
 class ModelSpec(_Frozen):
-    """One model with the data that belongs to it; a bare string means: random data, latency only."""
+    """One model with the data that belongs to it; a bare string means: random data, latency only.
+
+    Attributes:
+        shapes: Static shape of dynamic inputs, by input name.
+        dims: Size of dynamic dimensions, by symbol.
+    """
 
     use: str
     label: str | None = None
     shapes: dict[str, Annotated[str, BeforeValidator(_as_text)]] = {}
+    dims: dict[str, Annotated[int, Field(ge=1)]] = {}
     preprocess: Use | None = None
     calibration: Calibration = Calibration()
     evaluator: Use | None = None
@@ -163,6 +170,20 @@ def _various(kind: Any) -> Any:
     return Annotated[_some(kind), AfterValidator(_distinct)]
 
 
+def _quantized(value: Any) -> Any:
+    """Refuse a float precision where one to quantize to belongs."""
+    found = float_precision(value) if isinstance(value, str) else None
+    if found in FLOATS:
+        raise ValueError(
+            f"int8, fp8, fp8e5m2 or mixed, but got {value!r}, a float precision; what stays float has that of the "
+            f"backend: {{use: ..., params: {{precision: {found}}}}}"
+        )
+    return value
+
+
+Quantized = Annotated[Literal["int8", "fp8", "fp8e5m2", "mixed"], BeforeValidator(_quantized)]
+
+
 class Experiment(_Frozen):
     """One experiment file; docs/experiment.md shows every key."""
 
@@ -170,7 +191,7 @@ class Experiment(_Frozen):
     description: str = ""
     models: _some(ModelSpec)  # type: ignore[valid-type]
     backends: _some(Use) = (Use(use="openvino"),)  # type: ignore[valid-type]
-    precision: _various(Literal["int8", "fp8", "fp8e5m2", "mixed"]) = ("int8",)  # type: ignore[valid-type]
+    precision: _various(Quantized) = ("int8",)  # type: ignore[valid-type]
     sharing: Literal["pattern", "region"] = "pattern"
     objective: Objective = Objective()
     searchers: _some(Method) = (Method(use="auto"),)  # type: ignore[valid-type]

@@ -11,8 +11,12 @@ A results folder holds, for each cell:
     runoff.jsonl    raw samples of the runoff among the best of each search
     rows.json       the finalists: exported files with their hashes, and which method chose which
     accuracy.json   the evaluator's figures of each file
+    runtime_check.json  how what the runtime computes compares with what each file says
+    wrong_result/*  of files that are computed wrongly, a small model that shows it
     confirm.jsonl   raw samples of the confirmation
-    models/*.onnx   the exported files themselves: what was timed and scored, byte for byte
+    models/*.onnx   the exported files themselves: what was timed and scored, byte for byte; *.dynamic.onnx are those
+                    of a model with dynamic inputs that keep them
+    dynamic.json    of these: at which sizes each was checked, or why it was not written
     through.json    that nothing is left to do; a cell that has it, and whose files are as they were, is not gone over
     stopped.txt     why the last run of the cell ended before its time; gone when it goes on
 
@@ -22,7 +26,8 @@ A results folder holds, for each cell:
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -31,21 +36,23 @@ from typing import Any
 
 from harness.cluster import open_site
 from harness.errors import UserError
-from harness.measure.engines import MAIN, WorkerSpec
+from harness.measure.engines import MAIN, Engines, WorkerSpec
 from harness.measure.executor import at_once
-from harness.measure.provenance import decisive, git_commit
+from harness.measure.provenance import decisive, git_commit, saturates
 from harness.measure.site import Site
 from harness.run.claim import claimed
 from harness.run.compare import Changed, facts_digest, refuse_changes
-from harness.run.compose import compose
+from harness.run.compose import Cell, compose
 from harness.run.config import Experiment
 from harness.run.confirming import confirm_rows, noise_floor
+from harness.run.dynamic import deliver_rows
 from harness.run.finalists import choose
 from harness.run.observe import Observer
 from harness.run.plan import CellSpec, plan
 from harness.run.rows import read_json, write_json
 from harness.run.running import Running
 from harness.run.runoff import run_off
+from harness.run.runtime_checker import RuntimeChecker, check_plan, computes_nothing
 from harness.run.scores import ScoreBook
 from harness.run.scoring import scoring_of
 from harness.run.sections import in_sections
@@ -175,7 +182,7 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
     worker = WorkerSpec(
         benchmarkers=benchmarkers, workdir=cell.work, evaluators=scoring.evaluators, reference=cell.model_file
     )
-    with site.open(worker) as engines:
+    with site.open(worker) as engines, _checker(cell, engines, folder, experiment, observer) as checker:
         floor = noise_floor(site.open, worker, cell.model_file, engines.describe(), folder, observer)
         book = ScoreBook(folder, engines, observer, facts_digest(scoring.facts))
         goal = scoring.goal(book, cell.model_file, folder)
@@ -189,6 +196,7 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
             floor=floor,
             folder=folder,
             observer=observer,
+            checker=checker,
         )
         _begun(
             folder / "cell.json", running.facts(), lambda facts: {key: facts.get(key) for key in running.fingerprint()}
@@ -218,11 +226,27 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
             if book.lacks(table):
                 scoring.show_float(book, cell.model_file)
             book.score(table)
+        if checker is not None:
+            checker.check_rows(table, place.retry_failed)
         backend = engines.describe()
     confirm_rows(experiment.confirmation, site.open, worker, table.timed, backend, observer, place.retry_failed)
+    deliver_rows(cell.model, table, spec.backend.use, observer)
     shutil.rmtree(cell.work, ignore_errors=True)
     if not any(end.broken for run in runs if (end := running.end(run))):  # else the same command tries it again
         note_through(folder, asked)
+
+
+@contextmanager
+def _checker(
+    cell: Cell, engines: Engines, folder: Path, experiment: Experiment, observer: Observer
+) -> Iterator[RuntimeChecker | None]:
+    """Give what compares engines with their files; None where the benchmarker runs no model."""
+    if computes_nothing(cell.spec.backend):
+        yield None
+        return
+    plan = check_plan(cell, folder, experiment.limits, saturates(read_json(folder / "env.json")))
+    with RuntimeChecker(plan, engines, observer) as checker:
+        yield checker
 
 
 def _machine(cells: Sequence[CellSpec], out: Path) -> Mapping[str, Any] | None:

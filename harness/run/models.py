@@ -39,7 +39,7 @@ def open_model(spec: ModelSpec, base: Path, work: Path, min_opset: int = OPSET) 
         path = zoo.write(name, work / f"{file_name(name)}.onnx")
     else:
         path = locate(spec.use, base)
-    return load(path, source=spec.use, shapes=spec.shapes, min_opset=min_opset)
+    return load(path, source=spec.use, shapes=spec.shapes, dims=spec.dims, min_opset=min_opset)
 
 
 def evaluator_use(spec: ModelSpec, model: Model, base: Path, work: Path, half: str | None = None) -> Use | None:

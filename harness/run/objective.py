@@ -10,20 +10,32 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from harness.errors import UserError
 
-__all__ = ["Minimize", "Objective", "absolute", "check_objective"]
+__all__ = ["Minimize", "Objective", "absolute", "bound_of", "check_objective"]
 
 Minimize = Literal["latency", "pareto", "accuracy"]
 SHARE = re.compile(r"(\d+(?:\.\d+)?) ?%")
 NAMED = "_drop"
 
 
-def _bound(value: Any) -> Any:
+def _bound(value: Any) -> float | str:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and math.isfinite(value) and value >= 0:
         return float(value)
     if isinstance(value, str) and SHARE.fullmatch(value):
         return value
     raise ValueError("a number from 0, or a share of the float model's such as '1%'")
+
+
+def bound_of(text: str) -> float | str:
+    """Return a bound that a command line gives: a number, or a share such as "1%".
+
+    Raises:
+        ValueError: It is neither.
+    """
+    try:
+        return _bound(float(text))
+    except ValueError:
+        return _bound(text)
 
 
 Bound = Annotated[float | str, BeforeValidator(_bound)]

@@ -126,15 +126,22 @@ class Reached:
     failed: Failed | None
 
 
-def reached(entries: Iterable[Entry], goal: Goal, budgets: Iterable[int], count: int = 1) -> dict[int, Reached]:
+def reached(
+    entries: Iterable[Entry],
+    goal: Goal,
+    budgets: Iterable[int],
+    count: int = 1,
+    without: Collection[str] = (),
+) -> dict[int, Reached]:
     """How far a search had come after so many evaluations, for each of several budgets.
 
     Args:
         entries: Of its journal.
         count: Leaders at most.
+        without: Digests of placements that are no leaders.
     """
     found, left = dict[int, Reached](), deque(sorted(budgets))
-    progress = _Progress(goal, count)
+    progress = _Progress(goal, count, without)
     for spent, entry, told in counted(entries):
         while left and spent > left[0]:
             found[left.popleft()] = progress.reached()
@@ -147,9 +154,10 @@ def reached(entries: Iterable[Entry], goal: Goal, budgets: Iterable[int], count:
 class _Progress:
     """What is kept of the entries that have passed by."""
 
-    def __init__(self, goal: Goal, count: int) -> None:
+    def __init__(self, goal: Goal, count: int, without: Collection[str]) -> None:
         self._goal = goal
         self._count = count
+        self._without = without
         self._ahead: list[Evaluated] = []
         self._full, self._proxied = 0, 0
         self._both: list[tuple[float, float]] = []
@@ -164,7 +172,7 @@ class _Progress:
             return
         trial = _evaluated(entry, told.outcome, self._goal, spent, self._elapsed_s)
         self._look(trial)
-        if not eligible(trial.score):
+        if not eligible(trial.score) or trial.digest in self._without:
             return
         if self._goal.minimize == "pareto":
             _enter(self._ahead, trial)

@@ -16,11 +16,13 @@ from harness.run.journal import writing
 from search.space import Placement, Space, digest_of
 
 __all__ = [
-    "ACCURACY_ONLY", "FLOAT_ROW", "Pick", "Row", "Table", "favourite", "read_json", "read_rows", "write_json",
-    "write_text",
+    "ACCURACY_ONLY", "DYNAMIC", "FLOAT_ROW", "Pick", "Row", "Table", "favourite", "read_json", "read_rows",
+    "write_json", "write_text",
 ]  # fmt: skip
 
 FLOAT_ROW = "float"
+DYNAMIC = "dynamic.json"
+"""By row: the file with the dynamic axes of the original model, where it was checked, or why there is none."""
 ACCURACY_ONLY = "accuracy only"
 """What tables say in the place of a verdict where the device has no speed at a row's precision."""
 
@@ -47,6 +49,18 @@ class Row:
     benchmarker: str = MAIN
     choices: tuple[int, ...] | None = None
     timed: bool = True
+
+    @property
+    def digest(self) -> str:
+        """`Candidate.digest` of the row."""
+        if self.choices is not None:
+            return self.id
+        return self.sha256[:16] if self.pairs else digest_of(())
+
+    @property
+    def key(self) -> str:
+        """Name of the row's model in records of checks: its digest and the benchmarker that builds it."""
+        return f"{self.digest} {self.benchmarker}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +134,8 @@ class Table:
     def candidate(self, row: Row) -> Candidate:
         """The row's exported file, with the edges that are quantized in it: simulation and replay go by these."""
         resolved = () if row.choices is None else self.space.resolve(Placement(row.choices))
-        foreign = row.pairs > 0 and row.choices is None
         return Candidate(
-            digest=row.sha256[:16] if foreign else digest_of(resolved),
+            digest=row.digest if row.choices is None else digest_of(resolved),
             edges=resolved,
             source=lambda: self.folder / "models" / row.file,
         )

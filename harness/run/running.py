@@ -27,6 +27,7 @@ from harness.run.live import LIVE, live_study
 from harness.run.methods import open_search
 from harness.run.observe import Observer, Step, best_note
 from harness.run.plan import RunSpec
+from harness.run.runtime_checker import RuntimeChecker
 from harness.run.scoring import Scoring
 from harness.run.sections import put_aside
 from harness.run.stops import End, forget_end, note_end, read_end
@@ -40,7 +41,11 @@ LATER = frozenset({"fp8e5m2"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """One cell while its searches run."""
+    """One cell while its searches run.
+
+    Attributes:
+        checker: Compares engines with their files; None where the benchmarker runs no model.
+    """
 
     experiment: Experiment
     cell: Cell
@@ -51,6 +56,7 @@ class Running:
     floor: float
     folder: Path
     observer: Observer
+    checker: RuntimeChecker | None = None
 
     def search(self, run: RunSpec, workers: Workers, retry_failed: bool) -> None:
         """Run one search, or what is left of it; where it ends before its budget is spent, say and keep why.
@@ -196,6 +202,7 @@ class Running:
             "accuracy_only": sorted(self.cell.accuracy_only),
             "calibration_remarks": list(self.cell.remarks),
             "cache_remarks": list(self.cell.cache_remarks),
+            "tool_methods": {name: tool.method for name, tool in self.cell.foreign.items() if tool.method},
             "dialect_use": dialect_use(self.cell.spec.backend, self.cell.facts),
             "placements": {name: list(placement.choices) for name, placement in self.cell.placements.items()},
             "metric": self.scoring.metric,

@@ -67,7 +67,8 @@ def run_off(
 ) -> Found:
     """How far each search of a cell came, with as many leaders as are confirmed, best first.
 
-    Its turns are kept in `runoff.jsonl`, so that a cell that goes on has the same winners.
+    Its turns are kept in `runoff.jsonl`, so that a cell that goes on has the same winners. Where the result of a winner
+    is wrong, all leaders are compared with their files and those that are right meet again.
 
     Args:
         retry_failed: Try once more what failed in it.
@@ -75,8 +76,30 @@ def run_off(
     Raises:
         UserError: The float model fails, or the record cannot be written.
     """
-    found = _searched(running)
-    told = _told(running)
+    found = _held(running, open_engines, retry_failed)
+    chosen = [(run, found.leaders.get(run.name, {}).values()) for run in running.cell.spec.runs]
+    if any(_is_wrong(running, run, leader) for run, led in chosen for leader in chain.from_iterable(led)):
+        return _held(running, open_engines, retry_failed, look=True)
+    return found
+
+
+def _is_wrong(running: Running, run: RunSpec, leader: Leader, look: bool = True) -> bool:
+    """Return whether the runtime computes something else than a leader's file says; see `_right`."""
+    if running.checker is None:
+        return False
+    candidate = _built_again(run, running.cell)(leader)
+    found = running.checker.check(candidate, name=leader.digest) if look else running.checker.known(candidate)
+    return found is not None and found.wrong
+
+
+def _held(
+    running: Running,
+    open_engines: Callable[[], AbstractContextManager[Engines]],
+    retry_failed: bool,
+    look: bool = False,
+) -> Found:
+    """Hold the runoff; see `_right`."""
+    found, told = _right(running, look)
     led: dict[str, dict[int, tuple[Leader, ...]]] = {
         run.name: {
             budget: (*there.leaders, *(told.get(run.name, {}).get(budget, ()) if there.leaders else ()))
@@ -85,7 +108,7 @@ def run_off(
         for run in running.cell.spec.runs
     }
     if running.judge.goal.minimize != "latency":
-        return Found(reached=found, leaders=led)
+        return Found(reached=found, leaders=_shown(running, led))
     contest = _contest(running, led)
     contested = running.experiment.confirmation.contenders > 1  # else a record is of an experiment that had more
     own: dict[_Lot, list[str]] = {
@@ -104,7 +127,49 @@ def run_off(
         for name, budgets in led.items()
     }
     unbeaten = {(str(key[0]), int(key[1])): frozenset(lots[key]) for key in shared}
-    return Found(reached=found, leaders=settled, speedups=speedups, unbeaten=unbeaten)
+    return Found(reached=found, leaders=_shown(running, settled), speedups=speedups, unbeaten=unbeaten)
+
+
+def _right(running: Running, look: bool) -> tuple[_Budgets, Mapping[str, Mapping[int, tuple[ToldModel, ...]]]]:
+    """Return how far each search came and the models that it was told, without those that are known to be wrong.
+
+    Leaders that are wrong give way to the next ones until none is.
+
+    Args:
+        look: Compare leaders with their files that were not compared before.
+    """
+    wrong, seen, told = set[str](), set[str](), _told(running)
+    while True:
+        found = _searched(running, wrong)
+        before = len(wrong)
+        for run in running.cell.spec.runs if found else ():
+            leaders: list[Leader] = [leader for there in found[run.name].values() for leader in there.leaders]
+            leaders += chain.from_iterable(told.get(run.name, {}).values())
+            for leader in (each for each in leaders if each.digest not in seen):
+                seen.add(leader.digest)
+                if _is_wrong(running, run, leader, look):
+                    wrong.add(leader.digest)
+        if len(wrong) == before:
+            break
+    kept = {
+        name: {budget: tuple(model for model in models if model.digest not in wrong) for budget, models in each.items()}
+        for name, each in told.items()
+    }
+    return found, kept
+
+
+def _shown(running: Running, led: _Led) -> _Led:
+    """Return the leaders; a search whose every placement is wrong shows its fastest, which tables say is wrong."""
+    if running.checker is None or all(leaders for budgets in led.values() for leaders in budgets.values()):
+        return led
+    found = _searched(running)
+    return {
+        name: {
+            budget: leaders or (found[name][budget].leaders[:1] if name in found else ())
+            for budget, leaders in budgets.items()
+        }
+        for name, budgets in led.items()
+    }
 
 
 def _told(running: Running) -> dict[str, dict[int, tuple[ToldModel, ...]]]:
@@ -137,10 +202,11 @@ def _shared(running: Running, led: _Led) -> dict[_Lot, list[str]]:
     return {key: [*lot] for key, lot in lots.items()}
 
 
-def _searched(running: Running) -> _Budgets:
+def _searched(running: Running, without: Collection[str] = ()) -> _Budgets:
     budgets, goal = running.experiment.budget.evaluations, running.judge.goal
     return {
-        run.name: reached(read_journal(journal), goal, budgets, _count(running)) for run, journal in _journals(running)
+        run.name: reached(read_journal(journal), goal, budgets, _count(running), without)
+        for run, journal in _journals(running)
     }
 
 

@@ -8,16 +8,22 @@ cell and the precision of everything in its candidates that is not quantized. Th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
 from harness import registry
 from harness.api import Candidate
-from harness.errors import BuildFailed
+from harness.errors import BuildFailed, UserError
+from harness.graph.casting import refuse_lost_nodes
 from harness.graph.files import file_digest
+from harness.graph.load import load, save
+from harness.graph.model import Model
+from harness.graph.space import build_space
+from harness.graph.spoken import dialect_called, dialect_name
 from harness.measure.confirm import Row, confirm, summarise
 from harness.measure.engines import MAIN, WorkerSpec
 from harness.measure.events import encode_event
@@ -29,7 +35,7 @@ from harness.run.observe import Observer
 from harness.run.rows import read_json, write_json
 from search.space import digest_of
 
-__all__ = ["CAST", "float_benchmarkers", "parsed"]
+__all__ = ["CAST", "cast_problems", "float_benchmarkers", "parsed"]
 
 PLAN = Confirmation(builds=3, rounds=3, samples=5)
 CAST = "cast"
@@ -53,6 +59,48 @@ def parsed(use: Use, path: Path, folder: Path) -> Path:
             return Path(cast(path, folder))
     except BuildFailed:
         return path
+
+
+def cast_problems(use: Use, model: Model, precisions: Sequence[str]) -> dict[str, str]:
+    """Return why candidates cannot be made in a float form that a backend reads, by its precision; nothing is built.
+
+    Args:
+        use: The backend; where it leaves the float precision open, each that its device offers is looked at.
+        model: The float model.
+        precisions: What may be offered beside float.
+    """
+    made = registry.create("benchmarker", use.use, use.params)
+    if getattr(made, "cast", None) is None:
+        return {}
+    space = build_space(model, dialect_called(dialect_name(made, use.use, {})), precisions=precisions)
+    edges = [edge for dimension in space.dimensions for edge in dimension.edges]
+    problems = {}
+    with TemporaryDirectory(prefix="qdq-cast-") as scratch:
+        file = save(model, Path(scratch))
+        for precision, offered in _offered(use).items():
+            try:
+                read = Path(registry.create("benchmarker", offered.use, offered.params).cast(file, file.parent))
+                if read != file:
+                    refuse_lost_nodes(edges, load(read, source=model.source))
+            except (BuildFailed, UserError) as error:
+                problems[precision] = str(error)
+    return problems
+
+
+def _offered(use: Use) -> dict[str, Use]:
+    """Return the backend at each float precision that it may run at; "" as precision where it is not open."""
+    try:
+        facts = registry.create("benchmarker", use.use, use.params).describe()
+    except UserError:  # the device is not here
+        facts = {}
+    return _at_precisions(use, facts) if facts.get("float_open", False) else {"": use}
+
+
+def _at_precisions(use: Use, facts: Mapping[str, Any]) -> dict[str, Use]:
+    return {
+        precision: use.model_copy(update={"params": {**use.params, **params}})
+        for precision, params in facts.get("float_params", {}).items()
+    }
 
 
 def float_benchmarkers(
@@ -80,10 +128,7 @@ def float_benchmarkers(
     """
     if facts is None:
         facts = registry.create("benchmarker", backend.use, backend.params).describe()
-    offered = {
-        precision: backend.model_copy(update={"params": {**backend.params, **params}})
-        for precision, params in facts.get("float_params", {}).items()
-    }
+    offered = _at_precisions(backend, facts)
     if not offered:
         return {MAIN: backend}
     if facts.get("float_open", False) and len(offered) > 1:

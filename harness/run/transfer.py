@@ -23,6 +23,7 @@ from harness.run.methods import is_peer
 from harness.run.plan import CellSpec
 from harness.run.readback import evaluated
 from harness.run.rows import favourite, read_rows
+from harness.run.runtime_check import read_checks
 from search.api import Observation
 from search.space import Placement
 
@@ -79,7 +80,8 @@ def _observations(cell: Cell, goal: Goal, folder: Path) -> Iterator[Observation]
 
 def _moved(cell: Cell, folder: Path) -> Guest:
     rows, picks = read_rows(folder)
-    best = favourite(picks)
+    checks = read_checks(folder, {row.id: row for row in rows})
+    best = favourite(pick for pick in picks if pick.row not in checks or not checks[pick.row].wrong)
     if best is None:
         return f"{folder.name} found nothing"
     row = next(row for row in rows if row.id == best.row)

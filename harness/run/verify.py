@@ -1,4 +1,4 @@
-"""Repeats what a results folder says of one exported file: its hash, its Q/DQ edges, its accuracy, its latency."""
+"""Repeats what a results folder says of one exported file: hash, Q/DQ edges, accuracy, right result, latency."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ from harness.graph.files import file_digest
 from harness.measure.confirm import Row as Turn
 from harness.measure.confirm import confirm, summarise
 from harness.measure.engines import MAIN, Engines, WorkerSpec
+from harness.measure.provenance import saturates_here
 from harness.measure.sandbox import open_engines
 from harness.measure.stats import Interval
 from harness.records import Failed
 from harness.report.naming import CAPPED, shown_drop
 from harness.report.results import CellResults, load
 from harness.report.trace import row_of
+from harness.run.bounds import held
 from harness.run.compose import Cell, compose
 from harness.run.config import Confirmation, Experiment, Limits, load_experiment
-from harness.run.observe import Observer
+from harness.run.observe import Observer, Silent
 from harness.run.plan import CellSpec, plan
 from harness.run.rows import FLOAT_ROW, Row, Table
+from harness.run.runtime_checker import RuntimeChecker, check_plan, computes_nothing
 from harness.run.scores import ScoreBook
 from harness.run.scoring import scoring_of
 from harness.run.strongest import float_benchmarkers
@@ -39,6 +42,8 @@ from search.space import Placement
 
 __all__ = ["Check", "Exported", "exported", "verify"]
 
+Bound = float | str
+"""Absolute, or a share of the float model's figure such as "1%"."""
 TOLERANCE = 1e-6
 """Metrics may differ by so much: an evaluator adds in floating point, and so may a runtime with several threads."""
 PLAN = Confirmation(builds=3, rounds=4, samples=8)
@@ -49,8 +54,9 @@ class Check:
     """One thing that was repeated.
 
     Attributes:
-        what: "file", "edges", "accuracy" or "latency".
-        holds: It is what the results folder says; None where the folder says nothing of it.
+        what: "file", "edges", "accuracy", "bound", "runtime" (it computes what the file says) or "latency".
+        holds: It is what the results folder says, and the bound on accuracy holds; None where the folder says nothing
+            of it.
         found: What is recorded, and what was found now.
     """
 
@@ -60,17 +66,24 @@ class Check:
 
 
 def verify(
-    model: Path | Exported, observer: Observer, *, results: Path | None = None, base: Path | None = None
+    model: Path | Exported,
+    observer: Observer,
+    *,
+    results: Path | None = None,
+    base: Path | None = None,
+    max_drop: Bound | None = None,
 ) -> list[Check]:
-    """Repeat what a results folder says of a file, and say what it does not say of accuracy.
+    """Repeat what a results folder says of a file, and hold its accuracy to the bound.
 
     Args:
         model: An exported model; or a row with its file.
         results: The results folder; by default the one in whose `CELL/models` the file lies.
         base: Folder that relative paths of the experiment start from; by default the working folder.
+        max_drop: Bound on the loss of accuracy in the place of the experiment's, as its `objective.max_drop`.
 
     Raises:
-        UserError: No such file, no results of it, or the cell cannot be composed any more.
+        UserError: No such file, no results of it, the cell cannot be composed any more, or `max_drop` for a model
+            without an evaluator.
     """
     file = model.file if isinstance(model, Exported) else model
     if not file.is_file():
@@ -95,7 +108,12 @@ def verify(
         raise UserError(f"{folder}: its experiment has no cell {cell.name!r} any more")
     checks = [Check(what="file", holds=True, found=f"SHA-256 {digest}")]
     with tempfile.TemporaryDirectory(prefix="qdq-verify-") as scratch:
-        again = _Again(file=file, row=row, results=cell, experiment=experiment, spec=spec, scratch=Path(scratch))
+        again = _Again(
+            file=file, row=row, results=cell, experiment=experiment, spec=spec, scratch=Path(scratch),
+            bound=cell.allowed if max_drop is None else max_drop,
+        )  # fmt: skip
+        if max_drop is not None and spec.model.evaluator is None:
+            raise UserError(f"--max-drop: model {spec.model.name!r} has no evaluator whose metric could drop")
         return checks + list(again.checks(base or Path.cwd(), observer))
 
 
@@ -159,7 +177,11 @@ def _row(cells: tuple[CellResults, ...], file: Path, digest: str, folder: Path) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Again:
-    """A row that is looked at again."""
+    """A row that is looked at again.
+
+    Attributes:
+        bound: Largest loss of accuracy; None: any.
+    """
 
     file: Path
     row: Row
@@ -167,6 +189,7 @@ class _Again:
     experiment: Experiment
     spec: CellSpec
     scratch: Path
+    bound: Bound | None
 
     def checks(self, base: Path, observer: Observer) -> Iterator[Check]:
         bare = self.experiment.model_copy(update={"initial": (), "baselines": ()})
@@ -181,12 +204,15 @@ class _Again:
         evaluators = {name: use for name, use in scoring.evaluators.items() if name == MAIN}
         worker = WorkerSpec(benchmarkers=benchmarkers, workdir=cell.work, evaluators=evaluators)
         score = self.results.scores.get(self.row.id, {})
-        if "metrics" in score and evaluators:
+        if evaluators and ("metrics" in score or self.bound is not None):
             with self._open(worker) as engines:
-                yield self._accuracy(score["metrics"], engines, cell, observer)
+                yield from self._scored(score, engines, cell, observer)
         else:
             nothing = _unmeasured(score) if evaluators else "the model has no evaluator"
             yield Check(what="accuracy", holds=None, found=nothing)
+        if not computes_nothing(self.spec.backend):
+            with self._open(worker) as engines:
+                yield self._runtime(engines, cell)
         summary = self.results.summaries.get(self.row.id)
         if summary is not None and self.row.id != FLOAT_ROW:
             yield self._latency(summary.speedup, worker, cell, observer)
@@ -210,10 +236,20 @@ class _Again:
         text = f"{len(asked)} asked, {len(missing)} of them missing, {len(extra)} that nobody asked"
         return Check(what="edges", holds=not (missing or extra), found=text)
 
-    def _accuracy(self, known: Mapping[str, float], engines: Engines, cell: Cell, observer: Observer) -> Check:
+    def _scored(self, score: Mapping[str, Any], engines: Engines, cell: Cell, observer: Observer) -> Iterator[Check]:
+        """Score the row again, compare that with the record, and hold it to the bound."""
         book = ScoreBook(self.scratch, engines, observer)
         reference = book.float_score(cell.model_file)
         found = reference if self.row.id == FLOAT_ROW else book.row_score(self._candidate(cell), self.row)
+        if "metrics" in score:
+            yield self._accuracy(score["metrics"], found)
+        else:
+            yield Check(what="accuracy", holds=None, found=_unmeasured(score))
+        if self.bound is not None and self.row.id != FLOAT_ROW:
+            holds, text = held(self.bound, reference, found, self.results)
+            yield Check(what="bound", holds=holds, found=text)
+
+    def _accuracy(self, known: Mapping[str, float], found: Accuracy | Failed) -> Check:
         if not isinstance(found, Accuracy):
             return Check(what="accuracy", holds=False, found=_failure(found))
         differing = [name for name, value in known.items() if not _close(value, found.metrics.get(name))]
@@ -239,6 +275,17 @@ class _Again:
         if bound is None:
             return f"{shown}, no bound"
         return f"{shown}, {'beyond' if results.goal.excess(drop) else 'within'} the bound {bound:g}"
+
+    def _runtime(self, engines: Engines, cell: Cell) -> Check:
+        """Compare what the runtime computes with the file; a wrong result holds nowhere."""
+        plan = check_plan(cell, self.scratch, self.experiment.limits, saturates_here())
+        with RuntimeChecker(plan, engines, Silent()) as checker:
+            found = checker.check(self._candidate(cell), self.row.benchmarker, name=self.row.id)
+        recorded = self.results.checks.get(self.row.id)
+        if found.verdict == "not checked":
+            return Check(what="runtime", holds=None, found=str(found))
+        text = "" if recorded is None or recorded.verdict == found.verdict else f"{recorded.label} recorded, now "
+        return Check(what="runtime", holds=not (found.wrong or text), found=f"{text}{found}")
 
     def _latency(self, recorded: Interval, worker: WorkerSpec, cell: Cell, observer: Observer) -> Check:
         """The speedup over the float model, by fresh builds: both intervals meet, or differ by less than the floor."""

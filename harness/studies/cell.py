@@ -50,12 +50,13 @@ class Study:
     base: Path
 
 
-def study_of(
+def study_of(  # noqa: PLR0913 - sizes come by input and by symbol
     text: str,
     *,
     backend: str | None = None,
     params: Mapping[str, Any] | None = None,
     shapes: Mapping[str, str] | None = None,
+    dims: Mapping[str, int] | None = None,
     precision: str | None = None,
     fidelity: bool = False,
 ) -> Study:
@@ -67,6 +68,7 @@ def study_of(
         backend: Benchmarker; by default OpenVINO, or the experiment's.
         params: Its parameters.
         shapes: Static shapes of dynamic inputs; for a model.
+        dims: Sizes of dynamic dimensions by symbol; for a model.
         precision: By default INT8, or the experiment's.
         fidelity: Also compare every engine's outputs with the float model's, where no evaluator is given.
 
@@ -81,7 +83,7 @@ def study_of(
     if Path(text).suffix in (".yaml", ".yml"):
         experiment, base = load_experiment(Path(text)), Path(text).resolve().parent
     else:
-        model = {"use": text, "label": _label(text), "shapes": dict(shapes or {})}
+        model = {"use": text, "label": _label(text), "shapes": dict(shapes or {}), "dims": dict(dims or {})}
         experiment, base = _parse({"experiment": "study", "models": [model], "sampling": dict(BRIEF)}), Path.cwd()
     described = {**experiment.model_dump(mode="json"), **changes}
     if fidelity:
@@ -105,7 +107,7 @@ def subject(study: Study, placement: str) -> str:
     is no part of it.
     """
     spec = study.spec
-    given = {**spec.backend.params, **spec.model.shapes}
+    given = {**spec.backend.params, **spec.model.shapes, **spec.model.dims}
     told = "-".join(f"{name}={value}" for name, value in sorted(given.items()) if name != "base")
     what = placement if placement == "float" else f"{placement}-{spec.precision}"
     plain = (each if PLAIN.fullmatch(each) else hashlib.sha256(each.encode()).hexdigest()[:12] for each in (told, what))

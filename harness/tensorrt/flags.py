@@ -14,20 +14,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.errors import BuildFailed, MeasureFailed
+from harness.errors import BuildFailed, MeasureFailed, UserError
 from harness.tensorrt.library import STRONG_ONLY
 from harness.tensorrt.options import BuildOptions
 from harness.tensorrt.profiles import Profile, shown
 
 __all__ = [
-    "Trace", "build_flags", "check_extra", "read_outputs", "read_profile", "read_times", "read_version", "run_flags",
+    "Trace", "build_flags", "check_extra", "extended", "read_outputs", "read_profile", "read_times", "read_version",
+    "run_flags",
 ]  # fmt: skip
 
 OWN = (
     "--onnx", "--saveEngine", "--loadEngine", "--exportTimes", "--exportOutput", "--exportLayerInfo", "--exportProfile",
-    "--iterations", "--duration", "--warmUp", "--loadInputs", "--skipInference",
+    "--iterations", "--duration", "--warmUp", "--loadInputs",
 )  # fmt: skip
 """Flags that the benchmarker sets itself; they cannot be passed through."""
+BUILD_ONLY = "--skipInference"
+"""Set in every build; a run would give no reading with it."""
+REPEATED = frozenset({"--staticPlugins", "--dynamicPlugins", "--plugins"})
+"""Flags that may stand in a command more than once."""
+GONE = {"--workspace": "--memPoolSize=workspace:4096M, or parameter workspace_gb"}
+"""Flags that neither 10 nor 11 has, and what has taken their place."""
 REMOVED = (
     "--fp16", "--bf16", "--int8", "--fp8", "--int4", "--best", "--calib", "--calibProfile", "--layerPrecisions",
     "--layerOutputTypes", "--precisionConstraints", "--restricted", "--weightless",
@@ -78,12 +85,35 @@ def check_extra(extra: Sequence[str], major: int) -> None:
             raise ValueError(f"extra: arguments such as --maxAuxStreams=0, but got {argument!r}")
         if name in OWN:
             raise ValueError(f"extra: {name} is set by the benchmarker")
+        if name in GONE:
+            raise ValueError(f"extra: {name} is unknown to trtexec 10 and later; use {GONE[name]}")
         if name in REMOVED and major >= STRONG_ONLY:
             raise ValueError(
                 f"extra: {name} is unknown to trtexec {major}, where the ONNX file says what runs in which type"
             )
     if any(argument.startswith(SAFETY) for argument in extra) and "--safe" not in extra:
         raise ValueError(f"extra: {SAFETY} needs --safe beside it")
+
+
+def extended(arguments: Sequence[str], extra: Sequence[str]) -> list[str]:
+    """Return the arguments of a command and the passed-on ones, each of them once: trtexec refuses a second one.
+
+    Raises:
+        UserError: A passed-on argument has another value than the benchmarker has set.
+    """
+    given = {argument.partition("=")[0]: argument for argument in arguments}
+    found = list(arguments)
+    for argument in extra:
+        name = argument.partition("=")[0]
+        if argument in found or (name == BUILD_ONLY and BUILD_ONLY not in given):
+            continue
+        if name in given and name not in REPEATED:
+            raise UserError(
+                f"extra: {argument}: the benchmarker sets {given[name]}; use its own parameter for that, such as "
+                "workspace_gb, optimization_level, timing_cache_file, profiles, device or plugins"
+            )
+        found.append(argument)
+    return found
 
 
 def build_flags(model: Path, engine: Path, options: BuildOptions, major: int, *, quantized: bool) -> list[str]:

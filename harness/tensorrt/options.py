@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from harness.cuda.device import Device
 from harness.errors import BuildFailed, UserError
@@ -18,13 +20,14 @@ from harness.graph.tensorrt_file import (
     refuse_unusable,
     shapes_of_inputs,
 )
+from harness.spelling import float_precision
 from harness.tensorrt.cache import POLICIES, CachePolicy
 from harness.tensorrt.library import STRONG_ONLY
 from harness.tensorrt.profiles import Profile, fitted, read_profiles
 
 __all__ = ["BuildOptions", "Precision", "Source", "Typing", "check_choice", "read_options"]
 
-Precision = Literal["auto", "f32", "tf32", "f16", "bf16"]
+Precision = Annotated[Literal["auto", "f32", "tf32", "f16", "bf16"], BeforeValidator(float_precision)]
 Typing = Literal["strong", "weak"]
 CAPABILITIES: Mapping[str, tuple[int, int]] = {"f32": (0, 0), "tf32": (8, 0), "f16": (5, 3), "bf16": (8, 0)}
 """Smallest compute capability that runs a float precision (CUDA C++ programming guide, arithmetic instructions)."""
@@ -166,6 +169,7 @@ def read_options(  # noqa: PLR0913 - one option, one parameter
     Raises:
         ValueError: A choice that there is not, or a profile that is none.
     """
+    precision = float_precision(precision)
     check_choice("precision", precision, ("auto", *CAPABILITIES))
     check_choice("typing", typing, ("strong", "weak"))
     check_choice("timing_cache", timing_cache, POLICIES)

@@ -12,7 +12,7 @@ import numpy as np
 
 from harness import registry
 from harness.errors import UserError
-from harness.evaluators.datasets import open_images
+from harness.evaluators.datasets import evenly, open_images
 from harness.evaluators.feeding import image_input, image_size
 from harness.evaluators.preprocess import Size, open_preprocess
 from harness.graph.cleaning.shapes import parse_shape
@@ -87,7 +87,7 @@ def write_calibration(images: Path, output: Path, preprocess: Mapping[str, Any],
     prepare = open_preprocess(preprocess)
     with respelled({"images": "IMAGES"}):
         data = open_images({"use": "images", "images": str(images)})
-    chosen = np.unique(np.linspace(0, len(data) - 1, min(samples, len(data))).round().astype(int))
+    chosen = evenly(len(data), samples)
     part = output.with_name(f"{output.name}.{os.getpid()}.part")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def write_calibration(images: Path, output: Path, preprocess: Mapping[str, Any],
     try:
         file = np.lib.format.open_memmap(part, mode="w+", dtype=np.float32, shape=(len(chosen), 3, *size))
         for row, index in enumerate(chosen):
-            file[row] = prepare.prepare(data.image(int(index)), size).tensor
+            file[row] = prepare.prepare(data.image(index), size).tensor
         file.flush()
         del file
         part.replace(output)

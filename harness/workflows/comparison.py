@@ -11,6 +11,7 @@ from harness.api import Array
 from harness.errors import CandidateError, UserError
 from harness.evaluators.feeding import image_input, image_size
 from harness.evaluators.intervals import drop_estimate, metric_estimate, too_few
+from harness.feeds import Types
 from harness.graph.declared import read_declared
 from harness.measure.stats import Interval
 from harness.run.config import Use
@@ -88,15 +89,22 @@ def advice(line: Line, dataset: Dataset, base: Path, observer: Observer) -> list
     if path is None:
         return [*head, f"(which ones cannot be said: the ONNX file of {line.scored.what} is not there)"]
     try:
-        return head + suggestion(rank(path, _feeds(path, dataset, base), observer))
-    except CandidateError as error:
+        return head + suggestion(rank(path, _feeds(path, line.scored.inputs, dataset, base), observer))
+    except (CandidateError, UserError) as error:
         return [*head, f"(which ones cannot be said: {error})"]
 
 
-def _feeds(path: Path, dataset: Dataset, base: Path) -> Iterable[Mapping[str, Array]]:
-    """A few inputs, of the calibration data where they are named, else of the labelled images."""
+def _feeds(path: Path, inputs: Types, dataset: Dataset, base: Path) -> Iterable[Mapping[str, Array]]:
+    """Return a few inputs, of the calibration data where they are named, else of the labelled images.
+
+    Args:
+        path: The model.
+        inputs: As the evaluation fed them; where they are not known, the model and the spec say.
+        dataset: Section `dataset`.
+        base: Folder that relative paths start from.
+    """
     declared, sources = read_declared(path), dataset.test_data_sources
-    types = static_types(declared, static_shapes(declared, 1, dataset.shapes))
+    types = inputs or static_types(declared, static_shapes(declared, 1, dataset.shapes, dims=dataset.dims))
     evaluated = None if sources is None else sources.image_dir or sources.arrays
     changes: dict[str, Any] = {"samples": 4, "calibration_data": dataset.calibration_data or evaluated}
     if sources is not None and sources.image_dir is not None and dataset.preprocess is None:

@@ -22,7 +22,7 @@ __all__ = ["build_engine"]
 logger = logging.getLogger(__name__)
 
 SIZES = frozenset({"min_batch_size", "opt_batch_size", "max_batch_size"})
-PRECISIONS: Mapping[str, str] = {"FP16": "f16", "FP32": "f32"}
+PRECISIONS: Mapping[str, str] = {"FP16": "f16", "BF16": "bf16", "TF32": "tf32", "FP32": "f32"}
 
 
 def build_engine(section: EngineSection, dataset: Dataset, base: Path, backend: Use) -> EngineFacts:
@@ -53,8 +53,12 @@ def build_engine(section: EngineSection, dataset: Dataset, base: Path, backend: 
             backend.use,
             options.opt_batch_size,
         )
-    if options.data_type == "FP16":
-        logger.warning("backend %s: data_type FP16 is TensorRT's; floats run as its own parameters say", backend.use)
+    if options.data_type != "FP32":
+        logger.warning(
+            "backend %s: data_type %s is TensorRT's; floats run as its own parameters say",
+            backend.use,
+            options.data_type,
+        )
     facts = _facts((path, target), declared, backend, static_types(declared, shapes))
     with tempfile.TemporaryDirectory(prefix="qdq-engine-") as scratch:
         model = fix_shapes(path, shapes, Path(scratch) / "model.onnx") if dynamic else path
@@ -99,7 +103,7 @@ def _profiles(declared: Declared, options: TensorRTOptions, dataset: Dataset) ->
 
 def _shapes(declared: Declared, options: TensorRTOptions, dataset: Dataset, batch: int) -> dict[str, tuple[int, ...]]:
     """Static shapes for a batch size; where sizes are given, they count more than the first number of a shape does."""
-    found = static_shapes(declared, batch, dataset.shapes)
+    found = static_shapes(declared, batch, dataset.shapes, dims=dataset.dims)
     if not SIZES & options.model_fields_set:
         return found
     dynamic = {name for name, (_, dims) in declared.inputs.items() if dims and dims[0] is None}

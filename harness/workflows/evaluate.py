@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -67,6 +67,7 @@ class Scored:
         model: The ONNX file, where it is known and there.
         evaluate_s: Wall-clock of the evaluation.
         note: What is to be known of how it was run; "" as a rule.
+        inputs: Element type and shape of each input, as the engine has them.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Scored:
     model: Path | None
     evaluate_s: float
     note: str = ""
+    inputs: Types = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +130,7 @@ def evaluate(spec: Spec, source: Path, observer: Observer | None = None) -> Scor
         model=subject.model,
         evaluate_s=time.monotonic() - started_s,
         note=str(subject.artifact.info.get("arithmetic", "")),
+        inputs=subject.inputs,
     )
     _keep(scored, base / spec.results_dir)
     return scored
@@ -219,7 +222,7 @@ def _unknown(path: Path, dataset: Dataset) -> EngineFacts:
 
 def _model(chosen: EvaluateSection, dataset: Dataset, base: Path, scratch: Path) -> _Subject:
     path, declared = onnx_file(str(chosen.onnx_file), base, "evaluate.onnx_file")
-    shapes = static_shapes(declared, dataset.batch_size, dataset.shapes)
+    shapes = static_shapes(declared, dataset.batch_size, dataset.shapes, dims=dataset.dims)
     dynamic = any(None in dims for _, dims in declared.inputs.values())
     file = fix_shapes(path, shapes, scratch / "model.onnx") if dynamic else path
     runtime: Benchmarker = registry.create("benchmarker", chosen.backend.use, chosen.backend.params)

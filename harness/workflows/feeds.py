@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,15 +13,16 @@ import numpy as np
 
 from harness.api import Array
 from harness.errors import UserError
-from harness.evaluators.datasets import open_data
-from harness.evaluators.feeding import batches
+from harness.evaluators.arrays import UNNAMED
+from harness.evaluators.datasets import Arrays, open_data
+from harness.evaluators.feeding import batches, sample_count
 from harness.evaluators.preprocess import open_preprocess
 from harness.feeds import Types, random_feeds
-from harness.workflows.model_file import found_file
+from harness.workflows.model_file import Samples, found_file
 from harness.workflows.respelling import respelled
 from harness.workflows.spec import Dataset
 
-__all__ = ["Feeds", "calibration_feeds", "loader_feeds"]
+__all__ = ["Feeds", "calibration_feeds", "loader_feeds", "peeked", "sample_shapes"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +68,44 @@ def calibration_feeds(dataset: Dataset, inputs: Types, base: Path, key: str = "d
     use = dataset.preprocess
     preprocess = None if use is None else open_preprocess({"use": use.use, "params": use.params})
     with respelled({"images": key, "path": key}):
-        data = open_data(spec, base, dataset.samples)
-    return Feeds(batches=batches(data, preprocess, inputs), description=f"{len(data)} samples of {place}")
+        data = open_data(spec, base, dataset.samples, spread=True)
+    limit = dataset.samples if "samples" in dataset.model_fields_set else None
+    return Feeds(batches=batches(data, preprocess, inputs), description=sample_count(data, limit, place))
+
+
+def sample_shapes(
+    dataset: Dataset, names: Sequence[str], base: Path, key: str = "dataset.calibration_data"
+) -> Samples | None:
+    """Return the shape of one sample by input, as far as calibration arrays tell; None: images tell nothing.
+
+    Args:
+        dataset: Section `dataset`.
+        names: Inputs of the model.
+        base: Folder that relative paths start from.
+        key: Names the option or key of the data in messages.
+
+    Raises:
+        UserError: The file is not there or cannot be read.
+    """
+    if dataset.calibration_data is None:
+        return None
+    path = found_file(dataset.calibration_data, base, key)
+    if path.suffix not in (".npy", ".npz") or path.is_dir():
+        return None
+    with respelled({"path": key}):
+        data = open_data(_data(path, key), base, 1)
+    arrays = data.arrays if isinstance(data, Arrays) else {}
+    if UNNAMED in arrays:
+        arrays = dict.fromkeys(names[:1], arrays[UNNAMED])
+    return Samples(source=str(path), shapes={name: array.shape[1:] for name, array in arrays.items()})
+
+
+def peeked(loader: Iterable[Any], names: Sequence[str]) -> tuple[Samples, Iterator[Any]]:
+    """Return the shape of one sample by input, as the first batch of a data loader has it, and all its batches."""
+    batches = iter(loader)
+    first = list(itertools.islice(batches, 1))
+    shapes = {n: array.shape[1:] for batch in first for n, array in _feed(batch, names, 1).items()}
+    return Samples(source="calibration batch 1", shapes=shapes), itertools.chain(first, batches)
 
 
 def _data(path: Path, key: str) -> dict[str, Any]:

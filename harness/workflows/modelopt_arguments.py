@@ -15,11 +15,14 @@ from typing import Any
 
 from harness.errors import UserError, nearest
 from harness.measure.provenance import environment
+from harness.spelling import float_precision
 from harness.workflows.presets import DEFAULT_OPS
 from harness.workflows.selection import EVERYTHING, Named, assigned, is_operator, skipped
 from harness.workflows.spec import Dtype, Layer, QuantizeSection
 
-__all__ = ["check_arguments", "excluded", "modelopt_arguments", "parameters", "providers"]
+__all__ = [
+    "check_arguments", "excluded", "float_dtype", "modelopt_arguments", "parameters", "providers", "remedy",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,14 @@ OURS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Arguments that other keys of a spec set."""
+ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    {
+        "autotune": "'qdq autotune' searches placements; its options are those without the prefix autotune_",
+        "keep_intermediate_files": "their folder is removed; 'python -m modelopt.onnx.quantization' has it",
+        "trust_calibration_data": "pickled data are never read; write them by numpy.savez",
+    }
+)
+"""Arguments that are refused, or the beginnings of their names, and how to get what they do."""
 
 
 @cache
@@ -76,6 +87,8 @@ def check_arguments(given: Mapping[str, Any], key: str = "backend_kwargs") -> No
     for name, value in given.items():
         if name in OURS:
             raise UserError(f"{key}.{name}: set by {OURS[name]} here")
+        if way := _elsewhere(name):
+            raise UserError(f"{key}.{name}: not taken here: {way}")
         if name not in known:
             raise UserError(
                 f"{key}.{name}: ModelOpt {_version()} has no such argument; {nearest(name, known.keys() - OURS.keys())}"
@@ -84,6 +97,21 @@ def check_arguments(given: Mapping[str, Any], key: str = "backend_kwargs") -> No
         fits = isinstance(value, float | int) if isinstance(default, float) else isinstance(value, type(default))
         if default is not None and not (fits and isinstance(value, bool) == isinstance(default, bool)):
             raise UserError(f"{key}.{name}: a value like {default!r}, but got {value!r}")
+
+
+def remedy(option: str) -> str:
+    """Return how to get what an option of ModelOpt does that `qdq ptq` lacks; "" where ModelOpt lacks it too."""
+    name = option.removeprefix("--").partition("=")[0]
+    if way := _elsewhere(name):
+        return way
+    if name in OURS:
+        return "--calibration_data FILE, or batches in Python: harness.calibrate.ptq.modelopt"
+    known = name in {*parameters(), *INT4_ONLY}
+    return f"'qdq quantize' passes it on: backend: modelopt.onnx, backend_kwargs: {{{name}: ...}}" if known else ""
+
+
+def _elsewhere(name: str) -> str:
+    return next((way for start, way in ELSEWHERE.items() if name == start or name.startswith(f"{start}_")), "")
 
 
 def modelopt_arguments(section: QuantizeSection, layers: Sequence[Layer], nodes: Sequence[Named]) -> dict[str, Any]:
@@ -106,6 +134,8 @@ def modelopt_arguments(section: QuantizeSection, layers: Sequence[Layer], nodes:
     whole = {node.op for node in native} - others
     names = {node.name for node in native if node.op not in whole} | skipped(nodes, section.skip_names)
     extra = dict(section.backend_kwargs)
+    if isinstance(text := extra.get("high_precision_dtype"), str):
+        extra["high_precision_dtype"] = float_dtype(text)
     own = extra.pop("op_types_to_exclude", None) or ()
     left_out = whole | ({own} if isinstance(own, str) else set(own))
     arguments: dict[str, Any] = {
@@ -118,6 +148,11 @@ def modelopt_arguments(section: QuantizeSection, layers: Sequence[Layer], nodes:
         **({"nodes_to_exclude": excluded(sorted(names - {""}))} if names - {""} else {}),
     }
     return {**arguments, **extra}
+
+
+def float_dtype(text: str) -> str:
+    """Return ModelOpt's name of a float type, given in any usual spelling."""
+    return {"f32": "fp32", "f16": "fp16"}.get(float_precision(text), text.lower())
 
 
 def providers(device: str) -> list[str]:

@@ -101,11 +101,12 @@ def own_ptq(order: Order, output_path: Path, batches: Iterable[Mapping[str, Arra
     )
     chosen = _Chooser(model, dialect, precisions).choose(order)
     tensors = {edge.tensor for edge in chosen if edge.tensor not in model.constants}
-    ranges: Ranges = calibrate(save(model, work), tensors, batches, method=order.method)
+    ranges: Ranges = calibrate(save(model, work), tensors, batches, method=order.method, source=order.source)
     for remark in remarks(ranges):
         logger.warning("%s: %s", order.source, remark)
     known = finite_ranges(ranges)
-    kept = {e: p for e, p in chosen.items() if e.tensor in model.constants or e.tensor in known}
+    float_nodes = {e.consumer for e in chosen if e.tensor not in model.constants and e.tensor not in known}
+    kept = {e: p for e, p in chosen.items() if e.consumer not in float_nodes or e.tensor in known}
     return Inserter(model, dialect, known).export(tuple(sorted(kept.items())), output_path)
 
 

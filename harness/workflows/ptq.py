@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError, nearest
+from harness.graph.cleaning.asking import parse_dims
 from harness.graph.declared import Declared, read_declared
 from harness.paths import locate
-from harness.workflows.feeds import calibration_feeds
+from harness.workflows.feeds import calibration_feeds, sample_shapes
 from harness.workflows.model_file import Place, onnx_file, static_shapes, static_types
-from harness.workflows.modelopt_arguments import check_arguments, excluded
+from harness.workflows.modelopt_arguments import check_arguments, excluded, float_dtype, remedy
 from harness.workflows.presets import PRESETS, describe_defaults, describe_presets
-from harness.workflows.quantize import Quantized, by_modelopt, counted, refuse_quantized
+from harness.workflows.quantize import Quantized, by_modelopt, counted, refuse_quantized, with_shapes
 from harness.workflows.selection import skipped
 from harness.workflows.spec import Dataset
 
@@ -29,7 +30,12 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "int4": ("awq_clip", "rtn_dq"),
 }
 """Calibration methods by mode, the default first (`modelopt.onnx.quantization.quantize`, its docstring)."""
-OPTION = Place(key="--calibration_shapes NAME", remedy="--calibration_shapes NAME:SHAPE")
+OPTION = Place(
+    key="--calibration_shapes NAME",
+    remedy="--calibration_shapes NAME:SHAPE",
+    dim_remedy="SIZES",
+    dim_form=("--dim SYMBOL=SIZE", " "),
+)
 PROVIDERS = ("NvTensorRtRtx", "trt", "cuda:x", "dml:x", "cpu")
 PASSED_ON = (
     "calibrate_per_node", "calibration_shapes", "high_precision_dtype", "use_external_data_format", "simplify",
@@ -46,7 +52,10 @@ def ptq(given: Sequence[str], prog: str = "qdq ptq") -> Quantized | list[str]:
     Raises:
         UserError: Anything in it that cannot be used, and ModelOpt's own words where it fails.
     """
-    options = get_parser(prog).parse_args(given)
+    options, unknown = get_parser(prog).parse_known_args(given)
+    if unknown:
+        way = remedy(unknown[0])
+        raise UserError(f"{unknown[0]}: no option of {prog}; {way or f'{prog} --help shows all'}")
     if options.show_defaults:
         return describe_defaults() + describe_presets()
     if options.onnx_path is None:
@@ -55,10 +64,13 @@ def ptq(given: Sequence[str], prog: str = "qdq ptq") -> Quantized | list[str]:
     refuse_quantized(declared, options.onnx_path)
     arguments = _arguments(options, declared)
     target = _output(options, path)
-    shapes = static_shapes(declared, 1, _shapes(options.calibration_shapes), OPTION)
     dataset = Dataset(calibration_data=_data(options.calibration_data), samples=None)  # all, as ModelOpt's command
+    samples = sample_shapes(dataset, tuple(declared.inputs), Path.cwd(), "--calibration_data")
+    shapes = static_shapes(
+        declared, 1, _shapes(options.calibration_shapes), OPTION, samples, parse_dims(options.dim or ())
+    )
     feeds = calibration_feeds(dataset, static_types(declared, shapes), Path.cwd(), "--calibration_data")
-    by_modelopt(path, target, feeds.batches, arguments)
+    by_modelopt(path, target, feeds.batches, with_shapes(arguments, declared, shapes))
     return Quantized(path=target, layers=counted(read_declared(target)), calibrated_on=feeds.description)
 
 
@@ -76,14 +88,18 @@ def get_parser(prog: str = "qdq ptq") -> argparse.ArgumentParser:
     add("--calibration_data", "--calibration_data_path", help=".npy, .npz (qdq calib-data makes one)")
     add("--calibration_method", help="max or entropy; int4: awq_clip or rtn_dq")
     add("--calibration_eps", nargs="+", default=["cpu"], metavar="EP", help=f"any of {', '.join(PROVIDERS)}")
-    add("--calibration_shapes", help="input0:1x3x256x256,input1:... where more than the batch is dynamic")
+    add("--calibration_shapes", help="input0:1x3x256x256,input1:... [default: those of --calibration_data]")
+    add("--dim", action="append", metavar="SYMBOL=128", help="size of a dynamic dimension by its symbol; repeat")
     add("--op_types_to_quantize", nargs="+", metavar="OP")
     add("--op_types_to_exclude", nargs="+", metavar="OP")
     add("--nodes_to_quantize", nargs="+", metavar="REGEX")
     add("--nodes_to_exclude", nargs="+", metavar="REGEX")
     add("--trt_plugins", nargs="+", metavar="FILE", help="TensorRT plug-in libraries (.so)")
     add("--calibrate_per_node", action="store_true", help="less memory, more time")
-    add("--high_precision_dtype", default="fp16", choices=["fp32", "fp16", "bf16"], help="of what stays float")
+    add(
+        "--high_precision_dtype", default="fp16", type=float_dtype, choices=["fp32", "fp16", "bf16"],
+        help="of what stays float",
+    )  # fmt: skip
     add("--use_external_data_format", action="store_true", help="for models above 2 GB")
     add("--simplify", action="store_true")
     add("--disable_mha_qdq", action="store_true")

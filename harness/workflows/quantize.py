@@ -14,14 +14,14 @@ from harness.api import Array
 from harness.calibrate.ptq import modelopt
 from harness.errors import BuildFailed, UserError
 from harness.graph.declared import Declared, read_declared
-from harness.workflows.feeds import Feeds, calibration_feeds, loader_feeds
+from harness.workflows.feeds import Feeds, calibration_feeds, loader_feeds, peeked, sample_shapes
 from harness.workflows.model_file import onnx_file, static_shapes, static_types
 from harness.workflows.modelopt_arguments import modelopt_arguments
 from harness.workflows.own import Order, own_arguments, own_ptq
 from harness.workflows.presets import PRESETS
 from harness.workflows.spec import Dataset, Layer, QuantizeSection, TypedAs
 
-__all__ = ["OUTPUT", "Quantized", "by_modelopt", "counted", "quantize", "refuse_quantized"]
+__all__ = ["OUTPUT", "Quantized", "by_modelopt", "counted", "quantize", "refuse_quantized", "with_shapes"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +62,15 @@ def quantize(
     refuse_quantized(declared, section.model_path)
     _mention(section)
     section, layers = _with_preset(section, declared)
-    shapes = static_shapes(declared, 1, dataset.shapes)
+    names = tuple(declared.inputs)
+    samples, loader = (sample_shapes(dataset, names, base), None) if loader is None else peeked(loader, names)
+    shapes = static_shapes(declared, 1, dataset.shapes, samples=samples, dims=dataset.dims)
     types = static_types(declared, shapes)
     target = _target(results)
     if section.backend == "modelopt.onnx":
         arguments = modelopt_arguments(section, layers, declared.nodes)
         feeds = _feeds(dataset, types, base, loader)
-        by_modelopt(path, target, feeds.batches, arguments)
+        by_modelopt(path, target, feeds.batches, with_shapes(arguments, declared, shapes))
     else:
         dialect = own_arguments(section.backend_kwargs)
         order = Order(
@@ -76,10 +78,7 @@ def quantize(
             method=section.algorithm, dialect=dialect,
         )  # fmt: skip
         feeds = _feeds(dataset, types, base, loader)
-        if any(None in dims for _, dims in declared.inputs.values()):
-            logger.warning(
-                "%s: its dynamic batch is 1 in the result; backend modelopt.onnx keeps it", section.model_path
-            )  # fmt: skip
+        _mention_fixed(section.model_path, declared, shapes)
         with tempfile.TemporaryDirectory(prefix="qdq-quantize-") as work:
             own_ptq(order, target, feeds.batches, Path(work))
     return Quantized(path=target, layers=counted(read_declared(target)), calibrated_on=feeds.description)
@@ -103,6 +102,27 @@ def by_modelopt(path: Path, target: Path, batches: Iterable[Mapping[str, Array]]
             f"{path.name}: ModelOpt quantized nothing in mode {mode}: every operator that it takes then is excluded, "
             f"too small or not there; the model has {', '.join(sorted(made.operators))}"
         )
+
+
+def with_shapes(
+    arguments: Mapping[str, Any], declared: Declared, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Any]:
+    """Return ModelOpt's arguments with the shapes of the inputs where it would take 1 for other sizes than a batch."""
+    wanted = arguments.get("calibrate_per_node") and not arguments.get("calibration_shapes")
+    if not wanted or not any(None in dims[1:] for _, dims in declared.inputs.values()):
+        return dict(arguments)
+    text = ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in shapes.items())
+    return {**arguments, "calibration_shapes": text}
+
+
+def _mention_fixed(source: str, declared: Declared, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Name the inputs whose dynamic sizes are fixed in the result."""
+    fixed = {name: shapes[name] for name, (_, dims) in declared.inputs.items() if None in dims}
+    if any(None in declared.inputs[name][1][1:] for name in fixed):
+        said = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in fixed.items())
+        logger.warning("%s: its dynamic sizes are fixed in the result: %s; modelopt.onnx keeps them", source, said)
+    elif fixed:
+        logger.warning("%s: its dynamic batch is 1 in the result; backend modelopt.onnx keeps it", source)
 
 
 def refuse_quantized(declared: Declared, source: str) -> None:

@@ -17,6 +17,7 @@ from harness.api import Array, Benchmarker, Candidate
 from harness.errors import EvaluationFailed
 from harness.evaluators.closeness import closeness, layout_of
 from harness.graph.bypass import Bypass
+from harness.graph.declared import fix_shapes, read_declared
 from harness.graph.upcast import UPCAST, upcast
 from harness.run.observe import Observer
 
@@ -42,12 +43,12 @@ class Sensitivity:
 
 
 def rank(path: Path, feeds: Iterable[Mapping[str, Array]], observer: Observer) -> tuple[Sensitivity, ...]:
-    """The layers of a Q/DQ model, the worst first.
+    """Return the layers of a Q/DQ model, the worst first.
 
     Args:
         path: The model; it is run by ONNX Runtime without its optimizers, so that any precision is emulated.
-        feeds: Inputs; a few are enough.
-        observer: Sees how far it is: each layer is a build of its own.
+        feeds: Inputs, all of the same shapes, which dynamic inputs take; a few are enough.
+        observer: Is told of each layer, which is a build of its own.
 
     Raises:
         CandidateError: The model does not run.
@@ -56,12 +57,13 @@ def rank(path: Path, feeds: Iterable[Mapping[str, Array]], observer: Observer) -
     runtime: Benchmarker = registry.create("benchmarker", "onnxruntime", {"optimization": "disabled"})
     found = []
     with tempfile.TemporaryDirectory(prefix="qdq-sensitivity-") as scratch, ExitStack() as stack:
-        file = Path(scratch) / "variant.onnx"
-        wide = upcast(path, Path(scratch))
+        static = _static(path, inputs, Path(scratch))
+        wide = upcast(static, Path(scratch))
         if wide is not None:
             observer.say(f"{path.name}: {UPCAST}")
-        bypass = Bypass(wide or path)
+        bypass = Bypass(wide or static)
         step = stack.enter_context(observer.work(f"{path.name}: each layer quantized alone", len(bypass.nodes)))
+        file = Path(scratch) / path.name
         expected = _outputs(runtime, bypass.write(frozenset(), file), inputs)
         layout = layout_of(expected)
         for node in bypass.nodes:
@@ -81,6 +83,13 @@ def suggestion(ranked: tuple[Sensitivity, ...]) -> list[str]:
         return ["no activation of this model is quantized: its weights alone cost the accuracy"]
     lines = ["skip_names:  # the worst layers first; outputs against those without Q/DQ on activations"]
     return lines + [f'  - "{layer.node}"  # {layer.sqnr_db:.1f} dB' for layer in ranked[:SHOWN]]
+
+
+def _static(path: Path, inputs: list[Mapping[str, Array]], scratch: Path) -> Path:
+    """Return the model with its dynamic inputs in the shapes that are fed: the runtime takes no dynamic ones."""
+    if not inputs or not any(None in dims for _, dims in read_declared(path).inputs.values()):
+        return path
+    return fix_shapes(path, {name: array.shape for name, array in inputs[0].items()}, scratch / "static.onnx")
 
 
 def _outputs(runtime: Benchmarker, path: Path, inputs: list[Mapping[str, Array]]) -> list[Mapping[str, Array]]:

@@ -17,6 +17,7 @@ from harness.errors import UserError, nearest
 from harness.mistakes import refusal
 from harness.run.config import Use
 from harness.run.document import read_mapping
+from harness.spelling import float_precision
 from harness.workflows.presets import PRESETS
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
 
 Dtype = Literal["int8", "fp8_e4m3fn", "fp8_e5m2", "native"]
 MAX_BYTES = 1 << 20
+SPELLINGS = {"f16": "FP16", "bf16": "BF16", "tf32": "TF32", "f32": "FP32"}
 STARTS = "experiments/specs has one of each kind to start from"
 T = TypeVar("T")
 
@@ -163,6 +165,7 @@ class Dataset(_Frozen):
         count: Images of the evaluation at most; None: all.
         shapes: Static shapes by input name, where more than the batch is dynamic. Batch sizes of an engine go before
             their first number.
+        dims: Sizes of dynamic dimensions by symbol, such as {time: 128}.
     """
 
     test_data_sources: TestSources | None = None
@@ -173,15 +176,16 @@ class Dataset(_Frozen):
     samples: Annotated[int, Field(ge=1)] | None = 512
     count: Annotated[int, Field(ge=1)] | None = None
     shapes: dict[str, str] = {}
+    dims: dict[str, Annotated[int, Field(ge=1)]] = {}
 
 
 def _data_type(value: Any) -> Any:
     if isinstance(value, str) and value.upper() in ("INT8", "FP8"):
         raise ValueError(
-            f"FP16 or FP32, but got {value!r}: scales come with the Q/DQ pairs of the ONNX file, so quantize it first "
-            "(qdq quantize) and name here what the other layers run in"
+            f"FP16, BF16, TF32 or FP32, but got {value!r}: scales come with the Q/DQ pairs of the ONNX file, so "
+            "quantize it first (qdq quantize) and name here what the other layers run in"
         )
-    return value.upper() if isinstance(value, str) else value
+    return SPELLINGS.get(float_precision(value), value) if isinstance(value, str) else value
 
 
 class TensorRTOptions(_Frozen):
@@ -193,7 +197,7 @@ class TensorRTOptions(_Frozen):
         min_batch_size: Of the optimization profile, where the model's batch is dynamic.
     """
 
-    data_type: Annotated[Literal["FP16", "FP32"], BeforeValidator(_data_type)] = "FP16"
+    data_type: Annotated[Literal["FP16", "BF16", "TF32", "FP32"], BeforeValidator(_data_type)] = "FP16"
     workspace_size: Annotated[int, Field(ge=1)] = 1024
     min_batch_size: Annotated[int, Field(ge=1)] = 1
     opt_batch_size: Annotated[int, Field(ge=1)] = 1

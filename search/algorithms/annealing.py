@@ -17,7 +17,7 @@ ATTEMPTS = 50
 
 
 class AnnealingSearcher:
-    """A walk that goes to every faster neighbour, and to a slower one the more readily the hotter it is.
+    """Simulated annealing: walk to faster placements, and to slower ones with a probability that falls over time.
 
     The temperature is a relative loss: one of that size is accepted with probability 1/e. It falls geometrically
     over a cycle of evaluations; the next cycle starts hot again from the best. A change is charged the noise of the

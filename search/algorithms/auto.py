@@ -29,7 +29,7 @@ RUNGS = 12
 
 
 class AutoSearcher:
-    """What the studies show to be first after few evaluations, and not behind the first later, the seeds counted.
+    """Start from the rules of experts, then search by a model of latency (surrogate); the default searcher.
 
     It begins with rules that experts go by, as far as they are new (`search.rules`). Every later proposal is the
     candidate with the largest expected improvement (`search.acquisition`), from two rounds of candidates:

@@ -18,7 +18,7 @@ ATTEMPTS = 100
 
 
 class EvolutionarySearcher:
-    """A steady-state (mu + lambda) evolution strategy over placements.
+    """Steady-state (mu + lambda) evolution strategy: children of the best placements, with own mutation rates.
 
     The `population` best placements told so far are the parents, the common seeds among them; so
     nothing good is ever lost, and asking needs no end of a generation. Each placement carries its own

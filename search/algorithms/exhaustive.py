@@ -12,7 +12,7 @@ __all__ = ["ExhaustiveSearcher"]
 
 
 class ExhaustiveSearcher:
-    """Walks all placements by their number of quantized points: none, each single one, all pairs and so on.
+    """Try all placements, by their number of quantized points; for small spaces and complete tables.
 
     Among equally many, points behind which there is more work come first. It ends when the space does, and asks
     nothing that was told already. Use it to record complete tables: n points of two choices have 2**n placements.

@@ -17,7 +17,7 @@ Move = tuple[tuple[int, ...], int]
 
 
 class LocalSearcher:
-    """First-improvement descent with restarts, aware of patterns and of noise.
+    """Local search: take the first change that gains more than the noise, and restart where none does.
 
     The base is the best placement told so far. Its neighbours are proposed one after the other, whole
     blocks first (a role, a pattern, a role within a pattern) and then single points, in both cases

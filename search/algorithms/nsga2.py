@@ -16,7 +16,7 @@ ATTEMPTS = 100
 
 
 class NSGA2Searcher:
-    """Non-dominated sorting, crowding and constraint-domination, one child at a time.
+    """NSGA-II in its steady-state form: fronts of latency and accuracy by non-dominated sorting and crowding.
 
     The steady-state form (Durillo et al. 2009, "On the effect of the steady-state selection scheme in
     multi-objective genetic algorithms"): the parents of each child are the best of all that was told, so that asking

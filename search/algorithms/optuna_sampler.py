@@ -21,7 +21,7 @@ BATCHES = {"constant_liar": True, "warn_asynchronous_seeding": False}
 
 
 class OptunaSearcher(StudySearcher):
-    """A sampler of `optuna.samplers`; see `search.optuna_study` for what becomes of seeds, failures and violations.
+    """Search by any sampler of `optuna.samplers`; `search.optuna_study` says how it is told of seeds and failures.
 
     Choices are integers, so that samplers made for numbers serve as well. A Gaussian process takes about a second
     for a proposal at a hundred points. Genetic samplers, NSGAIISampler for one, breed from what they proposed

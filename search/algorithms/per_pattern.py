@@ -21,7 +21,7 @@ ATTEMPTS = 50
 
 
 class PerPatternSearcher:
-    """Descent by blocks: each turn searches one pattern, all others stay as in the best placement so far.
+    """Block coordinate descent: search one pattern at a time, the others as in the best placement so far.
 
     First the schemes that the best other placements have for the pattern are tried, then those that its searcher
     proposes. After the last pattern a new round begins, so that later patterns revise earlier ones. A round that finds

@@ -21,7 +21,7 @@ MEMBERS = ("surrogate", "local", "evolutionary")
 
 
 class PortfolioSearcher:
-    """Asks the member with the largest credit; tells every member everything.
+    """Run several searchers and give most evaluations to those that improved the best placement lately.
 
     A member's credit is the share of its last turns that improved the best, later ones counting more, plus a bonus for
     members that had few turns. Ties go to the member that is named first. What a member proposes although it is known

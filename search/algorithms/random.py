@@ -20,7 +20,7 @@ ATTEMPTS = 1000
 
 
 class RandomSearcher:
-    """Draws placements and never the same graph twice.
+    """Draw placements at random, never the same graph twice.
 
     Spaces of up to 4096 placements are shuffled once and walked to the end, then `ask` returns
     nothing. Larger ones are drawn from; there `ask` returns less when 1000 draws in a row were known.

@@ -21,7 +21,7 @@ Scope = Literal["joint", "per_pattern"]
 
 
 class RandomMutationSearcher:
-    """Mutates one of the best placements: one to three additions and removals per kind of point.
+    """Mutate one of the best placements, as ModelOpt does: add and remove one to three points of each kind.
 
     "joint" mutates the whole model. "per_pattern" is ModelOpt's walk: patterns in graph order, those of
     COMPOSITE regions last; each starts from what earlier ones committed, has `schemes_per_pattern` turns,

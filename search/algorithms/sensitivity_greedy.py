@@ -25,7 +25,7 @@ Change = tuple[tuple[int, ...], int]
 
 
 class SensitivityGreedySearcher:
-    """Probes changes of the best placement one at a time, then takes them one upon the other.
+    """Measure single changes of the best placement, then combine them, the most gainful first.
 
     A round goes through changes of one base: blocks across patterns, then within patterns, then single points; larger
     shares of the model's multiply-accumulates first. "in" quantizes what is float (leave one in), "out" makes float

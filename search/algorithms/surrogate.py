@@ -24,7 +24,7 @@ SHARES = (0.6, 0.2, 0.1)
 
 
 class SurrogateSearcher:
-    """Bayesian optimisation over placements, see `search.acquisition` and `search.models`.
+    """Bayesian optimisation with a Gaussian process over placements (`search.acquisition`, `search.models`).
 
     The model of log latency is additive in points, roles, patterns and their shares of the multiply-accumulates, and
     pairwise in neighbours of which one is quantized and the other is not. Candidates are made by moves around the best

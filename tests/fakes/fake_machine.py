@@ -10,11 +10,14 @@ from typing import Any, ClassVar
 from fake_cuda import FakeCuda
 from fake_trt import FakeTensorRT
 
-from harness.benchmarkers import tensorrt
+from harness.benchmarkers import tensorrt, trtexec
 from harness.cuda.device import Cuda, Device
 from harness.errors import UserError
 from harness.tensorrt.cache import TimingCache
 from harness.tensorrt.library import open_library
+from harness.tensorrt.tool import find_trtexec
+
+GPU = Device(index=0, name="Fake GPU", uuid="", capability=(8, 9), l2_bytes=2**20, memory_bytes=2**30, driver="12.8")
 
 
 class TensorRT10(tensorrt.TensorRTBenchmarker):
@@ -28,11 +31,8 @@ class TensorRT10(tensorrt.TensorRTBenchmarker):
     def _ready(self) -> Any:
         api = FakeCuda()
         fake = FakeTensorRT(self.major, api)
-        device = Device(
-            index=0, name="Fake GPU", uuid="", capability=(8, 9), l2_bytes=2**20, memory_bytes=2**30, driver="12.8"
-        )
         cache = TimingCache("cold", Path(tempfile.gettempdir()) / "none")
-        return tensorrt._Ready(library=open_library(lambda: fake), cuda=Cuda(api), device=device, cache=cache)
+        return tensorrt._Ready(library=open_library(lambda: fake), cuda=Cuda(api), device=GPU, cache=cache)
 
     def describe(self) -> dict[str, Any]:
         """With few float precisions: a row for each would be cast and built many times."""
@@ -45,6 +45,21 @@ class TensorRT11(TensorRT10):
     """TensorRT 11 in this process."""
 
     major = 11
+
+
+class Trtexec11(trtexec.TrtexecBenchmarker):
+    """The program trtexec on PATH, started from this process, on a simulated GPU."""
+
+    in_process = True
+
+    @cached_property
+    def _tool(self) -> Any:
+        program, version = find_trtexec(None)
+        return trtexec._Tool(program=program, version=version, device=GPU)
+
+    def describe(self) -> dict[str, Any]:
+        """At one float precision: a row for each other would be cast and built."""
+        return {name: fact for name, fact in super().describe().items() if name != "float_params"}
 
 
 class HalfAndFull10(TensorRT10):

@@ -482,7 +482,14 @@ def _said(self: FakeTensorRT, text: str) -> None:
 
 
 FakeTensorRT.said = _said  # type: ignore[attr-defined]
-DTYPES = {"FLOAT": np.float32, "HALF": np.float16, "INT64": np.int64, "INT32": np.int32, "BOOL": np.bool_}
+DTYPES = {
+    "FLOAT": np.float32,
+    "HALF": np.float16,
+    "INT64": np.int64,
+    "INT32": np.int32,
+    "BOOL": np.bool_,
+    "UINT8": np.uint8,
+}
 BEHAVIOUR: dict[str, type] = {
     "ILogger": _Logger, "IPluginRegistry": _Registry, "Builder": _Builder, "INetworkDefinition": _Network,
     "ITensor": _Tensor, "OnnxParser": _Parser, "ParserError": _ParserError, "IBuilderConfig": _Config,

@@ -16,8 +16,10 @@ BOTH = """
 --help --onnx --saveEngine --loadEngine --skipInference --exportTimes --exportOutput --exportLayerInfo --exportProfile
 --profilingVerbosity --iterations --duration --warmUp --loadInputs --timingCacheFile --builderOptimizationLevel
 --memPoolSize --noTF32 --minShapes --optShapes --maxShapes --shapes --stronglyTyped --noDataTransfers --useSpinWait
---useCudaGraph --separateProfileRun --safe --remoteAutoTuningConfig --device --maxAuxStreams
+--useCudaGraph --separateProfileRun --safe --remoteAutoTuningConfig --device --maxAuxStreams --avgRuns --verbose
+--staticPlugins --dynamicPlugins --plugins
 """
+REPEATED = ("--staticPlugins", "--dynamicPlugins", "--plugins")
 ONLY = {10: "--fp16 --bf16 --int8 --fp8 --int4 --best", 11: "--includeDataTransfers --noSpinWait --noCudaGraph"}
 BANNER = {
     10: "&&&& RUNNING TensorRT.trtexec [TensorRT v101601] [b11]",
@@ -31,8 +33,10 @@ def main() -> int:  # noqa: C901 - one option after the other
     options = dict((argument.partition("=")[0], argument.partition("=")[2]) for argument in sys.argv[1:])
     with open(os.environ["FAKE_TRTEXEC_LOG"], "a", encoding="utf-8") as log:
         log.write(json.dumps(sys.argv[1:]) + "\n")
-    for name in options:
-        if name not in {*BOTH.split(), *ONLY[major].split()}:
+    given = [argument.partition("=")[0] for argument in sys.argv[1:]]
+    twice = [name for name in given if given.count(name) > 1 and name not in REPEATED]
+    for name in [*twice, *options]:
+        if name in twice or name not in {*BOTH.split(), *ONLY[major].split()}:
             print(f"[11/21/2026-15:00:00] [E] Unknown option: {name} {options[name]}")
             return 1
     if "--remoteAutoTuningConfig" in options and "--safe" not in options:
@@ -41,7 +45,7 @@ def main() -> int:  # noqa: C901 - one option after the other
     if os.environ.get("FAKE_TRTEXEC_HANGS"):
         time.sleep(60)
     if "--onnx" in options:
-        if b"Frobnicate" in Path(options["--onnx"]).read_bytes():
+        if b"Frobnicate" in Path(options["--onnx"]).read_bytes() and "--staticPlugins" not in options:
             print("[E] [TRT] ModelImporter.cpp:949: ERROR: Plugin not found: Frobnicate")
             return 1
         Path(options["--saveEngine"]).write_bytes(b"plan")

@@ -5,6 +5,7 @@ import logging
 import re
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from small import qdq
 
 from harness import registry
 from harness.cli import COMMANDS
+from harness.commands.listing import purpose
 from harness.graph.build import GraphBuilder
+from harness.registry import Plugin
 from harness.show import Terminal
 
 EXPERIMENT = """
@@ -75,17 +78,20 @@ def model(text: str) -> tuple[str, str]:
             ("use: simulated, params: {seed: 5, noise: 0.0}", "use: onnxruntime}]\nprecision: [fp8] # "),
             "precision 'fp8': backend 'onnxruntime' runs int8",
         ),
-        ((MODEL, MODEL + ", 'zoo:resnet19'"), "model 'resnet19': zoo:resnet19: no such model; did you mean"),
-        ((MODEL, MODEL + ", gone.onnx"), "model 'gone': gone.onnx: no such file or folder"),
-        (model("calibration: {data: {use: npz, path: no.npz}}"), "model 'net': calibration: no.npz: no such file"),
+        ((MODEL, MODEL + ", 'zoo:resnet19'"), "models.1 (model 'resnet19'): zoo:resnet19: no such model; did you mean"),
+        ((MODEL, MODEL + ", gone.onnx"), "models.1 (model 'gone'): gone.onnx: no such file or folder"),
+        (
+            model("calibration: {data: {use: npz, path: no.npz}}"),
+            "models.0.calibration (model 'net'): no.npz: no such file",
+        ),
         (model("preprocess: shape"), "no preprocessing is called 'shape'; did you mean 'shapes'"),
         (
             model("preprocess: shapes, calibration: {data: {use: images, images: none}}"),
-            "model 'net': calibration: none: no such file or folder",
+            "models.0.calibration (model 'net'): none: no such file or folder",
         ),
         (
             model("preprocess: shapes, evaluator: {use: coco_map, params: {data: {use: shapes}, decode: shapes}}"),
-            "model 'net': evaluator: data.split: this key is required",
+            "models.0.evaluator (model 'net'): data.split: this key is required",
         ),
         (
             model("evaluator: {use: top1, params: {data: {use: npz, path: feeds.npz}}}"),
@@ -228,3 +234,23 @@ def test_without_a_terminal_short_work_says_nothing(capsys):
 def test_the_version_is_told(capsys):
     assert qdq("--version") == 0
     assert re.fullmatch(r"qdq-bench \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
+
+
+def test_the_list_says_what_each_plug_in_does(capsys, monkeypatch, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        'class Walk:\n    """Walk about.\n\n    At random.\n    """\n\nraise RuntimeError\n'
+    )
+    (tmp_path / "broken.py").write_text("class (")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = {}
+    for name, value in (("walk", "mine:Walk"), ("broken", "broken:Walk"), ("gone", "nowhere:Walk")):
+        point = EntryPoint(name=name, value=value, group="qdq.searchers")
+        found[name] = purpose(Plugin(name=name, kind="searcher", origin="mine 1", entry_point=point))
+    assert found["walk"] == "Walk about."
+    assert all("cannot be read" in found[name] or found[name] == "" for name in ("broken", "gone"))
+    assert qdq("list") == 0
+    head, *rows = (line.split("\t") for line in capsys.readouterr().out.splitlines())
+    assert head[-1] == "what it does"
+    assert {row[0] for row in rows} >= {"searcher", "benchmarker", "evaluator", "dialect", "zoo model"}
+    assert [row for row in rows if not row[-1]] == []
+    assert any("7 bits" in row[-1] for row in rows if row[1] == "openvino_7bit")

@@ -3,66 +3,52 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Mapping
 
 import numpy as np
 import onnx
 from onnx import numpy_helper, shape_inference
 
-from harness.errors import UserError, nearest
+from harness.errors import UserError
+from harness.graph.cleaning.asking import asked, defaulted
 from harness.graph.cleaning.guard import sturdy
+from harness.graph.cleaning.sizes import Sizes, axes_of, parse_shape, resolve, set_shape
 from harness.graph.model import TensorType
 
-__all__ = ["fix_inputs", "infer", "parse_shape", "shapes_to_constants", "types_of"]
+__all__ = ["fix_inputs", "has_dynamic_inputs", "infer", "parse_shape", "shapes_to_constants", "types_of"]
 
 logger = logging.getLogger(__name__)
 
-Shapes = Mapping[str, str | tuple[int, ...]]
 _TYPE_OF_FIRST_INPUT = frozenset({"GroupNormalization"})
 """Operators that onnx 1.21 infers nothing of, though their result has the type of their first input."""
-_NO_NAMES = frozenset({"", "?"})
-"""What exporters write for a size that they do not know (paddle2onnx: "?" for each); two of them need not be equal."""
-_PLAIN_KEY = re.compile(r"[A-Za-z_][\w.]*")
 
 
-def parse_shape(given: str | tuple[int, ...], where: str) -> tuple[int, ...]:
-    """A shape from "1x3x224x224" or from numbers.
-
-    Raises:
-        UserError: Not positive whole numbers with an x between them.
-    """
-    parts = given.strip().lower().split("x") if isinstance(given, str) else [str(size) for size in given]
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise UserError(f"{where}: a shape looks like 1x3x224x224, but got {given!r}")
-    return tuple(int(part) for part in parts)
-
-
-def fix_inputs(graph: onnx.GraphProto, shapes: Shapes, source: str) -> None:
+def fix_inputs(proto: onnx.ModelProto, sizes: Sizes, source: str) -> None:
     """Make the shapes of all tensor inputs static, in place; forget shapes written elsewhere in the graph.
 
-    A size given for a named dimension ("N") holds for this name in every input.
+    Batch dimensions that nobody gives a size for get 1, and a warning says so.
 
     Raises:
-        UserError: A dimension stays dynamic, or a given shape does not fit.
+        UserError: A dimension stays dynamic, or a given size does not fit.
     """
+    graph = proto.graph
     inputs = {value.name: value for value in graph.input if value.type.HasField("tensor_type")}
-    bound: dict[str, int] = {}
-    for name, given in shapes.items():
-        where = f"{source}: shapes.{name}"
-        if name not in inputs:
-            raise UserError(f"{where}: the model has no such input; {nearest(name, inputs)}")
-        _fix(inputs[name], parse_shape(given, where), bound, where)
-    for value in inputs.values():
-        for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param in bound:  # which never holds what is no name
-                dim.dim_value = bound[dim.dim_param]
-    dynamic = [value for value in inputs.values() if _is_dynamic(value)]
-    if dynamic:
-        raise UserError(_dynamic_message(dynamic, source))
+    found = resolve({name: axes_of(value) for name, value in inputs.items()}, sizes, source)
+    if found.missing:
+        raise UserError(f"{source}: {asked(proto, found, sizes)}")
+    if found.defaulted:
+        logger.warning("%s: %s", source, defaulted(found))
+    for name, value in inputs.items():
+        set_shape(value, found.shapes[name])
     for value in graph.output:
         if _is_dynamic(value):
             _forget(value)
+
+
+def has_dynamic_inputs(graph: onnx.GraphProto) -> bool:
+    """Tell whether an input, initializers left aside, has a dimension without a fixed size."""
+    constants = {tensor.name for tensor in graph.initializer}
+    inputs = (value for value in graph.input if value.name not in constants and value.type.HasField("tensor_type"))
+    return any(axes is None or not all(isinstance(axis, int) for axis in axes) for axes in map(axes_of, inputs))
 
 
 def infer(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
@@ -153,29 +139,6 @@ def shapes_to_constants(graph: onnx.GraphProto) -> bool:
     return changed
 
 
-def _fix(value: onnx.ValueInfoProto, shape: tuple[int, ...], bound: dict[str, int], where: str) -> None:
-    tensor = value.type.tensor_type
-    if not tensor.HasField("shape"):
-        tensor.shape.CopyFrom(onnx.TensorShapeProto(dim=[onnx.TensorShapeProto.Dimension() for _ in shape]))
-    written = _shown(value)
-    if len(tensor.shape.dim) != len(shape):
-        raise UserError(
-            f"{where}: the input has {len(tensor.shape.dim)} dimensions ({written}), but got {len(shape)}: {_x(shape)}"
-        )
-    for dim, size in zip(tensor.shape.dim, shape, strict=True):
-        name = dim.dim_param
-        if dim.dim_value > 0 and dim.dim_value != size:
-            raise UserError(f"{where}: the input is fixed to {written} in the model, but got {_x(shape)}")
-        if bound.get(name, size) != size:
-            raise UserError(
-                f"{where}: dimension {name!r} of {written} is one size wherever it stands, "
-                f"but got {bound[name]} and {size}: {_x(shape)}"
-            )
-        if name not in _NO_NAMES:
-            bound[name] = size
-        dim.dim_value = size
-
-
 def _forget(value: onnx.ValueInfoProto) -> None:
     """Leave no size of a value; inference fills in what it finds."""
     if value.type.HasField("tensor_type"):
@@ -189,34 +152,6 @@ def _is_dynamic(value: onnx.ValueInfoProto) -> bool:
 
 def _is_empty(dim: onnx.TensorShapeProto.Dimension) -> bool:
     return bool(dim.HasField("dim_value") and dim.dim_value == 0)
-
-
-def _shown(value: onnx.ValueInfoProto) -> str:
-    if not value.type.tensor_type.HasField("shape"):
-        return "of unknown rank"
-    return "x".join(
-        str(d.dim_value) if d.dim_value > 0 else d.dim_param or "?" for d in value.type.tensor_type.shape.dim
-    )
-
-
-def _x(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
-
-
-def _dynamic_message(values: list[onnx.ValueInfoProto], source: str) -> str:
-    remedies, told = [], []
-    for value in values:
-        dims = value.type.tensor_type.shape.dim
-        usual = 224 if len(dims) == 4 else 128
-        sizes = [d.dim_value if d.dim_value > 0 else 1 if i == 0 else usual for i, d in enumerate(dims)]
-        remedies.append((value.name, _x(tuple(sizes)) or "1x3x224x224"))
-        told.append(f"input {value.name!r} has the dynamic shape {_shown(value)}")
-    yaml = ", ".join(f"{name if _PLAIN_KEY.fullmatch(name) else repr(name)}: {s}" for name, s in remedies)
-    flags = " ".join(f"--shape {name}:{shape}" for name, shape in remedies)
-    return (
-        f"{source}: {'; '.join(told)}; a placement is measured at one static shape: give it in the experiment as "
-        f"'shapes: {{{yaml}}}', or on the command line as {flags}"
-    )
 
 
 def _dtype(element: int) -> str:

@@ -23,6 +23,7 @@ from harness.graph.encoding.weights import (
 )
 from harness.graph.encoding.wire import TAG
 from harness.graph.model import Model, Node
+from harness.graph.sensitive import unheld
 
 __all__ = ["INLINE_BYTES", "Constants", "Stored"]
 
@@ -159,9 +160,9 @@ class Constants:
         self._files.update({t.name: file if t.name in large else None for t in tensors})
 
     def _weights(self, precision: str) -> list[TensorProto]:
-        """Every weight of the model at a precision, once; nothing for what is no precision of weights.
+        """Return every weight of the model at a precision, once; nothing where the precision is none of weights.
 
-        Integers that are multiplied, as coordinates are, are no weights.
+        Integers that are multiplied, as coordinates are, are no weights; those with NaN or infinite values stay float.
         """
         if precision in self._complete or precision not in LEVELS:
             return []
@@ -171,7 +172,9 @@ class Constants:
             for slot, name in (
                 enumerate(node.inputs[:2]) if node.op in self._dialect.linear_ops and not node.opaque else ()
             ):
-                if name in self._model.constants and self._model.types[name].dtype in QUANTIZABLE:
+                if name not in self._model.constants or name in self._model.fact(unheld):
+                    continue
+                if self._model.types[name].dtype in QUANTIZABLE:
                     stored = self.weight(node, slot, precision)
                     found[stored.output] = stored
         return [tensor for stored in found.values() for tensor in stored.tensors]

@@ -14,6 +14,7 @@ from harness.errors import UserError
 from harness.graph.dialects import Dialect
 from harness.graph.encoding import wire
 from harness.graph.encoding.constants import Constants, Stored
+from harness.graph.encoding.links import Tie
 from harness.graph.encoding.scales import Scales
 from harness.graph.encoding.wire import UNROUNDED
 from harness.graph.model import Model, Node
@@ -27,15 +28,17 @@ class Mark(NamedTuple):
     """One thing that a placement says of a place.
 
     Attributes:
-        kind: "quantized"; "shared": the scale is that of the group around a Concat; "final": the tensor leaves the
-            model quantized, and its pair takes over its name; "renamed": the node gave that name away.
+        kind: "quantized"; "tied": the scale is made from other tensors; "final": the tensor leaves the model quantized,
+            and its pair takes over its name; "renamed": the node gave that name away.
         place: Input of a node; tensor where somebody makes it.
-        precision: Of what is quantized or final.
+        precision: Of what is quantized, tied or final.
+        tie: What a tied scale is made from.
     """
 
-    kind: Literal["quantized", "shared", "final", "renamed"]
+    kind: Literal["quantized", "tied", "final", "renamed"]
     place: int | str
     precision: str = ""
+    tie: Tie | None = None
 
 
 class Forms(dict[int, Form]):
@@ -69,13 +72,14 @@ class NodeForm:
         node: A record of the graph.
         stored: The constants by their dequantized tensor.
         replaced: Constants of the float model that it does not read any more.
-        biases: How many of the constants are biases, which went along with a weight.
+        quantized: Name and precision of each constant that the placement asks for; a bias stored with its weight is
+            not among them.
     """
 
     node: bytes
     stored: Mapping[str, Stored] = field(default_factory=dict)
     replaced: tuple[str, ...] = ()
-    biases: int = 0
+    quantized: frozenset[tuple[str, str]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,16 +122,16 @@ class Encoder:
         """
         node = self._model.nodes[index]
         asked, final = self.precisions(marks, "quantized"), self.precisions(marks, "final")
-        shared = {int(mark.place) for mark in marks if mark.kind == "shared"}
+        ties = _ties(marks)
         renamed = {mark.place for mark in marks if mark.kind == "renamed"}
         inputs = {int(slot): node.inputs[int(slot)] + UNROUNDED for slot in final}
         constants: dict[int, Stored] = {}
         for slot in sorted(map(int, asked)):
             tensor, precision = node.inputs[slot], asked[slot]
             if tensor in self._model.constants:
-                constants |= self._constant(node, slot, asked, shared)
+                constants |= self._constant(node, slot, asked, ties)
             else:
-                pair = self._scales.pair(tensor, precision, shared=slot in shared, final=final.get(slot))
+                pair = self._scales.pair(tensor, precision, ties.get((slot, precision)), final=final.get(slot))
                 inputs[slot] = pair.output
         inputs |= {slot: stored.output for slot, stored in constants.items()}
         outputs = {number: name + UNROUNDED for number, name in enumerate(node.outputs) if name in renamed}
@@ -135,7 +139,7 @@ class Encoder:
             node=self._pieces[index].rewired(inputs, outputs),
             stored={stored.output: stored for stored in constants.values()},
             replaced=tuple(node.inputs[slot] for slot in constants),
-            biases=len(constants.keys() - asked.keys()),
+            quantized=frozenset((node.inputs[slot], asked[slot]) for slot in constants.keys() & asked.keys()),
         )
 
     def behind(self, marks: frozenset[Mark]) -> PairForm:
@@ -145,9 +149,9 @@ class Encoder:
             UserError: See `Scales.of`.
         """
         final = self.precisions(marks, "final")
-        shared = {mark.place for mark in marks if mark.kind == "shared"}
+        ties = _ties(marks)
         asked = sorted((str(mark.place), mark.precision) for mark in marks if mark.kind == "quantized")
-        pairs = [self._scales.pair(t, p, shared=t in shared, final=final.get(t)) for t, p in asked]
+        pairs = [self._scales.pair(t, p, ties.get((t, p)), final=final.get(t)) for t, p in asked]
         grid = {name: encoded for pair in pairs for name, encoded in pair.grid.items()}
         return PairForm(nodes=b"".join(pair.nodes for pair in pairs), grid=grid, pairs=len(pairs))
 
@@ -163,14 +167,21 @@ class Encoder:
             raise UserError(f"{self._model.source}: the placement asks for one edge twice")
         return found
 
-    def _constant(self, node: Node, slot: int, asked: Mapping[int | str, str], shared: set[int]) -> dict[int, Stored]:
+    def _constant(
+        self, node: Node, slot: int, asked: Mapping[int | str, str], ties: Mapping[tuple[int | str, str], Tie]
+    ) -> dict[int, Stored]:
         """The quantized form of a constant, by input; some dialects quantize the bias with the weight."""
         precision = asked[slot]
         if node.op not in self._dialect.linear_ops:
             tensor = node.inputs[slot]
-            grid = self._scales.of(tensor, precision, shared=slot in shared)
+            grid = self._scales.of(tensor, precision, ties.get((slot, precision)))
             return {slot: self._constants.operand(tensor, precision, *grid)}
         if slot == 1 and self._dialect.bias == "int32" and precision == asked.get(0) == "int8":
-            scale, _ = self._scales.of(node.inputs[0], "int8", shared=0 in shared)
+            scale, _ = self._scales.of(node.inputs[0], "int8", ties.get((0, "int8")))
             return self._constants.weight_and_bias(node, scale)
         return {slot: self._constants.weight(node, slot, precision)}
+
+
+def _ties(marks: Iterable[Mark]) -> dict[tuple[int | str, str], Tie]:
+    """Return the ties by place and precision."""
+    return {(mark.place, mark.precision): mark.tie for mark in marks if mark.tie is not None}

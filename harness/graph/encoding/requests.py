@@ -12,6 +12,7 @@ from harness.graph.dialects import Dialect
 from harness.graph.encoding.forms import Forms, Mark
 from harness.graph.encoding.weights import QUANTIZABLE
 from harness.graph.model import Model, Node
+from harness.graph.sensitive import unheld
 from search.space import Edge, Resolved
 
 __all__ = ["OUTSIDE", "Asked", "Requests"]
@@ -98,6 +99,8 @@ class Requests:
         if node.opaque or (edge.slot > 1 and node.op in self._dialect.linear_ops):
             what = "has a subgraph or is unknown to ONNX" if node.opaque else "takes its bias there"
             raise UserError(f"{self._model.source}: {_say(edge)} stays float: {node.op} {what}")
+        if node.op in self._dialect.linear_ops and edge.tensor in self._model.fact(unheld):
+            raise UserError(f"{self._model.source}: {_say(edge)} stays float: it has NaN, infinite or huge values")
         self._check(edge, precision)
         return node
 

@@ -495,10 +495,10 @@ def test_tensorrt_without_its_software_says_what_brings_it(folder, runtime, caps
 
 def test_a_dynamic_input_is_fixed_and_a_state_of_another_shape_is_refused(folder, runtime, capsys):
     builder = GraphBuilder("dynamic")
-    builder.output(builder.conv(builder.input("x", ("N", 3, 16, 16)), 8, 3, name="first"))
+    builder.output(builder.conv(builder.input("x", ("N", 3, 16, "width")), 8, 3, name="first"))
     builder.save(folder / "dynamic.onnx")
     assert qdq("-m", "dynamic.onnx") == 2
-    assert "on the command line as --shape x:1x3x16x16" in capsys.readouterr().err
+    assert "on the command line as --dim width=224" in capsys.readouterr().err
     assert qdq("-m", "dynamic.onnx", "--shape", "x:2x3x16x16", "--max_evals", "3") == 0
     final = onnx.load(folder / "autotuner_output/optimized_final.onnx")
     assert [d.dim_value for d in final.graph.input[0].type.tensor_type.shape.dim] == [2, 3, 16, 16]
@@ -588,3 +588,66 @@ def test_runs_are_counted_and_cannot_be_none():
 
 def test_an_empty_cache_is_a_cache():
     assert PatternCache().origins == ()
+
+
+def sorted_rows(path, count=96):
+    """Inputs sorted by class: the last rows are 15 times as large as the first."""
+    rows = np.random.default_rng(0).uniform(-1, 1, (count, 3, 16, 16)).astype(np.float32)
+    rows[count // 2 :] *= 15
+    rows[:, 0, 0, 0] = np.where(np.arange(count) < count // 2, 1, 15)
+    np.savez(path, x=rows)
+
+
+def input_scale(path):
+    """Scale of the model's input."""
+    proto = onnx.load(path)
+    scale = next(n.input[1] for n in proto.graph.node if n.op_type == "QuantizeLinear" and n.input[0] == "x")
+    (tensor,) = (t for t in proto.graph.initializer if t.name == scale)
+    return float(onnx.numpy_helper.to_array(tensor).max())
+
+
+@pytest.mark.parametrize(("flags", "said"), [
+    ((), "96 samples of feeds.npz"),
+    (("--calibration_samples", "5"), "5 of the 96 samples of feeds.npz, evenly spread"),
+    (("--calibration_samples", "300"), "96 samples of feeds.npz, all there are of the 300 asked for"),
+])  # fmt: skip
+def test_every_calibration_sample_counts(folder, runtime, capsys, flags, said):
+    runtime.generous = True
+    sorted_rows("feeds.npz")
+    assert qdq("-m", "model.onnx", "--max_evals", "2", "-o", "out", "--calibration_data", "feeds.npz", *flags) == 0
+    assert f"calibrated on {said}" in capsys.readouterr().err
+    assert input_scale(confirmed(folder / "out")) == pytest.approx(15 / 127, rel=0.02)
+
+
+def test_calibration_samples_in_python(folder, runtime):
+    runtime.generous = True
+    sorted_rows("feeds.npz")
+    init_benchmark_instance(backend="simulated")
+    region_pattern_autotuning_workflow("model.onnx", Path("out"), 1, calibration_data="feeds.npz")
+    assert input_scale(confirmed(folder / "out")) == pytest.approx(15 / 127, rel=0.02)
+    with pytest.raises(AutotunerError, match="calibration_samples"):
+        region_pattern_autotuning_workflow("model.onnx", Path("out"), 1, calibration_samples=0)
+
+
+def test_what_models_are_made_for_is_the_first_and_the_last_line(folder, runtime, capsys):
+    assert qdq("-m", "model.onnx", "--max_evals", "2") == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    for line in (said[0], said[-1]):
+        assert "simulated on simulated" in line
+        assert "dialect openvino" in line
+        assert "TensorRT" in line
+
+
+@pytest.mark.parametrize(("flags", "named"), [
+    (("--timing_cache", "mine.cache"), "--timing_cache mine.cache"),
+    (("--calibration_samples", "4"), "--calibration_samples"),
+    (("--timing_runs", "1"), "--timing_runs 1: 3 are timed"),
+    (("--mode", "quick", "-s", "1", "--warmup_runs", "0", "--timing_runs", "5"), "--mode quick"),
+    (("--default_dq_dtype", "float16"), "--default_dq_dtype float16"),
+    (("--seed", "3"), None),
+])  # fmt: skip
+def test_flags_without_effect_are_named(folder, runtime, capsys, flags, named):
+    assert qdq("-m", "model.onnx", "--max_evals", "2", *flags) == 0
+    idle = [line for line in capsys.readouterr().err.splitlines() if line.startswith("without effect: ")]
+    assert len(idle) == (named is not None)
+    assert all(named in line for line in idle)

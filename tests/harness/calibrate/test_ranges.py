@@ -23,6 +23,7 @@ from onnxruntime.quantization.calibrate import MinMaxCalibrater
 from harness.calibrate._observer import Histograms, Magnitudes, Observer
 from harness.calibrate.ranges import METHODS, CalibrationKey, cached_ranges, calibrate, finite_ranges, remarks
 from harness.errors import UserError
+from harness.evaluators.feeding import Batches
 from harness.feeds import random_feeds
 from harness.graph.build import GraphBuilder
 
@@ -315,7 +316,9 @@ def test_an_unknown_method_is_named(arithmetic: Path) -> None:
 
 @pytest.mark.parametrize("batch", [{}, {"y": np.zeros((2, 4), np.float32)}, {"x": np.zeros((7,), np.float32)}])
 def test_data_that_does_not_fit_is_the_users_mistake(arithmetic: Path, batch: dict[str, np.ndarray]) -> None:
-    with pytest.raises(UserError, match=r"calibration of arithmetic\.onnx: the float model does not run: .*\w"):
+    with pytest.raises(
+        UserError, match=r"calibration of arithmetic\.onnx: batch 1: the float model does not run: .*\w"
+    ):
         calibrate(arithmetic, ["x"], [batch])
 
 
@@ -428,3 +431,13 @@ def test_a_cache_folder_that_cannot_be_made_is_done_without(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert cached_ranges(key, arithmetic, ["x"], _batches()).keys() == {"x"}
     assert "calibration ranges are not kept: no cache folder" in caplog.text
+
+
+def test_mistakes_name_the_model_of_the_user_and_the_data_of_the_batch(arithmetic: Path) -> None:
+    batches = [{"x": np.ones((2, 4), np.float32)}, {"x": np.full((2, 4), np.nan, np.float32)}]
+    read = Batches(count=2, make=lambda i: batches[i], place=lambda _: "feeds.npz")
+    with pytest.raises(UserError, match=r"calibration batch 2 \(feeds\.npz\): input 'x' has NaN"):
+        calibrate(arithmetic, ["r"], read)
+    wrong = Batches(count=1, make=lambda _: {"x": np.zeros(7, np.float32)}, place=lambda _: "feeds.npz")
+    with pytest.raises(UserError, match=r"calibration of mine\.onnx: batch 1 \(feeds\.npz\): the float model"):
+        calibrate(arithmetic, ["r"], wrong, source="mine.onnx")

@@ -296,13 +296,38 @@ def test_only_the_chosen_rows_of_an_npz_file_are_kept(tmp_path: Path, save: Any)
 
 
 def test_a_file_that_asks_for_too_much_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    np.savez(tmp_path / "a.npz", x=np.zeros((10, 100)))
+    np.savez_compressed(tmp_path / "a.npz", x=np.zeros((10, 100)))
     monkeypatch.setattr(arrays, "MAX_BYTES", 5 * 800)
-    with pytest.raises(
-        UserError, match=r"10 samples take .* GiB, more than .*; use fewer \('count'\), or a \.npy file"
-    ):
+    with pytest.raises(UserError, match=r"10 samples take .* GiB, more than .*; use fewer \('count'\), or .*\.npy"):
         open_data({"use": "npz", "path": "a.npz"}, tmp_path)
     assert len(open_data({"use": "npz", "path": "a.npz"}, tmp_path, limit=5)) == 5
+
+
+def test_uncompressed_arrays_of_an_archive_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.arange(1000.0).reshape(10, 100)
+    np.savez(tmp_path / "a.npz", x=x, empty=np.zeros((10, 0)))
+    monkeypatch.setattr(arrays, "MAX_BYTES", 5 * 800)
+    data = open_data({"use": "npz", "path": "a.npz"}, tmp_path)
+    assert isinstance(data, Arrays)
+    assert isinstance(data.arrays["x"], np.memmap)
+    assert data.arrays["x"].tolist() == x.tolist()
+    content = bytearray((tmp_path / "a.npz").read_bytes())
+    content[content.index(x[5].tobytes())] ^= 1
+    (tmp_path / "a.npz").write_bytes(content)
+    with pytest.raises(UserError, match="CRC"):
+        open_data({"use": "npz", "path": "a.npz"}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("count", "rows"), [(1, [0]), (3, [0, 4, 9]), (9, [0, 1, 2, 3, 4, 6, 7, 8, 9]), (99, range(10))]
+)
+def test_a_limit_takes_samples_evenly_where_asked(tmp_path: Path, count: int, rows: Any) -> None:
+    np.save(tmp_path / "a.npy", np.arange(10.0).reshape(10, 1))
+    data = open_data({"use": "npy", "path": "a.npy"}, tmp_path, limit=count, spread=True)
+    assert isinstance(data, Arrays)
+    (array,) = data.arrays.values()
+    assert array[:, 0].tolist() == list(rows)
+    assert data.available == 10
 
 
 def test_an_npz_header_that_lies_is_refused(tmp_path: Path) -> None:

@@ -86,11 +86,11 @@ def test_a_matmul_is_found_that_openvino_calls_by_what_it_folded_in(behind: tupl
 
 def test_a_dynamic_model_is_explained_at_the_shape_that_is_given(tmp_path: Path, capsys: Any) -> None:
     builder = GraphBuilder("dynamic")
-    builder.output(builder.conv(builder.input("x", ("N", 3, 16, 16)), 8, 3))
+    builder.output(builder.conv(builder.input("x", ("N", 3, 16, "width")), 8, 3))
     path = str(builder.save(tmp_path / "net.onnx"))
-    with pytest.raises(UserError, match="on the command line as --shape x:1x3x16x16"):
+    with pytest.raises(UserError, match="on the command line as --dim width=224"):
         explain_model(path, Use(use="openvino"), runs=1)
-    main(["explain", path, "--shape", "x:2x3x16x16", "--runs", "1"])
+    main(["explain", path, "--dim", "width=16", "--runs", "1"])
     assert "Linear operators: 1; quantized in the file 0" in capsys.readouterr().out
 
 

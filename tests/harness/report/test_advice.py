@@ -12,10 +12,12 @@ import pytest
 from small import qdq
 
 from harness.measure.events import TWIN
+from harness.records import Failed
 from harness.report.advice import next_steps, winners
 from harness.report.frames import main_frame
 from harness.report.results import load
 from harness.run.goal import Goal
+from harness.run.stops import note_end
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 CELL = "net-openvino-int8"
@@ -132,3 +134,26 @@ def test_it_stands_below_the_tables(folder: Path, capsys: pytest.CaptureFixture[
     tables, _, advice = capsys.readouterr().out.partition("No row of ")
     assert "faster, beyond the bound" in tables
     assert advice.startswith(f"{CELL} may be shipped: ")
+
+
+def test_a_search_with_nothing_more_to_propose_gains_nothing_by_a_larger_budget(folder: Path) -> None:
+    change(folder / CELL, "cell.json", goal=STRICT)
+    rows = json.loads((folder / CELL / "rows.json").read_text())
+    for pick in rows["picks"]:
+        pick["budget"] = 50 if pick["budget"] == 3 else pick["budget"]
+    change(folder / CELL, "rows.json", **rows)
+    said = told(folder)
+    assert "a larger budget" not in said
+    assert "- more budget.minutes: random-0, random-1" in said
+    for seed in (0, 1):
+        note_end(
+            folder / CELL / "runs" / f"random-{seed}.jsonl", "ended at 3 of 50: it had nothing more to propose", None
+        )
+    said = told(folder)
+    assert "larger budget" not in said
+    assert "another searcher" in said
+    assert "random-0, random-1 had nothing more to propose" in said
+    broken = Failed(stage="search", reason="no")
+    for seed in (0, 1):
+        note_end(folder / CELL / "runs" / f"random-{seed}.jsonl", "ended at 3 of 50: no", broken)
+    assert "- a searcher that does not break: random-0, random-1" in told(folder)

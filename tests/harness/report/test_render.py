@@ -236,6 +236,14 @@ def test_faster_with_outputs_that_are_not_finite_does_not_read_as_a_recommendati
     assert "1 faster but not scored" in index(results, write_tables(results, folder / "report"), {})
 
 
+def test_a_tool_that_calibrated_by_another_method_says_so_in_its_row(folder):
+    change(folder, tool_methods={"linear": "entropy"}, calibration={"method": "mse"})
+    text = tables(folder)
+    head, *lines = cells_of(folder / "report" / "main.md")
+    assert "linear (entropy)" in [line[head.index("method")] for line in lines]
+    assert f"Baselines of {CELL}: calibrated linear by entropy, the nearest that the tool has to mse." in text
+
+
 def test_random_data_and_few_images_are_said_below_every_table(folder):
     path = folder / CELL / "accuracy.json"
     body = json.loads(path.read_text())

@@ -263,9 +263,43 @@ def test_what_was_lost_stands_beside_the_bound(
     scores = read(copy / "accuracy.json")
     rows = [row for row in read(copy / "rows.json")["rows"] if row["choices"] is not None]
     worst = min(rows, key=lambda row: scores[f"{row['sha256']} main"]["metrics"]["cosine"])
-    assert qdq("verify", str(models(copy)[worst["id"]]), "--base", str(folder)) == 0, "a broken bound is as recorded"
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("accuracy: ok: ")]
-    assert line.endswith(f", {expected}")
+    broken = expected.startswith("beyond")
+    assert qdq("verify", str(models(copy)[worst["id"]]), "--base", str(folder)) == int(broken)
+    lines = {line.partition(":")[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert lines["accuracy"].startswith("accuracy: ok: ")
+    assert lines["accuracy"].endswith(f", {expected}")
+    assert lines["bound"].startswith(f"bound: {'BROKEN' if broken else 'ok'}: ")
+    assert lines["bound"].endswith(f", {expected}")
+
+
+@pytest.mark.parametrize(("bound", "status"), [("0", 1), ("0%", 1), ("90%", 0), ("0.9", 0), ("-1", 2), ("half", 2)])
+def test_a_bound_of_ones_own(copy: Path, folder: Path, capsys: Any, bound: str, status: int) -> None:
+    """It counts in the place of the experiment's, which has none here; one score fewer does not loosen it."""
+    scores = read(copy / "accuracy.json")
+    rows = [row for row in read(copy / "rows.json")["rows"] if row["choices"] is not None]
+    worst = min(rows, key=lambda row: scores[f"{row['sha256']} main"]["metrics"]["cosine"])
+    changed(copy / "accuracy.json", lambda body: body.pop(f"{worst['sha256']} main"))
+    file = str(models(copy)[worst["id"]])
+    assert qdq("verify", file, "--base", str(folder), "--max-drop", bound) == status
+    said = capsys.readouterr()
+    assert "--max-drop" in said.err if status == 2 else f"bound: {'BROKEN' if status else 'ok'}: drop +" in said.out
+
+
+def test_a_bound_without_an_evaluator_is_refused(copy: Path, folder: Path, capsys: Any) -> None:
+    stored = yaml.safe_load((copy.parent / "experiment.yaml").read_text())
+    stored["models"][0]["evaluator"], stored["objective"] = None, {}
+    (copy.parent / "experiment.yaml").write_text(yaml.safe_dump(stored))
+    file = str(next(path for path in models(copy).values()))
+    assert qdq("verify", file, "--base", str(folder), "--max-drop", "0.1") == 2
+    assert "--max-drop: model 'net' has no evaluator" in capsys.readouterr().err
+
+
+def test_a_row_that_cannot_be_scored_does_not_hold_the_bound(copy: Path, folder: Path, capsys: Any) -> None:
+    changed(copy / "cell.json", lambda body: body["goal"].update(max_drop=0.9))
+    placement = next(row["id"] for row in read(copy / "rows.json")["rows"] if row["choices"] is not None)
+    changed(copy / "cell.json", lambda body: body.update(metric="other"))
+    assert qdq("verify", str(models(copy)[placement]), "--base", str(folder)) == 1
+    assert "bound: BROKEN: cannot be held to 0.9" in capsys.readouterr().out
 
 
 def test_that_accuracy_was_not_measured_is_said(copy: Path, folder: Path, capsys: Any) -> None:

@@ -23,9 +23,16 @@ from harness.run.bounds import bound_lines
 from harness.run.check import check_experiment, check_models
 from harness.run.config import parse_experiment
 from harness.run.models import evaluator_use, open_model
+from harness.run.outlook import outlook
 from search.space import Space
 
 COUNT = 24
+
+
+def models(folder: Path, **changes: Any) -> Any:
+    """An experiment with the model of the folder alone."""
+    body = {"experiment": "e", "models": [{"use": "net.onnx"}], "backends": ["simulated"], **changes}
+    return parse_experiment(json.dumps(body), "e.yaml")
 
 
 @pytest.fixture
@@ -67,12 +74,15 @@ def test_few_images_and_random_calibration_data_are_said(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("evaluator", "message"),
     [
-        (top1(labels=None), r"model 'net': evaluator: top1: data.labels: classes are needed"),
-        ({"use": "miou", "params": IMAGES}, r"evaluator: miou: data.masks: masks are needed"),
-        ({"use": "coco_map", "params": {**IMAGES, "decode": "yolox"}}, "evaluator: coco_map: data.labels: boxes are"),
+        (top1(labels=None), r"models\.0\.evaluator \(model 'net'\): top1: data.labels: classes are needed"),
+        ({"use": "miou", "params": IMAGES}, r"evaluator .*: miou: data.masks: masks are needed"),
+        (
+            {"use": "coco_map", "params": {**IMAGES, "decode": "yolox"}},
+            "evaluator .*: coco_map: data.labels: boxes are",
+        ),
         ({"use": "top2", "params": IMAGES}, "no evaluator is called 'top2'; did you mean 'top5' or 'top1'"),
-        ({"use": "fidelity", "params": {"samples": 0}}, "evaluator: fidelity: samples: a whole number from 1"),
-        (top1(half="both"), r"evaluator: data.half: one of search, report, but got 'both'"),
+        ({"use": "fidelity", "params": {"samples": 0}}, "evaluator .*: fidelity: samples: a whole number from 1"),
+        (top1(half="both"), r"evaluator .*: data.half: one of search, report, but got 'both'"),
     ],
 )
 def test_evaluators_that_cannot_work_are_refused_at_once(folder: Path, evaluator: Any, message: str) -> None:
@@ -130,13 +140,15 @@ def test_labels_that_the_model_has_no_output_for_are_refused_at_once(
     folder: Path, classes: tuple[int, int], said: str | None
 ) -> None:
     (folder / "labels.txt").write_text("".join(f"{i}.png {classes[i % 2]}\n" for i in range(COUNT)))
-    with nullcontext() if said is None else pytest.raises(UserError, match=f"evaluator: top1: data.labels: {said}"):
+    with nullcontext() if said is None else pytest.raises(UserError, match=f"evaluator .*: top1: data.labels: {said}"):
         assert checked(folder, top1(), IMAGES) == ()
 
 
 def test_calibration_data_that_do_not_fit_the_model_are_refused_at_once(folder: Path) -> None:
     np.save(folder / "a.npy", np.zeros((3, 3, 8, 9), np.float32))
-    with pytest.raises(UserError, match=r"model 'net': calibration: .*a\.npy: a sample of array 'x' is 3 x 8 x 9"):
+    with pytest.raises(
+        UserError, match=r"models\.0\.calibration \(model 'net'\): .*a\.npy: a sample of array 'x' is 3 x 8 x 9"
+    ):
         checked(folder, None, {"data": {"use": "npy", "path": "a.npy"}})
 
 
@@ -155,17 +167,20 @@ def test_a_model_that_no_run_could_use_is_refused_by_the_check(folder: Path) -> 
         models()
     (folder / "net.onnx").write_bytes(b"hello")
     assert checked(folder) == (), "a run goes on with what else there is"
-    with pytest.raises(UserError, match=r"model 'net': net\.onnx: "):
+    with pytest.raises(UserError, match=r"models\.0 \(model 'net'\): net\.onnx: "):
         checked(folder, top1())
-    with pytest.raises(UserError, match=r"model 'net': net\.onnx: not an ONNX file"):
+    with pytest.raises(UserError, match=r"models\.0 \(model 'net'\): net\.onnx: not an ONNX file"):
         models()
 
 
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ({"x": "1x4x8x8"}, r"model 'net': net\.onnx: shapes\.x: the input is fixed to 1x3x8x8 in the model, but got"),
-        ({"y": "1x3x8x8"}, r"model 'net': net\.onnx: shapes\.y: the model has no such input; known: x"),
+        (
+            {"x": "1x4x8x8"},
+            r"models\.0 \(model 'net'\): net\.onnx: shapes\.x: the input is fixed to 1x3x8x8 in the model, but got",
+        ),
+        ({"y": "1x3x8x8"}, r"models\.0 \(model 'net'\): net\.onnx: shapes\.y: the model has no such input; known: x"),
     ],
 )
 def test_shapes_that_do_not_fit_the_model_are_refused_at_once(folder: Path, shapes: Any, message: str) -> None:
@@ -219,7 +234,7 @@ KEEPING = f"{__name__}:{Keeping.__name__}"
 @pytest.mark.parametrize(
     ("use", "params", "message"),
     [
-        (KEEPING, {"rate": "high"}, rf"^searcher '{KEEPING}': rate: a valid number, but got 'high'$"),
+        (KEEPING, {"rate": "high"}, rf"^searchers.0: searcher '{KEEPING}': rate: a valid number, but got 'high'$"),
         (KEEPING, {"rate": True}, "rate: a valid number, but got True"),
         (KEEPING, {"parts": "a"}, "parts: a valid array, but got 'a'"),
         ("evolutionary", {"crossover": "high"}, "searcher 'evolutionary': crossover: a valid number, but got 'high'"),
@@ -235,8 +250,8 @@ def test_parameters_of_another_type_are_refused_at_once(folder: Path, use: str, 
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"base_ms": "nan"}, "^backend 'simulated': base_ms: a valid number, but got 'nan'$"),
-        ({"base_ms": math.nan}, "^benchmarker 'simulated': base_ms: a finite number, but got nan$"),
+        ({"base_ms": "nan"}, "^backends.0: backend 'simulated': base_ms: a valid number, but got 'nan'$"),
+        ({"base_ms": math.nan}, "^backends.0: benchmarker 'simulated': base_ms: a finite number, but got nan$"),
         ({"seed": 0.5}, "backend 'simulated': seed: a valid integer"),
     ],
 )
@@ -322,3 +337,61 @@ def test_models_of_several_metrics_are_named_with_their_bounds() -> None:
 
 def test_without_an_evaluator_nothing_is_said_of_bounds() -> None:
     assert list(bound_lines(parse_experiment("experiment: e\nmodels: [net.onnx]", "e.yaml"))) == []
+
+
+def test_what_onnx_runtime_cannot_run_is_known_before_it_calibrates(folder: Path) -> None:
+    assert check_models(models(folder), folder) == ()
+    proto = onnx.load(folder / "net.onnx")
+    proto.graph.node.append(onnx.helper.make_node("Mystery", ["logits"], ["more"], domain="plug.in"))
+    proto.opset_import.append(onnx.helper.make_opsetid("plug.in", 1))
+    proto.graph.output[0].name = "more"
+    onnx.save(proto, folder / "net.onnx")
+    (remark,) = check_models(models(folder), folder)
+    assert "ort_static" in remark
+    assert "Mystery" in remark
+
+
+def test_baselines_that_calibrate_otherwise_are_named_by_the_check(folder: Path) -> None:
+    said = check_experiment(models(folder, models=[{"use": "net.onnx", "calibration": {"method": "mse"}}]), folder)
+    assert [line for line in said if "calibrates by entropy" in line and "modelopt_ptq" in line]
+
+
+@pytest.mark.parametrize(("samples", "said"), [
+    (300, "calibration.samples: 300 are asked for, but the data have 24"),
+    (24, None),
+    (4, None),
+])  # fmt: skip
+def test_more_samples_than_there_are_are_said(folder: Path, samples: int, said: str | None) -> None:
+    found = checked(folder, top1(), {**IMAGES, "samples": samples})
+    assert found == (() if said is None else (f"model 'net': {said}",))
+
+
+def test_samples_that_a_default_leaves_out_are_said(folder: Path) -> None:
+    np.save(folder / "many.npy", np.zeros((60, 3, 8, 8), np.float32))
+    (said,) = checked(folder, None, {"data": {"use": "npy", "path": "many.npy"}})
+    assert "the first 48 of 60 samples" in said
+
+
+def test_samples_of_an_evaluator_and_of_the_proxy_are_counted_too(folder: Path) -> None:
+    np.save(folder / "few.npy", np.zeros((30, 3, 8, 8), np.float32))
+    data = {"use": "npy", "path": "few.npy"}
+    fidelity = {"use": "fidelity", "params": {"data": data, "samples": 99}}
+    found = checked(folder, fidelity, {"data": data}, max_drop=80, proxy=40)
+    assert [line.partition(": ")[2].partition(":")[0] for line in found] == [
+        "objective.proxy",
+        "evaluator.params.samples",
+    ]
+
+
+def test_the_outlook_counts_what_is_to_be_done() -> None:
+    text = "experiment: e\nmodels: [a.onnx, b.onnx]\nsearchers: [random, tpe]\nseeds: [0, 1]\n"
+    text += "budget: {evaluations: [20, 40]}\n"
+    said = outlook(parse_experiment(text, "e"))
+    assert said.startswith("ok: 2 cells, 8 searches, 320 evaluations at most; roughly ")
+    assert re.search(r"\d+ to \d+ minutes$", said)
+    slow = outlook(parse_experiment(text + "backends: [tensorrt]\n", "e"))
+    assert "hours" in slow
+    assert "(5 minutes a search at most)" in outlook(parse_experiment(text.replace("40]", "40], minutes: 5"), "e"))
+    assert "roughly a minute" in outlook(
+        parse_experiment("experiment: e\nmodels: [a.onnx]\nbackends: [simulated]", "e")
+    )

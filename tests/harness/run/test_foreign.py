@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -14,7 +17,9 @@ from harness.graph.dialects import ONNXRUNTIME
 from harness.graph.importer import import_qdq
 from harness.graph.load import load
 from harness.graph.space import build_space
-from harness.run.foreign import Order, quantize_with
+from harness.run import foreign
+from harness.run.config import parse_experiment
+from harness.run.foreign import Order, quantize_with, tool_remarks
 from harness.run.observe import Silent
 
 
@@ -60,3 +65,65 @@ def test_the_placement_of_quantize_static_is_that_of_everything_though_it_remove
     model = load(order.model_file, source="net")
     space = build_space(model, ONNXRUNTIME)
     assert space.nearest(import_qdq(path, model)) == space.everywhere()
+
+
+@pytest.mark.parametrize(("name", "method", "used"), [
+    ("modelopt_ptq", "mse", "entropy"),
+    ("modelopt_ptq", "percentile", "entropy"),
+    ("modelopt_ptq", "minmax", "minmax"),
+    ("ort_static", "mse", "entropy"),
+    ("ort_static_s8", "mse", "entropy"),
+    ("ort_static", "percentile", "percentile"),
+])  # fmt: skip
+def test_a_tool_without_the_calibration_method_uses_its_nearest(
+    order: Order, monkeypatch: pytest.MonkeyPatch, name: str, method: Any, used: str
+) -> None:
+    """One that no tool has left the rows of all of them empty."""
+    seen: list[str] = []
+
+    def record(model: Path, output: Path, batches: Any, **options: Any) -> None:
+        seen.append(options["method"])
+        output.write_bytes(model.read_bytes())
+
+    monkeypatch.setitem(foreign.PTQ, name, record)
+    made = quantize_with(name, replace(order, options={**order.options, "method": method}), Silent())
+    assert seen == [used]
+    assert made.path is not None
+    assert made.method == ("" if used == method else used)
+    again = quantize_with(name, replace(order, options={**order.options, "method": method}), Silent())
+    assert again == made
+    assert len(seen) == 1
+
+
+def test_quantize_static_has_a_model_for_mse(order: Order) -> None:
+    made = quantize_with("ort_static", replace(order, options={**order.options, "method": "mse"}), Silent())
+    assert made.pairs > 0
+
+
+def test_a_tool_that_cannot_run_says_so_before_it_is_started(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = quantize_with("ort_static", replace(order, options={**order.options, "precision": "fp8"}), Silent())
+    assert (made.path, made.reason) == (None, "quantizes to int8, not to fp8")
+    monkeypatch.setitem(sys.modules, "modelopt", None)
+    made = quantize_with("modelopt_ptq", order, Silent())
+    assert made.path is None
+    assert "modelopt not installed: pip install" in made.reason
+
+
+def remarks(**changes: Any) -> list[str]:
+    calibration = {"method": changes.pop("method", "minmax")}
+    body: Any = {"experiment": "e", "models": [{"use": "zoo:mlp", "calibration": calibration}], **changes}
+    return list(tool_remarks(parse_experiment(str(body).replace("'", '"'), "e.yaml")))
+
+
+def test_what_a_tool_will_not_do_as_asked_is_known_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert remarks() == remarks(initial=["float"], baselines=["all"], method="mse") == []
+    assert [line.partition(" ")[0] for line in remarks(method="mse")] == ["modelopt_ptq", "ort_static"]
+    (line,) = remarks(method="percentile")
+    assert "modelopt_ptq has no calibration method percentile and calibrates by entropy" in line
+    (line,) = remarks(precision=["int8", "fp8"])
+    assert "ort_static: cannot run at precision fp8" in line
+    assert len(remarks(precision=["mixed"])) == 2
+    monkeypatch.setitem(sys.modules, "torch", None)
+    (line,) = remarks()
+    assert "modelopt_ptq: cannot run at precision int8" in line
+    assert "torch not installed" in line

@@ -217,7 +217,9 @@ quantize: {{model_path: {detector}, backend: qdq, layers: [{layer("Conv", INT8)}
 dataset: {{calibration_data: {coco}/train2017, preprocess: shapes, samples: 2}}
 """
     spec = parse_spec(text, "s")
-    assert quantize(section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path).calibrated_on.startswith("2 sam")
+    assert quantize(section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path).calibrated_on.startswith(
+        "2 of the 8 sam"
+    )
 
 
 def test_without_data_random_numbers_are_used_and_said(
@@ -235,7 +237,9 @@ quantize: {{model_path: {detector}, backend: qdq, layers: [{layer("Conv", INT8)}
 dataset: {{test_data_sources: {{image_dir: {coco}/val2017}}, preprocess: shapes, samples: 2}}
 """
     spec = parse_spec(text, "s")
-    assert quantize(section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path).calibrated_on.startswith("2 sam")
+    assert quantize(section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path).calibrated_on.startswith(
+        "2 of the 24 sam"
+    )
     assert "the accuracy on them will look better than it is on others" in caplog.text
 
 
@@ -328,14 +332,27 @@ def test_an_input_with_more_than_its_batch_dynamic(tmp_path: Path, noise: Path) 
     g = GraphBuilder("wide", seed=1)
     g.output(g.conv(g.input("images", ("N", 3, "H", "W")), 32, 3), name="y")
     model = g.save(tmp_path / "wide.onnx")
-    with pytest.raises(UserError, match=r"input 'images' is \?x3x\?x\?: say its static shape under dataset.shapes"):
-        run(model, tmp_path, layer("Conv", INT8), data=noise)
+    with pytest.raises(UserError, match=r"input 'images' is Nx3xHxW: say .* dataset.dims, .*\{H: 640, W: 640\}"):
+        run(model, tmp_path, layer("Conv", INT8))
+    assert run(model, tmp_path, layer("Conv", INT8), data=noise).layers["Conv"] == {"int8": 1}
     text = f"""
 quantize: {{model_path: {model}, backend: qdq, layers: [{layer("Conv", INT8)}]}}
 dataset: {{calibration_data: {noise}, shapes: {{images: 1x3x8x8}}}}
 """
     spec = parse_spec(text, "s")
     assert quantize(section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path).layers["Conv"] == {"int8": 1}
+    spec = parse_spec(text.replace("shapes: {images: 1x3x8x8}", "dims: {H: 8, W: 8}"), "s")
+    assert quantize(section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path).layers["Conv"] == {"int8": 1}
     spec = parse_spec(text.replace("shapes: {images", "shapes: {image"), "s")
     with pytest.raises(UserError, match=r"dataset.shapes.image: the model has no such input; did you mean 'images'"):
         quantize(section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("samples", "said"), [(2, "2 of the 4 samples"), (300, "of the 300 asked for"), (4, "4 samples")]
+)
+def test_what_a_limit_of_samples_did_is_said(small: Path, noise: Path, tmp_path: Path, samples: int, said: str) -> None:
+    text = f"quantize: {{model_path: {small}, backend: qdq, layers: [{layer('Gemm', INT8)}]}}\n"
+    spec = parse_spec(f"{text}dataset: {{calibration_data: {noise}, samples: {samples}}}", "s")
+    found = quantize(section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path)
+    assert said in found.calibrated_on

@@ -112,7 +112,7 @@ def test_defaults_are_those_of_the_document() -> None:
         (quantize("  preset: extreme_int8"), "'extreme_int8' says itself what is quantized; leave layers out"),
         (
             "gen_trt_engine: {onnx_file: a, trt_engine: b, tensorrt: {data_type: INT8}}",
-            "FP16 or FP32, but got 'INT8': scales come with the Q/DQ pairs of the ONNX file",
+            "FP16, BF16, TF32 or FP32, but got 'INT8': scales come with the Q/DQ pairs of the ONNX file",
         ),
         (
             "gen_trt_engine: {onnx_file: a, trt_engine: b, tensorrt: {min_batch_size: 4, opt_batch_size: 2}}",

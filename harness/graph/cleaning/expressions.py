@@ -1,0 +1,53 @@
+"""Expressions of symbolic dimensions, as exporters write them into `dim_param`: "past_length + 1"."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Mapping
+from types import MappingProxyType
+
+__all__ = ["evaluate", "names_in"]
+
+_OPERATORS = MappingProxyType(
+    {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv}
+)
+LONGEST = 200
+"""Characters of an expression; a longer text is taken for a name."""
+
+
+def names_in(text: str) -> tuple[str, ...]:
+    """Return the names in an expression of whole numbers and names with +, -, * and //; none where it is no such."""
+    if len(text) > LONGEST:
+        return ()
+    try:
+        tree = ast.parse(text, mode="eval").body
+        _value(tree, None)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ()
+    return tuple(dict.fromkeys(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)))
+
+
+def evaluate(text: str, values: Mapping[str, int]) -> int | None:
+    """Return the value of an expression that `names_in` accepts; None where it is no size."""
+    try:
+        found = _value(ast.parse(text, mode="eval").body, values)
+    except ZeroDivisionError:
+        return None
+    return found if found > 0 else None
+
+
+def _value(node: ast.expr, values: Mapping[str, int] | None) -> int:
+    """Evaluate a tree, or only check it where `values` is None.
+
+    Raises:
+        ValueError: It holds something else than whole numbers, names and the operators above.
+    """
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.Name):
+        return 1 if values is None else values[node.id]
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = _value(node.left, values), _value(node.right, values)
+        return 1 if values is None else int(_OPERATORS[type(node.op)](left, right))
+    raise ValueError(f"no dimension: {ast.dump(node)}")

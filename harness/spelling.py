@@ -1,0 +1,19 @@
+"""Usual spellings of float precisions, which are f32, tf32, f16 and bf16 here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["FLOATS", "float_precision"]
+
+FLOATS = {
+    "f32": "f32", "fp32": "f32", "float32": "f32", "float": "f32", "single": "f32",
+    "tf32": "tf32", "tensorfloat32": "tf32",
+    "f16": "f16", "fp16": "f16", "float16": "f16", "half": "f16",
+    "bf16": "bf16", "bfloat16": "bf16",
+}  # fmt: skip
+
+
+def float_precision(value: Any) -> Any:
+    """Return our name of a float precision in any usual spelling ("FP16", "half"); other values as they are."""
+    return FLOATS.get(value.lower(), value) if isinstance(value, str) else value

@@ -1,0 +1,169 @@
+"""Sizes of dynamic inputs: the batch is 1, a symbol has one size everywhere, other symbols are asked for once."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from harness.autotune.region_inspect import main as region_inspect
+from harness.cli import main
+from harness.errors import UserError
+from harness.graph.load import load
+from harness.inspect import inspect_regions
+from harness.run.config import parse_experiment
+from harness.run.models import open_model
+
+Shape = tuple[int | str | None, ...]
+
+
+def saved(folder: Path, inputs: Mapping[str, Shape]) -> Path:
+    """Write a model with one Relu behind each input."""
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in inputs.items()]
+    nodes = [helper.make_node("Relu", [name], [f"{name}_out"], name=f"relu_{name}") for name in inputs]
+    results = [helper.make_tensor_value_info(f"{name}_out", TensorProto.FLOAT, shape) for name, shape in inputs.items()]
+    graph = helper.make_graph(nodes, "g", values, results)
+    path = folder / "m.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return path
+
+
+def shapes(path: Path, **sizes: Mapping[str, str] | Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    model = load(path, **sizes)  # type: ignore[arg-type]
+    return {name: model.types[name].shape for name in model.inputs}
+
+
+LSTM: Mapping[str, Shape] = {"states": ("batch", "time", 8), "cells": (3, "batch", 8)}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        ({"x": ("batch", 3)}, {"x": (1, 3)}),
+        ({"x": ("batch_size", 3)}, {"x": (1, 3)}),
+        ({"x": ("N", 3)}, {"x": (1, 3)}),
+        ({"x": ("n", 3)}, {"x": (1, 3)}),
+        ({"x": ("bs", 3)}, {"x": (1, 3)}),
+        ({"x": ("unk__12", 3)}, {"x": (1, 3)}),
+        ({"x": ("input_dynamic_axes_1", 3)}, {"x": (1, 3)}),
+        ({"x": (None, 3)}, {"x": (1, 3)}),
+        ({"x": ("?", 3)}, {"x": (1, 3)}),
+        ({"x": ("batch", 4), "states": (3, "batch", 4)}, {"x": (1, 4), "states": (3, 1, 4)}),
+        ({"x": ("N", 4), "y": (2, "N")}, {"x": (1, 4), "y": (2, 1)}),
+        ({"x": ("batch", 4), "y": ("2*batch", 4)}, {"x": (1, 4), "y": (2, 4)}),
+    ],
+)
+def test_the_batch_is_1_and_one_line_says_so(
+    inputs: Mapping[str, Shape], expected: Mapping[str, Shape], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert shapes(saved(tmp_path, inputs)) == expected
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "set to 1" in line
+    (option,) = re.findall(r"--dim (\S+=8)", line)  # which works
+    name, _, size = option.partition("=")
+    assert any(8 in shape for shape in shapes(saved(tmp_path, inputs), dims={name: int(size)}).values())
+
+
+@pytest.mark.parametrize(
+    ("inputs", "asked"),
+    [
+        (LSTM, ["time=128"]),
+        ({"x": ("batch", "N", 3)}, ["N=128"]),  # points of a cloud, not the batch
+        ({"x": ("batch", "time"), "mask": ("batch", "past + time"), "cache": (2, "past")}, ["time=128", "past=128"]),
+        ({"x": ("batch", 3, "h", "w")}, ["h=224", "w=224"]),
+        ({"x": ("time", "batch", 8)}, ["time=128"]),
+        ({"x": ("batch", "seq len")}, ["seq len=128"]),
+    ],
+)
+def test_other_symbols_are_asked_for_once_with_a_command_that_works(
+    inputs: Mapping[str, Shape], asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved(tmp_path, inputs)
+    with pytest.raises(SystemExit):
+        main(["regions", str(path)])
+    said = capsys.readouterr().err
+    options = shlex.split(said[said.index("--dim") :])
+    assert options == [word for each in asked for word in ("--dim", each)]
+    main(["regions", str(path), *options])
+    assert region_inspect(["-m", str(path), *options]) == 0
+
+
+def test_unnamed_dimensions_are_asked_for_by_shape_and_agree_with_symbols(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved(tmp_path, {"x": ("batch", "time"), "y": (None, None, "time")})
+    with pytest.raises(SystemExit):
+        main(["regions", str(path)])
+    said = capsys.readouterr().err
+    options = shlex.split(said[said.index("--dim") :])
+    assert options == ["--dim", "time=128", "--shape", "y:1x128x128"]
+    main(["regions", str(path), *options])
+
+
+def test_the_example_is_one_that_the_model_takes(tmp_path: Path) -> None:
+    """A sum with 64 position embeddings takes no sequence of 128; a convolution says its channels."""
+    model = onnx.load(saved(tmp_path, {"x": ("batch", "time", 8), "image": (None, None, None, None)}))
+    table = helper.make_tensor("table", TensorProto.FLOAT, (16, 8), [0.0] * 128)
+    weight = helper.make_tensor("weight", TensorProto.FLOAT, (4, 2, 1, 1), [0.0] * 8)
+    model.graph.initializer.extend([table, weight])
+    model.graph.node.append(helper.make_node("Add", ["x_out", "table"], ["sum"], name="add"))
+    model.graph.node.append(helper.make_node("Conv", ["image", "weight"], ["conv"], name="conv"))
+    model.graph.output.extend(helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in ("sum", "conv"))
+    onnx.save(model, tmp_path / "m.onnx")
+    with pytest.raises(UserError, match=r"--dim time=16 --shape image:1x2x224x224"):
+        load(tmp_path / "m.onnx")
+
+
+def test_one_symbol_has_one_size(tmp_path: Path) -> None:
+    path = saved(tmp_path, LSTM)
+    assert shapes(path, dims={"time": 5, "batch": 2}) == {"states": (2, 5, 8), "cells": (3, 2, 8)}
+    assert shapes(path, shapes={"states": "4x5x8"}) == {"states": (4, 5, 8), "cells": (3, 4, 8)}
+    assert shapes(path, shapes={"states": "4x5x8"}, dims={"time": 5})["cells"] == (3, 4, 8)
+    with pytest.raises(UserError, match=r"shapes\.states: dimension 'time'.* 6 and 5: .*6 is from dims\.time"):
+        shapes(path, shapes={"states": "4x5x8"}, dims={"time": 6})
+    with pytest.raises(UserError, match=r"shapes\.cells: dimension 'batch'.* 4 and 2: .*4 is from shapes\.states"):
+        shapes(path, shapes={"states": "4x5x8", "cells": "3x2x8"})
+
+
+def test_expressions_of_symbols(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"past": ("batch", "p"), "x": ("batch", "s"), "mask": ("batch", "p + s")})
+    assert shapes(path, dims={"p": 3, "s": 4})["mask"] == (1, 7)
+    assert shapes(path, dims={"s": 4}, shapes={"mask": "1x9"})["past"] == (1, 5)
+    with pytest.raises(UserError, match=r"'p \+ s' is 9 \(shapes\.mask\), but p = 3 \(dims\.p\), s = 4"):
+        shapes(path, dims={"s": 4, "p": 3}, shapes={"mask": "1x9"})
+
+
+@pytest.mark.parametrize(
+    ("dims", "message"),
+    [
+        ({"tme": 5}, r"dims\.tme: no input has such a dimension; did you mean 'time'"),
+        ({"time": 0}, r"dims\.time: a size is a whole number of at least 1, but got 0"),
+    ],
+)
+def test_dims_that_do_not_fit(dims: Mapping[str, int], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        shapes(saved(tmp_path, LSTM), dims=dims)
+
+
+@pytest.mark.parametrize("option", ["time", "=3", "time=", "time=x", "time=0", "time=-1"])
+def test_options_that_are_no_sizes(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["regions", str(saved(tmp_path, LSTM)), "--dim", option])
+    assert "--dim time=128" in capsys.readouterr().err
+
+
+def test_dims_of_an_experiment_and_of_the_python_interface(tmp_path: Path) -> None:
+    path = saved(tmp_path, LSTM)
+    experiment = parse_experiment(f"experiment: e\nmodels: [{{use: {path}, dims: {{time: 16}}}}]", "e.yaml")
+    model = open_model(experiment.models[0], tmp_path, tmp_path)
+    assert model.types["states"].shape == (1, 16, 8)
+    assert inspect_regions(str(path), {}, dims={"time": 16}).model.types["states"].shape == (1, 16, 8)
+    with pytest.raises(UserError, match=r"models\.0\.dims\.time: .*greater than or equal to 1"):
+        parse_experiment("experiment: e\nmodels: [{use: a.onnx, dims: {time: 0}}]", "e.yaml")

@@ -1,0 +1,157 @@
+"""Inputs that must not be rounded, or that a runtime computes wrongly, have no insertion point."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import openvino
+import pytest
+
+from harness.calibrate.ranges import calibrate
+from harness.graph.build import GraphBuilder
+from harness.graph.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
+from harness.graph.insert import Inserter
+from harness.graph.legality import broken_rule
+from harness.graph.load import from_proto, save
+from harness.graph.model import Model
+from harness.graph.space import build_space
+
+DIALECTS = [TENSORRT, OPENVINO, ONNXRUNTIME]
+
+
+def finish(g: GraphBuilder, output: str) -> Model:
+    g.output(output)
+    return from_proto(g.build(), source="m", sha256="0")
+
+
+def quantized(model: Model, dialect: Dialect) -> set[tuple[str, int]]:
+    """Operator and input of every edge that may be quantized."""
+    ops = {node.name: node.op for node in model.nodes} | {"": "output"}
+    return {(ops[edge.consumer], edge.slot) for d in build_space(model, dialect).dimensions for edge in d.edges}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+def test_scales_of_resize_and_what_computes_them(dialect: Dialect) -> None:
+    g = GraphBuilder("m")
+    x, scales = g.op("Tanh", g.input("x", (1, 2, 4, 4))), g.input("s", (2,))
+    scales = g.op("Concat", g.const(np.ones(2, np.float32)), g.op("Mul", scales, scales), axis=0)
+    model = finish(g, g.op("Resize", x, "", scales, mode="nearest"))
+    assert quantized(model, dialect) - {("output", 0)} == {("Tanh", 0), ("Resize", 0)}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+@pytest.mark.parametrize(
+    ("op", "shapes"),
+    [
+        ("Clip", [(), ()]), ("PRelu", [(3, 1, 1)]), ("Pow", [(4, 4)]), ("LayerNormalization", [(4,), (4,)]),
+        ("InstanceNormalization", [(3,), (3,)]),
+    ],
+)  # fmt: skip
+def test_computed_parameters(op: str, shapes: list[tuple[int, ...]], dialect: Dialect) -> None:
+    g = GraphBuilder("m")
+    x = g.op("Exp", g.input("x", (1, 3, 4, 4)))
+    model = finish(g, g.op(op, x, *(g.input(f"p{n}", shape) for n, shape in enumerate(shapes))))
+    assert {slot for reader, slot in quantized(model, dialect) if reader == op} <= {0}
+
+
+def poles(g: GraphBuilder, kind: str) -> str:
+    x = g.input("x", (4, 64))
+    square = g.op("Mul", x, x)
+    clipped = g.op("Clip", square, g.const(np.float32(1e-6)))
+    if kind == "Div":
+        return g.op("Div", x, clipped)
+    if kind == "normalization":
+        mean = g.op("ReduceMean", square, axes=[1])
+        return g.op("Div", x, g.op("Sqrt", g.op("Add", mean, g.const(np.float32(1e-12)))))
+    if kind == "movers":
+        return g.op("Log", g.op("Reshape", g.op("Transpose", clipped), g.const([256])))
+    if kind == "Pow":
+        return g.op("Pow", clipped, g.const(np.float32(-0.5)))
+    if kind == "one minus":
+        return g.op("Log", g.op("Sub", g.const(np.float32(1)), g.op("Sigmoid", x)))
+    return g.op(kind, clipped)
+
+
+@pytest.mark.parametrize("dialect", [OPENVINO, ONNXRUNTIME], ids=lambda d: d.name)
+@pytest.mark.parametrize("kind", ["Div", "Log", "Reciprocal", "Pow", "movers", "normalization", "one minus"])
+def test_no_grid_leads_to_a_pole(kind: str, dialect: Dialect, tmp_path: Path) -> None:
+    g = GraphBuilder("m")
+    model = finish(g, poles(g, kind))
+    feed = {"x": np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)}
+    float_file = save(model, tmp_path)
+    space = build_space(model, dialect)
+    tensors = {edge.tensor for d in space.dimensions for edge in d.edges} - model.constants.keys()
+    inserter = Inserter(model, dialect, calibrate(float_file, tensors, [feed]))
+    path = inserter.write(space.resolve(space.everywhere()), tmp_path, name="quantized")
+    (found,) = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, feed)
+    assert np.isfinite(found).all()
+    assert not {("Log", 0), ("Reciprocal", 0), ("Div", 1), ("Sqrt", 0), ("Clip", 0)} & quantized(model, dialect)
+
+
+def test_a_value_and_a_mean_in_front_of_a_guarded_root_stay_points() -> None:
+    g = GraphBuilder("m")
+    x = g.input("x", (4, 64))
+    centred = g.op("Sub", x, g.op("ReduceMean", x, axes=[1]))
+    variance = g.op("ReduceMean", g.op("Mul", centred, centred), axes=[1])
+    model = finish(g, g.op("Div", centred, g.op("Sqrt", g.op("Add", variance, g.const(np.float32(1e-5))))))
+    assert quantized(model, OPENVINO) == {
+        ("ReduceMean", 0),
+        ("Sub", 0),
+        ("Sub", 1),
+        ("Mul", 0),
+        ("Mul", 1),
+        ("Add", 0),
+        ("Div", 0),
+    }
+
+
+def faulty(g: GraphBuilder, kind: str) -> str:
+    if kind == "Pad":
+        x = g.op("Relu", g.input("x", (1, 3, 6, 6)))
+        return g.op("Relu", g.op("Pad", x, g.const([0, 0, 1, 1, 0, 0, 1, 1]), g.const(np.float32(0.7))))
+    if kind == "LayerNormalization":
+        return g.op(kind, g.input("x", (2, 5, 16)), g.const(np.ones(16, np.float32)), epsilon=10.0)
+    if kind == "Softmax":
+        return g.op("Softmax", g.op("Tanh", g.input("x", (4, 1))), axis=1)
+    if kind == "GlobalAveragePool":
+        return g.op(kind, g.input("x", (4, 2, 8)))
+    x = g.input("x", (2, 16, 24))
+    return g.op("ReduceMean", x, axes=[1]) if kind == "ReduceMean" else g.op("ReduceSum", x, g.const([1]))
+
+
+FAULTS = [
+    ("Pad", OPENVINO, "padding value"), ("LayerNormalization", OPENVINO, "epsilon"),
+    ("Softmax", ONNXRUNTIME, "softmax of one"),
+    ("GlobalAveragePool", OPENVINO, "batched reduction"), ("ReduceMean", OPENVINO, "batched reduction"),
+    ("ReduceSum", OPENVINO, "batched reduction"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "dialect", "rule"), FAULTS)
+def test_what_a_runtime_computes_wrongly_stays_float(kind: str, dialect: Dialect, rule: str, tmp_path: Path) -> None:
+    """Everything that is legal is within 20 dB of the file's own result; these were 0 to 10 dB off."""
+    g = GraphBuilder("m")
+    model = finish(g, faulty(g, kind))
+    node = next(node for node in model.nodes if node.op == kind)
+    broken = broken_rule(model, dialect, node, 0)
+    assert broken is not None
+    assert broken.name == rule
+    shape = model.types["x"].shape
+    feed: dict[str, Any] = {"x": np.random.default_rng(0).standard_normal(shape).astype(np.float32)}
+    float_file = save(model, tmp_path)
+    space = build_space(model, dialect)
+    tensors = {edge.tensor for d in space.dimensions for edge in d.edges} - model.constants.keys()
+    inserter = Inserter(model, dialect, calibrate(float_file, tensors, [feed]))
+    path = inserter.write(space.resolve(space.everywhere()), tmp_path, name="quantized")
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    (exact,) = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"]).run(None, feed)
+    if dialect is OPENVINO:
+        hints = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1}
+        found = openvino.Core().compile_model(str(path), "CPU", hints)(feed)[0]
+    else:
+        (found,) = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, feed)
+    assert np.linalg.norm(found - exact) < 0.1 * np.linalg.norm(exact)

@@ -1,0 +1,57 @@
+"""`Inserter.pairs` counts the pairs that `pairs_in` finds in the file that it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.graph.build import GraphBuilder
+from harness.graph.dialects import ONNXRUNTIME
+from harness.graph.diff import diff, pairs_in
+from harness.graph.insert import Inserter
+from harness.graph.load import from_proto
+from harness.graph.model import Model
+from harness.graph.space import build_space
+
+
+def two_convolutions() -> tuple[Model, int]:
+    """Two convolutions share a weight; each widens its first channel, which is all but dead, for its own bias."""
+    weight = np.random.default_rng(0).standard_normal((4, 4, 1, 1)).astype(np.float32)
+    weight[0] *= 1e-7
+    g = GraphBuilder("convolutions")
+    inputs = [g.input(name, (1, 4, 4, 4)) for name in ("a", "c")]
+    constants = g.const(weight), g.const(np.full(4, 10, np.float32))
+    g.output(g.op("Add", *(g.op("Conv", x, *constants) for x in inputs)))
+    return from_proto(g.build(), source="m", sha256="0"), 6
+
+
+def one_table_of_words() -> tuple[Model, int]:
+    """An embedding and a product read one constant at scales of their own."""
+    g = GraphBuilder("words")
+    table = g.const(np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32))
+    x = g.op("Add", g.op("Gather", table, g.input("ids", (1, 4), "int64")), g.input("x", (1, 4, 8)))
+    g.output(g.op("MatMul", x, table))
+    return from_proto(g.build(), source="m", sha256="0"), 5
+
+
+def names_of_other_tools() -> tuple[Model, int]:
+    """A float model has tensors named like those that ONNX Runtime's quantization tools insert."""
+    g = GraphBuilder("names")
+    x = g.input("x", (2, 4, 4))
+    (y,) = g.op("Tanh", x, outputs=["x_quantized"])
+    (z,) = g.op("Tanh", y, outputs=["x_QuantizeLinear_Input"])
+    g.output(g.op("Concat", g.op("MatMul", x, y), z, axis=0))
+    return from_proto(g.build(), source="m", sha256="0"), 5
+
+
+@pytest.mark.parametrize("make", [two_convolutions, one_table_of_words, names_of_other_tools])
+def test_pairs_of_a_placement_and_of_its_file_are_equal(make: Callable[[], tuple[Model, int]], tmp_path: Path) -> None:
+    model, expected = make()
+    space = build_space(model, ONNXRUNTIME)
+    asked = space.resolve(space.everywhere())
+    inserter = Inserter(model, ONNXRUNTIME, {name: (-3.0, 2.0) for name in model.types})
+    assert diff(asked, inserter.insert(asked)) == ((), ())
+    assert inserter.pairs(asked) == pairs_in(inserter.write(asked, tmp_path)) == expected

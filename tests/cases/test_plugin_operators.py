@@ -1,0 +1,153 @@
+"""Models with plug-in operators: what comes before one is calibrated, cast and quantized; the rest is named."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto as Type
+from onnx import helper, numpy_helper
+from typer.testing import CliRunner
+
+from harness.autotune import Config, QDQAutotuner
+from harness.calibrate.ptq import ort_static
+from harness.calibrate.ranges import calibrate, finite_ranges, remarks
+from harness.cli import app
+from harness.errors import BuildFailed, UserError
+from harness.graph.load import load, save
+from harness.graph.tensorrt_file import cast_model
+
+SHAPE = (1, 3, 16, 16)
+FEEDS = [{"images": np.random.default_rng(seed).random(SHAPE, np.float32)} for seed in range(2)]
+
+
+def weight(name: str, *shape: int) -> onnx.TensorProto:
+    return numpy_helper.from_array((np.random.default_rng(1).standard_normal(shape) * 0.2).astype(np.float32), name)
+
+
+def conv(before: str, after: str, name: str) -> onnx.NodeProto:
+    return helper.make_node("Conv", [before, name], [after], name=after, pads=[1] * 4)
+
+
+def detector(folder: Path, *, domain: str = "", typed: bool = True, place: str = "end") -> Path:
+    """Three convolutions and a plug-in, at the "end", in the "middle" or at the "start"."""
+    relu = helper.make_node("Relu", ["c0"], ["r0"], name="relu")
+    front, back = [relu, conv("r0", "c1", "w1")], conv("p", "y", "w2")
+    plugin = helper.make_node("EfficientNMS_TRT", ["c1", "anchors"], ["p"], name="nms", domain=domain, score=0.25)
+    if place == "end":
+        back, plugin.output[0] = conv("c1", "b", "w2"), "y"
+        plugin.input[0] = "b"
+    if place == "start":
+        plugin.input[0] = "images"
+        nodes = [plugin, conv("p", "c0", "w0"), relu, conv("r0", "c1", "w1"), conv("c1", "y", "w2")]
+    elif place == "end":
+        nodes = [conv("images", "c0", "w0"), *front, back, plugin]
+    else:
+        nodes = [conv("images", "c0", "w0"), *front, plugin, back]
+    entered = SHAPE if place == "start" else (1, 16, 16, 16)
+    graph = helper.make_graph(
+        nodes,
+        "net",
+        [helper.make_tensor_value_info("images", Type.FLOAT, SHAPE)],
+        [helper.make_tensor_value_info("y", Type.FLOAT, (1, 4, 16, 16))],
+        [weight("w0", 16, 3, 3, 3), weight("w1", 16, 16, 3, 3), weight("w2", 4, 16, 3, 3), weight("anchors", 5, 4)],
+        value_info=[helper.make_tensor_value_info("p", Type.FLOAT, entered)] if typed and place != "end" else [],
+    )
+    opsets = [helper.make_opsetid("", 17), *([helper.make_opsetid(domain, 1)] if domain else [])]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), folder / "net.onnx")
+    return folder / "net.onnx"
+
+
+@pytest.mark.parametrize("domain", ["", "trt.plugins"])
+@pytest.mark.parametrize("place", ["end", "middle"])
+def test_what_lies_before_a_plugin_is_observed(place: str, domain: str, tmp_path: Path) -> None:
+    file = save(load(detector(tmp_path, place=place, domain=domain)), tmp_path / "float")
+    behind = {"y"} if place == "end" else {"p", "y"}
+    found = calibrate(file, {"images", "r0", "c1", *behind}, FEEDS)
+    proto = onnx.load(file)
+    del proto.graph.node[3:]
+    proto.graph.output[0].CopyFrom(helper.make_tensor_value_info("c1", Type.FLOAT, None))
+    runtime = importlib.import_module("onnxruntime")
+    session = runtime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    values = np.stack([session.run(["c1"], feeds)[0] for feeds in FEEDS])
+    assert found["c1"] == pytest.approx((values.min(), values.max()), rel=1e-5)
+    assert set(finite_ranges(found)) == {"images", "r0", "c1"}
+    (remark,) = remarks(found)
+    assert "plug-in" in remark
+    assert all(repr(name) in remark for name in behind)
+
+
+def test_a_plugin_that_reads_the_input_leaves_nothing_to_observe(tmp_path: Path) -> None:
+    file = save(load(detector(tmp_path, place="start")), tmp_path / "float")
+    with pytest.raises(UserError, match="behind plug-in operator EfficientNMS_TRT"):
+        calibrate(file, {"p", "r0"}, FEEDS)
+
+
+@pytest.mark.parametrize("precision", ["f16", "bf16"])
+@pytest.mark.parametrize("place", ["end", "middle", "start"])
+def test_plugins_keep_their_types_in_a_cast_model(place: str, precision: str, tmp_path: Path) -> None:
+    cast = load(cast_model(detector(tmp_path, place=place), precision, tmp_path / "cast"))
+    kind = {"f16": "float16", "bf16": "bfloat16"}[precision]
+    (plugin,) = (node for node in cast.nodes if node.op == "EfficientNMS_TRT")
+    assert plugin.attributes == {"score": 0.25}
+    assert cast.types[plugin.inputs[0]].dtype == "float"
+    assert cast.constants[plugin.inputs[1]].data_type == Type.FLOAT
+    convolutions = [node for node in cast.nodes if node.op == "Conv"]
+    assert len(convolutions) == 3
+    assert {cast.types[node.inputs[0]].dtype for node in convolutions} == {kind}
+    assert [value.type.tensor_type.elem_type for value in cast.proto.graph.output] == [Type.FLOAT]
+
+
+def test_a_plugin_of_unknown_types_cannot_be_cast(tmp_path: Path) -> None:
+    with pytest.raises(BuildFailed, match=r"tensor 'p'.*precision: f32"):
+        cast_model(detector(tmp_path, place="middle", typed=False), "f16", tmp_path)
+
+
+def test_other_tools_quantize_what_lies_before(tmp_path: Path) -> None:
+    file = save(load(detector(tmp_path, place="middle")), tmp_path / "float")
+    made = load(ort_static(file, tmp_path / "q.onnx", FEEDS, dialect_name="tensorrt"))
+    by_name = {node.name: node for node in made.nodes}
+    dequantized = {name for node in made.nodes if node.op == "DequantizeLinear" for name in node.outputs}
+    assert {by_name["c0"].inputs[0], by_name["c1"].inputs[0]} <= dequantized
+    assert by_name["y"].inputs == ("p", "w2")
+    assert by_name["nms"].inputs[1] == "anchors"
+
+
+def test_scales_in_front_are_no_guess_without_data(tmp_path: Path) -> None:
+    autotuner = QDQAutotuner(onnx.load(detector(tmp_path)))
+    autotuner.initialize(Config(default_q_scale=0.1))
+    delivery = autotuner.session.delivery
+    space = delivery.space
+    proto = delivery.proto(space.resolve(space.everywhere()))
+    scales = [t for t in proto.graph.initializer if t.name.endswith("scale") and not t.dims]
+    assert len(scales) > 2
+    assert not [t for t in scales if float(numpy_helper.to_array(t)) == pytest.approx(0.1)]
+
+
+def test_an_experiment_names_what_stays_float(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("harness.report.render"), "draw", lambda results, out: [])
+    detector(tmp_path, place="middle")
+    np.savez(tmp_path / "data.npz", images=np.concatenate([feeds["images"] for feeds in FEEDS]))
+    data = {"data": {"use": "npz", "path": "data.npz"}, "samples": 2}
+    experiment = {
+        "experiment": "plugin",
+        "models": [{"use": "net.onnx", "label": "net", "calibration": data}],
+        "backends": ["simulated"],
+        "searchers": ["random"],
+        "initial": "none",
+        "budget": {"evaluations": [3]},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(experiment))
+    done = CliRunner().invoke(app, ["run", str(tmp_path / "run.yaml"), "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert "stay float: 'p'" in done.output
+    files = [*(tmp_path / "out").glob("net-*/models/*.onnx")]
+    assert files
+    for file in files:
+        nodes = {node.name: node for node in onnx.load(file).graph.node}
+        assert nodes["nms"].op_type == "EfficientNMS_TRT"
+        assert nodes["y"].input[0] == "p"

@@ -1,0 +1,93 @@
+"""OpenVINO computes some quantized operators wrongly: their files are caught without labels, the operator is named."""
+
+import dataclasses
+
+import numpy as np
+import onnx
+import pytest
+from machine import CPU_FLAGS, exact_int8
+from onnx import helper, numpy_helper
+
+from harness.api import Candidate
+from harness.calibrate.ranges import calibrate
+from harness.feeds import random_feeds
+from harness.graph.build import GraphBuilder
+from harness.graph.dialects import OPENVINO
+from harness.graph.insert import Inserter
+from harness.graph.load import from_proto, save
+from harness.graph.space import build_space
+from harness.measure.engines import MAIN, WorkerSpec
+from harness.measure.sandbox import open_engines
+from harness.run.config import Limits, Use
+from harness.run.observe import Silent
+from harness.run.runtime_checker import CheckPlan, RuntimeChecker
+
+SHAPES = {"tokens": (2, 49, 32), "concat": (1, 8, 16, 16)}
+without_amx = pytest.mark.skipif("amx_int8" in CPU_FLAGS, reason="with AMX these convolutions are right")
+OPERATORS = {"tokens": "ReduceMean", "concat": "Conv"}
+
+
+def tokens(folder):
+    """The mean over the tokens of a batch of two, float and with quantized data."""
+    g = GraphBuilder("tokens")
+    g.output(g.op("Tanh", g.op("ReduceMean", g.op("Relu", g.input("x", SHAPES["tokens"])), axes=[1], keepdims=0)))
+    proto = g.build()
+    onnx.save(proto, folder / "float.onnx")
+    mean = next(node for node in proto.graph.node if node.op_type == "ReduceMean")
+    pair = [
+        helper.make_node("QuantizeLinear", [mean.input[0], "s", "z"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["d"]),
+    ]
+    mean.input[0] = "d"
+    for node in reversed(pair):
+        proto.graph.node.insert(1, node)
+    for name, value in (("s", np.float32(4 / 255)), ("z", np.uint8(0))):
+        proto.graph.initializer.append(numpy_helper.from_array(np.array(value), name))
+    onnx.save(proto, folder / "quantized.onnx")
+    return folder / "float.onnx", folder / "quantized.onnx"
+
+
+def concat(folder):
+    """Convolutions with symmetric INT8 data, as other tools write them, one of them behind a Concat."""
+    g = GraphBuilder("convolutions")
+    x = g.input("x", SHAPES["concat"])
+    g.output(g.conv(g.op("Concat", g.conv(x, 16, 3), g.conv(x, 16, 3), axis=1), 16, 3))
+    made = from_proto(g.build(), source="convolutions", sha256="0")
+    dialect = dataclasses.replace(OPENVINO, affine_ops=frozenset(), unsigned_positive=False)
+    space, floating = build_space(made, dialect), save(made, folder)
+    tensors = {e.tensor for d in space.dimensions for e in d.edges} - made.constants.keys()
+    ranges = calibrate(floating, tensors, random_feeds({"x": ("float", SHAPES["concat"])}, 4))
+    edges = space.resolve(space.only({"linear"}))
+    return floating, Inserter(made, dialect, ranges).write(edges, folder, name="quantized")
+
+
+def checked(kind, folder, backend):
+    floating, quantized = {"tokens": tokens, "concat": concat}[kind](folder)
+    plan = CheckPlan(
+        float_file=floating,
+        floats={MAIN: floating},
+        feeds=random_feeds({"x": ("float", SHAPES[kind])}, 4),
+        folder=folder,
+        work=folder / "work",
+        limits=Limits(),
+    )
+    worker = WorkerSpec(benchmarkers={MAIN: backend}, workdir=folder / "engines")
+    with open_engines(worker, Limits()) as engines, RuntimeChecker(plan, engines, Silent()) as checker:
+        return checker.check(Candidate(digest="imported", edges=(), source=lambda: quantized))
+
+
+@exact_int8
+@pytest.mark.parametrize("kind", ["tokens", pytest.param("concat", marks=without_amx)])
+def test_a_wrong_result_is_told_with_its_operator_and_a_small_model(kind, tmp_path):
+    found = checked(kind, tmp_path, Use(use="openvino", params={"precision": "f32"}))
+    assert found.label == "wrong result in openvino"
+    assert found.engine_db < 15 < found.file_db - 6
+    assert found.operator.startswith(OPERATORS[kind])
+    small = onnx.load(tmp_path / found.model)
+    assert OPERATORS[kind] in {node.op_type for node in small.graph.node}
+    assert "Tanh" not in {node.op_type for node in small.graph.node}
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_runtime_that_computes_the_same_file_as_it_says_is_right(kind, tmp_path):
+    assert checked(kind, tmp_path, Use(use="onnxruntime")).verdict == "right"
