@@ -118,7 +118,7 @@ class Top1:
     def _rank(self, logits: Array, label: int) -> int:
         """How many classes come before the right one."""
         if label >= len(logits):
-            raise UserError(f"{self.metric}: data.labels: class {label}, but the model has {len(logits)} outputs")
+            self.check_outputs({"": logits.shape})  # which raises
         return int((logits > logits[label]).sum() + (logits[:label] == logits[label]).sum())
 
     def _check_shift(self, answers: list[int]) -> None:

@@ -138,10 +138,10 @@ def _of_arrays(data: Arrays, inputs: Types, total: int) -> Batches:
     arrays = data.arrays
     for name in arrays:
         if name not in inputs:
-            raise UserError(
-                f"{data.source}: the model has no input {name!r}; {nearest(name, inputs)}; an array of labels is named "
-                f"by 'labels: {name}' beside its path"
-            )
+            remedy = f"an array of labels is named by 'labels: {name}' beside its path"
+            if data.labels is not None:
+                remedy = "the labels are read from elsewhere: leave it out of the file, or give it the name of an input"
+            raise UserError(f"{data.source}: the model has no input {name!r}; {nearest(name, inputs)}; {remedy}")
     dtypes = check_types(inputs)
     for name, dtype in dtypes.items():
         if name not in arrays:

@@ -30,7 +30,7 @@ def decoder_of(outputs: Mapping[str, Sequence[int | None]], size: tuple[int, int
     _, rows, columns = shapes[0]
     if rows == cells and columns > 5:
         return "yolox"
-    return "ultralytics" if columns == 6 or 4 < rows < columns else None
+    return "ultralytics" if columns == 6 or (rows > 4 and (columns == cells or rows < columns)) else None
 
 
 def cells_of(size: tuple[int, int]) -> int:

@@ -30,6 +30,8 @@ MIN_SAMPLES = 8
 """The same for outputs that have one value a sample in each slice, such as logits."""
 PROBABLE = 1 / 255
 """Classes that never reach this probability are scored with the others: 8 bits from 0 to 1 do not show them."""
+POSITION_PROBABLE = 4 * PROBABLE
+"""The same for positions: of thousands with sparse scores, some come near `PROBABLE` by chance."""
 QUIET = 1e-3
 """A batch in which a part has less than this share of its mean power is compared with the mean power."""
 Floats = npt.NDArray[np.float64]
@@ -129,6 +131,7 @@ class _Slices:
             a logit may be near 0 on all samples by chance.
         peak: Largest magnitude of each slice.
         probable: Whether all values of a slice lie within 0 to 1.
+        constant: Whether a slice is the same all over, on all samples.
         graded: Whether slices are split wherever `APART` is reached, not only at a gap of `APART` between neighbours.
         enough: Whether a slice has values enough.
     """
@@ -137,6 +140,7 @@ class _Slices:
     scale: Floats
     peak: Floats
     probable: npt.NDArray[np.bool_]
+    constant: npt.NDArray[np.bool_]
     graded: bool
     enough: bool
 
@@ -155,8 +159,9 @@ class _Slices:
         return cls(
             power=power,
             scale=scale,
-            peak=np.maximum(-low, high),
+            peak=(peak := np.maximum(-low, high)),
             probable=(low >= 0) & (high <= 1),
+            constant=high - low <= RESOLUTION * np.maximum(1.0, peak),
             graded=axis == _features(shape) and shape[axis] <= MAX_SLICES,
             enough=values >= (MIN_SAMPLES if single else MIN_VALUES),
         )
@@ -179,7 +184,8 @@ def _features(shape: Sequence[int]) -> int:
 def _groups(slices: _Slices) -> tuple[tuple[int, ...], ...]:
     """Return the slices that are scored together; none where all are."""
     heard = slices.peak > RESOLUTION * max(1.0, float(slices.peak.max()))
-    read = heard & (~slices.probable | (slices.peak >= PROBABLE))
+    least = PROBABLE if slices.graded else POSITION_PROBABLE
+    read = heard & (~slices.probable | (slices.peak >= least))
     if not (read & slices.probable).any():  # probabilities that are all small are all there is to read
         read = heard
     groups: list[list[int]] = []
@@ -190,6 +196,9 @@ def _groups(slices: _Slices) -> tuple[tuple[int, ...], ...]:
             groups[-1].append(i)
         else:
             groups.append([i])
+    for k in range(len(groups) - 1, 0, -1):  # quiet constants say no more than silence beside what varies
+        if slices.constant[groups[k]].all() and not slices.constant[groups[0]].all():
+            groups[k - 1] += groups.pop(k)
     if len(groups) < 2 or not slices.enough:
         return ()
     for i in np.flatnonzero(heard & ~read).tolist():

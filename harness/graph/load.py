@@ -151,9 +151,8 @@ def _prepare(
     fold_batch_norms(proto.graph)
     types = types_of(proto.graph)
     for value in proto.graph.output:
-        undeclared = not value.type.tensor_type.HasField("shape")
-        if value.name in declared and (undeclared or sizes.keep_dynamic):
-            value.type.CopyFrom(declared[value.name])
+        if value.name in declared:
+            _redeclare(value.type, declared[value.name], whole=sizes.keep_dynamic)
     interface.check(proto.graph, {}, source)
     model = Model(proto=proto, source=source, sha256=sha256, nodes=nodes_of(proto), types=types)
     # The comparison looks at shapes of results, and not at what is declared; dynamic models are compared elsewhere.
@@ -168,6 +167,16 @@ def _types_of_outputs(graph: onnx.GraphProto) -> dict[str, onnx.TypeProto]:
     for value in graph.output:
         found[value.name].CopyFrom(value.type)
     return found
+
+
+def _redeclare(kind: onnx.TypeProto, declared: onnx.TypeProto, *, whole: bool) -> None:
+    """Take from the file what could not be inferred of an output, its shape or names of dimensions, or the whole."""
+    if whole or not kind.tensor_type.HasField("shape"):
+        kind.CopyFrom(declared)
+    sizes, named = kind.tensor_type.shape.dim, declared.tensor_type.shape.dim
+    for size, name in zip(sizes, named, strict=False) if len(sizes) == len(named) else ():
+        if not size.HasField("dim_value") and name.dim_param:
+            size.dim_param = name.dim_param
 
 
 def _has_halves(graph: onnx.GraphProto, weights: Weights) -> bool:

@@ -7,6 +7,7 @@ the values are one step off with 1.24), and has no kernel for bfloat16. FP8 is n
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -61,13 +62,13 @@ def upcast_model(proto: onnx.ModelProto) -> onnx.ModelProto:
         del graph.value_info[:]
         if graph is not copy.graph:
             for value in (*graph.input, *graph.output):
-                _declare(value)
+                _declare(value.type)
     for node in _nodes(copy):
         _widen_attributes(node)
     constants = {tensor.name for tensor in copy.graph.initializer}
     for value in copy.graph.input:
         if value.name in constants:
-            _declare(value)
+            _declare(value.type)
     nodes = [*before, *copy.graph.node, *after]
     del copy.graph.node[:]
     copy.graph.node.extend(nodes)
@@ -105,7 +106,9 @@ def _cast_borders(graph: onnx.GraphProto) -> tuple[list[onnx.NodeProto], list[on
     constants = {tensor.name for tensor in graph.initializer}
     inputs = {v.name: v for v in graph.input if v.type.tensor_type.elem_type in HALF and v.name not in constants}
     outputs = {v.name: v for v in graph.output if v.type.tensor_type.elem_type in HALF and v.name not in inputs}
-    inner = {name: f"{name}__float32" for name in (*inputs, *outputs)}
+    names = {name for each in graphs(graph) for node in each.node for name in (*node.input, *node.output)}
+    free = next(end for n in count() if not names.intersection(name + (end := f"__float32{n or ''}") for name in names))
+    inner = {name: name + free for name in (*inputs, *outputs)}
     for each in graphs(graph):
         for node in each.node:
             node.input[:] = [inner.get(name, name) for name in node.input]
@@ -146,6 +149,10 @@ def _widen(tensor: onnx.TensorProto) -> None:
         tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name))
 
 
-def _declare(value: onnx.ValueInfoProto) -> None:
-    if value.type.tensor_type.elem_type in HALF:
-        value.type.tensor_type.elem_type = TensorProto.FLOAT
+def _declare(kind: onnx.TypeProto) -> None:
+    if kind.HasField("sequence_type"):
+        _declare(kind.sequence_type.elem_type)
+    elif kind.HasField("optional_type"):
+        _declare(kind.optional_type.elem_type)
+    elif kind.tensor_type.elem_type in HALF:
+        kind.tensor_type.elem_type = TensorProto.FLOAT

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, parser
 
 from harness import registry
 from harness.api import Candidate
@@ -88,6 +88,27 @@ def test_inputs_and_outputs_keep_their_types(tmp_path: Path) -> None:
     graph = onnx.load(wide).graph
     assert {v.type.tensor_type.elem_type for v in (*graph.input, *graph.output)} == {TensorProto.FLOAT16}
     onnx.checker.check_model(onnx.load(wide), full_check=True)
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        "=> (float16[4096] y) { x__float32 = Identity(x) q = QuantizeLinear(x__float32, s, z) "
+        "d = DequantizeLinear(q, s, z) y = Relu(d) }",
+        "=> (float16[4096] y) { o = SequenceConstruct(x) t = Loop(n, , o) <body = b (int64 i, bool c, "
+        "seq(float16[4096]) u) => (bool k, seq(float16[4096]) v) { k = Identity(c) e = SequenceAt(u, i) "
+        "q = QuantizeLinear(e, s, z) d = DequantizeLinear(q, s, z) r = Relu(d) v = SequenceInsert(u, r) }> "
+        "y = SequenceAt(t, n) }",
+    ],
+)
+def test_sequences_and_names_like_those_that_are_made(graph: str, tmp_path: Path) -> None:
+    proto = parser.parse_model(f"""<ir_version: 10, opset_import: ["": 21]> g (float16[4096] x) {graph}""")
+    scale = helper.make_tensor("s", TensorProto.FLOAT16, [], [SCALE])
+    integers = [helper.make_tensor("z", TensorProto.INT8, [], [0]), helper.make_tensor("n", TensorProto.INT64, [], [1])]
+    proto.graph.initializer.extend([scale, *integers])
+    onnx.save(proto, tmp_path / "half.onnx")
+    found = outputs(tmp_path / "half.onnx", tmp_path, VALUES.astype(np.float16))
+    assert np.abs(found - rounded()).max() < SCALE / 100
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from harness.graph.load import from_proto
 CONSTANTS = """int64[1] zero = {0}, int64[1] one = {1}, int64[1] two = {2}, int64[1] four = {4}, int64[1] minus = {-1},
 int64[1] low = {-5}, int64[4] shape = {1, 4, 2, 2}, int64[4] ones = {1, 1, 1, 1},
 int64[8] none = {0, 0, 0, 0, 0, 0, 0, 0}, int64[8] shift = {0, 1, 0, 0, 0, -1, 0, 0},
+int64[4] all = {0, 1, 2, 3}, int64[4] back = {3, 2, 1, 0},
 int64[1] big = {9223372036854775807}"""
 
 
@@ -39,7 +40,8 @@ def operators(body: str, opset: int = 17) -> list[str]:
 @pytest.mark.parametrize(
     "noop",
     ["Slice(r, zero, four, one)", "Slice(r, zero, big, one, one)", "Slice(r, low, four, one)", "Pad(r, none)",
-     "Transpose<perm=[0,1,2,3]>(r)", "Reshape(r, shape)", "Expand(r, ones)", "Tile(r, ones)", "Concat<axis=1>(r)"],
+     "Transpose<perm=[0,1,2,3]>(r)", "Reshape(r, shape)", "Expand(r, ones)", "Tile(r, ones)", "Concat<axis=1>(r)",
+     "Gather<axis=1>(r, all)", "Split<axis=1>(r)", "DepthToSpace<blocksize=1>(r)"],
 )  # fmt: skip
 def test_a_no_op_goes(noop: str) -> None:
     assert operators(f"r = Relu(x)  n = {noop}  y = Neg(n)") == ["Relu", "Neg"]
@@ -52,8 +54,9 @@ def test_old_slices_and_pads_go_too() -> None:
 
 @pytest.mark.parametrize(
     "mover",
-    ["Slice(r, minus, low, one, minus)", "Pad(r, shift)", "Transpose<perm=[0,1,3,2]>(r)", "Concat<axis=1>(h, h)"],
-)
+    ["Slice(r, minus, low, one, minus)", "Pad(r, shift)", "Transpose<perm=[0,1,3,2]>(r)", "Concat<axis=1>(h, h)",
+     "Gather<axis=1>(r, back)"],
+)  # fmt: skip
 def test_what_moves_something_stays(mover: str) -> None:
     body = f"r = Relu(x)  h = Slice(r, zero, two, one)  n = {mover}  k = Add(h, h)  y = Neg(n)"
     assert mover.partition("<")[0].partition("(")[0] in operators(body)

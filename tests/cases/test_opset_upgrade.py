@@ -108,6 +108,15 @@ def test_maxima_over_several_axes(op: str, axis: int) -> None:
     np.testing.assert_allclose(run(ready(proto).proto), run(proto), atol=1e-6)
 
 
+def test_hardmax_of_a_shape_that_is_not_known() -> None:
+    proto = parser.parse_model(
+        """<ir_version: 6, opset_import: ["": 11]> g (float[1,3,8,8] x) => (float[1,3,8,8] y) <int64 n = {2}>
+        { y = Loop(n, , x) <body = b (int64 i, bool c, float[] u) => (bool d, float[] v)
+        { d = Identity(c)  h = Hardmax<axis=-2>(u)  v = Add(h, u) }> }"""
+    )
+    np.testing.assert_array_equal(run(ready(proto).proto), run(proto))
+
+
 def test_scan_of_opset_8_is_refused() -> None:
     with pytest.raises(UserError, match=r"Scan.*batch axis"):
         load(BACKEND / "test_scan_sum/model.onnx")

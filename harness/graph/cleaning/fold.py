@@ -55,7 +55,7 @@ def _is_plain_norm(node: onnx.NodeProto, constants: dict[str, onnx.TensorProto])
 def _fold(
     linear: onnx.NodeProto, norm: onnx.NodeProto, constants: dict[str, onnx.TensorProto], uses: Counter[str]
 ) -> bool:
-    """Scale weight and bias of `linear`; False where it is no operator, or has no weights, that can take it."""
+    """Scale weight and bias of `linear`; False where it cannot take it, or its type cannot hold them."""
     if linear.domain or linear.op_type not in ("Conv", "ConvTranspose", "Gemm"):
         return False
     weight_name, bias_name = linear.input[1], linear.input[2] if len(linear.input) > 2 else ""
@@ -68,14 +68,18 @@ def _fold(
         return False
     if linear.op_type == "Gemm":
         bias = bias * _attribute(linear, "beta", 1.0)
-        _set_attribute(linear, "beta", 1.0)
     weight = constants[weight_name]
-    new_bias = (np.broadcast_to(bias.reshape(-1), factor.shape) - mean) * factor + shift
-    new_weight = _scaled(_values(weight), factor, linear)
     dtype = helper.tensor_dtype_to_np_dtype(weight.data_type)
+    with np.errstate(over="ignore"):
+        new_bias = ((np.broadcast_to(bias.reshape(-1), factor.shape) - mean) * factor + shift).astype(dtype)
+        new_weight = _scaled(_values(weight), factor, linear).astype(dtype)
+    if not (np.isfinite(new_bias).all() and np.isfinite(new_weight).all()):  # beyond float16, as a rule
+        return False
+    if linear.op_type == "Gemm":
+        _set_attribute(linear, "beta", 1.0)
     del linear.input[1:]
-    linear.input.append(_store(new_weight.astype(dtype), weight_name, f"{linear.name}_weight", constants, uses))
-    linear.input.append(_store(new_bias.astype(dtype), bias_name, f"{linear.name}_bias", constants, uses))
+    linear.input.append(_store(new_weight, weight_name, f"{linear.name}_weight", constants, uses))
+    linear.input.append(_store(new_bias, bias_name, f"{linear.name}_bias", constants, uses))
     return True
 
 

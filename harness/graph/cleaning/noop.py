@@ -17,7 +17,9 @@ from harness.graph.model import captures
 
 __all__ = ["drop_noops"]
 
-_KEEP_ORDER = frozenset({"Expand", "Flatten", "Reshape", "Squeeze", "Tile", "Unsqueeze"})
+_KEEP_ORDER = frozenset(
+    {"DepthToSpace", "Expand", "Flatten", "Reshape", "SpaceToDepth", "Squeeze", "Tile", "Unsqueeze"}
+)
 """A result of these that has the shape of their first input is that input."""
 
 
@@ -51,8 +53,11 @@ def drop_noops(graph: onnx.GraphProto) -> bool:
 
 def _moves_nothing(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> bool:
     """Return whether a node whose result has the shape of its first input gives that input."""
-    if node.op_type == "Concat":
-        return len(node.input) == 1
+    if node.op_type in ("Concat", "Split"):
+        return len(node.input if node.op_type == "Concat" else node.output) == 1
+    if node.op_type == "Gather":  # of every index in order: the result has as many
+        indices = _values(node, 1, constants)
+        return indices is not None and indices == list(range(len(indices))) and len(constants[node.input[1]].dims) == 1
     if node.op_type in _KEEP_ORDER:
         return True
     if node.op_type == "Slice":

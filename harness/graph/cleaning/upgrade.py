@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
 import onnx
 from onnx import helper, numpy_helper, version_converter
 
 from harness.errors import UserError
 from harness.graph.cleaning.clean import constant_value
 from harness.graph.cleaning.guard import sturdy
-from harness.graph.cleaning.shapes import types_of
-from harness.graph.model import TensorType, graphs
+from harness.graph.model import graphs
 
 __all__ = ["EXPLICIT_RESIZE", "upgraded"]
 
@@ -143,31 +141,23 @@ def _constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
 
 
 def _flatten_hardmax(graph: onnx.GraphProto) -> None:
-    """Let every Hardmax work on rows of a matrix, which means the same in all opsets, in place.
-
-    Raises:
-        RuntimeError: The shape of an input is not known.
-    """
-    types = types_of(graph)
+    """Let every Hardmax work on rows of a matrix, which means the same in all opsets, in place."""
     for inner in graphs(graph):
         made: list[onnx.NodeProto] = []
         for node in inner.node:
-            made += _rows(node, types, inner) if node.op_type == "Hardmax" and not node.domain else [node]
+            made += _rows(node) if node.op_type == "Hardmax" and not node.domain else [node]
         if len(made) > len(inner.node):
             del inner.node[:]
             inner.node.extend(made)
 
 
-def _rows(node: onnx.NodeProto, types: Mapping[str, TensorType], graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    known = types.get(node.input[0])
-    if known is None:
-        raise RuntimeError(f"the shape of the input of {_called(node)} is not known")
-    axis = next((a.i for a in node.attribute if a.name == "axis"), 1) % max(len(known.shape), 1)
+def _rows(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    axis = next((a.i for a in node.attribute if a.name == "axis"), 1)
     result, rows, largest, shape = (node.output[0] + end for end in ("", ".rows", ".largest", ".shape"))
-    graph.initializer.append(numpy_helper.from_array(np.array(known.shape, np.int64), shape))
     return [
         helper.make_node("Flatten", [node.input[0]], [rows], name=f"{node.name}.rows", axis=axis),
         helper.make_node("Hardmax", [rows], [largest], name=node.name, axis=1),
+        helper.make_node("Shape", [node.input[0]], [shape], name=f"{node.name}.size"),
         helper.make_node("Reshape", [largest, shape], [result], name=f"{node.name}.shape"),
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -156,12 +156,14 @@ class Version:
         self.proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
         return self.session()
 
-    def own_values(self, values: Values, feeds: Feeds) -> Values:
-        """Return what every node computes from given values of the tensors that it reads; changes `proto`.
+    def own_values(self, values: Values, feeds: Feeds, wanted: Collection[str], times: int = 1) -> list[Values]:
+        """Return what nodes compute from given values of the tensors that they read; changes `proto`.
 
         Args:
-            values: By tensor, as the other version computed them.
+            values: By tensor, as the original computed them.
             feeds: Inputs of the model.
+            wanted: Those of `values` to return.
+            times: Runs in one session, where random numbers differ from run to run.
 
         Raises:
             NotRun: ONNX Runtime fails.
@@ -177,8 +179,9 @@ class Version:
         for name, value in given.items():
             kind = helper.np_dtype_to_tensor_dtype(value.dtype)
             graph.input.append(helper.make_tensor_value_info(name, kind, value.shape))
-        own = self.run(self._session_of([_OWN + name for name in made]), {**feeds, **given})
-        return {name.removeprefix(_OWN): value for name, value in own.items()}
+        session = self._session_of([_OWN + name for name in made if name in wanted])
+        runs = [self.run(session, {**feeds, **given}) for _ in range(times)]
+        return [{name.removeprefix(_OWN): value for name, value in run.items()} for run in runs]
 
 
 def _joined(results: list[Any]) -> Any:

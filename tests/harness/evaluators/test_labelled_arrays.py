@@ -91,6 +91,14 @@ def test_labels_are_no_input_of_the_model(folder: Path) -> None:
     assert set(opened.arrays) == {"x", "mask"}  # type: ignore[union-attr]
     with pytest.raises(UserError, match=r"no input 'y'.*labels: y"):
         made("top1", {"use": "npz", "path": "two.npz"}, folder)
+    with pytest.raises(UserError, match=r"no input 'y'.*leave it out"):
+        made("top1", two("y.csv"), folder)
+
+
+def test_classes_from_1_are_explained_where_the_model_was_not_asked_before(folder: Path) -> None:
+    np.save(folder / "y.npy", np.load(folder / "y.npy") + 1)
+    with pytest.raises(UserError, match="count from 1"):
+        made("top1", two("y.npy", "inputs.npz"), folder).score(engine)
 
 
 @pytest.mark.parametrize(

@@ -106,3 +106,19 @@ def test_probabilities_that_fade_out_from_class_to_class_stay_together(rng: np.r
     scores = rng.uniform(0, 1, (1, 20, 900)) * np.geomspace(1, 5e-3, 20)[:, None]
     assert parts_of([scores]) == ()
     assert [part.slices[0] for part in parts_of([np.concatenate([scores, 99 * scores[:, :2]], axis=1)])] == [20, 0]
+
+
+def test_quiet_constants_make_no_alarm_and_hide_none(rng: np.random.Generator) -> None:
+    whole = rng.normal(size=(2, 4, 64))
+    whole[:, 1] = 1e-4
+    assert parts_of([whole]) == ()
+    whole[:, 2:] *= 1e-3
+    assert [part.slices for part in parts_of([whole])] == [(0,), (1, 2, 3)]
+
+
+def test_positions_that_are_quiet_by_chance_stay_with_the_others(rng: np.random.Generator) -> None:
+    scores = rng.uniform(0, 1e-4, (16, 3, 900))
+    for i in range(900):
+        scores[i % 16, i % 3, i] = rng.uniform(0.3, 0.9)
+    scores[:, :, 5], scores[0, 0, 5] = 1e-4, 0.005
+    assert parts_of([scores]) == ()

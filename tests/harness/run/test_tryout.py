@@ -86,6 +86,7 @@ def experiment(evaluator: str, preprocess: str = "ultralytics") -> Any:
     [
         ((1, 84, 85), "ultralytics", "1 x 84 x 85", "yolox"),
         ((1, 300, 6), "yolox", "1 x 300 x 6", "ultralytics"),
+        ((1, 116, 84), "yolox", "1 x 116 x 84", "ultralytics"),
         ((1, 84, 336), "yolox", "1 x 84 x 336", None),
         ((1, 20, 84), "nanodet", "1 x 20 x 84", "ultralytics"),
         ((1, 300, 6), "rtdetr", "1 x 300 x 6", "ultralytics"),

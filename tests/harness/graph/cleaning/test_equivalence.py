@@ -26,6 +26,7 @@ ENDS: dict[str, tuple[str, str]] = {
     "index": ("y = ArgMax<axis=1>(r)", "int64 y"),
     "tie": ("t = Concat<axis=1>(r, r)  y = ArgMax<axis=1>(t)", "int64 y"),
     "integer": ("m = Mul(r, large)  f = Floor(m)  y = Cast<to=6>(f)", "int32 y"),
+    "cancelled": ("a = Add(r, large)  s = Sub(a, large)  y = ArgMax<axis=1>(s)", "int64 y"),
     "silent": ("y = Greater(r, large)", "bool y"),
     "sorted": ("f = Reshape(r, flat)  v, y = TopK(f, five)", "float v, int64 y"),
     "quantized": ("q = QuantizeLinear(r, step, zero)  y = DequantizeLinear(q, step, zero)", "float y"),
@@ -172,8 +173,10 @@ def test_external_data_and_large_models(
         ("(seq(float[2]) x) => (float[2] y) { i = Constant<value_int=0>()  y = SequenceAt(x, i) }", "'x'"),
         ("(float[9,9] x) => (float[9,9] y) <float r = {0.5}, bool t = {1}> { y = Dropout(x, r, t) }", "run to run: y"),
         ("(string[2] x) => (float[2] y) { y = Cast<to=1>(x) }", "Cast"),
+        ("(float[9] x) => (float[9] y) <float[1] k = {2}> { a = Add(k, k)  b = Mul(x, a)  r = RandomNormalLike(x) "
+         " y = Add(b, r) }", "run to run: y"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_compared_is_said(graph: str, word: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         ready(parser.parse_model(f'<ir_version: 8, opset_import: ["": 13, "acme": 1]> g {graph}'))

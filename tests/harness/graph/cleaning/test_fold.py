@@ -124,3 +124,13 @@ def test_half_precision_stays_half_precision() -> None:
     model = from_proto(proto, source="m", sha256="0")
     assert [node.op for node in model.nodes] == ["Conv"]
     assert {numpy_helper.to_array(t).dtype for t in model.constants.values()} == {np.dtype(np.float16)}
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_weights_that_half_precision_cannot_hold_stay_apart() -> None:
+    builder = GraphBuilder("loud")
+    x = builder.input("x", (2, 1), "float16")
+    weight, scale, zero, variance = (builder.const(np.full(1, v, np.float16)) for v in (3, 4e4, 0, 2))
+    x = builder.op("Gemm", x, builder.op("Reshape", weight, builder.const(np.array([1, 1]))), beta=2.0)
+    builder.output(builder.op("BatchNormalization", x, scale, zero, zero, variance))
+    assert ops_after(builder) == ["Gemm", "BatchNormalization"]

@@ -64,3 +64,16 @@ def test_a_changed_interface_is_refused(
     monkeypatch.setattr(load_module, "check_equivalent", lambda *_: None)
     with pytest.raises(UserError, match=r"m\.onnx: preparing the model would change .*newer opset"):
         from_proto(model(), source="m.onnx", sha256="0")
+
+
+def test_names_of_dimensions_that_depend_on_data_stay() -> None:
+    proto = parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 13]> g (float[2,3] x) => (float[hits] y, int64[2,found] z)
+        { z = NonZero(x)  r = Relu(x)  f = Flatten<axis=0>(r)  k = Cast<to=9>(f)  o = Squeeze(k)
+        y = Compress(r, o) }"""
+    )
+    outputs = from_proto(proto, source="m.onnx", sha256="0").proto.graph.output
+    assert [[d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in outputs] == [
+        ["hits"],
+        [2, "found"],
+    ]
