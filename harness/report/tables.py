@@ -122,7 +122,7 @@ def markdown_text(text: str) -> str:
     return re.sub(r"[\\|<*`]|\](?=[(\[:])", lambda found: f"\\{found[0]}", printable(text))
 
 
-def narrow_tables(table: Table, width: int, extra: int, widest: int | None = None) -> Iterator[Table]:
+def narrow_tables(table: Table, width: int, space: int, marks: int = 0, widest: int | None = None) -> Iterator[Table]:
     """Split a table by columns into tables of at most `width` characters; each has the columns that identify a row.
 
     Columns that are the same in every row are left out (see `Table.constant`). A part has at least one column besides
@@ -131,12 +131,15 @@ def narrow_tables(table: Table, width: int, extra: int, widest: int | None = Non
     Args:
         table: The table to split.
         width: Characters of a line.
-        extra: Characters of markup and space that each column needs.
+        space: Characters between two columns.
+        marks: Characters of markup around a marked cell.
         widest: Characters after which a cell is wrapped; None if cells are never wrapped.
     """
     cells = table.cells.drop(columns=list(table.constant)).astype(str)
-    widths = {name: max(map(len, [str(name), *cells[name]])) for name in cells}
-    widths = {name: extra + (value if widest is None else min(value, widest)) for name, value in widths.items()}
+    heading = 2 if marks else 0  # tabulate pads headings
+    widths = {name: max([len(str(name)) + heading, *map(len, cells[name])]) for name in cells}
+    widths = {name: space + (value if widest is None else min(value, widest)) for name, value in widths.items()}
+    widths |= {name: widths[name] + marks for _, name in table.bold | table.underlined}
     keys = [name for name in cells if name in ROW_KEYS]
     parts: list[list[str]] = [[]]
     used = start = sum(widths[name] for name in keys)
@@ -170,7 +173,7 @@ def plain_text(table: Table) -> str:
     marks = {"best": "**{}**", "tied": "*{}*"}
     parts = [
         _marked(part, markdown_text, marks).to_markdown(index=False, disable_numparse=True)
-        for part in narrow_tables(table, PIPE_WIDTH, extra=7)
+        for part in narrow_tables(table, PIPE_WIDTH, space=3, marks=4)
     ]
     caption = [markdown_text(table.caption)] if table.caption else []
     note = note_markdown(table).replace("underlined", "in italics").replace("Underlined", "In italics")

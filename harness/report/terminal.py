@@ -33,7 +33,7 @@ class Drawn:
         yield _text(table.title, "bold")
         if table.caption:
             yield _text(table.caption)
-        for part in narrow_tables(table, options.max_width, extra=2, widest=WIDEST):
+        for part in narrow_tables(table, options.max_width, space=2, widest=WIDEST):
             yield _grid(part)
             yield ""
         for line in table.warnings:
