@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from harness.api import Array
 from harness.calibrate._observer import Bounds, Collector, Extremes, joined
 from harness.calibrate.held import Sentinel, is_finite
-from harness.graph.sentinels import Spread
+from harness.graph.sentinels import SMALLEST_SENTINEL, Spread
 
 __all__ = ["Watched"]
 
@@ -33,8 +33,10 @@ class Watched(Extremes):
         super().collect(arrays)
         self._collector.collect(arrays)
         for name, parts in arrays.items():
+            largest = max(map(abs, self._ranges.get(name, (math.nan,))))
             for values in parts:
-                if all(map(math.isfinite, self._ranges.get(name, (math.nan,)))):
+                # Without large values only masks of few values matter, and one batch shows that a tensor is none.
+                if math.isfinite(largest) and (largest >= SMALLEST_SENTINEL or self._spreads[name].few):
                     self._spreads[name].add(values)
 
     def ranges(self) -> dict[str, Bounds]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Spread", "holds_sentinel"]
+__all__ = ["SMALLEST_SENTINEL", "Spread", "holds_sentinel"]
 
 Array = npt.NDArray[Any]
 
@@ -26,7 +26,8 @@ _WIDTH = 12  # bins of a cluster, 5 to 9 per cent: scores around a sentinel spre
 _RARE = 1e-4  # smaller shares are outliers, but for a single value
 _GAP = 16  # empty bins below a cluster, 6 to 12 per cent
 _CLUSTERS = 4  # two masks that are added give -1e4 and -2e4
-_LEAST = 100.0  # shifted windows are masked with -100
+SMALLEST_SENTINEL = 100.0
+"""Magnitude from which a value may be a sentinel: shifted windows are masked with -100."""
 _LEAST_ALONE = 1000.0  # beside zeros alone an 8-bit grid holds any value; added to scores, it is one all the same
 
 
@@ -69,7 +70,7 @@ class Spread:
         """Whether a scale that holds a sentinel rounds nearly all other values to 0 or to one step."""
         first = int(self.bins.size > 0 and self.bins[0] == 0)
         rest, counts = self.bins[first:], self.counts[first:]
-        if not rest.size or _value(rest[-1]) < _LEAST:
+        if not rest.size or _value(rest[-1]) < SMALLEST_SENTINEL:
             return False
         below = int(np.searchsorted(rest, _bin(_value(rest[-1]) / _LEVELS)))
         for start in _clusters(rest):
