@@ -31,7 +31,10 @@ Place = tuple[int, int]
 _REDUCTIONS = frozenset({
     "ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "ReduceSumSquare",
 })  # fmt: skip
-_MOVES = MOVEMENT | {"Cast", "Concat", "GatherElements", "GatherND", "Identity", "Where"}
+_JOINS = frozenset({"Concat", "ScatterElements", "ScatterND", "Where"})
+_MOVES = MOVEMENT | _JOINS | {
+    "Cast", "CastLike", "Compress", "Dropout", "GatherElements", "GatherND", "Identity", "ReverseSequence", "TopK",
+}  # fmt: skip
 _COMPUTES_SHAPES = _MOVES | ARITHMETIC | _REDUCTIONS | {
     "Abs", "Ceil", "Clip", "Exp", "Floor", "Log", "Mod", "Neg", "Reciprocal", "Relu", "Round", "Sign",
 }  # fmt: skip
@@ -143,10 +146,10 @@ def _passed(model: Model, node: Node, slot: int, demand: _Demand | None) -> _Dem
 
 
 def _is_guarded(model: Model, node: Node, constants: list[npt.NDArray[np.float64]], least: float) -> bool:
-    """Whether a node keeps its result away from 0 by a constant."""
-    if node.op == "Clip":
-        low = _constant(model, node.inputs[1]) if len(node.inputs) > 1 else None
-        return low is not None and bool((low >= least).all())
+    """Return whether a node keeps its result away from 0 by a constant.
+
+    A Clip does not: OpenVINO 2026.4.1 rounds its bounds to stored integers, so a small one becomes 0.
+    """
     if node.op not in ("Add", "Max", "Sum") or not any((values >= least).all() for values in constants):
         return False
     others = (name for name in node.inputs if name not in model.constants)
@@ -161,7 +164,7 @@ def _is_never_negative(model: Model, tensor: str) -> bool:
         if node.op == "Clip" and len(node.inputs) > 1:
             low = _constant(model, node.inputs[1])
             return low is not None and bool((low >= 0).all())
-        if node.op not in (_MOVES | POOLING | _REDUCTIONS) - {"Concat", "Where"}:
+        if node.op not in (_MOVES | POOLING | _REDUCTIONS) - _JOINS:
             return False
         tensor = node.inputs[0]
     return False

@@ -68,6 +68,13 @@ def poles(g: GraphBuilder, kind: str) -> str:
         return g.op("Div", x, g.op("Sqrt", g.op("Add", mean, g.const(np.float32(1e-12)))))
     if kind == "movers":
         return g.op("Log", g.op("Reshape", g.op("Transpose", clipped), g.const([256])))
+    if kind == "TopK":
+        return g.op("Log", g.op("TopK", g.op("Dropout", clipped), g.const([64]), outputs=2)[0])
+    if kind == "ScatterElements":
+        last = g.const(np.zeros((4, 1), np.int64)), g.const(np.ones((4, 1), np.float32))
+        return g.op("Log", g.op("ScatterElements", clipped, *last, axis=1))
+    if kind == "bound":
+        return g.op("Log", g.op("Clip", square, g.const(np.float32(1e-2))))
     if kind == "Pow":
         return g.op("Pow", clipped, g.const(np.float32(-0.5)))
     if kind == "one minus":
@@ -76,7 +83,21 @@ def poles(g: GraphBuilder, kind: str) -> str:
 
 
 @pytest.mark.parametrize("dialect", [OPENVINO, ONNXRUNTIME], ids=lambda d: d.name)
-@pytest.mark.parametrize("kind", ["Div", "Log", "Reciprocal", "Pow", "movers", "normalization", "one minus"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "Div",
+        "Log",
+        "Reciprocal",
+        "Pow",
+        "ScatterElements",
+        "TopK",
+        "large bound",
+        "movers",
+        "normalization",
+        "one minus",
+    ],
+)
 def test_no_grid_leads_to_a_pole(kind: str, dialect: Dialect, tmp_path: Path) -> None:
     g = GraphBuilder("m")
     model = finish(g, poles(g, kind))
