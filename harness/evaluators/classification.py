@@ -13,7 +13,7 @@ import numpy as np
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
 from harness.evaluators.arrays import is_arrays
-from harness.evaluators.inputs import only_output, open_samples
+from harness.evaluators.inputs import only_name, only_output, open_samples
 from harness.evaluators.intervals import evidence_of
 from harness.feeds import Types
 
@@ -71,13 +71,16 @@ class Top1:
         return self.images.inferences
 
     def check_outputs(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """See whether the model has an output for every class of the labels, where it has one output.
+        """See which output holds the logits, and whether it has a value for every class of the labels.
 
         Raises:
-            UserError: It has not.
+            UserError: It has not, or it is not said which of several it is.
         """
-        outputs, highest = max(next(iter(shapes.values()), ()), default=0), max(self.labels, default=0)
-        if len(shapes) != 1 or highest < outputs:
+        self._check_classes(shapes[only_name(shapes, self._output, f"{self.metric}: output")])
+
+    def _check_classes(self, shape: Sequence[int]) -> None:
+        outputs, highest = max(shape, default=0), max(self.labels, default=0)
+        if highest < outputs:
             return
         shifted = highest == outputs and min(self.labels) > 0
         remedy = "they count from 1: take 1 off each" if shifted else "they are those of another model"
@@ -118,7 +121,7 @@ class Top1:
     def _rank(self, logits: Array, label: int) -> int:
         """How many classes come before the right one."""
         if label >= len(logits):
-            self.check_outputs({"": logits.shape})  # which raises
+            self._check_classes(logits.shape)  # which raises
         return int((logits > logits[label]).sum() + (logits[:label] == logits[label]).sum())
 
     def _check_shift(self, answers: list[int]) -> None:

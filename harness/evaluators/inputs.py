@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from harness.feeds import Types
 
 __all__ = [
     "LabelledImages", "PreparedArrays", "PreparedImages", "doubt", "evaluator_params", "finite", "image_supplies",
-    "only_output", "open_samples",
+    "only_name", "only_output", "open_samples",
 ]  # fmt: skip
 
 CACHE_BYTES = 600 * 2**20  # an evaluator lives as long as its worker and scores hundreds of engines
@@ -247,10 +247,15 @@ class LabelledImages:
 
 
 def only_output(outputs: Mapping[str, Array], name: str | None, where: str) -> Array:
-    """The output that holds the logits.
+    """The output that holds the logits; arguments and errors are those of `only_name`, with outputs of one image."""
+    return outputs[only_name(outputs, name, where)]
+
+
+def only_name(outputs: Collection[str], name: str | None, where: str) -> str:
+    """Name of the output that holds the logits.
 
     Args:
-        outputs: Of one image.
+        outputs: Names of all.
         name: Which it is; None where there is one.
         where: Begins messages, for instance "top1: output".
 
@@ -262,7 +267,7 @@ def only_output(outputs: Mapping[str, Array], name: str | None, where: str) -> A
     found = name or next(iter(outputs), "")
     if found not in outputs:
         raise UserError(f"{where}: the model has no output {found!r}, only {', '.join(sorted(outputs))}")
-    return outputs[found]
+    return found
 
 
 def doubt(accuracy: Accuracy, metric: str, higher_is_better: bool, params: Mapping[str, Any]) -> str:

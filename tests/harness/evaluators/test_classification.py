@@ -124,6 +124,17 @@ def test_the_output_can_be_named(folder: Path) -> None:
         top1(folder, output="logit").score(two)
 
 
+def test_the_output_is_looked_for_before_anything_is_scored(folder: Path) -> None:
+    shapes = {"boxes": (1, 2), "logits": (1, 3)}
+    top1(folder, output="logits").check_outputs(shapes)
+    with pytest.raises(UserError, match="output: say which of boxes, logits holds the logits"):
+        top1(folder).check_outputs(shapes)
+    with pytest.raises(UserError, match="the model has no output 'logit', only boxes, logits"):
+        top1(folder, output="logit").check_outputs(shapes)
+    with pytest.raises(UserError, match="but the model has 2 outputs"):
+        top1(folder, output="boxes").check_outputs(shapes)
+
+
 def test_what_does_not_fit_is_explained(folder: Path) -> None:
     with pytest.raises(UserError, match=r"classes are needed, from a \.txt file"):
         top1(folder, labels=None)
