@@ -125,7 +125,7 @@ def test_the_output_can_be_named(folder: Path) -> None:
 
 
 def test_the_output_is_looked_for_before_anything_is_scored(folder: Path) -> None:
-    shapes = {"boxes": (1, 2), "logits": (1, 3)}
+    shapes = {"boxes": (1, 2), "logits": (1, 10)}
     top1(folder, output="logits").check_outputs(shapes)
     with pytest.raises(UserError, match="output: say which of boxes, logits holds the logits"):
         top1(folder).check_outputs(shapes)
