@@ -73,7 +73,7 @@ def poles(g: GraphBuilder, kind: str) -> str:
     if kind == "ScatterElements":
         last = g.const(np.zeros((4, 1), np.int64)), g.const(np.ones((4, 1), np.float32))
         return g.op("Log", g.op("ScatterElements", clipped, *last, axis=1))
-    if kind == "bound":
+    if kind == "large bound":
         return g.op("Log", g.op("Clip", square, g.const(np.float32(1e-2))))
     if kind == "Pow":
         return g.op("Pow", clipped, g.const(np.float32(-0.5)))
