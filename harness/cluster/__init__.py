@@ -1,4 +1,4 @@
-"""Where an experiment's engines run: on this machine, or on a Ray cluster."""
+"""Choice of the execution target: this machine, or a Ray cluster."""
 
 from __future__ import annotations
 
@@ -15,29 +15,23 @@ from harness.run.observe import Observer
 
 __all__ = ["SETTINGS", "open_site"]
 
+# Variables that Ray reads when it is imported; those that are already set keep their value.
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent anywhere
-    "RAY_worker_niceness": "0",  # of a cluster that is started here; Ray's own default is 15, which no timing survives
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # workers without a GPU keep what they see
+    "RAY_worker_niceness": "0",  # of a cluster that is started here; Ray's default of 15 makes timings useless
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # workers without a GPU keep the GPUs that they see
 }
-"""What Ray is told by the environment, which it reads when it is imported; what somebody set before stays."""
 
 
 @contextmanager
 def open_site(
     executor: ExecutorSpec, limits: Limits, known: Mapping[str, Any] | None, observer: Observer
 ) -> Iterator[Site]:
-    """The place that an experiment asks for.
+    """Open the execution target of an experiment.
 
     Args:
-        executor: The experiment's.
-        limits: Of each candidate.
-        known: Environment of the machine that the results were begun on, where they are to go on: workers of another
-            kind are refused. None: the first worker decides.
-        observer: Is told who takes part.
-
-    Raises:
-        UserError: Ray is not installed, there is no such cluster, or no worker of it can be used.
+        known: Environment of the machine that resumed results were begun on; workers of another kind are rejected.
+            None: the first worker's environment is used.
     """
     if executor.use == "local":
         yield LocalSite(executor, limits)
@@ -48,5 +42,5 @@ def open_site(
         from harness.cluster.site import open_ray_site
     except ModuleNotFoundError as error:
         raise UserError(f"executor: 'ray' needs Ray ({error}); install it: pip install 'qdq-bench[ray]'") from error
-    with open_ray_site(executor, limits, known, observer) as site:
-        yield site
+    with open_ray_site(executor, limits, known, observer) as target:
+        yield target

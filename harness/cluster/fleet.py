@@ -1,8 +1,4 @@
-"""The hosts of one experiment: started, checked to be of one kind, replaced where one is lost.
-
-Ray restarts nothing here. A host that is gone is gone with all its engines; whoever had some opens them on another,
-and a new host is asked for in its place, which takes part as soon as the cluster has room for it.
-"""
+"""Pool of workers on the Ray cluster, all of them alike; lost workers are replaced."""
 
 from __future__ import annotations
 
@@ -29,26 +25,22 @@ from harness.run.observe import Observer
 
 __all__ = ["WAITING", "WORKING", "Fleet", "Member"]
 
-WAITING, WORKING = 1, 1000
-"""What engines weigh: those of a cell, which mostly wait for its searches, and those of a search's worker."""
-START_S = 120.0
-"""A host imports the harness, on a machine that may be busy starting others."""
-END_S = 5.0
-"""Hosts that have not put away their files by then are ended all the same."""
-GLANCE_S = 1.0
-"""Between two looks whether a call is still wanted."""
+WAITING, WORKING = 1, 1000  # weights of engines of a task, which mostly wait, and of a search's worker
+START_S = 120.0  # a worker imports the harness, on a machine that may be busy starting others
+END_S = 5.0  # workers that have not removed their files by then are killed
+GLANCE_S = 1.0  # between two checks whether the pool was closed during a call
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A host as the driver sees it.
+    """Worker as the driver sees it.
 
     Attributes:
-        actor: Its handle.
+        actor: Its Ray handle.
         node: Name of its machine.
         environment: See `harness.measure.provenance.environment`.
-        load: Sum of what is open on it, see `WAITING` and `WORKING`.
+        load: Sum of `WAITING` and `WORKING` of the engines that are open on it.
     """
 
     actor: Any
@@ -58,13 +50,13 @@ class Member:
 
 
 class Fleet:
-    """Hosts on the cluster that Ray is connected to.
+    """Workers on the cluster that Ray is connected to.
 
     Args:
-        count: How many are wanted.
-        resources: What each reserves.
-        known: Environment of the machine that the results were begun on; None: the first host decides.
-        observer: Is told who takes part.
+        count: Number of workers.
+        resources: Resources that each worker reserves.
+        known: Environment of the machine that the results were begun on; None: that of the first worker.
+        observer: Receives messages about the workers.
     """
 
     def __init__(
@@ -76,95 +68,82 @@ class Fleet:
         self._observer = observer
         self._lock = threading.RLock()
         self._starting: dict[Any, Any] = {}
-        self._members: list[Member] = []
-        self._refused: list[Any] = []
+        self._workers: list[Member] = []
+        self._rejected: list[Any] = []
         self._facts: dict[str, Mapping[str, Any]] = {}
         self._numbers = itertools.count()
-        self._sent: Recent[Any] = Recent(KEPT_BYTES, lambda _: None)
+        self._uploaded: Recent[Any] = Recent(KEPT_BYTES, lambda _: None)
         self.closed = False
 
     def start(self) -> None:
-        """Start the hosts; done when all are there, or those for which the cluster has room now.
-
-        Raises:
-            UserError: Not even one can be used.
-        """
+        """Start the workers, and wait for as many as the cluster has resources for now."""
         for _ in range(self._count):
             self._ask_for_one()
-        fitting = min(self._count, _room(self._options))
-        ray.wait(list(self._starting), num_returns=max(1, fitting), timeout=START_S)
+        available = min(self._count, _room(self._options))
+        ray.wait(list(self._starting), num_returns=max(1, available), timeout=START_S)
         with self._lock:
             self._await_one()
-        if len(self._members) < self._count:
+        if len(self._workers) < self._count:
             self._observer.say(
-                f"{len(self._members)} of {self._count} workers: the cluster has no room for more that are like the "
+                f"{len(self._workers)} of {self._count} workers: the cluster has no room for more that are like the "
                 "first; others take part when they come"
             )
 
     def environment(self) -> Mapping[str, Any]:
-        """Of the hosts, which are all alike."""
+        """Return the environment of the workers, which are all alike."""
         with self._lock:
-            return self._known or self._members[0].environment
+            return self._known or self._workers[0].environment
 
     def pick(self, load: int) -> Member:
-        """The host that has least to do, with so much more.
-
-        Raises:
-            UserError: There is none, and none came in time.
-        """
+        """Return the worker with the lowest load, and add to its load."""
         with self._lock:
             self._await_one()
-            chosen = min(self._members, key=lambda member: member.load)
-            chosen.load += load
-            return chosen
+            worker = min(self._workers, key=lambda worker: worker.load)
+            worker.load += load
+            return worker
 
     def check_reserved(self, gpus: Set[str]) -> None:
-        """Whether each worker has the GPU to itself that its engines run on.
+        """Check that each worker has the GPU of its engines to itself.
 
         Raises:
-            UserError: Ray gives none, or a part of one: then all of a node would be timed on its first.
+            UserError: Ray reserves none or a part of one, so that all workers of a node would be timed on its first.
         """
         if gpus and self._options["num_gpus"] < 1:
             raise UserError(
                 "executor.resources: engines run on a GPU, and each worker needs one to itself: resources: {GPU: 1}"
             )
 
-    def alike(self, member: Member, benchmarkers: str, facts: Mapping[str, Any]) -> bool:
-        """Whether benchmarkers are on this host what they are on the others; where they are not, it is one less.
-
-        Args:
-            benchmarkers: Which ones.
-            facts: Of each, as it describes itself there.
-        """
+    def alike(self, worker: Member, benchmarkers: str, facts: Mapping[str, Any]) -> bool:
+        """Return whether benchmarkers give the same facts on this worker as on the others; reject the worker if not."""
         with self._lock:
             different = list(changes(self._facts.setdefault(benchmarkers, facts), facts))
-            if different and member in self._members:
-                self._members.remove(member)
-                self._refuse(member.actor, member.node, different)
+            if different and worker in self._workers:
+                self._workers.remove(worker)
+                self._refuse(worker.actor, worker.node, different)
         return not different
 
     def number(self) -> int:
-        """A number for a session."""
+        """Return a new session number."""
         return next(self._numbers)
 
     def send(self, path: Path) -> tuple[str, Any]:
-        """The key to a model's files, and the files in the object store, from which they travel once to each node."""
+        """Return a key to a model's files and their reference in the object store, which sends them once per node."""
         status = path.stat()
         key = repr((str(path), status.st_size, status.st_mtime_ns))
         with self._lock:
-            sent = self._sent.get(key)
-            if sent is None:
+            reference = self._uploaded.get(key)
+            if reference is None:
                 files: Files = {part.name: part.read_bytes() for part in parts(path)}
-                sent = ray.put(files)
-                self._sent.put(key, sent, sum(map(len, files.values())))
-            return key, sent
+                reference = ray.put(files)
+                self._uploaded.put(key, reference, sum(map(len, files.values())))
+            return key, reference
 
-    def call(self, member: Member, reference: Any) -> Any:
-        """The value of a call.
+    def call(self, worker: Member, reference: Any) -> Any:
+        """Wait for the result of a call.
 
         Raises:
-            WorkerLost: The host is gone, or the fleet was closed meanwhile.
-            UserError: As the host raised it, with its name.
+            WorkerLost: The worker is gone, or the pool was closed meanwhile.
+            UserError: Raised by the worker; its name is added.
         """
         try:
             while not ray.wait([reference], timeout=GLANCE_S)[0]:
@@ -173,106 +152,111 @@ class Fleet:
             return ray.get(reference)
         except RayTaskError as error:
             if isinstance(error.cause, UserError):
-                raise UserError(f"{error.cause} (on {member.node})") from None
+                raise UserError(f"{error.cause} (on {worker.node})") from None
             raise
         except RayError as error:
-            self._lose(member, error)
-            raise WorkerLost(f"the worker on {member.node} was lost: {_first_line(error)}") from error
+            self._lose(worker, error)
+            raise WorkerLost(f"the worker on {worker.node} was lost: {_first_line(error)}") from error
 
-    def forget(self, member: Member, load: int) -> None:
-        """So much of this host was closed."""
+    def release(self, worker: Member, load: int) -> None:
+        """Subtract from the load of a worker."""
         with self._lock:
-            member.load -= load
+            worker.load -= load
 
     def close(self) -> None:
-        """End all hosts."""
+        """End all workers."""
         self.closed = True
         with self._lock:
-            actors = [*(member.actor for member in self._members), *self._starting.values(), *self._refused]
-            ending = [member.actor.end.remote() for member in self._members]
-            self._members, self._starting = [], {}
-            self._sent = Recent(KEPT_BYTES, lambda _: None)
+            actors = [*(worker.actor for worker in self._workers), *self._starting.values(), *self._rejected]
+            ending = [worker.actor.end.remote() for worker in self._workers]
+            self._workers, self._starting = [], {}
+            self._uploaded = Recent(KEPT_BYTES, lambda _: None)
         if ending:
             with suppress(RayError):
                 ray.wait(ending, num_returns=len(ending), timeout=END_S)
         for actor in actors:
-            with suppress(RayError):
-                ray.kill(actor)
+            _kill(actor)
 
     def _await_one(self) -> None:
-        """Take in whoever has come; where there is nobody, wait.
-
-        Raises:
-            UserError: Nobody came in time.
-        """
+        """Admit all workers that are ready; raise `UserError` if there is none, and none starts in time."""
         self._welcome(0.0)
-        if not self._members:
+        if not self._workers:
             self._welcome(START_S)
-        if not self._members or self.closed:
+        if not self._workers or self.closed:
             raise UserError(self._nobody())
 
     def _ask_for_one(self) -> None:
         actor = ray.remote(Host).options(**self._options).remote(sys.path)
-        self._starting[actor.facts.remote(None)] = actor
+        self._starting[actor.describe.remote(None)] = actor
 
-    def _welcome(self, patience_s: float) -> None:
-        """Take in the hosts that are ready; wait for one where there is patience."""
+    def _welcome(self, timeout_s: float) -> None:
+        """Admit the workers that are ready, after waiting for the first."""
         while self._starting:
-            ready, _ = ray.wait(list(self._starting), num_returns=1, timeout=patience_s)
+            ready, _ = ray.wait(list(self._starting), num_returns=1, timeout=timeout_s)
             if not ready:
                 return
             actor = self._starting.pop(ready[0])
             try:
                 facts = ray.get(ready[0])
-            except RayError as error:  # it died, cannot be placed, or has no harness to import
+            except RayError as error:  # it died, cannot be placed, or cannot import the harness
                 self._observer.say(f"a worker could not be started: {_first_line(error)}")
-                with suppress(RayError):
-                    ray.kill(actor)
+                _kill(actor)
                 continue
-            if facts["niceness"] > 0:
-                self._observer.say(
-                    f"the worker on {facts['node']} yields to everything else there (niceness {facts['niceness']}): "
-                    "start its node with RAY_worker_niceness=0 in the environment"
-                )
-            if self._known is None:
-                self._known = facts["environment"]
-            different = list(changes(decisive(self._known), decisive(facts["environment"])))
-            if different:
-                self._refuse(actor, facts["node"], different)
-            else:
-                self._members.append(Member(actor=actor, node=facts["node"], environment=facts["environment"]))
-                patience_s = 0.0
+            if self._admit(actor, facts):
+                timeout_s = 0.0
+
+    def _admit(self, actor: Any, facts: Mapping[str, Any]) -> bool:
+        """Add a worker to the pool if its environment is that of the others; return whether it was added."""
+        node, environment = facts["node"], facts["environment"]
+        if facts["niceness"] > 0:
+            self._observer.say(
+                f"the worker on {node} has a low priority there (niceness {facts['niceness']}): "
+                "start its node with RAY_worker_niceness=0 in the environment"
+            )
+        if self._known is None:
+            self._known = environment
+        different = list(changes(decisive(self._known), decisive(environment)))
+        if different:
+            self._refuse(actor, node, different)
+        else:
+            self._workers.append(Member(actor=actor, node=node, environment=environment))
+        return not different
 
     def _refuse(self, actor: Any, node: str, different: Sequence[str]) -> None:
-        """A host that is not like the others: figures of different devices or libraries are never compared raw."""
-        shown = "\n".join(f"  {line}" for line in different)
-        self._observer.say(f"the worker on {node} is refused, for it differs from the baseline's:\n{shown}")
-        self._refused.append(actor)  # and kept: its device is taken, so the next host comes elsewhere
+        """Reject a worker: figures of different devices or libraries are never compared directly."""
+        lines = "\n".join(f"  {line}" for line in different)
+        self._observer.say(f"the worker on {node} is refused because it differs from the baseline's:\n{lines}")
+        self._rejected.append(actor)  # kept alive: it holds its device, so that the next worker starts elsewhere
         self._ask_for_one()
 
-    def _lose(self, member: Member, error: RayError) -> None:
+    def _lose(self, worker: Member, error: RayError) -> None:
         with self._lock:
-            if member not in self._members:
+            if worker not in self._workers:
                 return
-            self._members.remove(member)
-            left = len(self._members)
+            self._workers.remove(worker)
+            left = len(self._workers)
             self._ask_for_one()
-        with suppress(RayError):
-            ray.kill(member.actor)
-        self._observer.say(f"the worker on {member.node} was lost ({_first_line(error)}); {left} left")
+        _kill(worker.actor)
+        self._observer.say(f"the worker on {worker.node} was lost ({_first_line(error)}); {left} left")
 
     def _nobody(self) -> str:
-        wanted, there = _wanted(self._options), ray.cluster_resources()
-        offered = {name: there.get(name, 0) for name in wanted}
-        refused = f"; {len(self._refused)} were refused" if self._refused else ""
+        requested, resources = _wanted(self._options), ray.cluster_resources()
+        offered = {name: resources.get(name, 0) for name in requested}
+        rejected = f"; {len(self._rejected)} were refused" if self._rejected else ""
         return (
-            f"executor: no worker can be used: each asks for {_shown(wanted)}, the cluster has {_shown(offered)} in "
-            f"all{refused}; everything measured before is safe: add nodes, then run the same command again to go on"
+            f"executor: no worker can be used: each requests {_shown(requested)}, the cluster has "
+            f"{_shown(offered)} in all{rejected}; all results are saved: add nodes, then run the same command "
+            "again to resume"
         )
 
 
+def _kill(actor: Any) -> None:
+    with suppress(RayError):
+        ray.kill(actor)
+
+
 def _options(resources: Mapping[str, float]) -> dict[str, Any]:
-    """What Ray calls them; SPREAD puts hosts on as many nodes as there are."""
+    """Return resources under Ray's names; SPREAD uses as many nodes as there are."""
     own = dict(resources)
     return {
         "num_cpus": own.pop("CPU", 0 if own else 1),
@@ -285,15 +269,18 @@ def _options(resources: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _wanted(options: Mapping[str, Any]) -> dict[str, float]:
-    wanted = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **options["resources"]}
-    return {name: amount for name, amount in wanted.items() if amount}
+    requested = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **options["resources"]}
+    return {name: amount for name, amount in requested.items() if amount}
 
 
 def _room(options: Mapping[str, Any]) -> int:
-    """How many hosts the nodes could take, one by one."""
-    wanted = _wanted(options)
+    """Return the number of workers that the nodes have resources for."""
+    requested = _wanted(options)
     nodes: Sequence[Mapping[str, Any]] = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return sum(min((int(node.get(name, 0) // amount) for name, amount in wanted.items()), default=1) for node in nodes)
+    capacities = (
+        min((int(node.get(name, 0) // amount) for name, amount in requested.items()), default=1) for node in nodes
+    )
+    return sum(capacities)
 
 
 def _shown(amounts: Mapping[str, float]) -> str:

@@ -1,7 +1,7 @@
-"""A Ray cluster as the place where engines run; see docs/cluster.md.
+"""Ray cluster as an execution target; see docs/cluster.md.
 
-Only this process writes results. Of a trial nothing travels but its edges and its readings: the model and its weights
-are put into the object store once, come to each node once, and placements are written where they are built.
+Only this process writes results. A trial transfers its edges and its readings: the model and its weights are put into
+the object store once, reach each node once, and placements are written on the node that builds them.
 """
 
 from __future__ import annotations
@@ -14,45 +14,44 @@ from typing import Any
 
 import ray
 
+from harness import registry
 from harness.api import Candidate
-from harness.cluster.fleet import Fleet
-from harness.cluster.remote import RemoteEngines, prepare
+from harness.cluster.fleet import WAITING, WORKING, Fleet, Member
+from harness.cluster.host import Order
 from harness.errors import UserError
-from harness.measure.engines import MAIN, Engines, WorkerSpec
-from harness.measure.executor import Pool
-from harness.measure.gate import Open
-from harness.measure.site import Maker, Workers
+from harness.measure.engines import MAIN, Built, Engines, Watch, WorkerSpec
+from harness.measure.executor import Pool, WorkerLost
+from harness.measure.gate import Gate
+from harness.measure.local import attempt
+from harness.measure.site import Maker, QueueFactory, Site
+from harness.records import Failed
 from harness.run.config import Limits, Use
 from harness.run.executing import ExecutorSpec
 from harness.run.observe import Observer
 
-__all__ = ["RaySite", "open_ray_site"]
+__all__ = ["RaySite", "RemoteEngines", "open_ray_site", "prepare"]
 
 
 @contextmanager
 def open_ray_site(
     executor: ExecutorSpec, limits: Limits, known: Mapping[str, Any] | None, observer: Observer
 ) -> Iterator[RaySite]:
-    """Connect to the cluster and start the hosts; all is ended and let go of at the end.
+    """Connect to the cluster and start the workers; end them and disconnect on exit.
 
-    Args:
-        known: See `harness.cluster.open_site`.
-
-    Raises:
-        UserError: There is no such cluster, or no host can be used.
+    For the arguments see `harness.cluster.open_site`.
     """
     with _connected(executor.address):
-        fleet = Fleet(executor.workers, executor.resources, known, observer)
+        pool = Fleet(executor.workers, executor.resources, known, observer)
         try:
-            fleet.start()
-            yield RaySite(fleet, executor, limits)
+            pool.start()
+            yield RaySite(pool, executor, limits)
         finally:
-            fleet.close()
+            pool.close()
 
 
 @contextmanager
 def _connected(address: str) -> Iterator[None]:
-    """A connection to the cluster; where somebody made one before, it is used and left as it is."""
+    """Hold a connection to the cluster; an existing connection is used and stays open."""
     if ray.is_initialized():
         yield
         return
@@ -72,39 +71,120 @@ def _connected(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-class RaySite:
-    """See `harness.measure.site.Site`."""
+class RaySite(Site):
+    """Workers of a Ray cluster."""
 
-    def __init__(self, fleet: Fleet, executor: ExecutorSpec, limits: Limits) -> None:
-        self._fleet = fleet
+    def __init__(self, pool: Fleet, executor: ExecutorSpec, limits: Limits) -> None:
+        self._pool = pool
         self._executor = executor
         self._limits = limits
 
     def environment(self, commit: str | None) -> dict[str, Any]:
-        """See `Site`."""
-        return {**self._fleet.environment(), **({} if commit is None else {"git_commit": commit})}
+        return {**self._pool.environment(), **({} if commit is None else {"git_commit": commit})}
 
     def describe(self, backend: Use, workdir: Path) -> Mapping[str, Any]:
-        """See `Site`."""
         with self.open(WorkerSpec(benchmarkers={MAIN: backend}, workdir=workdir)) as engines:
             return engines.describe()
 
     def open(self, spec: WorkerSpec) -> RemoteEngines:
-        """See `Site`."""
-        return RemoteEngines(self._fleet, spec, self._limits)
+        return RemoteEngines(self._pool, spec, self._limits)
 
     @contextmanager
-    def workers(self, spec: WorkerSpec, engines: Engines, maker: Maker, baseline: Candidate) -> Iterator[Workers]:
-        """See `Site`; each cell has its share of the workers."""
-        sent = ray.put(maker)
+    def workers(self, spec: WorkerSpec, engines: Engines, writer: Maker, baseline: Candidate) -> Iterator[QueueFactory]:
+        """Open a task's share of the workers."""
+        stored_writer = ray.put(writer)
 
         @contextmanager
-        def opened() -> Iterator[Engines]:
-            with RemoteEngines(self._fleet, spec, self._limits, sent) as worker:
+        def open_worker() -> Iterator[Engines]:
+            with RemoteEngines(self._pool, spec, self._limits, stored_writer) as worker:
                 if spec.evaluators:
                     prepare(worker, spec, baseline)
                 yield worker
 
-        each = max(1, self._executor.workers // self._executor.cells)
-        with Pool(opened, each, Open()) as pool:
-            yield pool
+        share = max(1, self._executor.workers // self._executor.cells)
+        with Pool(open_worker, share, Gate()) as pool:
+            yield pool.lane
+
+
+class RemoteEngines(Engines):
+    """Engines on a worker of the cluster; every call raises `WorkerLost` if the worker is gone.
+
+    Scoring progress is not reported.
+
+    Args:
+        writer: Reference to the candidate writer in the object store, for a worker of searches; None: candidates are
+            sent as files.
+    """
+
+    def __init__(self, pool: Fleet, spec: WorkerSpec, limits: Limits, writer: Any = None) -> None:
+        self._pool = pool
+        self._spec = spec
+        self._limits = limits
+        self._writer = writer
+        self._load = WAITING if writer is None else WORKING
+        plugin = spec.benchmarkers[MAIN]
+        self._needs_files = not getattr(registry.load("benchmarker", plugin.use), "in_process", False)
+        self._number = pool.number()
+        self._facts: Mapping[str, Mapping[str, Any]] = {}
+
+    def __enter__(self) -> RemoteEngines:
+        while True:
+            self._worker: Member = self._pool.pick(self._load)
+            try:
+                self._facts, gpus = self._remote("open", self._spec, self._limits, self._writer)
+                self._pool.check_reserved(gpus)
+            except WorkerLost:
+                if self._pool.closed:
+                    raise
+                continue  # the pool picks another worker, or reports that there is none
+            except BaseException:
+                self._pool.release(self._worker, self._load)
+                raise
+            if self._pool.alike(self._worker, str(self._spec.benchmarkers), self._facts):
+                return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.release(self._worker, self._load)
+        self._worker.actor.close.remote(self._number)
+
+    def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
+        return self._facts[benchmarker]
+
+    def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
+        """Build an engine: a placement is written by the worker, any other model is sent as files."""
+        request = Order(digest=candidate.digest, edges=candidate.edges)
+        if not self._needs_files or (candidate.edges and self._writer is not None):
+            return self._remote("build", request, benchmarker)  # type: ignore[no-any-return]
+        path = attempt("build", candidate.source)
+        if isinstance(path, Failed):
+            return path
+        key, files = self._pool.send(path)
+        request = Order(digest=candidate.digest, edges=candidate.edges, files=key)
+        built = self._remote("build", request, benchmarker)
+        if isinstance(built, KeyError):  # the worker does not have these files, or not any more
+            self._pool.call(self._worker, self._worker.actor.store_files.remote(key, files))
+            built = self._remote("build", request, benchmarker)
+        return built  # type: ignore[no-any-return]
+
+    def release(self, handle: int) -> None:
+        """Close an engine without waiting for it."""
+        self._worker.actor.call.remote(self._number, "release", handle)
+
+    def _call(self, method: str, *args: Any, on_progress: Watch | None = None) -> Any:
+        return self._remote("call", method, *args)
+
+    def _remote(self, method: str, *args: Any) -> Any:
+        reference = getattr(self._worker.actor, method).remote(self._number, *args)
+        return self._pool.call(self._worker, reference)
+
+
+def prepare(engines: Engines, spec: WorkerSpec, baseline: Candidate) -> None:
+    """Prepare evaluators with the float model on the machine where they run; their files are not transferred."""
+    built = engines.build(baseline)
+    failed = built if isinstance(built, Failed) else None
+    if isinstance(built, Built):
+        outcomes = [engines.prepare(built.handle, name) for name in spec.evaluators]
+        failed = next((outcome for outcome in outcomes if outcome is not None), None)
+        engines.release(built.handle)
+    if failed is not None:
+        raise UserError(f"a worker cannot score the float model; {failed.stage}: {failed.reason}")

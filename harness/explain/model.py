@@ -16,9 +16,9 @@ from harness.explain.counting import counted
 from harness.explain.fusion import Explanation, explain_layers
 from harness.graph.asked import read_asked
 from harness.graph.cleaning.sizes import Sizes
+from harness.graph.declared import with_static_inputs
 from harness.graph.files import file_digest
 from harness.graph.spoken import dialect_called, dialect_name
-from harness.graph.static import with_static_inputs
 from harness.measure.provenance import options_said
 from harness.paths import locate
 from harness.run.config import Use

@@ -7,8 +7,8 @@ from pathlib import Path
 import onnx
 
 from harness.graph.cleaning.read import read_model
+from harness.graph.cleaning.write import write
 from harness.graph.diff import labels
-from harness.graph.load import write
 
 __all__ = ["Bypass"]
 

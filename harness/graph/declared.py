@@ -1,4 +1,4 @@
-"""What an ONNX file says of itself, before any of it is cleaned or made static."""
+"""Signature of an ONNX file before any preparation: inputs, outputs and nodes; and copies with static inputs."""
 
 from __future__ import annotations
 
@@ -7,30 +7,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import onnx
+from google.protobuf.message import DecodeError
 from onnx import helper
 
 from harness.graph.cleaning.read import read_model
-from harness.graph.cleaning.shapes import fix_inputs
+from harness.graph.cleaning.shapes import fix_inputs, has_dynamic_inputs
 from harness.graph.cleaning.sizes import Axes, Sizes, axes_of
+from harness.graph.cleaning.write import write
 from harness.graph.diff import delivered, labels
-from harness.graph.load import write
 
-__all__ = ["Declared", "DeclaredNode", "Dims", "before_transpose", "fix_shapes", "read_declared"]
+__all__ = ["Declared", "DeclaredNode", "Dims", "before_transpose", "read_declared", "with_static_inputs"]
 
 Dims = tuple[int | None, ...]
-"""A shape; None where a dimension is dynamic."""
-
-
-_QDQ = frozenset({"QuantizeLinear", "DequantizeLinear"})
+"""A shape; None for a dynamic dimension."""
+_QDQ_OPS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredNode:
-    """A node of the main graph.
+    """Node of the main graph.
 
     Attributes:
-        name: "" where it has none.
-        precisions: What its quantized inputs are stored in; none where all are float.
+        name: "" for a node without a name.
+        precisions: Storage types of its quantized inputs; empty if all are float.
     """
 
     name: str
@@ -40,13 +39,13 @@ class DeclaredNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declared:
-    """An ONNX file as its author wrote it.
+    """ONNX file as its author wrote it.
 
     Attributes:
         inputs: Element type by its ONNX name in lower case, and shape of each input that is a tensor.
         outputs: Shape of each output.
-        nodes: Of the main graph, in its order, Q/DQ left out.
-        axes: Declared dimensions of each input, symbols included; None: unknown rank.
+        nodes: Nodes of the main graph in order, without Q/DQ.
+        axes: Declared dimensions of each input, with symbols; None: unknown rank.
     """
 
     inputs: Mapping[str, tuple[str, Dims]]
@@ -61,20 +60,12 @@ class Declared:
 
     @property
     def precisions(self) -> frozenset[str]:
-        """What its Q/DQ pairs store ("int8", "fp8", "fp8e5m2", ...); none in a float model."""
+        """Storage types of its Q/DQ pairs ("int8", "fp8", "fp8e5m2", ...); empty for a float model."""
         return frozenset(precision for node in self.nodes for precision in node.precisions)
 
 
 def read_declared(path: Path, source: str | None = None) -> Declared:
-    """Read what a file says of its inputs, outputs and nodes.
-
-    Args:
-        path: The ONNX file.
-        source: What messages call it; the path by default.
-
-    Raises:
-        UserError: The file cannot be read or is no ONNX.
-    """
+    """Read the inputs, outputs and nodes of a file, which messages call `source`, or by its path."""
     proto, _ = read_model(path, source or str(path))
     graph = proto.graph
     stored: dict[str, set[str]] = {}
@@ -83,33 +74,39 @@ def read_declared(path: Path, source: str | None = None) -> Declared:
     constants = {tensor.name for tensor in graph.initializer}
     tensors = [v for v in graph.input if v.name not in constants and v.type.HasField("tensor_type")]
     return Declared(
-        inputs={v.name: (_element(v), _dims(v)) for v in tensors},
+        inputs={v.name: (_element_type(v), _dims(v)) for v in tensors},
         outputs={v.name: _dims(v) for v in graph.output},
         axes={v.name: axes_of(v) for v in tensors},
         nodes=tuple(
             DeclaredNode(name=node.name, op=node.op_type, precisions=frozenset(stored.get(name, ())))
             for node, name in zip(graph.node, labels(graph), strict=True)
-            if node.op_type not in _QDQ
+            if node.op_type not in _QDQ_OPS
         ),
     )
 
 
-def fix_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]], target: Path) -> Path:
-    """Write a copy with static inputs, changed in nothing else; Q/DQ models keep their pairs as they are.
+def with_static_inputs(path: Path, sizes: Sizes, target: Path) -> Path:
+    """Write a copy with static inputs and no other change; Q/DQ models keep their pairs.
 
-    Raises:
-        UserError: As `read_declared`; also where a shape does not fit.
+    Returns:
+        The copy, or `path` itself if its inputs are static and no size is given, or if it is no ONNX model.
     """
+    if not (sizes.shapes or sizes.dims):
+        try:
+            if not has_dynamic_inputs(onnx.load(path, load_external_data=False).graph):
+                return path
+        except DecodeError:  # reported when the model is built
+            return path
     proto, _ = read_model(path, str(path))
-    fix_inputs(proto, Sizes(shapes=shapes), str(path))
+    fix_inputs(proto, sizes, str(path))
     return write(proto, target)
 
 
 def before_transpose(source: Path, path: Path, name: str) -> Path:
-    """Write a model without the Transpose that makes its only output; what it reads becomes the output `name`.
+    """Write a model without the Transpose that computes its only output; its input becomes the output `name`.
 
     Raises:
-        ValueError: The output is not made so.
+        ValueError: The output is not computed by a Transpose.
     """
     model = read_model(source, str(source))[0]
     (output,) = model.graph.output
@@ -122,15 +119,13 @@ def before_transpose(source: Path, path: Path, name: str) -> Path:
     model.graph.node.remove(last)
     for node in model.graph.node:
         for names in (node.input, node.output):
-            for slot, found in enumerate(names):
-                if found == inner:
-                    names[slot] = name
+            names[:] = [name if each == inner else each for each in names]
     output.CopyFrom(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape))
     path.write_bytes(model.SerializeToString(deterministic=True))
     return path
 
 
-def _element(value: onnx.ValueInfoProto) -> str:
+def _element_type(value: onnx.ValueInfoProto) -> str:
     return str(onnx.TensorProto.DataType.Name(value.type.tensor_type.elem_type)).lower()
 
 

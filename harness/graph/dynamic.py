@@ -18,7 +18,8 @@ import onnx
 from harness.errors import UserError
 from harness.graph.cleaning.read import read_model
 from harness.graph.cleaning.sizes import Axes, Sizes, axes_of
-from harness.graph.load import prepared, write
+from harness.graph.cleaning.write import write
+from harness.graph.load import prepared
 from harness.graph.model import Model, captures
 
 __all__ = ["NotCarried", "carry_over", "load_dynamic", "original", "write_dynamic"]

@@ -1,4 +1,4 @@
-"""Model files with the external data that belong to them, copied, moved and told apart as one."""
+"""Model files with their external data: copied, moved and hashed as one."""
 
 from __future__ import annotations
 
@@ -15,106 +15,92 @@ from harness.graph.cleaning.read import external_data
 
 __all__ = ["copy_model", "file_digest", "move_model", "parts"]
 
-_Outside = list[tuple[onnx.TensorProto, Path]]
-"""Tensors that lie in other files, each with its file."""
+_READ_CHUNK_BYTES = 1 << 24
+
+_ExternalTensors = list[tuple[onnx.TensorProto, Path]]
+"""Tensors in other files, each with its file."""
 
 
 def copy_model(model_path: Path, folder: Path, name: str = "model.onnx") -> Path:
-    """Copy a model with its external data, which are called after the copy: a folder may hold several models.
+    """Copy a model with its external data, which are named after the copy: a folder may hold several models.
 
-    A model without external data is copied byte for byte. Links would do, but ONNX refuses linked external data.
+    A model without external data is copied byte for byte. Links are no alternative: ONNX refuses linked external data.
 
     Returns:
-        The copy; its external data are `<name>.data`, `<name>.data1` and so on beside it.
-
-    Raises:
-        UserError: External data are missing, or outside of the model's folder.
+        The copy; its external data are `<name>.data`, `<name>.data1` and so on.
     """
     target = folder / name
-    content, places = _called_after(target, model_path)
-    for other, place in places.items():
-        shutil.copyfile(other, place)
+    content, destinations = _renamed_after(target, model_path)
+    for file, destination in destinations.items():
+        shutil.copyfile(file, destination)
     target.write_bytes(content)
     return target
 
 
 def move_model(model_path: Path, target: Path) -> None:
-    """Move a model and its external data, which are called after it, as `copy_model` does.
-
-    The model itself comes last, so that it appears whole or not at all.
-
-    Raises:
-        UserError: See `copy_model`.
-    """
+    """Move a model with its external data, named as by `copy_model`; it appears complete or not at all."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    content, places = _called_after(target, model_path)
-    if places:
+    content, destinations = _renamed_after(target, model_path)
+    if destinations:
         model_path.write_bytes(content)
-    for other, final in [*places.items(), (model_path, target)]:
-        part = final.with_name(f"{final.name}.{os.getpid()}.part")
-        shutil.move(other, part)
-        os.replace(part, final)
+    for file, destination in [*destinations.items(), (model_path, target)]:
+        part = destination.with_name(f"{destination.name}.{os.getpid()}.part")
+        shutil.move(file, part)
+        os.replace(part, destination)
 
 
 def file_digest(model_path: Path) -> str:
-    """SHA-256 of a model's file; where it has external data, of the model and these, whatever their files are called.
-
-    Raises:
-        UserError: See `copy_model`.
-    """
+    """Return the SHA-256 of a model's file and its external data, independent of the names of the latter."""
     content = model_path.read_bytes()
-    proto, outside = _outside(content, model_path)
-    others = _in_order(outside)
-    _rename(outside, {file: str(number) for number, file in enumerate(others)})
-    digest = hashlib.sha256(proto.SerializeToString(deterministic=True) if others else content)
-    for other in others:
-        with other.open("rb") as file:
-            while chunk := file.read(1 << 24):
+    proto, external = _external_tensors(content, model_path)
+    files = _distinct_files(external)
+    _rename_files(external, {file: str(number) for number, file in enumerate(files)})
+    digest = hashlib.sha256(proto.SerializeToString(deterministic=True) if files else content)
+    for file in files:
+        with file.open("rb") as stream:
+            while chunk := stream.read(_READ_CHUNK_BYTES):
                 digest.update(chunk)
     return digest.hexdigest()
 
 
 def parts(model_path: Path) -> list[Path]:
-    """A model's file and, behind it, the files of its external data.
-
-    Raises:
-        UserError: See `copy_model`.
-    """
-    return [model_path, *_in_order(_outside(model_path.read_bytes(), model_path)[1])]
+    """Return a model's file, followed by the files of its external data."""
+    return [model_path, *_distinct_files(_external_tensors(model_path.read_bytes(), model_path)[1])]
 
 
-def _outside(content: bytes, model_path: Path) -> tuple[onnx.ModelProto, _Outside]:
-    """A model as it is in its file, and what of it lies outside; nothing of a file that has nothing there."""
+def _external_tensors(content: bytes, model_path: Path) -> tuple[onnx.ModelProto, _ExternalTensors]:
+    """Return a model as it is in its file, and its external tensors; an empty model if it has none."""
     proto = onnx.ModelProto()
-    if b"location" not in content:  # every reference says so, and few models have any: they need no parsing
+    if b"location" not in content:  # part of every reference, so most models need not be parsed
         return proto, []
     try:
         proto.ParseFromString(content)
-    except DecodeError:  # whoever reads it will say so
+    except DecodeError:  # reported when the model is read
         return proto, []
     return proto, external_data(proto, model_path.parent, str(model_path))
 
 
-def _called_after(target: Path, model_path: Path) -> tuple[bytes, dict[Path, Path]]:
-    """What a model's file says where its external data are called after another, and where each of these then goes."""
+def _renamed_after(target: Path, model_path: Path) -> tuple[bytes, dict[Path, Path]]:
+    """Return a model's bytes with external data named after `target`, and the destination of each of these files."""
     content = model_path.read_bytes()
-    proto, outside = _outside(content, model_path)
-    places = {
-        file: target.with_name(f"{target.name}.data{number or ''}") for number, file in enumerate(_in_order(outside))
+    proto, external = _external_tensors(content, model_path)
+    destinations = {
+        file: target.with_name(f"{target.name}.data{number or ''}")
+        for number, file in enumerate(_distinct_files(external))
     }
-    if not _rename(outside, {file: place.name for file, place in places.items()}):
-        return content, places
-    return proto.SerializeToString(deterministic=True), places
+    if not _rename_files(external, {file: destination.name for file, destination in destinations.items()}):
+        return content, destinations
+    return proto.SerializeToString(deterministic=True), destinations
 
 
-def _in_order(outside: _Outside) -> list[Path]:
-    """The files of external data by first use: those of a copy are in the same order."""
-    return list(dict.fromkeys(file for _, file in outside))
+def _distinct_files(external: _ExternalTensors) -> list[Path]:
+    """Return the files of external data by first use, an order that copies keep."""
+    return list(dict.fromkeys(file for _, file in external))
 
 
-def _rename(outside: _Outside, names: Mapping[Path, str]) -> bool:
-    """Give external data other names in their model; whether there was a name to change."""
-    entries = [(entry, names[file]) for tensor, file in outside for entry in tensor.external_data]
+def _rename_files(external: _ExternalTensors, names: Mapping[Path, str]) -> bool:
+    """Change the names of external data in their model; return whether any name changed."""
+    entries = [(entry, names[file]) for tensor, file in external for entry in tensor.external_data]
     changed = [(entry, name) for entry, name in entries if entry.key == "location" and entry.value != name]
     for entry, name in changed:
         entry.value = name

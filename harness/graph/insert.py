@@ -17,7 +17,8 @@ import onnx
 from onnx import checker
 
 from harness.errors import UserError
-from harness.graph.cleaning.valid import check_valid
+from harness.graph.cleaning.clean import check_valid
+from harness.graph.cleaning.write import write as write_model
 from harness.graph.dialects import Dialect
 from harness.graph.diff import diff
 from harness.graph.encoding import wire
@@ -27,7 +28,6 @@ from harness.graph.encoding.requests import OUTSIDE, Asked, Requests
 from harness.graph.encoding.scales import Scales
 from harness.graph.encoding.ties import Ties
 from harness.graph.encoding.wire import TAG
-from harness.graph.load import write as write_model
 from harness.graph.model import Model
 from search.space import Resolved, digest_of
 

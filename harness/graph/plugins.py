@@ -14,7 +14,8 @@ from google.protobuf.message import Message
 from harness.errors import BuildFailed
 from harness.graph.cleaning.clean import is_known
 from harness.graph.cleaning.shapes import infer
-from harness.graph.load import from_proto, write
+from harness.graph.cleaning.write import write
+from harness.graph.load import from_proto
 from harness.graph.model import captures, subgraphs
 
 __all__ = ["Behind", "cut_plugins", "plugin_nodes", "take_behind", "with_plugins", "without_plugins"]

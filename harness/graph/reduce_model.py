@@ -1,7 +1,7 @@
-"""Parts of a model file: cut it at a tensor, extract the operators behind recorded tensors, narrow its weights.
+"""Parts of a model file: the operators between two cuts, and copies with narrower weights or data.
 
-The tensors of one graph are ordered by what they depend on. Q/DQ pairs stay with the operator that they belong to, so
-that a runtime fuses in a part what it fuses in the whole model.
+The tensors of a graph are ordered by their dependencies. Q/DQ pairs stay with their operator, so that a runtime fuses
+the same operators in a part as in the whole model.
 """
 
 from __future__ import annotations
@@ -17,25 +17,21 @@ from onnx import TensorProto, helper, numpy_helper
 
 from harness.api import Array
 from harness.graph.diff import label
+from harness.graph.model import captures
 
 __all__ = ["ModelGraph", "index_outputs", "narrow"]
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
-INDICES = frozenset(
+# Operators whose result is discontinuous, or random.
+DISCONTINUOUS_OPS = frozenset(
     {"ArgMax", "ArgMin", "Bernoulli", "Hardmax", "Multinomial", "NonMaxSuppression", "NonZero", "TopK", "Unique"}
 ) | {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
-"""Operators whose result jumps where two inputs come close, or that draw at random."""
-NARROW = 2
-"""Divisor of 8-bit integers that makes them 7-bit ones."""
-NARROWED = "_narrowed"
+NARROWING_DIVISOR = 2  # of 8-bit integers, for 7 bits
+NARROWED_SUFFIX = "_narrowed"
 
 
 class ModelGraph:
-    """The graph of a model file, by tensor.
-
-    Args:
-        path: ONNX file; its external data are loaded.
-    """
+    """Graph of a model file, whose external data are loaded, by tensor."""
 
     def __init__(self, path: Path) -> None:
         self.proto = onnx.load(path)
@@ -50,8 +46,8 @@ class ModelGraph:
         """Return whether a node computes a tensor of this name."""
         return tensor in self._producer
 
-    def in_front_of_pairs(self, tensor: str) -> str:
-        """Return the tensor in front of the Q/DQ pairs that end in a tensor; without any the tensor itself."""
+    def before_pairs(self, tensor: str) -> str:
+        """Return the input of the Q/DQ pairs that end in a tensor, or the tensor itself."""
         while (node := self._producer.get(tensor)) is not None and node.op_type in (QUANTIZE, DEQUANTIZE):
             tensor = node.input[0]
         return tensor
@@ -61,39 +57,39 @@ class ModelGraph:
         return [node.op_type for node in self.proto.graph.node if node.op_type not in (QUANTIZE, DEQUANTIZE)]
 
     def operator(self, tensor: str) -> str:
-        """Return type and name of the operator that computes a tensor, in front of the Q/DQ pairs behind it."""
-        node = self._producer.get(self.in_front_of_pairs(tensor)) or self._producer[tensor]
+        """Return type and name of the operator that computes a tensor, before any Q/DQ pairs."""
+        node = self._producer.get(self.before_pairs(tensor)) or self._producer[tensor]
         return f"{node.op_type} {label(node)!r}"
 
     @cached_property
     def _depth(self) -> dict[str, int]:
-        """Operators on the longest way from an input of the model to each tensor that depends on one."""
+        """Number of operators on the longest path from an input of the model to each dependent tensor."""
         depth = dict.fromkeys(self.inputs, 0)
         for node in self.proto.graph.node:
-            before = [depth[name] for name in _reads(node) if name in depth]
+            before = [depth[name] for name in _inputs(node) if name in depth]
             if before:
                 depth.update((name, max(before) + 1) for name in node.output if name)
         return depth
 
     def sources(self, tensor: str) -> tuple[str, ...]:
-        """Return the tensors that a tensor is computed from and that depend on an input; QuantizeLinear is skipped."""
+        """Return the input-dependent tensors that a tensor is computed from, without those of QuantizeLinear."""
         found: dict[str, None] = {}
         node = self._producer.get(tensor)
-        for name in () if node is None else _reads(node):
+        for name in () if node is None else _inputs(node):
             maker = self._producer.get(name)
             if name in self._depth:
                 found.update(dict.fromkeys(self.sources(name) if maker and maker.op_type == QUANTIZE else (name,)))
         return tuple(found)
 
-    def longest_way(self, tensor: str) -> list[str]:
-        """Return the tensors on the longest way from an input of the model to a tensor, which is the last of them."""
-        way = [tensor]
-        while before := self.sources(way[-1]):
-            way.append(max(before, key=lambda name: self._depth[name]))
-        return way[::-1]
+    def longest_path(self, tensor: str) -> list[str]:
+        """Return the tensors on the longest path from an input of the model to a tensor, which is the last."""
+        path = [tensor]
+        while before := self.sources(path[-1]):
+            path.append(max(before, key=lambda name: self._depth[name]))
+        return path[::-1]
 
     def boundary(self, tensor: str, operators: int) -> tuple[str, ...]:
-        """Return the tensors in front of the last operators that compute a tensor; Q/DQ pairs do not count as such."""
+        """Return the inputs of the last operators that compute a tensor; Q/DQ pairs do not count as operators."""
         inside: set[int] = set()
         front, left = {tensor}, operators
         while left > 0:
@@ -105,8 +101,8 @@ class ModelGraph:
             left -= node.op_type not in (QUANTIZE, DEQUANTIZE)
             inside.add(id(node))
             front = {name for name in front if name not in node.output}
-            front |= {name for name in _reads(node) if name in self._depth}
-        return tuple(sorted(set(map(self.in_front_of_pairs, front)), key=lambda name: self._depth[name]))
+            front |= {name for name in _inputs(node) if name in self._depth}
+        return tuple(sorted(set(map(self.before_pairs, front)), key=lambda name: self._depth[name]))
 
     def write_part(
         self,
@@ -119,11 +115,9 @@ class ModelGraph:
         """Write the model that computes some tensors.
 
         Args:
-            path: File of the part.
             outputs: Names of tensors; those inside the model get no type, which runtimes infer.
-            inputs: Arrays of the tensors that become inputs, whose types and shapes the model gets; None: the model's
-                own inputs.
-            without_pairs: Leave data float, as without the Q/DQ pairs; weights stay as they are.
+            inputs: Arrays with the types and shapes of the tensors that become inputs; None: the model's own inputs.
+            without_pairs: Bypass the Q/DQ pairs of data; weights stay quantized.
         """
         graph = self.proto.graph
         ends = {} if inputs is None else dict(inputs)
@@ -144,7 +138,7 @@ class ModelGraph:
         onnx.save(part, path)
 
     def _bypassed(self, nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-        """Yield nodes with an Identity in the place of each DequantizeLinear behind a QuantizeLinear."""
+        """Yield nodes with an Identity instead of each DequantizeLinear after a QuantizeLinear."""
         for node in nodes:
             before = self._producer.get(node.input[0]) if node.op_type == DEQUANTIZE else None
             if before is not None and before.op_type == QUANTIZE:
@@ -153,7 +147,7 @@ class ModelGraph:
                 yield node
 
     def _needed(self, outputs: Iterable[str], ends: Collection[str]) -> tuple[list[onnx.NodeProto], set[str]]:
-        """Return the nodes that compute some tensors, in order, and the names of all tensors that these read."""
+        """Return the nodes that compute some tensors, in order, and the names of all tensors that they read."""
         seen: set[str] = set()
         wanted: set[int] = set()
         stack = list(outputs)
@@ -165,32 +159,29 @@ class ModelGraph:
             node = self._producer.get(name)
             if node is not None and id(node) not in wanted:
                 wanted.add(id(node))
-                stack.extend(_reads(node))
+                stack.extend(_inputs(node))
         return [node for node in self.proto.graph.node if id(node) in wanted], seen
 
 
 def index_outputs(path: Path) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Return the outputs of a model that depend on indices, counts or random numbers, for instance of TopK.
-
-    And the tensors that indices are first computed from.
-    """
+    """Return the outputs that depend on indices, counts or random numbers (TopK), and the tensors these start from."""
     graph = onnx.load(path, load_external_data=False).graph
     made = {name for node in graph.node for name in node.output}
     jumping: set[str] = set()
     sources: dict[str, None] = {}
     for node in graph.node:
-        if any(name in jumping for name in _reads(node)):
+        if any(name in jumping for name in _inputs(node)):
             jumping.update(node.output)
-        elif node.op_type in INDICES:
+        elif node.op_type in DISCONTINUOUS_OPS:
             jumping.update(node.output[1:] if node.op_type == "TopK" else node.output)
             sources.update((name, None) for name in node.input if name in made)
     return frozenset(value.name for value in graph.output if value.name in jumping), tuple(sources)
 
 
 def narrow(path: Path, target: Path, what: Literal["weights", "data"]) -> bool:
-    """Write a copy of a Q/DQ model whose 8-bit weights or data have 7 bits; False where it has none of them.
+    """Write a copy of a Q/DQ model whose 8-bit weights or data have 7 bits; return False if it has none of them.
 
-    They lose a bit of precision, so the copy is compared with itself in another runtime, not with the model.
+    The copy loses a bit of precision, so it is compared with itself in another runtime, not with the model.
     """
     proto = onnx.load(path)
     tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
@@ -204,22 +195,24 @@ def narrow(path: Path, target: Path, what: Literal["weights", "data"]) -> bool:
         if node.input[1] not in tensors or kind is None or kind.data_type not in (TensorProto.INT8, TensorProto.UINT8):
             continue
         found = True
-        for name, factor in ((node.input[1], NARROW), *((n, 1 / NARROW) for n in node.input[2:] if n in tensors)):
-            _add_scaled(proto, tensors, name, factor)
-        node.input[1:] = [f"{name}{NARROWED}" if name in tensors else name for name in node.input[1:]]
+        _add_scaled(proto, tensors, node.input[1], NARROWING_DIVISOR)
+        for name in node.input[2:]:
+            if name in tensors:
+                _add_scaled(proto, tensors, name, 1 / NARROWING_DIVISOR)
+        node.input[1:] = [f"{name}{NARROWED_SUFFIX}" if name in tensors else name for name in node.input[1:]]
         if stored is not None and stored.name not in halved:
             halved.add(stored.name)
-            stored.CopyFrom(_scaled(stored, 1 / NARROW))
+            stored.CopyFrom(_scaled(stored, 1 / NARROWING_DIVISOR))
     if found:
         onnx.save(proto, target)
     return found
 
 
 def _add_scaled(proto: onnx.ModelProto, tensors: dict[str, onnx.TensorProto], name: str, factor: float) -> None:
-    """Add a multiple of an initializer under a name of its own."""
-    if f"{name}{NARROWED}" not in tensors:
+    """Add a multiple of an initializer under a new name."""
+    if f"{name}{NARROWED_SUFFIX}" not in tensors:
         made = _scaled(tensors[name], factor)
-        made.name = f"{name}{NARROWED}"
+        made.name = f"{name}{NARROWED_SUFFIX}"
         tensors[made.name] = made
         proto.graph.initializer.append(made)
 
@@ -233,15 +226,9 @@ def _scaled(tensor: onnx.TensorProto, factor: float) -> onnx.TensorProto:
     )
 
 
-def _reads(node: onnx.NodeProto) -> Iterator[str]:
-    """Yield the names that a node reads, those that its subgraphs take from outside included."""
-    yield from filter(None, node.input)
-    for attribute in node.attribute:
-        for body in [attribute.g, *attribute.graphs]:
-            inner = {value.name for value in body.input} | {tensor.name for tensor in body.initializer}
-            for each in body.node:
-                yield from (name for name in _reads(each) if name not in inner)
-                inner.update(each.output)
+def _inputs(node: onnx.NodeProto) -> list[str]:
+    """Return the tensors that a node reads, including those that its subgraphs capture."""
+    return [*filter(None, node.input), *sorted(captures(node))]
 
 
 def _array_info(name: str, array: Array) -> Any:

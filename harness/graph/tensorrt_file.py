@@ -19,8 +19,8 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto, helper, numpy_helper
 
 from harness.errors import BuildFailed
+from harness.graph.cleaning.write import write
 from harness.graph.files import file_digest, move_model
-from harness.graph.load import write
 from harness.graph.plugins import plugin_nodes, with_plugins, without_plugins
 
 __all__ = [

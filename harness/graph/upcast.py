@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
 from harness.graph.cleaning.read import read_model
-from harness.graph.load import write
+from harness.graph.cleaning.write import write
 from harness.graph.model import graphs
 
 __all__ = ["UPCAST", "upcast", "upcast_model"]

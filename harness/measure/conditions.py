@@ -1,10 +1,10 @@
-"""What the machine did while an engine was timed: clock, heat, load, neighbours. What cannot be read is absent."""
+"""Disturbances of a timing: clock, temperature, load and other processes. Values that cannot be read are absent."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -12,38 +12,33 @@ from typing import TypeVar
 __all__ = ["Conditions", "Machine", "disturbance"]
 
 T = TypeVar("T")
-CLOCK_FALLS = 0.9
-"""A clock below this share of what it was has been throttled; less is the governor's ordinary play."""
-WAITING = 0.1
-"""Waiting for a core for more than this share of the time is a disturbance; the median bears less."""
-STOLEN = 0.03
-"""A hypervisor that gives more than this share of the cores' time to other guests disturbs; an idle one, under 1 %."""
-OTHERS = 0.25
-"""Other processes that keep more than this share of our cores and their sibling threads busy take time from ours."""
-GRAIN_S = 0.02
-"""Linux counts the time of cores in steps of 10 ms; two of them say nothing."""
-CORES = 4
-"""Cores whose clocks are read: enough to see the one that works, few enough for machines that have hundreds."""
+CLOCK_FALLS = 0.9  # smaller changes of the clock are the governor's normal operation
+WAITING = 0.1  # of the time, waiting for a core; the median is robust against less
+STOLEN = 0.03  # of the cores' time, given to other guests; an idle hypervisor takes less than 1 %
+OTHERS = 0.25  # of the time of our cores and their sibling threads, used by other processes
+GRAIN_S = 0.02  # two of Linux' ticks of 10 ms, which show nothing
+CORES = 4  # enough to see the core that works, few enough on machines with hundreds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """One look at the machine; None where it does not tell.
+    """State of the machine at one moment; None for values that cannot be read.
+
+    The watched cores are those that this process may use, and their sibling threads. A process with cores of its own
+    (taskset, a container's cpuset) is therefore not disturbed by work on others. Effects on shared caches and memory
+    are not seen; they were within noise on the machines that were measured (docs/measurement.md).
 
     Attributes:
-        at_s: When, on a monotonic clock.
+        at_s: Time on a monotonic clock.
         mhz: Clock of the fastest core that this process may use.
-        temperature_c: Of the hottest sensor.
-        load: Processes that ran or wanted to, average of a minute.
-        throttled: Times that heat, or the container's CPU quota, slowed this machine since it started.
+        temperature_c: Highest temperature of all sensors.
+        load: Load average of one minute.
+        throttled: Number of times since start that heat or the container's CPU quota slowed this machine.
         waited_s: Time that threads of this process were ready to run and had no core.
-        cores: How many cores the next two are of: those that this process may use, and their sibling threads. A process
-            that was given cores of its own (taskset, a container's cpuset) is not called disturbed by the others. What
-            they do to shared caches and memory is not seen here; where we measured it, it was within noise
-            (docs/measurement.md).
-        busy_s: Time that these cores worked for processes of this machine.
-        stolen_s: Time that these cores wanted to work and a hypervisor did not let them.
-        own_s: Time that cores worked for this process and for those that it started and that have ended, as trtexec.
+        cores: Number of watched cores.
+        busy_s: Time that the watched cores worked for processes of this machine.
+        stolen_s: Time that the watched cores were ready and a hypervisor gave to other guests.
+        own_s: CPU time of this process and of its children that have ended, such as trtexec.
     """
 
     at_s: float
@@ -58,36 +53,35 @@ class Conditions:
     own_s: float | None = None
 
     def facts(self) -> dict[str, float]:
-        """What is worth recording beside the readings."""
-        shown = {"mhz": self.mhz, "temperature_c": self.temperature_c, "load": self.load}
-        return {name: round(value, 2) for name, value in shown.items() if value is not None}
+        """Return the values that are recorded with the readings."""
+        values = {"mhz": self.mhz, "temperature_c": self.temperature_c, "load": self.load}
+        return {name: round(value, 2) for name, value in values.items() if value is not None}
 
 
 class Machine:
-    """Where this machine tells its conditions; found once, because looking takes longer than reading.
+    """Reader of machine snapshots; finds the files once, because that takes longer than reading them.
 
     Args:
-        root: Of the file system.
+        root: Root of the file system.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
-        own = _own_cores()
-        folders = {core: root / f"sys/devices/system/cpu/cpu{core}" for core in own}
-        self._watched = {f"cpu{core}" for folder in folders.values() for core in _siblings(folder)}
-        self._watched |= {f"cpu{core}" for core in own}
+        folders = {core: root / f"sys/devices/system/cpu/cpu{core}" for core in _own_cores()}
+        siblings = {sibling for folder in folders.values() for sibling in _siblings(folder)}
+        self._watched = {f"cpu{core}" for core in folders.keys() | siblings}
         cores = list(folders.values())[:CORES]
         self._clocks = _readable(core / "cpufreq/scaling_cur_freq" for core in cores)
         self._sensors = _readable(sorted((root / "sys/class/thermal").glob("thermal_zone*/temp")))
         names = ("core_throttle_count", "package_throttle_count")
         self._throttles = _readable(core / "thermal_throttle" / name for core in cores for name in names)
-        # Of this container where it has a view of its own, as Docker and Kubernetes give it: version 2, version 1.
+        # The container's own control group, if Docker or Kubernetes shows it here: version 2, version 1.
         self._quotas = _readable(root / "sys/fs/cgroup" / name for name in ("cpu.stat", "cpu/cpu.stat"))
         self._tasks = root / "proc/self/task"
         self._stat = root / "proc/stat"
 
     def read(self) -> Conditions:
-        """The conditions now; a tenth of a millisecond."""
-        cores, busy_s, stolen_s = _soft(self._cores) or (None, None, None)
+        """Return the current state; takes a tenth of a millisecond."""
+        cores, busy_s, stolen_s = _soft(self._core_times) or (None, None, None)
         return Conditions(
             at_s=time.monotonic(),
             mhz=max((_number(path) / 1000 for path in self._clocks), default=None),
@@ -103,28 +97,30 @@ class Machine:
 
     def _throttled(self) -> int | None:
         counts = [int(_number(path)) for path in self._throttles]
-        counts += [count for path in self._quotas if (count := _soft(lambda path=path: _periods(path))) is not None]  # type: ignore[misc]
+        periods = (_soft(lambda path=path: _periods(path)) for path in self._quotas)  # type: ignore[misc]
+        counts += [count for count in periods if count is not None]
         return sum(counts) if counts else None
 
     def _waited_s(self) -> float:
-        """Second field of Linux' schedstat: nanoseconds on a run queue."""
+        """Return the time on run queues: the second field of Linux' schedstat, in nanoseconds."""
         texts = [(task / "schedstat").read_text() for task in self._tasks.iterdir()]
         return sum(int(text.split()[1]) for text in texts) / 1e9
 
-    def _cores(self) -> tuple[int, float, float]:
-        """How many are watched, time they worked, time stolen from them; proc(5), /proc/stat, in clock ticks.
+    def _core_times(self) -> tuple[int, float, float]:
+        """Return number, working time and stolen time of the watched cores (proc(5), /proc/stat, in clock ticks).
 
-        Guests that run here are in user and nice already.
+        psutil gives the same times but not the cores' numbers, which differ from its order if a core is offline. Time
+        of guests that run here is part of user and nice.
         """
         lines = [line.split() for line in self._stat.read_text().splitlines()]
         ticks = [[int(field) for field in line[1:9]] for line in lines if line and line[0] in self._watched]
         busy = sum(user + nice + system + irq + softirq for user, nice, system, _, _, irq, softirq, _ in ticks)
-        ticks_s = os.sysconf("SC_CLK_TCK")
-        return len(ticks), busy / ticks_s, sum(core[7] for core in ticks) / ticks_s
+        ticks_per_s = os.sysconf("SC_CLK_TCK")
+        return len(ticks), busy / ticks_per_s, sum(core[7] for core in ticks) / ticks_per_s
 
 
 def disturbance(before: Conditions, after: Conditions) -> str:
-    """Why readings that were taken between two looks are not to be trusted; "" where nothing speaks against them."""
+    """Describe why readings between two snapshots are not reliable; "" if no disturbance was seen."""
     spent_s = after.at_s - before.at_s
     if before.throttled is not None and after.throttled is not None and after.throttled > before.throttled:
         return f"throttled {after.throttled - before.throttled} times, by heat or by the container's CPU quota"
@@ -138,7 +134,7 @@ def disturbance(before: Conditions, after: Conditions) -> str:
 
 
 def _neighbours(before: Conditions, after: Conditions, spent_s: float) -> str:
-    """Who else worked on this machine, or on the host below it."""
+    """Describe the load of other processes on this machine, or of other guests on its host."""
     if not after.cores or spent_s <= 0:
         return ""
     total_s = spent_s * after.cores
@@ -158,10 +154,10 @@ def _own_cores() -> list[int]:
 
 
 def _siblings(core: Path) -> list[int]:
-    """Threads of the same core, as Linux lists them: "0,64" or "0-1"; none where it does not."""
+    """Return the threads of a core from Linux' list ("0,64" or "0-1"), or none if there is no such list."""
     text = _soft((core / "topology/thread_siblings_list").read_text) or ""
     bounds = [part.split("-") for part in text.strip().split(",") if part]
-    return _soft(lambda: [core for bound in bounds for core in range(int(bound[0]), int(bound[-1]) + 1)]) or []
+    return _soft(lambda: [cpu for bound in bounds for cpu in range(int(bound[0]), int(bound[-1]) + 1)]) or []
 
 
 def _readable(paths: Iterable[Path]) -> tuple[Path, ...]:
@@ -173,13 +169,13 @@ def _number(path: Path) -> float:
 
 
 def _periods(path: Path) -> int:
-    """How often a control group had used up its quota; 0 where it has none."""
-    fields: Mapping[str, str] = dict(line.split()[:2] for line in path.read_text().splitlines())
+    """Return the number of periods in which a control group exhausted its quota; 0 if it has none."""
+    fields = dict(line.split()[:2] for line in path.read_text().splitlines())
     return int(fields.get("nr_throttled", 0))
 
 
 def _soft(probe: Callable[[], T]) -> T | None:
     try:
         return probe()
-    except (OSError, ValueError, IndexError, AttributeError):  # the last: no sysconf on Windows
+    except (OSError, ValueError, IndexError, AttributeError):  # the last: Windows has no sysconf
         return None

@@ -1,11 +1,12 @@
-"""What the rest of the harness sees of building and running engines, wherever they run."""
+"""Interface through which the harness builds, times and scores engines, wherever they run."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from harness.api import Accuracy, Array, Candidate
 from harness.measure.sampling import Samples
@@ -13,22 +14,21 @@ from harness.measure.stats import Interval
 from harness.records import Failed
 from harness.run.config import Sampling, Use
 
-__all__ = ["MAIN", "Built", "Engines", "OwnEngines", "Watch", "WorkerSpec"]
+__all__ = ["MAIN", "Built", "Engines", "Watch", "WorkerSpec"]
 
-MAIN = "main"
-"""The benchmarker or evaluator that is meant where none is named."""
+MAIN = "main"  # name of the default benchmarker and the default evaluator
 Watch = Callable[[int, int], None]
-"""Told now and then how many inferences of a scoring are done, and how many it takes."""
+"""Receives the number of finished inferences of a scoring and their total, at intervals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """An engine that was built and waits to be sampled.
+    """Engine that was built and can be sampled.
 
     Attributes:
-        handle: Names it until it is released or its worker dies.
-        build_s: Wall-clock of the build, without making the model's file.
-        info: Facts of the engine from `Artifact.info`.
+        handle: Identifies the engine until it is released or its worker dies.
+        build_s: Wall-clock time of the build, without writing the model file.
+        info: Facts about the engine from `Artifact.info`.
     """
 
     handle: int
@@ -38,12 +38,12 @@ class Built:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """What a worker needs to build, time and score engines: plug-ins by name with their parameters.
+    """Plug-ins that a worker needs to build, time and score engines.
 
     Attributes:
         benchmarkers: By name; `MAIN` is required, another may be the same runtime at FP32.
-        evaluators: By name; made when first asked for.
-        reference: Model that candidates may be timed beside: the float model.
+        evaluators: By name; constructed on first use.
+        reference: Float model against which candidates may be timed.
         workdir: Folder for scratch files and the worker's log.
     """
 
@@ -53,55 +53,54 @@ class WorkerSpec:
     reference: Path | None = None
 
 
-class Engines(Protocol):
-    """Builds, times and scores candidates, one call at a time; failures come back as values.
+class Engines(ABC):
+    """Engines of one worker, which are built, timed and scored one call at a time.
 
-    `UserError` alone is raised: a plug-in that cannot be made at all fails for every candidate.
+    A call returns a failure as a value. Only `UserError` is raised: a plug-in that cannot be constructed fails for
+    every candidate. Subclasses implement `_call`, which carries a method's name and arguments to the engines.
     """
 
+    @abstractmethod
+    def _call(self, method: str, *args: Any, on_progress: Watch | None = None) -> Any:
+        """Run a method and return its result or a `Failed`."""
+
+    @abstractmethod
+    def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
+        """Return the facts that a benchmarker gives about itself."""
+
+    @property
+    def gpus(self) -> frozenset[str]:
+        """UUIDs of the GPUs that the engines run on, see `harness.api.Benchmarker`."""
+        return frozenset()
+
     def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
-        """Make the candidate's file and build its engine."""
-        ...
+        """Write the candidate's file and build its engine."""
+        return self._call("build", candidate, benchmarker)  # type: ignore[no-any-return]
 
     def sample(
         self, handle: int, sampling: Sampling, rival: Interval | None = None, level_ms: float | None = None
     ) -> Samples | Failed:
-        """Time an engine; against a rival's latency in milliseconds, no longer than it takes to lose.
+        """Time an engine.
 
         Args:
-            level_ms: The reference's latency, for engines that have one: see `harness.measure.paired`. None: alone.
+            rival: Latency to beat in ms; sampling stops as soon as the engine is clearly slower.
+            level_ms: Latency of the reference, to time the engine against it (`harness.measure.paired`);
+                None: the engine is timed alone.
         """
-        ...
+        return self._call("sample", handle, sampling, rival, level_ms)  # type: ignore[no-any-return]
 
     def evaluate(self, handle: int, evaluator: str = MAIN, watch: Watch | None = None) -> Accuracy | Failed:
-        """Score an engine.
-
-        Args:
-            watch: Told how far it is, where the evaluator has `inferences` and runs on this machine.
-        """
-        ...
+        """Score an engine; `watch` receives progress if the evaluator has `inferences` and runs on this machine."""
+        return self._call("evaluate", handle, evaluator, on_progress=watch)  # type: ignore[no-any-return]
 
     def prepare(self, handle: int, evaluator: str = MAIN, watch: Watch | None = None) -> Failed | None:
-        """Let an evaluator that wants it see the float engine first; None where that went well or is not wanted."""
-        ...
+        """Run an evaluator's `prepare`, if it has one, on the float engine."""
+        return self._call("prepare", handle, evaluator, on_progress=watch)  # type: ignore[no-any-return]
 
     def infer(self, handle: int, feeds: Mapping[str, Array]) -> Mapping[str, Array] | Failed:
         """Return the outputs of one inference by name."""
-        ...
+        return self._call("infer", handle, feeds)  # type: ignore[no-any-return]
 
     def release(self, handle: int) -> None:
-        """Let go of an engine; one that is gone already is no error."""
-        ...
-
-    def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
-        """The benchmarker's own facts."""
-        ...
-
-
-class OwnEngines(Engines, Protocol):
-    """Engines of this very machine."""
-
-    @property
-    def gpus(self) -> frozenset[str]:
-        """The GPUs that they run on, see `gpu` of `harness.api.Benchmarker`."""
-        ...
+        """Close an engine; an unknown handle is ignored."""
+        self._call("release", handle)

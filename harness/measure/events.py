@@ -1,4 +1,4 @@
-"""What a confirmation writes down: one turn of one row after the other, and rows that failed."""
+"""Log of a paired comparison: one event per timed turn of a row, and per row that failed."""
 
 from __future__ import annotations
 
@@ -12,28 +12,36 @@ import numpy as np
 
 from harness.records import Failed
 
-__all__ = ["TWIN", "Block", "Dropped", "Event", "Key", "Readings", "decode_event", "disturbance_note", "encode_event"]
+__all__ = [
+    "TWIN",
+    "Block",
+    "Dropped",
+    "Event",
+    "Key",
+    "Readings",
+    "decode_event",
+    "disturbance_note",
+    "encode_event",
+]  # fmt: skip
 
-TWIN = "A/A twin"
-"""Name of the row that is the baseline once more."""
-DISTURBED = 0.10
-"""Share of disturbed turns that is worth a word: medians over turns bear less."""
+TWIN = "A/A twin"  # name of the row that is the baseline a second time
+DISTURBED = 0.10  # medians over turns are robust against a smaller share of disturbed turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One turn of one row.
+    """One timed turn of one row.
 
     Attributes:
         build: Number of the fresh build.
         group: Number of the worker within the build; rows are compared with the baseline of their own worker.
-        worker: Of those of its build and group, one after the other: where one died or was interrupted, the turns of
-            the next replace all of its.
+        worker: Number of the worker in the sequence of its build and group: if one died or was interrupted, the turns
+            of the next replace all of its.
         round: Number of the turn.
         row: `Row.name`, or `TWIN`.
         samples_ms: Latency of each inference, in order.
-        discarded_ms: Readings of earlier attempts that the machine disturbed, so that they were repeated.
-        disturbed: What disturbed the readings that count, too; "" where nothing was seen.
+        discarded_ms: Readings of disturbed earlier attempts, which were repeated.
+        disturbed: What disturbed `samples_ms` too, or "".
     """
 
     build: int
@@ -48,7 +56,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
-    """A row that failed; what it gave in this build does not count."""
+    """Failure of a row, whose turns in this build do not count."""
 
     build: int
     group: int
@@ -62,11 +70,12 @@ Key = tuple[int, int]
 
 
 class Readings:
-    """Events put in order: for each row and each of its workers (build, group) the turns that count.
+    """Events by row and worker (build, group), without the turns that do not count.
 
     Attributes:
-        turns: Median latency in milliseconds of each turn.
-        disturbed: Of each turn in which something else was at work, what was seen.
+        turns: Median latency in ms of each turn.
+        failed: Failures.
+        disturbed: Description of the disturbance of each disturbed turn.
         workers: Number of the last worker of each build and group, see `Block.worker`.
     """
 
@@ -78,18 +87,21 @@ class Readings:
         for event in events:
             key = (event.build, event.group)
             if isinstance(event, Block):
-                if event.worker > self.workers.setdefault(key, event.worker):
-                    self._forget(key)
-                    self.workers[key] = event.worker
-                self.turns[event.row][key][event.round] = float(np.median(event.samples_ms))
-                self.failed[event.row].pop(key, None)
-                self.disturbed[event.row][key].pop(event.round, None)
-                if event.disturbed:
-                    self.disturbed[event.row][key][event.round] = event.disturbed
+                self._add(key, event)
             else:
-                for found in (self.turns, self.disturbed):
-                    found[event.row].pop(key, None)
+                self.turns[event.row].pop(key, None)
+                self.disturbed[event.row].pop(key, None)
                 self.failed[event.row][key] = event.failed
+
+    def _add(self, key: Key, turn: Block) -> None:
+        if turn.worker > self.workers.setdefault(key, turn.worker):
+            self._forget(key)
+            self.workers[key] = turn.worker
+        self.turns[turn.row][key][turn.round] = float(np.median(turn.samples_ms))
+        self.failed[turn.row].pop(key, None)
+        self.disturbed[turn.row][key].pop(turn.round, None)
+        if turn.disturbed:
+            self.disturbed[turn.row][key][turn.round] = turn.disturbed
 
     def _forget(self, key: Key) -> None:
         for row in self.turns:
@@ -98,36 +110,32 @@ class Readings:
 
     @property
     def disturbed_share(self) -> float:
-        """Share of the turns that something else disturbed; 0 where there are no turns."""
+        """Share of the turns that were disturbed; 0 without turns."""
         turns, disturbed = (
-            sum(len(turns) for found in table.values() for turns in found.values())
+            sum(len(turns) for workers in table.values() for turns in workers.values())
             for table in (self.turns, self.disturbed)
         )
         return disturbed / turns if turns else 0.0
 
     def paired(self, row: str, base: str) -> tuple[list[list[float]], list[list[float]]]:
-        """For each worker that has both, the base's and the row's readings in the turns that both have."""
-        bases, owns = [], []
+        """Return, for each worker that timed both, the base's and the row's readings in their common turns."""
+        base_ms, row_ms = [], []
         for key, turns in self.turns[row].items():
             other = self.turns.get(base, {}).get(key, {})
             if shared := sorted(set(turns) & set(other)):
-                bases.append([other[turn] for turn in shared])
-                owns.append([turns[turn] for turn in shared])
-        return bases, owns
+                base_ms.append([other[turn] for turn in shared])
+                row_ms.append([turns[turn] for turn in shared])
+        return base_ms, row_ms
 
 
 def encode_event(event: Event) -> str:
-    """One line of JSON, without the newline."""
+    """Return an event as one line of JSON, without the newline."""
     kind = "block" if isinstance(event, Block) else "dropped"
     return json.dumps({"kind": kind, **asdict(event)}, separators=(",", ":"), allow_nan=False)
 
 
 def decode_event(text: str) -> Event:
-    """Read one line back.
-
-    Raises:
-        ValueError: Not one of ours; the text says what is wrong with it.
-    """
+    """Return the event in one line of JSON; raise `ValueError` if it is none."""
     body: dict[str, Any] = json.loads(text)
     kind = body.pop("kind", None) if isinstance(body, dict) else None
     try:
@@ -142,11 +150,11 @@ def decode_event(text: str) -> Event:
 
 
 def disturbance_note(share: float) -> str:
-    """What readings are worth where so large a share of their turns was disturbed; "" where it was too small to matter.
+    """Return a sentence about readings with this share of disturbed turns; "" if it is too small to matter.
 
-    A pace that all engines share cancels in their ratios, other processes do not: they take whole slices of time, which
-    the slower of two engines meets more of.
+    A speed that all engines share cancels in their ratios. Other processes do not: they take whole time slices, which
+    the slower of two engines meets more often.
     """
     if share <= DISTURBED:
         return ""
-    return f"something else was at work in {share:.0%} of the turns, which distorts speedups, upwards as a rule"
+    return f"{share:.0%} of the turns were disturbed, which distorts speedups, usually upwards"

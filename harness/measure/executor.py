@@ -1,7 +1,7 @@
-"""Several attempts at once: a search gives them out by number, and takes their outcomes as they come.
+"""Executors of trials: a search submits candidates by number and collects the outcomes as they finish.
 
-An attempt is all that is done with one candidate (build, sample, score). `Inline` makes it in the caller's thread;
-a `Pool` has workers, each with engines of its own, which live in this machine's processes or on a cluster.
+A trial is all the work on one candidate (build, sample, score). `Inline` runs it in the caller's thread; a
+`Pool` has workers with engines of their own, in processes of this machine or on a cluster.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol, Self
 
@@ -25,90 +26,89 @@ from harness.records import Failed, Outcome
 __all__ = ["Attempt", "AttemptWith", "Executor", "Inline", "Pool", "WorkerLost", "at_once"]
 
 Attempt = Callable[[Candidate, Interval | None], Outcome]
-"""Builds, samples and scores a candidate, as far as it can beat the incumbent's latency in ms (None: nobody's)."""
+"""Builds, samples and scores a candidate, unless it is slower than the incumbent's latency in ms (None: none yet)."""
 AttemptWith = Callable[[Engines], Attempt]
-"""What a worker does with a candidate, given its engines."""
+"""Returns a worker's trial function, given its engines."""
 OpenWorker = Callable[[], AbstractContextManager[Engines]]
-SECOND_CHANCES = 1
-"""So often a trial is given to another worker after the one that had it was lost."""
-END_S = 20.0
-"""Threads that do not end by then die with the process."""
+SECOND_CHANCES = 1  # to another worker, after the loss of the one that ran the trial
+END_S = 20.0  # threads that are still running then end with the process
 _logger = logging.getLogger(__name__)
 
 
 class WorkerLost(UserError):
-    """A worker is gone, and not by what its candidate did: its machine left, or somebody ended it."""
+    """A worker is gone for a reason other than its candidate: its machine left the cluster, or a user stopped it."""
 
 
 class Executor(Protocol):
-    """Makes attempts for one search. Whatever it is given comes back exactly once."""
+    """Runs the trials of one search; every submitted trial is collected exactly once."""
 
     def submit(self, number: int, candidate: Candidate, incumbent: Interval | None) -> None:
-        """Take an attempt on; the incumbent is the search's at this moment."""
+        """Accept a trial; the incumbent is the search's at this moment."""
         ...
 
     def collect(self) -> tuple[int, Outcome]:
-        """Number and outcome of an attempt that has ended, in any order; waits for one.
+        """Wait for a trial to finish, in any order, and return its number and outcome.
 
         Raises:
-            UserError: No attempt can be made any more.
+            UserError: No trial can be run any more.
         """
         ...
 
 
 class Inline:
-    """Makes each attempt in the caller's thread, when an outcome is asked for."""
+    """Executor that runs each trial in the caller's thread when its outcome is collected."""
 
-    def __init__(self, attempt: Attempt) -> None:
-        self._attempt = attempt
-        self._given: SimpleQueue[tuple[int, Candidate, Interval | None]] = SimpleQueue()
+    def __init__(self, trial: Attempt) -> None:
+        self._trial = trial
+        self._submitted: SimpleQueue[tuple[int, Candidate, Interval | None]] = SimpleQueue()
 
     def submit(self, number: int, candidate: Candidate, incumbent: Interval | None) -> None:
-        """See `Executor`."""
-        self._given.put((number, candidate, incumbent))
+        self._submitted.put((number, candidate, incumbent))
 
     def collect(self) -> tuple[int, Outcome]:
-        """See `Executor`."""
-        number, candidate, incumbent = self._given.get_nowait()
-        return number, self._attempt(candidate, incumbent)
+        number, candidate, incumbent = self._submitted.get_nowait()
+        return number, self._trial(candidate, incumbent)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Job:
-    number: int
+class _TrialJob:
     candidate: Candidate
     incumbent: Interval | None
-    attempt: AttemptWith
-    done: _Done
-    lost: int = 0
+    make_trial: AttemptWith
+    future: Future[Outcome] = field(default_factory=Future)
+    losses: int = 0
 
+    def finish(self, outcome: Outcome) -> None:
+        with suppress(InvalidStateError):  # the pool was stopped meanwhile
+            self.future.set_result(outcome)
 
-_Done = SimpleQueue[tuple[int, Outcome | BaseException]]
+    def fail(self, error: BaseException) -> None:
+        with suppress(InvalidStateError):
+            self.future.set_exception(error)
 
 
 class Pool:
-    """Workers that several searches share, each with a lane and an attempt of its own.
+    """Pool of workers that several searches share, each with a queue and a trial function of its own.
 
-    A worker that is lost gives its trial back, once, and opens its engines anew; where that cannot be done, those
-    that are left go on.
+    A worker that is lost returns its trial to the pool, once, and opens its engines again; if that fails, the other
+    workers continue.
 
     Args:
         open_worker: Opens the engines of one worker; called in threads.
-        workers: How many.
-        gate: What may run beside what.
+        workers: Number of workers.
+        policy: Which builds and timings may overlap.
     """
 
-    def __init__(self, open_worker: OpenWorker, workers: int, gate: Gate) -> None:
+    def __init__(self, open_worker: OpenWorker, workers: int, policy: Gate) -> None:
         self._open_worker = open_worker
-        self._gate = gate
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._policy = policy
+        self._jobs: SimpleQueue[_TrialJob | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._making = threading.Lock()
-        self._lanes: list[_Done] = []
+        self._write_lock = threading.Lock()
+        self._unfinished: set[Future[Outcome]] = set()
         self._opened: list[AbstractContextManager[Engines]] = []
-        self._outstanding = 0
         self._alive = workers
-        self._end: UserError | None = None
+        self._stopped: UserError | None = None
         self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(workers)]
 
     def __enter__(self) -> Self:
@@ -117,150 +117,134 @@ class Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
+        running = bool(self._unfinished)
         self._stop(UserError("the run is being ended"))
-        for _thread in self._threads:
-            self._jobs.put(None)
         deadline_s = time.monotonic() + END_S
         while any(thread.is_alive() for thread in self._threads) and time.monotonic() < deadline_s:
-            if self._outstanding:  # what is under way is of no use to anybody any more
+            if running:  # closing its engines ends a trial, whose outcome is not needed any more
                 for engines in list(self._opened):
                     with suppress(UserError):
                         engines.__exit__(None, None, None)
             for thread in self._threads:
                 thread.join(timeout=0.1)
 
-    def lane(self, attempt: AttemptWith) -> _Lane:
-        """The way of one search into this pool."""
-        done: _Done = SimpleQueue()
-        with self._lock:
-            self._lanes.append(done)
-            if self._end is not None:
-                done.put((-1, self._end))
-        return _Lane(self._submit, attempt, done, self._gate)
+    def lane(self, make_trial: AttemptWith) -> _Lane:
+        """Return the queue through which one search uses the pool."""
+        return _Lane(self._submit, make_trial, self._policy)
 
-    def _submit(self, job: _Job) -> None:
+    def _submit(self, job: _TrialJob) -> None:
         with self._lock:
-            self._outstanding += 1
+            if self._stopped is not None:
+                job.fail(self._stopped)
+                return
+            self._unfinished.add(job.future)
+        job.future.add_done_callback(self._unfinished.discard)
         self._jobs.put(job)
-
-    def _settle(self, job: _Job, result: Outcome | BaseException) -> None:
-        with self._lock:
-            self._outstanding -= 1
-        job.done.put((job.number, result))
 
     def _stop(self, reason: UserError) -> None:
         with self._lock:
-            self._end = self._end or reason
-            for done in self._lanes:
-                done.put((-1, self._end))
+            self._stopped = self._stopped or reason
+            unfinished = list(self._unfinished)
+        for future in unfinished:
+            with suppress(InvalidStateError):
+                future.set_exception(self._stopped)
+        for _ in self._threads:
+            self._jobs.put(None)
 
     def _serve(self) -> None:
-        """Life of a worker's thread."""
+        """Run a worker's thread."""
         try:
-            while self._end is None and self._work():
+            while self._stopped is None and self._work():
                 pass
         except UserError as error:
             with self._lock:
                 self._alive -= 1
-            _logger.warning("a worker less: %s", error)
+            _logger.warning("one worker fewer: %s", error)
             if not self._alive:
                 self._stop(error)
 
     def _work(self) -> bool:
-        """Serve with one set of engines; whether others are wanted because these are lost."""
+        """Run jobs with one set of engines; return True if these are lost and others are needed."""
         with ExitStack() as stack:
             opened = self._open_worker()
             engines = stack.enter_context(opened)
             self._opened.append(opened)
             stack.callback(self._opened.remove, opened)
-            gated = Gated(engines, self._gate, self._making)
+            policed = Gated(engines, self._policy, self._write_lock)
             while (job := self._jobs.get()) is not None:
-                if self._end is None and not self._do(job, gated):
+                if self._stopped is None and not self._do(job, policed):
                     return True
         return False
 
-    def _do(self, job: _Job, engines: Engines) -> bool:
-        """Do one job; whether the worker is still there."""
+    def _do(self, job: _TrialJob, engines: Engines) -> bool:
+        """Run a trial; return False if its worker was lost."""
         try:
-            self._settle(job, job.attempt(engines)(job.candidate, job.incumbent))
+            job.finish(job.make_trial(engines)(job.candidate, job.incumbent))
         except WorkerLost as error:
-            if self._end is not None:
-                return False
-            job.lost += 1
-            _logger.warning("%s; its trial goes to another", error)
-            if job.lost > SECOND_CHANCES:
-                reason = f"{job.lost} workers were lost one after the other while they had it; the last: {error}"
-                self._settle(job, Failed(stage="crash", reason=reason))
-            else:
-                self._jobs.put(job)
+            if self._stopped is None:
+                self._reassign(job, error)
             return False
-        except BaseException as error:  # a thread has nobody to raise it to; the search does
-            self._settle(job, error)
+        except BaseException as error:  # raised again by `collect`
+            job.fail(error)
         return True
+
+    def _reassign(self, job: _TrialJob, error: WorkerLost) -> None:
+        job.losses += 1
+        _logger.warning("%s; its trial is given to another worker", error)
+        if job.losses > SECOND_CHANCES:
+            reason = f"{job.losses} workers in a row were lost while they ran it; the last: {error}"
+            job.finish(Failed(stage="crash", reason=reason))
+        else:
+            self._jobs.put(job)
 
 
 class _Lane:
-    """See `Executor`; open as long as its search runs. The search itself counts as something that builds:
-    what it thinks about between two outcomes would disturb a timing as much.
+    """Executor of one search in a shared pool, open while the search runs.
+
+    The search itself counts as building under the timing policy: the computation between two outcomes would disturb
+    a timing as much.
     """
 
-    def __init__(self, submit: Callable[[_Job], None], attempt: AttemptWith, done: _Done, gate: Gate) -> None:
-        self._submit = submit
-        self._attempt = attempt
-        self._done = done
-        self._gate = gate
-        self._thinking = ExitStack()
+    def __init__(self, submit_job: Callable[[_TrialJob], None], make_trial: AttemptWith, policy: Gate) -> None:
+        self._submit_job = submit_job
+        self._make_trial = make_trial
+        self._policy = policy
+        self._numbers: dict[Future[Outcome], int] = {}
+        self._finished: SimpleQueue[Future[Outcome]] = SimpleQueue()
+        self._searching = ExitStack()
 
     def __enter__(self) -> Self:
-        self._thinking.enter_context(self._gate.building())
+        self._searching.enter_context(self._policy.building())
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thinking.close()
+        self._searching.close()
 
     def submit(self, number: int, candidate: Candidate, incumbent: Interval | None) -> None:
-        """See `Executor`."""
-        job = _Job(number=number, candidate=candidate, incumbent=incumbent, attempt=self._attempt, done=self._done)
-        self._submit(job)
+        job = _TrialJob(candidate=candidate, incumbent=incumbent, make_trial=self._make_trial)
+        self._numbers[job.future] = number
+        job.future.add_done_callback(self._finished.put)
+        self._submit_job(job)
 
     def collect(self) -> tuple[int, Outcome]:
-        """See `Executor`."""
-        self._thinking.close()
-        number, result = self._done.get()
-        self._thinking.enter_context(self._gate.building())
-        if isinstance(result, BaseException):
-            raise result
-        return number, result
+        self._searching.close()
+        future = self._finished.get()
+        self._searching.enter_context(self._policy.building())
+        return self._numbers.pop(future), future.result()
 
 
 def at_once(works: Sequence[Callable[[], None]], threads: int) -> None:
-    """Do all works, so many at once; where one raises, no further one is begun, and its error is raised.
+    """Run all functions in some threads; if one raises, start no further one and raise its error.
 
-    Those under way are not waited for then: close what they work with.
+    Functions that are running then are not waited for: close the resources that they use.
     """
     if threads == 1:
         for work in works:
             work()
         return
-    left, ended = list(reversed(works)), SimpleQueue[BaseException | None]()
-
-    def serve() -> None:
-        error: BaseException | None = None
-        try:
-            while True:
-                try:
-                    work = left.pop()
-                except IndexError:  # nothing is left
-                    break
-                work()
-        except BaseException as caught:  # raised again where the works were given out
-            error = caught
-            left.clear()
-        ended.put(error)
-
-    servers = [threading.Thread(target=serve, daemon=True) for _ in range(min(threads, len(works)))]
-    for server in servers:
-        server.start()
-    for _ in servers:
-        if (error := ended.get()) is not None:
-            raise error
+    pool = ThreadPoolExecutor(threads)
+    try:
+        for future in as_completed([pool.submit(work) for work in works]):
+            future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

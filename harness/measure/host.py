@@ -1,4 +1,4 @@
-"""What runtimes have in common whose call returns when the outputs are there, so that the host's clock times them."""
+"""Helpers for runtimes that are timed by the host's clock, because their call returns when the outputs are there."""
 
 from __future__ import annotations
 
@@ -15,50 +15,33 @@ __all__ = ["plain", "refuse_dynamic", "said", "timed", "words"]
 
 
 def timed(run: Callable[[], object], n: int) -> list[float]:
-    """Latency of n calls, one by one, in milliseconds; nothing else happens between two calls."""
+    """Return the latency of each of n calls in ms, with nothing else between two calls."""
     clock = time.perf_counter_ns
     readings = np.empty(n)
     for index in range(n):
         start_ns = clock()
         run()
         readings[index] = clock() - start_ns
-    values: list[float] = (readings / 1e6).tolist()
-    return values
+    latency_ms: list[float] = (readings / 1e6).tolist()
+    return latency_ms
 
 
 def plain(array: Array) -> Array:
-    """Floating-point outputs as float32, whatever the runtime computed in; others as they are."""
+    """Return a floating-point output as float32, and any other output unchanged."""
     return array.astype(np.float32, copy=False) if np.issubdtype(array.dtype, np.floating) else array
 
 
 def refuse_dynamic(file: str, shapes: Mapping[str, Sequence[object]]) -> None:
-    """Refuse a model with an input that has no static shape.
-
-    Args:
-        file: What messages call the model.
-        shapes: By input name; sizes that are no whole numbers are dynamic.
-
-    Raises:
-        BuildFailed: With the first such input.
-    """
+    """Raise `BuildFailed` if an input has a dynamic shape, which has a size that is no integer."""
     for name, shape in shapes.items():
         if not all(isinstance(size, int) for size in shape):
-            shown = ", ".join("?" if size is None else str(size) for size in shape)
-            raise BuildFailed(f"{file}: input {name!r} has the dynamic shape [{shown}]; make it static")
+            sizes = ", ".join("?" if size is None else str(size) for size in shape)
+            raise BuildFailed(f"{file}: input {name!r} has the dynamic shape [{sizes}]; make it static")
 
 
 @contextmanager
 def said(failure: type[CandidateError], what: str, errors: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Turn a runtime's exceptions into ours, in its own words.
-
-    Args:
-        failure: What to raise.
-        what: Begins the message.
-        errors: The exceptions that the runtime raises.
-
-    Raises:
-        CandidateError: `failure`, "WHAT: the runtime's words".
-    """
+    """Raise a runtime's exceptions as `failure`, with its text after "WHAT: "."""
     try:
         yield
     except errors as error:
@@ -66,7 +49,7 @@ def said(failure: type[CandidateError], what: str, errors: tuple[type[Exception]
 
 
 def words(error: BaseException) -> str:
-    """A runtime's own words on one line, without the places in its source that raised them."""
+    """Return a runtime's message on one line, without the source locations that raised it."""
     lines = [line.strip() for line in str(error).splitlines()]
-    kept = [line for line in lines if line and not line.startswith(("Exception from ", "Check '"))]
-    return " ".join(kept or lines) or type(error).__name__
+    text = [line for line in lines if line and not line.startswith(("Exception from ", "Check '"))]
+    return " ".join(text or lines) or type(error).__name__

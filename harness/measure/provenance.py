@@ -1,4 +1,4 @@
-"""Where a figure comes from: libraries, processor, limits, load, GPU, code. Every probe fails softly."""
+"""Environment of a measurement: libraries, processor, limits, load, GPUs, code. Unreadable facts are absent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
     "saturates",
     "saturates_here",
     "with_instructions",
-]
+]  # fmt: skip
 
 PACKAGES = (
     "qdq-bench", "numpy", "onnx", "onnxruntime-gpu", "onnxruntime", "openvino", "nvidia-modelopt", "tensorrt", "torch",
@@ -35,23 +35,24 @@ FLAGS = (
     "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16",
     "asimddp", "i8mm", "bf16", "sve", "sve2",
 )  # fmt: skip
+# CPU flags of instructions that multiply INT8, with their names, the fastest first.
 INTEGER = (
     ("amx_int8", "AMX"), ("avx512_vnni", "AVX512-VNNI"), ("avx_vnni", "AVX-VNNI"), ("avx512f", "AVX512"),
     ("avx2", "AVX2"), ("i8mm", "I8MM"), ("asimddp", "DotProd"),
 )  # fmt: skip
-"""Flags of what multiplies INT8 and what it is called, the fastest first."""
 GPU_FIELDS = (
     "name", "driver_version", "compute_cap", "memory.total", "clocks.sm", "clocks.max.sm", "temperature.gpu",
     "power.draw",
 )  # fmt: skip
+LIMIT_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+CONTAINER_MARKS = {
+    "docker": "/.dockerenv", "podman": "/run/.containerenv", "kubernetes": "/var/run/secrets/kubernetes.io",
+}  # fmt: skip
+_CPU_FOLDER = "/sys/devices/system/cpu"
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:
-    """Facts about this machine and this installation, ready for JSON; what cannot be read is absent.
-
-    Args:
-        commit: What `git_commit` gave when this code was loaded; None: looked up now.
-    """
+    """Return facts about this machine and this installation; `commit` defaults to `git_commit()`."""
     probes: Mapping[str, Callable[[], Any]] = {
         "python": platform.python_version,
         "system": lambda: f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -63,116 +64,127 @@ def environment(commit: str | None = None) -> dict[str, Any]:
         "gpus": _gpus,
         "git_commit": lambda: commit or git_commit(),
     }
-    found = {name: _soft(probe) for name, probe in probes.items()}
-    return {name: value for name, value in found.items() if value not in (None, {}, [], "")}
+    return {name: value for name, value in _run_probes(probes).items() if value not in ({}, [], "")}
 
 
 def decisive(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of an `environment` that must be the same where figures are put side by side."""
+    """Return the facts of an environment that must be equal for figures to be compared."""
     return {
         "python": facts.get("python"),
         "packages": facts.get("packages"),
         "cpu": facts.get("cpu", {}).get("model"),
-        "instructions": facts.get("cpu", {}).get("flags"),  # clouds give one name to processors of different ones
+        "instructions": facts.get("cpu", {}).get("flags"),  # clouds give different processors the same name
         "gpus": _kinds(facts.get("gpus", ())),
     }
 
 
 def _kinds(gpus: Iterable[Mapping[str, str]]) -> list[dict[str, str | None]]:
-    """One of each kind: how many there are is no matter, for an engine runs on one."""
+    """Return each kind of GPU once: an engine runs on one, so their number does not matter."""
     kinds = {(gpu.get("name"), gpu.get("driver_version")) for gpu in gpus}
     return [{"name": name, "driver_version": driver} for name, driver in sorted(kinds, key=repr)]
 
 
 def saturates(facts: Mapping[str, Any]) -> bool:
-    """Whether the processor of an `environment` adds products of UINT8 and INT8 in 16 bits, where they saturate.
+    """Return whether an environment's processor adds products of UINT8 and INT8 in 16 bits, which saturate.
 
-    x86 with AVX2 (VPMADDUBSW) and without VNNI or AMX: runtimes compute something else there than the Q/DQ file says
-    (ONNX Runtime, "Quantize ONNX models", on data types).
+    These are x86 processors with AVX2 (VPMADDUBSW) and without VNNI or AMX. There, runtimes compute something else than
+    the Q/DQ file specifies (ONNX Runtime, "Quantize ONNX models", on data types).
     """
     flags = set(facts.get("cpu", {}).get("flags", ()))
     return "avx2" in flags and not flags & {"avx_vnni", "avx512_vnni", "amx_int8"}
 
 
 def saturates_here() -> bool:
-    """Whether the processor of this machine does, see `saturates`; where it cannot be read, no."""
+    """Return `saturates` for this machine; False if its processor cannot be read."""
     return saturates({"cpu": _soft(_cpu) or {}})
 
 
 def git_commit() -> str | None:
-    """The commit that this code runs from; None where it was installed from a wheel or git cannot tell."""
-    found: str | None = _soft(_git_commit)
-    return found
+    """Return the commit of this code; None if it was installed from a wheel or git cannot tell.
+
+    A virtual environment may be inside another repository, so git must know this very file.
+    """
+    here = Path(__file__).resolve()
+
+    def git(*arguments: str) -> str:
+        return _run("git", "-C", str(here.parent), *arguments)
+
+    def probe() -> str | None:
+        if shutil.which("git") is None or here.name not in git("ls-files", here.name):
+            return None
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return f"{git('rev-parse', 'HEAD')}{'+changes' if changed else ''}"
+
+    commit: str | None = _soft(probe)
+    return commit
 
 
 def cores() -> int:
-    """Number of CPU cores that this process may run on."""
+    """Return the number of CPU cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def checked_threads(threads: object) -> int:
-    """The number of threads where this process can have so many.
-
-    Raises:
-        ValueError: Not a whole number from 1 to `cores()`; more threads than cores time the scheduler.
-    """
+    """Return a number of threads; raise `ValueError` above the number of cores, where the scheduler is timed."""
     if not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= cores():
         raise ValueError(f"threads: 1 to {cores()} (the cores that this process may use), but got {threads!r}")
     return threads
 
 
 def cpu_model() -> str:
-    """The processor's name as it gives it itself; the architecture where it gives none."""
+    """Return the processor's name, or the architecture if it has none."""
     fields = _soft(_cpuinfo) or {}
     return fields.get("model name") or fields.get("Model") or platform.processor() or platform.machine()
 
 
 def processor(name: str | None = None) -> str:
-    """The processor of this machine with what multiplies INT8 on it, see `with_instructions`.
-
-    Args:
-        name: What a runtime calls it; None: its own name.
-    """
+    """Return `with_instructions` for this machine, with the name that a runtime gives or the processor's own."""
     return with_instructions(name or cpu_model(), {"cpu": _soft(_cpu) or {}})
 
 
 def with_instructions(name: str, facts: Mapping[str, Any]) -> str:
-    """A processor's name and the fastest instructions for INT8 of an `environment`: "AMD EPYC (AVX512-VNNI)".
+    """Return a processor's name with the fastest INT8 instructions of an environment: "AMD EPYC (AVX512-VNNI)".
 
-    They decide what quantization gains, and processors that give themselves one and the same name differ in them.
+    These decide the gain of quantization, and processors with the same name differ in them.
     """
     flags = facts.get("cpu", {}).get("flags", ())
-    found = next((called for flag, called in INTEGER if flag in flags), None)
-    return name if found is None else f"{name} ({found})"
+    instructions = next((label for flag, label in INTEGER if flag in flags), None)
+    return name if instructions is None else f"{name} ({instructions})"
 
 
 def options_said(options: Mapping[str, Any]) -> str:
-    """The options that an engine was made with, in words: "threads 1, precision f32"."""
+    """Return an engine's options as text: "threads 1, precision f32"."""
     return ", ".join(f"{name} {value}" for name, value in options.items())
 
 
 def _soft(probe: Callable[[], Any]) -> Any:
-    """The probe's value, or None where this machine does not offer it."""
+    """Return the probe's value, or None if this machine does not offer it."""
     try:
         return probe()
     except (OSError, ValueError, KeyError, AttributeError, StopIteration, ImportError, subprocess.SubprocessError):
         return None
 
 
+def _run_probes(probes: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+    """Return the values of the probes that have one."""
+    values = {name: _soft(probe) for name, probe in probes.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def _packages() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _cpuinfo() -> dict[str, str]:
-    """Fields of the first processor."""
+    """Return the fields of the first processor; py-cpuinfo runs other programs for them, which takes a second."""
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
     pairs = (line.partition(":") for line in text.splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
@@ -181,24 +193,24 @@ def _cpuinfo() -> dict[str, str]:
 def _cpu() -> dict[str, Any]:
     fields = _soft(_cpuinfo) or {}
     present = set((fields.get("flags") or fields.get("Features") or "").split())
-    facts = {
-        "model": cpu_model(),
-        "cores": psutil.cpu_count(logical=False),
-        "threads": psutil.cpu_count(),
-        "flags": [flag for flag in FLAGS if flag in present],
-        "virtual": "hypervisor" in present or None,
-        "governor": _soft(lambda: _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")),
-        "turbo": _soft(_turbo),
-        "mhz": _soft(lambda: round(psutil.cpu_freq().current)),
-        "temperature_c": _soft(_temperature),
-    }
-    return {key: value for key, value in facts.items() if value is not None}
+    return _run_probes(
+        {
+            "model": cpu_model,
+            "cores": lambda: psutil.cpu_count(logical=False),
+            "threads": psutil.cpu_count,
+            "flags": lambda: [flag for flag in FLAGS if flag in present],
+            "virtual": lambda: "hypervisor" in present or None,
+            "governor": lambda: _read_text(f"{_CPU_FOLDER}/cpu0/cpufreq/scaling_governor"),
+            "turbo": _turbo,
+            "mhz": lambda: round(psutil.cpu_freq().current),
+            "temperature_c": _temperature,
+        }
+    )
 
 
 def _turbo() -> bool:
-    folder = Path("/sys/devices/system/cpu")
-    no_turbo = folder / "intel_pstate/no_turbo"
-    return _read(no_turbo) == "0" if no_turbo.exists() else _read(folder / "cpufreq/boost") == "1"
+    no_turbo = Path(f"{_CPU_FOLDER}/intel_pstate/no_turbo")
+    return _read_text(no_turbo) == "0" if no_turbo.exists() else _read_text(f"{_CPU_FOLDER}/cpufreq/boost") == "1"
 
 
 def _temperature() -> float | None:
@@ -207,59 +219,48 @@ def _temperature() -> float | None:
 
 
 def _limits() -> dict[str, Any]:
-    """What a container or the user allows: affinity, CPU quota (cores), memory (GiB), address space, variables."""
-    variables = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-    facts = {
-        "affinity": _soft(lambda: sorted(os.sched_getaffinity(0))),
-        "container": _soft(_container),
-        "cgroup_cores": _soft(_cgroup_cores),
-        "cgroup_memory_gib": _soft(_cgroup_memory_gib),
-        "address_space_gib": _soft(_address_space_gib),
-        "variables": {name: os.environ[name] for name in variables if name in os.environ},
+    """Return the limits of the container or the user: affinity, CPU quota (cores), memory, address space, variables."""
+    probes: Mapping[str, Callable[[], Any]] = {
+        "affinity": lambda: sorted(os.sched_getaffinity(0)),
+        "container": lambda: next((name for name, mark in CONTAINER_MARKS.items() if Path(mark).exists()), None),
+        "cgroup_cores": _cgroup_cores,
+        "cgroup_memory_gib": _cgroup_memory_gib,
+        "address_space_gib": _address_space_gib,
+        "variables": lambda: {name: os.environ[name] for name in LIMIT_VARIABLES if name in os.environ},
     }
-    return {key: value for key, value in facts.items() if value not in (None, {})}
-
-
-def _container() -> str | None:
-    """What runs this container, by the marks that it leaves."""
-    marks = {"docker": "/.dockerenv", "podman": "/run/.containerenv", "kubernetes": "/var/run/secrets/kubernetes.io"}
-    return next((name for name, mark in marks.items() if Path(mark).exists()), None)
+    return {name: value for name, value in _run_probes(probes).items() if value != {}}
 
 
 def _cgroup_cores() -> float | None:
-    quota, period = (
-        _cgroup("", "cpu.max").split()
-        if _unified()
-        else (_cgroup("cpu", "cpu.cfs_quota_us"), _cgroup("cpu", "cpu.cfs_period_us"))
-    )
+    if _unified():
+        quota, period = _cgroup("", "cpu.max").split()
+    else:
+        quota, period = (_cgroup("cpu", f"cpu.cfs_{name}_us") for name in ("quota", "period"))
     return None if int(quota) < 0 else int(quota) / int(period)
 
 
 def _cgroup_memory_gib() -> float | None:
-    limit = int(_cgroup("", "memory.max") if _unified() else _cgroup("memory", "memory.limit_in_bytes"))
+    controller, name = ("", "memory.max") if _unified() else ("memory", "memory.limit_in_bytes")
+    limit = int(_cgroup(controller, name))
     return None if limit >= psutil.virtual_memory().total else round(limit / 2**30, 1)
 
 
 def _unified() -> bool:
-    """Whether control groups are those of version 2, which are one tree; version 1 has one for each controller."""
+    """Return whether control groups form one tree (version 2) and not one for each controller (version 1)."""
     return Path("/sys/fs/cgroup/cgroup.controllers").exists()
 
 
 def _cgroup(controller: str, name: str) -> str:
-    """A file of this process's control group; "max" makes the callers' int() fail softly.
-
-    Args:
-        controller: Whose tree; "" for the one of version 2.
-    """
-    listed = (line.split(":", 2) for line in _read("/proc/self/cgroup").splitlines())
-    own = next(path for _, controllers, path in listed if controller in controllers.split(","))
+    """Return the text of a file of this process's control group; the controller of version 2 is ""."""
+    groups = (line.split(":", 2) for line in _read_text("/proc/self/cgroup").splitlines())
+    own = next(path for _, controllers, path in groups if controller in controllers.split(","))
     tree = Path("/sys/fs/cgroup") / controller
-    there = tree / own.lstrip("/") / name
-    return _read(there if there.exists() else tree / name)  # a container sees its own group as the root
+    path = tree / own.lstrip("/") / name
+    return _read_text(path if path.exists() else tree / name)  # a container sees its own group as the root
 
 
 def _address_space_gib() -> float | None:
-    import resource  # not on Windows
+    import resource  # missing on Windows
 
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if soft == resource.RLIM_INFINITY else round(soft / 2**30, 1)
@@ -268,33 +269,22 @@ def _address_space_gib() -> float | None:
 def _gpus() -> list[dict[str, str]]:
     if shutil.which("nvidia-smi") is None:
         return []
-    rows = _run("nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader").splitlines()
-    return _visible([dict(zip(GPU_FIELDS, (cell.strip() for cell in row.split(",")), strict=True)) for row in rows])
+    query = f"--query-gpu={','.join(GPU_FIELDS)}"
+    rows = _run("nvidia-smi", query, "--format=csv,noheader").splitlines()
+    cells = ([cell.strip() for cell in row.split(",")] for row in rows)
+    return _visible([dict(zip(GPU_FIELDS, row, strict=True)) for row in cells])
 
 
 def _visible(gpus: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The GPUs that CUDA shows to this process; all where CUDA_VISIBLE_DEVICES names them by UUID."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = given.split(",") if given else []
-    if given is None or not all(name.strip().isdecimal() for name in names):
+    """Return the GPUs that CUDA shows to this process; all of them if CUDA_VISIBLE_DEVICES contains UUIDs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else []
+    if visible is None or not all(name.strip().isdecimal() for name in names):
         return gpus
     return [gpus[int(name)] for name in names if int(name) < len(gpus)]
 
 
-def _git_commit() -> str | None:
-    """See `git_commit`.
-
-    A virtual environment may lie inside of somebody else's repository, so git must know this very file.
-    """
-    here = Path(__file__).resolve()
-    if shutil.which("git") is None or here.name not in _run("git", "-C", str(here.parent), "ls-files", here.name):
-        return None
-    commit = _run("git", "-C", str(here.parent), "rev-parse", "HEAD")
-    changed = _run("git", "-C", str(here.parent), "status", "--porcelain", "--untracked-files=no")
-    return f"{commit}{'+changes' if changed else ''}"
-
-
-def _read(path: str | Path) -> str:
+def _read_text(path: str | Path) -> str:
     return Path(path).read_text(encoding="utf-8").strip()
 
 

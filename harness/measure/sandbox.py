@@ -1,8 +1,7 @@
-"""Engines behind a process boundary: what crashes, hangs or eats the memory is a worker, never the search.
+"""Engines in a worker process, so that a crash, a hang or excessive memory use costs a worker and never the search.
 
-`Sandbox` keeps one worker and gives it one call at a time; it is replaced when a call kills it or runs
-out of time. `InProcess` does the work itself, in the worker or, for benchmarkers that touch no runtime,
-in the driver.
+`Sandbox` keeps one worker and sends it one call at a time; the worker is replaced if a call kills it or exceeds its
+limit. `InProcess` does the work, in the worker or, for benchmarkers that use no runtime, in the driver.
 """
 
 from __future__ import annotations
@@ -21,9 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from harness import registry
-from harness.api import Accuracy, Array, Candidate
+from harness.api import Candidate
 from harness.errors import UserError
-from harness.measure.engines import MAIN, Built, OwnEngines, Watch, WorkerSpec
+from harness.measure.engines import (
+    MAIN,
+    Built,
+    Engines,
+    Watch,
+    WorkerSpec,
+)
 from harness.measure.local import InProcess, attempt, tail
 from harness.measure.sampling import Samples
 from harness.measure.stats import Interval
@@ -37,41 +42,40 @@ from search.space import Resolved
 __all__ = ["InProcess", "Sandbox", "open_engines", "serve"]
 
 START_S = 120.0
-PROGRESS = "progress"
-"""Kind of the messages that come before an answer: how far a scoring is."""
+PROGRESS = "progress"  # kind of the messages that report scoring progress before an answer
+MAX_LOG_BYTES = 65_536
 _logger = logging.getLogger(__name__)
 
 
-def open_engines(spec: WorkerSpec, limits: Limits) -> AbstractContextManager[OwnEngines]:
-    """Engines of these plug-ins: in a worker, or here where the main benchmarker says `in_process = True`.
+def open_engines(spec: WorkerSpec, limits: Limits) -> AbstractContextManager[Engines]:
+    """Return engines in a worker, or in this process if the main benchmarker has `in_process = True`.
 
     Raises:
-        UserError: A benchmarker cannot be made.
+        UserError: A benchmarker cannot be constructed.
     """
-    use = spec.benchmarkers[MAIN]
-    here = getattr(registry.load("benchmarker", use.use), "in_process", False)
-    return InProcess(spec) if here else Sandbox(spec, limits)
+    plugin = spec.benchmarkers[MAIN]
+    in_process = getattr(registry.load("benchmarker", plugin.use), "in_process", False)
+    return InProcess(spec) if in_process else Sandbox(spec, limits)
 
 
-class Sandbox:
-    """Engines in a worker process; see `harness.measure.engines.Engines`.
+class Sandbox(Engines):
+    """Engines in a worker process.
 
-    A call that outlasts its limit or takes too much memory, or a worker that dies, gives `Failed` with the end
-    of the worker's log, and the next call finds a fresh worker. Engines that died with theirs give `Failed` too.
+    A call that exceeds its time or memory limit, or whose worker dies, returns `Failed` with the end of the worker's
+    log, and the next call gets a fresh worker. Engines of a dead worker return `Failed` too.
 
     Raises:
-        UserError: The worker cannot make its plug-ins, or the scratch folder cannot be written.
+        UserError: The worker cannot construct its plug-ins, or the scratch folder cannot be written.
     """
 
     def __init__(self, spec: WorkerSpec, limits: Limits) -> None:
         self._spec = spec
         self._limits = limits
         self._facts: Mapping[str, Mapping[str, Any]] = {}
-        self.gpus: frozenset[str] = frozenset()
+        self._gpus: frozenset[str] = frozenset()
         self._worker: Worker | None = None
         self._next_handle = 0
-        self._ready: set[tuple[int, bool]] = set()
-        """Engines that are open, and whether by themselves or with the reference beside them."""
+        self._opened: set[tuple[int, bool]] = set()  # handle, and whether it is timed alone
 
     def __enter__(self) -> Sandbox:
         with writing(self._spec.workdir):
@@ -89,79 +93,76 @@ class Sandbox:
         self._stop()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
+    @property
+    def gpus(self) -> frozenset[str]:
+        return self._gpus
+
+    def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
+        return self._facts[benchmarker]
+
     def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
-        """See `Engines`; the file is made here, by the driver, and only its path goes to the worker."""
+        """Write the candidate's file in the driver, and build its engine in the worker."""
         path = attempt("build", candidate.source)
         if isinstance(path, Failed):
             return path
         with writing(self._log), suppress(FileNotFoundError):
             os.truncate(self._log, 0)
         with alone(self.gpus):
-            built = self._call("build", self._limits.build_s, candidate.digest, candidate.edges, path, benchmarker)
+            args = (candidate.digest, candidate.edges, path, benchmarker)
+            built: Built | Failed = self._request("build", self._limits.build_s, *args)
         if isinstance(built, Built):
             self._next_handle = built.handle + 1
-        return built  # type: ignore[no-any-return]
+        return built
 
     def sample(
         self, handle: int, sampling: Sampling, rival: Interval | None = None, level_ms: float | None = None
     ) -> Samples | Failed:
-        """See `Engines`; the first engine that is timed beside the reference waits for that to be built."""
-        if failed := self._lost(handle, "measure") or self._opened(handle, level_ms):
+        """Time an engine while no other run times on the same cores and GPUs; see `Engines.sample`."""
+        if failed := self._open(handle, level_ms):
             return failed
-        with stopwatch(), alone(self.gpus):  # held here, so that no limit counts how long another run has them
-            limit_s = self._limits.measure_s
-            return self._call("sample", limit_s, handle, sampling, rival, level_ms)  # type: ignore[no-any-return]
+        with stopwatch():  # acquired here, so that waiting for another run counts against no limit
+            return super().sample(handle, sampling, rival, level_ms)
 
-    def _opened(self, handle: int, level_ms: float | None) -> Failed | None:
-        """Open an engine before it is timed first: others may time theirs meanwhile."""
-        if (handle, level_ms is None) in self._ready:
+    def _open(self, handle: int, level_ms: float | None) -> Failed | None:
+        """Open an engine before its first timing, without the timing lock: other runs may be timing meanwhile."""
+        key = (handle, level_ms is None)
+        if key in self._opened and self._is_alive(handle):
             return None
-        limit_s = self._limits.measure_s + (self._limits.build_s if level_ms else 0.0)
-        with alone(self.gpus):
-            failed: Failed | None = self._call("open", limit_s, handle, level_ms)
+        failed: Failed | None = self._call("open", handle, level_ms)
         if failed is None:
-            self._ready.add((handle, level_ms is None))
+            self._opened.add(key)
         return failed
 
-    def evaluate(self, handle: int, evaluator: str = MAIN, watch: Watch | None = None) -> Accuracy | Failed:
-        """See `Engines`."""
-        limit_s = self._limits.evaluate_s
-        with alone(self.gpus):
-            return self._lost(handle, "evaluate") or self._call("evaluate", limit_s, handle, evaluator, watch=watch)
-
-    def prepare(self, handle: int, evaluator: str = MAIN, watch: Watch | None = None) -> Failed | None:
-        """See `Engines`."""
-        limit_s = self._limits.evaluate_s
-        with alone(self.gpus):
-            return self._lost(handle, "evaluate") or self._call("prepare", limit_s, handle, evaluator, watch=watch)
-
-    def infer(self, handle: int, feeds: Mapping[str, Array]) -> Mapping[str, Array] | Failed:
-        """See `Engines`."""
-        with alone(self.gpus):
-            return self._lost(handle, "infer") or self._call("infer", self._limits.evaluate_s, handle, feeds)
-
     def release(self, handle: int) -> None:
-        """See `Engines`."""
-        self._ready -= {(handle, True), (handle, False)}
-        if self._lost(handle, "release") is None:
-            self._call("release", self._limits.measure_s, handle)
+        """Close an engine if its worker is alive."""
+        self._opened -= {(handle, True), (handle, False)}
+        if self._is_alive(handle):
+            self._request("release", self._limits.measure_s, handle)
 
-    def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
-        """See `Engines`."""
-        return self._facts[benchmarker]
+    def _is_alive(self, handle: int) -> bool:
+        return self._worker is not None and handle >= self._worker.first_handle
 
-    def _lost(self, handle: int, during: str) -> Failed | None:
-        if self._worker is not None and handle >= self._worker.first_handle:
-            return None
-        return Failed(stage="crash", reason=f"{during}: the engine died with an earlier worker; build it again")
+    def _call(self, method: str, *args: Any, on_progress: Watch | None = None) -> Any:
+        handle = args[0]
+        if not self._is_alive(handle):
+            stage = "measure" if method in ("open", "sample") else method
+            reason = f"{stage}: the engine died with an earlier worker; build it again"
+            return Failed(stage="crash", reason=reason)
+        limit_s = self._limits.evaluate_s
+        if method == "sample":
+            limit_s = self._limits.measure_s
+        elif method == "open":  # the first engine that is timed against the reference waits for its build
+            limit_s = self._limits.measure_s + (self._limits.build_s if args[1] else 0.0)
+        with alone(self.gpus):
+            return self._request(method, limit_s, *args, on_progress=on_progress)
 
-    def _call(self, method: str, limit_s: float, *args: Any, watch: Watch | None = None) -> Any:
-        """One round trip; every way in which it can end is a value, apart from mistakes of the user."""
+    def _request(self, method: str, limit_s: float, *args: Any, on_progress: Watch | None = None) -> Any:
+        """Send a call to the worker and return its answer, or a `Failed` that explains how the worker died."""
         started_s = time.perf_counter()
         worker = self._worker or self._start()
         try:
             worker.send((method, args))
-            answer = self._receive(worker, limit_s, method, watch)
+            answer = self._receive(worker, limit_s, method, on_progress)
         except BaseException:
             self._stop()
             raise
@@ -170,34 +171,30 @@ class Sandbox:
             return replace(answer, log_tail=log_tail, wall_s=time.perf_counter() - started_s)
         return answer
 
-    def _receive(self, worker: Worker, limit_s: float, method: str, watch: Watch | None = None) -> Any:
-        """The worker's answer, or a `Failed` that says how it died; then there is no worker any more."""
+    def _receive(self, worker: Worker, limit_s: float, method: str, on_progress: Watch | None = None) -> Any:
+        """Return the worker's answer, or stop the worker and return a `Failed`."""
         deadline_s = time.monotonic() + limit_s
+        memory_gb = self._limits.memory_gb
         try:
-            kind, answer = worker.receive(limit_s, self._limits.memory_gb)
+            kind, answer = worker.receive(limit_s, memory_gb)
             while kind == PROGRESS:
-                if watch is not None:
-                    watch(*answer)
-                kind, answer = worker.receive(deadline_s - time.monotonic(), self._limits.memory_gb)
+                if on_progress is not None:
+                    on_progress(*answer)
+                kind, answer = worker.receive(deadline_s - time.monotonic(), memory_gb)
         except TimeoutError:
-            self._stop()
-            return Failed(stage="timeout", reason=f"{method} took longer than {limit_s:g} s")
+            failed = Failed(stage="timeout", reason=f"{method} took longer than {limit_s:g} s")
         except MemoryError:
-            self._stop()
-            memory_gb = self._limits.memory_gb
-            return Failed(
-                stage="crash",
-                reason=f"{method} used more than {memory_gb:g} GB of memory (limits.memory_gb, which all engines of a "
-                "worker share)",
-            )
+            cause = f"{method} used more than {memory_gb:g} GB of memory"
+            failed = Failed(stage="crash", reason=f"{cause} (limits.memory_gb, which all engines of a worker share)")
         except (EOFError, OSError):
-            reason = f"the worker {worker.ending()} during {method}"
-            _logger.warning("%s; a fresh one takes over", reason)
-            self._stop()
-            return Failed(stage="crash", reason=reason)
-        if kind == "user_error":
-            raise UserError(answer)
-        return answer
+            failed = Failed(stage="crash", reason=f"the worker {worker.ending()} during {method}")
+            _logger.warning("%s; starting a new worker", failed.reason)
+        else:
+            if kind == "user_error":
+                raise UserError(answer)
+            return answer
+        self._stop()
+        return failed
 
     def _start(self) -> Worker:
         with writing(self._log):
@@ -208,10 +205,10 @@ class Sandbox:
         except OSError as error:
             raise UserError(f"no worker could be started: {error}") from error
         worker.send((replace(self._spec, workdir=self._scratch), self._next_handle))
-        told = self._receive(worker, START_S, "start")
-        if isinstance(told, Failed):
-            raise UserError(f"no worker could be started: {told.reason}\n{tail(self._read_log())}")
-        self._facts, self.gpus = told
+        answer = self._receive(worker, START_S, "start")
+        if isinstance(answer, Failed):
+            raise UserError(f"no worker could be started: {answer.reason}\n{tail(self._read_log())}")
+        self._facts, self._gpus = answer
         return worker
 
     def _stop(self) -> None:
@@ -221,17 +218,17 @@ class Sandbox:
 
     def _read_log(self) -> str:
         with suppress(OSError):
-            return self._log.read_bytes()[-65536:].decode(errors="replace")
+            return self._log.read_bytes()[-MAX_LOG_BYTES:].decode(errors="replace")
         return ""
 
 
 def serve(fd: int) -> None:
-    """Body of a worker: make the plug-ins, then answer calls until the driver hangs up."""
+    """Run a worker: construct the plug-ins, then answer calls until the driver closes the connection."""
     end_with_driver()
     connection: Connection[Any, Any] = Connection(fd)
     spec, first_handle = connection.recv()
 
-    def tell(done: int, total: int) -> None:
+    def report(done: int, total: int) -> None:
         connection.send((PROGRESS, (done, total)))
 
     try:
@@ -239,22 +236,22 @@ def serve(fd: int) -> None:
             facts = {name: engines.describe(name) for name in spec.benchmarkers}
             connection.send(("answer", (facts, engines.gpus)))
             while True:
-                connection.send_bytes(_answer(engines, tell, *connection.recv()))
+                connection.send_bytes(_answer(engines, report, *connection.recv()))
     except UserError as error:
         connection.send(("user_error", str(error)))
     except EOFError:
         return
 
 
-def _answer(engines: InProcess, tell: Watch, method: str, args: tuple[Any, ...]) -> bytes:
+def _answer(engines: InProcess, report: Watch, method: str, args: tuple[Any, ...]) -> bytes:
     def work() -> bytes:
         if method == "build":
             return pickle.dumps(("answer", engines.build(_candidate(*args[:3]), args[3])))
-        told = {"watch": tell} if method in ("evaluate", "prepare") else {}
-        return pickle.dumps(("answer", getattr(engines, method)(*args, **told)))
+        extra = (report,) if method in ("evaluate", "prepare") else ()
+        return pickle.dumps(("answer", getattr(engines, method)(*args, *extra)))
 
     try:
-        answer = attempt(method, work)
+        answer = attempt(method, work)  # also for a result that cannot be pickled
     except UserError as error:
         return pickle.dumps(("user_error", str(error)))
     return answer if isinstance(answer, bytes) else pickle.dumps(("answer", answer))

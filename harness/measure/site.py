@@ -1,7 +1,8 @@
-"""Where engines run: on this machine, or, behind the same contract, on a cluster (`harness.cluster`)."""
+"""Where engines run: on this machine or, through the same interface, on a cluster (`harness.cluster`)."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -18,101 +19,75 @@ from harness.run.config import Limits, Use
 from harness.run.executing import ExecutorSpec
 from search.space import Resolved
 
-__all__ = ["LocalSite", "Maker", "OpenEngines", "Site", "Workers"]
+__all__ = ["LocalSite", "Maker", "OpenEngines", "QueueFactory", "Site"]
 
 OpenEngines = Callable[[WorkerSpec], AbstractContextManager[Engines]]
+QueueFactory = Callable[[AttemptWith], AbstractContextManager[Executor]]
+"""Returns the executor of one search, open while the search runs, on workers that all searches of a task share."""
 
 
 class Maker(Protocol):
-    """Writes the model file of a placement, as `harness.graph.insert.Inserter` does."""
+    """Writer of a placement's model file, see `harness.graph.insert.Inserter`."""
 
     def write(self, resolved: Resolved, folder: Path, *, name: str | None = None) -> Path: ...
 
 
-class Workers(Protocol):
-    """What searches that run at once share."""
+class Site(ABC):
+    """Devices of one kind that engines run on."""
 
-    def lane(self, attempt: AttemptWith) -> AbstractContextManager[Executor]:
-        """The way of one search to the workers, open as long as it runs."""
-        ...
-
-
-class Site(Protocol):
-    """A place with devices that engines run on, all of one kind."""
-
+    @abstractmethod
     def environment(self, commit: str | None) -> dict[str, Any]:
-        """Facts about the machine that has the devices, see `harness.measure.provenance.environment`."""
-        ...
+        """Return the environment of the machine that has the devices, see `environment`."""
 
+    @abstractmethod
     def describe(self, backend: Use, workdir: Path) -> Mapping[str, Any]:
-        """The facts of a benchmarker, from where the devices are.
+        """Return the facts that a benchmarker gives about itself on a machine with the devices."""
 
-        Args:
-            workdir: Takes scratch files.
-
-        Raises:
-            UserError: Its runtime or its device is missing there.
-        """
-        ...
-
+    @abstractmethod
     def open(self, spec: WorkerSpec) -> AbstractContextManager[Engines]:
-        """Engines in fresh processes on one device.
+        """Open engines in fresh processes on one device."""
 
-        Raises:
-            UserError: A plug-in cannot be made there, or there is no device.
-        """
-        ...
-
+    @abstractmethod
     def workers(
-        self, spec: WorkerSpec, engines: Engines, maker: Maker, baseline: Candidate
-    ) -> AbstractContextManager[Workers]:
-        """Workers for searches of one cell.
+        self, spec: WorkerSpec, engines: Engines, writer: Maker, baseline: Candidate
+    ) -> AbstractContextManager[QueueFactory]:
+        """Open the workers that the searches of one task share.
 
         Args:
-            spec: What each of them needs.
-            engines: Open ones of this very specification, which nobody else uses meanwhile.
-            maker: Writes candidates where the driver's files cannot be seen.
-            baseline: The float model, which evaluators may have to see there first.
+            engines: Open engines of this specification, which are otherwise idle.
+            writer: Writes candidates on machines that cannot see the driver's files.
+            baseline: Float model, which evaluators on such machines may need to see first.
         """
-        ...
 
 
-class LocalSite:
-    """This machine: worker processes, of which one is timed at a time."""
+class LocalSite(Site):
+    """This machine, with worker processes of which one is timed at a time."""
 
     def __init__(self, executor: ExecutorSpec, limits: Limits) -> None:
         self._executor = executor
         self._limits = limits
-        self._gate: Gate = Beside() if executor.timing == "beside" else Alternating()
+        self._policy: Gate = Beside() if executor.timing == "beside" else Alternating()
 
     def environment(self, commit: str | None) -> dict[str, Any]:
-        """See `Site`."""
         return environment(commit)
 
     def describe(self, backend: Use, workdir: Path) -> Mapping[str, Any]:
-        """See `Site`."""
         facts: Mapping[str, Any] = registry.create("benchmarker", backend.use, backend.params).describe()
         return facts
 
     def open(self, spec: WorkerSpec) -> AbstractContextManager[Engines]:
-        """See `Site`."""
         return open_engines(spec, self._limits)
 
     @contextmanager
-    def workers(self, spec: WorkerSpec, engines: Engines, maker: Maker, baseline: Candidate) -> Iterator[Workers]:
-        """See `Site`; a single worker of a single search needs no thread, nor a second process."""
+    def workers(self, spec: WorkerSpec, engines: Engines, writer: Maker, baseline: Candidate) -> Iterator[QueueFactory]:
+        """Open the workers; a single worker of a single search needs no thread and no second process."""
         if self._executor.workers == self._executor.searches == 1:
-            yield _Alone(engines)
+
+            @contextmanager
+            def lane(make_trial: AttemptWith) -> Iterator[Executor]:
+                yield Inline(make_trial(engines))
+
+            yield lane
             return
-        with Pool(lambda: self.open(spec), self._executor.workers, self._gate) as pool:
-            yield pool
-
-
-class _Alone:
-    def __init__(self, engines: Engines) -> None:
-        self._engines = engines
-
-    @contextmanager
-    def lane(self, attempt: AttemptWith) -> Iterator[Executor]:
-        """See `Workers`."""
-        yield Inline(attempt(self._engines))
+        with Pool(lambda: self.open(spec), self._executor.workers, self._policy) as pool:
+            yield pool.lane

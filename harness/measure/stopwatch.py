@@ -1,4 +1,7 @@
-"""One stopwatch for the cores, and one GPU for one at a time, among all runs of a user on this machine."""
+"""Locks shared by all runs of a user on this machine: one timing at a time on the cores, one use at a time of a GPU.
+
+`flock` waits in the kernel. A lock library polls, which would wake this process while another one is being timed.
+"""
 
 from __future__ import annotations
 
@@ -17,39 +20,26 @@ __all__ = ["alone", "stopwatch"]
 
 @contextmanager
 def stopwatch(folder: Path | None = None) -> Iterator[None]:
-    """Hold the stopwatch of the cores and GPUs that this process may use; waits while another process has it.
+    """Hold the lock for timing on the cores and GPUs that this process may use; wait until another process frees it.
 
-    The kernel takes it back from a process that dies. Processes whose cores overlap without being the same do not
-    wait for each other.
-
-    Args:
-        folder: Where the lock lies; None: the system's folder for temporary files.
-
-    Raises:
-        UserError: The lock cannot be opened, or somebody made it a link.
+    The kernel releases the lock of a process that dies. Processes whose cores overlap without being equal do not
+    exclude each other. The lock file is in the system's folder for temporary files by default.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    shown = f"{cores} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
-    with _held(f"stopwatch-{_short(shown)}", folder):
+    devices = f"{cores} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
+    with _held(f"stopwatch-{_digest(devices)}", folder):
         yield
 
 
 @contextmanager
 def alone(gpus: Iterable[str], folder: Path | None = None) -> Iterator[None]:
-    """Hold GPUs: for timing on them, and for what would disturb that, or be disturbed by it as a build is.
+    """Hold GPUs, given by UUID, for timing and for work that disturbs timing or is disturbed by it, such as builds.
 
-    NVIDIA, "TensorRT Developer Guide": the builder times kernels; what runs on the GPU beside it perturbs its choice.
-
-    Args:
-        gpus: Their UUIDs; where there are none, nothing is held.
-        folder: See `stopwatch`.
-
-    Raises:
-        UserError: See `stopwatch`.
+    NVIDIA, "TensorRT Developer Guide": the builder times kernels, so other work on the GPU perturbs its choice.
     """
     with ExitStack() as stack:
-        for gpu in sorted(gpus):  # always in one order, or two who want the same two could wait for each other
-            stack.enter_context(_held(f"gpu-{_short(gpu)}", folder))
+        for gpu in sorted(gpus):  # in one order: two processes that want the same two must not wait for each other
+            stack.enter_context(_held(f"gpu-{_digest(gpu)}", folder))
         yield
 
 
@@ -67,5 +57,5 @@ def _held(name: str, folder: Path | None) -> Iterator[None]:
         os.close(handle)
 
 
-def _short(what: str) -> str:
-    return hashlib.sha256(f"{os.getuid()} {what}".encode()).hexdigest()[:12]
+def _digest(text: str) -> str:
+    return hashlib.sha256(f"{os.getuid()} {text}".encode()).hexdigest()[:12]

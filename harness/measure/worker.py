@@ -1,8 +1,7 @@
-"""A worker process and its life: started bare, spoken to over a socket, gone when the driver is gone.
+"""Worker process: a fresh interpreter, called over a socket, that ends when the driver ends.
 
-The worker is a fresh interpreter that imports its body, `harness.measure.sandbox` mostly, and not a copy of the
-driver: it never runs the driver's `__main__` (as multiprocessing's spawn would) and loads only the plug-ins it is told
-to use.
+The worker imports its body (`harness.measure.sandbox` by default) instead of copying the driver: it never runs
+the driver's `__main__`, as multiprocessing's spawn would, and loads only the plug-ins that it needs.
 """
 
 from __future__ import annotations
@@ -25,23 +24,20 @@ import psutil
 
 __all__ = ["Worker", "end_with_driver"]
 
+GLANCE_S = 0.25  # between two readings of a working process's memory
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from importlib import import_module; import_module(sys.argv[3]).serve(int(sys.argv[1]))"
 )
 
 
-GLANCE_S = 0.25
-"""Between two looks at a worker's memory, while it works."""
-
-
 class Worker:
-    """The driver's end of a worker.
+    """Driver's end of a worker process.
 
     Args:
-        output: File that takes what the worker and its runtimes print.
-        first_handle: Handles of this worker start here, so older ones are known to be lost.
-        body: Module whose `serve(fd)` the worker runs, at the other end of the socket.
+        output: File for what the worker and its runtimes print.
+        first_handle: First handle of this worker; lower ones belong to earlier workers.
+        body: Module whose `serve(fd)` the worker runs at the other end of the socket.
 
     Raises:
         OSError: No process can be started.
@@ -50,32 +46,32 @@ class Worker:
     def __init__(self, output: IO[bytes], first_handle: int = 0, *, body: str = "harness.measure.sandbox") -> None:
         self.first_handle = first_handle
         command = [sys.executable, "-u", "-X", "faulthandler", "-c", _BOOT]
-        here, there = socket.socketpair()
-        with here, there:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
             self._process = subprocess.Popen(
-                [*command, str(there.fileno()), json.dumps(sys.path), body],
+                [*command, str(theirs.fileno()), json.dumps(sys.path), body],
                 stdin=subprocess.PIPE,  # never written to: see end_with_driver
                 stdout=output,
                 stderr=output,
-                pass_fds=[there.fileno()],
+                pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-            self._connection: Connection[Any, Any] = Connection(here.detach())
+            self._connection: Connection[Any, Any] = Connection(ours.detach())
 
     def send(self, message: Any) -> None:
-        """Send a message; a worker that is dead already shows in `receive`."""
+        """Send a message; a dead worker is reported by `receive`."""
         with suppress(BrokenPipeError, ConnectionResetError):
             self._connection.send(message)
 
     def receive(self, limit_s: float, memory_gb: float) -> Any:
-        """The next message.
+        """Return the next message.
 
-        Memory is what the worker and its children have in use, looked at while they work. The kernel's own
-        limit (RLIMIT_AS) counts address space, of which CUDA and memory maps reserve far more than they use.
+        The limit is on the memory in use by the worker and its children, read while they work. The kernel's own limit
+        (RLIMIT_AS) counts address space, of which CUDA and memory maps reserve far more than they use.
 
         Raises:
-            TimeoutError: None within the limit.
-            MemoryError: The worker has more in use than allowed.
+            TimeoutError: No message within the limit.
+            MemoryError: The worker uses more memory than allowed.
             EOFError, OSError: The worker died.
         """
         deadline_s = time.monotonic() + limit_s
@@ -88,7 +84,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended yet."""
+        """Whether the process is still running."""
         return self._process.poll() is None
 
     def _used_gb(self) -> float:
@@ -99,7 +95,7 @@ class Worker:
         return used / 1e9
 
     def ending(self) -> str:
-        """How a worker that hung up ended, as the predicate of a sentence."""
+        """Return how a worker that closed its connection ended, as the predicate of a sentence."""
         try:
             status = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -113,7 +109,7 @@ class Worker:
         return f"was ended by signal {-status}"
 
     def kill(self) -> None:
-        """End the worker and whatever it started, and wait for it."""
+        """Kill the worker and all processes that it started, and wait for it."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -123,31 +119,30 @@ class Worker:
 
 
 def _family(pid: int) -> Iterator[int]:
-    """A process and all below it, as far as they still run.
+    """Yield a process and its descendants that are still running.
 
-    The kernel keeps a list of each thread's children. psutil looks for them among all processes of the machine, which
-    takes milliseconds, ten times those on a server, of a core that the worker may be timing on.
+    The kernel lists each thread's children. psutil searches all processes of the machine, which takes milliseconds,
+    ten times those on a server, of a core that the worker may be timing on.
     """
-    left = [pid]
-    while left:
-        yield (parent := left.pop())
-        with suppress(OSError):  # it ended meanwhile, or below one of its threads did
+    pending = [pid]
+    while pending:
+        yield (parent := pending.pop())
+        with suppress(OSError):  # the process or one of its threads ended meanwhile
             for thread in os.listdir(f"/proc/{parent}/task"):
                 with suppress(OSError):
-                    left += map(int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split())
+                    pending += map(int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split())
 
 
 def end_with_driver() -> None:
-    """Called in the worker: tie its life to the driver's, and leave Ctrl-C to the driver.
+    """Tie the calling worker's life to the driver's, and leave Ctrl-C to the driver.
 
-    The kernel ends this worker and what it started when the driver's end of stdin closes. That happens
-    however the driver ends, kill -9 included, and needs no thread here, which a runtime that hangs with the
-    interpreter's lock in its hands would stop. Linux' parent-death signal would do so too, but also
-    when the driver's *thread* that started the worker ends.
+    The kernel ends this worker and its children when the driver's end of stdin closes. That happens however the driver
+    ends, including kill -9, and needs no thread here, which a runtime that hangs while it holds the interpreter's lock
+    would stop. Linux' parent-death signal would also be sent when the driver's *thread* that started the worker ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(0, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
-    with suppress(OSError):  # when memory runs out, the worker goes first and not the driver
+    with suppress(OSError):  # when memory runs out, the kernel should end the worker before the driver
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")

@@ -13,7 +13,7 @@ from typing import Any
 from harness.graph.files import file_digest
 from harness.measure.engines import Engines
 from harness.measure.executor import Attempt, AttemptWith
-from harness.measure.site import Workers
+from harness.measure.site import QueueFactory
 from harness.records import SCHEMA
 from harness.run.compare import facts_digest
 from harness.run.compose import Cell, dialect_use
@@ -58,7 +58,7 @@ class Running:
     observer: Observer
     checker: RuntimeChecker | None = None
 
-    def search(self, run: RunSpec, workers: Workers, retry_failed: bool) -> None:
+    def search(self, run: RunSpec, workers: QueueFactory, retry_failed: bool) -> None:
         """Run one search, or what is left of it; where it ends before its budget is spent, say and keep why.
 
         One whose searcher broke goes on, or begins anew where the searcher proposes something else by now.
@@ -81,7 +81,7 @@ class Running:
         else:
             forget_end(journal)
 
-    def _search(self, run: RunSpec, workers: Workers, retry_failed: bool) -> Ending:
+    def _search(self, run: RunSpec, workers: QueueFactory, retry_failed: bool) -> Ending:
         budget, window = self.experiment.budget, self.experiment.executor.width
         most = max(budget.evaluations)
         confirmation, one_winner = self.experiment.confirmation, self.experiment.objective.minimize == "latency"
@@ -90,7 +90,7 @@ class Running:
             open_search(run, self.cell, self.base, keep) as search,
             Journal(self._journal(run), self._begun_with(run)) as journal,
             self.observer.work(f"{self.cell.spec.name} {run.name}", most) as step,
-            workers.lane(self._attempts(run)) as executor,
+            workers(self._attempts(run)) as executor,
         ):
             task = SearchTask(
                 space=search.space,

@@ -202,7 +202,7 @@ def find_fault(suspect: Suspect) -> Fault | None:
 
 def _first_apart(suspect: Suspect, below_db: float) -> str | None:
     """Return a tensor where the two are apart while they agree on those that it is computed from; None: nowhere."""
-    way = suspect.graph.longest_way(suspect.output)
+    way = suspect.graph.longest_path(suspect.output)
     looked = [suspect.output, *way[:: max(1, len(way) // PLACES)]]  # what differs inside may be faint at the output
     bad = next((name for name in looked if not suspect.late and suspect.differs(name, below_db)), None)
     while bad is not None:
@@ -217,7 +217,7 @@ def _first_apart(suspect: Suspect, below_db: float) -> str | None:
 
 def _first_on_way(suspect: Suspect, bad: str, below_db: float) -> str:
     """Return the first tensor that differs on the longest way to one that does."""
-    way = suspect.graph.longest_way(bad)
+    way = suspect.graph.longest_path(bad)
     low, high = 0, len(way) - 1
     while low < high and not suspect.late:
         middle = (low + high) // 2

@@ -11,7 +11,8 @@ from typing import Any
 
 from harness.errors import CandidateError, UserError
 from harness.feeds import Types
-from harness.graph.declared import Declared, fix_shapes
+from harness.graph.cleaning.sizes import Sizes
+from harness.graph.declared import Declared, with_static_inputs
 from harness.run.config import Use
 from harness.workflows.engine_file import TENSORRT, EngineFacts, engine_path, save_engine
 from harness.workflows.model_file import onnx_file, static_shapes, static_types
@@ -61,7 +62,7 @@ def build_engine(section: EngineSection, dataset: Dataset, base: Path, backend: 
         )
     facts = _facts((path, target), declared, backend, static_types(declared, shapes))
     with tempfile.TemporaryDirectory(prefix="qdq-engine-") as scratch:
-        model = fix_shapes(path, shapes, Path(scratch) / "model.onnx") if dynamic else path
+        model = with_static_inputs(path, Sizes(shapes=shapes), Path(scratch) / "model.onnx") if dynamic else path
         return save_engine(model, target, facts)
 
 

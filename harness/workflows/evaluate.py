@@ -20,7 +20,8 @@ from harness.evaluators.feeding import image_size
 from harness.evaluators.inputs import doubt, evaluator_params, image_supplies
 from harness.feeds import Types
 from harness.graph.cleaning.shapes import parse_shape
-from harness.graph.declared import Dims, fix_shapes
+from harness.graph.cleaning.sizes import Sizes
+from harness.graph.declared import Dims, with_static_inputs
 from harness.measure.local import watched
 from harness.run.config import Use
 from harness.run.observe import Observer, Silent
@@ -224,7 +225,7 @@ def _model(chosen: EvaluateSection, dataset: Dataset, base: Path, scratch: Path)
     path, declared = onnx_file(str(chosen.onnx_file), base, "evaluate.onnx_file")
     shapes = static_shapes(declared, dataset.batch_size, dataset.shapes, dims=dataset.dims)
     dynamic = any(None in dims for _, dims in declared.inputs.values())
-    file = fix_shapes(path, shapes, scratch / "model.onnx") if dynamic else path
+    file = with_static_inputs(path, Sizes(shapes=shapes), scratch / "model.onnx") if dynamic else path
     runtime: Benchmarker = registry.create("benchmarker", chosen.backend.use, chosen.backend.params)
     artifact = runtime.build(Candidate(digest=path.stem, edges=(), source=lambda: file), scratch)
     return _Subject(

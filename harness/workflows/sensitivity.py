@@ -17,7 +17,8 @@ from harness.api import Array, Benchmarker, Candidate
 from harness.errors import EvaluationFailed
 from harness.evaluators.closeness import closeness, layout_of
 from harness.graph.bypass import Bypass
-from harness.graph.declared import fix_shapes, read_declared
+from harness.graph.cleaning.sizes import Sizes
+from harness.graph.declared import read_declared, with_static_inputs
 from harness.graph.upcast import UPCAST, upcast
 from harness.run.observe import Observer
 
@@ -89,7 +90,8 @@ def _static(path: Path, inputs: list[Mapping[str, Array]], scratch: Path) -> Pat
     """Return the model with its dynamic inputs in the shapes that are fed: the runtime takes no dynamic ones."""
     if not inputs or not any(None in dims for _, dims in read_declared(path).inputs.values()):
         return path
-    return fix_shapes(path, {name: array.shape for name, array in inputs[0].items()}, scratch / "static.onnx")
+    sizes = Sizes(shapes={name: array.shape for name, array in inputs[0].items()})
+    return with_static_inputs(path, sizes, scratch / "static.onnx")
 
 
 def _outputs(runtime: Benchmarker, path: Path, inputs: list[Mapping[str, Array]]) -> list[Mapping[str, Array]]:

@@ -144,7 +144,7 @@ def test_expressions_of_symbols(tmp_path: Path) -> None:
     ("dims", "message"),
     [
         ({"tme": 5}, r"dims\.tme: no input has such a dimension; did you mean 'time'"),
-        ({"time": 0}, r"dims\.time: a size is a whole number of at least 1, but got 0"),
+        ({"time": 0}, r"dims\.time: a size is an integer of at least 1, but got 0"),
     ],
 )
 def test_dims_that_do_not_fit(dims: Mapping[str, int], message: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Messages about sizes of dynamic dimensions: which are missing, and which were set to a default."""
+"""Messages about sizes of dynamic dimensions: missing ones, and those that were set to a default."""
 
 from __future__ import annotations
 
@@ -11,51 +11,58 @@ from onnx import shape_inference
 
 from harness.errors import UserError
 from harness.graph.cleaning.guard import sturdy
-from harness.graph.cleaning.sizes import Axes, Found, Sizes, axes_of, resolve, set_shape, shown, x
+from harness.graph.cleaning.sizes import (
+    Axes,
+    Found,
+    Sizes,
+    axes_of,
+    resolve,
+    set_shape,
+    shown,
+    x,
+)
 
-__all__ = ["asked", "command", "defaulted", "example", "parse_dims"]
+__all__ = [
+    "asked",
+    "command",
+    "defaulted",
+    "example",
+    "parse_dims",
+]  # fmt: skip
 
 _PLAIN = re.compile(r"[A-Za-z_][\w.]*")
+# Sizes for examples, of which the first that the model accepts are used.
 IMAGE_SIZES = (224, 32)
 OTHER_SIZES = (128, 64, 16)
-"""Sizes for an example, the first that the model takes."""
 CHANNELS = (3, 1)
-SMALL_BYTES = 4096
-"""Initializers up to this size may be shapes, which inference reads."""
+SMALL_BYTES = 4096  # larger initializers are no shapes, so inference does not need their values
+ExampleSizes = tuple[dict[str, int], dict[str, str]]
+"""Sizes by symbol, and shapes by input."""
 
 
-def defaulted(found: Found) -> str:
+def defaulted(resolved: Found) -> str:
     """Return the sentence about batch dimensions that got the default size."""
-    said = ", ".join(f"{name} is dynamic and set to {size}" for name, size in found.defaulted.items())
-    symbol = next((name.strip("'") for name in found.defaulted if name.startswith("'")), "batch")
-    return f"{said}; another size: {command({symbol: 8}, {})}"
+    sizes = ", ".join(f"{name} is dynamic and set to {size}" for name, size in resolved.defaulted.items())
+    symbol = next((name.strip("'") for name in resolved.defaulted if name.startswith("'")), "batch")
+    return f"{sizes}; another size: {command({symbol: 8}, {})}"
 
 
-def asked(proto: onnx.ModelProto, found: Found, sizes: Sizes) -> str:
-    """Return the sentence that asks for missing sizes, with an example that the model takes as far as ONNX can tell.
-
-    Args:
-        proto: The model.
-        found: What is known and missing.
-        sizes: What the user gave; the example holds it too.
-    """
+def asked(proto: onnx.ModelProto, resolved: Found, sizes: Sizes) -> str:
+    """Return the sentence that asks for missing sizes, with an example that passes ONNX's shape inference."""
     inputs = {v.name: axes_of(v) for v in proto.graph.input if v.type.HasField("tensor_type")}
-    told = "; ".join(
+    dynamic = "; ".join(
         f"input {name!r} has the dynamic shape {shown(axes)}"
         for name, axes in inputs.items()
-        if name not in found.shapes
+        if name not in resolved.shapes
     )
-    dims, shapes = example(proto, inputs, found, sizes)
-    return f"{told}; a placement is measured at one static shape: give {remedy(dims, shapes)}"
-
-
-def remedy(dims: Mapping[str, int], shapes: Mapping[str, str]) -> str:
-    """Return how sizes are given in an experiment and on the command line."""
-    yaml = ", ".join(
-        f"{key}: {{{given}}}" for key, given in (("dims", _mapping(dims)), ("shapes", _mapping(shapes))) if given
-    )
+    dims, shapes = example(proto, inputs, resolved, sizes)
+    sections = (("dims", _mapping(dims)), ("shapes", _mapping(shapes)))
+    yaml = ", ".join(f"{key}: {{{given}}}" for key, given in sections if given)
     what = "each symbol once" if dims else "it"
-    return f"{what} in the experiment as '{yaml}', or on the command line as {command(dims, shapes)}"
+    return (
+        f"{dynamic}; a placement is measured at one static shape: give {what} in the experiment as '{yaml}', or on the "
+        f"command line as {command(dims, shapes)}"
+    )
 
 
 def command(dims: Mapping[str, int], shapes: Mapping[str, str]) -> str:
@@ -65,52 +72,43 @@ def command(dims: Mapping[str, int], shapes: Mapping[str, str]) -> str:
 
 
 def parse_dims(texts: Iterable[str]) -> dict[str, int]:
-    """Return sizes by symbol from options of the command line, each SYMBOL=SIZE.
-
-    Raises:
-        UserError: One has another form, or a symbol has two sizes.
-    """
-    found: dict[str, int] = {}
+    """Return sizes by symbol from options of the command line, each SYMBOL=SIZE."""
+    dims: dict[str, int] = {}
     for text in texts:
         name, _, size = text.rpartition("=")
         if not (name and size.strip().isdecimal() and int(size) > 0):
             raise UserError(f"--dim {text}: SYMBOL=SIZE with a size of at least 1, for instance --dim time=128")
-        if found.setdefault(name, int(size)) != int(size):
-            raise UserError(f"--dim {name}={found[name]} and --dim {text}: give one of them")
-    return found
+        if dims.setdefault(name, int(size)) != int(size):
+            raise UserError(f"--dim {name}={dims[name]} and --dim {text}: give one of them")
+    return dims
 
 
-def example(
-    proto: onnx.ModelProto, inputs: Mapping[str, Axes | None], found: Found, sizes: Sizes
-) -> tuple[dict[str, int], dict[str, str]]:
-    """Return sizes by symbol and shapes by input that make all inputs static."""
-    tries = list(_tries(proto.graph, inputs, found))
-    for dims, shapes in tries:
+def example(proto: onnx.ModelProto, inputs: Mapping[str, Axes | None], resolved: Found, sizes: Sizes) -> ExampleSizes:
+    """Return the first example that passes shape inference, or the first of all."""
+    examples = list(_tries(proto.graph, inputs, resolved))
+    for dims, shapes in examples:
         if _fits(proto, Sizes(shapes={**sizes.shapes, **shapes}, dims={**sizes.dims, **dims})):
-            break
-    else:
-        dims, shapes = tries[0]
-    return dims, shapes
+            return dims, shapes
+    return examples[0]
 
 
-def _tries(
-    graph: onnx.GraphProto, inputs: Mapping[str, Axes | None], found: Found
-) -> Iterator[tuple[dict[str, int], dict[str, str]]]:
-    """Yield examples, the usual one first."""
-    images = {a for axes in inputs.values() for a in (axes or ())[2:] if axes and len(axes) == 4}
+def _tries(graph: onnx.GraphProto, inputs: Mapping[str, Axes | None], resolved: Found) -> Iterator[ExampleSizes]:
+    """Yield examples, the most common first."""
+    image_axes = {a for axes in inputs.values() for a in (axes or ())[2:] if axes and len(axes) == 4}
     for image, other, channels in product(IMAGE_SIZES, OTHER_SIZES, CHANNELS):
-        dims = {symbol: image if symbol in images else other for symbol in found.missing.symbols}
-        known = {**found.known, **dims}
+        dims = {symbol: image if symbol in image_axes else other for symbol in resolved.missing.symbols}
+        known = {**resolved.known, **dims}
         shapes = {}
-        for name in found.missing.inputs:
-            axes = inputs[name]
-            usual = (1, _channels(graph, name) or channels, image, image) if axes is None or len(axes) == 4 else ()
-            declared: Axes = (None,) * 4 if axes is None else axes
-            filled = [
-                axis if isinstance(axis, int) and axis else known.get(str(axis)) or (usual or (1, *[other] * 9))[place]
-                for place, axis in enumerate(declared)
-            ]
-            shapes[name] = x(tuple(filled))
+        for name in resolved.missing.inputs:
+            declared: Axes = (None,) * 4 if (axes := inputs[name]) is None else axes
+            is_image = len(declared) == 4
+            default = (1, _channels(graph, name) or channels, image, image) if is_image else (1, *[other] * 9)
+            shapes[name] = x(
+                tuple(
+                    axis if isinstance(axis, int) and axis else known.get(str(axis)) or default[position]
+                    for position, axis in enumerate(declared)
+                )
+            )
         yield dims, shapes
 
 
@@ -125,19 +123,19 @@ def _channels(graph: onnx.GraphProto, name: str) -> int | None:
 
 
 def _fits(proto: onnx.ModelProto, sizes: Sizes) -> bool:
-    """Tell whether ONNX's shape inference finds nothing wrong with these sizes."""
+    """Return whether ONNX's shape inference accepts these sizes."""
     trial = onnx.ModelProto()
     trial.CopyFrom(proto)
     values = {v.name: v for v in trial.graph.input if v.type.HasField("tensor_type")}
     try:
-        found = resolve({name: axes_of(value) for name, value in values.items()}, sizes, "example")
-        for name, shape in found.shapes.items():
+        resolved = resolve({name: axes_of(value) for name, value in values.items()}, sizes, "example")
+        for name, shape in resolved.shapes.items():
             set_shape(values[name], shape)
         del trial.graph.value_info[:]
         for tensor in trial.graph.initializer:
-            if tensor.ByteSize() > SMALL_BYTES:  # only its shape counts, and protobuf ends at 2 GiB
+            if tensor.ByteSize() > SMALL_BYTES:  # keeps the message below protobuf's 2 GiB
                 tensor.ClearField("raw_data")
-        return not found.missing and sturdy("the example", _inferred, trial)
+        return not resolved.missing and sturdy("the example", _inferred, trial)
     except UserError:
         return False
 
@@ -145,15 +143,15 @@ def _fits(proto: onnx.ModelProto, sizes: Sizes) -> bool:
 def _inferred(proto: onnx.ModelProto) -> bool:
     try:
         shape_inference.infer_shapes(proto, strict_mode=True, data_prop=True)
-    except Exception:  # whatever it is: the example is another one then
+    except Exception:  # any failure rules the example out
         return False
     return True
 
 
-def _mapping(given: Mapping[str, int] | Mapping[str, str]) -> str:
-    return ", ".join(f"{name if _PLAIN.fullmatch(name) else repr(name)}: {value}" for name, value in given.items())
+def _mapping(values: Mapping[str, int] | Mapping[str, str]) -> str:
+    keys = {name: name if _PLAIN.fullmatch(name) else repr(name) for name in values}
+    return ", ".join(f"{keys[name]}: {value}" for name, value in values.items())
 
 
 def _quoted(text: str) -> str:
-    """Return an argument as a shell takes it."""
     return text if re.fullmatch(r"[\w.:=/,+-]+", text) else f"'{text}'"

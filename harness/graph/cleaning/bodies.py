@@ -1,7 +1,7 @@
-"""What the subgraphs of a node compute, said without names: two bodies of one text do the same, node by node.
+"""Digest of what a node's subgraphs compute, independent of names: equal digests compute the same, node by node.
 
-The outputs of a graph are ordered and so are the inputs of a node, so a walk from the outputs against the data numbers
-all that they depend on in one way only, whatever things are called and in which order they stand in the file.
+Outputs of a graph and inputs of a node are ordered, so a walk from the outputs against the data flow numbers everything
+that they depend on in one way only, independent of names and of the order of nodes in the file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Body:
     """The subgraphs of one node.
 
     Attributes:
-        digest: SHA-256 of what they compute, in hexadecimal; "" for a node without any.
+        digest: SHA-256 in hexadecimal; "" for a node without subgraphs.
         captures: Tensors that they read from outside, in the order of the walk.
     """
 
@@ -29,11 +29,7 @@ class Body:
 
 
 def body_of(node: onnx.NodeProto) -> Body:
-    """What the subgraphs of a node compute, and what they read from outside.
-
-    Args:
-        node: A node of a model that was checked: inside of each subgraph the nodes stand in order.
-    """
+    """Return the digest of a node's subgraphs, whose nodes must be in topological order, as the checker requires."""
     captured: dict[str, int] = {}
     lines = []
     for attribute in sorted(node.attribute, key=lambda a: a.name):
@@ -44,53 +40,55 @@ def body_of(node: onnx.NodeProto) -> Body:
 
 
 class _Walk:
-    """A numbering of one graph.
+    """Numbering of one graph.
 
     Args:
-        captured: Numbers of the tensors from outside, which all graphs of a node share; grows.
+        captured: Numbers of the tensors from outside, which all graphs of a node share; new ones are added.
     """
 
     def __init__(self, graph: onnx.GraphProto, captured: dict[str, int]) -> None:
         self._captured = captured
         self._outputs = [value.name for value in graph.output]
         self._nodes = list(graph.node)
-        self._makers = {name: index for index, node in enumerate(self._nodes) for name in node.output if name}
-        self._bodies = [body_of(node) for node in self._nodes]
-        self._place = {"": "_", **{value.name: f"input {place}" for place, value in enumerate(graph.input)}}
-        self._place.update({tensor.name: _constant(tensor) for tensor in graph.initializer})
-        self._place.update({tensor.values.name: _constant(tensor.values) for tensor in graph.sparse_initializer})
+        self._producers = {name: index for index, node in enumerate(self._nodes) for name in node.output if name}
+        self._digests = [body_of(node) for node in self._nodes]
+        self._labels = {"": "_", **{value.name: f"input {index}" for index, value in enumerate(graph.input)}}
+        self._labels.update({tensor.name: _constant(tensor) for tensor in graph.initializer})
+        sparse = (tensor.values for tensor in graph.sparse_initializer)
+        self._labels.update({values.name: _constant(values) for values in sparse})
         self._lines: list[str] = []
 
     def lines(self) -> list[str]:
-        """One for each node that an output depends on, and one for the outputs."""
-        todo = self._outputs[::-1]
-        while todo:
-            name = todo[-1]
-            maker = self._makers.get(name)
-            if name in self._place or maker is None:
-                todo.pop()
+        """Return a line for each node that an output depends on, and one for the outputs."""
+        stack = self._outputs[::-1]
+        while stack:
+            name = stack[-1]
+            producer = self._producers.get(name)
+            if name in self._labels or producer is None:
+                stack.pop()
                 self._resolve(name)
                 continue
-            pending = [read for read in self._reads(maker) if read in self._makers and read not in self._place]
-            todo.extend(reversed(pending))
+            inputs = self._reads(producer)
+            pending = [read for read in inputs if read in self._producers and read not in self._labels]
+            stack.extend(reversed(pending))
             if not pending:
-                self._number(maker)
+                self._number(producer)
         return [*self._lines, " ".join(map(self._resolve, self._outputs))]
 
     def _reads(self, index: int) -> tuple[str, ...]:
-        return (*self._nodes[index].input, *self._bodies[index].captures)
+        return (*self._nodes[index].input, *self._digests[index].captures)
 
     def _resolve(self, name: str) -> str:
-        if name not in self._place:
-            self._place[name] = f"outside {self._captured.setdefault(name, len(self._captured))}"
-        return self._place[name]
+        if name not in self._labels:
+            self._labels[name] = f"outside {self._captured.setdefault(name, len(self._captured))}"
+        return self._labels[name]
 
     def _number(self, index: int) -> None:
-        node, body = self._nodes[index], self._bodies[index]
-        reads = " ".join(map(self._resolve, self._reads(index)))
+        node, digest = self._nodes[index], self._digests[index].digest
+        inputs = " ".join(map(self._resolve, self._reads(index)))
         attributes = " ".join(sorted(filter(None, map(_attribute, node.attribute))))
-        self._place.update({name: f"{len(self._lines)}.{place}" for place, name in enumerate(node.output) if name})
-        self._lines.append(f"{node.domain}:{node.op_type} {attributes} ({reads}) {body.digest}")
+        self._labels.update({name: f"{len(self._lines)}.{slot}" for slot, name in enumerate(node.output) if name})
+        self._lines.append(f"{node.domain}:{node.op_type} {attributes} ({inputs}) {digest}")
 
 
 def _graphs(attribute: onnx.AttributeProto) -> Sequence[onnx.GraphProto]:
@@ -98,12 +96,12 @@ def _graphs(attribute: onnx.AttributeProto) -> Sequence[onnx.GraphProto]:
 
 
 def _constant(tensor: onnx.TensorProto) -> str:
-    """A constant by its type and shape: what is in it does not count, as outside of subgraphs."""
+    """Return type and shape of a constant: its values do not count, as outside of subgraphs."""
     return f"constant {tensor.data_type} {list(tensor.dims)}"
 
 
 def _attribute(attribute: onnx.AttributeProto) -> str:
-    """An attribute without what is said of it; "" for a graph, and a tensor as a constant."""
+    """Return an attribute without its doc string: "" for subgraphs, type and shape for tensors."""
     if attribute.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS):
         return ""
     if attribute.type == onnx.AttributeProto.TENSOR:

@@ -1,7 +1,8 @@
-"""Clean-up of a model before anything is placed in it.
+"""Clean-up of a model's structure before anything is placed in it.
 
-Meanwhile large weights are kept outside of the model and stand in it as inputs (`detach`, `attach`): ONNX's
-passes serialize the model, which ends at 2 GiB, and protobuf copies a tensor whenever it changes its place.
+During preparation, large weights are kept outside of the model and replaced by inputs (`detach`,
+`attach`): ONNX's passes serialize the model, which is limited to 2 GiB, and protobuf copies a tensor whenever
+it moves.
 """
 
 from __future__ import annotations
@@ -12,60 +13,75 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
-from onnx_graphsurgeon.logger import G_LOGGER
-from onnx_graphsurgeon.util.exception import OnnxGraphSurgeonException
+import onnx_ir as ir
+from onnx import checker, helper, numpy_helper
 
 from harness.errors import UserError
-from harness.graph.cleaning.constants import BOX, FOLD_BYTES, LARGE_BYTES, Weights, folded, surgeon
+from harness.graph.cleaning.constants import (
+    BOX,
+    FOLD_BYTES,
+    LARGE_BYTES,
+    Weights,
+    folded,
+)
 from harness.graph.model import captures, graphs, subgraphs
 
 __all__ = [
-    "Weights", "attach", "constant_value", "densify", "detach", "is_known", "lower_constants", "mask_unknown",
-    "name_nodes", "tidy", "unmask",
+    "Weights",
+    "attach",
+    "check_valid",
+    "constant_value",
+    "densify",
+    "detach",
+    "is_known",
+    "lower_constants",
+    "mask_unknown",
+    "name_nodes",
+    "tidy",
+    "unmask",
 ]  # fmt: skip
 
 MASK = "qdq.unknown."
 
 
 def detach(graph: onnx.GraphProto) -> Weights:
-    """Take the large initializers out of the main graph, in place, and make them its inputs."""
+    """Move the large initializers of the main graph out of it, in place, and make them its inputs."""
     weights = {tensor.name: tensor for tensor in graph.initializer if tensor.ByteSize() > LARGE_BYTES}
     if weights:
-        _replace(graph.initializer, [tensor for tensor in graph.initializer if tensor.name not in weights])
+        replace_field(graph.initializer, [tensor for tensor in graph.initializer if tensor.name not in weights])
         graph.input.extend(helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in weights.values())
     return weights
 
 
 def attach(graph: onnx.GraphProto, weights: Weights) -> None:
-    """Undo `detach` for all weights that are still used, and forget the others, in place."""
+    """Undo `detach` for the weights that are still used, in place."""
     used = {name for node in graph.node for name in (*node.input, *captures(node))}
     used.update(value.name for value in graph.output)
-    _replace(graph.input, [value for value in graph.input if value.name not in weights])
+    replace_field(graph.input, [value for value in graph.input if value.name not in weights])
     graph.initializer.extend(tensor for name, tensor in weights.items() if name in used)
 
 
 def is_known(node: onnx.NodeProto, opsets: dict[str, int]) -> bool:
-    """Whether ONNX defines this operator at the imported version."""
+    """Return whether ONNX defines this operator at the imported version."""
     return bool(onnx.defs.has(node.op_type, opsets.get(node.domain, 1), node.domain))
 
 
 def mask_unknown(proto: onnx.ModelProto) -> list[str]:
-    """Move operators that ONNX's own domains do not have into a domain of their own, in place.
+    """Move operators that ONNX's own domains do not define into a separate domain, in place.
 
-    Plug-in operators of runtimes are often exported so (EfficientNMS_TRT); the checker and the
-    version converter refuse them there.
+    Plug-in operators of runtimes are often exported in ONNX's domain (EfficientNMS_TRT), where the checker and the
+    version converter refuse them.
 
     Returns:
-        All operators unknown to ONNX, of whatever domain, as "domain.op", sorted.
+        All operators that ONNX does not define, in any domain, as "domain.op", sorted.
     """
     opsets = {opset.domain: opset.version for opset in proto.opset_import}
-    unknown = [n for graph in graphs(proto.graph) for n in graph.node if not is_known(n, opsets)]
-    names = sorted({f"{node.domain or 'ai.onnx'}.{node.op_type}" for node in unknown})
-    for node in unknown:
+    custom = [n for graph in graphs(proto.graph) for n in graph.node if not is_known(n, opsets)]
+    names = sorted({f"{node.domain or 'ai.onnx'}.{node.op_type}" for node in custom})
+    for node in custom:
         if node.domain in ("", "ai.onnx.ml", "ai.onnx.preview.training"):
             node.domain = MASK + node.domain
-    for domain in sorted({node.domain for node in unknown} - opsets.keys()):
+    for domain in sorted({node.domain for node in custom} - opsets.keys()):
         proto.opset_import.append(helper.make_opsetid(domain, 1))
     return names
 
@@ -76,11 +92,14 @@ def unmask(proto: onnx.ModelProto) -> None:
         for node in graph.node:
             if node.domain.startswith(MASK):
                 node.domain = node.domain.removeprefix(MASK)
-    _replace(proto.opset_import, [opset for opset in proto.opset_import if not opset.domain.startswith(MASK)])
+    replace_field(proto.opset_import, [opset for opset in proto.opset_import if not opset.domain.startswith(MASK)])
 
 
 def name_nodes(graph: onnx.GraphProto) -> None:
-    """Give every node of the main graph a unique name, in place; names that are unique already stay."""
+    """Give every node of the main graph a unique name, in place; names that are unique already stay.
+
+    The names are part of recorded results, so that a pass with other names (onnx_ir's NameFixPass) cannot replace this.
+    """
     taken = {node.name for node in graph.node}
     seen: set[str] = set()
     for index, node in enumerate(graph.node):
@@ -95,7 +114,7 @@ def name_nodes(graph: onnx.GraphProto) -> None:
 
 
 def lower_constants(graph: onnx.GraphProto) -> None:
-    """Turn Constant nodes of the main graph into initializers, in place."""
+    """Block Constant nodes of the main graph into initializers, in place."""
     rest = []
     for node in graph.node:
         value = constant_value(node) if node.op_type == "Constant" and not node.domain else None
@@ -105,82 +124,7 @@ def lower_constants(graph: onnx.GraphProto) -> None:
             value.name = node.output[0]
             graph.initializer.append(value)
     if len(rest) < len(graph.node):
-        _replace(graph.node, rest)
-
-
-def densify(graph: onnx.GraphProto) -> None:
-    """Turn sparse initializers of the main graph into dense ones, in place: hardly any tool reads the former."""
-    kept = []
-    for sparse in graph.sparse_initializer:
-        values, indices = numpy_helper.to_array(sparse.values), numpy_helper.to_array(sparse.indices)
-        if math.prod(sparse.dims) * values.itemsize > FOLD_BYTES:
-            kept.append(sparse)
-            continue
-        dense = np.zeros(tuple(sparse.dims), values.dtype)
-        places = np.unravel_index(indices, dense.shape) if indices.ndim == 1 else tuple(indices.T)
-        dense[places] = values
-        graph.initializer.append(numpy_helper.from_array(dense, sparse.values.name))
-    _replace(graph.sparse_initializer, kept)
-
-
-def tidy(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weights, source: str) -> None:
-    """Sort, fold constants and drop what no output needs, in place.
-
-    onnx-graphsurgeon sorts and folds, and is shown no more than that takes: it copies what it is shown, several times.
-    Attributes, types and weights stay exactly those of the file. Nodes with subgraphs and unknown operators are black
-    boxes with their captured tensors as further inputs. Node names must be unique.
-
-    Raises:
-        UserError: The graph has a cycle.
-    """
-    boxed = {node.name for node in graph.node if any(subgraphs(node)) or not is_known(node, opsets)}
-    shown = [_box(node) if node.name in boxed else node for node in graph.node]
-    outputs = [value.name for value in graph.output]
-    try:
-        with G_LOGGER.suppress(G_LOGGER.CRITICAL + 1):
-            if not _is_sorted(shown):  # an order that is right is kept, as the file's author meant it
-                shown = _sorted(shown, opsets, outputs)
-            constants = {tensor.name: tensor for tensor in graph.initializer} | weights
-            computed, values = folded(shown, constants, outputs, opsets, source)
-    except OnnxGraphSurgeonException as error:
-        raise UserError(f"{source}: its nodes cannot be put in order: {error}; export the model again") from error
-    used, kept = set(outputs), []
-    by_name = {node.name: node for node in graph.node}
-    for node in reversed(shown):
-        if node.name not in computed and not used.isdisjoint(node.output):
-            used.update(filter(None, node.input))
-            kept.append(by_name[node.name])
-    initializers = [tensor for tensor in graph.initializer if tensor.name in used]
-    initializers += [numpy_helper.from_array(value, name) for name, value in values.items() if name in used]
-    _replace(graph.node, kept[::-1])
-    _replace(graph.initializer, initializers)
-
-
-def _sorted(nodes: list[onnx.NodeProto], opsets: dict[str, int], outputs: Iterable[str]) -> list[onnx.NodeProto]:
-    shown = surgeon(nodes, opsets, outputs)
-    shown.toposort()
-    by_name = {node.name: node for node in nodes}
-    return [by_name[node.name] for node in shown.nodes]
-
-
-def _is_sorted(nodes: Iterable[onnx.NodeProto]) -> bool:
-    later = {name for node in nodes for name in node.output if name}
-    for node in nodes:
-        if not later.isdisjoint(node.input):
-            return False
-        later.difference_update(node.output)
-    return True
-
-
-def _box(node: onnx.NodeProto) -> onnx.NodeProto:
-    inputs = [*node.input, *sorted(captures(node))]
-    return onnx.NodeProto(name=node.name, op_type=node.op_type, domain=BOX, input=inputs, output=node.output)
-
-
-def _replace(field: Any, values: list[Any]) -> None:
-    """Give a repeated field of protobuf new contents; `values` may be some of the old."""
-    del field[:]
-    field.extend(values)
+        replace_field(graph.node, rest)
 
 
 def constant_value(node: onnx.NodeProto) -> onnx.TensorProto | None:
@@ -195,10 +139,100 @@ def constant_value(node: onnx.NodeProto) -> onnx.TensorProto | None:
     elif attribute.name in ("value_int", "value_ints"):
         tensor.CopyFrom(numpy_helper.from_array(np.asarray(value, dtype=np.int64)))
     elif attribute.name in ("value_string", "value_strings"):
-        strings = [value] if attribute.name == "value_string" else list(value)
-        tensor.data_type = onnx.TensorProto.STRING
-        tensor.dims.extend([] if attribute.name == "value_string" else [len(strings)])
-        tensor.string_data.extend(strings)
+        tensor.CopyFrom(numpy_helper.from_array(np.asarray(value, dtype=object)))
     else:
         return None
     return tensor
+
+
+def densify(graph: onnx.GraphProto) -> None:
+    """Block sparse initializers of the main graph into dense ones, in place: most tools cannot read sparse ones."""
+    kept = []
+    for sparse in graph.sparse_initializer:
+        values, indices = numpy_helper.to_array(sparse.values), numpy_helper.to_array(sparse.indices)
+        if math.prod(sparse.dims) * values.itemsize > FOLD_BYTES:
+            kept.append(sparse)
+            continue
+        dense = np.zeros(tuple(sparse.dims), values.dtype)
+        positions = np.unravel_index(indices, dense.shape) if indices.ndim == 1 else tuple(indices.T)
+        dense[positions] = values
+        graph.initializer.append(numpy_helper.from_array(dense, sparse.values.name))
+    replace_field(graph.sparse_initializer, kept)
+
+
+def tidy(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weights, source: str) -> None:
+    """Sort nodes topologically, fold constants and remove what no output needs, in place.
+
+    Nodes with subgraphs and unknown operators are opaque: they are not computed, and tensors that their subgraphs
+    capture count as inputs. Attributes, types and weights stay exactly those of the file. Node names must be unique.
+
+    Raises:
+        UserError: The graph has a cycle.
+    """
+    opaque = {node.name for node in graph.node if any(subgraphs(node)) or not is_known(node, opsets)}
+    nodes = [_box(node) if node.name in opaque else node for node in graph.node]
+    if not _is_sorted(nodes):  # a valid order is kept, because it is the author's
+        order = _sorted_names(graph, source)
+        nodes.sort(key=lambda node: order[node.name])
+    constants = {tensor.name: tensor for tensor in graph.initializer} | weights
+    outputs = [value.name for value in graph.output]
+    computed, values = folded(nodes, constants, outputs, opsets, source)
+    used, kept = set(outputs), []
+    by_name = {node.name: node for node in graph.node}
+    for node in reversed(nodes):
+        if node.name not in computed and not used.isdisjoint(node.output):
+            used.update(filter(None, node.input))
+            kept.append(by_name[node.name])
+    initializers = [tensor for tensor in graph.initializer if tensor.name in used]
+    initializers += [numpy_helper.from_array(value, name) for name, value in values.items() if name in used]
+    replace_field(graph.node, kept[::-1])
+    replace_field(graph.initializer, initializers)
+
+
+def _box(node: onnx.NodeProto) -> onnx.NodeProto:
+    inputs = [*node.input, *sorted(captures(node))]
+    return onnx.NodeProto(name=node.name, op_type=node.op_type, domain=BOX, input=inputs, output=node.output)
+
+
+def _is_sorted(nodes: Iterable[onnx.NodeProto]) -> bool:
+    later = {name for node in nodes for name in node.output if name}
+    for node in nodes:
+        if not later.isdisjoint(node.input):
+            return False
+        later.difference_update(node.output)
+    return True
+
+
+def _sorted_names(graph: onnx.GraphProto, source: str) -> dict[str | None, int]:
+    """Return the position of each node in a topological order."""
+    sorted_graph = ir.from_proto(graph)
+    try:
+        sorted_graph.sort()
+    except ValueError as error:
+        raise UserError(f"{source}: its nodes cannot be put in order: {error}; export the model again") from error
+    return {node.name: position for position, node in enumerate(sorted_graph)}
+
+
+def replace_field(field: Any, values: list[Any]) -> None:
+    """Replace the contents of a repeated field of protobuf; `values` may be a part of them."""
+    del field[:]
+    field.extend(values)
+
+
+def check_valid(proto: onnx.ModelProto, constants: Iterable[onnx.TensorProto] = ()) -> None:
+    """Raise `onnx.checker.ValidationError` if a model is not valid ONNX; custom operators are allowed.
+
+    Args:
+        proto: The model.
+        constants: Initializers that are not part of it: the checker serializes the model, which is limited to 2 GiB.
+    """
+    checked = onnx.ModelProto()
+    checked.CopyFrom(proto)
+    checked.graph.input.extend(helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in constants)
+    for value in checked.graph.output:
+        if not value.type.WhichOneof("value") or value.type.HasField("tensor_type"):
+            # The checker insists on a declared type of outputs, which runtimes and `load` infer.
+            value.type.tensor_type.elem_type = value.type.tensor_type.elem_type or onnx.TensorProto.FLOAT
+            value.type.tensor_type.shape.SetInParent()
+    mask_unknown(checked)
+    checker.check_model(checked)

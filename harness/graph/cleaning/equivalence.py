@@ -1,7 +1,7 @@
-"""Check after loading that the prepared model computes what the file computes.
+"""Check that a prepared model computes what its file computes.
 
-Both are run once on random inputs, unless preparation left all nodes and constants as they were. What cannot be run is
-reported; a model that computes something else is refused.
+Both are run once on random inputs, unless preparation left all nodes and constants unchanged. A comparison that cannot
+be run is reported; a model with other results is refused.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import os
 import tempfile
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,32 +23,63 @@ from harness.errors import UserError
 from harness.graph.cleaning.clean import constant_value
 from harness.graph.cleaning.compare import Verdict, compare_runs
 from harness.graph.cleaning.guard import Fallen, sturdy
+from harness.graph.cleaning.shapes import types_of
 from harness.graph.cleaning.versions import Comparison
 from harness.graph.cleaning.write import is_large, write
-from harness.graph.model import Model
+from harness.graph.model import Model, TensorType
 
-__all__ = ["Original", "check_equivalent"]
+__all__ = ["Interface", "Original", "check_equivalent"]
 
 logger = logging.getLogger(__name__)
 
 KEPT_VERDICTS = 256
-"""Verdicts that one process remembers."""
-_ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
-MEMORY_SHARE = 0.8
-"""Part of the free memory that the comparison may take."""
+MEMORY_SHARE = 0.8  # of the free memory, for the comparison
+_ERRORS = (
+    ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """Inputs and outputs of a model, which preparation must keep.
+
+    Attributes:
+        inputs: Name and type, in order; None for sequences and optionals.
+        outputs: Names, in order.
+    """
+
+    inputs: tuple[tuple[str, TensorType | None], ...]
+    outputs: tuple[str, ...]
+
+    @classmethod
+    def of(cls, graph: onnx.GraphProto) -> Interface:
+        """Return the interface of a graph with static inputs."""
+        types = types_of(graph)
+        return cls(tuple((v.name, types.get(v.name)) for v in graph.input), tuple(v.name for v in graph.output))
+
+    def check(self, graph: onnx.GraphProto, before: Mapping[str, TensorType], source: str) -> None:
+        """Raise `UserError` if a name, type or shape changed; `before` has known types of outputs."""
+        found, types = Interface.of(graph), types_of(graph)
+        pairs = [*((name, kind, dict(found.inputs).get(name)) for name, kind in self.inputs)]
+        pairs += [(name, before[name], types[name]) for name in self.outputs if name in before and name in types]
+        changed = next((pair for pair in pairs if pair[1] != pair[2]), None)
+        if changed is None and found == self:
+            return
+        what = "its inputs and outputs" if changed is None else f"{changed[0]!r} from {changed[1]} to {changed[2]}"
+        raise UserError(f"{source}: preparing the model would change {what}; export it with a newer opset")
 
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """A model before it is prepared.
+    """Model before its preparation.
 
     Attributes:
         source: The file, or the model in memory.
         key: Identifies the file and the arguments of the preparation; "" for a model in memory.
-        nodes: Of the main graph, without names and documentation.
+        nodes: Nodes of the main graph, without names and documentation.
         constants: Initializers and Constant nodes by name.
         samples: Declared first size of each input.
-        opsets: By domain.
+        opsets: Version by domain.
     """
 
     source: Path | onnx.ModelProto
@@ -64,25 +96,22 @@ class Original:
         for node in proto.graph.node:
             if node.op_type == "Constant" and (value := constant_value(node)) is not None:
                 constants[node.output[0]] = value
+        shapes = {value.name: value.type.tensor_type.shape.dim for value in proto.graph.input}
         return cls(
             source=source,
             key=key,
             nodes=frozenset(map(_bare, proto.graph.node)),
             constants=constants,
-            samples={v.name: v.type.tensor_type.shape.dim[0].dim_value for v in proto.graph.input
-                     if v.type.tensor_type.shape.dim},
+            samples={name: dims[0].dim_value for name, dims in shapes.items() if dims},
             opsets=_opsets(proto),
-        )  # fmt: skip
+        )
 
 
 def check_equivalent(original: Original, model: Model) -> bool:
-    """Compare a prepared model with its original; the verdict is remembered for the life of this process.
+    """Raise `UserError` if a prepared model and its original compute different results; cache the verdict.
 
     Returns:
         False if they could not be compared, which is logged.
-
-    Raises:
-        UserError: They do not compute the same.
     """
     if _is_untouched(original, model.proto):
         return True
@@ -112,7 +141,7 @@ def check_equivalent(original: Original, model: Model) -> bool:
 
 
 def _compared(original: Original, before: onnx.ModelProto | Path | bytes, model: Model) -> Verdict:
-    """Run the comparison in the helper process; models of more than 1.9 GB go there through files."""
+    """Run the comparison in the helper process, which gets models of more than 1.9 GB as files."""
     types = {name: model.types[name] for name in model.inputs if name in model.types}
     untyped = [name for name in model.inputs if name not in types]
     if untyped:
@@ -122,27 +151,26 @@ def _compared(original: Original, before: onnx.ModelProto | Path | bytes, model:
         if isinstance(before, onnx.ModelProto):
             before = write(before, Path(folder, "original.onnx"))
         large = is_large(model.proto)
-        comparison = Comparison(
+        task = Comparison(
             original=before,
-            prepared=write(model.proto, Path(folder, "prepared.onnx")) if large else model.proto.SerializeToString(),
+            prepared=write(model.proto, Path(folder, "it.onnx")) if large else model.proto.SerializeToString(),
             inputs={name: (kind.dtype, kind.shape) for name, kind in types.items()},
             widened=frozenset(widened),
             samples=max(widened.values(), default=1),
         )
-        return _in_helper(comparison, model.source)
+        return _in_helper(task, model.source)
 
 
-def _in_helper(comparison: Comparison, source: str) -> Verdict:
-    """Run the comparison in the helper process, a second time with integers of 1 if it crashes (division by 0)."""
+def _in_helper(task: Comparison, source: str) -> Verdict:
+    """Run the comparison, and if it crashes (division by 0) once more with integers of 1."""
     memory_gb = psutil.virtual_memory().available * MEMORY_SHARE / 1e9
-    what = f"{source}: the comparison"
     try:
-        return sturdy(what, compare_runs, comparison, memory_gb=memory_gb)
+        return sturdy(f"{source}: the comparison", compare_runs, task, memory_gb=memory_gb)
     except Fallen as error:
-        if error.crashed and comparison.draws != (2,):
-            return _in_helper(replace(comparison, draws=(2,)), source)
+        if error.crashed and task.draws != (2,):
+            return _in_helper(replace(task, draws=(2,)), source)
         return Verdict(unchecked=f"ONNX Runtime {error.how}")
-    except _ERRORS as error:  # a fault of the comparison must not refuse a valid model
+    except _ERRORS as error:  # an error of the comparison is no reason to refuse a valid model
         return Verdict(unchecked=f"{type(error).__name__}: {error}")
 
 
@@ -157,7 +185,7 @@ def _is_untouched(original: Original, proto: onnx.ModelProto) -> bool:
 
 
 def _bare(node: onnx.NodeProto) -> bytes:
-    """Return what a node computes and under which tensor names."""
+    """Return an operator with its attributes and the names of its tensors, without its own name."""
     bare = onnx.NodeProto(op_type=node.op_type, input=node.input, output=node.output)
     bare.domain = "" if node.domain == "ai.onnx" else node.domain
     bare.attribute.extend(sorted(node.attribute, key=lambda attribute: str(attribute.name)))
@@ -170,5 +198,5 @@ def _opsets(proto: onnx.ModelProto) -> dict[str, int]:
 
 @lru_cache(maxsize=1)
 def _verdicts(_process: int) -> OrderedDict[str, Verdict]:
-    """Return the verdicts of this process by key."""
+    """Return the verdicts of a process by key."""
     return OrderedDict()

@@ -12,12 +12,11 @@ __all__ = ["evaluate", "names_in"]
 _OPERATORS = MappingProxyType(
     {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv}
 )
-LONGEST = 200
-"""Characters of an expression; a longer text is taken for a name."""
+LONGEST = 200  # a longer text is a name
 
 
 def names_in(text: str) -> tuple[str, ...]:
-    """Return the names in an expression of whole numbers and names with +, -, * and //; none where it is no such."""
+    """Return the symbols in an expression of integers and symbols with +, -, * and //; () if it is no such."""
     if len(text) > LONGEST:
         return ()
     try:
@@ -29,20 +28,16 @@ def names_in(text: str) -> tuple[str, ...]:
 
 
 def evaluate(text: str, values: Mapping[str, int]) -> int | None:
-    """Return the value of an expression that `names_in` accepts; None where it is no size."""
+    """Return the value of an expression that `names_in` accepts; None if it is no size."""
     try:
-        found = _value(ast.parse(text, mode="eval").body, values)
+        size = _value(ast.parse(text, mode="eval").body, values)
     except ZeroDivisionError:
         return None
-    return found if found > 0 else None
+    return size if size > 0 else None
 
 
 def _value(node: ast.expr, values: Mapping[str, int] | None) -> int:
-    """Evaluate a tree, or only check it where `values` is None.
-
-    Raises:
-        ValueError: It holds something else than whole numbers, names and the operators above.
-    """
+    """Return the value of a tree; with `values=None` only check that it has no other nodes (`ValueError`)."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.Name):

@@ -1,7 +1,10 @@
 """Folding of BatchNormalization into the linear operator before it.
 
-In inference BatchNormalization is y = s * (x - mean) + b with s = scale / sqrt(var + epsilon) for each
-channel (Ioffe & Szegedy 2015, algorithm 2), so it is part of weight and bias of the operator that makes x.
+In inference, BatchNormalization is y = s * (x - mean) + b with s = scale / sqrt(var + epsilon) for each channel (Ioffe
+and Szegedy 2015, algorithm 2), so it can be part of weight and bias of the operator that computes x.
+
+The rules of onnxscript.rewriter fold the same three operators, but in float32 instead of float64, without a check for
+overflow in float16, and not if a weight is shared.
 """
 
 from __future__ import annotations
@@ -22,12 +25,12 @@ _Floats = npt.NDArray[np.float64]
 
 
 def fold_batch_norms(graph: onnx.GraphProto) -> int:
-    """Fold each BatchNormalization whose input comes from one Conv, ConvTranspose or Gemm alone, in place.
+    """Fold each BatchNormalization that alone reads the result of a Conv, ConvTranspose or Gemm, in place.
 
-    Types that have been inferred stay valid: the operator's output takes the name of the one it replaces.
+    Inferred types stay valid: the operator's output gets the name of the output that it replaces.
 
     Returns:
-        How many were folded.
+        Number of folded nodes.
     """
     constants = {tensor.name: tensor for tensor in graph.initializer}
     uses = Counter(name for node in graph.node for name in (*node.input, *captures(node)) if name)
@@ -55,7 +58,7 @@ def _is_plain_norm(node: onnx.NodeProto, constants: dict[str, onnx.TensorProto])
 def _fold(
     linear: onnx.NodeProto, norm: onnx.NodeProto, constants: dict[str, onnx.TensorProto], uses: Counter[str]
 ) -> bool:
-    """Scale weight and bias of `linear`; False where it cannot take it, or its type cannot hold them."""
+    """Scale weight and bias of `linear`; return False if its form or its element type does not allow it."""
     if linear.domain or linear.op_type not in ("Conv", "ConvTranspose", "Gemm"):
         return False
     weight_name, bias_name = linear.input[1], linear.input[2] if len(linear.input) > 2 else ""
@@ -73,7 +76,7 @@ def _fold(
     with np.errstate(over="ignore"):
         new_bias = ((np.broadcast_to(bias.reshape(-1), factor.shape) - mean) * factor + shift).astype(dtype)
         new_weight = _scaled(_values(weight), factor, linear).astype(dtype)
-    if not (np.isfinite(new_bias).all() and np.isfinite(new_weight).all()):  # beyond float16, as a rule
+    if not (np.isfinite(new_bias).all() and np.isfinite(new_weight).all()):  # usually an overflow of float16
         return False
     if linear.op_type == "Gemm":
         _set_attribute(linear, "beta", 1.0)
@@ -84,12 +87,12 @@ def _fold(
 
 
 def _scaled(weight: _Floats, factor: _Floats, linear: onnx.NodeProto) -> _Floats:
-    """The weight with each output channel multiplied by its factor."""
+    """Return the weight with each output channel multiplied by its factor."""
     if linear.op_type == "Gemm":
         return weight * (factor[:, None] if _attribute(linear, "transB", 0) else factor)
     if linear.op_type == "Conv":
         return weight * factor.reshape(-1, *[1] * (weight.ndim - 1))
-    # ConvTranspose: [inputs, outputs / group, ...]; input channels come group by group.
+    # ConvTranspose: [inputs, outputs / group, ...]; input channels are ordered by group.
     groups = _attribute(linear, "group", 1)
     split = weight.reshape(groups, -1, *weight.shape[1:])
     return (split * factor.reshape(groups, 1, -1, *[1] * (weight.ndim - 2))).reshape(weight.shape)
@@ -98,7 +101,7 @@ def _scaled(weight: _Floats, factor: _Floats, linear: onnx.NodeProto) -> _Floats
 def _store(
     array: npt.NDArray[Any], old: str, stem: str, constants: dict[str, onnx.TensorProto], uses: Counter[str]
 ) -> str:
-    """Keep new values under the old name, or under a new one where there is none or somebody else reads it."""
+    """Store new values under the old name, or under a new one if there is none or other nodes read it."""
     name, number = old, 0
     while not name or uses[name] > (name == old):
         name = f"{stem}_{number}" if number else stem
@@ -111,10 +114,10 @@ def _store(
 def _rewrite(graph: onnx.GraphProto, constants: dict[str, onnx.TensorProto], folded: frozenset[str]) -> None:
     nodes = [node for node in graph.node if node.name not in folded]
     used = {name for node in nodes for name in (*node.input, *captures(node))} | {v.name for v in graph.output}
-    kept = [tensor for name, tensor in constants.items() if name in used]
     made = {name for node in nodes for name in node.output}
-    typed = [value for value in graph.value_info if value.name in made]
-    for field, values in ((graph.node, nodes), (graph.initializer, kept), (graph.value_info, typed)):
+    initializers = [tensor for name, tensor in constants.items() if name in used]
+    types = [value for value in graph.value_info if value.name in made]
+    for field, values in ((graph.node, nodes), (graph.initializer, initializers), (graph.value_info, types)):
         del field[:]
         field.extend(values)
 

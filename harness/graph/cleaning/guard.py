@@ -1,11 +1,12 @@
-"""What may fall over a hostile file is done in a process of its own.
+"""Helper process for C++ code of onnx on files that may be damaged or malicious.
 
-The C++ below onnx believes files: it indexes, divides and counts by what they say. With onnx 1.21 a Conv whose weights
-have another rank than its input, strides of 0 or a Slice of 2^62 steps raise nothing: the process ends, or never does.
+The C++ of onnx trusts files: it indexes, divides and counts by their contents. With onnx 1.21, a Conv whose weights
+have another rank than its input, strides of 0 or a Slice of 2^62 steps raise no exception: the process crashes or never
+returns.
 
-The process is a fresh interpreter. A fork will not do where the driver has threads: what another one has locked stays
-locked in the fork, and before a fork OpenBLAS (0.3.31, `blas_thread_shutdown`) waits for its threads to end, which one
-that is at work never does.
+The helper is a fresh interpreter. A fork does not work if the driver has threads: locks of other threads stay locked in
+the fork, and before a fork OpenBLAS (0.3.31, `blas_thread_shutdown`) waits for its threads, which a working one never
+answers.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ from harness.measure.worker import Worker, end_with_driver
 
 __all__ = ["Fallen", "serve", "sturdy"]
 
-LIMIT_S = 60.0
-"""Shape inference of the largest models takes seconds."""
+LIMIT_S = 60.0  # shape inference of the largest models takes seconds
 START_S = 120.0
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -37,32 +37,33 @@ class Fallen(UserError):
     """The helper process crashed, or exceeded a limit.
 
     Attributes:
-        how: What happened, as the predicate of a sentence.
+        how: The failure as the predicate of a sentence.
         crashed: False if a limit was exceeded.
     """
 
     def __init__(self, what: str, how: str, *, crashed: bool) -> None:
-        super().__init__(f"{what} {how}: damaged, or made to do so; fetch or export the model again")
+        super().__init__(f"{what} {how}: the file is damaged or malicious; fetch or export the model again")
         self.how, self.crashed = how, crashed
 
 
 def sturdy(what: str, work: Callable[[*Ts], T], *args: *Ts, memory_gb: float = math.inf) -> T:
-    """Return what `work` returns in the helper process, whose start takes a tenth of a second at the first call.
+    """Return the result of a function that runs in the helper process, whose first start takes a tenth of a second.
 
     Args:
-        what: Begins the message: which file, and what is done with it.
-        work: A function that can be found by its name; what it takes, gives and raises can be pickled.
-        memory_gb: Memory that the process may have in use.
+        what: Subject of the message on failure: the file and the operation.
+        work: A module-level function; its arguments, result and exceptions can be pickled.
+        args: Its arguments.
+        memory_gb: Memory that the process may use.
 
     Raises:
-        Fallen: The process crashed, did not end in time, or took too much memory.
+        Fallen: The process crashed, exceeded the time limit, or used too much memory.
     """
     result: T = _helper(os.getpid()).call(what, (work, args), memory_gb)
     return result
 
 
 def serve(fd: int) -> None:
-    """Body of that process: do what it is told until the driver hangs up."""
+    """Run the helper process: execute calls until the driver closes the connection."""
     end_with_driver()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     connection: Connection[Any, Any] = Connection(fd)
@@ -75,30 +76,30 @@ def serve(fd: int) -> None:
 def _outcome(work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Exception | None]:
     try:
         return work(*args), None
-    except Exception as error:  # raised again where the work was asked for
+    except Exception as error:  # raised again by the caller
         return None, error
 
 
 class _Helper:
-    """One process that is given one call at a time, by whatever thread; after a fall the next call starts another."""
+    """Helper process that executes one call at a time, from any thread; it is restarted after a failure."""
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._worker: Worker | None = None
 
-    def call(self, what: str, order: object, memory_gb: float) -> Any:
-        with self._turn:
-            value, error = self._answer(what, order, memory_gb)
+    def call(self, what: str, message: object, memory_gb: float) -> Any:
+        with self._lock:
+            value, error = self._answer(what, message, memory_gb)
         if error is not None:
             raise error
         return value
 
-    def _answer(self, what: str, order: object, memory_gb: float) -> tuple[Any, Exception | None]:
-        with ExitStack() as fallen:
-            fallen.callback(self._stop)
+    def _answer(self, what: str, message: object, memory_gb: float) -> tuple[Any, Exception | None]:
+        with ExitStack() as on_failure:
+            on_failure.callback(self._stop)
             worker, crashed = self._ready(), False
             try:
-                worker.send(order)
+                worker.send(message)
                 value, error = worker.receive(LIMIT_S, memory_gb)
             except TimeoutError:
                 how = f"takes more than {LIMIT_S:g} s"
@@ -107,21 +108,21 @@ class _Helper:
             except (EOFError, OSError):
                 how, crashed = worker.ending(), True
             else:
-                fallen.pop_all()
+                on_failure.pop_all()
                 return value, error
         raise Fallen(what, how, crashed=crashed)
 
     def _ready(self) -> Worker:
-        """The process; a fresh one where that has ended meanwhile, as when the kernel needs its memory."""
+        """Return the process; start a new one if it ended meanwhile, for instance because the kernel needed memory."""
         if self._worker is not None and self._worker.alive:
             return self._worker
         self._stop()
         try:
-            with Path(os.devnull).open("wb") as nowhere:
-                self._worker = Worker(nowhere, body=__name__)
+            with Path(os.devnull).open("wb") as null:
+                self._worker = Worker(null, body=__name__)
             self._worker.receive(START_S, math.inf)
         except (EOFError, OSError) as error:
-            raise UserError(f"no process could be started to read models in: {error or 'it gave no sign'}") from error
+            raise UserError(f"the process that reads models cannot be started: {error or 'no answer'}") from error
         return self._worker
 
     def _stop(self) -> None:
@@ -132,5 +133,5 @@ class _Helper:
 
 @lru_cache(maxsize=1)
 def _helper(_process: int) -> _Helper:
-    """That of this process, by its id: a fork may not talk to its parent's."""
+    """Return the helper of a process, by its id: a fork must not use its parent's."""
     return _Helper()

@@ -1,8 +1,4 @@
-"""Remove nodes that move data and leave all of it where it is.
-
-Exporters write them: GhostNet (timm) slices 0:160 of 160 channels. Q/DQ pairs around such a node cost time, and
-OpenVINO 2026.4 crashes on some.
-"""
+"""Removal of nodes that return their input unchanged."""
 
 from __future__ import annotations
 
@@ -17,16 +13,14 @@ from harness.graph.model import captures
 
 __all__ = ["drop_noops"]
 
+# If the result has the shape of the first input, it equals that input.
 _KEEP_ORDER = frozenset(
     {"DepthToSpace", "Expand", "Flatten", "Reshape", "SpaceToDepth", "Squeeze", "Tile", "Unsqueeze"}
 )
-"""A result of these that has the shape of their first input is that input."""
 
 
 def drop_noops(graph: onnx.GraphProto) -> bool:
-    """Let readers of each no-op read what it reads, in place.
-
-    A node that makes an output of the model, or that a body reads, stays.
+    """Remove nodes that return their input, in place, except those that compute an output or are read by a subgraph.
 
     Returns:
         Whether there were any.
@@ -34,28 +28,28 @@ def drop_noops(graph: onnx.GraphProto) -> bool:
     constants = {tensor.name: tensor for tensor in graph.initializer}
     types = types_of(graph)
     pinned = {value.name for value in graph.output}.union(*map(captures, graph.node))
-    instead: dict[str, str] = {}
+    replacements: dict[str, str] = {}
     kept = []
     for node in graph.node:
         for slot, name in enumerate(node.input):
-            node.input[slot] = instead.get(name, name)
+            node.input[slot] = replacements.get(name, name)
         known = types.get(node.input[0]) if node.input else None
         same = known is not None and known == types.get(node.output[0]) and node.output[0] not in pinned
         if same and not node.domain and _moves_nothing(node, constants):
-            instead[node.output[0]] = node.input[0]
+            replacements[node.output[0]] = node.input[0]
         else:
             kept.append(node)
-    if instead:
+    if replacements:
         del graph.node[:]
         graph.node.extend(kept)
-    return bool(instead)
+    return bool(replacements)
 
 
 def _moves_nothing(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> bool:
-    """Return whether a node whose result has the shape of its first input gives that input."""
+    """Return whether a node whose result has the shape of its first input returns that input."""
     if node.op_type in ("Concat", "Split"):
         return len(node.input if node.op_type == "Concat" else node.output) == 1
-    if node.op_type == "Gather":  # of every index in order: the result has as many
+    if node.op_type == "Gather":  # of all indices in order: their number is that of the axis
         indices = _values(node, 1, constants)
         return indices is not None and indices == list(range(len(indices))) and len(constants[node.input[1]].dims) == 1
     if node.op_type in _KEEP_ORDER:

@@ -1,4 +1,4 @@
-"""Reading an ONNX file that somebody else wrote: nothing in it is believed before it is checked."""
+"""Reading of ONNX files from other tools; nothing in them is trusted before it is checked."""
 
 from __future__ import annotations
 
@@ -32,18 +32,11 @@ _BITS = {_TYPES[name]: bits for bits, names in _WIDTHS.items() for name in names
 
 
 def read_model(path: Path, source: str) -> tuple[onnx.ModelProto, str]:
-    """Read a model with all its weights.
-
-    Args:
-        path: The ONNX file; external data lies in its folder or below.
-        source: What messages call it.
-
-    Returns:
-        The model as it is in the file, and the SHA-256 of that file and its external data.
+    """Return the model in a file with all its weights, and the SHA-256 of the file and its external data.
 
     Raises:
-        UserError: No such file, no ONNX, cut short, weights of another size than they say, or external data that
-            is missing, too short or outside of the model's folder.
+        UserError: The file is missing, truncated or not ONNX; weights do not have the declared size; or external data
+            are missing, too short or outside the model's folder.
     """
     raw = _read_bytes(path, source)
     proto = _parse(raw, source)
@@ -57,10 +50,9 @@ def read_model(path: Path, source: str) -> tuple[onnx.ModelProto, str]:
             load_external_data_for_tensor(tensor, str(path.parent))
         except (ValueError, OSError, onnx.checker.ValidationError) as error:
             raise UserError(
-                f"{source}: the external data of {tensor.name!r} is cut short or damaged ({error}); "
+                f"{source}: the external data of {tensor.name!r} is truncated or damaged ({error}); "
                 "fetch or export model and data again, together"
             ) from error
-        # Read in full: from here on the tensor is one like any other.
         tensor.data_location = onnx.TensorProto.DEFAULT
         del tensor.external_data[:]
     for tensor in _tensors(proto):
@@ -69,18 +61,13 @@ def read_model(path: Path, source: str) -> tuple[onnx.ModelProto, str]:
 
 
 def external_data(proto: onnx.ModelProto, folder: Path, source: str) -> list[tuple[onnx.TensorProto, Path]]:
-    """The tensors whose values lie outside of the model's file, each with the file that holds them.
-
-    Args:
-        proto: The model as it is in its file.
-        folder: Where that file is.
-        source: What messages call it.
+    """Return the tensors of a model whose values are in other files, each with that file.
 
     Raises:
-        UserError: A file is missing, or outside of that folder.
+        UserError: A file is missing, or outside the model's folder.
     """
-    outside = (tensor for tensor in _tensors(proto) if tensor.data_location == onnx.TensorProto.EXTERNAL)
-    return [(tensor, _data_file(tensor, folder, source)) for tensor in outside]
+    external = (tensor for tensor in _tensors(proto) if tensor.data_location == onnx.TensorProto.EXTERNAL)
+    return [(tensor, _data_file(tensor, folder, source)) for tensor in external]
 
 
 def _read_bytes(path: Path, source: str) -> bytes:
@@ -95,42 +82,33 @@ def _read_bytes(path: Path, source: str) -> bytes:
     if not raw:
         raise UserError(f"{source}: the file is empty; fetch or export the model again")
     if raw.startswith(_LFS):
-        raise UserError(f"{source}: this is a Git LFS pointer, not the model; run 'git lfs pull' where it comes from")
+        raise UserError(f"{source}: this is a Git LFS pointer, not the model; run 'git lfs pull' in its repository")
     return raw
 
 
 def _parse(raw: bytes, source: str) -> onnx.ModelProto:
     proto = onnx.ModelProto()
+    truncated = UserError(
+        f"{source}: a truncated or damaged ONNX file ({len(raw)} bytes); compare its size with the original "
+        "and fetch or export the model again"
+    )
+    not_onnx = UserError(
+        f"{source}: not an ONNX file (it starts with {raw[:12]!r}); export the model to ONNX first, "
+        "for instance with torch.onnx.export"
+    )
     try:
         proto.ParseFromString(raw)
     except DecodeError as error:
         # Field 1 (ir_version, a small number) comes first in every file that a known exporter writes.
-        if len(raw) > 1 and raw[0] == 0x08 and 0 < raw[1] < 0x20:
-            raise UserError(_cut_short(raw, source)) from error
-        raise UserError(_not_onnx(raw, source)) from error
-    if not proto.ir_version or not (proto.HasField("graph") or proto.opset_import):
-        raise UserError(_cut_short(raw, source) if proto.producer_name else _not_onnx(raw, source))
-    if not proto.HasField("graph") or not proto.opset_import:
-        raise UserError(_cut_short(raw, source))
-    return proto
-
-
-def _cut_short(raw: bytes, source: str) -> str:
-    return (
-        f"{source}: an ONNX file that is cut short or damaged ({len(raw)} bytes); compare its size with the original "
-        "and fetch or export the model again"
-    )
-
-
-def _not_onnx(raw: bytes, source: str) -> str:
-    return (
-        f"{source}: not an ONNX file (it starts with {raw[:12]!r}); export the model to ONNX first, "
-        "for instance with torch.onnx.export"
-    )
+        raise truncated if len(raw) > 1 and raw[0] == 0x08 and 0 < raw[1] < 0x20 else not_onnx from error
+    if proto.ir_version and proto.HasField("graph") and proto.opset_import:
+        return proto
+    is_onnx = proto.ir_version and (proto.HasField("graph") or proto.opset_import)
+    raise truncated if is_onnx or proto.producer_name else not_onnx
 
 
 def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor of the file: initializers and attributes, in all graphs and functions."""
+    """Yield the initializers and tensor attributes of all graphs and functions."""
     nodes = [node for function in proto.functions for node in function.node]
     for graph in graphs(proto.graph):
         yield from graph.initializer
@@ -143,33 +121,32 @@ def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 
 
 def _check_size(tensor: onnx.TensorProto, source: str) -> None:
-    """Values fill the shape: no more, no less (onnx.proto, TensorProto.raw_data)."""
+    """Check that a tensor's values fill its shape exactly (onnx.proto, TensorProto.raw_data)."""
     bits = _BITS.get(tensor.data_type)
-    if not tensor.HasField("raw_data") or bits is None:
+    problem = ""
+    if tensor.HasField("raw_data") and bits is not None:
+        needed, found = -(-math.prod(tensor.dims) * bits // 8), len(tensor.raw_data)
+        problem = f"has {found} bytes, but needs {needed}" if needed != found else ""
+    else:
         try:
             numpy_helper.to_array(tensor)
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{source}: the tensor {tensor.name!r} of shape {list(tensor.dims)} and type {tensor.data_type} cannot "
-                f"be read ({error}); the file is damaged, fetch or export the model again"
-            ) from error
-        return
-    needed, found = -(-math.prod(tensor.dims) * bits // 8), len(tensor.raw_data)
-    if needed != found:
+            problem = f"and type {tensor.data_type} cannot be read ({error})"
+    if problem:
         raise UserError(
-            f"{source}: the tensor {tensor.name!r} of shape {list(tensor.dims)} has {found} bytes, "
-            f"but needs {needed}; the file is damaged, fetch or export the model again"
+            f"{source}: the tensor {tensor.name!r} of shape {list(tensor.dims)} {problem}; the file is damaged, fetch "
+            "or export the model again"
         )
 
 
 def _data_file(tensor: onnx.TensorProto, folder: Path, source: str) -> Path:
     location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
-    outside = Path(location).is_absolute() or bool(PureWindowsPath(location).drive)
+    absolute = Path(location).is_absolute() or bool(PureWindowsPath(location).drive)
     file = folder / location
-    if not location or outside or not file.resolve().is_relative_to(folder.resolve()):
+    if not location or absolute or not file.resolve().is_relative_to(folder.resolve()):
         raise UserError(
-            f"{source}: the weights {tensor.name!r} are said to lie in {location!r}, outside of the model's folder, "
-            "which is refused; save the model anew with its data beside it "
+            f"{source}: the weights {tensor.name!r} refer to the file {location!r} outside of the model's folder, "
+            "which is refused; save the model again with its data in the same folder "
             "(onnx.save(model, path, save_as_external_data=True))"
         )
     if not file.is_file():

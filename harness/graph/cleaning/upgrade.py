@@ -1,8 +1,8 @@
-"""Raise the opset of a model without a change of what it computes.
+"""Upgrade of a model's opset that does not change what it computes.
 
-onnx's version converter (1.21) does most of it. It loses the meaning of a few operators: Upsample and Resize before
-opset 11 become a Resize that samples at half pixels, Hardmax before opset 13 works along one axis and no longer along
-all from there on, Scan of opset 8 loses its batch axis, and training becomes inference.
+onnx's version converter (1.21) does most of it, but loses the meaning of a few operators: Upsample and Resize before
+opset 11 become a Resize that samples at half pixels, Hardmax works along one axis from opset 13 on and along all
+following axes before, Scan of opset 8 loses its batch axis, and training becomes inference.
 """
 
 from __future__ import annotations
@@ -19,20 +19,15 @@ from harness.graph.model import graphs
 
 __all__ = ["EXPLICIT_RESIZE", "upgraded"]
 
-EXPLICIT_RESIZE, _ALONG_ONE_AXIS, _UNBATCHED_SCAN = 11, 13, 9
-"""Opsets in which Resize has coordinate modes, Hardmax works along one axis, and Scan has no batch axis."""
-_NO_IS_TEST, _TRAINING_MODE = 7, 14
-"""Opsets in which `is_test` is gone, and in which BatchNormalization tells training by an attribute, not by outputs."""
+EXPLICIT_RESIZE = 11  # Resize has coordinate modes
+_ALONG_ONE_AXIS = 13  # Hardmax works along one axis
+_UNBATCHED_SCAN = 9  # Scan has no batch axis
+_NO_IS_TEST = 7  # training is no attribute any more, but the number of outputs of BatchNormalization
+_TRAINING_MODE = 14  # training of BatchNormalization is an attribute again
 
 
 def upgraded(proto: onnx.ModelProto, version: int, wanted: int, source: str) -> onnx.ModelProto:
-    """Return the model in a newer opset.
-
-    Args:
-        proto: A model with inferred types and unique node names; it is changed.
-        version: Its opset.
-        wanted: The opset of the result.
-        source: What messages call the model.
+    """Return a model with inferred types and unique node names in a newer opset; `proto` is changed.
 
     Raises:
         UserError: The model has no equivalent in the newer opset.
@@ -55,24 +50,20 @@ def upgraded(proto: onnx.ModelProto, version: int, wanted: int, source: str) -> 
     del proto.metadata_props[:]
     proto.metadata_props.extend(metadata)
     for graph in graphs(proto.graph):
-        # The converter writes shapes of its own that are not always right (onnx 1.21: rank 0 behind Softmax).
+        # The converter writes shapes that are not always right (onnx 1.21: rank 0 after Softmax).
         del graph.value_info[:]
     proto.graph.value_info.extend(declared)
     return proto
 
 
 def _nodes(graph: onnx.GraphProto, *operators: str) -> Iterator[onnx.NodeProto]:
-    """Yield nodes of these ONNX operators, bodies included."""
+    """Yield nodes of these ONNX operators, including those in subgraphs."""
     for inner in graphs(graph):
         yield from (node for node in inner.node if node.op_type in operators and not node.domain)
 
 
 def _refuse(graph: onnx.GraphProto, version: int) -> None:
-    """Check that no node does what newer opsets cannot, or do differently.
-
-    Raises:
-        RuntimeError: One does.
-    """
+    """Raise `RuntimeError` if a node does something that newer opsets cannot do, or do differently."""
     for node in _nodes(graph, "BatchNormalization", "Dropout", "Scan"):
         if node.op_type == "Scan" and version < _UNBATCHED_SCAN:
             raise RuntimeError(f"{_called(node)} has the batch axis of opset 8, which Scan lost in opset 9")
@@ -84,71 +75,67 @@ def _refuse(graph: onnx.GraphProto, version: int) -> None:
 
 
 def _resizes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """Return name, attributes and output of what each Upsample and Resize before opset 11 is in newer opsets.
-
-    Raises:
-        RuntimeError: A node picks neighbours in a way that newer opsets lack.
-    """
+    """Return name, attributes and output of the Resize that replaces each Upsample and Resize before opset 11."""
     constants = _constants(graph)
-    found = []
+    resizes = []
     for node in _nodes(graph, "Upsample", "Resize"):
         mode = next((a.s.decode() for a in node.attribute if a.name == "mode"), "nearest")
-        mode = "linear" if mode == "bilinear" else mode  # as opset 1 calls it
+        mode = "linear" if mode == "bilinear" else mode  # the name in opset 1
         attributes = {"mode": mode, "coordinate_transformation_mode": "asymmetric"}
         if mode == "nearest":
             attributes["nearest_mode"] = _rounding(node, constants)
-        found.append(helper.make_node("Resize", [], list(node.output), name=node.name, **attributes))
-    return found
+        resizes.append(helper.make_node("Resize", [], list(node.output), name=node.name, **attributes))
+    return resizes
 
 
 def _rounding(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> str:
     """Return the `nearest_mode` of an Upsample or Resize before opset 11.
 
-    Before there was that attribute, ONNX Runtime rounded coordinates up where it shrinks an axis, and down elsewhere
-    (`GetNearestPixelFromOriginal`, mode SIMPLE); onnx's own test of Resize-10 wants the same.
+    Before that attribute existed, ONNX Runtime rounded coordinates up on axes that shrink and down on others
+    (`GetNearestPixelFromOriginal`, mode SIMPLE); onnx's own test of Resize-10 expects the same.
     """
     if node.op_type == "Upsample":  # which only enlarges
         return "floor"
     if node.input[1] not in constants:
-        raise RuntimeError(f"the scales of {_called(node)} are not constant, so how it rounds is not known")
+        raise RuntimeError(f"the scales of {_called(node)} are not constant, so its rounding is not known")
     factors = numpy_helper.to_array(constants[node.input[1]]).ravel().tolist()
     if min(factors) < 1 < max(factors):
-        raise RuntimeError(f"{_called(node)} enlarges one axis and shrinks another, which it rounds in two ways")
+        raise RuntimeError(f"{_called(node)} enlarges one axis and shrinks another, which it rounds differently")
     return "ceil" if min(factors) < 1 else "floor"
 
 
 def _settle(graph: onnx.GraphProto, resizes: Sequence[onnx.NodeProto]) -> None:
-    """Give the Resize nodes of a converted graph, which are in the order that they had, their names and attributes."""
-    renamed = {}
-    for node, wanted in zip(list(_nodes(graph, "Resize")) if resizes else (), resizes, strict=True):
-        node.name = wanted.name
-        renamed[node.output[0]] = wanted.output[0]
+    """Give the Resize nodes of a converted graph, whose order is unchanged, their names and attributes."""
+    new_names = {}
+    for node, resize in zip(list(_nodes(graph, "Resize")) if resizes else (), resizes, strict=True):
+        node.name = resize.name
+        new_names[node.output[0]] = resize.output[0]
         del node.attribute[:]
-        node.attribute.extend(wanted.attribute)
-    for inner in graphs(graph) if renamed else ():
+        node.attribute.extend(resize.attribute)
+    for inner in graphs(graph) if new_names else ():
         for value in inner.output:
-            value.name = renamed.get(value.name, value.name)
+            value.name = new_names.get(value.name, value.name)
         for node in inner.node:
             for names in (node.input, node.output):
-                names[:] = [renamed.get(name, name) for name in names]
+                names[:] = [new_names.get(name, name) for name in names]
 
 
 def _constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
-    """Return initializers and values of Constant nodes by name, bodies included."""
-    found = {tensor.name: tensor for inner in graphs(graph) for tensor in inner.initializer}
+    """Return initializers and values of Constant nodes, including those in subgraphs."""
+    constants = {tensor.name: tensor for inner in graphs(graph) for tensor in inner.initializer}
     values = ((node.output[0], constant_value(node)) for node in _nodes(graph, "Constant"))
-    return found | {name: value for name, value in values if value is not None}
+    return constants | {name: value for name, value in values if value is not None}
 
 
 def _flatten_hardmax(graph: onnx.GraphProto) -> None:
-    """Let every Hardmax work on rows of a matrix, which means the same in all opsets, in place."""
+    """Apply every Hardmax to the rows of a matrix, which has the same meaning in all opsets, in place."""
     for inner in graphs(graph):
-        made: list[onnx.NodeProto] = []
+        nodes: list[onnx.NodeProto] = []
         for node in inner.node:
-            made += _rows(node) if node.op_type == "Hardmax" and not node.domain else [node]
-        if len(made) > len(inner.node):
+            nodes += _rows(node) if node.op_type == "Hardmax" and not node.domain else [node]
+        if len(nodes) > len(inner.node):
             del inner.node[:]
-            inner.node.extend(made)
+            inner.node.extend(nodes)
 
 
 def _rows(node: onnx.NodeProto) -> list[onnx.NodeProto]:

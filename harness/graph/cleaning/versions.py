@@ -1,4 +1,4 @@
-"""One version of a model, original or prepared, run in ONNX Runtime with its optimizations off."""
+"""Version of a model, original or prepared, run in ONNX Runtime with its optimizations off."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from onnx import helper
 
 from harness.feeds import LARGEST, Types
 from harness.graph.cleaning.clean import name_nodes
-from harness.graph.cleaning.deviation import is_informative
 from harness.graph.model import captures, graphs
 
-__all__ = ["Comparison", "Feeds", "NotRun", "Values", "Version", "accepted_runs"]
+__all__ = ["Comparison", "Feeds", "NotRun", "Values", "Version", "accepted_runs", "is_informative"]
 
 _OWN = "qdq.own."
 _DTYPES = {"float": "float32", "double": "float64", "string": "object"}
@@ -28,8 +27,8 @@ _READABLE = frozenset(
     for name in "bool double float float16 int8 int16 int32 int64 string uint8 uint16 uint32 uint64".split()  # noqa: SIM905
 )
 _PREFIX = re.compile(r"^\[ONNXRuntimeError\] : \d+ : \w+ : (This is an invalid model\. )?")
-_SMALL_BYTES = 4_000_000
-"""A smaller model is run in one thread."""
+_SMALL_BYTES = 4_000_000  # smaller models run in one thread
+MAX_ERROR_CHARS = 200
 
 Feeds = Mapping[str, npt.NDArray[Any]]
 Values = dict[str, Any]
@@ -41,8 +40,8 @@ class Comparison:
     """Two versions of a model and the inputs to compare them on.
 
     Attributes:
-        original: File or serialized model as the user gave it.
-        prepared: The same of the prepared model.
+        original: File or serialized model from the user.
+        prepared: File or serialized prepared model.
         inputs: Type of each input of the prepared model.
         widened: Inputs with one sample in the original and `samples` in the prepared model.
         draws: Kinds of random inputs to try in turn: 0 is normal floats with integers 0 and 1 (of 8 bits: all), 1 is
@@ -58,30 +57,26 @@ class Comparison:
 
 
 class NotRun(Exception):
-    """A version of the model could not be run.
-
-    Args:
-        error: What ONNX Runtime raised.
-    """
+    """A version of the model could not be run; `error` is ONNX Runtime's."""
 
     def __init__(self, error: Exception | str) -> None:
         text = " ".join(str(error).split())
-        super().__init__(_PREFIX.sub("", text)[:200])
+        super().__init__(_PREFIX.sub("", text)[:MAX_ERROR_CHARS])
         self.not_implemented = type(error).__name__ == "NotImplemented"
 
 
 @dataclass(slots=True)
 class Version:
-    """One of the two models.
+    """One of the two models; its methods raise `NotRun` if ONNX Runtime is missing or fails.
 
     Attributes:
         source: The file or the serialized model.
-        comparison: What it is compared on.
+        task: The comparison that it is part of.
         proto: The model, which keeps external data external.
     """
 
     source: Path | bytes
-    comparison: Comparison
+    task: Comparison
     proto: onnx.ModelProto = field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,11 +88,7 @@ class Version:
         name_nodes(self.proto.graph)
 
     def session(self) -> Any:
-        """Return a session that runs the nodes as they are.
-
-        Raises:
-            NotRun: ONNX Runtime is missing, or refuses the model.
-        """
+        """Return a session without graph optimizations."""
         try:
             import onnxruntime
         except ImportError as error:
@@ -113,42 +104,31 @@ class Version:
             options.intra_op_num_threads = 1
         try:
             return onnxruntime.InferenceSession(raw, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # ONNX Runtime's exceptions share no other base
+        except Exception as error:  # ONNX Runtime's exceptions have no other common base
             raise NotRun(error) from error
 
     def run(self, session: Any, feeds: Feeds, names: Sequence[str] | None = None) -> Values:
-        """Run a session of this version.
-
-        Args:
-            names: Outputs to return; those of types that NumPy lacks are left out.
-
-        Raises:
-            NotRun: ONNX Runtime fails.
-        """
+        """Return outputs of one inference, all by default, without those of types that NumPy lacks."""
         kinds = {value.name: value.type for value in session.get_outputs()}
-        wanted = [n for n in names or kinds if kinds[n] in _READABLE or not kinds[n].startswith("tensor(")]
+        names = [n for n in names or kinds if kinds[n] in _READABLE or not kinds[n].startswith("tensor(")]
         try:
-            return dict(zip(wanted, session.run(wanted, dict(feeds)), strict=True)) if wanted else {}
+            return dict(zip(names, session.run(names, dict(feeds)), strict=True)) if names else {}
         except Exception as error:
             raise NotRun(error) from error
 
     def run_samples(self, session: Any, feeds: Feeds) -> Values:
         """Run the original sample by sample if the prepared model takes several, and join the results."""
-        widened = self.comparison.widened
+        widened = self.task.widened
         if not widened:
             return self.run(session, feeds)
         runs = [
             self.run(session, {name: v[i : i + 1] if name in widened else v for name, v in feeds.items()})
-            for i in range(self.comparison.samples)
+            for i in range(self.task.samples)
         ]
         return {name: _joined([run[name] for run in runs]) for name in runs[0]}
 
     def values_of(self, names: Sequence[str], feeds: Feeds) -> Values:
-        """Return the values of tensors anywhere in the main graph, which become the outputs of `proto`.
-
-        Raises:
-            NotRun: ONNX Runtime fails.
-        """
+        """Return the values of any tensors of the main graph, which become the outputs of `proto`."""
         return self.run_samples(self._session_of(names), feeds)
 
     def _session_of(self, outputs: Sequence[str]) -> Any:
@@ -157,16 +137,9 @@ class Version:
         return self.session()
 
     def own_values(self, values: Values, feeds: Feeds, wanted: Collection[str], times: int = 1) -> list[Values]:
-        """Return what nodes compute from given values of the tensors that they read; changes `proto`.
+        """Return the wanted results of nodes that read given values, not results of other nodes; changes `proto`.
 
-        Args:
-            values: By tensor, as the original computed them.
-            feeds: Inputs of the model.
-            wanted: Those of `values` to return.
-            times: Runs in one session, where random numbers differ from run to run.
-
-        Raises:
-            NotRun: ONNX Runtime fails.
+        The nodes are run several times in one session, in which random numbers differ from run to run.
         """
         graph, made = self.proto.graph, []
         for node in graph.node:
@@ -190,7 +163,7 @@ def _joined(results: list[Any]) -> Any:
     return np.concatenate(results) if isinstance(first, np.ndarray) and first.shape[:1] == (1,) else first
 
 
-def accepted_runs(original: Version, comparison: Comparison) -> list[tuple[Values, Feeds]]:
+def accepted_runs(original: Version, task: Comparison) -> list[tuple[Values, Feeds]]:
     """Run the original on inputs that it accepts.
 
     Returns:
@@ -202,7 +175,7 @@ def accepted_runs(original: Version, comparison: Comparison) -> list[tuple[Value
     """
     session, accepted, problem = original.session(), [], NotRun("no inputs could be drawn")
     branches = any(node.op_type == "If" for graph in graphs(original.proto.graph) for node in graph.node)
-    for feeds in _draws(comparison):
+    for feeds in _draws(task):
         try:
             accepted.append((original.run_samples(session, feeds), feeds))
         except NotRun as error:
@@ -215,11 +188,19 @@ def accepted_runs(original: Version, comparison: Comparison) -> list[tuple[Value
     return accepted if branches else accepted[:1]
 
 
-def _draws(comparison: Comparison) -> Iterator[Feeds]:
+def is_informative(value: Any) -> bool:
+    """Return whether equal results of this kind show that all nodes before them compute equal results."""
+    if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
+        return False
+    finite = value[np.isfinite(value)]
+    return bool(finite.size > 1 and finite.min() < finite.max())
+
+
+def _draws(task: Comparison) -> Iterator[Feeds]:
     """Yield inputs of each kind in `Comparison.draws`."""
-    for draw in comparison.draws:
+    for draw in task.draws:
         rng = np.random.default_rng(draw)
-        yield {name: _draw(rng, draw, name, comparison.inputs[name]) for name in sorted(comparison.inputs)}
+        yield {name: _draw(rng, draw, name, task.inputs[name]) for name in sorted(task.inputs)}
 
 
 def _draw(rng: np.random.Generator, draw: int, name: str, declared: tuple[str, tuple[int, ...]]) -> npt.NDArray[Any]:

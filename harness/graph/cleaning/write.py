@@ -1,4 +1,4 @@
-"""Write models to files."""
+"""Writing of models to files."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import onnx
 
 __all__ = ["is_large", "write"]
 
-EXTERNAL_OVER_BYTES = 1_900_000_000
-"""A file with more weights than this keeps them beside it; protobuf itself ends at 2 GiB."""
+EXTERNAL_OVER_BYTES = 1_900_000_000  # of weights; protobuf itself ends at 2 GiB
 
 
 def is_large(proto: onnx.ModelProto) -> bool:
@@ -18,13 +17,13 @@ def is_large(proto: onnx.ModelProto) -> bool:
 
 
 def write(proto: onnx.ModelProto, path: Path) -> Path:
-    """Write a model to one file, or above 1.9 GB to the file and `<name>.data` beside it; same model, same bytes."""
+    """Write a model to one file or, above 1.9 GB, to the file and `<name>.data`; equal models give equal bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not is_large(proto):
         path.write_bytes(proto.SerializeToString(deterministic=True))
         return path
     data = path.with_name(f"{path.name}.data")
-    data.unlink(missing_ok=True)  # onnx appends to a file that is there
+    data.unlink(missing_ok=True)  # onnx appends to an existing file
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
     onnx.save_model(copy, path, save_as_external_data=True, location=data.name)

@@ -70,7 +70,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Host]:
 def test_files_are_asked_for_once_and_lie_beside_their_weights(host: Host) -> None:
     order = Order(digest="float", edges=(), files="key")
     assert isinstance(host.build(0, order, MAIN), KeyError), "they were never sent"
-    host.keep("key", {"model.onnx": b"a model", "model.bin": b"its weights"})
+    host.store_files("key", {"model.onnx": b"a model", "model.bin": b"its weights"})
     for _ in range(2):
         built = host.build(0, order, MAIN)
         assert isinstance(built, Built)
@@ -81,14 +81,14 @@ def test_files_are_asked_for_once_and_lie_beside_their_weights(host: Host) -> No
 def test_models_that_nobody_used_for_long_make_room(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "_files", Recent(25, host._files._drop))
     for name in "abc":
-        host.keep(name, {f"{name}.onnx": b"0123456789"})
+        host.store_files(name, {f"{name}.onnx": b"0123456789"})
     orders = {name: Order(digest=name, edges=(), files=name) for name in "abc"}
     assert isinstance(host.build(0, orders["a"], MAIN), KeyError)
     assert isinstance(host.build(0, orders["b"], MAIN), Built)
-    host.keep("d", {"d.onnx": b"x" * 10})
+    host.store_files("d", {"d.onnx": b"x" * 10})
     assert isinstance(host.build(0, orders["c"], MAIN), KeyError), "b was used after it"
     assert isinstance(host.build(0, orders["b"], MAIN), Built)
-    host.keep("large", {"large.onnx": b"x" * 1000})
+    host.store_files("large", {"large.onnx": b"x" * 1000})
     assert isinstance(host.build(0, Order(digest="l", edges=(), files="large"), MAIN), Built), "the newest always stays"
 
 
@@ -104,7 +104,7 @@ def test_without_a_maker_a_placement_fails_with_the_reason(host: Host, tmp_path:
     host.open(1, WorkerSpec(benchmarkers={MAIN: Use(use="reads")}, workdir=tmp_path / "driver"), Limits(), None)
     failed = host.build(1, Order(digest="aa", edges=EDGES), MAIN)
     assert isinstance(failed, Failed)
-    assert failed.reason == "neither a file nor a way to make one was sent"
+    assert failed.reason == "neither a file nor a candidate writer was sent"
 
 
 def test_where_ray_is_not_installed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

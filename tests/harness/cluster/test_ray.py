@@ -109,11 +109,11 @@ def test_a_worker_of_another_kind_is_refused_with_the_difference(
 
     other = fleet.Fleet(1, {}, known, Loud())  # type: ignore[arg-type]
     with pytest.raises(
-        UserError, match=r"(?s)no worker can be used: each asks for 1 CPU, the cluster has 2 CPU.*refused"
+        UserError, match=r"(?s)no worker can be used: each requests 1 CPU, the cluster has 2 CPU.*refused"
     ):
         other.start()
     other.close()
-    assert "is refused, for it differs from the baseline's:\n  cpu: 'i486' -> " in said[0]
+    assert "is refused because it differs from the baseline's:\n  cpu: 'i486' -> " in said[0]
     assert "packages.numpy: '1.0' -> " in said[0]
 
 
@@ -123,9 +123,7 @@ def test_a_cluster_without_such_devices_says_what_it_has(
     from harness.cluster import fleet
 
     monkeypatch.setattr(fleet, "START_S", 2.0)
-    with pytest.raises(
-        UserError, match="each asks for 1 GPU, the cluster has 0 GPU in all; everything measured before is"
-    ):
+    with pytest.raises(UserError, match="each requests 1 GPU, the cluster has 0 GPU in all; all results are saved"):
         place.run("gpu", "{use: ray, workers: 1, resources: {GPU: 1}}")
 
 
@@ -154,12 +152,12 @@ def test_a_worker_whose_benchmarkers_are_others_is_refused(monkeypatch: pytest.M
     fleet = Fleet(2, {}, None, noting)
     monkeypatch.setattr(fleet, "_ask_for_one", lambda: noting.say("another one"))
     one, two = (Member(actor=object(), node=node, environment={}) for node in ("one", "two"))
-    fleet._members = [one, two]
+    fleet._workers = [one, two]
     facts = {"main": {"name": "trtexec", "version": "10.16"}}
     assert fleet.alike(one, "trtexec", facts)
     assert fleet.alike(two, "trtexec", dict(facts))
     assert not fleet.alike(two, "trtexec", {"main": {"name": "trtexec", "version": "11.1"}})
-    assert fleet._members == [one]
+    assert fleet._workers == [one]
     assert re.search(r"the worker on two is refused.*\n  main\.version: '10\.16' -> '11\.1'", noting.said[0])
     assert noting.said[1:] == ["another one"]
 

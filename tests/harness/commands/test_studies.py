@@ -61,9 +61,7 @@ def test_noise_tells_of_other_work(
     monkeypatch.setattr(InProcess, "sample", taken)
     few = ("--processes", "2", "--builds", "2", "--readings", "6", "--out", "n")
     assert qdq("noise", model, *SIMULATED, *few) == 0
-    note = (
-        "something else was at work in 100% of the turns, which distorts speedups, upwards as a rule: close other work"
-    )
+    note = "100% of the turns were disturbed, which distorts speedups, usually upwards: close other work"
     assert (note in capsys.readouterr().out) is bool(disturbed)
     assert json.loads(Path("n/noise.json").read_text())["disturbed"] == float(bool(disturbed))
 

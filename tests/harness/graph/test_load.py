@@ -134,7 +134,7 @@ class TestReading:
         raw = small().SerializeToString()
         path = tmp_path_factory.mktemp("cut") / "m.onnx"
         path.write_bytes(raw[: max(3, int(share * len(raw)))])
-        with pytest.raises(UserError, match=r"cut short or damaged \(\d+ bytes\).*export the model again"):
+        with pytest.raises(UserError, match=r"truncated or damaged .*\(\d+ bytes\)"):
             load(path)
 
     def test_external_data_is_read_and_counts_in_the_hash(self, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ class TestReading:
     def test_external_data_cut_short(self, tmp_path: Path) -> None:
         path = with_external_data(tmp_path)
         (tmp_path / "weights.bin").write_bytes(b"\x00" * 10)
-        with pytest.raises(UserError, match=r"external data of 'Conv_.*' is cut short or damaged"):
+        with pytest.raises(UserError, match=r"external data of 'Conv_.*' is truncated or damaged"):
             load(path)
 
     @pytest.mark.parametrize("location", ["../outside.bin", "sub/../../outside.bin", "/etc/hostname", "C:\\w.bin", ""])
@@ -173,7 +173,7 @@ class TestReading:
         (tmp_path / "outside.bin").write_bytes(b"\x00" * 10_000)
         folder = tmp_path / "model"
         folder.mkdir()
-        with pytest.raises(UserError, match="outside of the model's folder, which is refused; save the model anew"):
+        with pytest.raises(UserError, match="outside of the model's folder, which is refused"):
             load(with_external_data(folder, location))
 
     def test_external_data_behind_a_link_that_leads_outside(self, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ class TestChecking:
         builder.output(y)
         proto = builder.build()
         proto.graph.node[0].input[0] = y
-        with pytest.raises(UserError, match="its nodes cannot be put in order: Cycle detected"):
+        with pytest.raises(UserError, match=r"its nodes cannot be put in order: .* cycle"):
             ready(proto)
         assert capsys.readouterr().out == ""
 
@@ -303,7 +303,7 @@ class TestShapes:
     def test_one_name_of_two_sizes_is_refused_as_such(self) -> None:
         builder = GraphBuilder("square")
         builder.output(builder.op("Relu", builder.input("a", ("N", "side", "side"))))
-        with pytest.raises(UserError, match=r"dimension 'side' of Nxsidexside is one size .* but got 4 and 5: 1x4x5"):
+        with pytest.raises(UserError, match=r"dimension 'side' of Nxsidexside has one size .* but got 4 and 5: 1x4x5"):
             ready(builder.build(), {"a": "1x4x5"})
 
     @pytest.mark.parametrize(

@@ -64,9 +64,9 @@ def with_custom(g: GraphBuilder, x: str) -> str:
 
 
 CASES = {
-    "If": (with_if, "what is inside of If stays float"),
-    "Loop": (with_loop, "what is inside of Loop stays float"),
-    "Scan": (with_scan, "what is inside of Scan stays float"),
+    "If": (with_if, "subgraphs of If stay float"),
+    "Loop": (with_loop, "subgraphs of Loop stay float"),
+    "Scan": (with_scan, "subgraphs of Scan stay float"),
     "LSTM": (with_lstm, "has no point at LSTM: they stay float"),
     "Whirl": (with_custom, "operators that ONNX does not define stay float: com.example.Whirl"),
 }

@@ -55,7 +55,7 @@ def run(path, feeds):
 
 def test_a_part_computes_what_the_whole_does(product, feeds, tmp_path):
     graph, whole = ModelGraph(product), run(product, feeds)
-    assert graph.longest_way("y") == ["t", "u", "td", "m", "y"]
+    assert graph.longest_path("y") == ["t", "u", "td", "m", "y"]
     assert graph.sources("m") == ("xd", "td")
     assert graph.sources("td") == ("u",)
     assert graph.boundary("y", 1) == ("m",)

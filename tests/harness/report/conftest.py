@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from harness.graph.build import GraphBuilder
+from harness.graph.cleaning.write import write
 from harness.graph.dialects import OPENVINO
 from harness.graph.insert import Inserter
-from harness.graph.load import from_proto, write
+from harness.graph.load import from_proto
 from harness.graph.space import build_space
 from harness.measure.events import TWIN, Block, Dropped, encode_event
 from harness.records import Asked, Failed, Measured, Told

@@ -106,7 +106,7 @@ def test_a_side_on_which_something_else_worked_is_said_with_the_table(folder, ot
     latency_ms = {"A/A twin": 8.0, "float": 8.0, "all": 2.0, "aa": 4.0, "bb": 5.0}
     confirmation_maker(other / CELL, latency_ms, disturbed="waited for a core 50% of the time")
     text = CliRunner().invoke(app, ["compare", str(folder), str(other)]).stdout
-    assert f"Noisy machine, {CELL} in the second: something else was at work in 100% of the turns" in text
+    assert f"Noisy machine, {CELL} in the second: 100% of the turns were disturbed" in text
     assert "in the first: something" not in text
 
 

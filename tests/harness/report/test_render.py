@@ -368,8 +368,8 @@ LATENCY_MS = {"A/A twin": 8.0, "float": 8.0, "all": 2.0, "aa": 4.0, "bb": 5.0}
 def test_what_else_worked_on_the_machine_is_said_first_below_the_table(folder, confirmation_maker):
     confirmation_maker(folder / CELL, LATENCY_MS, disturbed="waited for a core 50% of the time")
     said = (
-        f"Noisy machine, {CELL}: something else was at work in 100% of the turns, which distorts speedups, upwards "
-        "as a rule. Close other work and repeat."
+        f"Noisy machine, {CELL}: 100% of the turns were disturbed, which distorts speedups, "
+        "usually upwards. Close other work and repeat."
     )
     assert said in tables(folder)
     decisions = {line[-1] for line in cells_of(folder / "report" / "precision.md")}

@@ -89,7 +89,7 @@ def test_other_work_on_the_machine_is_told_at_the_end_and_kept_in_the_record(tmp
     hold(contest, Busy(disturbed).open, observer)
     advise(contest, observer)
     said = (
-        "confirmation: something else was at work in 100% of the turns, which distorts speedups, upwards as a rule: "
+        "confirmation: 100% of the turns were disturbed, which distorts speedups, usually upwards: "
         "close other work and repeat"
     )
     assert observer.said == ([said] if disturbed else [])

@@ -58,7 +58,7 @@ def test_a_disturbed_floor_is_told(model: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(InProcess, "sample", disturbed)
     assert floor(model)[1][1:] == [
-        "A/A check: something else was at work in 100% of the turns, which distorts speedups, upwards as a rule: "
+        "A/A check: 100% of the turns were disturbed, which distorts speedups, usually upwards: "
         "close other work and repeat"
     ]
 

@@ -1,4 +1,4 @@
-"""The comparison after loading: valid models pass, changed ones are refused by name, the rest is reported."""
+"""Comparison after loading: valid models pass, changed ones are refused, and others are reported."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
+import harness.graph.cleaning.equivalence as check
+import harness.graph.cleaning.fold as fold_batch_norm
+import harness.graph.cleaning.write as files
 from harness.errors import UserError
-from harness.graph.cleaning import equivalence, fold, write
-from harness.graph.cleaning.compare import Verdict
-from harness.graph.cleaning.deviation import deviation_db, threshold_db
+from harness.graph.cleaning.compare import Verdict, deviation_db, threshold_db
 from harness.graph.cleaning.guard import sturdy
 from harness.graph.load import from_proto, load
 
+# Nodes after r, and outputs, which show rounding noise and changes of earlier nodes to different degrees.
 ENDS: dict[str, tuple[str, str]] = {
     "float": ("y = Neg(r)", "float y"),
     "index": ("y = ArgMax<axis=1>(r)", "int64 y"),
@@ -31,11 +33,10 @@ ENDS: dict[str, tuple[str, str]] = {
     "sorted": ("f = Reshape(r, flat)  v, y = TopK(f, five)", "float v, int64 y"),
     "quantized": ("q = QuantizeLinear(r, step, zero)  y = DequantizeLinear(q, step, zero)", "float y"),
 }
-"""By what they show of rounding noise and of changes upstream: nodes behind r, and outputs."""
 
 
 def network(end: str = "float", *, depth: int = 4, half: bool = False) -> onnx.ModelProto:
-    """Return a stack of Conv, BatchNormalization and Relu, which loading folds, and an end of `ENDS`."""
+    """Return a stack of Conv, BatchNormalization and Relu, which loading folds, with one of `ENDS`."""
     rng, dtype, kind = np.random.default_rng(0), np.float16 if half else np.float32, "float16" if half else "float"
     tail, outputs = ENDS[end]
     lines, weights, last = [], [], "x"
@@ -61,25 +62,27 @@ def ready(proto: onnx.ModelProto, **options: Any) -> list[str]:
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Verdict]]:
-    """All verdicts of comparisons that were made, none remembered before."""
+    """Verdicts of all comparisons, with an empty cache at first."""
     verdicts: list[Verdict] = []
-    compare = equivalence._compared
+    compare = check._compared
 
     def recorded(*args: Any) -> Verdict:
         verdicts.append(compare(*args))
         return verdicts[-1]
 
-    equivalence._verdicts.cache_clear()
-    monkeypatch.setattr(equivalence, "_compared", recorded)
+    check._verdicts.cache_clear()
+    monkeypatch.setattr(check, "_compared", recorded)
     yield verdicts
-    equivalence._verdicts.cache_clear()
+    check._verdicts.cache_clear()
 
 
 @pytest.fixture
 def faulty_fold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folding of BatchNormalization that is two percent off."""
-    scaled = fold._scaled
-    monkeypatch.setattr(fold, "_scaled", lambda weight, factor, linear: scaled(weight, factor * 1.02, linear))
+    """Folding of BatchNormalization with an error of two percent."""
+    scaled = fold_batch_norm._scaled
+    monkeypatch.setattr(
+        fold_batch_norm, "_scaled", lambda weight, factor, linear: scaled(weight, factor * 1.02, linear)
+    )
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -110,13 +113,13 @@ def test_digits_lost_to_a_large_mean_are_no_change(half: bool, compared: list[Ve
 @pytest.mark.usefixtures("faulty_fold")
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("end", ENDS)
-def test_a_change_is_refused_by_the_first_node_that_shows_it(end: str, half: bool) -> None:
+def test_a_change_is_refused_with_the_first_changed_node(end: str, half: bool) -> None:
     with pytest.raises(UserError, match=r"'norm0' \(BatchNormalization, output 'n0'\).* 3[34]\.\d dB"):
         ready(network(end, half=half))
 
 
 @pytest.mark.parametrize("end", ["float", "index"])
-def test_a_model_made_for_several_samples_is_compared_sample_by_sample(end: str, compared: list[Verdict]) -> None:
+def test_a_model_with_a_larger_batch_is_compared_sample_by_sample(end: str, compared: list[Verdict]) -> None:
     ready(network(end), shapes={"x": "3x4x8x8"})
     assert compared == [Verdict()]
 
@@ -143,7 +146,7 @@ def test_a_file_is_compared_once_and_an_untouched_one_never(tmp_path: Path, comp
 
 
 @pytest.mark.usefixtures("faulty_fold")
-def test_a_refusal_is_remembered(tmp_path: Path, compared: list[Verdict]) -> None:
+def test_a_refusal_is_cached(tmp_path: Path, compared: list[Verdict]) -> None:
     onnx.save(network(), tmp_path / "m.onnx")
     for _ in range(2):
         with pytest.raises(UserError, match="'norm0'"):
@@ -156,7 +159,7 @@ def test_a_refusal_is_remembered(tmp_path: Path, compared: list[Verdict]) -> Non
 def test_external_data_and_large_models(
     limit: int, external: bool, tmp_path: Path, compared: list[Verdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write, "EXTERNAL_OVER_BYTES", limit)
+    monkeypatch.setattr(files, "EXTERNAL_OVER_BYTES", limit)
     onnx.save_model(
         network("index"), tmp_path / "m.onnx", save_as_external_data=external, location="w", size_threshold=0
     )
@@ -177,7 +180,7 @@ def test_external_data_and_large_models(
          " y = Add(b, r) }", "run to run: y"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_compared_is_said(graph: str, word: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_comparisons_that_are_not_possible_are_logged(graph: str, word: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         ready(parser.parse_model(f'<ir_version: 8, opset_import: ["": 13, "acme": 1]> g {graph}'))
     (message,) = [r.getMessage() for r in caplog.records if "not compared" in r.getMessage()]
@@ -205,16 +208,18 @@ def test_inputs_that_a_model_accepts_are_found(graph: str, compared: list[Verdic
 def test_a_crash_of_onnx_runtime_is_no_refusal(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(equivalence, "compare_runs", sys.exit)  # which is no Exception, so the process ends
+    monkeypatch.setattr(check, "compare_runs", sys.exit)  # SystemExit is no Exception, so the process ends
     with caplog.at_level(logging.WARNING):
         ready(network())
     assert "ONNX Runtime exited" in caplog.text
 
 
 def test_memory_is_limited(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(equivalence, "MEMORY_SHARE", 0.0)
+    monkeypatch.setattr(check, "MEMORY_SHARE", 0.0)
     monkeypatch.setattr(
-        equivalence, "sturdy", lambda what, _work, _arg, **limits: sturdy(what, time.sleep, 2, **limits)
+        check,
+        "sturdy",
+        lambda what, _work, _arg, **limits: sturdy(what, time.sleep, 2, **limits),
     )
     with caplog.at_level(logging.WARNING):
         ready(network(depth=3))

@@ -1,4 +1,4 @@
-"""BatchNormalization folded into the operator before it: the same numbers, one node fewer."""
+"""Folding of BatchNormalization: the same results with one node fewer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(proto: onnx.ModelProto, x: npt.NDArray[np.generic]) -> list[npt.NDArray[
 
 
 def ops_after(builder: GraphBuilder, tolerance: float = 1e-4) -> list[str]:
-    """Operators after loading, when the outputs are still the same."""
+    """Return the operators after loading, which must not change the outputs."""
     proto = builder.build()
     model = from_proto(proto, source="m", sha256="0")
     kind = model.types["x"]
@@ -72,7 +72,7 @@ def test_two_in_a_row() -> None:
     assert ops_after(builder) == ["Conv"]
 
 
-def test_shared_weights_are_scaled_for_one_reader_alone() -> None:
+def test_shared_weights_are_scaled_for_one_reader_only() -> None:
     builder = GraphBuilder("shared")
     x = builder.input("x", (1, 4, 6, 6))
     weight = builder.const(np.random.default_rng(0).normal(size=(4, 4, 1, 1)).astype(np.float32))
@@ -83,7 +83,7 @@ def test_shared_weights_are_scaled_for_one_reader_alone() -> None:
     assert ops_after(builder) == ["Conv", "Conv", "Conv"]
 
 
-def test_a_second_reader_or_an_output_forbids_it() -> None:
+def test_a_second_reader_or_an_output_prevents_it() -> None:
     builder = GraphBuilder("read twice")
     x = builder.conv(builder.input("x", (1, 3, 6, 6)), 4, 1)
     builder.output(builder.op("Add", builder.batch_norm(x), x))
@@ -95,7 +95,7 @@ def test_a_second_reader_or_an_output_forbids_it() -> None:
     assert ops_after(builder) == ["Conv", "BatchNormalization"]
 
 
-def test_a_reader_inside_of_a_subgraph_forbids_it() -> None:
+def test_a_reader_in_a_subgraph_prevents_it() -> None:
     then, other = GraphBuilder("then"), GraphBuilder("else")
     builder = GraphBuilder("captured")
     x = builder.conv(builder.input("x", (1, 3, 6, 6)), 4, 1)
@@ -107,7 +107,7 @@ def test_a_reader_inside_of_a_subgraph_forbids_it() -> None:
     assert "BatchNormalization" in ops_after(builder)
 
 
-def test_nothing_linear_before_it() -> None:
+def test_other_operators_before_it_prevent_it() -> None:
     builder = GraphBuilder("alone")
     builder.output(builder.batch_norm(builder.op("Relu", builder.input("x", (1, 3, 6, 6)))))
     assert ops_after(builder) == ["Relu", "BatchNormalization"]
@@ -127,7 +127,7 @@ def test_half_precision_stays_half_precision() -> None:
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_weights_that_half_precision_cannot_hold_stay_apart() -> None:
+def test_an_overflow_of_half_precision_prevents_it() -> None:
     builder = GraphBuilder("loud")
     x = builder.input("x", (2, 1), "float16")
     weight, scale, zero, variance = (builder.const(np.full(1, v, np.float16)) for v in (3, 4e4, 0, 2))

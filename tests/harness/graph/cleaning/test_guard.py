@@ -1,4 +1,4 @@
-"""Work that is done in another process: what comes back, what a fall costs, and that threads are no harm."""
+"""Calls in the helper process: results, failures, and threads of the driver."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import harness.graph.cleaning.guard as helper_process
 from harness.errors import UserError
 from harness.graph.build import GraphBuilder
 from harness.graph.cleaning.guard import sturdy
@@ -20,7 +21,7 @@ from harness.graph.cleaning.shapes import parse_shape
 from harness.graph.load import load
 
 
-def test_what_it_gives_and_raises_comes_back() -> None:
+def test_results_and_exceptions_are_returned() -> None:
     assert sturdy("m.onnx", divmod, 7, 2) == (3, 1)
     with pytest.raises(ZeroDivisionError):
         sturdy("m.onnx", divmod, 1, 0)
@@ -28,34 +29,33 @@ def test_what_it_gives_and_raises_comes_back() -> None:
         sturdy("m.onnx", parse_shape, "big", "shapes.x")
 
 
-def test_one_process_does_it_all_and_it_is_not_this_one() -> None:
+def test_one_other_process_runs_all_calls() -> None:
     assert len({os.getpid(), *(sturdy("m.onnx", os.getpid) for _ in range(3))}) == 2
 
 
-def test_what_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_does_not_return_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     sturdy("m.onnx", abs, -1)
-    monkeypatch.setattr("harness.graph.cleaning.guard.LIMIT_S", 0.2)
-    message = r"^m\.onnx: shape inference takes more than 0\.2 s: damaged, or made to do so; fetch or export the model"
-    with pytest.raises(UserError, match=message):
+    monkeypatch.setattr(helper_process, "LIMIT_S", 0.2)
+    with pytest.raises(UserError, match=r"^m\.onnx: shape inference takes more than 0\.2 s: .* damaged"):
         sturdy("m.onnx: shape inference", signal.pause)
     monkeypatch.undo()
-    assert sturdy("m.onnx", abs, -2) == 2, "the next call finds another process"
+    assert sturdy("m.onnx", abs, -2) == 2, "the next call starts another process"
 
 
 @pytest.mark.parametrize(
-    ("fall", "arguments", "said"),
+    ("crash", "arguments", "how"),
     [(os.abort, (), "was ended by SIGABRT"), (os._exit, (3,), "exited with status 3")],
 )
-def test_a_fall_is_one_message_and_the_next_call_finds_another_process(
-    fall: object, arguments: object, said: str
+def test_a_crash_is_one_message_and_the_next_call_starts_another_process(
+    crash: object, arguments: object, how: str
 ) -> None:
     before = sturdy("m.onnx", os.getpid)
-    with pytest.raises(UserError, match=rf"^m\.onnx: the upgrade {said}: damaged, or made to do so; fetch or export"):
-        sturdy("m.onnx: the upgrade", fall, *arguments)  # type: ignore[arg-type, misc]
+    with pytest.raises(UserError, match=rf"^m\.onnx: the upgrade {how}: .* damaged"):
+        sturdy("m.onnx: the upgrade", crash, *arguments)  # type: ignore[arg-type, misc]
     assert sturdy("m.onnx", os.getpid) not in (before, os.getpid())
 
 
-def test_a_process_that_was_ended_while_nobody_asked_is_no_damage() -> None:
+def test_a_process_that_ended_between_calls_is_replaced() -> None:
     process = sturdy("m.onnx", os.getpid)
     os.kill(process, signal.SIGKILL)
     os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
@@ -77,6 +77,7 @@ def test_a_fork_has_a_process_of_its_own() -> None:
 
 DRIVER = """
 import os, signal
+import harness.graph.cleaning.guard as helper_process
 from harness.graph.cleaning.guard import sturdy
 print(sturdy("m.onnx", os.getpid), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -88,7 +89,7 @@ def test_it_ends_with_the_driver() -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr
     deadline_s = time.monotonic() + 30
     while psutil.pid_exists(int(done.stdout)) and psutil.Process(int(done.stdout)).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline_s, "it lives on"
+        assert time.monotonic() < deadline_s, "it is still running"
         time.sleep(0.02)
 
 
@@ -98,11 +99,12 @@ from pathlib import Path
 
 import numpy as np
 
+import harness.graph.cleaning.guard as helper_process
 from harness.graph.cleaning.guard import sturdy
 from harness.graph.load import load
 
 def multiply():
-    square = np.ones((600, 600))  # large enough for OpenBLAS to share it out
+    square = np.ones((600, 600))  # large enough for several threads of OpenBLAS
     while True:
         square @ square
 
@@ -130,8 +132,8 @@ __import__("os")._exit(0)
 """
 
 
-def test_threads_at_work_do_not_stop_it(tmp_path: Path) -> None:
-    """A fork did: before one, OpenBLAS waits for its threads to end, which those at work never do."""
+def test_working_threads_do_not_block_it(tmp_path: Path) -> None:
+    """They would block a fork: before one, OpenBLAS waits for its threads to end, which working ones never do."""
     builder = GraphBuilder("net", seed=1)
     builder.output(builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3)))
     builder.save(tmp_path / "net.onnx")
@@ -148,7 +150,7 @@ def test_a_model_is_read_without_a_fork(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("the driver forked"))
     builder = GraphBuilder("net", seed=1)
     x = builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3)
-    half = builder.op("Sqrt", builder.const([0.25]))  # computed ahead, by ONNX Runtime
+    half = builder.op("Sqrt", builder.const([0.25]))  # folded by ONNX Runtime
     builder.output(builder.op("Mul", x, half))
     model = load(builder.save(tmp_path / "net.onnx"))
     assert [node.op for node in model.nodes] == ["Conv", "Mul"]

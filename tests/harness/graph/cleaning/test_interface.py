@@ -1,4 +1,4 @@
-"""Inputs and outputs after preparation are those before it, or the model is refused."""
+"""Preparation keeps inputs and outputs, or the model is refused."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import onnx
 import pytest
 from onnx import parser
 
+import harness.graph.cleaning.pipeline as pipeline
 from harness.errors import UserError
-from harness.graph import load as load_module
 from harness.graph.cleaning.upgrade import upgraded
 from harness.graph.load import from_proto
 
@@ -60,13 +60,13 @@ def test_a_changed_interface_is_refused(
         return proto
 
     assert from_proto(model(), source="m.onnx", sha256="0").outputs == ("y", "z")
-    monkeypatch.setattr(load_module, "upgraded", broken)
-    monkeypatch.setattr(load_module, "check_equivalent", lambda *_: None)
+    monkeypatch.setattr(pipeline, "upgraded", broken)
+    monkeypatch.setattr("harness.graph.load.check_equivalent", lambda *_: None)
     with pytest.raises(UserError, match=r"m\.onnx: preparing the model would change .*newer opset"):
         from_proto(model(), source="m.onnx", sha256="0")
 
 
-def test_names_of_dimensions_that_depend_on_data_stay() -> None:
+def test_names_of_data_dependent_dimensions_are_kept() -> None:
     proto = parser.parse_model(
         """<ir_version: 8, opset_import: ["": 13]> g (float[2,3] x) => (float[hits] y, int64[2,found] z)
         { z = NonZero(x)  r = Relu(x)  f = Flatten<axis=0>(r)  k = Cast<to=9>(f)  o = Squeeze(k)
