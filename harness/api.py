@@ -180,7 +180,7 @@ class Accuracy:
         per_item: One value per image, in data order, where the metric is their mean (top-1 hits);
             empty where it is not a mean (mAP).
         evidence: What the metrics can be computed from again on any choice of the images, as text that
-            `harness.evaluators.intervals` makes and reads; "" where there is nothing beside `per_item`.
+            `harness.accuracy.metrics.intervals` makes and reads; "" where there is nothing beside `per_item`.
         note: What has to be said beside the figures, for instance which outputs they leave out; "" as a rule.
     """
 

@@ -1,6 +1,6 @@
 """What is written down: one JSON object a line, schema 1.
 
-Raw samples are always stored; summaries are computed by readers (`harness.measure.stats`).
+Raw samples are always stored; summaries are computed by readers (`harness.statistics`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Measured:
 
     Attributes:
         samples_ms: Latency of each inference in the order of measurement, warm-up excluded; of each turn where it was
-            timed beside a reference, the machine's pace taken out (`harness.measure.paired`).
+            timed beside a reference, the machine's pace taken out (`harness.timing.reference_sampling`).
         raw_ms: Of each such turn what the clock said; empty where it was timed alone.
         beside_ms: The reference's turns, before the first of them and after each; of a runoff one a turn.
         discarded_ms: Readings of a first attempt that was repeated; empty as a rule.

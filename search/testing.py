@@ -27,7 +27,7 @@ import sys
 import numpy as np
 
 from search.api import Failure, Observation, Placement, Score, Searcher, Space
-from search.planted import PlantedObjective, common_seeds, drive, planted_space
+from search.synthetic_problem import PlantedObjective, common_seeds, drive, planted_space
 
 __all__ = [
     "IncumbentContract", "PlantedObjective", "SearcherContract", "common_seeds", "drive", "planted_space",

@@ -9,8 +9,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from harness.cli import COMMANDS, app
-from harness.run.config import parse_experiment, to_yaml
+from harness.cli.main import COMMANDS, app
+from harness.config.experiment import parse_experiment, to_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from harness.errors import UserError
-from harness.measure.site import LocalSite, Site
-from harness.run.config import Limits
-from harness.run.executing import ExecutorSpec
-from harness.run.observe import Observer
+from harness.timing.workers.execution_target import LocalSite, Site
+from harness.config.experiment import Limits
+from harness.config.executor import ExecutorSpec
+from harness.progress import Observer
 
 __all__ = ["SETTINGS", "open_site"]
 
@@ -39,7 +39,7 @@ def open_site(
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     try:
-        from harness.cluster.site import open_ray_site
+        from harness.cluster.ray_target import open_ray_site
     except ModuleNotFoundError as error:
         raise UserError(f"executor: 'ray' needs Ray ({error}); install it: pip install 'qdq-bench[ray]'") from error
     with open_ray_site(executor, limits, known, observer) as target:

@@ -12,24 +12,24 @@ from typing import Any
 
 from harness import registry
 from harness.errors import UserError
-from harness.explain.cost import Accountant
-from harness.explain.fates import fates_of, layers_of
-from harness.explain.parts import Bench, Timed, fewer_points, quantized, without
-from harness.graph.patterns import find_patterns
-from harness.graph.regions import discover
-from harness.measure.engines import MAIN, WorkerSpec
-from harness.measure.sandbox import open_engines
-from harness.measure.stats import Interval
+from harness.explain.accuracy_ablation import Accountant
+from harness.explain.edge_fusion import fates_of, layers_of
+from harness.explain.ablation import Bench, Timed, fewer_points, quantized, without
+from harness.graph.partition.patterns import find_patterns
+from harness.graph.partition.regions import discover
+from harness.timing.workers.engines import MAIN, WorkerSpec
+from harness.timing.workers.sandbox import open_engines
+from harness.statistics import Interval
 from harness.records import Failed
-from harness.report.explained import Effect, Explanation, Kept
-from harness.report.results import CellResults, load
+from harness.report.load.attribution_store import Effect, Explanation, Kept
+from harness.report.load.results import CellResults, load
 from harness.report.trace import row_of
-from harness.run.compose import Cell, compose
-from harness.run.config import Confirmation, Experiment, Use, load_experiment
-from harness.run.observe import Observer
-from harness.run.plan import plan
-from harness.run.scoring import Scoring, scoring_of
-from harness.run.starts import TOOLS
+from harness.pipeline.task import Cell, compose
+from harness.config.experiment import Confirmation, Experiment, Use, load_experiment
+from harness.progress import Observer
+from harness.config.plan import plan
+from harness.pipeline.accuracy import Scoring, scoring_of
+from harness.config.initial import TOOLS
 from search.space import Placement
 
 __all__ = ["explain_row"]

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.api import Layer
-from harness.explain.kinds import is_low, kind_of
-from harness.graph.asked import QUANTIZE, Asked
+from harness.explain.layer_kinds import is_low, kind_of
+from harness.graph.qdq.read_structure import QUANTIZE, Asked
 
 __all__ = ["Explanation", "Finding", "explain_layers"]
 

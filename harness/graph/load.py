@@ -9,16 +9,16 @@ from pathlib import Path
 import onnx
 
 from harness.errors import UserError
-from harness.graph.cleaning.batch import rebatched
-from harness.graph.cleaning.clean import densify, replace_field
-from harness.graph.cleaning.equivalence import Interface, Original, check_equivalent
-from harness.graph.cleaning.pipeline import ModelDraft, prepare_passes, run_passes
-from harness.graph.cleaning.read import read_model
-from harness.graph.cleaning.shapes import fix_inputs, has_dynamic_inputs, types_of
-from harness.graph.cleaning.sizes import Sizes
-from harness.graph.cleaning.write import write
+from harness.graph.passes.rebatch import rebatched
+from harness.graph.passes.normalize import densify, replace_field
+from harness.graph.equivalence.check import Interface, Original, check_equivalent
+from harness.graph.passes.pipeline import ModelDraft, prepare_passes, run_passes
+from harness.graph.io.reader import read_model
+from harness.graph.passes.static_shapes import fix_inputs, has_dynamic_inputs, types_of
+from harness.graph.passes.dimension_sizes import Sizes
+from harness.graph.io.writer import write
 from harness.graph.model import Model, Origin
-from harness.graph.nodes import nodes_of
+from harness.graph.partition.nodes import nodes_of
 
 __all__ = ["from_proto", "load", "prepared", "save", "write"]
 

@@ -75,7 +75,7 @@ class Model:
         sha256: Of the file as it was given, external data included.
         nodes: In topological order; `nodes[i].index == i`.
         types: Type of every tensor of the main graph that shape inference could type.
-        origin: The model as it was given, if its inputs are dynamic there; see `harness.graph.dynamic`.
+        origin: The model as it was given, if its inputs are dynamic there; see `harness.graph.dynamic_axes`.
     """
 
     proto: onnx.ModelProto

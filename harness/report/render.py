@@ -10,28 +10,28 @@ import pandas as pd
 from rich.console import Group
 from rich.text import Text
 
-from harness.report.ablation import ablation_frame
-from harness.report.decision import decision_frame
-from harness.report.drawing import draw
-from harness.report.fixed import fixed_frame
-from harness.report.frames import finalist_frame, main_frame, precision_frame
-from harness.report.notes import partial, progress
-from harness.report.overview import overview_frame
-from harness.report.page import index
-from harness.report.results import Results
-from harness.report.results import load as load_results
-from harness.report.samples import sample_frame, variance_frame
-from harness.report.scenes import graph_of, keep_graph
-from harness.report.searching import budget_frame, cost_frame, curve_frame, target_frame
-from harness.report.shown import tables_of
-from harness.report.study import pair_frame, score_frame
-from harness.report.tables import Table, plain_text, printable, without_repeats, write_table
-from harness.report.terminal import Drawn
-from harness.report.transfer import transfer_frame
-from harness.report.upkeep import digest_of, is_current, keep_digest
-from harness.report.volumes import volume_frame
-from harness.run.journal import writing
-from harness.run.rows import write_text
+from harness.report.frames.component_ablation import ablation_frame
+from harness.report.frames.decision import decision_frame
+from harness.report.plots.plot_files import draw
+from harness.report.frames.gain_over_fixed import fixed_frame
+from harness.report.frames.main_frame import finalist_frame, main_frame, precision_frame
+from harness.report.tables.notes import partial, progress
+from harness.report.frames.speedup_overview import overview_frame
+from harness.report.page.index_page import index
+from harness.report.load.results import Results
+from harness.report.load.results import load as load_results
+from harness.report.frames.confirmation_samples import sample_frame, variance_frame
+from harness.report.page.graph_snapshots import graph_of, keep_graph
+from harness.report.frames.budget_frames import budget_frame, cost_frame, curve_frame, target_frame
+from harness.report.tables.table_layouts import tables_of
+from harness.report.frames.searcher_statistics import pair_frame, score_frame
+from harness.report.tables.report_table import Table, plain_text, printable, without_repeats, write_table
+from harness.report.tables.terminal_table import Drawn
+from harness.report.frames.transfer import transfer_frame
+from harness.report.load.report_cache import digest_of, is_current, keep_digest
+from harness.report.frames.hypervolume import volume_frame
+from harness.results_dir.journal import writing
+from harness.results_dir.artifacts import write_text
 
 __all__ = ["Frames", "current_report", "drawing_of", "load", "render", "text_of", "write_report", "write_tables"]
 
@@ -44,20 +44,20 @@ class Frames:
     """A results folder as pandas frames of raw figures, finished or not.
 
     Attributes:
-        main: One row a method; see `harness.report.frames.main_frame`.
-        overview: Speedups of several cells by method, and their geometric means; see `harness.report.overview`.
+        main: One row a method; see `harness.report.frames.main_frame.main_frame`.
+        overview: Speedups of several cells by method, and their geometric means; see `harness.report.frames.speedup_overview`.
         finalists: Everything that went to the confirmation.
         precision: The rows with an accuracy or of several precisions, with a decision.
-        decision: Float, PTQ tools, everything quantized, and the best found; see `harness.report.decision`.
+        decision: Float, PTQ tools, everything quantized, and the best found; see `harness.report.frames.decision`.
         budget: Confirmed speedup by searcher and budget.
-        fixed: The same over the best fixed row of the cell; see `harness.report.fixed`.
+        fixed: The same over the best fixed row of the cell; see `harness.report.frames.gain_over_fixed`.
         targets: Evaluations and minutes to a share of the best gain.
         cost: Where the searches spent their time.
         curves: The incumbent after every evaluation of every search.
         volumes: Hypervolume of latency and accuracy after every evaluation that was scored.
         scores: Searchers against random search.
         pairs: Searchers against each other, over all cells.
-        ablation: Searchers against variants of themselves, by budget; see `harness.report.ablation`.
+        ablation: Searchers against variants of themselves, by budget; see `harness.report.frames.component_ablation`.
         transfer: Placements found on one backend and run on another.
         samples: Every latency of the confirmation.
         variance: How much inferences, turns and builds scatter.
@@ -150,7 +150,7 @@ def current_report(folder: Path) -> tuple[Results, list[Table]] | None:
     """What `write_report` would give, where it would write what is there already; None where it would not.
 
     Raises:
-        UserError: See `harness.report.results.load`.
+        UserError: See `harness.report.load.results.load`.
     """
     if not is_current(folder):
         return None

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from harness.measure.stats import CLAIM_FLOOR, Interval, block_ci
-from harness.report.tables import several
+from harness.statistics import CLAIM_FLOOR, Interval, block_ci
+from harness.report.tables.report_table import several
 
 __all__ = [
     "ENOUGH", "FEWEST", "Ranks", "compare_pairs", "compare_with", "effect_size", "geometric_mean", "over_blocks",
@@ -144,7 +144,7 @@ def effect_size(first: Sequence[float], second: Sequence[float]) -> float:
 def compare_pairs(seeds: Mapping[str, Mapping[str, Sequence[float]]]) -> pd.DataFrame:
     """Every pair of methods: ratio with its interval, size of effect, Wilcoxon's signed ranks with Holm's correction.
 
-    The ratio goes over blocks as `harness.measure.stats.block_ci` has it: the median over seeds stands for a block, the
+    The ratio goes over blocks as `harness.statistics.block_ci` has it: the median over seeds stands for a block, the
     interval is Student's over blocks on a logarithmic scale; fewer than `FEWEST` give none. The chance to be better is
     the mean over blocks of the effect size over seeds (Agarwal et al. 2021, "Deep reinforcement learning at the edge of
     the statistical precipice", probability of improvement).

@@ -10,14 +10,14 @@ from typing import Any
 import pandas as pd
 
 from harness.errors import UserError, nearest
-from harness.report import readings
-from harness.report.frames import main_frame
-from harness.report.overview import MEAN
-from harness.report.readings import Source
-from harness.report.results import CellResults, Results
-from harness.report.shown import tables_of
-from harness.report.tables import Table
-from harness.run.contest import RUNOFF
+from harness.report.load import provenance_lines
+from harness.report.frames.main_frame import main_frame
+from harness.report.frames.speedup_overview import MEAN
+from harness.report.load.provenance_lines import Source
+from harness.report.load.results import CellResults, Results
+from harness.report.tables.table_layouts import tables_of
+from harness.report.tables.report_table import Table
+from harness.selection.paired_timing import RUNOFF
 
 __all__ = ["Traced", "row_of", "trace"]
 
@@ -173,7 +173,7 @@ def _origins(results: Results, table: Table, number: int, head: str) -> Iterator
     for cell in [cells[line["cell"]]] if line.get("cell") in cells else results.pooled:
         if table.name == "variance":
             for row in cell.summaries:
-                yield readings.turns(cell, row, paired=False)
+                yield provenance_lines.turns(cell, row, paired=False)
         elif table.name in CONFIRMED:
             yield from _chosen(cell, _named(line), line.get("budget", head))
             yield from _beside(cell, table)
@@ -185,9 +185,9 @@ def _tried(cell: CellResults, searchers: set[str], *, confirmed: bool) -> Iterat
     """Every evaluation of these searchers, or of all; and of their incumbents the confirmation, or else the runoff."""
     for search in cell.searches:
         if not searchers or search.searcher in searchers:
-            yield from readings.trials(cell, search.searcher, search.seed)
+            yield from provenance_lines.trials(cell, search.searcher, search.seed)
             rows = dict.fromkeys(step.digest for step in search.steps if confirmed and step.digest in cell.summaries)
-            yield from (readings.turns(cell, row, paired=True) for row in rows)
+            yield from (provenance_lines.turns(cell, row, paired=True) for row in rows)
             met = dict.fromkeys(step.digest for step in search.steps if confirmed and step.digest in cell.runoff)
             yield from (_met(cell, digest) for digest in met if digest not in rows)
 
@@ -206,7 +206,7 @@ def _of_row(cells: Mapping[str, CellResults], raw: Mapping[Any, Any] | None, hea
     else:
         column = head.removeprefix(f"{raw.get('quantized')} ")
         whole = column.startswith("run ") or column == raw.get("column")
-        yield from readings.of_row(cells[raw["cell"]], raw, "speedup" if whole else column)
+        yield from provenance_lines.of_row(cells[raw["cell"]], raw, "speedup" if whole else column)
 
 
 def _behind(table: Table, number: int, head: str) -> Sequence[Mapping[Any, Any] | None]:
@@ -246,7 +246,7 @@ def _chosen(cell: CellResults, searchers: set[str], head: str) -> Iterator[Sourc
     for row, told in choices.items():
         yield Source(head=tuple(told))
         if row:
-            yield readings.turns(cell, row, paired=True)
+            yield provenance_lines.turns(cell, row, paired=True)
 
 
 def _beside(cell: CellResults, table: Table) -> Iterator[Source]:
@@ -254,4 +254,4 @@ def _beside(cell: CellResults, table: Table) -> Iterator[Source]:
     lines = table.raw.to_dict("records") if table.name == "fixed" else []
     for row in dict.fromkeys(line["row"] for line in lines if line["cell"] == cell.name and line["row"]):
         yield Source(head=(f"{cell.name}, the best fixed row: {row}",))
-        yield readings.turns(cell, row, paired=True)
+        yield provenance_lines.turns(cell, row, paired=True)

@@ -19,8 +19,8 @@ from harness.report.statistics import (
     score_against_random,
     smallest_p,
 )
-from harness.report.tables import Table, interval, several
-from harness.studies.landscape import Floats
+from harness.report.tables.report_table import Table, interval, several
+from harness.studies.recorded_landscape import Floats
 from harness.studies.random_search import RANDOM
 from harness.studies.study_file import BudgetStudy
 
@@ -38,7 +38,7 @@ class Curves:
     """Searches of one searcher on one table; arrays are [seed, evaluation].
 
     Attributes:
-        latency_ms: Recorded latency of what a search hands over, see `harness.studies.choosing`.
+        latency_ms: Recorded latency of what a search hands over, see `harness.studies.simulated_selection`.
         found_ms: Recorded latency of the fastest that it evaluated, whether it was chosen or not.
         elapsed_s: Recorded wall-clock of all that was built and measured until then.
         evaluations: Of each search, until it had nothing more to propose; [seed].

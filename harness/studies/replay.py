@@ -15,14 +15,14 @@ from threadpoolctl import threadpool_limits
 
 from harness import registry
 from harness.errors import UserError, nearest
-from harness.measure.local import attempt
+from harness.timing.workers.in_process import attempt
 from harness.records import Failed
-from harness.run.compose import open_model
-from harness.run.config import ModelSpec, Use
-from harness.run.engine import DUPLICATES_IN_A_ROW
-from harness.studies.choosing import Walks
-from harness.studies.landscape import NEAR, Landscape
-from harness.tables import Table
+from harness.pipeline.task import open_model
+from harness.config.experiment import ModelSpec, Use
+from harness.search_loop.loop import DUPLICATES_IN_A_ROW
+from harness.studies.simulated_selection import Walks
+from harness.studies.recorded_landscape import NEAR, Landscape
+from harness.benchmark_table import Table
 from search.api import Failure, Observation, Placement, Score, Searcher
 
 __all__ = [
@@ -107,7 +107,7 @@ def replay_walks(
             raise UserError(f"searcher {use.name!r}, seed {seed}, broke; {found.reason}\n{found.log_tail}")
         return found
 
-    with threadpool_limits(1):  # small matrices; see `harness.run.guarded`
+    with threadpool_limits(1):  # small matrices; see `harness.search_loop.searcher_guard`
         return {seed: np.array(run(seed), dtype=np.int32) for seed in seeds}
 
 
@@ -183,7 +183,7 @@ def told_optimum(landscape: Landscape, initial: Sequence[str]) -> str:
 def replay_once(
     landscape: Landscape, searcher: Searcher, *, budget: int, seed: int, first: Sequence[Placement] = ()
 ) -> list[int]:
-    """One search, as `harness.run.engine` runs it: the same model again is told again and costs nothing.
+    """One search, as `harness.search_loop.loop` runs it: the same model again is told again and costs nothing.
 
     Returns:
         The evaluated indices in order; for what was read of each see `walks_of`.

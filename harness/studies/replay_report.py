@@ -13,16 +13,16 @@ import pandas as pd
 
 from harness.errors import UserError
 from harness.report.statistics import quartiles
-from harness.report.tables import interval
-from harness.run.config import ModelSpec, Use
-from harness.run.journal import writing
+from harness.report.tables.report_table import interval
+from harness.config.experiment import ModelSpec, Use
+from harness.results_dir.journal import writing
 from harness.studies.budget_tables import RISES
-from harness.studies.difficulty import difficulty_of, drift_of
-from harness.studies.landscape import NEAR, Bound, Floats, Landscape
+from harness.studies.landscape_metrics import difficulty_of, drift_of
+from harness.studies.recorded_landscape import NEAR, Bound, Floats, Landscape
 from harness.studies.random_search import RANDOM, random_search
 from harness.studies.replay import Replayed, check_table, first_placements, replay, told_optimum
 from harness.studies.study_file import MOST_EVALUATIONS, MOST_SEEDS
-from harness.tables import Table
+from harness.benchmark_table import Table
 
 __all__ = ["ReplayOrder", "replay_all", "table_lines"]
 
@@ -154,7 +154,7 @@ def _notes(replayed: Sequence[Replayed]) -> Iterator[str]:
 
 
 def _write(landscape: Landscape, random_ms: Floats, replayed: Sequence[Replayed], out: Path) -> None:
-    from harness.studies.pictures import draw_curves  # matplotlib takes a second, and a replay without plot less
+    from harness.studies.plots import draw_curves  # matplotlib takes a second, and a replay without plot less
 
     optimum_ms = float(landscape.latency_ms[landscape.optimum])
     out.mkdir(parents=True, exist_ok=True)

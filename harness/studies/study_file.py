@@ -9,11 +9,11 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from harness.errors import UserError
-from harness.mistakes import refusal
+from harness.config.validation_errors import refusal
 from harness.registry import plugins
-from harness.run.config import Use
-from harness.run.document import read_document
-from harness.run.starts import listed
+from harness.config.experiment import Use
+from harness.config.yaml_loader import read_document
+from harness.config.initial import listed
 
 __all__ = ["MOST_EVALUATIONS", "MOST_SEEDS", "BudgetStudy", "Contender", "everybody", "load_study"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from harness.errors import UserError, nearest
-from harness.graph.build import GraphBuilder
-from harness.graph.declared import before_transpose
+from harness.graph.builder import GraphBuilder
+from harness.graph.io.signature import before_transpose
 from harness.zoo import cnn, detector, transformer
 
 __all__ = ["names", "write"]

@@ -6,7 +6,7 @@ their BatchNormalization nodes, as a file straight from training has them; Mobil
 
 from __future__ import annotations
 
-from harness.graph.build import GraphBuilder
+from harness.graph.builder import GraphBuilder
 
 __all__ = ["mobilenetv2", "resnet18", "resnet50"]
 

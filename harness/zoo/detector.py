@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.graph.build import GraphBuilder
+from harness.graph.builder import GraphBuilder
 
 __all__ = ["TRAINED", "yolo_tiny", "yolo_tiny_export"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from harness.graph.build import GraphBuilder
+from harness.graph.builder import GraphBuilder
 
 __all__ = ["encoder", "encoder6", "encoder48", "vit_tiny"]
 

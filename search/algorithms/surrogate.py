@@ -11,10 +11,10 @@ import numpy as np
 from search.acquisition import Advisor
 from search.api import Observation, Placement, Space, check_range
 from search.archive import Archive
-from search.features import Described
-from search.models import GaussianProcess, Vector
+from search.placement_features import Described
+from search.gaussian_process import GaussianProcess, Vector
 from search.moves import assign, crossover_by_group, drawn, flip, nearby
-from search.relations import stages
+from search.move_sets import stages
 
 __all__ = ["Forest", "SurrogateSearcher"]
 
@@ -24,7 +24,7 @@ SHARES = (0.6, 0.2, 0.1)
 
 
 class SurrogateSearcher:
-    """Bayesian optimisation with a Gaussian process over placements (`search.acquisition`, `search.models`).
+    """Bayesian optimisation with a Gaussian process over placements (`search.acquisition`, `search.gaussian_process`).
 
     The model of log latency is additive in points, roles, patterns and their shares of the multiply-accumulates, and
     pairwise in neighbours of which one is quantized and the other is not. Candidates are made by moves around the best
@@ -116,14 +116,14 @@ class Forest:
         self._trees = ExtraTreesRegressor(trees, min_samples_leaf=2, max_features=0.5, random_state=seed, n_jobs=1)
 
     def fit(self, rows: Described, values: Vector, errors: Vector) -> Vector:
-        """See `search.models.Regressor`; standard errors become weights, and one of 0 is not known."""
+        """See `search.gaussian_process.Regressor`; standard errors become weights, and one of 0 is not known."""
         known = errors[errors > 0]
         typical = float(np.median(known)) if len(known) else 1.0
         self._trees.fit(_columns(rows), values, sample_weight=1.0 / (1.0 + (errors / typical) ** 2))
         return self.predict(rows)[0]
 
     def predict(self, rows: Described) -> tuple[Vector, Vector]:
-        """See `search.models.Regressor`."""
+        """See `search.gaussian_process.Regressor`."""
         columns = _columns(rows)
         votes = np.array([tree.predict(columns) for tree in self._trees.estimators_])
         return votes.mean(axis=0), votes.std(axis=0) + 1e-3

@@ -17,8 +17,8 @@ import numpy as np
 import onnx
 import pytest
 
-from harness.graph.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
-from harness.graph.insert import Inserter
+from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
+from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto, load
 from harness.graph.model import Model
 from harness.zoo import write

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from harness.api import Candidate
-from harness.measure.engines import Built, WorkerSpec
-from harness.measure.sampling import Samples
-from harness.measure.sandbox import Sandbox
-from harness.run.config import Limits, Sampling, Use
+from harness.timing.workers.engines import Built, WorkerSpec
+from harness.timing.sampling import Samples
+from harness.timing.workers.sandbox import Sandbox
+from harness.config.experiment import Limits, Sampling, Use
 from harness.zoo import write
 
 pytestmark = pytest.mark.slow
@@ -33,7 +33,7 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
 
 def test_isolation_costs_less_than_a_twentieth_of_a_trial(benchmark: Any, tmp_path: Path, request: Any) -> None:
     if benchmark.disabled:
-        pytest.skip("tests/harness/measure/test_sandbox.py has the behaviour; enable benchmarks to take the time")
+        pytest.skip("tests/harness/timing/workers/test_sandbox.py has the behaviour; enable benchmarks to take the time")
     sandbox: Sandbox = request.getfixturevalue("sandbox")
     path = write("resnet18", tmp_path / "resnet18.onnx")
     candidate = Candidate(digest="float", edges=(), source=lambda: path)
@@ -59,7 +59,7 @@ def test_isolation_costs_less_than_a_twentieth_of_a_trial(benchmark: Any, tmp_pa
 def test_a_fresh_worker(benchmark: Any, tmp_path: Path) -> None:
     """What a crash, or a build of the confirmation, costs beside its work."""
     if benchmark.disabled:
-        pytest.skip("tests/harness/measure/test_sandbox.py starts many; enable benchmarks to take the time")
+        pytest.skip("tests/harness/timing/workers/test_sandbox.py starts many; enable benchmarks to take the time")
     pytest.importorskip("openvino")
     spec = WorkerSpec(benchmarkers={"main": Use(use="openvino")}, workdir=tmp_path)
 

@@ -23,9 +23,9 @@ HEAD = """
 import json, resource, sys, time
 from pathlib import Path
 from harness.report import render
-from harness.run.goal import Goal
-from harness.run.journal import Journal, read_journal
-from harness.run.readback import reached
+from harness.search_loop.objective import Goal
+from harness.results_dir.journal import Journal, read_journal
+from harness.results_dir.journal_reader import reached
 folder, path = Path(sys.argv[1]), Path(sys.argv[2])
 goal = Goal(metric="top1", reference=0.8, max_drop=0.02)
 def mib():

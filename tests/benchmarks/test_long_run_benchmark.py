@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from harness.graph.build import GraphBuilder
+from harness.graph.builder import GraphBuilder
 
 pytestmark = pytest.mark.slow
 TRIALS = int(os.environ.get("QDQ_TRIALS", "10000"))
@@ -39,7 +39,7 @@ confirmation: {{builds: 3, rounds: 2, samples: 3}}
 TIMED = """
 import time
 from contextlib import contextmanager
-from harness.benchmarkers.simulated import SimulatedBenchmarker
+from harness.runtimes.simulated import SimulatedBenchmarker
 
 SPENT = [0.0]
 
@@ -67,9 +67,9 @@ RUN = """
 import json, resource, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from harness.run.config import load_experiment
-from harness.run.experiment import run_experiment
-from harness.run.observe import Silent
+from harness.config.experiment import load_experiment
+from harness.pipeline.runner import run_experiment
+from harness.progress import Silent
 from timed import SPENT
 folder, out = Path(sys.argv[1]), Path(sys.argv[2])
 

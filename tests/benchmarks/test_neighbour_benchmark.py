@@ -63,7 +63,7 @@ def busy(core: int, model: Path) -> Iterator[None]:
 
 def rows(core: int, folder: Path) -> pd.DataFrame:
     (folder / "neighbour.yaml").write_text(EXPERIMENT)
-    command = ("-m", "harness.cli", "run", str(folder / "neighbour.yaml"), "--out", str(folder / "out"))
+    command = ("-m", "harness.cli.main", "run", str(folder / "neighbour.yaml"), "--out", str(folder / "out"))
     assert pinned(core, *command).wait() == 0
     return pd.read_csv(folder / "out" / "report" / "main.csv").set_index("method")
 

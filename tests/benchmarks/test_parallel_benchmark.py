@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.measure.provenance import cores
-from harness.measure.stats import median_ci
+from harness.timing.provenance import cores
+from harness.statistics import median_ci
 from harness.records import Measured
-from harness.run.config import parse_experiment
-from harness.run.experiment import run_experiment
-from harness.run.journal import read_journal
-from harness.run.observe import Silent
+from harness.config.experiment import parse_experiment
+from harness.pipeline.runner import run_experiment
+from harness.results_dir.journal import read_journal
+from harness.progress import Silent
 
 pytestmark = pytest.mark.slow
 EVALUATIONS = 41
@@ -75,7 +75,7 @@ def pace(executor: str, out: Path) -> Pace:
 
 def test_builds_ahead(benchmark: Any, tmp_path: Path) -> None:
     if benchmark.disabled:
-        pytest.skip("tests/harness/run/test_window.py has the behaviour; enable benchmarks to take the time")
+        pytest.skip("tests/harness/pipeline/test_window.py has the behaviour; enable benchmarks to take the time")
     pytest.importorskip("openvino")
     if cores() < 2:
         pytest.skip("builds ahead need a second core")

@@ -20,15 +20,15 @@ import pytest
 
 from harness.api import Candidate
 from harness.cluster import SETTINGS, open_site
-from harness.measure.engines import MAIN, WorkerSpec
-from harness.run.config import Limits, Sampling, Use
-from harness.run.engine import SearchTask, run_search
-from harness.run.executing import ExecutorSpec
-from harness.run.journal import Journal
-from harness.run.observe import Silent
-from harness.run.trial import attempt_with
+from harness.timing.workers.engines import MAIN, WorkerSpec
+from harness.config.experiment import Limits, Sampling, Use
+from harness.search_loop.loop import SearchTask, run_search
+from harness.config.executor import ExecutorSpec
+from harness.results_dir.journal import Journal
+from harness.progress import Silent
+from harness.search_loop.trial import attempt_with
 from search.api import Observation, Placement
-from search.planted import planted_space
+from search.synthetic_problem import planted_space
 
 pytestmark = pytest.mark.slow
 SPACE = planted_space(20, groups=5)

@@ -16,13 +16,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from harness.measure.race import by_builds
-from harness.measure.stats import CLAIM_FLOOR
-from harness.report.results import CellResults, load
-from harness.run.contest import RUNOFF, read_speedups
-from harness.run.journal import read_journal
-from harness.run.readback import evaluated
-from harness.run.rows import FLOAT_ROW
+from harness.timing.racing_test import by_builds
+from harness.statistics import CLAIM_FLOOR
+from harness.report.load.results import CellResults, load
+from harness.selection.paired_timing import RUNOFF, read_speedups
+from harness.results_dir.journal import read_journal
+from harness.results_dir.journal_reader import evaluated
+from harness.results_dir.artifacts import FLOAT_ROW
 
 pytestmark = pytest.mark.slow
 RESULTS = Path(__file__).parents[2] / "results"

@@ -14,14 +14,14 @@ from onnx import TensorProto as Type
 from onnx import helper, numpy_helper
 from typer.testing import CliRunner
 
-from harness.cli import app
+from harness.cli.main import app
 from harness.errors import UserError
-from harness.graph.casting import CastInserter
-from harness.graph.dialects import TENSORRT
-from harness.graph.insert import Inserter
+from harness.graph.qdq.cast_insert import CastInserter
+from harness.graph.rules.dialects import TENSORRT
+from harness.graph.qdq.insert import Inserter
 from harness.graph.load import load, save
-from harness.graph.space import build_space
-from harness.graph.tensorrt_file import cast_model
+from harness.graph.qdq.space import build_space
+from harness.runtimes.tensorrt.model_checks import cast_model
 
 SHAPE = [1, 3, 8, 8]
 EXPERIMENT = {

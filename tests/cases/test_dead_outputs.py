@@ -13,10 +13,10 @@ import pytest
 
 from harness import registry
 from harness.api import Accuracy, Candidate, Infer
-from harness.evaluators.fidelity import Fidelity
-from harness.graph.build import GraphBuilder
-from harness.run.observe import Silent
-from harness.workflows.sensitivity import rank
+from harness.accuracy.metrics.fidelity import Fidelity
+from harness.graph.builder import GraphBuilder
+from harness.progress import Silent
+from harness.compat.tao_specs.sensitivity import rank
 
 SIZE = 16
 

@@ -11,10 +11,10 @@ import onnx
 import pytest
 from fidelity_of import quantizer
 
-from harness.calibrate.ranges import METHODS, finite_ranges, refuse_empty, remarks
+from harness.accuracy.calibration.ranges import METHODS, finite_ranges, refuse_empty, remarks
 from harness.errors import UserError
-from harness.graph.build import GraphBuilder
-from harness.graph.dialects import ONNXRUNTIME_7BIT, OPENVINO_7BIT, Dialect
+from harness.graph.builder import GraphBuilder
+from harness.graph.rules.dialects import ONNXRUNTIME_7BIT, OPENVINO_7BIT, Dialect
 from search.space import Space
 
 TOKENS, WIDTH, HEADS = 16, 32, 4

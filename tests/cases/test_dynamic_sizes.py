@@ -12,13 +12,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from harness.autotune.region_inspect import main as region_inspect
-from harness.cli import main
+from harness.compat.modelopt_autotune.region_inspect import main as region_inspect
+from harness.cli.main import main
 from harness.errors import UserError
 from harness.graph.load import load
-from harness.inspect import inspect_regions
-from harness.run.config import parse_experiment
-from harness.run.models import open_model
+from harness.analysis.region_report import inspect_regions
+from harness.config.experiment import parse_experiment
+from harness.pipeline.model_loader import open_model
 
 Shape = tuple[int | str | None, ...]
 

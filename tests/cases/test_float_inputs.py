@@ -10,14 +10,14 @@ import onnxruntime
 import openvino
 import pytest
 
-from harness.calibrate.ranges import calibrate
-from harness.graph.build import GraphBuilder
-from harness.graph.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
-from harness.graph.insert import Inserter
-from harness.graph.legality import broken_rule
+from harness.accuracy.calibration.ranges import calibrate
+from harness.graph.builder import GraphBuilder
+from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
+from harness.graph.qdq.insert import Inserter
+from harness.graph.rules.placement_rules import broken_rule
 from harness.graph.load import from_proto, save
 from harness.graph.model import Model
-from harness.graph.space import build_space
+from harness.graph.qdq.space import build_space
 
 DIALECTS = [TENSORRT, OPENVINO, ONNXRUNTIME]
 

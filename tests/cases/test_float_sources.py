@@ -10,8 +10,8 @@ import onnx
 import pytest
 from fidelity_of import Quantizer, quantizer, scales
 
-from harness.graph.build import GraphBuilder
-from harness.graph.dialects import ONNXRUNTIME_7BIT, OPENVINO_7BIT, TENSORRT, Dialect
+from harness.graph.builder import GraphBuilder
+from harness.graph.rules.dialects import ONNXRUNTIME_7BIT, OPENVINO_7BIT, TENSORRT, Dialect
 
 DIALECTS = [OPENVINO_7BIT, ONNXRUNTIME_7BIT, TENSORRT]
 FEEDS = [{"x": np.random.default_rng(i).normal(size=(1, 8, 16, 16)).astype(np.float32)} for i in range(2)]

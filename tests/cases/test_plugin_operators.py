@@ -13,13 +13,13 @@ from onnx import TensorProto as Type
 from onnx import helper, numpy_helper
 from typer.testing import CliRunner
 
-from harness.autotune import Config, QDQAutotuner
-from harness.calibrate.ptq import ort_static
-from harness.calibrate.ranges import calibrate, finite_ranges, remarks
-from harness.cli import app
+from harness.compat.modelopt_autotune import Config, QDQAutotuner
+from harness.accuracy.calibration.ptq import ort_static
+from harness.accuracy.calibration.ranges import calibrate, finite_ranges, remarks
+from harness.cli.main import app
 from harness.errors import BuildFailed, UserError
 from harness.graph.load import load, save
-from harness.graph.tensorrt_file import cast_model
+from harness.runtimes.tensorrt.model_checks import cast_model
 
 SHAPE = (1, 3, 16, 16)
 FEEDS = [{"images": np.random.default_rng(seed).random(SHAPE, np.float32)} for seed in range(2)]

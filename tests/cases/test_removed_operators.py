@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from fidelity_of import quantizer, scales
 
-from harness.graph.build import GraphBuilder
-from harness.graph.dialects import ONNXRUNTIME_7BIT
+from harness.graph.builder import GraphBuilder
+from harness.graph.rules.dialects import ONNXRUNTIME_7BIT
 from harness.graph.load import from_proto
-from harness.graph.movement import repeated_input
+from harness.graph.rules.movement import repeated_input
 
 N = 16
 Between = Callable[[GraphBuilder, str], str]

@@ -12,11 +12,11 @@ import onnx
 import pytest
 
 from harness.api import Candidate
-from harness.graph.build import GraphBuilder
-from harness.measure.engines import Built, WorkerSpec
-from harness.measure.sandbox import Sandbox
+from harness.graph.builder import GraphBuilder
+from harness.timing.workers.engines import Built, WorkerSpec
+from harness.timing.workers.sandbox import Sandbox
 from harness.records import Failed
-from harness.run.config import Limits, Use
+from harness.config.experiment import Limits, Use
 from search.space import Edge
 
 

@@ -10,10 +10,10 @@ import onnx
 import pytest
 from fidelity_of import quantizer, scales
 
-from harness.calibrate.ranges import METHODS, CalibrationKey, cached_ranges, calibrate, finite_ranges, remarks
-from harness.graph.build import GraphBuilder
-from harness.graph.dialects import ONNXRUNTIME_7BIT, OPENVINO_7BIT, Dialect
-from harness.graph.sentinels import Spread, holds_sentinel
+from harness.accuracy.calibration.ranges import METHODS, CalibrationKey, cached_ranges, calibrate, finite_ranges, remarks
+from harness.graph.builder import GraphBuilder
+from harness.graph.rules.dialects import ONNXRUNTIME_7BIT, OPENVINO_7BIT, Dialect
+from harness.graph.rules.sentinels import Spread, holds_sentinel
 
 DIALECTS = [OPENVINO_7BIT, ONNXRUNTIME_7BIT]
 PADS = [0, 0, 1, 1, 0, 0, 1, 1]

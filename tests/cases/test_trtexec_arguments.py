@@ -15,12 +15,12 @@ from fake_machine import Trtexec11
 
 from harness import registry
 from harness.api import Candidate
-from harness.autotune.benchmark import TrtExecBenchmark, backend_use, current_benchmark, init_benchmark_instance
-from harness.autotune.command import autotune
+from harness.compat.modelopt_autotune.benchmark import TrtExecBenchmark, backend_use, current_benchmark, init_benchmark_instance
+from harness.compat.modelopt_autotune.command import autotune
 from harness.errors import UserError
-from harness.graph.build import GraphBuilder
-from harness.run.config import Use
-from harness.run.observe import Silent
+from harness.graph.builder import GraphBuilder
+from harness.config.experiment import Use
+from harness.progress import Silent
 
 REMOTE = ["--remoteAutoTuningConfig=ssh://user@board", "--safe", "--skipInference"]
 
@@ -100,7 +100,7 @@ def test_what_a_backend_does_not_take_is_refused_by_name(backend: str, options: 
 
 
 def test_python_passes_them_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.autotune.benchmark.open_engines", lambda worker, limits: nullcontext())
+    monkeypatch.setattr("harness.compat.modelopt_autotune.benchmark.open_engines", lambda worker, limits: nullcontext())
     library = str(Path("my.so"))
     made = TrtExecBenchmark(trtexec_args=["--verbose", *REMOTE], plugin_libraries=[library])
     made.close()
@@ -121,8 +121,8 @@ def test_the_command_line_passes_them_on(text: str, tmp_path: Path, monkeypatch:
         raise UserError("enough")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("harness.autotune.command._strongest", stop)
-    monkeypatch.setattr("harness.autotune.command._target", lambda use: "a GPU that is not here")
+    monkeypatch.setattr("harness.compat.modelopt_autotune.command._strongest", stop)
+    monkeypatch.setattr("harness.compat.modelopt_autotune.command._target", lambda use: "a GPU that is not here")
     library = tmp_path / "my.so"
     library.touch()
     given = ["-m", str(net(tmp_path)), "-o", "out", "--use_trtexec", "--timing_cache", "cache"]

@@ -11,13 +11,13 @@ import onnx
 import pytest
 
 from harness.errors import UserError
-from harness.graph.build import GraphBuilder
-from harness.graph.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
-from harness.graph.insert import Inserter
+from harness.graph.builder import GraphBuilder
+from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
+from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto
 from harness.graph.model import Model
-from harness.graph.points import refusals
-from harness.graph.space import build_space
+from harness.graph.rules.points import refusals
+from harness.graph.qdq.space import build_space
 
 DIALECTS = [TENSORRT, OPENVINO, ONNXRUNTIME]
 RANGES = {name: (-1.0, 1.0) for name in ("x", "y", "z")}

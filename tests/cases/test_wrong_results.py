@@ -9,18 +9,18 @@ from machine import CPU_FLAGS, exact_int8
 from onnx import helper, numpy_helper
 
 from harness.api import Candidate
-from harness.calibrate.ranges import calibrate
-from harness.feeds import random_feeds
-from harness.graph.build import GraphBuilder
-from harness.graph.dialects import OPENVINO
-from harness.graph.insert import Inserter
+from harness.accuracy.calibration.ranges import calibrate
+from harness.random_inputs import random_feeds
+from harness.graph.builder import GraphBuilder
+from harness.graph.rules.dialects import OPENVINO
+from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto, save
-from harness.graph.space import build_space
-from harness.measure.engines import MAIN, WorkerSpec
-from harness.measure.sandbox import open_engines
-from harness.run.config import Limits, Use
-from harness.run.observe import Silent
-from harness.run.runtime_checker import CheckPlan, RuntimeChecker
+from harness.graph.qdq.space import build_space
+from harness.timing.workers.engines import MAIN, WorkerSpec
+from harness.timing.workers.sandbox import open_engines
+from harness.config.experiment import Limits, Use
+from harness.progress import Silent
+from harness.verification.runtime_checker import CheckPlan, RuntimeChecker
 
 SHAPES = {"tokens": (2, 49, 32), "concat": (1, 8, 16, 16)}
 without_amx = pytest.mark.skipif("amx_int8" in CPU_FLAGS, reason="with AMX these convolutions are right")

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from harness.api import Accuracy, Array, Artifact, Candidate, Infer
-from harness.benchmarkers.simulated import SimulatedBenchmarker
+from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.errors import UserError
-from harness.evaluators.fidelity import Fidelity
+from harness.accuracy.metrics.fidelity import Fidelity
 
 __all__ = ["Costly", "Elsewhere", "Filed", "Scored", "Where"]
 

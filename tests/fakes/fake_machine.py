@@ -10,12 +10,13 @@ from typing import Any, ClassVar
 from fake_cuda import FakeCuda
 from fake_trt import FakeTensorRT
 
-from harness.benchmarkers import tensorrt, trtexec
-from harness.cuda.device import Cuda, Device
+from harness.runtimes.tensorrt import benchmarker as tensorrt
+from harness.runtimes.trtexec import benchmarker as tensorrt
+from harness.runtimes.cuda.device import Cuda, Device
 from harness.errors import UserError
-from harness.tensorrt.cache import TimingCache
-from harness.tensorrt.library import open_library
-from harness.tensorrt.tool import find_trtexec
+from harness.runtimes.tensorrt.timing_cache import TimingCache
+from harness.runtimes.tensorrt.library import open_library
+from harness.runtimes.trtexec.process import find_trtexec
 
 GPU = Device(index=0, name="Fake GPU", uuid="", capability=(8, 9), l2_bytes=2**20, memory_bytes=2**30, driver="12.8")
 
@@ -47,7 +48,7 @@ class TensorRT11(TensorRT10):
     major = 11
 
 
-class Trtexec11(trtexec.TrtexecBenchmarker):
+class Trtexec11(benchmarker.TrtexecBenchmarker):
     """The program trtexec on PATH, started from this process, on a simulated GPU."""
 
     in_process = True
@@ -55,7 +56,7 @@ class Trtexec11(trtexec.TrtexecBenchmarker):
     @cached_property
     def _tool(self) -> Any:
         program, version = find_trtexec(None)
-        return trtexec._Tool(program=program, version=version, device=GPU)
+        return benchmarker._Tool(program=program, version=version, device=GPU)
 
     def describe(self) -> dict[str, Any]:
         """At one float precision: a row for each other would be cast and built."""

@@ -12,11 +12,11 @@ import onnx
 import onnxruntime as ort
 from onnx import numpy_helper
 
-from harness.calibrate.ranges import Method, Ranges, calibrate, finite_ranges, narrowed
-from harness.graph.dialects import Dialect
-from harness.graph.insert import Inserter
+from harness.accuracy.calibration.ranges import Method, Ranges, calibrate, finite_ranges, narrowed
+from harness.graph.rules.dialects import Dialect
+from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto, save
-from harness.graph.space import build_space
+from harness.graph.qdq.space import build_space
 from search.space import Resolved
 
 Array = npt.NDArray[np.float32]

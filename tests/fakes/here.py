@@ -1,6 +1,6 @@
 """OpenVINO in the process of the tests: workers take longer to start than small models to be measured."""
 
-from harness.benchmarkers.openvino import OpenVINOBenchmarker
+from harness.runtimes.openvino import OpenVINOBenchmarker
 
 __all__ = ["OpenVINO"]
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.measure.events import TWIN, Block, encode_event
+from harness.timing.turn_log import TWIN, Block, encode_event
 from harness.records import Asked, Failed, Measured, Outcome, Told, encode
-from harness.run.config import parse_experiment, to_yaml
-from harness.run.goal import Goal
-from harness.run.journal import Journal
-from harness.run.rows import FLOAT_ROW, Pick, Row, write_json
+from harness.config.experiment import parse_experiment, to_yaml
+from harness.search_loop.objective import Goal
+from harness.results_dir.journal import Journal
+from harness.results_dir.artifacts import FLOAT_ROW, Pick, Row, write_json
 
 __all__ = ["CELL", "write_long_results"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.cli import main
-from harness.graph.build import GraphBuilder
+from harness.cli.main import main
+from harness.graph.builder import GraphBuilder
 
 __all__ = ["qdq", "save_chain", "save_small"]
 

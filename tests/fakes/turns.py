@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.api import Candidate
-from harness.measure.confirm import Row
-from harness.measure.engines import MAIN, Built, Engines
-from harness.measure.sampling import Samples
+from harness.timing.confirmation import Row
+from harness.timing.workers.engines import MAIN, Built, Engines
+from harness.timing.sampling import Samples
 from harness.records import Failed
-from harness.run.config import Sampling
-from harness.run.observe import Silent
+from harness.config.experiment import Sampling
+from harness.progress import Silent
 
 
 class Instant:

@@ -6,7 +6,7 @@ import pytest
 
 from search.api import Failure, Observation, Placement, Score
 from search.archive import Archive, improves
-from search.planted import planted_space
+from search.synthetic_problem import planted_space
 
 
 def told(name, objective=None, **facts):

@@ -12,12 +12,12 @@ import pytest
 from small import save_chain
 
 from harness.records import Measured, Outcome, Told
-from harness.report.frames import main_frame
-from harness.report.results import load
-from harness.run.config import parse_experiment
-from harness.run.experiment import run_experiment
-from harness.run.journal import Entry, read_journal
-from harness.run.observe import Silent
+from harness.report.frames.main_frame import main_frame
+from harness.report.load.results import load
+from harness.config.experiment import parse_experiment
+from harness.pipeline.runner import run_experiment
+from harness.results_dir.journal import Entry, read_journal
+from harness.progress import Silent
 
 EXPERIMENT = """
 experiment: clustered

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from harness.errors import UserError
-from harness.measure.provenance import environment
+from harness.timing.provenance import environment
 from harness.records import Measured
-from harness.run.observe import Silent
+from harness.progress import Silent
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +97,7 @@ def test_models_travel_once_and_placements_are_written_where_they_are_built(
 def test_a_worker_of_another_kind_is_refused_with_the_difference(
     cluster: Any, place: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from harness.cluster import fleet
+    from harness.cluster import ray_pool as fleet
 
     monkeypatch.setattr(fleet, "START_S", 15.0)
     known = environment()
@@ -120,7 +120,7 @@ def test_a_worker_of_another_kind_is_refused_with_the_difference(
 def test_a_cluster_without_such_devices_says_what_it_has(
     cluster: Any, place: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from harness.cluster import fleet
+    from harness.cluster import ray_pool as fleet
 
     monkeypatch.setattr(fleet, "START_S", 2.0)
     with pytest.raises(UserError, match="each requests 1 GPU, the cluster has 0 GPU in all; all results are saved"):
@@ -146,7 +146,7 @@ class Noting(Silent):
 
 def test_a_worker_whose_benchmarkers_are_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
-    from harness.cluster.fleet import Fleet, Member
+    from harness.cluster.ray_pool import Fleet, Member
 
     noting = Noting()
     fleet = Fleet(2, {}, None, noting)
@@ -164,7 +164,7 @@ def test_a_worker_whose_benchmarkers_are_others_is_refused(monkeypatch: pytest.M
 
 def test_engines_on_a_gpu_need_workers_that_reserve_one() -> None:
     pytest.importorskip("ray")
-    from harness.cluster.fleet import Fleet
+    from harness.cluster.ray_pool import Fleet
 
     for resources, refused in (({}, True), ({"GPU": 0.25}, True), ({"GPU": 1}, False), ({"CPU": 4, "GPU": 2}, False)):
         fleet = Fleet(1, resources, None, Silent())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from harness.errors import UserError
-from harness.run.goal import PROXY
+from harness.search_loop.objective import PROXY
 
 pytestmark = pytest.mark.slow
 
@@ -94,14 +94,14 @@ def test_evaluators_run_on_the_workers(cluster: Any, place: Any) -> None:
 def test_results_of_another_machine_go_on_where_the_change_is_accepted(
     cluster: Any, place: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from harness.cluster import fleet
+    from harness.cluster import ray_pool
 
     executor = "{use: ray, workers: 1, window: 1}"
     first = place.run("moved", executor, ONE_CELL)
     (path,) = first.out.glob("*/env.json")
     facts = json.loads(path.read_text())
     path.write_text(json.dumps({**facts, "packages": {**facts["packages"], "numpy": "1.0"}}))
-    monkeypatch.setattr(fleet, "START_S", 5.0)
+    monkeypatch.setattr(ray_pool, "START_S", 5.0)
     with pytest.raises(UserError, match="no worker can be used"):
         place.run("moved", executor, ONE_CELL)
     monkeypatch.undo()

@@ -10,20 +10,20 @@ import pytest
 from small import save_small
 
 from harness.api import Layer
-from harness.benchmarkers.simulated import SimulatedBenchmarker
-from harness.cli import main
+from harness.runtimes.simulated import SimulatedBenchmarker
+from harness.cli.main import main
 from harness.errors import BuildFailed, UserError
 from harness.explain.attribution import explain_row
-from harness.explain.fates import fates_of
-from harness.explain.parts import Bench, Timed, quantized, without
-from harness.explain.words import explain_into, explanation_lines
-from harness.graph.build import GraphBuilder
+from harness.explain.edge_fusion import fates_of
+from harness.explain.ablation import Bench, Timed, quantized, without
+from harness.explain.render import explain_into, explanation_lines
+from harness.graph.builder import GraphBuilder
 from harness.graph.load import from_proto
-from harness.measure.stats import Interval
-from harness.report.drawing import draw_explained
-from harness.report.explained import Fate, read_explanation, write_explanation
-from harness.report.results import load
-from harness.run.observe import Silent
+from harness.statistics import Interval
+from harness.report.plots.plot_files import draw_explained
+from harness.report.load.attribution_store import Fate, read_explanation, write_explanation
+from harness.report.load.results import load
+from harness.progress import Silent
 from search.space import Edge, Placement
 
 EXPERIMENT = """
@@ -129,8 +129,8 @@ def test_it_is_said_in_words_and_kept_for_the_report(done, found, capsys):
 PLUGINS = """
 from contextlib import contextmanager
 import numpy as np
-from harness.benchmarkers.simulated import SimulatedBenchmarker
-from harness.evaluators.fidelity import Fidelity
+from harness.runtimes.simulated import SimulatedBenchmarker
+from harness.accuracy.metrics.fidelity import Fidelity
 
 class Bench:
     in_process, dialect = True, "openvino"

@@ -4,11 +4,11 @@ import re
 
 import pytest
 
-from harness.cli import main
+from harness.cli.main import main
 from harness.explain import attribution
-from harness.graph.build import GraphBuilder
-from harness.report.explained import read_explanation
-from harness.run.config import Confirmation
+from harness.graph.builder import GraphBuilder
+from harness.report.load.attribution_store import read_explanation
+from harness.config.experiment import Confirmation
 
 EXPERIMENT = """
 experiment: small

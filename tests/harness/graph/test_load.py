@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from onnx import helper, numpy_helper, parser
 
 from harness.errors import UserError
-from harness.graph.build import GraphBuilder
-from harness.graph.cleaning import write as write_module
-from harness.graph.dialects import OPENVINO
-from harness.graph.insert import Inserter
+from harness.graph.builder import GraphBuilder
+from harness.graph.io import writer as write_module
+from harness.graph.rules.dialects import OPENVINO
+from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto, load, save, write
 from harness.graph.model import Model, TensorType
-from harness.graph.space import build_space
+from harness.graph.qdq.space import build_space
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 ASSETS = Path(os.environ.get("QDQ_ASSETS", "")) / "models"

@@ -12,13 +12,13 @@ import pytest
 from onnx import TensorProto, helper
 from small import qdq
 
-from harness.graph.build import GraphBuilder
-from harness.graph.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
-from harness.graph.diff import delivered
-from harness.graph.insert import Inserter
+from harness.graph.builder import GraphBuilder
+from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
+from harness.graph.qdq.read_edges import delivered
+from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto
-from harness.graph.regions import discover
-from harness.graph.space import build_space
+from harness.graph.partition.regions import discover
+from harness.graph.qdq.space import build_space
 
 
 def body(name: str, op: str, x: str) -> onnx.GraphProto:
@@ -156,7 +156,7 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 
 
 @pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize("op", ["If", "Whirl"])  # more of them on OpenVINO: tests/harness/run/test_odd_models.py
+@pytest.mark.parametrize("op", ["If", "Whirl"])  # more of them on OpenVINO: tests/harness/pipeline/test_odd_models.py
 def test_a_run_says_so_too_and_leaves_those_parts_alone(
     op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,14 +16,14 @@ import openvino
 import pytest
 from machine import CPU_FLAGS, SATURATES, exact_int8
 
-from harness.calibrate.ranges import calibrate
-from harness.feeds import random_feeds
-from harness.graph.build import GraphBuilder
-from harness.graph.dialects import OPENVINO, OPENVINO_7BIT, Dialect
-from harness.graph.insert import Inserter
+from harness.accuracy.calibration.ranges import calibrate
+from harness.random_inputs import random_feeds
+from harness.graph.builder import GraphBuilder
+from harness.graph.rules.dialects import OPENVINO, OPENVINO_7BIT, Dialect
+from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto, save
 from harness.graph.model import Model
-from harness.graph.space import build_space
+from harness.graph.qdq.space import build_space
 
 SYMMETRIC = dataclasses.replace(OPENVINO, affine_ops=frozenset(), unsigned_positive=False)
 FEEDS = list(random_feeds({"x": ("float", (1, 8, 16, 16))}, 4))

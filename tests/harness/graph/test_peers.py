@@ -19,14 +19,14 @@ from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, Te
 from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
-from harness.graph.build import GraphBuilder
-from harness.graph.dialects import ONNXRUNTIME, TENSORRT
-from harness.graph.diff import delivered
-from harness.graph.importer import import_qdq
-from harness.graph.insert import Inserter
+from harness.graph.builder import GraphBuilder
+from harness.graph.rules.dialects import ONNXRUNTIME, TENSORRT
+from harness.graph.qdq.read_edges import delivered
+from harness.graph.qdq.import_placement import import_qdq
+from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto, load, save
 from harness.graph.model import Model
-from harness.graph.space import build_space
+from harness.graph.qdq.space import build_space
 from harness.zoo import transformer, write
 from search.space import Edge
 

@@ -12,14 +12,14 @@ import onnxruntime
 import openvino
 import pytest
 
-from harness.calibrate.ranges import calibrate
-from harness.feeds import random_feeds
-from harness.graph.build import GraphBuilder
-from harness.graph.dialects import ONNXRUNTIME, ONNXRUNTIME_S8, OPENVINO, Dialect
-from harness.graph.insert import Inserter
+from harness.accuracy.calibration.ranges import calibrate
+from harness.random_inputs import random_feeds
+from harness.graph.builder import GraphBuilder
+from harness.graph.rules.dialects import ONNXRUNTIME, ONNXRUNTIME_S8, OPENVINO, Dialect
+from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto, save
 from harness.graph.model import Model
-from harness.graph.space import build_space
+from harness.graph.qdq.space import build_space
 
 
 def weights(g: GraphBuilder, *shape: int) -> str:

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from harness.graph.build import GraphBuilder
-from harness.graph.cleaning.write import write
-from harness.graph.dialects import OPENVINO
-from harness.graph.insert import Inserter
+from harness.graph.builder import GraphBuilder
+from harness.graph.io.writer import write
+from harness.graph.rules.dialects import OPENVINO
+from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto
-from harness.graph.space import build_space
-from harness.measure.events import TWIN, Block, Dropped, encode_event
+from harness.graph.qdq.space import build_space
+from harness.timing.turn_log import TWIN, Block, Dropped, encode_event
 from harness.records import Asked, Failed, Measured, Told
-from harness.run.config import parse_experiment, to_yaml
-from harness.run.engine import Goal
-from harness.run.journal import Journal
-from harness.run.rows import Pick, Row, write_json
+from harness.config.experiment import parse_experiment, to_yaml
+from harness.search_loop.loop import Goal
+from harness.results_dir.journal import Journal
+from harness.results_dir.artifacts import Pick, Row, write_json
 
 EXPERIMENT = """
 experiment: small

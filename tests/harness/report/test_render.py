@@ -14,21 +14,21 @@ import pytest
 from rich.console import Console
 
 import harness.report
-from harness.commands.report import show_report
+from harness.cli.report import show_report
 from harness.errors import UserError
-from harness.evaluators.intervals import evidence_of
-from harness.measure.events import Block, encode_event
+from harness.accuracy.metrics.intervals import evidence_of
+from harness.timing.turn_log import Block, encode_event
 from harness.report import render
-from harness.report.advice import next_steps
-from harness.report.frames import main_frame
-from harness.report.page import index
+from harness.report.tables.next_steps import next_steps
+from harness.report.frames.main_frame import main_frame
+from harness.report.page.index_page import index
 from harness.report.render import drawing_of, text_of, write_tables
-from harness.report.results import load as load_results
-from harness.report.shown import TIMED
-from harness.report.tables import Table, markdown, write_table
-from harness.run.engine import Goal
-from harness.run.rows import write_json
-from harness.run.stops import forget_stop, note_stop
+from harness.report.load.results import load as load_results
+from harness.report.tables.table_layouts import TIMED
+from harness.report.tables.report_table import Table, markdown, write_table
+from harness.search_loop.loop import Goal
+from harness.results_dir.artifacts import write_json
+from harness.results_dir.termination import forget_stop, note_stop
 
 CELL = "net-openvino-int8"
 

@@ -19,7 +19,7 @@ from harness.report.statistics import (
     score_against_random,
     smallest_p,
 )
-from harness.report.tables import interval, several
+from harness.report.tables.report_table import interval, several
 
 # Demšar 2006, table 6: AUC of C4.5 with its parameters m and cf tuned, on 14 data sets.
 DEMSAR = pd.DataFrame(

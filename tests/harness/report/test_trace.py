@@ -8,9 +8,9 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from harness.cli import app
-from harness.commands.terminal import tidy
-from harness.report.results import load
+from harness.cli.main import app
+from harness.cli.common import tidy
+from harness.report.load.results import load
 from harness.report.trace import trace
 
 CELL = "net-openvino-int8"

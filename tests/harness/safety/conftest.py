@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from small import save_small
 
-from harness.run.config import Experiment, parse_experiment
-from harness.run.experiment import run_experiment
-from harness.run.observe import Silent
+from harness.config.experiment import Experiment, parse_experiment
+from harness.pipeline.runner import run_experiment
+from harness.progress import Silent
 
 EXPERIMENT = """
 experiment: killed

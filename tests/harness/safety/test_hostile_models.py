@@ -21,11 +21,11 @@ import pytest
 from onnx import TensorProto, helper
 
 from harness.errors import UserError
-from harness.graph.build import GraphBuilder
-from harness.graph.dialects import OPENVINO
-from harness.graph.insert import Inserter
+from harness.graph.builder import GraphBuilder
+from harness.graph.rules.dialects import OPENVINO
+from harness.graph.qdq.insert import Inserter
 from harness.graph.load import load
-from harness.graph.space import build_space
+from harness.graph.qdq.space import build_space
 
 FUZZ = int(os.environ.get("QDQ_FUZZ", "300"))
 SEED = int(os.environ.get("QDQ_SEED", "7"))

@@ -11,9 +11,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from harness.report import render
-from harness.run.config import parse_experiment
-from harness.run.experiment import run_experiment
-from harness.run.observe import Silent
+from harness.config.experiment import parse_experiment
+from harness.pipeline.runner import run_experiment
+from harness.progress import Silent
 
 MODEL = "<script>.onnx"
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"

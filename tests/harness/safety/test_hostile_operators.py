@@ -18,7 +18,7 @@ import pytest
 from onnx import AttributeProto, TensorProto, defs, helper, numpy_helper
 
 from harness.errors import UserError
-from harness.graph.cleaning import guard
+from harness.graph.io import helper_process
 from harness.graph.load import load
 
 FUZZ = int(os.environ.get("QDQ_FUZZ", "300"))
@@ -96,7 +96,7 @@ def _attributes(schema: defs.OpSchema, rng: random.Random) -> list[onnx.Attribut
 
 def read_all(folder: Path, numbers: range) -> None:
     """Body of a fork."""
-    guard.LIMIT_S = 5.0  # the first constant that is computed waits for ONNX Runtime to be loaded
+    helper_process.LIMIT_S = 5.0  # the first constant that is computed waits for ONNX Runtime to be loaded
     for number in numbers:
         (folder / "at").write_text(f"{number} making")
         proto = model_of(random.Random(f"{SEED} {number}"))

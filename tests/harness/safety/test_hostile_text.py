@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from harness import registry
-from harness.autotune.state import read_state
+from harness.compat.modelopt_autotune.state import read_state
 from harness.errors import UserError
-from harness.graph.cache_file import read_cache
-from harness.run.config import load_experiment, parse_experiment
-from harness.run.journal import read_journal
-from harness.run.rows import read_json
+from harness.graph.pattern_cache_io import read_cache
+from harness.config.experiment import load_experiment, parse_experiment
+from harness.results_dir.journal import read_journal
+from harness.results_dir.artifacts import read_json
 
 FUZZ = int(os.environ.get("QDQ_FUZZ", "300"))
 VALID = """

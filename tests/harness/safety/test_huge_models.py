@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from onnx import TensorProto, helper
 
-from harness.cli import main
+from harness.cli.main import main
 
 HUGE = (1, 2**40)
 EXPERIMENT = """

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from harness.records import Failed, Told
-from harness.report.frames import main_frame
-from harness.report.results import load
-from harness.run.journal import read_journal
+from harness.report.frames.main_frame import main_frame
+from harness.report.load.results import load
+from harness.results_dir.journal import read_journal
 
 KILLS = int(os.environ.get("QDQ_KILLS", "6"))
 SEED = int(os.environ.get("QDQ_SEED", "7"))

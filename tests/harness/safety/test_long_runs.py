@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from harness.api import Candidate
-from harness.measure.engines import MAIN, WorkerSpec
-from harness.measure.executor import Inline
-from harness.measure.sandbox import InProcess
-from harness.run.config import Sampling, Use
-from harness.run.engine import SearchTask, run_search
-from harness.run.goal import Goal
-from harness.run.journal import Journal
-from harness.run.live import live_study
-from harness.run.trial import attempt_with
+from harness.timing.workers.engines import MAIN, WorkerSpec
+from harness.timing.workers.trial_pool import Inline
+from harness.timing.workers.sandbox import InProcess
+from harness.config.experiment import Sampling, Use
+from harness.search_loop.loop import SearchTask, run_search
+from harness.search_loop.objective import Goal
+from harness.results_dir.journal import Journal
+from harness.search_loop.optuna_mirror import live_study
+from harness.search_loop.trial import attempt_with
 from search.api import Observation, Placement
-from search.planted import planted_space
+from search.synthetic_problem import planted_space
 
 pytestmark = pytest.mark.slow
 SPACE = planted_space(60, groups=10)

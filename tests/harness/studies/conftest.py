@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from harness.records import Measured, Outcome
-from harness.tables import Facts, Row, Subspace, Table, read_table, write_table
-from search.planted import planted_space
+from harness.benchmark_table import Facts, Row, Subspace, Table, read_table, write_table
+from search.synthetic_problem import planted_space
 from search.space import Placement, Space
 
 EFFECTS = np.array([-0.4, 0.3, -0.2, 0.1, -0.05, 0.02])

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli import main
-from harness.run.config import ModelSpec
-from harness.studies.landscape import Landscape
+from harness.cli.main import main
+from harness.config.experiment import ModelSpec
+from harness.studies.recorded_landscape import Landscape
 from harness.studies.replay import check_table
 from harness.studies.replay_report import table_lines
-from harness.tables import read_table
+from harness.benchmark_table import read_table
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLES = sorted((ROOT / "results" / "tables").glob("*.parquet"))

@@ -10,11 +10,11 @@ import pytest
 
 from harness.records import Failed, Measured, Outcome
 from harness.report.statistics import score_against_random
-from harness.run.config import Use
-from harness.studies.landscape import Landscape
+from harness.config.experiment import Use
+from harness.studies.recorded_landscape import Landscape
 from harness.studies.random_search import random_search
 from harness.studies.replay import first_placements, replay, replay_once, walks_of
-from harness.tables import Table
+from harness.benchmark_table import Table
 from search.api import Observation, Placement
 
 MakeTable = Callable[..., Table]

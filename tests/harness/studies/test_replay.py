@@ -12,15 +12,15 @@ import pandas as pd
 import pytest
 
 from harness import registry
-from harness.cli import main
+from harness.cli.main import main
 from harness.errors import UserError
-from harness.graph.build import GraphBuilder
+from harness.graph.builder import GraphBuilder
 from harness.records import Failed, Measured, Outcome
-from harness.run.config import ModelSpec, Use
-from harness.studies.landscape import Bound, Landscape
+from harness.config.experiment import ModelSpec, Use
+from harness.studies.recorded_landscape import Bound, Landscape
 from harness.studies.replay import check_table, replay, replay_once, walks_of
 from harness.studies.replay_report import ReplayOrder, replay_all, table_lines
-from harness.tables import Table
+from harness.benchmark_table import Table
 from search.api import Failure, Observation, Placement, Score
 
 MakeTable = Callable[..., Table]

@@ -90,7 +90,7 @@ def session(path: Path) -> Any:
 
 
 def mean_average_precision(path: Path, shapes: Shapes) -> float:
-    """COCO's mAP, with a decoder written apart from the one in harness.evaluators."""
+    """COCO's mAP, with a decoder written apart from the one in harness.accuracy."""
     infer, found = session(path), []
     for index, image in enumerate(shapes.images):
         rows = infer(image)

@@ -7,7 +7,7 @@ import optuna
 import pytest
 
 from search.algorithms.evolutionary import EvolutionarySearcher
-from search.algorithms.local import LocalSearcher
+from search.algorithms.local_search import LocalSearcher
 from search.algorithms.random import RandomSearcher
 from search.algorithms.random_mutation import RandomMutationSearcher
 from search.algorithms.tpe import TPESearcher

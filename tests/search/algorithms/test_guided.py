@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from search.algorithms.auto import AutoSearcher
-from search.algorithms.per_pattern import PerPatternSearcher
-from search.algorithms.portfolio import PortfolioSearcher
+from search.algorithms.model_based import AutoSearcher
+from search.algorithms.block_coordinate import PerPatternSearcher
+from search.algorithms.bandit_portfolio import PortfolioSearcher
 from search.algorithms.random import RandomSearcher
-from search.algorithms.sensitivity_greedy import SensitivityGreedySearcher
+from search.algorithms.greedy import SensitivityGreedySearcher
 from search.algorithms.surrogate import SurrogateSearcher
 from search.api import Dimension, Edge, Failure, Observation, Placement, Score, Space
-from search.rules import expert_rules
+from search.heuristics import expert_rules
 from search.testing import PlantedObjective, common_seeds, drive, planted_space
 
 

@@ -1,0 +1,220 @@
+"""Post-training quantization by other tools: fixed baselines of the tables, and seeds of the searches.
+
+Each tool runs in a child process; `harness.accuracy.calibration.ptq_child` says why, and how it is called.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Required, TypedDict, Unpack
+
+import numpy as np
+
+from harness.api import Array
+from harness.accuracy.calibration.ranges import Method
+from harness.errors import BuildFailed, UserError
+from harness.graph.rules.dialects import EIGHT_BITS
+from harness.graph.io.files import copy_model, move_model
+from harness.graph.plugin_operators import take_behind
+from harness.graph.rules.dialect_lookup import dialect_called
+
+__all__ = ["PtqOptions", "modelopt", "modelopt_ptq", "ort_static", "ptq_fingerprint"]
+
+logger = logging.getLogger(__name__)
+
+_BOOT = (
+    "import runpy, sys; from harness.timing.workers.process import end_with_driver; end_with_driver(); "
+    "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
+
+class PtqOptions(TypedDict, total=False):
+    """What both tools take.
+
+    Attributes:
+        dialect_name: Name of the dialect of the runtime that the model is for.
+        method: How ranges are taken from the data; "minmax" if not given. ModelOpt knows no "percentile", neither
+            tool knows "mse".
+        percentile: For method "percentile", in per cent; 99.99 if not given.
+        precision: "int8" if not given. ONNX Runtime knows no "fp8" that other runtimes read.
+        limit_s: Wall-clock after which the tool is ended; no limit if not given. No part of the fingerprint.
+    """
+
+    dialect_name: Required[str]
+    method: Method
+    percentile: float
+    precision: str
+    limit_s: float
+
+
+def modelopt_ptq(
+    model_path: Path, output_path: Path, batches: Iterable[Mapping[str, Array]], **options: Unpack[PtqOptions]
+) -> Path:
+    """Quantize with NVIDIA ModelOpt. Its Q/DQ are TensorRT's, whatever the dialect: symmetric, biases left float.
+
+    Args:
+        model_path: Float model with unique node names and static shapes; its folder is left as it is.
+        output_path: Where the Q/DQ model goes; appears whole or not at all.
+        batches: Calibration data, input arrays by name; read once, one at a time.
+        **options: See `PtqOptions`.
+
+    Returns:
+        `output_path`.
+
+    Raises:
+        BuildFailed: The tool's own words on one line.
+    """
+    return _run("modelopt_ptq", (model_path, output_path), batches, _settings(options), options.get("limit_s"))
+
+
+def ort_static(
+    model_path: Path, output_path: Path, batches: Iterable[Mapping[str, Array]], **options: Unpack[PtqOptions]
+) -> Path:
+    """Quantize with ONNX Runtime's `quantize_static`, in the form of the dialect. See `modelopt_ptq`."""
+    return _run("ort_static", (model_path, output_path), batches, _settings(options), options.get("limit_s"))
+
+
+def modelopt(
+    model_path: Path, output_path: Path, batches: Iterable[Mapping[str, Array]], arguments: Mapping[str, Any]
+) -> Path:
+    """Quantize with NVIDIA ModelOpt, told whatever its own interface takes. See `modelopt_ptq`.
+
+    Args:
+        model_path: Float model; it is quantized as it is, its folder is left alone.
+        output_path: Where the Q/DQ model goes; appears whole or not at all.
+        batches: Calibration data, input arrays by name; read once, one at a time.
+        arguments: Of `modelopt.onnx.quantization.quantize`, but for model, output and data; JSON-able.
+    """
+    return _run("modelopt", (model_path, output_path), batches, {"arguments": dict(arguments)})
+
+
+def ptq_fingerprint(options: PtqOptions) -> str:
+    """Changes with what a tool is told, the dialect's fields among it, and with how it is called.
+
+    Raises:
+        UserError: No such dialect.
+    """
+    digest = hashlib.sha256(json.dumps(_settings(options), sort_keys=True).encode())
+    digest.update(Path(__file__).with_name("_ptq_child.py").read_bytes())
+    return digest.hexdigest()
+
+
+def _run(
+    tool: str,
+    paths: tuple[Path, Path],
+    batches: Iterable[Mapping[str, Array]],
+    settings: Mapping[str, Any],
+    limit_s: float | None = None,
+) -> Path:
+    from harness.accuracy.calibration.histogram_calibrators import runtime_operators
+
+    model_path, output_path = paths
+    with tempfile.TemporaryDirectory(prefix="qdq-ptq-") as scratch:
+        folder = Path(scratch)
+        made = folder / "out" / output_path.name
+        made.parent.mkdir()
+        (folder / "in").mkdir()
+        data = _write_data(batches, folder / "data.npz")
+        if not data["count"]:
+            raise BuildFailed(f"{tool}: there is no calibration data; give at least one batch")
+        copy = copy_model(model_path, folder / "in")
+        behind = None if _runs_plugins(settings) else take_behind(copy, runtime_operators(), model_path.name)
+        if behind is not None:
+            logger.warning("%s: what lies behind plug-in operator %s stays float", tool, behind.operators)
+        request = {
+            **settings,
+            **data,
+            "tool": tool,
+            "model": str(copy),
+            "output": str(made),
+            "reason": str(folder / "reason.txt"),
+        }
+        (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
+        done = _start(tool, folder, limit_s)
+        if done.returncode or not made.exists():
+            raise BuildFailed(f"{tool}: {_reason(folder, done)}")
+        if behind is not None:
+            try:
+                behind.put_back(made)
+            except UserError as error:
+                raise BuildFailed(f"{tool}: {error}") from error
+        move_model(made, output_path)
+    return output_path
+
+
+def _runs_plugins(settings: Mapping[str, Any]) -> bool:
+    """Return whether ModelOpt is told to run the model by TensorRT, which knows its own plug-ins."""
+    arguments = settings.get("arguments", {})
+    return bool(arguments.get("trt_plugins")) or "trt" in arguments.get("calibration_eps", ())
+
+
+def _settings(options: PtqOptions) -> dict[str, Any]:
+    dialect = dialect_called(options["dialect_name"])
+    return {
+        "method": options.get("method", "minmax"),
+        "percentile": options.get("percentile", 99.99),
+        "precision": options.get("precision", "int8"),
+        "activation": dialect.activation,
+        "symmetric": dialect.symmetric_activation,
+        "bias": dialect.bias,
+        **({"reduce_range": True} if dialect.weight_limit < EIGHT_BITS else {}),
+    }
+
+
+def _write_data(batches: Iterable[Mapping[str, Array]], path: Path) -> dict[str, Any]:
+    """One array at a time, where `numpy.savez` would want all of them in memory."""
+    names: list[str] = []
+    count = 0
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        for count, batch in enumerate(batches, start=1):
+            names = names or list(batch)
+            for slot, name in enumerate(names):
+                with archive.open(f"{count - 1}_{slot}.npy", "w", force_zip64=True) as file:
+                    np.lib.format.write_array(file, np.asanyarray(batch[name]), allow_pickle=False)
+    return {"data": str(path), "names": names, "count": count}
+
+
+def _start(tool: str, folder: Path, limit_s: float | None) -> subprocess.CompletedProcess[str]:
+    """Run the child with the scratch folder as its working and temporary folder; -P keeps ours off its path.
+
+    Raises:
+        BuildFailed: It took too long.
+    """
+    child = Path(__file__).with_name("_ptq_child.py")
+    environment = os.environ | {"PYTHONHASHSEED": "0", "TMPDIR": str(folder)}
+    theirs, ours = os.pipe()  # never written to: see end_with_driver
+    with open(ours, "wb"), open(theirs, "rb") as stdin:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _BOOT, str(child), str(folder / "request.json")],
+            cwd=folder, env=environment, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace", start_new_session=True,
+        )  # fmt: skip
+        with process:
+            try:
+                printed, _ = process.communicate(timeout=limit_s)
+            except subprocess.TimeoutExpired as error:
+                raise BuildFailed(f"{tool}: took longer than {limit_s:g} s") from error
+            finally:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+    logger.debug("%s", printed)
+    return subprocess.CompletedProcess(process.args, process.returncode, printed)
+
+
+def _reason(folder: Path, done: subprocess.CompletedProcess[str]) -> str:
+    told = folder / "reason.txt"
+    if told.exists():
+        return told.read_text(encoding="utf-8")[:1000]
+    last = done.stdout.strip().rpartition("\n")[2][:500]
+    return f"ended with code {done.returncode} and no model; its last words: {last or 'none'}"

@@ -1,0 +1,158 @@
+"""What runs in the child process of `harness.accuracy.calibration.ptq`: one PTQ tool on one model. Knows nothing of the harness.
+
+A process of its own, because ModelOpt replaces methods of ONNX Runtime's calibraters and quantizers and deletes
+operators from their registries (`modelopt.onnx.quantization.ort_patching.patch_ort_modules`, `ort_utils.configure_ort`)
+and never puts them back; because both tools print, and set up logging; and because both go through Python sets of
+strings, so that only a fixed PYTHONHASHSEED gives the same file twice.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from onnxruntime.quantization.calibrate import CalibrationDataReader, CalibrationMethod
+
+__all__ = ["main"]
+
+_EXTERNAL_BYTES = 1 << 30
+
+
+class Declined(ValueError):
+    """What a tool does not offer, in our words and not in its own."""
+
+
+class _Reader(CalibrationDataReader):  # type: ignore[misc]
+    """The batches of a .npz file, loaded one at a time, again and again if asked."""
+
+    def __init__(self, path: str, names: list[str], count: int) -> None:
+        self._arrays = np.load(path, allow_pickle=False)
+        self._names = names
+        self._count = count
+        self._next, self._end = 0, count
+
+    def get_next(self) -> dict[str, Any] | None:
+        if self._next >= self._end:
+            return None
+        self._next += 1
+        return self._batch(self._next - 1)
+
+    def get_first(self) -> dict[str, Any]:
+        return self._batch(0)
+
+    def rewind(self) -> None:
+        self._next, self._end = 0, self._count
+
+    def set_range(self, start_index: int, end_index: int) -> None:
+        self._next, self._end = start_index, end_index
+
+    def __len__(self) -> int:
+        return self._count
+
+    def _batch(self, index: int) -> dict[str, Any]:
+        return {name: self._arrays[f"{index}_{slot}"] for slot, name in enumerate(self._names)}
+
+
+def modelopt_ptq(request: dict[str, Any], reader: _Reader) -> None:
+    """ModelOpt's post-training quantization as its guide runs it, but FP32 where it would put FP16.
+
+    Source: `modelopt.onnx.quantization.quantize` 0.47; "max" is its word for minmax, and its Q/DQ are symmetric, so
+    both are the same.
+    """
+    methods = {"minmax": "max", "max": "max", "entropy": "entropy"}
+    if request["method"] not in methods:
+        raise Declined(f"calibrates by {' or '.join(methods)}, not by {request['method']}")
+    from modelopt.onnx.quantization import quantize
+
+    quantize(
+        request["model"],
+        quantize_mode=request["precision"],
+        calibration_data_reader=reader,
+        calibration_method=methods[request["method"]],
+        calibration_eps=["cpu"],
+        high_precision_dtype="fp32",
+        use_external_data_format=_large(request["model"]),
+        output_path=request["output"],
+        log_level="WARNING",
+    )
+
+
+def ort_static(request: dict[str, Any], reader: _Reader) -> None:
+    """ONNX Runtime's `quantize_static` in Q/DQ form, in the dialect of the runtime that will time it.
+
+    Activations as the dialect has them, weights symmetric int8 per channel and stored as int8, of 7 bits by
+    `reduce_range` where the dialect's are. Where zero points are
+    free it removes Relu and Clip, as its users get it. `CalibStridedMinMax` makes every method, not only minmax, read
+    one batch at a time; without it the entropy method holds all activations of all batches.
+    Source: `onnxruntime.quantization.quantize` 1.24.
+    """
+    if request["precision"] != "int8":
+        raise Declined(f"quantizes to int8, not to {request['precision']}")
+    from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
+
+    methods = {
+        "minmax": CalibrationMethod.MinMax,
+        "max": CalibrationMethod.MinMax,
+        "entropy": CalibrationMethod.Entropy,
+        "percentile": CalibrationMethod.Percentile,
+    }
+    if request["method"] not in methods:
+        raise Declined(f"calibrates by {', '.join(methods)}, not by {request['method']}")
+    quantize_static(
+        request["model"],
+        request["output"],
+        reader,
+        quant_format=QuantFormat.QDQ,
+        per_channel=True,
+        activation_type=QuantType.QUInt8 if request["activation"] == "uint8" else QuantType.QInt8,
+        weight_type=QuantType.QInt8,
+        calibrate_method=methods[request["method"]],
+        use_external_data_format=_large(request["model"]),
+        reduce_range=request.get("reduce_range", False),
+        extra_options={
+            "ActivationSymmetric": request["symmetric"],
+            "WeightSymmetric": True,
+            "QuantizeBias": request["bias"] == "int32",
+            "CalibStridedMinMax": 1,
+            "CalibPercentile": request["percentile"],
+            "CalibTensorRangeSymmetric": request["symmetric"] or request["method"] == "max",
+        },
+    )
+
+
+def modelopt(request: dict[str, Any], reader: _Reader) -> None:
+    """ModelOpt's post-training quantization with arguments of the user's own choice."""
+    from modelopt.onnx.quantization import quantize
+
+    quantize(
+        request["model"], output_path=request["output"], calibration_data_reader=reader, **request["arguments"]
+    )  # fmt: skip
+
+
+def main(request_path: str) -> None:
+    """Do what a request file asks; an exception's words go to the file it names."""
+    request = json.loads(Path(request_path).read_text(encoding="utf-8"))
+
+    def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        words = " ".join(str(error).split()) or "no message"
+        said = words if issubclass(kind, Declined) else f"{kind.__name__}: {words}"
+        Path(request["reason"]).write_text(said, encoding="utf-8")
+        sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = record
+    reader = _Reader(request["data"], request["names"], request["count"])
+    tools = {"modelopt_ptq": modelopt_ptq, "ort_static": ort_static, "modelopt": modelopt}
+    tools[request["tool"]](request, reader)
+
+
+def _large(model: str) -> bool:
+    """Whether weights are to stay outside of the model file (protobuf ends at 2 GiB); the model has its own folder."""
+    return sum(file.stat().st_size for file in Path(model).parent.iterdir()) > _EXTERNAL_BYTES
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

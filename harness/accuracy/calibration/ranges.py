@@ -1,0 +1,292 @@
+"""Ranges of the activations of a float model, from data, once for all placements.
+
+The methods are mostly those of `onnxruntime.quantization.calibrate`; `harness.accuracy.calibration.histogram_calibrators` says what is used
+of it and which of its quirks are kept out. A range serves every precision: its reader makes scales of it (INT8
+symmetric amax / 127, UINT8 over the range, FP8 E4M3 amax / 448; see `harness.graph.quantize.scales`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+
+from harness.api import Array
+from harness.accuracy.calibration.usable_ranges import UNSEEN, Ranges, Sentinel, finite_ranges, is_finite, narrowed, refuse_empty, remarks
+from harness.errors import UserError, nearest
+from harness.graph.io.files import copy_model
+from harness.graph.plugin_operators import cut_plugins
+from harness.paths import cache_folder
+
+if TYPE_CHECKING:
+    from harness.accuracy.calibration.histogram_calibrators import Collector
+
+__all__ = [
+    "METHODS",
+    "CalibrationKey",
+    "Method",
+    "Ranges",
+    "cached_ranges",
+    "calibrate",
+    "finite_ranges",
+    "narrowed",
+    "refuse_empty",
+    "remarks",
+    "unrunnable",
+]
+
+logger = logging.getLogger(__name__)
+
+Method = Literal["minmax", "max", "entropy", "percentile", "mse"]
+METHODS: tuple[Method, ...] = get_args(Method)
+_SCHEMA = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationKey:
+    """What ranges depend on, beside the tensors.
+
+    Attributes:
+        model_sha256: Of the model file.
+        data: Fingerprint of the calibration data, or what it was drawn from ("random:0").
+        preprocess: Name of the preprocessing; "" where there is none.
+        method: How a range is taken from the values.
+        percentile: For method "percentile"; the others ignore it.
+        samples: Number of batches at most.
+    """
+
+    model_sha256: str
+    data: str
+    preprocess: str = ""
+    method: Method = "minmax"
+    percentile: float = 99.99
+    samples: int
+
+
+def calibrate(  # noqa: PLR0913 - one option, one parameter
+    model_path: Path,
+    tensors: Collection[str],
+    batches: Iterable[Mapping[str, Array]],
+    *,
+    method: Method = "minmax",
+    percentile: float = 99.99,
+    progress: Callable[[int], None] | None = None,
+    source: str = "",
+) -> Ranges:
+    """Run the float model on calibration data and take the range of each tensor.
+
+    All activations of one batch are in memory at a time, never those of two.
+
+    Args:
+        model_path: ONNX file of the float model; its folder is left as it is.
+        tensors: Activations to observe, inputs and outputs of the model among them if wanted.
+        batches: Input arrays by name, any iterable of them; read once, one at a time.
+        method: "minmax": all values seen. "max": the largest magnitude to both sides, see `_observer.Magnitudes`.
+            "entropy", "percentile", "mse": a part of the values, see `_observer.Histograms`.
+        percentile: Share of the values inside the range, in per cent; for method "percentile".
+        progress: Called with the number of batches done after each one.
+        source: What messages call the model; by default its file.
+
+    Returns:
+        Lowest and highest value of each tensor. A tensor that no scale can be made for has one that `finite_ranges`
+        leaves out and `remarks` explains: (0.0, 0.0) where it is always zero or empty; bounds that are not finite where
+        it has NaN or infinite values, beyond 6e4 in float16, or a sentinel (`harness.graph.rules.sentinels`), and where it is
+        behind a plug-in operator, so not observed; finite ones beyond `LARGEST` or within `SMALLEST`.
+
+    Raises:
+        UserError: The data have NaN or infinite values; every activation has, or huge ones; an activation cannot be
+            observed; the model does not run on the data.
+    """
+    from harness.accuracy.calibration.histogram_calibrators import Observer, runtime_operators
+    from harness.accuracy.calibration.sentinel_observer import Watched
+
+    if not tensors:
+        return {}
+    collector = Watched(_collector(method, percentile))
+    done, source = 0, source or model_path.name
+    with tempfile.TemporaryDirectory(prefix="qdq-ranges-") as scratch:
+        folder = Path(scratch)
+        copy = copy_model(model_path, folder)
+        behind, plugins = cut_plugins(copy, tensors, runtime_operators())
+        ahead = set(tensors) - behind
+        if not ahead:
+            raise UserError(
+                f"calibration of {source}: all that may be quantized lies behind plug-in operator {plugins}, "
+                "which ONNX Runtime cannot run; give no calibration data, to compare latencies with one scale for all"
+            )
+        with _runtime_errors(f"calibration of {source}"):
+            observer = Observer(copy, folder, ahead, collector)
+        for done, batch in enumerate(batches, start=1):
+            batch_name = _batch_name(batches, done)
+            _check_inputs(batch, batch_name)
+            with _runtime_errors(f"calibration of {source}: {batch_name}"):
+                observer.observe(batch)
+            if progress is not None:
+                progress(done)
+    if not done:
+        raise UserError(f"calibration of {source}: there is no data; give at least one batch")
+    seen = collector.ranges()
+    found = {name: UNSEEN if name in behind else seen.get(name, (0.0, 0.0)) for name in sorted(tensors)}
+    if not any(map(is_finite, found.values())):
+        raise UserError(
+            f"calibration of {source}: every activation has NaN, infinite or huge values; "
+            "check the model and the preprocessing of the calibration data"
+        )
+    return found
+
+
+def unrunnable(model_path: Path) -> str:
+    """Return why ONNX Runtime, which calibrates, refuses to load a model; "" where it takes it."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        with _runtime_errors(model_path.name):
+            ort.InferenceSession(model_path, options, providers=["CPUExecutionProvider"])
+    except UserError as error:
+        return str(error).partition("does not run: ")[2]
+    return ""
+
+
+def _batch_name(batches: Iterable[Mapping[str, Array]], number: int) -> str:
+    """Return what messages call a batch: its number, and where the data tell, their file or images."""
+    place = getattr(batches, "place", None)
+    shown = place(number - 1) if callable(place) else ""
+    return f"batch {number}{f' ({shown})' if shown else ''}"
+
+
+def _check_inputs(batch: Mapping[str, Array], batch_name: str) -> None:
+    for name, array in batch.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise UserError(
+                f"calibration {batch_name}: input {name!r} has NaN or infinite values; "
+                "check the data and their preprocessing"
+            )
+
+
+def cached_ranges(
+    key: CalibrationKey,
+    model_path: Path,
+    tensors: Collection[str],
+    batches: Iterable[Mapping[str, Array]],
+    *,
+    progress: Callable[[int], None] | None = None,
+    source: str = "",
+) -> Ranges:
+    """Ranges from the cache on disk, else from `calibrate`; then neither model nor data are touched.
+
+    One file for each key and set of tensors, below `harness.paths.cache_folder()`. A file that cannot be read is made
+    again, a folder that cannot be written is done without; both are logged.
+
+    Args:
+        key: All that the ranges depend on, beside the tensors.
+        model_path: See `calibrate`, as for the others.
+
+    Raises:
+        UserError: See `calibrate`.
+    """
+    path = _cache_path(key, tensors)
+    known = None if path is None else _read(path, tensors)
+    if known is not None:
+        return known
+    ranges = calibrate(
+        model_path,
+        tensors,
+        batches,
+        method=key.method,
+        percentile=key.percentile,
+        progress=progress,
+        source=source,
+    )
+    if path is not None:
+        _write(path, key, ranges)
+    return ranges
+
+
+def _collector(method: Method, percentile: float) -> Collector:
+    from harness.accuracy.calibration.histogram_calibrators import Extremes, Histograms, Magnitudes
+
+    if method not in METHODS:
+        raise UserError(f"calibration: no method {method!r}; {nearest(method, METHODS)}")
+    if method in ("minmax", "max"):
+        return Extremes() if method == "minmax" else Magnitudes()
+    return Histograms(method, percentile)
+
+
+@contextlib.contextmanager
+def _runtime_errors(where: str) -> Iterator[None]:
+    """Turns what ONNX Runtime says of the model or of its inputs into a `UserError`."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    refused = (
+        state.Fail, state.InvalidArgument, state.InvalidGraph, state.InvalidProtobuf, state.NotImplemented,
+        state.RuntimeException, RuntimeError, ValueError,
+    )  # fmt: skip
+    try:
+        yield
+    except refused as error:
+        words = " ".join(str(error).split())
+        raise UserError(f"{where}: the float model does not run: {words}") from error
+
+
+def _cache_path(key: CalibrationKey, tensors: Collection[str]) -> Path | None:
+    import onnxruntime
+
+    facts = asdict(key) | {
+        "percentile": key.percentile if key.method == "percentile" else None,
+        "tensors": sorted(tensors),
+        "onnxruntime": onnxruntime.__version__,
+        "schema": _SCHEMA,
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    try:
+        folder = cache_folder() / "ranges"
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        logger.warning("calibration ranges are not kept: no cache folder (%s)", error)
+        return None
+    return folder / f"{digest}.json"
+
+
+def _read(path: Path, tensors: Collection[str]) -> Ranges | None:
+    try:
+        kept = json.loads(path.read_bytes(), parse_constant=_refuse)
+        found = {name: (float(low), float(high)) for name, (low, high) in kept["ranges"].items()}
+        found |= {name: Sentinel(*found[name]) for name in kept["sentinels"]}
+        if found.keys() != set(tensors):
+            raise ValueError("its ranges are not those of the key")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        logger.warning("%s: calibration ranges cannot be read and are made again (%s)", path, error)
+        return None
+    return found
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _write(path: Path, key: CalibrationKey, ranges: Ranges) -> None:
+    plain = {name: [v if math.isfinite(v) else str(v) for v in pair] for name, pair in ranges.items()}
+    sentinels = [name for name, pair in ranges.items() if isinstance(pair, Sentinel)]
+    facts = {"schema": _SCHEMA, "key": asdict(key), "ranges": plain, "sentinels": sentinels}
+    text = json.dumps(facts, allow_nan=False)
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
+            file.write(text)
+        os.replace(file.name, path)
+    except OSError as error:
+        logger.warning("%s: calibration ranges are not kept (%s)", path, error)

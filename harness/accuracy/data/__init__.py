@@ -1,0 +1,1 @@
+"""Labelled data: images, arrays, masks, preprocessing and decoding."""

@@ -1,0 +1,269 @@
+"""Ready-made inputs from `.npy` and `.npz` files; never a pickle, and no more samples in memory than are asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from harness.api import Array
+from harness.errors import UserError
+from harness.accuracy.data.subsets import canonical, chosen_rows, text
+from harness.accuracy.data.labels import read_rows
+from harness.paths import locate
+
+__all__ = ["UNNAMED", "Arrays", "Cut", "is_arrays", "open_arrays", "read_arrays"]
+
+UNNAMED = ""
+"""The array of a `.npy` file: for the only input of a model, whatever its name."""
+MAX_BYTES = 8 * 2**30
+Choose = Callable[[int], Sequence[int]]
+"""Ascending indices of the wanted samples, given how many there are."""
+Cut = Callable[[Sequence[int]], Sequence[int]]
+"""The samples to read, of those that a specification names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrays:
+    """Ready-made inputs by name, the samples along the first axis.
+
+    Attributes:
+        source: What they are called in messages: the file.
+        labels: One row for each sample; None: not labelled.
+        rows: Their row in the file.
+        total: Rows of the file.
+        available: Samples that the file has for this use; above `len` where a limit left some out. None: not known.
+    """
+
+    arrays: Mapping[str, Array]
+    fingerprint: str
+    source: str = "data"
+    labels: Array | None = None
+    rows: Sequence[int] = ()
+    total: int = 0
+    available: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def id(self, i: int) -> str:
+        """Return what messages call sample i."""
+        return f"row {self.rows[i]}"
+
+
+def is_arrays(data: object) -> bool:
+    """Return whether a data mapping is one of arrays."""
+    return isinstance(data, Mapping) and data.get("use") in ("npz", "npy")
+
+
+def open_arrays(spec: Mapping[str, Any], base: Path | None = None, cut: Cut = lambda samples: samples) -> Arrays:
+    """Open what a data mapping says of arrays; see `harness.accuracy.data.datasets.open_data`.
+
+    Args:
+        spec: The mapping.
+        base: Folder that relative paths start from.
+        cut: Takes the wanted samples from those that the mapping names.
+    """
+    path = locate(text(spec, "path"), base)
+    if path.suffix != f".{spec['use']}":
+        raise UserError(f"data.path: use: {spec['use']} takes a .{spec['use']} file, but got {path.name}")
+    available: Sequence[int] = ()
+
+    def choose(total: int) -> Sequence[int]:
+        nonlocal available
+        available = chosen_rows(spec, [f"row {i}" for i in range(total)], path.name)
+        return cut(available)
+
+    found = read_arrays(path, choose)
+    digest = hashlib.sha256(canonical(spec) + found.fingerprint.encode())
+    if spec.get("labels") is not None:
+        name = text(spec, "labels")
+        if name in found.arrays:
+            inputs = {key: array for key, array in found.arrays.items() if key != name}
+            found = replace(found, arrays=inputs, labels=found.arrays[name])
+        else:
+            file = _label_file(name, base, found)
+            rows = read_rows(file)
+            if len(rows) != found.total:
+                raise UserError(f"data.labels: {name} has {len(rows)} rows, but {path.name} has {found.total} samples")
+            found = replace(found, labels=rows[list(found.rows)])
+            digest.update(file.read_bytes())
+    return replace(found, fingerprint=digest.hexdigest(), available=len(available))
+
+
+def _label_file(name: str, base: Path | None, data: Arrays) -> Path:
+    """Return the file with the labels of arrays, which are not among them."""
+    try:
+        return locate(name, base)
+    except UserError as error:
+        named = ", ".join(repr(key) for key in data.arrays if key)
+        among = f"{data.source} has no array {name!r}, only {named}, and " if named else ""
+        raise UserError(f"data.labels: {among}{error}") from error
+
+
+def read_arrays(path: Path, choose: Choose) -> Arrays:
+    """Read the chosen samples.
+
+    A `.npy` file and the uncompressed arrays of an `.npz` file are mapped: samples come into memory when they are used.
+
+    Returns:
+        The arrays, and a fingerprint of the whole file.
+
+    Raises:
+        UserError: Not a file of plain arrays, or of arrays of different lengths; NaN or infinite values; more than
+            8 GiB of compressed arrays.
+    """
+    seen: list[tuple[int, Sequence[int]]] = []
+
+    def kept(total: int) -> Sequence[int]:
+        seen.append((total, choose(total)))
+        return seen[-1][1]
+
+    with _explained(path):
+        found, fingerprint = _mapped(path, kept) if path.suffix == ".npy" else _unpacked(path, kept)
+    for name, array in found.items():
+        _check_finite(path, name, array)
+    total, rows = seen[-1]
+    return Arrays(arrays=found, fingerprint=fingerprint, source=str(path), rows=rows, total=total)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile, NotImplementedError) as error:
+        raise UserError(f"{path}: not an {path.suffix or '.npz'} file of plain arrays: {error}") from error
+
+
+def _mapped(path: Path, choose: Choose) -> tuple[dict[str, Array], str]:
+    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    _check_lengths(path, {UNNAMED: array.shape})
+    with path.open("rb") as file:
+        fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+    chosen = choose(len(array))
+    return {UNNAMED: array[_span(chosen)][_within(chosen)]}, fingerprint
+
+
+def _unpacked(path: Path, choose: Choose) -> tuple[dict[str, Array], str]:
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+        headers = {}
+        for member in members:
+            with archive.open(member) as file:
+                headers[member.filename.removesuffix(".npy")] = _header(file)
+        chosen = choose(_check_lengths(path, {name: shape for name, (shape, _, _) in headers.items()}))
+        named = dict(zip(headers, members, strict=True))
+        packed = {name: header for name, header in headers.items() if not _is_mappable(named[name], header)}
+        _check_size(path, packed, chosen)
+        found = {}
+        for name, header in headers.items():
+            with archive.open(named[name]) as file:
+                if name in packed:
+                    rows = _rows(file, header, _span(chosen))
+                else:
+                    _check_sum(file)
+                    rows = _mapped_member(path, named[name], header)[_span(chosen)]
+            found[name] = rows[_within(chosen)]
+    sums = "".join(f"{member.filename}\0{member.CRC}\n" for member in members)
+    return found, hashlib.sha256(sums.encode()).hexdigest()
+
+
+Header = tuple[tuple[int, ...], bool, "np.dtype[Any]"]
+
+
+def _header(file: IO[bytes]) -> Header:
+    """Shape, column order and type; NEP 1, "A simple file format for NumPy arrays"."""
+    version = np.lib.format.read_magic(file)
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    if version not in readers:
+        raise ValueError(f"format version {version} is not one of {', '.join(map(str, readers))}")
+    shape, by_column, dtype = readers[version](file)
+    if dtype.hasobject:
+        raise ValueError("object arrays are pickles, which are never read")
+    return shape, by_column, dtype
+
+
+def _is_mappable(member: zipfile.ZipInfo, header: Header) -> bool:
+    """Return whether an array lies in the archive as it does in a `.npy` file."""
+    shape, _, dtype = header
+    return member.compress_type == zipfile.ZIP_STORED and math.prod(shape) * dtype.itemsize > 0
+
+
+def _check_sum(file: IO[bytes]) -> None:
+    """Read a member to its end: `zipfile` raises BadZipFile where its checksum does not match."""
+    while file.read(1 << 20):
+        pass
+
+
+def _mapped_member(path: Path, member: zipfile.ZipInfo, header: Header) -> Array:
+    """Map an uncompressed array of an archive.
+
+    Raises:
+        ValueError: Its header declares more bytes than the member has.
+    """
+    shape, by_column, dtype = header
+    with path.open("rb") as file:
+        file.seek(member.header_offset + 26)  # lengths of name and extra field in the local header (APPNOTE.TXT 4.3.7)
+        start = member.header_offset + 30 + sum(int.from_bytes(file.read(2), "little") for _ in range(2))
+        file.seek(start)
+        _header(file)
+        offset = file.tell()
+    if offset - start + math.prod(shape) * dtype.itemsize > member.file_size:
+        raise ValueError(f"array {member.filename!r} is shorter than its header says")
+    return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape, order="F" if by_column else "C")
+
+
+def _rows(file: IO[bytes], header: Header, rows: slice) -> Array:
+    """Some rows of an array in a file, without those before and after."""
+    shape, by_column, dtype = header
+    _header(file)
+    if by_column and len(shape) > 1:
+        whole = np.frombuffer(file.read(math.prod(shape) * dtype.itemsize), dtype)
+        return whole.reshape(shape, order="F")[rows]
+    width = math.prod(shape[1:]) * dtype.itemsize
+    file.seek(rows.start * width, 1)
+    part = (rows.stop - rows.start, *shape[1:])
+    return np.frombuffer(file.read(part[0] * width), dtype).reshape(part)
+
+
+def _span(chosen: Sequence[int]) -> slice:
+    return slice(chosen[0], chosen[-1] + 1)
+
+
+def _within(chosen: Sequence[int]) -> Any:
+    """The chosen ones among their span: nothing to copy where they are all of it."""
+    shifted = [index - chosen[0] for index in chosen]
+    return slice(None) if shifted == list(range(len(shifted))) else shifted
+
+
+def _check_lengths(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    lengths = {name: shape[0] if shape else 0 for name, shape in shapes.items()}
+    if len(set(lengths.values())) != 1 or not all(lengths.values()):
+        raise UserError(f"{path}: the first axis of every array counts the samples, but their lengths are {lengths}")
+    return next(iter(lengths.values()))
+
+
+def _check_size(path: Path, headers: Mapping[str, Header], chosen: Sequence[int]) -> None:
+    rows = chosen[-1] + 1 - chosen[0]
+    asked = sum((shape[0] if by_column else rows) * math.prod(shape[1:]) * dtype.itemsize
+                for shape, by_column, dtype in headers.values())  # fmt: skip
+    if asked > MAX_BYTES:
+        raise UserError(
+            f"{path}: {len(chosen)} samples take {asked / 2**30:.1f} GiB, more than {MAX_BYTES / 2**30:.0f}; "
+            "use fewer ('count'), or a file that is read as needed: .npy, or .npz by numpy.savez, uncompressed"
+        )
+
+
+def _check_finite(path: Path, name: str, array: Array) -> None:
+    if array.dtype.kind != "f":
+        return
+    for number, row in enumerate(array, start=1):
+        if not np.isfinite(row).all():
+            raise UserError(f"{path}: array {name!r} has NaN or infinite values, in sample {number} of {len(array)}")

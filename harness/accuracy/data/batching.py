@@ -1,0 +1,189 @@
+"""From data to what a model is run on: which input images feed, and batches of the size that the model takes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from harness.api import Array
+from harness.errors import UserError, nearest
+from harness.accuracy.data.arrays import UNNAMED, Arrays
+from harness.accuracy.data.datasets import Dataset
+from harness.accuracy.data.preprocess import FloatArray, Preprocess, Size
+from harness.random_inputs import Types, check_types
+
+__all__ = ["Batches", "batches", "image_input", "image_size", "sample_count", "stacked"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """Inputs of a model by name, batch after batch; made anew each time they are gone through.
+
+    Attributes:
+        size: Samples of one batch.
+        place: Returns what messages call the data of a batch: a file, or the images.
+    """
+
+    count: int
+    make: Callable[[int], dict[str, Array]]
+    size: int = 1
+    place: Callable[[int], str] = field(default=lambda _: "")
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[dict[str, Array]]:
+        return map(self.make, range(self.count))
+
+
+def image_size(input_name: str, shape: Sequence[int]) -> Size:
+    """Height and width of an image input.
+
+    Raises:
+        UserError: The input is not batch x 3 x height x width.
+    """
+    if len(shape) != 4 or shape[1] != 3 or not all(isinstance(n, int) and n > 0 for n in shape):
+        raise UserError(
+            f"images need an input of batch x 3 x height x width, but {input_name!r} is {' x '.join(map(str, shape))}; "
+            "feed it arrays (use: npz or npy)"
+        )
+    return shape[2], shape[3]
+
+
+def image_input(inputs: Types) -> str:
+    """Name of the input that images feed.
+
+    Raises:
+        UserError: No input is batch x 3 x height x width, or there are others, which images cannot feed.
+    """
+    images = [name for name, (_, shape) in inputs.items() if len(shape) == 4 and shape[1] == 3]
+    name = next(iter([*images, *inputs]), "")
+    image_size(name, inputs[name][1] if inputs else ())
+    others = [repr(other) for other in inputs if other != name]
+    if others:
+        raise UserError(f"data: images feed only {name!r}; use: npz for the others as well ({', '.join(others)})")
+    return name
+
+
+def stacked(tensors: Sequence[FloatArray], batch: int) -> FloatArray:
+    """One batch; where there are too few tensors for it, the last one is repeated."""
+    return np.stack([*tensors, *[tensors[-1]] * (batch - len(tensors))])
+
+
+def sample_count(data: Dataset | Arrays, limit: int | None, place: str) -> str:
+    """Return how many samples are used, in words, and what the limit did: left some out, or asked for more.
+
+    Args:
+        data: Opened with that limit, spread evenly.
+        limit: As the user gave it; None: no limit was given.
+        place: Name of the file or folder.
+    """
+    used, available = len(data), data.available or len(data)
+    if used < available:
+        return f"{used} of the {available} samples of {place}, evenly spread"
+    if limit is not None and limit > used:
+        return f"{used} samples of {place}, all there are of the {limit} asked for"
+    return f"{used} samples of {place}"
+
+
+def batches(data: Dataset | Arrays, preprocess: Preprocess | None, inputs: Types, count: int | None = None) -> Batches:
+    """Inputs for the model in batches of the size that it takes; the last sample fills up the last batch.
+
+    Args:
+        data: Images, or arrays for all inputs.
+        preprocess: What turns an image into an input; not needed for arrays.
+        inputs: Element type and shape of each input of the model.
+        count: Samples at most; None: all.
+
+    Raises:
+        UserError: Images without preprocessing or for a model with several inputs; arrays that are not those of the
+            inputs, by name, shape or type.
+    """
+    total = len(data) if count is None else min(count, len(data))
+    if total == 1:
+        logger.warning("there is one sample: other samples may leave its ranges, and have other outputs; give more")
+    if isinstance(data, Arrays):
+        return _of_arrays(data, inputs, total)
+    if preprocess is None:
+        raise UserError("data: images need 'preprocess', the name of what turns an image into an input")
+    name = image_input(inputs)
+    shape = inputs[name][1]
+    batch, size = shape[0], image_size(name, shape)
+
+    def make(index: int) -> dict[str, Array]:
+        chosen = range(index * batch, min((index + 1) * batch, total))
+        return {name: stacked([preprocess.prepare(data.image(i), size).tensor for i in chosen], batch)}
+
+    def place(index: int) -> str:
+        first, last = index * batch, min((index + 1) * batch, total) - 1
+        return data.id(first) if first == last else f"{data.id(first)} to {data.id(last)}"
+
+    return Batches(count=-(-total // batch), make=make, size=batch, place=place)
+
+
+def _of_arrays(data: Arrays, inputs: Types, total: int) -> Batches:
+    if UNNAMED in data.arrays:
+        if len(inputs) > 1:
+            raise UserError(
+                f"{data.source}: a .npy file feeds one input, but the model has {', '.join(map(repr, inputs))}; "
+                "use a .npz file"
+            )
+        data = replace(data, arrays=dict.fromkeys(inputs, data.arrays[UNNAMED]))
+    arrays = data.arrays
+    for name in arrays:
+        if name not in inputs:
+            remedy = f"an array of labels is named by 'labels: {name}' beside its path"
+            if data.labels is not None:
+                remedy = "the labels are read from elsewhere: leave it out of the file, or give it the name of an input"
+            raise UserError(f"{data.source}: the model has no input {name!r}; {nearest(name, inputs)}; {remedy}")
+    dtypes = check_types(inputs)
+    for name, dtype in dtypes.items():
+        if name not in arrays:
+            raise UserError(f"{data.source}: there is no array for the input {name!r}")
+        _check_type(data, name, dtype)
+    sizes = {name: _batch_size(data, name, inputs[name][1]) for name in dtypes}
+    if len(set(sizes.values())) > 1:
+        raise UserError(
+            f"{data.source}: one sample for each input is needed, but a batch of them is, by input, {sizes}"
+        )
+    batch = next(iter(sizes.values()))
+
+    def make(index: int) -> dict[str, Array]:
+        chosen = np.minimum(np.arange(index * batch, (index + 1) * batch), total - 1)
+        return {name: arrays[name][chosen].astype(t, copy=False).reshape(inputs[name][1]) for name, t in dtypes.items()}
+
+    return Batches(count=-(-total // batch), make=make, size=batch, place=lambda _: data.source)
+
+
+def _check_type(data: Arrays, name: str, dtype: np.dtype[Any]) -> None:
+    array = data.arrays[name]
+    if not np.can_cast(array.dtype, dtype, "same_kind"):
+        raise UserError(f"{data.source}: array {name!r} holds {array.dtype}, but the input takes {dtype}")
+    if array.dtype.kind in "iu" and dtype.kind == "f":
+        logger.warning(
+            "%s: array %r holds %s, and goes into a %s input as it is: is it prepared as the model was trained?",
+            data.source, name, array.dtype, dtype,
+        )  # fmt: skip
+
+
+def _batch_size(data: Arrays, name: str, shape: tuple[int, ...]) -> int:
+    """How many samples the input takes at a time; an array may also hold whole inputs, without any batch axis."""
+    array = data.arrays[name]
+    if array.shape[1:] == shape:
+        return 1
+    if shape and array.shape[1:] == shape[1:]:
+        return shape[0]
+    raise UserError(
+        f"{data.source}: a sample of array {name!r} is {_times(array.shape[1:])}, "
+        f"but the input takes {_times(shape)}, the batch first"
+    )
+
+
+def _times(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "a single number"

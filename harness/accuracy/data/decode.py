@@ -1,0 +1,227 @@
+"""From a detector's raw outputs to boxes: decoders by name, and non-maximum suppression.
+
+A decoder of one's own is a function `(outputs, prepared, size, **params) -> Detections`, registered
+under `qdq.decoders` or named as `package.module:function`. It sees the outputs of one image, batch
+axis included, and gives boxes in pixels of the original image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.api import Array
+from harness.errors import EvaluationFailed
+from harness.accuracy.data.preprocess import Prepared, Size
+
+__all__ = [
+    "Decode", "Detections", "Floats", "best", "decode_nanodet", "decode_shapes", "decode_yolox", "overlaps",
+    "shapes_of", "suppress",
+]  # fmt: skip
+
+STRIDES = (8, 16, 32)
+TOP = 100  # boxes of an image that COCO's metric counts
+MAX_LOG_SIZE = 50.0  # exp of it is larger than any image, and finite
+BLOCK = 64  # candidates compared at a time; 100 boxes are mostly found among the first few hundred
+CANDIDATES = 10_000  # bounds the time of a broken model, whose boxes all lie on one another
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detections:
+    """What a detector found on one image, best first.
+
+    Attributes:
+        boxes: n x 4: left, top, right, bottom in pixels of the image.
+        scores: n values, 0 to 1.
+        classes: n class indices, from 0 in the order of the model's outputs.
+    """
+
+    boxes: Floats
+    scores: Floats
+    classes: Integers
+
+
+class Decode(Protocol):
+    """A decoder; parameters beyond these three come from the experiment."""
+
+    def __call__(self, outputs: Mapping[str, Array], prepared: Prepared, size: Size) -> Detections:
+        """Boxes of one image; `size` is height and width of the model's input."""
+        ...
+
+
+def decode_yolox(
+    outputs: Mapping[str, Array], prepared: Prepared, size: Size, score: float = 0.001, nms: float = 0.65
+) -> Detections:
+    """YOLOX as exported undecoded, strides 8, 16, 32.
+
+    Ge et al. 2021, arXiv:2107.08430; `yolox/utils/demo_utils.py:demo_postprocess` of its repository.
+
+    Args:
+        outputs: One output, 1 x cells x (centre x, centre y, log width, log height, objectness, one
+            probability a class).
+        prepared: The image that was run.
+        size: Height and width of the model's input.
+        score: Score (objectness x class) above which a box counts.
+        nms: Overlap (IoU) above which a box of the same class is dropped.
+
+    Raises:
+        EvaluationFailed: The output has another shape.
+    """
+    cells, strides = _grid(size)
+    values = _only(outputs, "yolox", len(cells))
+    centre = (values[:, :2] + cells) * strides
+    half = np.exp(np.minimum(values[:, 2:4], MAX_LOG_SIZE)) * strides / 2
+    boxes = np.concatenate([centre - half, centre + half], axis=1)
+    return best(prepared.to_image(boxes), values[:, 4:5] * values[:, 5:], score, nms)
+
+
+def decode_nanodet(
+    outputs: Mapping[str, Array], prepared: Prepared, size: Size, score: float = 0.025, nms: float = 0.6, bins: int = 8
+) -> Detections:
+    """NanoDet: class probabilities, and for each side of a box a distribution of its distance from the cell's centre.
+
+    Generalized Focal Loss, Li et al. 2020, arXiv:2006.04388, equation 3; strides 8, 16, 32.
+
+    Args:
+        outputs: For each stride 1 x cells x classes and 1 x cells x (4 x bins), in any order.
+        prepared: The image that was run.
+        size: Height and width of the model's input.
+        score: Score above which a box counts.
+        nms: Overlap (IoU) above which a box of the same class is dropped.
+        bins: Bins of a distribution, reg_max + 1.
+
+    Raises:
+        EvaluationFailed: The outputs have other shapes.
+    """
+    cells, strides = _grid(size)
+    per_level = sorted((a for a in outputs.values() if a.ndim == 3), key=lambda a: -a.shape[1])  # the finest first
+    scores, sides = ([a[0] for a in per_level if (a.shape[2] == 4 * bins) is wanted] for wanted in (False, True))
+    counts = {sum(map(len, part)) for part in (scores, sides)}
+    if not len(scores) == len(sides) == len(STRIDES) or counts != {len(cells)}:
+        raise EvaluationFailed(
+            f"decoder 'nanodet' wants for each stride of {STRIDES} an output 1 x cells x classes and one "
+            f"1 x cells x {4 * bins}, {len(cells)} cells in all, but got {shapes_of(outputs)}"
+        )
+    terms = np.concatenate(sides).astype(np.float64).reshape(len(cells), 4, bins)
+    chance = np.exp(terms - terms.max(axis=2, keepdims=True))
+    distance = (chance @ np.arange(bins)) / chance.sum(axis=2) * strides
+    centre = (cells + 0.5) * strides
+    boxes = np.concatenate([centre - distance[:, :2], centre + distance[:, 2:]], axis=1)
+    return best(prepared.to_image(boxes), np.concatenate(scores).astype(np.float64), score, nms)
+
+
+def decode_shapes(
+    outputs: Mapping[str, Array], prepared: Prepared, size: Size, score: float = 0.001, nms: float = 0.65
+) -> Detections:
+    """The zoo's detector: boxes decoded in the graph, in input pixels (layout and thresholds: `harness.zoo.detector`).
+
+    Args:
+        outputs: One output, 1 x cells x (centre x, centre y, width, height, one score a class).
+        prepared: The image that was run.
+        size: Height and width of the model's input; boxes do not depend on it.
+        score: Lowest score that counts.
+        nms: Overlap (IoU) above which a box of the same class is dropped.
+
+    Raises:
+        EvaluationFailed: The output has another shape.
+    """
+    values = _only(outputs, "shapes")
+    half = values[:, 2:4] / 2
+    boxes = np.concatenate([values[:, :2] - half, values[:, :2] + half], axis=1)
+    return best(prepared.to_image(boxes), values[:, 4:], score, nms)
+
+
+def overlaps(a: Floats, b: Floats) -> Floats:
+    """Intersection over union of each of n boxes with each of m boxes: n x m; 0 for boxes without area."""
+    low = np.maximum(a[:, None, :2], b[None, :, :2])
+    high = np.minimum(a[:, None, 2:], b[None, :, 2:])
+    shared = np.clip(high - low, 0.0, None).prod(axis=2)
+    areas = [(boxes[:, 2:] - boxes[:, :2]).clip(0.0).prod(axis=1) for boxes in (a, b)]
+    union = areas[0][:, None] + areas[1][None] - shared
+    shares: Floats = np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
+    return shares
+
+
+def suppress(boxes: Floats, scores: Floats, classes: Integers, threshold: float, top: int = TOP) -> Integers:
+    """Greedy non-maximum suppression within each class.
+
+    Boxes are taken best first (ties: in the order given) unless one already taken, of the same
+    class, overlaps them by more than the threshold. The walk ends when `top` are taken, so the many
+    weak candidates are mostly never compared; those beyond the best CANDIDATES are never looked at.
+
+    Args:
+        boxes: n x 4: left, top, right, bottom.
+        scores: n values.
+        classes: n class indices.
+        threshold: Intersection over union.
+        top: How many to take at most, over all classes.
+
+    Returns:
+        Indices of the boxes taken, best first.
+    """
+    order = np.argsort(-scores, kind="stable")[:CANDIDATES]
+    taken = np.zeros(0, np.int64)
+    for start in range(0, len(order), BLOCK):
+        if len(taken) >= top:
+            break
+        block = order[start : start + BLOCK]
+        alive: npt.NDArray[np.bool_] = ~np.any(_rivals(boxes, classes, block, taken, threshold), axis=1)
+        weaker = np.triu(_rivals(boxes, classes, block, block, threshold), k=1)
+        for i in np.flatnonzero(weaker.any(axis=1)):
+            if alive[i]:
+                alive &= ~weaker[i]
+        taken = np.concatenate([taken, block[alive]])
+    return taken[:top]
+
+
+def _rivals(boxes: Floats, classes: Integers, a: Integers, b: Integers, threshold: float) -> npt.NDArray[np.bool_]:
+    same: npt.NDArray[np.bool_] = classes[a][:, None] == classes[b][None]
+    return same & (overlaps(boxes[a], boxes[b]) > threshold)
+
+
+def best(boxes: Floats, scores: Floats, score: float, nms: float, top: int = TOP) -> Detections:
+    """The boxes worth keeping; every class of a cell whose score counts is a candidate of its own.
+
+    Args:
+        boxes: n x 4, in pixels of the image.
+        scores: n x classes.
+        score: Score above which a box counts.
+        nms: See `suppress`, as for `top`.
+    """
+    cells, classes = np.nonzero(scores > score)
+    found = scores[cells, classes]
+    kept = suppress(boxes[cells], found, classes, nms, top)
+    return Detections(boxes=boxes[cells[kept]], scores=found[kept], classes=classes[kept])
+
+
+def _grid(size: Size) -> tuple[Floats, Floats]:
+    """Column and row of every cell (n x 2), level after level, row after row, and its stride (n x 1)."""
+    cells, strides = [], []
+    for stride in STRIDES:
+        rows, columns = np.mgrid[: -(-size[0] // stride), : -(-size[1] // stride)]
+        cells.append(np.stack([columns, rows], axis=-1).reshape(-1, 2).astype(np.float64))
+        strides.append(np.full((len(cells[-1]), 1), float(stride)))
+    return np.concatenate(cells), np.concatenate(strides)
+
+
+def _only(outputs: Mapping[str, Array], decoder: str, cells: int | None = None) -> Floats:
+    """The single output without its batch axis."""
+    array = next(iter(outputs.values())) if len(outputs) == 1 else np.zeros(0)
+    if array.ndim != 3 or len(array) != 1 or array.shape[2] < 5 or array.shape[1] != (cells or array.shape[1]):
+        raise EvaluationFailed(
+            f"decoder {decoder!r} wants one output of 1 x {cells or 'cells'} x (box and class terms), "
+            f"but got {shapes_of(outputs)}"
+        )
+    values: Floats = array[0].astype(np.float64)
+    return values
+
+
+def shapes_of(outputs: Mapping[str, Array]) -> str:
+    """Name and shape of each output, for messages."""
+    return ", ".join(f"{name!r} of {' x '.join(map(str, array.shape))}" for name, array in outputs.items())

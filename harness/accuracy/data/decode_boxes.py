@@ -1,0 +1,120 @@
+"""Decoders of detectors that end with boxes: those decoded in the graph, with or without suppression."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from harness.api import Array
+from harness.errors import EvaluationFailed
+from harness.accuracy.data.decode import Detections, Floats, best, shapes_of
+from harness.accuracy.data.detector_layout import cells_of
+from harness.accuracy.data.preprocess import Prepared, Size
+
+__all__ = ["decode_rtdetr", "decode_ultralytics"]
+
+ENDED = 6  # left, top, right, bottom, score, class
+MAX_BOXES = 300  # what both projects keep of an image
+LOGITS, BOXES = "logits", "pred_boxes"  # as Hugging Face calls the outputs of RT-DETR
+
+
+def decode_ultralytics(
+    outputs: Mapping[str, Array], prepared: Prepared, size: Size, score: float = 0.001, nms: float = 0.7
+) -> Detections:
+    """YOLOv8, YOLO11 and their like as Ultralytics exports them, without or with NMS in the graph.
+
+    https://github.com/ultralytics/ultralytics, `ultralytics/utils/nms.py:non_max_suppression` and
+    `ultralytics/engine/exporter.py:NMSModel`; thresholds are those of its validation.
+
+    Args:
+        outputs: One output. Without NMS 1 x (4 + classes) x cells: centre x, centre y, width, height in input pixels,
+            then the classes' probabilities. With NMS 1 x boxes x 6: left, top, right, bottom in input pixels, score,
+            class; unused rows have score 0.
+        prepared: The image that was run.
+        size: Height and width of the model's input; tells how many cells there are.
+        score: Score above which a box counts.
+        nms: Overlap (IoU) above which a box of the same class is dropped; not where the graph has done so.
+
+    Raises:
+        EvaluationFailed: The output has another shape.
+    """
+    array = next(iter(outputs.values())) if len(outputs) == 1 else np.zeros(0)
+    cells = cells_of(size)
+    turned = array.ndim == 3 and array.shape[1] == cells != array.shape[2] != ENDED
+    if array.ndim != 3 or len(array) != 1 or (array.shape[1] < 5 and array.shape[2] != ENDED) or turned:
+        raise EvaluationFailed(
+            "decoder 'ultralytics' wants one output of 1 x (4 + classes) x cells, or of 1 x boxes x 6 where NMS is in "
+            f"the graph, but got {shapes_of(outputs)}"
+        )
+    values: Floats = array[0].astype(np.float64)
+    if array.shape[2] == ENDED:
+        return _ended(prepared.to_image(values[:, :4]), values[:, 4], values[:, 5], score)
+    values = values.T
+    return best(prepared.to_image(_corners(values[:, :4])), values[:, 4:], score, nms, MAX_BOXES)
+
+
+def decode_rtdetr(
+    outputs: Mapping[str, Array], prepared: Prepared, size: Size, score: float = 0.001, top: int = MAX_BOXES
+) -> Detections:
+    """RT-DETR; its queries need no suppression (Zhao et al. 2023, arXiv:2304.08069).
+
+    Args:
+        outputs: Either two: 1 x queries x classes logits, and 1 x queries x 4 boxes as centre x, centre y, width,
+            height in shares of the input (as Hugging Face exports it; several classes of one query may count, as in
+            `RTDetrImageProcessor.post_process_object_detection`). Or three, called labels, boxes and scores: classes,
+            left, top, right, bottom in input pixels, and scores of 1 x boxes (as github.com/lyuwenyu/RT-DETR exports
+            it, where `orig_target_sizes` was made a constant, the input's size).
+        prepared: The image that was run.
+        size: Height and width of the model's input.
+        score: Score above which a box counts.
+        top: How many boxes to keep.
+
+    Raises:
+        EvaluationFailed: The outputs have other shapes, or there are 4 classes and no name says which output is which.
+    """
+    if {"labels", "boxes", "scores"} <= outputs.keys():
+        labels, boxes, scores = (outputs[name] for name in ("labels", "boxes", "scores"))
+        if boxes.ndim == 3 and boxes.shape[::2] == (1, 4) and labels.shape == scores.shape == boxes.shape[:2]:
+            return _ended(prepared.to_image(boxes[0]), scores[0], labels[0], score)
+    relative, logits = (array[0].astype(np.float64) for array in _boxes_and_logits(outputs))
+    chances = 0.5 * (1 + np.tanh(logits / 2))  # the logistic function, which cannot overflow so
+    queries, classes = np.divmod(np.argsort(-chances, axis=None, kind="stable")[:top], chances.shape[1])
+    boxes = _corners(relative) * np.tile([size[1], size[0]], 2)
+    return _ended(prepared.to_image(boxes)[queries], chances[queries, classes], classes, score)
+
+
+def _boxes_and_logits(outputs: Mapping[str, Array]) -> tuple[Array, Array]:
+    """The two outputs as Hugging Face exports them: boxes have 4 columns, and where logits have as many, names tell.
+
+    Raises:
+        EvaluationFailed: They have other shapes, or nothing tells them apart.
+    """
+    narrow = [name for name, array in outputs.items() if array.ndim == 3 and array.shape[2] == 4]
+    called = [name for name in narrow if name == BOXES or (LOGITS in narrow and name != LOGITS)]
+    boxes = next(iter(narrow if len(narrow) == 1 else called), None)
+    shapes = {array.shape[:-1] for array in outputs.values()}
+    if boxes is None or len(outputs) != 2 or shapes != {(1, outputs[boxes].shape[1])}:
+        raise EvaluationFailed(
+            "decoder 'rtdetr' wants logits of 1 x queries x classes and boxes of 1 x queries x 4 (with 4 classes these "
+            f"are told apart by their names, {LOGITS} and {BOXES}), or outputs called labels, boxes and scores, "
+            f"but got {shapes_of(outputs)}"
+        )
+    (logits,) = (array for name, array in outputs.items() if name != boxes)
+    return outputs[boxes], logits
+
+
+def _corners(values: Floats) -> Floats:
+    """Left, top, right, bottom from centre x, centre y, width, height."""
+    half = values[:, 2:4] / 2
+    corners: Floats = np.concatenate([values[:, :2] - half, values[:, :2] + half], axis=1)
+    return corners
+
+
+def _ended(boxes: Floats, scores: Array, classes: Array, score: float) -> Detections:
+    """Boxes that only need to be put in order."""
+    order = np.argsort(-scores, kind="stable")
+    kept = order[scores[order] > score]
+    return Detections(
+        boxes=boxes[kept], scores=scores[kept].astype(np.float64), classes=np.rint(classes[kept]).astype(np.int64)
+    )

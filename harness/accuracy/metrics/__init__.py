@@ -1,0 +1,1 @@
+"""Metrics: mAP, top-1, mIoU, fidelity, with their confidence intervals."""

@@ -1,0 +1,293 @@
+"""What the evaluators share: prepared images, runs of the engine, and how the harness makes an evaluator."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness import registry
+from harness.api import Accuracy, Array, Infer
+from harness.errors import EvaluationFailed, UserError
+from harness.accuracy.data.arrays import Arrays, is_arrays, open_arrays
+from harness.accuracy.data.datasets import Dataset, open_images
+from harness.accuracy.data.batching import batches, image_input, image_size, stacked
+from harness.accuracy.data.preprocess import Prepared, Size, open_plugin, open_preprocess, preprocess_fingerprint
+from harness.random_inputs import Types
+
+__all__ = [
+    "LabelledImages", "PreparedArrays", "PreparedImages", "doubt", "evaluator_params", "finite", "image_supplies",
+    "only_name", "only_output", "open_samples",
+]  # fmt: skip
+
+CACHE_BYTES = 600 * 2**20  # an evaluator lives as long as its worker and scores hundreds of engines
+NOTHING = 0.01
+"""A float model with less of a metric that ends at 1 is not the one that labels and preprocessing are for."""
+
+
+def evaluator_params(use: str, params: Mapping[str, Any], supplied: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of an evaluator: what the experiment gives, and what the harness knows.
+
+    Of `supplied` an evaluator gets those arguments that its constructor names. The harness offers:
+    `input_name`, `input_shape` (of the image input), `inputs` (every input: its ONNX type in lower
+    case and its shape), `reference` (a path of its own for float outputs) and `base` (folder of the experiment).
+
+    Args:
+        use: Name or `package.module:Class`.
+        params: The experiment's parameters.
+        supplied: What the harness offers; these names are not the experiment's to set.
+
+    Raises:
+        UserError: Unknown or missing parameters.
+    """
+    for name in params:
+        if name in supplied:
+            raise UserError(f"evaluator {use!r}: {name!r} is set by the harness, not by the experiment")
+    wanted = inspect.signature(registry.load("evaluator", use)).parameters
+    if "labels" in params and "labels" not in wanted and "data" in wanted:
+        raise UserError(
+            f"evaluator {use!r}: labels belong to the data, for instance data: {{use: npz, path: data.npz, labels: y}}"
+        )
+    given = {name: value for name, value in supplied.items() if name in wanted}
+    registry.check_params("evaluator", use, params, given)
+    return {**params, **given}
+
+
+def finite(outputs: Mapping[str, Array], item: str) -> Mapping[str, Array]:
+    """The outputs themselves.
+
+    Raises:
+        EvaluationFailed: One of them has NaN or infinite values; `item` says on which input.
+    """
+    for name, array in outputs.items():
+        if array.dtype.kind not in "biuUSO" and not np.isfinite(array).all():
+            raise EvaluationFailed(f"output {name!r} has NaN or infinite values on {item}")
+    return outputs
+
+
+class PreparedImages:
+    """A data set as inputs of one model; each is made once, and kept while the cache has room.
+
+    Args:
+        data: A mapping for `harness.accuracy.data.datasets.open_images`.
+        preprocess: Name, or `{use: NAME, params: {...}}`.
+        input_name: Name of the model's image input.
+        input_shape: Its static shape, batch x 3 x height x width.
+        base: Folder that relative paths start from.
+
+    Raises:
+        UserError: Anything wrong with data, preprocessing or shape.
+    """
+
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        preprocess: str | Mapping[str, Any],
+        input_name: str,
+        input_shape: Sequence[int],
+        base: Path | None = None,
+    ) -> None:
+        self.data: Dataset = open_images(data, base)
+        self.size: Size = image_size(input_name, input_shape)
+        self._shape = tuple(input_shape)
+        self._input_name = input_name
+        self._preprocess = open_preprocess(preprocess)
+        self.fingerprint = f"{self.data.fingerprint} {preprocess_fingerprint(preprocess)}"
+        self._cache: dict[int, Prepared] = {}
+        self._room = CACHE_BYTES
+
+    @property
+    def inferences(self) -> int:
+        """How often `run` runs the engine."""
+        return -(-len(self.data) // self._shape[0])
+
+    def run(self, infer: Infer) -> Iterator[tuple[Prepared, Mapping[str, Array]]]:
+        """Run the engine on every image; gives the outputs of one image at a time, batch axis included.
+
+        Raises:
+            EvaluationFailed: An output has NaN or infinite values.
+        """
+        batch = self._shape[0]
+        for start in range(0, len(self.data), batch):
+            items = [self._prepared(i) for i in range(start, min(start + batch, len(self.data)))]
+            feeds = {self._input_name: stacked([item.tensor for item in items], batch)}
+            outputs = finite(infer(feeds), f"image {self.data.id(start)!r}")
+            for k, item in enumerate(items):
+                # An output of a batch of one may lack a batch axis (boxes from a graph with NMS).
+                yield item, outputs if batch == 1 else {name: array[k : k + 1] for name, array in outputs.items()}
+
+    def _prepared(self, i: int) -> Prepared:
+        if i in self._cache:
+            return self._cache[i]
+        item = self._preprocess.prepare(self.data.image(i), self.size)
+        if item.tensor.shape != self._shape[1:] or item.tensor.dtype != np.float32:
+            raise UserError(
+                f"preprocess gives {item.tensor.dtype} {item.tensor.shape} for image {self.data.id(i)!r}, "
+                f"but the input {self._input_name!r} wants float32 {self._shape[1:]}"
+            )
+        if item.tensor.nbytes <= self._room:
+            self._room -= item.tensor.nbytes
+            self._cache[i] = item
+        return item
+
+
+class PreparedArrays:
+    """Labelled arrays as inputs of one model; used like `PreparedImages`.
+
+    Args:
+        data: A mapping for `harness.accuracy.data.arrays.open_arrays`.
+        inputs: Element type and shape of each input of the model.
+        base: Folder that relative paths start from.
+
+    Raises:
+        UserError: Anything wrong with the data, or they do not fit the inputs.
+    """
+
+    def __init__(self, data: Mapping[str, Any], inputs: Types, base: Path | None = None) -> None:
+        self.data: Arrays = open_arrays(data, base)
+        self._batches = batches(self.data, None, inputs)
+        self.fingerprint = self.data.fingerprint
+
+    @property
+    def inferences(self) -> int:
+        """How often `run` runs the engine."""
+        return len(self._batches)
+
+    def run(self, infer: Infer) -> Iterator[tuple[None, Mapping[str, Array]]]:
+        """Run the engine on every sample; gives the outputs of one sample at a time, batch axis included.
+
+        Raises:
+            EvaluationFailed: An output has NaN or infinite values.
+        """
+        size = self._batches.size
+        for index, feeds in enumerate(self._batches):
+            start = index * size
+            outputs = finite(infer(feeds), self.data.id(start))
+            for k in range(min(size, len(self.data) - start)):
+                yield None, outputs if size == 1 else {name: array[k : k + 1] for name, array in outputs.items()}
+
+
+def open_samples(
+    data: Mapping[str, Any],
+    preprocess: str | Mapping[str, Any] | None,
+    inputs: Types,
+    base: Path | None = None,
+) -> PreparedImages | PreparedArrays:
+    """Open labelled data for an evaluator: images with a preprocessing, or arrays.
+
+    Args:
+        data: See `harness.accuracy.data.datasets`.
+        preprocess: Name, or `{use: NAME, params: {...}}`; not for arrays.
+        inputs: Element type and shape of each input of the model, as the harness supplies it.
+        base: Folder that relative paths start from.
+
+    Raises:
+        UserError: Anything wrong with these.
+    """
+    if is_arrays(data):
+        return PreparedArrays(data, inputs, base)
+    if not isinstance(data, Mapping):
+        raise UserError(f"data: a mapping such as {{use: npz, path: data.npz, labels: y}}, but got {data!r}")
+    if preprocess is None:
+        raise UserError("data: images need 'preprocess', the name of what turns an image into an input")
+    name = image_input(inputs)
+    return PreparedImages(data, preprocess, name, inputs[name][1], base)
+
+
+def image_supplies(data: object, inputs: Types) -> dict[str, Any]:
+    """Return `input_name` and `input_shape` for an evaluator that takes them; empty values where data are no images.
+
+    Raises:
+        UserError: Images do not fit the inputs of the model.
+    """
+    if is_arrays(data) or isinstance(data, str):
+        return {"input_name": "", "input_shape": ()}
+    name = image_input(inputs)
+    return {"input_name": name, "input_shape": inputs[name][1]}
+
+
+class LabelledImages:
+    """What evaluators on labelled images have in common: a metric of which more is better, and the images.
+
+    Args:
+        data: A mapping for `harness.accuracy.data.datasets.open_images`.
+        preprocess: Name, or `{use: NAME, params: {...}}`.
+        input_name: Set by the harness: name of the model's image input.
+        input_shape: Set by the harness: its static shape, batch x 3 x height x width.
+        base: Set by the harness: folder that relative paths start from.
+
+    Raises:
+        UserError: Anything wrong with these.
+    """
+
+    higher_is_better = True
+
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        preprocess: str | Mapping[str, Any],
+        input_name: str,
+        input_shape: Sequence[int],
+        base: Path | None = None,
+    ) -> None:
+        self.images = PreparedImages(data, preprocess, input_name, input_shape, base)
+        self.fingerprint = self.images.fingerprint
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.images.data)
+
+    @property
+    def inferences(self) -> int:
+        """See `harness.api.Evaluator`."""
+        return self.images.inferences
+
+
+def only_output(outputs: Mapping[str, Array], name: str | None, where: str) -> Array:
+    """The output that holds the logits; arguments and errors are those of `only_name`, with outputs of one image."""
+    return outputs[only_name(outputs, name, where)]
+
+
+def only_name(outputs: Collection[str], name: str | None, where: str) -> str:
+    """Name of the output that holds the logits.
+
+    Args:
+        outputs: Names of all.
+        name: Which it is; None where there is one.
+        where: Begins messages, for instance "top1: output".
+
+    Raises:
+        UserError: None is named and there are several, or there is none of this name.
+    """
+    if name is None and len(outputs) > 1:
+        raise UserError(f"{where}: say which of {', '.join(sorted(outputs))} holds the logits")
+    found = name or next(iter(outputs), "")
+    if found not in outputs:
+        raise UserError(f"{where}: the model has no output {found!r}, only {', '.join(sorted(outputs))}")
+    return found
+
+
+def doubt(accuracy: Accuracy, metric: str, higher_is_better: bool, params: Mapping[str, Any]) -> str:
+    """What is to be said where the float model itself scores next to nothing; "" where it does not.
+
+    Args:
+        accuracy: Of the float model.
+        metric: The evaluator's.
+        higher_is_better: Its direction; a loss near 0 is a good one.
+        params: The evaluator's parameters, to name those that may be wrong.
+    """
+    value = accuracy.metrics.get(metric, 1.0)
+    if not higher_is_better or not 0 <= value < NOTHING:
+        return ""
+    used = {key: params[key] for key in ("preprocess", "decode") if isinstance(params.get(key), str | Mapping)}
+    suspects = [f"{key} (now {open_plugin(given)[0]!r}; qdq list has the others)" for key, given in used.items()]
+    if params.get("input_shape"):
+        suspects.append(f"the input's shape (now {'x'.join(map(str, params['input_shape']))})")
+    return (
+        f"the float model itself has {metric} {value:.4f}, so no drop from there says anything: it is not fed, or not "
+        f"read, as it was trained. Look at {', '.join(suspects)}, the labels, and the order of their classes "
+        f"(key 'classes'){f'; {accuracy.note}' if accuracy.note else ''}"
+    )

@@ -1,0 +1,170 @@
+"""Top-1 and top-5 accuracy of a classifier."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.api import Accuracy, Array, Infer
+from harness.errors import EvaluationFailed, UserError
+from harness.accuracy.data.arrays import is_arrays
+from harness.accuracy.metrics.base import only_name, only_output, open_samples
+from harness.accuracy.metrics.intervals import evidence_of
+from harness.random_inputs import Types
+
+__all__ = ["Top1", "Top5"]
+
+SHIFTED = 0.5  # share of images, and of classes, whose answer is their label plus one and the same number
+ANSWERS = 10  # fewer may be shifted by chance
+
+
+class Top1:
+    """Share of samples whose class is the highest output (top1) or among the five highest (top5).
+
+    Args:
+        data: Images, or arrays, with class labels (`harness.accuracy.data.datasets`).
+        preprocess: Name, or `{use: NAME, params: {...}}`; not for arrays.
+        input_name: Set by the harness: name of the model's image input; not for arrays.
+        input_shape: Set by the harness: its static shape, batch x 3 x height x width.
+        output: Which output holds the logits; not needed where there is one.
+        base: Set by the harness: folder that relative paths start from.
+        inputs: Set by the harness: ONNX type in lower case and shape of each input.
+
+    Attributes:
+        labels: Class of each sample.
+
+    Raises:
+        UserError: Anything wrong with these.
+    """
+
+    metric = "top1"
+    higher_is_better = True
+
+    def __init__(  # noqa: PLR0913 - what the harness supplies
+        self,
+        data: Mapping[str, Any],
+        preprocess: str | Mapping[str, Any] | None = None,
+        input_name: str = "",
+        input_shape: Sequence[int] = (),
+        output: str | None = None,
+        base: Path | None = None,
+        inputs: Types | None = None,
+    ) -> None:
+        types = inputs or {input_name: ("float", tuple(input_shape))}
+        self.images = open_samples(data, preprocess, types, base)
+        self.fingerprint = self.images.fingerprint
+        self.labels = _classes(self.images.data.labels, self.metric, is_arrays(data))
+        self._output = output
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self.images.data)
+
+    @property
+    def inferences(self) -> int:
+        """See `harness.api.Evaluator`."""
+        return self.images.inferences
+
+    def check_outputs(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """See which output holds the logits, and whether it has a value for every class of the labels.
+
+        Raises:
+            UserError: It has not, or it is not said which of several it is.
+        """
+        self._check_classes(shapes[only_name(shapes, self._output, f"{self.metric}: output")])
+
+    def _check_classes(self, shape: Sequence[int]) -> None:
+        outputs, highest = max(shape, default=0), max(self.labels, default=0)
+        if highest < outputs:
+            return
+        shifted = highest == outputs and min(self.labels) > 0
+        remedy = "they count from 1: take 1 off each" if shifted else "they are those of another model"
+        if outputs == 1:
+            remedy = "a single score needs a threshold, in a function for the evaluator metric"
+        raise UserError(
+            f"{self.metric}: data.labels: class {highest}, but the model has {outputs} outputs, for the classes "
+            f"0 to {outputs - 1}: {remedy}"
+        )
+
+    def score(self, infer: Infer) -> Accuracy:
+        """See `harness.api.Evaluator`; `per_item` holds the hits. Of equal outputs the lower class wins.
+
+        Raises:
+            EvaluationFailed: Outputs that are not finite, or are no row of logits.
+            UserError: A class that the model does not have, or most answers are shifted against the labels.
+        """
+        ranks, answers = [], []
+        for (_, outputs), label in zip(self.images.run(infer), self.labels, strict=True):
+            logits = self._logits(outputs)
+            ranks.append(self._rank(logits, label))
+            answers.append(int(logits.argmax()))
+        self._check_shift(answers)
+        hits = {f"top{k}": [float(rank < k) for rank in ranks] for k in (1, 5)}
+        return Accuracy(
+            metrics={name: float(np.mean(values)) for name, values in hits.items()},
+            per_item=tuple(hits[self.metric]),
+            evidence=evidence_of("mean", hits),
+        )
+
+    def _logits(self, outputs: Mapping[str, Array]) -> Array:
+        logits = only_output(outputs, self._output, f"{self.metric}: output")
+        if logits.size != max(logits.shape, default=0):
+            name = self._output or next(iter(outputs))
+            raise EvaluationFailed(f"output {name!r} is no row of logits: its shape is {logits.shape}")
+        return logits.reshape(-1)
+
+    def _rank(self, logits: Array, label: int) -> int:
+        """How many classes come before the right one."""
+        if label >= len(logits):
+            self._check_classes(logits.shape)  # which raises
+        return int((logits > logits[label]).sum() + (logits[:label] == logits[label]).sum())
+
+    def _check_shift(self, answers: list[int]) -> None:
+        """Quantization may spoil answers, but it does not shift those of most classes: so this is about the labels.
+
+        One that answers with the second of two classes, come what may, shifts the answers of the first alone.
+        """
+        if len(answers) < ANSWERS:
+            return
+        by_class: dict[int, list[int]] = defaultdict(list)
+        for answer, label in zip(answers, self.labels, strict=True):
+            by_class[label].append(answer - label)
+        shift, count = Counter(chain(*by_class.values())).most_common(1)[0]
+        shifted = [shifts.count(shift) > SHIFTED * len(shifts) for shifts in by_class.values()]
+        if shift and count > SHIFTED * len(answers) and sum(shifted) > SHIFTED * len(shifted) and len(shifted) > 1:
+            raise UserError(
+                f"{self.metric}: data.labels: {count} of {len(answers)} answers are the label {shift:+d}, so these "
+                "count classes in another way than the model (from 1, or without its background class): correct them"
+            )
+
+
+def _classes(labels: Array | None, metric: str, arrays: bool) -> list[int]:
+    """Return the class of each sample.
+
+    Raises:
+        UserError: There are no labels, or they are not one whole number from 0 a sample.
+    """
+    if labels is None:
+        images, rows = "a .txt file with lines 'FILENAME CLASS'", "an array of the .npz file, by its name, or a file"
+        raise UserError(f"{metric}: data.labels: classes are needed, from {rows if arrays else images}")
+    flat = labels.reshape(-1) if labels.ndim == 2 and labels.shape[1] == 1 else labels
+    if flat.ndim != 1:
+        raise UserError(
+            f"{metric}: data.labels: one class a sample, but a row has the shape {flat.shape[1:]}; of one-hot rows "
+            "give the argmax"
+        )
+    if flat.dtype.kind not in "fiub" or (flat < 0).any() or (flat != flat.astype(np.int64)).any():
+        raise UserError(f"{metric}: data.labels: whole numbers from 0 are wanted, but they begin {flat[:5].tolist()}")
+    classes: list[int] = flat.astype(np.int64).tolist()
+    return classes
+
+
+class Top5(Top1):
+    """As `Top1`, but the share among the five highest is the metric that counts."""
+
+    metric = "top5"

@@ -1,0 +1,209 @@
+"""How close the outputs of an engine are to those of the float model: the worst output, and its worst part, count."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.special import log_softmax
+
+from harness.api import Array
+from harness.errors import EvaluationFailed
+from harness.accuracy.metrics.sqnr import MAX_SQNR_DB, RESOLUTION, Floats, Part, part_sqnr, parts_of, taken
+
+__all__ = ["WORST", "Closeness", "Layout", "closeness", "layout_of", "silent"]
+
+WORST = "worst: "
+"""Begins the end of a note, which names the output, or part of one, that the SQNR is of."""
+SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How the outputs of a model are compared, by the float model's.
+
+    Attributes:
+        parts: Outputs that count, each with the parts that are scored apart; none: the whole output.
+        silent: Outputs of floating type that do not count; see `silent`.
+        untyped: Outputs of other types, which are not compared.
+    """
+
+    parts: Mapping[str, Sequence[Part]]
+    silent: Sequence[str] = ()
+    untyped: Sequence[str] = ()
+
+    @property
+    def note(self) -> str:
+        """What is compared in another way than as a whole, or not at all; "" as a rule."""
+        said = []
+        if self.silent and self.parts.keys() <= set(self.silent):
+            said.append(f"fidelity says nothing here: every output is the same all over, on all inputs ({self._left})")
+        elif self.silent:
+            said.append(f"fidelity leaves out what is the same all over, on all inputs: {self._left}")
+        if self.untyped:
+            said.append(f"fidelity does not compare outputs of whole numbers and others: {_names(self.untyped)}")
+        if cut := [_apart(name, parts) for name, parts in self.parts.items() if parts]:
+            said.append(f"fidelity scores slices of different scale apart: {'; '.join(cut[:SHOWN])}")
+        return ". ".join(said)
+
+    @property
+    def _left(self) -> str:
+        return _names(self.silent)
+
+    def to_json(self) -> str:
+        """Return the layout as text, for `from_json`."""
+        parts = {name: [[p.axis, p.slices, p.power] for p in found] for name, found in self.parts.items()}
+        return json.dumps({"parts": parts, "silent": list(self.silent), "untyped": list(self.untyped)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Layout:
+        """Return the layout that `to_json` wrote."""
+        facts = json.loads(text)
+        parts = {
+            name: tuple(Part(axis=axis, slices=tuple(slices), power=power) for axis, slices, power in found)
+            for name, found in facts.pop("parts").items()
+        }
+        return cls(parts=parts, **facts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closeness:
+    """What a comparison found.
+
+    Attributes:
+        figures: One value a batch of sqnr_db, cosine and kl, each of the output or part that is worst by its mean.
+        worst: Which output, or part of one, the SQNR is of; "" where there is one alone.
+    """
+
+    figures: Mapping[str, Sequence[float]]
+    worst: str = ""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return the mean of each figure."""
+        return {name: float(np.mean(values)) for name, values in self.figures.items()}
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Figures batch by batch, by output and part."""
+
+    sqnr_db: dict[tuple[str, Part | None], list[float]] = field(default_factory=lambda: defaultdict(list))
+    cosine: dict[tuple[str, Part | None], list[float]] = field(default_factory=lambda: defaultdict(list))
+    kl: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+
+def layout_of(samples: Sequence[Mapping[str, Array]]) -> Layout:
+    """Return how the outputs of a model are compared.
+
+    Args:
+        samples: The float model's outputs for each batch.
+    """
+    left_out = silent(samples)
+    floats = tuple(_floats(samples[0])) if samples else ()
+    counted = [name for name in floats if name not in left_out] or list(floats)
+    parts = {name: parts_of([sample[name] for sample in samples if name in sample]) for name in counted}
+    untyped = tuple(n for n in (samples[0] if samples else ()) if samples[0][n].dtype.kind != "f")
+    return Layout(parts=parts, silent=left_out, untyped=untyped)
+
+
+def closeness(pairs: Iterable[tuple[Mapping[str, Array], Mapping[str, Array]]], layout: Layout) -> Closeness:
+    """Return how close outputs are; the worst output, or part of one, decides on each figure.
+
+    - sqnr_db: 10 log10 of signal power over error power, within +-MAX_SQNR_DB. A batch without any error counts as the
+      best one that has some: equal outputs have no finite SQNR, and a mean would hide the others.
+    - cosine: of the flattened values; 1 for two without any signal.
+    - kl: Kullback-Leibler divergence in nats of the softmax over the class axis (the second of four,
+      else the last) of the whole output, reference first, mean over the other axes.
+
+    Args:
+        pairs: For each batch the float model's outputs and the engine's.
+        layout: Of the float model's outputs.
+
+    Raises:
+        EvaluationFailed: An output is missing or of another shape, or none is of floating type.
+    """
+    rows = _Rows()
+    for reference, outputs in pairs:
+        _check(reference, outputs, layout)
+        for name, parts in layout.parts.items():
+            p, q = reference[name], outputs[name]
+            for part in parts or (None,):
+                rows.sqnr_db[name, part].append(part_sqnr(p, q, part))
+                rows.cosine[name, part].append(_cosine(taken(p, part), taken(q, part)))
+            rows.kl[name].append(_kl(*np.atleast_1d(taken(p, None), taken(q, None))))
+    sqnr_db = {key: _without_exact(values) for key, values in rows.sqnr_db.items()}
+    worst = min(sqnr_db, key=lambda key: np.mean(sqnr_db[key]))
+    said = "" if len(sqnr_db) == 1 else _called(*worst, float(np.mean(sqnr_db[worst])))
+    figures = {
+        "sqnr_db": sqnr_db[worst],
+        "cosine": min(rows.cosine.values(), key=np.mean),
+        "kl": max(rows.kl.values(), key=np.mean),
+    }
+    return Closeness(figures=figures, worst=said)
+
+
+def silent(samples: Iterable[Mapping[str, Array]]) -> tuple[str, ...]:
+    """Return the outputs of floating type that are the same all over, in every place of every sample.
+
+    Their values span no more than `RESOLUTION` of the largest magnitude, or of 1 where that is larger. What engines
+    differ by there is round-off, which says nothing of quantization: beside a signal of 1e-9 an error of 1e-7, that no
+    reader of the output would see, is an SQNR of -40 dB, and beside a constant of 1000 one beyond 120.
+    """
+    spans: dict[str, tuple[float, float]] = {}
+    for sample in samples:
+        for name, array in _floats(sample).items():
+            low, high = spans.get(name, (np.inf, -np.inf))
+            spans[name] = min(low, float(array.min())), max(high, float(array.max()))
+    return tuple(name for name, (low, high) in spans.items() if high - low <= RESOLUTION * max(1.0, -low, high))
+
+
+def _check(reference: Mapping[str, Array], outputs: Mapping[str, Array], layout: Layout) -> None:
+    for name, expected in _floats(reference).items():
+        found = outputs.get(name)
+        if found is None or found.shape != expected.shape:
+            what = "is missing" if found is None else f"has the shape {found.shape}"
+            raise EvaluationFailed(f"output {name!r} {what}, the float model's has {expected.shape}")
+    if not layout.parts:
+        raise EvaluationFailed(f"no output of floating type among {', '.join(reference)}: nothing to compare")
+
+
+def _floats(outputs: Mapping[str, Array]) -> dict[str, Array]:
+    return {name: array for name, array in outputs.items() if array.dtype.kind == "f" and array.size}
+
+
+def _without_exact(values: Sequence[float]) -> list[float]:
+    """Return the values, those of batches without any error replaced by the best of the others."""
+    best = max((value for value in values if value < MAX_SQNR_DB), default=MAX_SQNR_DB)
+    return [min(value, best) for value in values]
+
+
+def _names(names: Collection[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(map(repr, list(names)[:SHOWN]))}{more}"
+
+
+def _apart(name: str, parts: Sequence[Part]) -> str:
+    more = f" and {len(parts) - SHOWN} more" if len(parts) > SHOWN else ""
+    return f"output {name!r}: {' and '.join(map(str, parts[:SHOWN]))}{more}"
+
+
+def _called(name: str, part: Part | None, sqnr_db: float) -> str:
+    where = "" if part is None else f", {part}"
+    return f"output {name!r}{where}: {sqnr_db:.1f} dB"
+
+
+def _cosine(p: Floats, q: Floats) -> float:
+    norms = (float(np.linalg.norm(p)), float(np.linalg.norm(q)))
+    if 0.0 in norms:
+        return float(norms[0] == norms[1])
+    return float(np.vdot(p / norms[0], q / norms[1]))
+
+
+def _kl(p: Floats, q: Floats) -> float:
+    axis = 1 if p.ndim == 4 else -1
+    log_p, log_q = (log_softmax(x, axis=axis) for x in (p, q))
+    return float((np.exp(log_p) * (log_p - log_q)).sum(axis=axis).mean())

@@ -1,0 +1,105 @@
+"""A metric of one's own, as a plain Python function of outputs and labels."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness import registry
+from harness.api import Accuracy, Array, Infer
+from harness.errors import EvaluationFailed, UserError
+from harness.accuracy.metrics.base import only_output, open_samples
+from harness.random_inputs import Types
+
+__all__ = ["Loss", "Metric"]
+
+
+class Metric:
+    """The figure that a function `(outputs, labels)` gives, of which more is better; see `Loss`.
+
+    The function gets the outputs of all samples, joined along the first axis, and their labels, one row a sample. It
+    returns one number, or one number a sample: then their mean is the figure, and it has an interval.
+
+    Args:
+        data: Arrays, or images with class labels (`harness.accuracy.data.datasets`).
+        function: `module:function`.
+        inputs: Set by the harness: ONNX type in lower case and shape of each input.
+        preprocess: Name, or `{use: NAME, params: {...}}`; not for arrays.
+        output: Name of the output that the function gets; without it a model with several gives a mapping of them.
+        base: Set by the harness: folder that relative paths start from.
+
+    Raises:
+        UserError: Anything wrong with these.
+    """
+
+    metric = "metric"
+    higher_is_better = True
+
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        function: str,
+        inputs: Types,
+        preprocess: str | Mapping[str, Any] | None = None,
+        output: str | None = None,
+        base: Path | None = None,
+    ) -> None:
+        self._name, self._output = function, output
+        self._function: Any = registry.load("evaluator", function)
+        self.samples = open_samples(data, preprocess, inputs, base)
+        if self.samples.data.labels is None:
+            raise UserError(f"{self.metric}: data.labels: labels are needed, one row for each sample")
+        self.fingerprint = f"{self.samples.fingerprint} {function} {_source_digest(self._function)}"
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self.samples.data)
+
+    @property
+    def inferences(self) -> int:
+        """See `harness.api.Evaluator`."""
+        return self.samples.inferences
+
+    def score(self, infer: Infer) -> Accuracy:
+        """See `harness.api.Evaluator`.
+
+        Raises:
+            EvaluationFailed: Outputs that are not finite, or the function raises, or returns something else.
+        """
+        rows = [outputs for _, outputs in self.samples.run(infer)]
+        try:
+            found = registry.guarded(self._name, lambda: np.asarray(self._figure(rows), np.float64))
+        except UserError as error:
+            raise EvaluationFailed(str(error)) from error
+        if found.shape not in ((), (len(self),)) or not np.isfinite(found).all():
+            what = f"an array of the shape {found.shape}" if found.shape else found
+            wanted = f"one finite number, or one for each of {len(self)} samples"
+            raise EvaluationFailed(f"{self._name}: {wanted}, but it returned {what}")
+        per_item: tuple[float, ...] = tuple(found.tolist()) if found.shape else ()
+        return Accuracy(metrics={self.metric: float(found.mean())}, per_item=per_item)
+
+    def _figure(self, rows: Sequence[Mapping[str, Array]]) -> Any:
+        joined: Any = {name: np.concatenate([np.atleast_1d(row[name]) for row in rows]) for name in rows[0]}
+        if self._output is not None or len(joined) == 1:
+            joined = only_output(joined, self._output, f"{self.metric}: output")
+        return self._function(joined, self.samples.data.labels)
+
+
+class Loss(Metric):
+    """As `Metric`, but less is better."""
+
+    metric = "loss"
+    higher_is_better = False
+
+
+def _source_digest(function: Any) -> str:
+    """Return what changes with the source file of a function; "" where it has none."""
+    try:
+        return hashlib.sha256(Path(inspect.getfile(function)).read_bytes()).hexdigest()
+    except (TypeError, OSError):
+        return ""

@@ -1,0 +1,197 @@
+"""Mean average precision of a detector, as COCO counts it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import io
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+from harness import registry
+from harness.api import Accuracy, Array, Infer
+from harness.errors import EvaluationFailed, UserError
+from harness.accuracy.data.decode import Decode, Detections, shapes_of
+from harness.accuracy.metrics.base import NOTHING, LabelledImages
+from harness.accuracy.metrics.intervals import evidence_of
+from harness.accuracy.data.detector_layout import decoder_of
+from harness.accuracy.metrics.average_precision import METRICS, map_facts
+from harness.accuracy.data.preprocess import Prepared, open_plugin
+
+__all__ = ["CocoMAP", "coco_metrics"]
+
+AP50 = 1  # in COCOeval.stats
+FOUND, LOST = 0.2, 0.1  # AP50 without classes that says that boxes are found; share of it that says classes are not
+
+
+class CocoMAP(LabelledImages):
+    """mAP over IoU 0.50 to 0.95 on images with boxes; also at 0.50 and 0.75, and for small, medium and large boxes.
+
+    Lin et al. 2014, arXiv:1405.0312, through pycocotools. The model's class k is the k-th of the
+    labels' category ids in ascending order, whatever order the file lists them in, or of `data.classes`.
+
+    Args:
+        data: Images with COCO labels (`harness.accuracy.data.datasets`).
+        preprocess: Name, or `{use: NAME, params: {...}}`.
+        decode: Decoder, by name or `{use: NAME, params: {...}}`.
+        input_name: Set by the harness, as `input_shape` and `base`; see `LabelledImages`.
+
+    Raises:
+        UserError: Anything wrong with these, or labels without a single box.
+    """
+
+    metric = "map"
+
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        preprocess: str | Mapping[str, Any],
+        decode: str | Mapping[str, Any],
+        input_name: str,
+        input_shape: Sequence[int],
+        base: Path | None = None,
+    ) -> None:
+        use, params = open_plugin(decode)
+        decoder = registry.check_params("decoder", use, params, given=("outputs", "prepared", "size"))
+        self._decoder, self._decode = use, cast(Decode, functools.partial(decoder, **params))
+        self._own = not decoder.__module__.startswith("harness.")
+        super().__init__(data, preprocess, input_name, input_shape, base)
+        labels = self.images.data.coco
+        if labels is None:
+            raise UserError("coco_map: data.labels: boxes are needed, from a .json file in COCO's form")
+        if not labels["annotations"]:
+            raise UserError("coco_map: data.labels: there is no box on any of the images")
+        self._labels = labels
+        self._preprocess = open_plugin(preprocess)[0]
+        self._fitting: str | None = None
+
+    def check_outputs(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """See whether a decoder of the harness takes outputs of these shapes, of one image; others may not bear zeros.
+
+        Raises:
+            EvaluationFailed: It does not.
+        """
+        if self._own:
+            return
+        size = self.images.size
+        blank = Prepared(tensor=np.zeros((3, *size), np.float32), scale=1.0, offset=(0.0, 0.0), original=size)
+        self._decoded({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, blank)
+
+    def prepare(self, infer: Infer) -> None:
+        """See whether the float model's classes are those of the labels.
+
+        Raises:
+            EvaluationFailed: See `score`.
+            UserError: Its boxes are where the labels have some, but hardly one is of the labelled class.
+        """
+        found = self._found(infer)
+        boxes = float(_evaluated(self._labels, found, by_class=False).stats[AP50])
+        classes = coco_metrics(self._labels, found).get("map50", 0.0)
+        if boxes > FOUND and classes < LOST * boxes:
+            raise UserError(
+                f"coco_map: the float model finds the boxes (AP50 {boxes:.3f} with classes left aside) but not their "
+                f"classes (AP50 {classes:.3f}): the labels' categories are in another order than the model's classes; "
+                "list these by name in data.classes"
+            )
+
+    def score(self, infer: Infer) -> Accuracy:
+        """See `harness.api.Evaluator`; a size class without boxes has no figure.
+
+        Raises:
+            EvaluationFailed: Outputs that are not finite, or of a shape that the decoder does not know.
+        """
+        evaluation = _evaluated(self._labels, self._found(infer))
+        figures = _figures(evaluation)
+        note = self._doubts() if figures.get(self.metric, 1.0) < NOTHING else ""
+        return Accuracy(metrics=figures, evidence=evidence_of("map", map_facts(evaluation)), note=note)
+
+    def _doubts(self) -> str:
+        """Return which decoder and preprocessing detectors with such outputs have, where others are used."""
+        used = {"decode": self._decoder, "preprocess": self._preprocess}
+        others = [f"{key}: {self._fitting}" for key, name in used.items() if name != self._fitting]
+        return f"detectors with outputs of these shapes want {' and '.join(others)}" if self._fitting and others else ""
+
+    def _found(self, infer: Infer) -> list[Detections]:
+        return [self._decoded(outputs, item) for item, outputs in self.images.run(infer)]
+
+    def _decoded(self, outputs: Mapping[str, Array], item: Prepared) -> Detections:
+        fitting = decoder_of({name: array.shape for name, array in outputs.items()}, self.images.size)
+        self._fitting = fitting
+        advice = f"; decode: {fitting} fits these shapes" if fitting not in (None, self._decoder) else ""
+        try:
+            found = self._decode(outputs, item, self.images.size)
+        except EvaluationFailed as error:
+            raise EvaluationFailed(f"decode: {error}{advice}") from error
+        highest, known = int(found.classes.max(initial=-1)), len(self._labels["categories"])
+        if highest >= known and advice:
+            raise UserError(
+                f"decode: by decoder {self._decoder!r} the model finds class {highest}, but the labels have {known} "
+                f"categories; its outputs are {shapes_of(outputs)}{advice}"
+            )
+        return found
+
+
+def coco_metrics(labels: Mapping[str, Any], found: Sequence[Detections]) -> dict[str, float]:
+    """COCO's figures for detections on the images of `labels`, in their order.
+
+    Args:
+        labels: `pycocotools.coco.COCO.dataset`; not changed.
+        found: One entry an image.
+
+    Raises:
+        UserError: A class index beyond the categories of the labels.
+    """
+    return _figures(_evaluated(labels, found))
+
+
+def _figures(evaluation: Any) -> dict[str, float]:
+    """By name; pycocotools says -1 where there is nothing to find."""
+    return {name: float(value) for name, value in zip(METRICS, evaluation.stats[:6], strict=True) if value >= 0}
+
+
+def _evaluated(labels: Mapping[str, Any], found: Sequence[Detections], *, by_class: bool = True) -> Any:
+    """A finished COCOeval."""
+    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
+        answers = {**labels, "annotations": list(_results(labels, found))}
+        evaluation = COCOeval(_indexed(labels), _indexed(answers), "bbox")
+        evaluation.params.useCats = int(by_class)
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    return evaluation
+
+
+def _results(labels: Mapping[str, Any], found: Sequence[Detections]) -> Iterator[dict[str, Any]]:
+    categories = sorted(category["id"] for category in labels["categories"])
+    numbers = itertools.count(1)
+    for image, detections in zip(labels["images"], found, strict=True):
+        highest = int(detections.classes.max(initial=-1))
+        if highest >= len(categories):
+            raise UserError(f"the model finds class {highest}, but the labels have {len(categories)} categories")
+        for box, score, index in zip(detections.boxes, detections.scores, detections.classes, strict=True):
+            left, top, right, bottom = box.tolist()
+            yield {
+                "id": next(numbers),
+                "image_id": image["id"],
+                "category_id": categories[index],
+                "bbox": [left, top, right - left, bottom - top],
+                "area": (right - left) * (bottom - top),
+                "iscrowd": 0,
+                "score": float(score),
+            }
+
+
+def _indexed(dataset: Mapping[str, Any]) -> Any:
+    """A COCO object; `COCO.loadRes` would do for results, but fails when there are none."""
+    coco = COCO()
+    # COCOeval adds keys to the annotations
+    coco.dataset = {**dataset, "annotations": [copy.copy(a) for a in dataset["annotations"]]}
+    coco.createIndex()
+    return coco

@@ -1,0 +1,140 @@
+"""How close the outputs of an engine are to those of the float model; needs no labels."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.api import Accuracy, Array, Infer
+from harness.errors import EvaluationFailed, UserError
+from harness.accuracy.metrics.closeness import WORST, Layout, closeness, layout_of
+from harness.accuracy.data.datasets import open_data
+from harness.accuracy.data.batching import Batches, batches
+from harness.accuracy.metrics.base import finite
+from harness.accuracy.metrics.intervals import evidence_of
+from harness.accuracy.data.preprocess import open_preprocess, preprocess_fingerprint
+from harness.accuracy.metrics.sqnr import MAX_SQNR_DB
+from harness.random_inputs import random_feeds
+
+__all__ = ["Fidelity"]
+
+FINGERPRINT, LAYOUT = "fingerprint", "layout"
+FIGURES = 2
+"""Version of what the figures mean: those of the worst output and part; before, means over outputs."""
+RANDOM = 16
+"""Batches of random inputs."""
+
+
+class Fidelity:
+    """SQNR (sqnr_db), cosine similarity (cosine) and KL divergence (kl) of the outputs, against the float model.
+
+    The harness calls `prepare` once with the float model's engine; each engine is then scored on the same inputs.
+    Figures are means over batches, of the size that the model takes; `per_item` holds SQNR. The worst output decides,
+    and within it the worst part where slices differ in scale (`harness.accuracy.metrics.sqnr`); `note` names it. Outputs that
+    are the same all over are left out, and named in `note`; see `harness.accuracy.metrics.closeness.silent`.
+
+    Args:
+        reference: Set by the harness: file of the float model's outputs (inputs are never stored).
+        inputs: Set by the harness: ONNX type in lower case and shape of each input.
+        data: Images or arrays (`harness.accuracy.data.datasets`); None: random inputs.
+        preprocess: What turns an image into an input; name, or `{use: NAME, params: {...}}`.
+        samples: How many samples of the data at most, None: all; so many batches where they are random, None: 16.
+        base: Set by the harness: folder that relative paths start from.
+
+    Raises:
+        UserError: Anything wrong with these; images for a model with several inputs, arrays that do not fit.
+    """
+
+    metric = "sqnr_db"
+    higher_is_better = True
+
+    def __init__(
+        self,
+        reference: str | Path,
+        inputs: Mapping[str, tuple[str, tuple[int, ...]]],
+        data: Mapping[str, Any] | None = None,
+        preprocess: str | Mapping[str, Any] | None = None,
+        samples: int | None = None,
+        base: Path | None = None,
+    ) -> None:
+        if samples is not None and samples < 1:
+            raise UserError(f"fidelity: samples: a whole number from 1, but got {samples}")
+        self._reference = Path(reference)
+        self._inputs = dict(inputs)
+        self._samples = RANDOM if samples is None else samples
+        self._batches: Batches | None = None
+        facts: list[Any] = [FIGURES, samples if data is not None else self._samples, list(self._inputs.items())]
+        if data is not None:
+            opened = open_data(data, base, samples)
+            made = None if preprocess is None else open_preprocess(preprocess)
+            self._batches = batches(opened, made, self._inputs)
+            facts += [opened.fingerprint, None if preprocess is None else preprocess_fingerprint(preprocess)]
+        self.fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        """Number of batches."""
+        return self._samples if self._batches is None else len(self._batches)
+
+    @property
+    def inferences(self) -> int:
+        """See `harness.api.Evaluator`."""
+        return len(self)
+
+    def feeds(self) -> Iterator[dict[str, Array]]:
+        """The inputs, the same at each call."""
+        return random_feeds(self._inputs, self._samples) if self._batches is None else iter(self._batches)
+
+    def prepare(self, infer: Infer) -> None:
+        """Run the float model on the inputs and write its outputs to the reference file; see `harness.api.Evaluator`.
+
+        Raises:
+            EvaluationFailed: The float model itself gives NaN or infinite values.
+        """
+        samples = [dict(finite(infer(feeds), f"sample {i}")) for i, feeds in enumerate(self.feeds())]
+        arrays: dict[str, Array] = {
+            f"{i}/{name}": array for i, sample in enumerate(samples) for name, array in sample.items()
+        }
+        arrays |= {FINGERPRINT: np.array(self.fingerprint), LAYOUT: np.array(layout_of(samples).to_json())}
+        self._reference.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._reference.with_name(f"{self._reference.name}.{os.getpid()}")
+        with partial.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+        partial.replace(self._reference)
+
+    def score(self, infer: Infer) -> Accuracy:
+        """See `harness.api.Evaluator`.
+
+        Raises:
+            EvaluationFailed: No reference, or one of other inputs; outputs that are not finite or
+                do not match those of the float model.
+        """
+        if not self._reference.is_file():
+            raise EvaluationFailed(
+                f"no outputs of the float model in {self._reference}: fidelity compares with them, so score the float "
+                "model before any other; 'qdq run' does, in code call prepare(infer) with the float model's engine"
+            )
+        with np.load(self._reference, allow_pickle=False) as reference:
+            if LAYOUT not in reference or str(reference[FINGERPRINT]) != self.fingerprint:
+                raise EvaluationFailed(f"{self._reference} was made on other inputs: remove it and run again")
+            layout = Layout.from_json(str(reference[LAYOUT]))
+            found = closeness(self._pairs(reference, infer), layout)
+        metrics = found.metrics
+        worst = f"{WORST}{found.worst}" if found.worst and metrics["sqnr_db"] < MAX_SQNR_DB else ""
+        return Accuracy(
+            metrics=metrics,
+            per_item=tuple(found.figures["sqnr_db"]),
+            evidence=evidence_of("mean", found.figures),
+            note=". ".join(filter(None, (layout.note, worst))),
+        )
+
+    def _pairs(self, reference: Any, infer: Infer) -> Iterator[tuple[dict[str, Array], Mapping[str, Array]]]:
+        """Yield the float model's outputs and the engine's for each batch."""
+        for i, feeds in enumerate(self.feeds()):
+            outputs, prefix = finite(infer(feeds), f"sample {i}"), f"{i}/"
+            yield {k.removeprefix(prefix): reference[k] for k in reference.files if k.startswith(prefix)}, outputs

@@ -1,0 +1,267 @@
+"""How far figures of accuracy would go with other images: paired bootstrap over images, for every metric and for drops.
+
+Images are drawn with replacement, the same ones for both engines of a drop (Efron and Tibshirani 1993, "An
+introduction to the bootstrap", chapters 8 and 13; the paired form for detectors and classifiers is that of Koehn 2004,
+"Statistical significance tests for machine translation evaluation", section 4). What is needed for it is in each
+record of accuracy: one value an image where the metric is a mean, else `evidence`, from which the metric is computed
+again for every draw.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.api import Accuracy
+from harness.accuracy.metrics.average_precision import METRICS, resampled_map
+from harness.statistics import Interval
+
+__all__ = [
+    "FEW", "RESAMPLES", "Estimate", "accuracy_of", "contradiction", "drop_estimate", "evidence_of", "metric_estimate",
+    "too_few",
+]  # fmt: skip
+
+FEW = 20
+"""Below so many images an interval says little: its limits are guesses from a handful of values."""
+RESAMPLES = 1000
+"""Draws of the images."""
+CONFIDENCE = 0.95
+MAX_BYTES = 256 * 2**20
+MAX_IMAGES = 1_000_000
+ROUNDED = 1e-6
+"""A figure and what is computed again may differ by so much, relative or absolute: by the order of a sum."""
+Values = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A figure with its 95 % interval over images.
+
+    Attributes:
+        interval: In the metric's unit.
+        images: How many images, or batches where the metric is one over batches.
+    """
+
+    interval: Interval
+    images: int
+
+    @property
+    def note(self) -> str:
+        """What has to be said beside the interval; nothing as a rule."""
+        return too_few(self.images)
+
+
+def too_few(images: int) -> str:
+    """What has to be said about an accuracy on so many images; nothing as a rule."""
+    return f"only {images} images: the interval is too wide to say much; score more of them" if images < FEW else ""
+
+
+def evidence_of(kind: str, facts: Mapping[str, Any]) -> str:
+    """The evidence of an `Accuracy`: facts about each image as text.
+
+    Args:
+        kind: "mean": one list of values for each metric. "map": see `harness.accuracy.metrics.average_precision`. "miou": for each
+            image a list of class, pixels that are of it rightly, pixels labelled so, pixels found so, and so on.
+        facts: JSON-able.
+    """
+    packed = zlib.compress(json.dumps({"kind": kind, **facts}, separators=(",", ":")).encode(), 9)
+    return base64.b85encode(packed).decode("ascii")
+
+
+def accuracy_of(score: Mapping[str, Any]) -> Accuracy:
+    """A record of `accuracy.json` as a value; older ones have no evidence."""
+    return Accuracy(
+        metrics=dict(score["metrics"]),
+        per_item=tuple(score.get("per_item", ())),
+        evidence=score.get("evidence", ""),
+        note=score.get("note", ""),
+    )
+
+
+def metric_estimate(accuracy: Accuracy, metric: str, *, primary: str | None = None) -> Estimate | None:
+    """A metric with its interval; None where the record does not allow one.
+
+    Args:
+        accuracy: What an evaluator found.
+        metric: One of its metrics.
+        primary: The evaluator's `metric`, which `per_item` is of; by default `metric` itself.
+
+    Raises:
+        ValueError: The evidence is damaged.
+    """
+    draws = _draws(accuracy, metric, primary)
+    return None if draws is None else _estimate(accuracy.metrics[metric], *draws)
+
+
+def drop_estimate(
+    reference: Accuracy, found: Accuracy, metric: str, *, higher_is_better: bool = True, primary: str | None = None
+) -> Estimate | None:
+    """Loss of a metric against a reference, positive where `found` is worse, with its paired interval.
+
+    Args:
+        reference: Of the float model.
+        found: Of another engine, by the same evaluator on the same images.
+        metric: A metric of both.
+        higher_is_better: Direction of the metric.
+        primary: See `metric_estimate`.
+
+    Returns:
+        None where one of the records does not allow an interval.
+
+    Raises:
+        ValueError: They are of different numbers of images, or the evidence is damaged.
+    """
+    first, second = (_draws(accuracy, metric, primary) for accuracy in (reference, found))
+    if first is None or second is None:
+        return None
+    if first[1] != second[1]:
+        raise ValueError(f"a paired interval needs the same images, but there are {first[1]} and {second[1]}")
+    sign = 1.0 if higher_is_better else -1.0
+    value = sign * (reference.metrics[metric] - found.metrics[metric])
+    return _estimate(value, sign * (first[0] - second[0]), first[1])
+
+
+def contradiction(accuracy: Accuracy, metric: str) -> str:
+    """What is wrong with a figure by its own record, where that tells it again; "" where they agree.
+
+    Args:
+        accuracy: What an evaluator found.
+        metric: The evaluator's `metric`.
+
+    Raises:
+        ValueError: The evidence is damaged.
+    """
+    said = accuracy.metrics[metric]
+    told = _counted(accuracy.evidence, metric, _once)
+    again = said if told is None or math.isnan(told[0][0]) else float(told[0][0])
+    if not _alike(said, again):
+        return f"{metric} is {said:.6g}, but by its own evidence it is {again:.6g}"
+    if accuracy.per_item:
+        # An evaluator that is made of another one may keep single images of the other's metric.
+        known = accuracy.metrics.values() if told is not None else (said,)
+        mean = float(_means(accuracy.per_item, _once)[0][0])
+        if not any(_alike(mean, figure) for figure in known):
+            return f"{metric} is {said:.6g}, but by its own per_item it is {mean:.6g}"
+    return ""
+
+
+def _alike(one: float, two: float) -> bool:
+    return math.isclose(one, two, rel_tol=ROUNDED, abs_tol=ROUNDED)
+
+
+def _estimate(value: float, draws: Values, images: int) -> Estimate:
+    """Bias-corrected percentile limits (Efron and Tibshirani 1993, section 14.3, without acceleration).
+
+    Draws repeat images, and so make mAP look better than it is: of 128 images of COCO by half a standard deviation.
+    Draws without a figure (no box of any class) are left out.
+    """
+    known = draws[np.isfinite(draws)]
+    if not len(known):
+        return Estimate(interval=Interval(value=value, low=float("-inf"), high=float("inf")), images=images)
+    normal, edge = NormalDist(), 0.5 / len(known)
+    below = float(np.mean(known < value) + np.mean(known == value) / 2)
+    bias = normal.inv_cdf(min(max(below, edge), 1 - edge))
+    reach = normal.inv_cdf((1 + CONFIDENCE) / 2)
+    low, high = np.quantile(known, [normal.cdf(2 * bias + way * reach) for way in (-1, 1)]).tolist()
+    return Estimate(interval=Interval(value=value, low=low, high=high), images=images)
+
+
+@lru_cache(maxsize=4)
+def _weights(images: int) -> Counts:
+    """How often each image is in each draw: draws x images; the same at every call."""
+    rng = np.random.default_rng([images, RESAMPLES])
+    drawn = rng.multinomial(images, np.full(images, 1 / images), size=RESAMPLES)
+    drawn.flags.writeable = False
+    return drawn
+
+
+def _once(images: int) -> Counts:
+    """The images as they are."""
+    return np.ones((1, images), np.int64)
+
+
+Draws = tuple[Values, int]
+"""A metric in each draw, and the number of images."""
+Drawing = Callable[[int], Counts]
+
+
+def _draws(accuracy: Accuracy, metric: str, primary: str | None) -> Draws | None:
+    if metric not in accuracy.metrics:
+        return None
+    found = _from_evidence(accuracy.evidence, metric)
+    if found is None and accuracy.per_item and metric == (primary or metric):
+        found = _means(accuracy.per_item, _weights)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _from_evidence(evidence: str, metric: str) -> Draws | None:
+    """Kept, because the float model's is asked for with every drop, and a report asks for each drop several times."""
+    return _counted(evidence, metric, _weights)
+
+
+def _counted(evidence: str, metric: str, drawing: Drawing) -> Draws | None:
+    """The metric, computed again for each draw of images; None where the evidence does not tell it."""
+    facts = _facts(evidence)
+    kind = facts.get("kind")
+    try:
+        if kind == "map" and metric in METRICS:
+            return resampled_map(facts, metric, drawing(_sized(facts["images"]))), facts["images"]
+        if kind == "miou" and metric == "miou":
+            return _miou(facts["areas"], drawing(len(facts["areas"]))), len(facts["areas"])
+        return _means(facts[metric], drawing) if kind == "mean" and facts.get(metric) else None
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"the evidence of a score is damaged: {error!r}") from error
+
+
+def _sized(images: int) -> int:
+    if not 0 < images <= MAX_IMAGES:
+        raise ValueError(f"{images} images")
+    return images
+
+
+def _means(values: Sequence[float], drawing: Drawing) -> Draws:
+    return drawing(len(values)) @ np.asarray(values, np.float64) / len(values), len(values)
+
+
+def _facts(evidence: str) -> dict[str, Any]:
+    if not evidence:
+        return {}
+    try:
+        unpacker = zlib.decompressobj()
+        text = unpacker.decompress(base64.b85decode(evidence), MAX_BYTES)
+        if not unpacker.eof:
+            raise ValueError(f"it is cut off, or longer than {MAX_BYTES} bytes")
+        facts: dict[str, Any] = json.loads(text)
+        if not isinstance(facts, dict):
+            raise ValueError("it is no mapping")
+    except (ValueError, zlib.error) as error:
+        raise ValueError(f"the evidence of a score is damaged: {error}") from error
+    return facts
+
+
+def _miou(areas: list[list[int]], weights: Counts) -> Values:
+    """Mean IoU over the classes that a draw's labels have, in each draw."""
+    classes = 1 + max((max(row[::4]) for row in areas if row), default=0)
+    pixels = np.zeros((len(areas), 3, classes))
+    for image, row in enumerate(areas):
+        for place in range(3):
+            pixels[image, place, row[::4]] = row[place + 1 :: 4]
+    right, labelled, found = np.moveaxis(np.tensordot(weights, pixels, 1), 1, 0)
+    union = labelled + found - right
+    shares = np.divide(right, union, out=np.zeros_like(right), where=union > 0)
+    present = labelled > 0
+    count = present.sum(axis=1)
+    mean: Values = np.divide((shares * present).sum(axis=1), count, out=np.full(len(count), np.nan), where=count > 0)
+    return mean

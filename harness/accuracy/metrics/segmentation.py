@@ -1,0 +1,134 @@
+"""Mean intersection over union of a segmentation model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from harness.api import Accuracy, Array, Infer
+from harness.errors import EvaluationFailed, UserError
+from harness.accuracy.metrics.base import LabelledImages, only_output
+from harness.accuracy.metrics.intervals import evidence_of
+from harness.accuracy.data.masks import VOID, Mask
+from harness.accuracy.data.preprocess import Prepared, Size
+
+__all__ = ["MeanIoU"]
+
+
+class MeanIoU(LabelledImages):
+    """Mean over classes of intersection over union of their pixels, counted over all images at the images' own size.
+
+    Everingham et al. 2015, "The PASCAL Visual Object Classes challenge: a retrospective", section 2.3. The class of a
+    pixel is that of the nearest pixel of the output; classes that no label has are left out of the mean.
+
+    Args:
+        data: Images with masks (`harness.accuracy.data.datasets`).
+        preprocess: Name, or `{use: NAME, params: {...}}`; one that shows the model the whole image, "tf_imagenet" with
+            `resize: stretch` for instance.
+        input_name: Set by the harness, as `input_shape` and `base`; see `LabelledImages`.
+        output: Which output holds the logits, 1 x classes x height x width, or the class of each pixel,
+            1 x height x width or 1 x 1 x height x width; not needed where there is one output.
+
+    Raises:
+        UserError: Anything wrong with these.
+    """
+
+    metric = "miou"
+
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        preprocess: str | Mapping[str, Any],
+        input_name: str,
+        input_shape: Sequence[int],
+        output: str | None = None,
+        base: Path | None = None,
+    ) -> None:
+        super().__init__(data, preprocess, input_name, input_shape, base)
+        if self.images.data.mask is None:
+            raise UserError("miou: data.masks: masks are needed, a folder of PNG files")
+        self._mask = self.images.data.mask
+        self._output = output
+
+    def score(self, infer: Infer) -> Accuracy:
+        """See `harness.api.Evaluator`.
+
+        Raises:
+            EvaluationFailed: Outputs that are not finite, or no map of classes.
+            UserError: A mask that cannot be read, has another size than its image, or a class that the model has not.
+        """
+        areas = []
+        for i, (item, outputs) in enumerate(self.images.run(infer)):
+            found, classes = self._classes(outputs)
+            mask = self._mask(i)
+            if classes is not None and mask.max() >= classes:
+                raise UserError(
+                    f"miou: data.masks: class {mask.max()} on {self.images.data.id(i)!r}, "
+                    f"but the model has {classes} outputs"
+                )
+            areas.append(_areas(_on_image(found, item, self.images.size), mask))
+        return Accuracy(metrics={"miou": _miou(areas)}, evidence=evidence_of("miou", {"areas": areas}))
+
+    def _classes(self, outputs: Mapping[str, Array]) -> tuple[npt.NDArray[np.int32], int | None]:
+        """The class of each pixel of the output, and how many classes there are where that can be seen."""
+        values = only_output(outputs, self._output, "miou: output")
+        if values.ndim == 4 and len(values) == 1 and values.shape[1] > 1:
+            return values[0].argmax(axis=0).astype(np.int32), values.shape[1]
+        if values.ndim < 3 or values.size != values.shape[-1] * values.shape[-2]:
+            raise EvaluationFailed(
+                "a map of logits (1 x classes x height x width) or of classes is needed, but the output's shape is "
+                f"{values.shape}"
+            )
+        return np.rint(values.reshape(values.shape[-2:])).astype(np.int32), None
+
+
+def _on_image(found: npt.NDArray[np.int32], item: Prepared, size: Size) -> Mask:
+    """The class of each pixel of the image, from a map that covers the model's input.
+
+    Raises:
+        UserError: A part of the image lies outside of the input.
+    """
+    height, width = item.original
+    across, down = found.shape[1] / size[1], found.shape[0] / size[0]
+    left, top = item.offset[0] * across, item.offset[1] * down
+    right, bottom = left + width * item.scales[0] * across, top + height * item.scales[1] * down
+    if min(left, top) < -1 or right > found.shape[1] + 1 or bottom > found.shape[0] + 1:
+        raise UserError(
+            "miou: preprocess cuts off a part of the image, so the model cannot answer for all of its pixels; "
+            "use one that keeps the whole image, 'tf_imagenet' with {resize: stretch} for instance"
+        )
+    box = (max(left, 0), max(top, 0), min(right, found.shape[1]), min(bottom, found.shape[0]))
+    resized = Image.fromarray(found).resize((width, height), Image.Resampling.NEAREST, box=box)
+    return np.asarray(resized).astype(np.int64)
+
+
+def _areas(found: Mask, mask: Mask) -> list[int]:
+    """For each class that an image has: the class, and its pixels found rightly, labelled, found."""
+    known = mask != VOID
+    found, mask = found[known], mask[known]
+    count = int(max(found.max(initial=0), mask.max(initial=0))) + 1
+    right, labelled, answered = (np.bincount(part, minlength=count) for part in (mask[found == mask], mask, found))
+    return [
+        int(value) for k in np.flatnonzero(labelled + answered) for value in (k, right[k], labelled[k], answered[k])
+    ]
+
+
+def _miou(areas: list[list[int]]) -> float:
+    """Mean over the classes that occur in the labels.
+
+    Raises:
+        UserError: There is no labelled pixel.
+    """
+    totals: dict[int, npt.NDArray[np.int64]] = {}
+    for row in areas:
+        for k, *counts in zip(*(row[place::4] for place in range(4)), strict=True):
+            totals[k] = totals.get(k, np.zeros(3, np.int64)) + np.array(counts)
+    shares = [right / (labelled + found - right) for right, labelled, found in totals.values() if labelled]
+    if not shares:
+        raise UserError("miou: data.masks: not one pixel has a class")
+    return float(np.mean(shares))

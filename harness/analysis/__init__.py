@@ -1,0 +1,1 @@
+"""Analyses of one model: noise components, sensitivities, regions."""

@@ -1,0 +1,279 @@
+"""Where the noise of a latency comes from: within a run, between builds, between processes.
+
+A nested design: some processes, in each of them some fresh builds of the same model, of each build some readings. The
+model is log y = mu + P + B(P) + e with independent effects; the components of its variance are estimated by analysis of
+variance, that is by equating mean squares with their expectations (Searle, Casella and McCulloch, "Variance
+Components", 1992, chapter 3 and section 5.4). The same levels as in Kalibera and Jones, "Rigorous benchmarking in
+reasonable time", ISMM 2013. Logarithms, because latencies scatter by shares and are skewed. Outliers are part of
+what happens within a run and count there; what the harness reports are medians, which hardly feel them.
+
+Builds of one process take turns, so time is no part of what is between builds. It is of what is between processes: one
+comes after the other, and a machine that changed its pace meanwhile shows there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy.stats import f as f_distribution
+
+from harness.api import Candidate
+from harness.errors import UserError
+from harness.timing.workers.engines import Engines
+from harness.statistics import Interval
+from harness.records import Failed
+from harness.config.experiment import Sampling
+from harness.progress import Observer, Step
+
+__all__ = ["Component", "Components", "Design", "components", "measure_noise"]
+
+Floats = npt.NDArray[np.float64]
+GOAL = 0.01
+"""Half-width of an interval that is worth having."""
+Z = 1.96
+TURN = 3
+"""Readings of a build before another has its turn."""
+COLD = Sampling(min_samples=TURN, max_samples=TURN)
+"""The first turn of a build warms it up, and does not count."""
+WARMED = COLD.model_copy(update={"warmup_ms": 1.0})
+"""Later turns: two inferences bring an engine back into the caches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Design:
+    """How often each level is repeated.
+
+    Attributes:
+        processes: Fresh worker processes.
+        builds: Fresh builds in each of them.
+        readings: Inferences of each build, after its warm-up.
+    """
+
+    processes: int = 6
+    builds: int = 4
+    readings: int = 30
+
+    @property
+    def turns(self) -> int:
+        """Turns of each build."""
+        return math.ceil(self.readings / TURN)
+
+    def __post_init__(self) -> None:
+        for name in ("processes", "builds", "readings"):
+            if getattr(self, name) < 2:
+                raise UserError(f"--{name}: at least 2, or there is no variance to see, but got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Occasion:
+    """What was read.
+
+    Attributes:
+        latency_ms: [process, build, reading], or of one process [build, reading].
+        disturbed: Share of the turns in which something else was at work on the machine.
+    """
+
+    latency_ms: Floats
+    disturbed: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """One source of noise.
+
+    Attributes:
+        sd: Standard deviation of log latency from this source alone, that is a share of the latency, with its 95 %
+            interval; 0 where the estimate of the variance is negative, that is: not seen beside the other sources.
+        share: Of the total variance.
+    """
+
+    name: str
+    sd: Interval
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Components:
+    """Sources of noise of one model's latency.
+
+    Attributes:
+        latency_ms: Geometric mean of all readings.
+        components: Within a run, between builds, between processes.
+        one_build: Half-width of the 95 % interval of latency where one process makes one build, and its latency is
+            the median of as many readings as here, which is how the harness measures; a share of the latency.
+        processes_needed: Fresh processes with one build each that narrow it to 1 %.
+    """
+
+    latency_ms: float
+    components: tuple[Component, ...]
+    one_build: float
+    processes_needed: int
+
+
+def measure_noise(
+    open_engines: Callable[[], AbstractContextManager[Engines]],
+    candidate: Candidate,
+    design: Design,
+    observer: Observer,
+) -> Occasion:
+    """Time a model as the design says; a process in which anything fails does not count.
+
+    Raises:
+        UserError: Fewer than two processes went through; the text has the first failure.
+    """
+    found: list[Occasion] = []
+    failed: list[Failed] = []
+    with observer.work("noise", design.processes * design.turns) as step:
+        for process in range(design.processes):
+            with open_engines() as engines:
+                outcome = _process(engines, candidate, design, np.random.default_rng(process), step)
+            if isinstance(outcome, Failed):
+                failed.append(outcome)
+                observer.say(f"a process does not count; {outcome.stage}: {outcome.reason}")
+            else:
+                found.append(outcome)
+    if len(found) < 2:
+        raise UserError(
+            f"{len(found)} of {design.processes} processes went through; {failed[0].stage}: {failed[0].reason}"
+        )
+    return Occasion(
+        latency_ms=np.array([each.latency_ms for each in found]),
+        disturbed=float(np.mean([each.disturbed for each in found])),
+    )
+
+
+def _process(
+    engines: Engines, candidate: Candidate, design: Design, rng: np.random.Generator, step: Step
+) -> Occasion | Failed:
+    """Readings [build, reading] of one process.
+
+    All builds are made first and then take turns in random order: what changes with time, a machine's pace above all,
+    is in every build alike, and does not pass for a difference between them.
+    """
+    handles = []
+    for _ in range(design.builds):
+        built = engines.build(candidate)
+        if isinstance(built, Failed):
+            return built
+        handles.append(built.handle)
+    readings: list[list[float]] = [[] for _ in handles]
+    disturbed = 0
+    for turn in range(-1, design.turns):
+        for build in rng.permutation(design.builds):
+            samples = engines.sample(handles[build], WARMED if turn >= 0 else COLD)
+            if isinstance(samples, Failed):
+                return samples
+            if turn >= 0:
+                readings[build] += samples.latency_ms
+                disturbed += bool(samples.disturbed)
+        if turn >= 0:
+            step.advance(f"{np.median(readings):.3f} ms")
+    return Occasion(
+        latency_ms=np.array(readings)[:, : design.readings], disturbed=disturbed / (design.turns * design.builds)
+    )
+
+
+def components(latency_ms: Floats, confidence: float = 0.95) -> Components:
+    """Estimate the components of variance of a balanced nested design.
+
+    With p processes, b builds and r readings the expected mean squares are s2_e, s2_e + r s2_B and
+    s2_e + r s2_B + b r s2_P.
+
+    Args:
+        latency_ms: [process, build, reading], all positive; at least two of each.
+        confidence: Of the intervals.
+
+    Raises:
+        ValueError: Another shape, or a reading that is not positive.
+    """
+    if latency_ms.ndim != 3 or min(latency_ms.shape) < 2 or not (latency_ms > 0).all():
+        raise ValueError(f"positive readings of 2 or more of each level, but got the shape {latency_ms.shape}")
+    logs = np.log(latency_ms)
+    p, b, r = logs.shape
+    of_build, of_process = logs.mean(axis=2), logs.mean(axis=(1, 2))
+    run = _Square(float(((logs - of_build[..., None]) ** 2).sum()), p * b * (r - 1))
+    build = _Square(r * float(((of_build - of_process[:, None]) ** 2).sum()), p * (b - 1))
+    process = _Square(b * r * float(((of_process - logs.mean()) ** 2).sum()), p - 1)
+    variances = [
+        ("within a run", _alone(run, confidence)),
+        ("between builds", _difference(build, run, r, confidence)),
+        ("between processes", _difference(process, build, b * r, confidence)),
+    ]
+    total = sum(v.value for _, v in variances)
+    outside = _of_one_build(np.median(logs, axis=2))
+    return Components(
+        latency_ms=float(np.exp(logs.mean())),
+        components=tuple(
+            Component(name=name, sd=_root(v), share=v.value / total if total else 0.0) for name, v in variances
+        ),
+        one_build=math.expm1(Z * math.sqrt(outside)),
+        processes_needed=max(1, math.ceil(outside * (Z / math.log1p(GOAL)) ** 2)),
+    )
+
+
+def _of_one_build(medians: Floats) -> float:
+    """Variance of the median of one build in a fresh process, from [process, build]; by the same method."""
+    b = medians.shape[1]
+    within = float(medians.var(axis=1, ddof=1).mean())
+    between = b * float(medians.mean(axis=1).var(ddof=1))
+    return float(within + max(0.0, (between - within) / b))
+
+
+@dataclass(frozen=True, slots=True)
+class _Square:
+    """A sum of squares with its degrees of freedom."""
+
+    total: float
+    freedom: int
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.freedom
+
+
+def _alone(square: _Square, confidence: float) -> Interval:
+    """A variance from its own mean square: chi-squared, written as F with no end of denominator."""
+    low, high = ((1 + sign * confidence) / 2 for sign in (-1, 1))
+    return Interval(
+        value=square.mean,
+        low=square.mean / _upper(1 - high, square.freedom, math.inf),
+        high=square.mean / _upper(1 - low, square.freedom, math.inf),
+    )
+
+
+def _difference(above: _Square, below: _Square, times: int, confidence: float) -> Interval:
+    """(MS above - MS below) / times, with the interval of Ting et al.; none of it is below 0.
+
+    Modified large samples: Ting, Burdick, Graybill, Jeyaratnam and Lu, "Confidence intervals on linear combinations of
+    variance components that are unrestricted in sign", J. Statistical Computation and Simulation 35, 1990; Burdick and
+    Graybill, "Confidence Intervals on Variance Components", 1992, section 3.3.
+    """
+    tail = (1 - confidence) / 2
+    n1, n2 = above.freedom, below.freedom
+    ms1, ms2 = above.mean, below.mean
+    g1, g2 = (1 - 1 / _upper(tail, n, math.inf) for n in (n1, n2))
+    h1, h2 = (1 / _upper(1 - tail, n, math.inf) - 1 for n in (n1, n2))
+    wide, narrow = _upper(tail, n1, n2), _upper(1 - tail, n1, n2)
+    g12 = ((wide - 1) ** 2 - g1**2 * wide**2 - h2**2) / wide
+    h12 = ((1 - narrow) ** 2 - h1**2 * narrow**2 - g2**2) / narrow
+    under = g1**2 * ms1**2 + h2**2 * ms2**2 + g12 * ms1 * ms2
+    over = h1**2 * ms1**2 + g2**2 * ms2**2 + h12 * ms1 * ms2
+    value = ms1 - ms2
+    low, high = value - math.sqrt(max(0.0, under)), value + math.sqrt(max(0.0, over))
+    return Interval(**{name: max(0.0, x) / times for name, x in (("value", value), ("low", low), ("high", high))})
+
+
+def _upper(tail: float, n1: float, n2: float) -> float:
+    """The F quantile that is exceeded with this probability; an infinite n2 is taken as a billion."""
+    quantile: Any = f_distribution.isf(tail, n1, min(n2, 1e9))
+    return float(quantile)
+
+
+def _root(variance: Interval) -> Interval:
+    return Interval(value=math.sqrt(variance.value), low=math.sqrt(variance.low), high=math.sqrt(variance.high))

@@ -1,0 +1,82 @@
+"""What `qdq noise` measures, prints, plots and keeps."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from harness.errors import UserError, nearest
+from harness.timing.workers.engines import MAIN
+from harness.timing.turn_log import disturbance_note
+from harness.timing.provenance import environment
+from harness.timing.workers.sandbox import open_engines
+from harness.registry import create
+from harness.results_dir.journal import writing
+from harness.progress import Observer
+from harness.results_dir.artifacts import write_json
+from harness.studies.study_task import Study, open_study
+from harness.analysis.noise import Component, Design, components, measure_noise
+from harness.studies.plots import draw_noise
+
+__all__ = ["noise_report"]
+
+
+def noise_report(
+    study: Study, placement: str, design: Design, out: Path, observer: Observer
+) -> tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]:
+    """Measure the components of noise; `out` takes noise.json (raw readings, components, machine) and noise.png.
+
+    Args:
+        placement: What is measured: "float", "all" or "linear".
+
+    Returns:
+        Header and rows of a table, and what is said below it.
+
+    Raises:
+        UserError: An unknown placement, or anything in the study cannot be used or measured.
+    """
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+    cell, worker = open_study(study, out, observer)
+    if placement not in cell.placements:
+        raise UserError(f"--placement: {placement!r} is none; {nearest(placement, cell.placements)}")
+    candidate = cell.candidate(cell.placements[placement])
+    limits, use = study.experiment.limits, worker.benchmarkers[MAIN]
+    occasion = measure_noise(lambda: open_engines(worker, limits), candidate, design, observer)
+    latency_ms = occasion.latency_ms
+    found = components(latency_ms)
+    backend = dict(create("benchmarker", use.use, use.params).describe())
+    title = f"{study.spec.model.name}, {placement}, {backend['name']}, {backend['float_precision']}"
+    record = {
+        "model": study.spec.model.use,
+        "model_sha256": cell.model.sha256,
+        "placement": placement,
+        "digest": candidate.digest,
+        "backend": backend,
+        "design": asdict(design),
+        "components": asdict(found),
+        "disturbed": occasion.disturbed,
+        "latency_ms": latency_ms.tolist(),
+        "environment": environment(),
+    }
+    with writing(out):
+        write_json(out / "noise.json", record)
+        draw_noise(latency_ms, found, title, out / "noise.png")
+    processes, builds, readings = latency_ms.shape
+    notes = [
+        f"{title}: {found.latency_ms:.3f} ms; {processes} processes of {builds} builds of {readings} readings",
+        f"one fresh process with one build is known within {100 * found.one_build:.1f} % (95 %); "
+        f"{found.processes_needed} of them within 1 %",
+        *([f"{note}: close other work and repeat"] if (note := disturbance_note(occasion.disturbed)) else []),
+        f"{out / 'noise.png'}, raw readings in {out / 'noise.json'}",
+    ]
+    return ("component", "standard deviation [95 %]", "share of variance"), [_row(c) for c in found.components], notes
+
+
+def _row(component: Component) -> tuple[str, ...]:
+    sd = component.sd
+    return (
+        component.name,
+        f"{100 * sd.value:.2f} % [{100 * sd.low:.2f}, {100 * sd.high:.2f}]",
+        f"{100 * component.share:.0f} %",
+    )

@@ -1,0 +1,120 @@
+"""What `qdq regions` shows: the region tree, the patterns and the insertion points of a model."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from harness.graph.model import Model
+from harness.graph.partition.patterns import Pattern, find_patterns
+from harness.graph.rules.points import refusals
+from harness.graph.partition.regions import Region, RegionType, discover
+from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialect_lookup import dialect_called
+from harness.graph.partition.summary import TreeView, describe_phases, describe_summary, describe_tree, summary, to_json
+from harness.pipeline.task import open_model
+from harness.config.experiment import ModelSpec
+from search.space import Edge, Space
+
+__all__ = ["Inspection", "inspect_regions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """A model with its regions, ready to be shown.
+
+    Attributes:
+        dialect: Whose rules say where an insertion point is legal.
+        refused: Inputs without an insertion point, with the name of the rule that says why.
+    """
+
+    model: Model
+    root: Region
+    patterns: tuple[Pattern, ...]
+    space: Space
+    dialect: str
+    refused: tuple[tuple[Edge, str], ...]
+
+    def lines(self, view: TreeView) -> list[str]:
+        """As text: phases, hierarchy, coverage, sizes, patterns, insertion points."""
+        model, figures = self.model, summary(self.model, self.root, self.patterns)
+        return [
+            f"Loaded graph: {len(model.nodes)} nodes, {len(model.inputs)} inputs, {len(model.outputs)} outputs",
+            *describe_phases(figures),
+            "",
+            *describe_tree(self.root, model, self.patterns, view),
+            "",
+            *describe_summary(figures),
+            "",
+            "Patterns (signature, regions, operators):",
+            *(
+                f"  {p.signature[:8]}  {len(p.regions):4d}  {', '.join(p.operators)}"
+                for p in self.patterns
+                if p.type is not RegionType.ROOT
+            ),
+            "",
+            f"Insertion points: {len(self.space)} dimensions in dialect {self.dialect} (name, role, edges):",
+            *(f"  {d.name}  {d.role}  {len(d.edges)}" for d in self.space.dimensions),
+            "",
+            f"Inputs that stay float in dialect {self.dialect} (rule, inputs):",
+            *self._refusals(view.verbose),
+        ]
+
+    def _refusals(self, verbose: bool) -> Iterator[str]:
+        for rule, count in Counter(rule for _, rule in self.refused).most_common():
+            yield f"  {rule}  {count}"
+            edges = [edge for edge, name in self.refused if name == rule] if verbose else []
+            yield from (f"    - {edge.tensor} -> input {edge.slot} of {edge.consumer}" for edge in edges)
+
+    def data(self) -> dict[str, Any]:
+        """As values that JSON can hold."""
+        points = [
+            {"name": d.name, "role": d.role, "kind": d.kind, "choices": list(d.choices), "edges": len(d.edges)}
+            for d in self.space.dimensions
+        ]
+        stay = [{"node": e.consumer, "input": e.slot, "tensor": e.tensor, "rule": rule} for e, rule in self.refused]
+        found = to_json(self.model, self.root, self.patterns)
+        return {**found, "dialect": self.dialect, "dimensions": points, "stay_float": stay}
+
+    def html(self) -> str:
+        """As a picture: one HTML file that opens offline."""
+        from harness.report.page.graph_layout import picture_page, scene_of
+
+        return picture_page(scene_of(self.model, self.root, self.patterns, self.space.dimensions), self.model.source)
+
+
+def inspect_regions(
+    use: str,
+    shapes: Mapping[str, str],
+    *,
+    dims: Mapping[str, int] = MappingProxyType({}),
+    dialect: str = "openvino",
+    max_sequence_size: int = 10,
+) -> Inspection:
+    """Load a model and partition it.
+
+    Args:
+        use: ONNX file, `zoo:NAME` or `assets:PATH`.
+        shapes: Static shapes of dynamic inputs, such as {"images": "1x3x224x224"}.
+        dims: Sizes of dynamic dimensions by symbol, such as {"time": 128}.
+        dialect: Whose rules of legality apply.
+        max_sequence_size: Longest sequence that stays one region.
+
+    Raises:
+        UserError: The model cannot be loaded, or there is no such dialect.
+    """
+    rules = dialect_called(dialect)
+    with tempfile.TemporaryDirectory() as work:
+        model = open_model(
+            ModelSpec(use=use, label="model", shapes=dict(shapes), dims=dict(dims)), Path.cwd(), Path(work)
+        )
+    root = discover(model, maximum_sequence_region_size=max_sequence_size)
+    patterns = find_patterns(model, root)
+    space = build_space(model, rules, root=root)
+    refused = tuple((edge, rule.name) for edge, rule in refusals(model, rules))
+    return Inspection(model=model, root=root, patterns=patterns, space=space, dialect=rules.name, refused=refused)

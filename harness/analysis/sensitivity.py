@@ -1,0 +1,278 @@
+"""What each pattern, or each point, does to latency and fidelity: alone, and left out of the fully quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from harness.errors import UserError
+from harness.timing.workers.engines import MAIN, Engines, WorkerSpec
+from harness.timing.workers.sandbox import open_engines
+from harness.statistics import Interval, paired_ratio_ci
+from harness.records import SCHEMA, Failed
+from harness.pipeline.task import Cell
+from harness.config.experiment import Sampling
+from harness.progress import Observer
+from harness.results_dir.artifacts import write_json
+from harness.pipeline.accuracy_store import ScoreBook
+from harness.pipeline.accuracy import PROXY_EVALUATOR, proxy_use
+from harness.studies.study_task import Study, open_study
+from search.space import Placement, Space
+
+__all__ = ["By", "Effect", "Sensitivities", "Sensitivity", "Unit", "measure", "to_json", "units_of"]
+
+By = Literal["pattern", "point"]
+ROUNDS = 4
+"""Turns of each engine; base and candidate take them in turns, so that a machine that drifts slows both."""
+TURN = Sampling(warmup_ms=10.0, min_samples=5, max_samples=9, max_ms=60.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """What is quantized together, at one precision.
+
+    Attributes:
+        name: Of the pattern or of the dimension.
+        role: Of its costliest dimension, see `search.space.Dimension`.
+        dimensions: Their indices in the space.
+        edges: How many edges they act on.
+        cost: Share of the model's multiply-accumulates behind them.
+    """
+
+    name: str
+    precision: str
+    role: str
+    dimensions: tuple[int, ...]
+    edges: int
+    cost: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """What quantizing a unit does, in one company.
+
+    Attributes:
+        gain_us: Microseconds that it saves; None where the device has no speed at its precision.
+        sqnr_db: Fidelity of the model that was looked at.
+    """
+
+    gain_us: Interval | None
+    sqnr_db: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sensitivity:
+    """A unit with its effects.
+
+    Attributes:
+        alone: Leave-one-in: it is quantized and nothing else.
+        left_out: Leave-one-out: everything else is quantized; `gain_us` is what leaving it out costs.
+    """
+
+    unit: Unit
+    alone: Effect | Failed
+    left_out: Effect | Failed
+
+    @property
+    def noise(self) -> float:
+        """Error power over signal power that it adds alone; infinite where it cannot be built."""
+        return float("inf") if isinstance(self.alone, Failed) else float(10 ** (-self.alone.sqnr_db / 10))
+
+    @property
+    def rank(self) -> float:
+        """Microseconds gained per noise: what to quantize first; what loses time is worse the more noise it adds."""
+        if isinstance(self.alone, Failed) or self.alone.gain_us is None:
+            return float("-inf")
+        gain_us = self.alone.gain_us.value
+        return gain_us / self.noise if gain_us > 0 else gain_us * self.noise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sensitivities:
+    """All units of a cell, best rank first.
+
+    Attributes:
+        full_db: Fidelity with everything quantized, by the precision of what has a choice; without those that cannot be
+            built.
+        calibrated_on: What ranges and fidelity come from.
+        backend: The benchmarker's own facts.
+    """
+
+    name: str
+    space: Space
+    units: tuple[Sensitivity, ...]
+    full_db: Mapping[str, float]
+    calibrated_on: str
+    backend: dict[str, Any]
+
+
+def units_of(space: Space, by: By) -> tuple[Unit, ...]:
+    """The units of a space, in graph order; a pattern that offers several precisions gives one unit for each."""
+    groups = space.groups if by == "pattern" else {d.name: (i,) for i, d in enumerate(space.dimensions)}
+    return tuple(_units(space, groups))
+
+
+def _units(space: Space, groups: Any) -> Iterator[Unit]:
+    for name, indices in groups.items():
+        members = [space.dimensions[index] for index in indices]
+        for precision in dict.fromkeys(choice for member in members for choice in member.choices[1:]):
+            yield Unit(
+                name=name,
+                precision=precision,
+                role=max(members, key=lambda member: member.cost).role,
+                dimensions=tuple(indices),
+                edges=len({edge for member in members for edge in member.edges}),
+                cost=sum(member.cost for member in members),
+            )
+
+
+def measure(study: Study, by: By, folder: Path, observer: Observer, *, samples: int = 8) -> Sensitivities:
+    """Measure every unit in both directions; failures are data.
+
+    Args:
+        folder: Takes scratch files, and the choice of the float precision.
+        samples: Samples of calibration data that outputs are compared on; random ones where there are no data.
+
+    Raises:
+        UserError: Anything in the study that cannot be used, or the float model fails.
+    """
+    cell, worker = open_study(study, folder, observer)
+    proxy = proxy_use(samples, study.spec.model, cell.model, study.base, cell.work)
+    worker = WorkerSpec(
+        benchmarkers={MAIN: worker.benchmarkers[MAIN]}, workdir=worker.workdir, evaluators={PROXY_EVALUATOR: proxy}
+    )
+    units = units_of(cell.space, by)
+    with open_engines(worker, study.experiment.limits) as engines:
+        found = ScoreBook(folder, engines, observer).float_score(cell.model_file, PROXY_EVALUATOR)
+        if isinstance(found, Failed):
+            raise UserError(f"the float model cannot be scored; {found.stage}: {found.reason}")
+        bench = _Bench(engines=engines, cell=cell)
+        with observer.work(f"{study.spec.name}: {len(units)} units", len(units)) as step:
+            measured = []
+            for unit in units:
+                measured.append(bench.sensitivity(unit))
+                step.advance(unit.name)
+        full = {each: bench.fidelity(cell.space.everywhere(each)) for each in sorted({u.precision for u in units})}
+        backend = dict(engines.describe())
+    return Sensitivities(
+        name=study.spec.name,
+        space=cell.space,
+        units=tuple(sorted(measured, key=lambda each: -each.rank)),
+        full_db={name: found for name, found in full.items() if not isinstance(found, Failed)},
+        calibrated_on=cell.calibrated_on,
+        backend=backend,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Bench:
+    """Engines with the two bases that stay open, so that candidates are timed side by side with them."""
+
+    engines: Engines
+    cell: Cell
+    _bases: dict[str, int | Failed] = field(default_factory=dict)
+
+    def sensitivity(self, unit: Unit) -> Sensitivity:
+        space = self.cell.space
+        nothing, everything = space.float_placement(), space.everywhere(unit.precision)
+        return Sensitivity(
+            unit=unit,
+            alone=self._effect(_with(nothing, unit, space, unit.precision), nothing, unit, 1.0),
+            left_out=self._effect(_with(everything, unit, space, None), everything, unit, -1.0),
+        )
+
+    def fidelity(self, placement: Placement) -> float | Failed:
+        built = self.engines.build(self.cell.candidate(placement))
+        return built if isinstance(built, Failed) else self._scored(built.handle)
+
+    def _effect(self, placement: Placement, base: Placement, unit: Unit, sign: float) -> Effect | Failed:
+        timed = unit.precision not in self.cell.accuracy_only
+        built = self.engines.build(self.cell.candidate(placement))
+        if isinstance(built, Failed):
+            return self._lost(built)
+        gain_us = self._gain_us(base, built.handle, sign) if timed else None
+        if isinstance(gain_us, Failed):
+            self.engines.release(built.handle)
+            return self._lost(gain_us)
+        sqnr_db = self._scored(built.handle)
+        return self._lost(sqnr_db) if isinstance(sqnr_db, Failed) else Effect(gain_us=gain_us, sqnr_db=sqnr_db)
+
+    def _gain_us(self, base: Placement, handle: int, sign: float) -> Interval | Failed:
+        """Latency of the base less that of the candidate; the other way round where the candidate leaves one out."""
+        there = self._base(base)
+        if isinstance(there, Failed):
+            return there
+        turns: tuple[list[float], list[float]] = ([], [])
+        for _ in range(ROUNDS):
+            for engine, readings in zip((there, handle), turns, strict=True):
+                samples = self.engines.sample(engine, TURN)
+                if isinstance(samples, Failed):
+                    return samples
+                readings.append(float(np.median(samples.latency_ms)))
+        base_us = 1000 * float(np.median(turns[0]))
+        ratio = paired_ratio_ci([turns[0]], [turns[1]])
+        gains = sorted(sign * base_us * (1 - 1 / value) for value in (ratio.low, ratio.high))
+        return Interval(value=sign * base_us * (1 - 1 / ratio.value), low=gains[0], high=gains[1])
+
+    def _base(self, placement: Placement) -> int | Failed:
+        digest = self.cell.space.digest(placement)
+        if digest not in self._bases:
+            built = self.engines.build(self.cell.candidate(placement))
+            self._bases[digest] = built if isinstance(built, Failed) else built.handle
+        return self._bases[digest]
+
+    def _scored(self, handle: int) -> float | Failed:
+        found = self.engines.evaluate(handle, PROXY_EVALUATOR)
+        self.engines.release(handle)
+        return found if isinstance(found, Failed) else found.metrics["sqnr_db"]
+
+    def _lost(self, failed: Failed) -> Failed:
+        """A worker that died took the bases with it."""
+        if failed.stage in ("crash", "timeout"):
+            self._bases.clear()
+        return failed
+
+
+def _with(base: Placement, unit: Unit, space: Space, precision: str | None) -> Placement:
+    """The base with a unit at a precision where its points offer it, or float."""
+    choices = list(base.choices)
+    for index in unit.dimensions:
+        offered = space.dimensions[index].choices
+        choices[index] = offered.index(precision) if precision in offered else 0
+    return Placement(tuple(choices))
+
+
+def to_json(found: Sensitivities, path: Path) -> None:
+    """Write the figures as JSON: what a later search can start from, see `harness.config.initial`.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    names = [dimension.name for dimension in found.space.dimensions]
+    units = [
+        {
+            "name": each.unit.name,
+            "precision": each.unit.precision,
+            "role": each.unit.role,
+            "dimensions": [names[index] for index in each.unit.dimensions],
+            "edges": each.unit.edges,
+            "cost": each.unit.cost,
+            "alone": _effect_facts(each.alone),
+            "left_out": _effect_facts(each.left_out),
+        }
+        for each in found.units
+    ]
+    facts = {"cell": found.name, "backend": found.backend, "calibrated_on": found.calibrated_on}
+    write_json(path, {"schema": SCHEMA, "kind": "sensitivity", **facts, "full_db": dict(found.full_db), "units": units})
+
+
+def _effect_facts(effect: Effect | Failed) -> dict[str, Any]:
+    if isinstance(effect, Failed):
+        return {"failed": effect.stage, "reason": effect.reason}
+    gain = effect.gain_us
+    figures = {} if gain is None else {"gain_us": gain.value, "gain_low_us": gain.low, "gain_high_us": gain.high}
+    return {**figures, "sqnr_db": effect.sqnr_db}

@@ -1,0 +1,89 @@
+"""Sensitivities as a table, a plot and JSON."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.errors import UserError
+from harness.statistics import Interval
+from harness.records import Failed
+from harness.results_dir.journal import writing
+from harness.progress import Observer
+from harness.studies.study_task import Study
+from harness.studies.plots import draw_sensitivities
+from harness.analysis.sensitivity import By, Effect, Sensitivities, measure, to_json
+
+__all__ = ["sensitivity_report"]
+
+HEADER = ("unit", "precision", "role", "edges", "alone µs [CI]", "alone dB", "left out µs [CI]", "left out dB")
+
+
+def sensitivity_report(
+    study: Study, by: By, folder: Path, observer: Observer, samples: int
+) -> tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]:
+    """Measure, write `sensitivity.json` and `sensitivity.png` into a folder, and give the table with its notes.
+
+    Raises:
+        UserError: Anything in the study that cannot be used, or the folder cannot be written.
+    """
+    fresh = not folder.exists()
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        found = measure(study, by, folder, observer, samples=samples)
+    except UserError:
+        if fresh:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    to_json(found, folder / "sensitivity.json")
+    with writing(folder):
+        draw_sensitivities(found, folder / "sensitivity.png")
+    shutil.rmtree(folder / "work", ignore_errors=True)
+    return HEADER, [_row(found, index) for index in range(len(found.units))], list(_notes(found, folder))
+
+
+def _row(found: Sensitivities, index: int) -> tuple[str, ...]:
+    each = found.units[index]
+    unit = each.unit
+    left_out = each.left_out
+    full_db = found.full_db.get(unit.precision)
+    regained = "-" if isinstance(left_out, Failed) or full_db is None else f"{left_out.sqnr_db - full_db:+.1f}"
+    alone = "-" if isinstance(each.alone, Failed) else f"{each.alone.sqnr_db:.1f}"
+    return unit.name, unit.precision, unit.role, str(unit.edges), _gain(each.alone), alone, _gain(left_out), regained
+
+
+def _gain(effect: Effect | Failed) -> str:
+    if isinstance(effect, Failed):
+        return f"failed: {effect.stage}"
+    return "accuracy only" if effect.gain_us is None else _shown(effect.gain_us)
+
+
+def _shown(interval: Interval) -> str:
+    return f"{interval.value:+.0f} [{interval.low:+.0f}, {interval.high:+.0f}]"
+
+
+def _notes(found: Sensitivities, folder: Path) -> list[str]:
+    several = len(found.full_db) > 1
+    figures = [f"{value:.1f} dB" + (f" at {name}" if several else "") for name, value in found.full_db.items()]
+    full = f"has {', '.join(figures)}" if figures else "cannot be built"
+    notes = [
+        "Alone: quantized in the float model; microseconds gained and the SQNR that is left. Left out: of the model "
+        f"with everything quantized, which {full}; microseconds lost and SQNR regained. Best gain per noise "
+        "first. Brackets: 95 %, Student's over turns of one build.",
+    ]
+    if _indistinct([each.alone.gain_us for each in found.units if isinstance(each.alone, Effect)]):
+        notes.append(
+            "Too noisy to rank: the intervals of all that were timed alone have a gain in common, so their order says "
+            "nothing of time; close other work and repeat."
+        )
+    if found.calibrated_on == "random data":
+        notes.append("No calibration data given: fidelity on random data, not to be trusted.")
+    return [*notes, f"{folder / 'sensitivity.json'} and {folder / 'sensitivity.png'} have it all."]
+
+
+def _indistinct(gains: Sequence[Interval | None]) -> bool:
+    """Whether one gain lies in all intervals, of two at least."""
+    timed = [gain for gain in gains if gain is not None]
+    return len(timed) > 1 and max(gain.low for gain in timed) <= min(gain.high for gain in timed)

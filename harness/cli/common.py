@@ -1,0 +1,159 @@
+"""What several commands share: options in text form, tables on the terminal, paths, modules beside the experiment."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
+
+import typer
+import yaml
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from harness.errors import UserError
+from harness.paths import Absent
+from harness.results_dir.fingerprint import ADVICE
+
+__all__ = [
+    "DimOption", "ShapeOption", "SizeOptions", "advised", "based", "beside", "importable", "param_option",
+    "shape_option", "show", "sizes_option", "table", "tidy",
+]  # fmt: skip
+
+ShapeOption = Annotated[
+    list[str] | None, typer.Option("--shape", help="Input shape as NAME:1x3x224x224; repeat per input.")
+]
+DimOption = Annotated[
+    list[str] | None,
+    typer.Option("--dim", help="Size of a dynamic dimension as SYMBOL=128; repeat per symbol; the batch is 1."),
+]
+
+
+class SizeOptions(TypedDict):
+    """What --shape and --dim give."""
+
+    shapes: dict[str, str]
+    dims: dict[str, int]
+
+
+ELSEWHERE = "use another --out, or move away what is there to begin anew"
+"""What to do about changes where a command has no --accept-changes."""
+
+
+@contextmanager
+def advised() -> Iterator[None]:
+    """Advise on changes what a command without --accept-changes offers.
+
+    Raises:
+        UserError: As it was raised within, with that advice.
+    """
+    try:
+        yield
+    except UserError as error:
+        if ADVICE not in str(error):
+            raise
+        raise UserError(str(error).replace(ADVICE, ELSEWHERE)) from error
+
+
+@contextmanager
+def based(folder: Path) -> Iterator[None]:
+    """Say where relative paths of an experiment start from, where one of them leads to nothing.
+
+    Raises:
+        UserError: As it was raised within, with that.
+    """
+    try:
+        yield
+    except UserError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, Absent):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        raise UserError(
+            f"{error}; relative paths of the experiment were looked for from {tidy(folder)}: name the folder of its "
+            "file by --base"
+        ) from error
+
+
+def importable(folder: Path) -> None:
+    """Let `use: module:Class` find modules in a folder; last, so that they never hide an installed one."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def beside(text: str) -> None:
+    """Let `use: module:Class` find modules beside an experiment file, where a command is given one and no model."""
+    if Path(text).suffix in (".yaml", ".yml"):
+        importable(Path(text).resolve().parent)
+
+
+def param_option(text: str) -> tuple[str, Any]:
+    """NAME=VALUE as a pair; the value is read as in an experiment file.
+
+    Raises:
+        UserError: No equals sign, or a value that is no YAML.
+    """
+    name, equals, value = text.partition("=")
+    try:
+        if not equals:
+            raise ValueError("no '='")
+        return name, yaml.safe_load(value)
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"--param {text}: NAME=VALUE, for instance --param threads=1 ({error})") from error
+
+
+def shape_option(text: str) -> tuple[str, str]:
+    """NAME:SHAPE as a pair.
+
+    Raises:
+        UserError: No colon.
+    """
+    name, colon, shape = text.rpartition(":")
+    if not colon:
+        raise UserError(f"--shape {text}: NAME:SHAPE, for instance --shape images:1x3x224x224")
+    return name, shape
+
+
+def sizes_option(shapes: Sequence[str] | None, dims: Sequence[str] | None) -> SizeOptions:
+    """Return what --shape and --dim give, as keyword arguments.
+
+    Raises:
+        UserError: One of them has another form, or a symbol has two sizes.
+    """
+    from harness.graph.passes.dimension_errors import parse_dims
+
+    return {"shapes": dict(map(shape_option, shapes or ())), "dims": parse_dims(dims or ())}
+
+
+def tidy(path: Path) -> Path:
+    """The same place without `..` inside, relative to the working directory where that is shorter; for messages.
+
+    A path that goes through a symbolic link keeps its name unless it leaves again by `..`, which leads elsewhere there.
+    """
+    whole = path.resolve() if ".." in path.parts else path.absolute()
+    return min((whole, Path(os.path.relpath(whole))), key=lambda found: len(str(found)))
+
+
+def show(text: str, drawing: RenderableType) -> None:
+    """A drawing for people, or the text where the output is no terminal."""
+    if sys.stdout.isatty():
+        Console().print(drawing)
+    else:
+        typer.echo(text)
+
+
+def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """Print a table on a terminal, or tab-separated lines with the headings first elsewhere; cells are plain text."""
+    if not sys.stdout.isatty():
+        for row in (header, *rows):
+            typer.echo("\t".join(row))
+        return
+    drawn = Table(*header)
+    for row in rows:
+        drawn.add_row(*map(Text, row))
+    Console().print(drawn)

@@ -1,0 +1,35 @@
+"""`qdq compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.cli.common import show, tidy
+
+__all__ = ["compare"]
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(help="Results folder.", show_default=False)],
+    second: Annotated[Path, typer.Argument(help="Another one: machine, version, or after a change.")],
+) -> None:
+    """Put two results folders side by side: rows matched, ratio with interval, what differs in the environment.
+
+    Example: `qdq compare results/quickstart out/quickstart`
+    """
+    from harness.report.frames.folder_comparison import compared, differences
+    from harness.report.load.results import load
+    from harness.report.tables.report_table import plain_text
+    from harness.report.tables.terminal_table import Drawn
+
+    first, second = tidy(first), tidy(second)
+    one, two = load(first), load(second)
+    table = compared(one, two)
+    show(f"{plain_text(table)}\n", Drawn(table=table))
+    lines = list(differences(one, two))
+    typer.echo(f"What differs, {first} -> {second}:" if lines else "Environment, model and settings are the same.")
+    for line in lines:
+        typer.echo(f"  {line}")

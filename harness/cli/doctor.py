@@ -1,0 +1,17 @@
+"""`qdq doctor`."""
+
+from __future__ import annotations
+
+from harness.cli.common import table
+
+__all__ = ["doctor"]
+
+
+def doctor() -> None:
+    """Say what this machine can run, and what to install for the rest.
+
+    Example: `qdq doctor`
+    """
+    from harness.cli.environment import examine
+
+    table(("what", "state", "detail"), examine())

@@ -1,0 +1,137 @@
+"""What this machine can run: each backend, or why not and the command that supplies it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from harness import registry
+from harness.errors import CandidateError, UserError
+from harness.timing.provenance import environment, saturates
+
+__all__ = ["examine"]
+
+REMEDIES: Mapping[str, tuple[str, str]] = {
+    "openvino": ("openvino", "pip install openvino"),
+    "onnxruntime": ("onnxruntime", "pip install 'nvidia-modelopt[onnx]' (never onnxruntime beside it)"),
+    "modelopt": ("modelopt", "pip install 'nvidia-modelopt[onnx]'"),
+    "tensorrt": ("tensorrt", "pip install -e '.[tensorrt]' (needs an NVIDIA GPU)"),
+    "cuda-python": ("cuda.bindings", "pip install -e '.[tensorrt]'"),
+    "ray": ("ray", "pip install -e '.[ray]'"),
+}
+"""Name: module to look for, and what installs it."""
+
+
+READINGS = ("cpu.governor", "cpu.mhz", "cpu.turbo")
+"""What decides whether timings can be trusted: shown even where it cannot be read."""
+
+
+SATURATING = (
+    "no VNNI: INT8 gains little, and its products are added in 16 bits, in which those of weights of 8 bits saturate: "
+    "weights are stored in 7 bits here (reduce_range); figures of this machine are not those of processors that have "
+    "it (docs/accuracy.md)"
+)
+
+
+def examine() -> list[tuple[str, str, str]]:
+    """Rows (what, state, detail) about runtimes, plug-ins, data and the machine."""
+    return [*_packages(), *_doubled(), *_benchmarkers(), *_broken(), *_tools(), *_machine()]
+
+
+def _packages() -> Iterator[tuple[str, str, str]]:
+    for name, (module, remedy) in REMEDIES.items():
+        try:
+            found = importlib.util.find_spec(module) is not None
+        except (ImportError, ValueError):
+            found = False
+        yield (name, "ok" if found else "missing", "" if found else remedy)
+
+
+def _doubled() -> Iterator[tuple[str, str, str]]:
+    """Two distributions that write the same files: whichever came last decides which providers there are."""
+    both = {name: found for name in ("onnxruntime", "onnxruntime-gpu") if (found := _version(name))}
+    if len(both) > 1:
+        shown = " and ".join(f"{name} {found}" for name, found in both.items())
+        remedy = "pip uninstall -y onnxruntime onnxruntime-gpu, then pip install onnxruntime-gpu"
+        yield ("onnxruntime twice", "warning", f"{shown} overwrite each other: {remedy}")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _benchmarkers() -> Iterator[tuple[str, str, str]]:
+    for plugin in registry.plugins("benchmarker"):
+        what = f"benchmarker {plugin.name}"
+        try:
+            facts = registry.guarded(what, lambda name=plugin.name: _describe(name))  # type: ignore[misc]
+        except (UserError, CandidateError) as error:
+            yield (what, "not usable", _line(error, what))
+            continue
+        shown = ", ".join(f"{key} {facts[key]}" for key in ("version", "device", "float_precision") if key in facts)
+        yield (what, "ok", shown)
+
+
+def _describe(benchmarker: str) -> dict[str, Any]:
+    return dict(registry.create("benchmarker", benchmarker, {}).describe())
+
+
+def _broken() -> Iterator[tuple[str, str, str]]:
+    """Other plug-ins that cannot be loaded."""
+    for kind in registry.GROUPS:
+        for plugin in registry.plugins(kind):
+            try:
+                if kind != "benchmarker":
+                    registry.load(kind, plugin.name)
+            except UserError as error:
+                yield (f"{kind} {plugin.name}", "not usable", _line(error))
+
+
+def _line(error: Exception, prefix: str = "") -> str:
+    return " ".join(str(error).removeprefix(f"{prefix}: ").split())
+
+
+def _tools() -> Iterator[tuple[str, str, str]]:
+    trtexec = shutil.which("trtexec")
+    yield ("trtexec", "ok" if trtexec else "missing", trtexec or "comes with TensorRT's archive, not with pip")
+    assets = os.environ.get("QDQ_ASSETS", "")
+    there = bool(assets) and os.path.isdir(assets)
+    state = "ok" if there else "no such folder" if assets else "not set"
+    yield ("QDQ_ASSETS", state, assets or "folder with models and images for assets: paths")
+
+
+def _machine() -> Iterator[tuple[str, str, str]]:
+    facts = environment()
+    gpus = facts.pop("gpus", [])
+    if not gpus:
+        yield ("gpu", "none found", "nvidia-smi is missing or lists none; not needed for CPU backends")
+    for index, gpu in enumerate(gpus):
+        yield (f"gpu {index}", "ok", ", ".join(f"{field} {value}" for field, value in gpu.items()))
+    if saturates(facts):
+        yield ("int8 on this cpu", "warning", SATURATING)
+    flat = dict(_flat(facts))
+    for key in READINGS:
+        yield (key, "" if key in flat else "not readable", _shown(flat.pop(key, "")))
+    for key, value in flat.items():
+        yield (key, "", _shown(value))
+
+
+def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in facts.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

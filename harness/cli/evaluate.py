@@ -1,0 +1,50 @@
+"""`qdq evaluate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["evaluate"]
+
+
+def evaluate(
+    specs: Annotated[
+        list[Path], typer.Argument(help="Spec files with a section 'evaluate'; the first is the baseline.")
+    ],
+    suggest: Annotated[
+        bool, typer.Option(help="Say which layers to leave native where the drop is above 0.01.")
+    ] = True,
+) -> None:
+    """Score an engine or a model on labelled images; with several spec files, the drops against the first.
+
+    Labels of boxes (.json, as COCO has them) give mAP; labels of classes (.txt, lines "FILENAME CLASS") give top-1.
+
+    Example: `qdq evaluate baseline.yaml quantized.yaml`
+
+    A classifier: `qdq evaluate experiments/specs/evaluate_classifier.yaml`
+    """
+    from harness.cli.common import importable, table
+    from harness.cli.progress import Terminal
+    from harness.compat.tao_specs.comparison import advice, compared
+    from harness.compat.tao_specs.evaluate import evaluate as run
+    from harness.compat.tao_specs.spec import read_spec
+
+    found = {path: read_spec(path) for path in specs}
+    for path in specs:
+        importable(path.resolve().parent)
+    with Terminal() as terminal:
+        scored = [run(spec, path, terminal) for path, spec in found.items()]
+    lines = compared(scored)
+    header = ("spec", "engine or model", "precision", "metric [95 %]", "drop [95 %]", "note")
+    table(header, [line.cells() for line in lines])
+    models: set[Path | None] = set()
+    for line, (path, spec) in zip(lines, found.items(), strict=True):
+        known = line.scored.model in models
+        models.add(line.scored.model)
+        if suggest and not known:
+            with Terminal() as terminal:
+                said = advice(line, spec.dataset, path.resolve().parent, terminal)
+            typer.echo("\n".join(said), nl=bool(said))

@@ -1,0 +1,87 @@
+"""`qdq explain`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.cli.common import DimOption, ShapeOption, based, importable, param_option, sizes_option, tidy
+from harness.errors import UserError
+
+__all__ = ["explain"]
+
+
+def explain(
+    model: Annotated[
+        str, typer.Argument(help="ONNX file, zoo:NAME or assets:PATH; or a results folder.", show_default=False)
+    ],
+    row: Annotated[
+        str | None, typer.Argument(help="Row of the results folder's main table.", show_default=False)
+    ] = None,
+    backend: Annotated[str, typer.Option(help="Runtime: openvino, onnxruntime, tensorrt, trtexec.")] = "openvino",
+    param: Annotated[list[str] | None, typer.Option(help="Parameter of the runtime, NAME=VALUE; repeat.")] = None,
+    shape: ShapeOption = None,
+    dim: DimOption = None,
+    against: Annotated[
+        str | None, typer.Option(help="A second model; show what runs otherwise in it.", show_default=False)
+    ] = None,
+    base: Annotated[
+        Path | None, typer.Option(help="Where relative paths of a results folder's experiment start from.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Longest list.")] = 10,
+    runs: Annotated[int, typer.Option(min=1, help="Inferences that times are the mean of.")] = 50,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+) -> None:
+    """Say what a runtime made of a Q/DQ model: what runs quantized, which pairs stayed alone, and why.
+
+    With a results folder and a row, measure instead what each part of that row's placement is worth.
+
+    Example: `qdq explain out/mine/CELL/models/float.onnx --against out/mine/CELL/models/DIGEST.onnx`
+    """
+    if row is not None or Path(model).is_dir():
+        _explain_row(tidy(Path(model)), row, (base or Path.cwd()).resolve())
+        return
+    from harness.explain.model_report import compare, explain_model
+    from harness.explain.text_lines import change_lines, data, lines
+    from harness.config.experiment import Use
+
+    importable(Path.cwd())
+    use = Use(use=backend, params=dict(param_option(text) for text in param or []))
+    sizes = sizes_option(shape, dim)
+    found = explain_model(model, use, runs, **sizes)
+    if against is None:
+        typer.echo(json.dumps(data(found), indent=1) if as_json else _plain(lines(found, top)))
+        return
+    other = explain_model(against, use, runs, **sizes)
+    changes = compare(found, other)
+    if as_json:
+        rows = [{"name": change.name, "before": change.before, "after": change.after} for change in changes]
+        typer.echo(json.dumps({"before": data(found), "after": data(other), "changes": rows}, indent=1))
+        return
+    typer.echo(_plain([*lines(other, top), "", *change_lines(found, other, changes, top)]))
+
+
+def _plain(lines: Iterable[str]) -> str:
+    from harness.report.tables.report_table import printable
+
+    return "\n".join(map(printable, lines))
+
+
+def _explain_row(folder: Path, row: str | None, base: Path) -> None:
+    """What each part of a row's placement is worth.
+
+    Raises:
+        UserError: No row is named, or there is none such.
+    """
+    from harness.explain.render import explain_into
+    from harness.cli.progress import Terminal
+
+    if row is None:
+        raise UserError(f"{folder}: a results folder needs a row beside it: qdq explain {folder} ROW (see qdq report)")
+    importable(base)
+    with based(base), Terminal() as terminal:
+        typer.echo("\n".join(explain_into(folder, row, base=base, observer=terminal)))

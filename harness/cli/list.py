@@ -1,0 +1,60 @@
+"""`qdq list`."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+
+from harness.cli.common import table
+from harness.errors import UserError
+from harness.registry import Plugin
+
+__all__ = ["listing", "purpose"]
+
+
+def listing() -> None:
+    """List searchers, benchmarkers, evaluators, preprocessings, decoders, dialects and zoo models in a line each.
+
+    Example: `qdq list | grep searcher`
+    """
+    from harness import zoo
+    from harness.registry import GROUPS, plugins
+
+    rows = [(kind, plugin.name, plugin.origin, purpose(plugin)) for kind in GROUPS for plugin in plugins(kind)]
+    rows += [("zoo model", name, "", what) for name, what in zoo.names().items()]
+    table(("kind", "name", "origin", "what it does"), rows)
+
+
+def purpose(plugin: Plugin) -> str:
+    """Return what a plug-in does: the first line of its docstring, or the form of a dialect; "" where nothing says.
+
+    Its source is read and not imported, so that one that is slow or broken hides no other.
+    """
+    if plugin.kind == "dialect":
+        return _form(plugin.name)
+    point = plugin.entry_point
+    try:
+        spec = importlib.util.find_spec(point.module)
+        tree = ast.parse(Path(spec.origin or "").read_text(encoding="utf-8")) if spec else ast.Module([], [])
+    except (ImportError, OSError, SyntaxError, ValueError):
+        return "cannot be read: its module is not there or is no Python"
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == point.attr:
+            return (ast.get_docstring(node) or "").partition("\n")[0]
+    return (ast.get_docstring(tree) or "").partition("\n")[0]  # it is made, or imported, there
+
+
+def _form(name: str) -> str:
+    """Return the form of a dialect's Q/DQ pairs in words."""
+    from harness.graph.rules.dialects import EIGHT_BITS
+    from harness.graph.rules.dialect_lookup import dialect_called
+
+    try:
+        dialect = dialect_called(name)
+    except UserError as error:
+        return f"cannot be used: {error}"
+    zero = "symmetric" if dialect.symmetric_activation else "with zero points"
+    bits = 8 if dialect.weight_limit >= EIGHT_BITS else 7
+    precisions = ", ".join(sorted(dialect.precisions))
+    return f"Q/DQ pairs for {precisions}: {dialect.activation.upper()} activations {zero}, weights of {bits} bits"

@@ -1,0 +1,57 @@
+"""`qdq noise`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.cli.common import DimOption, ShapeOption, advised, beside, param_option, sizes_option, table
+
+__all__ = ["noise"]
+
+
+def noise(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="ONNX file, zoo:NAME, assets:PATH, or an experiment file (.yaml) with one cell.", show_default=False
+        ),
+    ],
+    backend: Annotated[str | None, typer.Option(help="Benchmarker [default: openvino].", show_default=False)] = None,
+    param: Annotated[list[str] | None, typer.Option(help="Parameter of the backend, NAME=VALUE; repeat.")] = None,
+    shape: ShapeOption = None,
+    dim: DimOption = None,
+    placement: Annotated[str, typer.Option(help="What is measured: float, all or linear.")] = "float",
+    processes: Annotated[int, typer.Option(help="Fresh processes.")] = 6,
+    builds: Annotated[int, typer.Option(help="Fresh builds in each process.")] = 4,
+    readings: Annotated[int, typer.Option(help="Inferences of each build.")] = 30,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder [default: noise-MODEL-BACKEND-PARAMETERS-PLACEMENT].")
+    ] = None,
+) -> None:
+    """Show where the noise of a latency comes from: within a run, between builds, between processes.
+
+    A model alone gets random data; an experiment file with one cell brings calibration data and its own sampling.
+
+    Example: `qdq noise zoo:resnet18 --param precision=f32`
+    """
+    from harness.cli.progress import Terminal
+    from harness.studies.study_task import study_of, subject
+    from harness.analysis.noise import Design
+    from harness.analysis.noise_report import noise_report
+
+    beside(model)
+    study = study_of(
+        model,
+        backend=backend,
+        params=dict(param_option(text) for text in param or []),
+        **sizes_option(shape, dim),
+    )
+    design = Design(processes=processes, builds=builds, readings=readings)
+    folder = out or Path(f"noise-{subject(study, placement)}")
+    with advised(), Terminal() as terminal:
+        header, rows, notes = noise_report(study, placement, design, folder, terminal)
+    table(header, rows)
+    typer.echo("\n".join(notes))

@@ -1,0 +1,118 @@
+"""Shows a run in a terminal: progress bars with time left, or plain lines where the output is none."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from harness.progress import Step
+
+__all__ = ["Terminal"]
+
+FIRST = 0.05
+"""Share of some work before which nobody knows how long the rest takes: the first step may build, all others not."""
+
+
+class Terminal:
+    """An observer on standard error, so that standard output holds the tables alone.
+
+    Args:
+        every_s: Without a terminal long work says so often, in a plain line, how far it is.
+    """
+
+    def __init__(self, *, every_s: float = 30.0) -> None:
+        self._every_s = every_s
+        self._console = Console(stderr=True, highlight=False)
+        self._live = sys.stderr.isatty()
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=self._console,
+            disable=not self._live,
+        )
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def say(self, text: str) -> None:
+        """Print one line above the bars."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def work(self, title: str, total: int) -> Iterator[Step]:
+        """Show a bar while the work goes on; without a terminal a line now and then, and one when it ends."""
+        started_s = time.monotonic()
+        task = self._progress.add_task(title, total=total, note="")
+        step = _Bar(self._progress, task)
+        plain = _Lines(self.say, title, total, self._every_s)
+        try:
+            yield step if self._live else plain
+        finally:
+            self._progress.remove_task(task)
+        took_s = time.monotonic() - started_s
+        if took_s > 2:
+            note = step.note or plain.note
+            self.say(f"{title}: {took_s:.0f} s{f', {note}' if note else ''}")
+
+
+class _Bar:
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress = progress
+        self._task = task
+        self.note = ""
+
+    def advance(self, note: str = "") -> None:
+        """Move the bar by one."""
+        self.note = note or self.note
+        self._progress.update(self._task, advance=1, note=self.note)
+
+
+class _Lines:
+    def __init__(self, say: Callable[[str], None], title: str, total: int, every_s: float) -> None:
+        self._say = say
+        self._title = title
+        self._total = total
+        self._every_s = every_s
+        self._done = 0
+        self._started_s = self._said_s = time.monotonic()
+        self.note = ""
+
+    def advance(self, note: str = "") -> None:
+        """Count one more, and say so where the last line is long ago; the work's own end says the rest."""
+        self.note = note or self.note
+        self._done += 1
+        now_s = time.monotonic()
+        if now_s - self._said_s < self._every_s or self._done >= self._total:
+            return
+        self._said_s = now_s
+        left_s = (now_s - self._started_s) / self._done * (self._total - self._done)
+        minutes, seconds = divmod(round(left_s), 60)
+        said = f"{self._title}: {self._done}/{self._total}"
+        if self._done >= FIRST * self._total:
+            said += f", about {minutes}:{seconds:02d} min left"
+        self._say(f"{said}, {self.note}" if self.note else said)

@@ -1,0 +1,33 @@
+"""`qdq quantize`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.errors import in_file
+
+__all__ = ["quantize"]
+
+
+def quantize(
+    spec: Annotated[Path, typer.Argument(help="Spec file with a section 'quantize'.", show_default=False)],
+) -> None:
+    """Quantize a model as a spec file says (TAO's static PTQ), by ModelOpt or, layer by layer, by our own engine.
+
+    Example: `qdq quantize experiments/specs/quantize.yaml`
+    """
+    from harness.cli.common import importable, tidy
+    from harness.compat.tao_specs.quantize import quantize as run
+    from harness.compat.tao_specs.spec import read_spec, section
+
+    found, base = read_spec(spec), spec.resolve().parent
+    importable(base)
+    chosen = section(found.quantize, "quantize", str(spec))
+    with in_file(spec):
+        done = run(chosen, found.dataset, base, base / (chosen.results_dir or found.results_dir))
+    for op, counts in done.layers.items():
+        typer.echo(f"{op}\t{', '.join(f'{count} {precision}' for precision, count in counts.items())}")
+    typer.echo(f"{tidy(done.path)}: calibrated on {done.calibrated_on}")

@@ -1,0 +1,57 @@
+"""`qdq reproduce`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.cli.compare import compare
+from harness.cli.report import followed, reported
+from harness.cli.common import advised, importable
+from harness.errors import UserError, in_file
+
+__all__ = ["reproduce"]
+
+
+def reproduce(
+    folder: Annotated[Path, typer.Argument(help="Results folder of an experiment.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="Results folder of the repetition [default: FOLDER-again].")] = None,
+    base: Annotated[
+        Path | None, typer.Option(help="Folder that relative paths of the experiment start from [default: here].")
+    ] = None,
+) -> None:
+    """Run the experiment of a results folder again, into a new folder, and print how the two compare.
+
+    Everything is composed, calibrated, searched and confirmed anew. Run the same command again to go on after an
+    interruption.
+
+    Example: `qdq reproduce results/quickstart --out out/again`
+    """
+    from harness.report.load.results import load
+    from harness.pipeline.preflight import check_experiment
+    from harness.config.experiment import load_experiment
+    from harness.pipeline.runner import run_experiment
+    from harness.cli.progress import Terminal
+
+    load(folder)  # before hours are spent on something that cannot be compared
+    again = folder.resolve().with_name(f"{folder.resolve().name}-again") if out is None else out
+    if again.resolve() == folder.resolve():
+        raise UserError(f"--out {again}: is the folder to be reproduced; use another one")
+    config, start = load_experiment(folder / "experiment.yaml"), (base or Path.cwd()).resolve()
+    importable(start)
+    try:
+        with in_file(folder / "experiment.yaml"):
+            remarks = check_experiment(config, start)
+    except UserError as error:
+        raise UserError(f"{error}\nrelative paths of the experiment start from {start}; see --base") from error
+    for remark in remarks:
+        typer.echo(remark, err=True)
+
+    def show_comparison() -> None:
+        typer.echo("")
+        compare(folder, again)
+
+    with advised(), followed(show_comparison), reported(again), Terminal() as terminal:
+        run_experiment(config, base=start, out=again, observer=terminal)

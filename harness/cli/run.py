@@ -1,0 +1,76 @@
+"""`qdq run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.cli.report import reported
+from harness.cli.common import importable
+from harness.errors import in_file
+
+__all__ = ["run"]
+
+
+def run(
+    experiment: Annotated[Path, typer.Argument(help="Experiment file (YAML).", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="Results folder [default: results/NAME of the experiment].")] = None,
+    accept_changes: Annotated[
+        bool,
+        typer.Option(
+            "--accept-changes",
+            help="Where a cell was begun with something else (model, keys, versions, device), keep that beside it and "
+            "begin a new section of the table. What only asks for more (a larger budget, one more searcher, seed or "
+            "baseline at the end) needs no flag.",
+        ),
+    ] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Attempt what failed once more; costs no budget.")
+    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Check the file and show the plan; run nothing.")] = False,
+) -> None:
+    """Run an experiment and print its tables. Run the same command again to go on after an interruption.
+
+    Example: `qdq run experiments/quickstart.yaml --out out/quickstart`
+    """
+    from harness.pipeline.accuracy_bound import bound_lines
+    from harness.pipeline.preflight import check_experiment, check_models
+    from harness.results_dir.ownership import check_claim
+    from harness.config.experiment import load_experiment
+    from harness.pipeline.runner import run_experiment
+    from harness.pipeline.workload import outlook
+    from harness.config.plan import plan
+    from harness.cli.progress import Terminal
+
+    config = load_experiment(experiment)
+    base = experiment.resolve().parent
+    importable(base)
+    with in_file(experiment):
+        remarks = check_experiment(config, base)
+    for remark in remarks:
+        typer.echo(remark, err=True)
+    folder = out or Path("results") / config.experiment
+    if check:
+        with in_file(experiment):
+            remarks = check_models(config, base)
+        for remark in remarks:
+            typer.echo(remark, err=True)
+        if grown := check_claim(folder, config, accept_changes):
+            typer.echo(f"{folder}: {grown}: would go on with what is there")
+        for cell in plan(config):
+            typer.echo(f"{cell.name}: {', '.join(search.name for search in cell.runs)}")
+        for line in bound_lines(config):
+            typer.echo(line)
+        typer.echo(outlook(config))
+        return
+    with reported(folder), Terminal() as terminal:
+        run_experiment(
+            config,
+            base=base,
+            out=folder,
+            observer=terminal,
+            accept_changes=accept_changes,
+            retry_failed=retry_failed,
+        )

@@ -1,0 +1,291 @@
+"""Pool of workers on the Ray cluster, all of them alike; lost workers are replaced."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import threading
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from harness.cluster.ray_worker import KEPT_BYTES, Files, Host, Recent
+from harness.errors import UserError
+from harness.graph.io.files import parts
+from harness.timing.workers.trial_pool import WorkerLost
+from harness.timing.provenance import decisive
+from harness.results_dir.fingerprint import changes
+from harness.progress import Observer
+
+__all__ = ["WAITING", "WORKING", "Fleet", "Member"]
+
+WAITING, WORKING = 1, 1000  # weights of engines of a task, which mostly wait, and of a search's worker
+START_S = 120.0  # a worker imports the harness, on a machine that may be busy starting others
+END_S = 5.0  # workers that have not removed their files by then are killed
+GLANCE_S = 1.0  # between two checks whether the pool was closed during a call
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """Worker as the driver sees it.
+
+    Attributes:
+        actor: Its Ray handle.
+        node: Name of its machine.
+        environment: See `harness.timing.provenance.environment`.
+        load: Sum of `WAITING` and `WORKING` of the engines that are open on it.
+    """
+
+    actor: Any
+    node: str
+    environment: Mapping[str, Any]
+    load: int = 0
+
+
+class Fleet:
+    """Workers on the cluster that Ray is connected to.
+
+    Args:
+        count: Number of workers.
+        resources: Resources that each worker reserves.
+        known: Environment of the machine that the results were begun on; None: that of the first worker.
+        observer: Receives messages about the workers.
+    """
+
+    def __init__(
+        self, count: int, resources: Mapping[str, float], known: Mapping[str, Any] | None, observer: Observer
+    ) -> None:
+        self._count = count
+        self._options = _options(resources)
+        self._known = known
+        self._observer = observer
+        self._lock = threading.RLock()
+        self._starting: dict[Any, Any] = {}
+        self._workers: list[Member] = []
+        self._rejected: list[Any] = []
+        self._facts: dict[str, Mapping[str, Any]] = {}
+        self._numbers = itertools.count()
+        self._uploaded: Recent[Any] = Recent(KEPT_BYTES, lambda _: None)
+        self.closed = False
+
+    def start(self) -> None:
+        """Start the workers, and wait for as many as the cluster has resources for now."""
+        for _ in range(self._count):
+            self._ask_for_one()
+        available = min(self._count, _room(self._options))
+        ray.wait(list(self._starting), num_returns=max(1, available), timeout=START_S)
+        with self._lock:
+            self._await_one()
+        if len(self._workers) < self._count:
+            self._observer.say(
+                f"{len(self._workers)} of {self._count} workers: the cluster has no room for more that are like the "
+                "first; others take part when they come"
+            )
+
+    def environment(self) -> Mapping[str, Any]:
+        """Return the environment of the workers, which are all alike."""
+        with self._lock:
+            return self._known or self._workers[0].environment
+
+    def pick(self, load: int) -> Member:
+        """Return the worker with the lowest load, and add to its load."""
+        with self._lock:
+            self._await_one()
+            worker = min(self._workers, key=lambda worker: worker.load)
+            worker.load += load
+            return worker
+
+    def check_reserved(self, gpus: Set[str]) -> None:
+        """Check that each worker has the GPU of its engines to itself.
+
+        Raises:
+            UserError: Ray reserves none or a part of one, so that all workers of a node would be timed on its first.
+        """
+        if gpus and self._options["num_gpus"] < 1:
+            raise UserError(
+                "executor.resources: engines run on a GPU, and each worker needs one to itself: resources: {GPU: 1}"
+            )
+
+    def alike(self, worker: Member, benchmarkers: str, facts: Mapping[str, Any]) -> bool:
+        """Return whether benchmarkers give the same facts on this worker as on the others; reject the worker if not."""
+        with self._lock:
+            different = list(changes(self._facts.setdefault(benchmarkers, facts), facts))
+            if different and worker in self._workers:
+                self._workers.remove(worker)
+                self._refuse(worker.actor, worker.node, different)
+        return not different
+
+    def number(self) -> int:
+        """Return a new session number."""
+        return next(self._numbers)
+
+    def send(self, path: Path) -> tuple[str, Any]:
+        """Return a key to a model's files and their reference in the object store, which sends them once per node."""
+        status = path.stat()
+        key = repr((str(path), status.st_size, status.st_mtime_ns))
+        with self._lock:
+            reference = self._uploaded.get(key)
+            if reference is None:
+                files: Files = {part.name: part.read_bytes() for part in parts(path)}
+                reference = ray.put(files)
+                self._uploaded.put(key, reference, sum(map(len, files.values())))
+            return key, reference
+
+    def call(self, worker: Member, reference: Any) -> Any:
+        """Wait for the result of a call.
+
+        Raises:
+            WorkerLost: The worker is gone, or the pool was closed meanwhile.
+            UserError: Raised by the worker; its name is added.
+        """
+        try:
+            while not ray.wait([reference], timeout=GLANCE_S)[0]:
+                if self.closed:
+                    raise WorkerLost("the run is being ended")
+            return ray.get(reference)
+        except RayTaskError as error:
+            if isinstance(error.cause, UserError):
+                raise UserError(f"{error.cause} (on {worker.node})") from None
+            raise
+        except RayError as error:
+            self._lose(worker, error)
+            raise WorkerLost(f"the worker on {worker.node} was lost: {_first_line(error)}") from error
+
+    def release(self, worker: Member, load: int) -> None:
+        """Subtract from the load of a worker."""
+        with self._lock:
+            worker.load -= load
+
+    def close(self) -> None:
+        """End all workers."""
+        self.closed = True
+        with self._lock:
+            actors = [*(worker.actor for worker in self._workers), *self._starting.values(), *self._rejected]
+            ending = [worker.actor.end.remote() for worker in self._workers]
+            self._workers, self._starting = [], {}
+            self._uploaded = Recent(KEPT_BYTES, lambda _: None)
+        if ending:
+            with suppress(RayError):
+                ray.wait(ending, num_returns=len(ending), timeout=END_S)
+        for actor in actors:
+            _kill(actor)
+
+    def _await_one(self) -> None:
+        """Admit all workers that are ready; raise `UserError` if there is none, and none starts in time."""
+        self._welcome(0.0)
+        if not self._workers:
+            self._welcome(START_S)
+        if not self._workers or self.closed:
+            raise UserError(self._nobody())
+
+    def _ask_for_one(self) -> None:
+        actor = ray.remote(Host).options(**self._options).remote(sys.path)
+        self._starting[actor.describe.remote(None)] = actor
+
+    def _welcome(self, timeout_s: float) -> None:
+        """Admit the workers that are ready, after waiting for the first."""
+        while self._starting:
+            ready, _ = ray.wait(list(self._starting), num_returns=1, timeout=timeout_s)
+            if not ready:
+                return
+            actor = self._starting.pop(ready[0])
+            try:
+                facts = ray.get(ready[0])
+            except RayError as error:  # it died, cannot be placed, or cannot import the harness
+                self._observer.say(f"a worker could not be started: {_first_line(error)}")
+                _kill(actor)
+                continue
+            if self._admit(actor, facts):
+                timeout_s = 0.0
+
+    def _admit(self, actor: Any, facts: Mapping[str, Any]) -> bool:
+        """Add a worker to the pool if its environment is that of the others; return whether it was added."""
+        node, environment = facts["node"], facts["environment"]
+        if facts["niceness"] > 0:
+            self._observer.say(
+                f"the worker on {node} has a low priority there (niceness {facts['niceness']}): "
+                "start its node with RAY_worker_niceness=0 in the environment"
+            )
+        if self._known is None:
+            self._known = environment
+        different = list(changes(decisive(self._known), decisive(environment)))
+        if different:
+            self._refuse(actor, node, different)
+        else:
+            self._workers.append(Member(actor=actor, node=node, environment=environment))
+        return not different
+
+    def _refuse(self, actor: Any, node: str, different: Sequence[str]) -> None:
+        """Reject a worker: figures of different devices or libraries are never compared directly."""
+        lines = "\n".join(f"  {line}" for line in different)
+        self._observer.say(f"the worker on {node} is refused because it differs from the baseline's:\n{lines}")
+        self._rejected.append(actor)  # kept alive: it holds its device, so that the next worker starts elsewhere
+        self._ask_for_one()
+
+    def _lose(self, worker: Member, error: RayError) -> None:
+        with self._lock:
+            if worker not in self._workers:
+                return
+            self._workers.remove(worker)
+            left = len(self._workers)
+            self._ask_for_one()
+        _kill(worker.actor)
+        self._observer.say(f"the worker on {worker.node} was lost ({_first_line(error)}); {left} left")
+
+    def _nobody(self) -> str:
+        requested, resources = _wanted(self._options), ray.cluster_resources()
+        offered = {name: resources.get(name, 0) for name in requested}
+        rejected = f"; {len(self._rejected)} were refused" if self._rejected else ""
+        return (
+            f"executor: no worker can be used: each requests {_shown(requested)}, the cluster has "
+            f"{_shown(offered)} in all{rejected}; all results are saved: add nodes, then run the same command "
+            "again to resume"
+        )
+
+
+def _kill(actor: Any) -> None:
+    with suppress(RayError):
+        ray.kill(actor)
+
+
+def _options(resources: Mapping[str, float]) -> dict[str, Any]:
+    """Return resources under Ray's names; SPREAD uses as many nodes as there are."""
+    own = dict(resources)
+    return {
+        "num_cpus": own.pop("CPU", 0 if own else 1),
+        "num_gpus": own.pop("GPU", 0),
+        "resources": own,
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "scheduling_strategy": "SPREAD",
+    }
+
+
+def _wanted(options: Mapping[str, Any]) -> dict[str, float]:
+    requested = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **options["resources"]}
+    return {name: amount for name, amount in requested.items() if amount}
+
+
+def _room(options: Mapping[str, Any]) -> int:
+    """Return the number of workers that the nodes have resources for."""
+    requested = _wanted(options)
+    nodes: Sequence[Mapping[str, Any]] = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    capacities = (
+        min((int(node.get(name, 0) // amount) for name, amount in requested.items()), default=1) for node in nodes
+    )
+    return sum(capacities)
+
+
+def _shown(amounts: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items()) or "nothing"
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

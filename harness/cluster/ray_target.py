@@ -1,0 +1,190 @@
+"""Ray cluster as an execution target; see docs/cluster.md.
+
+Only this process writes results. A trial transfers its edges and its readings: the model and its weights are put into
+the object store once, reach each node once, and placements are written on the node that builds them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from harness import registry
+from harness.api import Candidate
+from harness.cluster.ray_pool import WAITING, WORKING, Fleet, Member
+from harness.cluster.ray_worker import Order
+from harness.errors import UserError
+from harness.timing.workers.engines import MAIN, Built, Engines, Watch, WorkerSpec
+from harness.timing.workers.trial_pool import Pool, WorkerLost
+from harness.timing.workers.timing_policy import Gate
+from harness.timing.workers.in_process import attempt
+from harness.timing.workers.execution_target import Maker, QueueFactory, Site
+from harness.records import Failed
+from harness.config.experiment import Limits, Use
+from harness.config.executor import ExecutorSpec
+from harness.progress import Observer
+
+__all__ = ["RaySite", "RemoteEngines", "open_ray_site", "prepare"]
+
+
+@contextmanager
+def open_ray_site(
+    executor: ExecutorSpec, limits: Limits, known: Mapping[str, Any] | None, observer: Observer
+) -> Iterator[RaySite]:
+    """Connect to the cluster and start the workers; end them and disconnect on exit.
+
+    For the arguments see `harness.cluster.open_site`.
+    """
+    with _connected(executor.address):
+        pool = Fleet(executor.workers, executor.resources, known, observer)
+        try:
+            pool.start()
+            yield RaySite(pool, executor, limits)
+        finally:
+            pool.close()
+
+
+@contextmanager
+def _connected(address: str) -> Iterator[None]:
+    """Hold a connection to the cluster; an existing connection is used and stays open."""
+    if ray.is_initialized():
+        yield
+        return
+    try:
+        ray.init(
+            address=address, include_dashboard=None if address != "local" else False, log_to_driver=False,
+            logging_level=logging.ERROR, configure_logging=False,
+        )  # fmt: skip
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"executor.address: no Ray cluster at {address!r} ({error}); start one with 'ray start --head "
+            "--disable-usage-stats', or use address: local"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+class RaySite(Site):
+    """Workers of a Ray cluster."""
+
+    def __init__(self, pool: Fleet, executor: ExecutorSpec, limits: Limits) -> None:
+        self._pool = pool
+        self._executor = executor
+        self._limits = limits
+
+    def environment(self, commit: str | None) -> dict[str, Any]:
+        return {**self._pool.environment(), **({} if commit is None else {"git_commit": commit})}
+
+    def describe(self, backend: Use, workdir: Path) -> Mapping[str, Any]:
+        with self.open(WorkerSpec(benchmarkers={MAIN: backend}, workdir=workdir)) as engines:
+            return engines.describe()
+
+    def open(self, spec: WorkerSpec) -> RemoteEngines:
+        return RemoteEngines(self._pool, spec, self._limits)
+
+    @contextmanager
+    def workers(self, spec: WorkerSpec, engines: Engines, writer: Maker, baseline: Candidate) -> Iterator[QueueFactory]:
+        """Open a task's share of the workers."""
+        stored_writer = ray.put(writer)
+
+        @contextmanager
+        def open_worker() -> Iterator[Engines]:
+            with RemoteEngines(self._pool, spec, self._limits, stored_writer) as worker:
+                if spec.evaluators:
+                    prepare(worker, spec, baseline)
+                yield worker
+
+        share = max(1, self._executor.workers // self._executor.cells)
+        with Pool(open_worker, share, Gate()) as pool:
+            yield pool.lane
+
+
+class RemoteEngines(Engines):
+    """Engines on a worker of the cluster; every call raises `WorkerLost` if the worker is gone.
+
+    Scoring progress is not reported.
+
+    Args:
+        writer: Reference to the candidate writer in the object store, for a worker of searches; None: candidates are
+            sent as files.
+    """
+
+    def __init__(self, pool: Fleet, spec: WorkerSpec, limits: Limits, writer: Any = None) -> None:
+        self._pool = pool
+        self._spec = spec
+        self._limits = limits
+        self._writer = writer
+        self._load = WAITING if writer is None else WORKING
+        plugin = spec.benchmarkers[MAIN]
+        self._needs_files = not getattr(registry.load("benchmarker", plugin.use), "in_process", False)
+        self._number = pool.number()
+        self._facts: Mapping[str, Mapping[str, Any]] = {}
+
+    def __enter__(self) -> RemoteEngines:
+        while True:
+            self._worker: Member = self._pool.pick(self._load)
+            try:
+                self._facts, gpus = self._remote("open", self._spec, self._limits, self._writer)
+                self._pool.check_reserved(gpus)
+            except WorkerLost:
+                if self._pool.closed:
+                    raise
+                continue  # the pool picks another worker, or reports that there is none
+            except BaseException:
+                self._pool.release(self._worker, self._load)
+                raise
+            if self._pool.alike(self._worker, str(self._spec.benchmarkers), self._facts):
+                return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.release(self._worker, self._load)
+        self._worker.actor.close.remote(self._number)
+
+    def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
+        return self._facts[benchmarker]
+
+    def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
+        """Build an engine: a placement is written by the worker, any other model is sent as files."""
+        request = Order(digest=candidate.digest, edges=candidate.edges)
+        if not self._needs_files or (candidate.edges and self._writer is not None):
+            return self._remote("build", request, benchmarker)  # type: ignore[no-any-return]
+        path = attempt("build", candidate.source)
+        if isinstance(path, Failed):
+            return path
+        key, files = self._pool.send(path)
+        request = Order(digest=candidate.digest, edges=candidate.edges, files=key)
+        built = self._remote("build", request, benchmarker)
+        if isinstance(built, KeyError):  # the worker does not have these files, or not any more
+            self._pool.call(self._worker, self._worker.actor.store_files.remote(key, files))
+            built = self._remote("build", request, benchmarker)
+        return built  # type: ignore[no-any-return]
+
+    def release(self, handle: int) -> None:
+        """Close an engine without waiting for it."""
+        self._worker.actor.call.remote(self._number, "release", handle)
+
+    def _call(self, method: str, *args: Any, on_progress: Watch | None = None) -> Any:
+        return self._remote("call", method, *args)
+
+    def _remote(self, method: str, *args: Any) -> Any:
+        reference = getattr(self._worker.actor, method).remote(self._number, *args)
+        return self._pool.call(self._worker, reference)
+
+
+def prepare(engines: Engines, spec: WorkerSpec, baseline: Candidate) -> None:
+    """Prepare evaluators with the float model on the machine where they run; their files are not transferred."""
+    built = engines.build(baseline)
+    failed = built if isinstance(built, Failed) else None
+    if isinstance(built, Built):
+        outcomes = [engines.prepare(built.handle, name) for name in spec.evaluators]
+        failed = next((outcome for outcome in outcomes if outcome is not None), None)
+        engines.release(built.handle)
+    if failed is not None:
+        raise UserError(f"a worker cannot score the float model; {failed.stage}: {failed.reason}")

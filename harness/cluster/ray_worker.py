@@ -1,0 +1,187 @@
+"""Actor on a node of the cluster: one process with a device of its own that keeps engines for the driver.
+
+Calls are handled one at a time, so nothing else uses the device while an engine is timed. The engines themselves are in
+worker processes with limits, as on a single machine, so a candidate can crash one of those and not the actor.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from harness.api import Candidate
+from harness.errors import BuildFailed
+from harness.timing.workers.engines import Engines, WorkerSpec
+from harness.timing.provenance import environment
+from harness.timing.workers.sandbox import open_engines
+from harness.timing.workers.execution_target import Maker
+from harness.config.experiment import Limits, Use
+from harness.results_dir.journal import writing
+from search.space import Resolved
+
+__all__ = ["KEPT_BYTES", "Files", "Host", "Order", "Recent"]
+
+Files = Mapping[str, bytes]
+"""A model's file, first, and its external data by name."""
+KEPT_BYTES = 4_000_000_000  # of models in the object store, and as files on each worker's disk
+T = TypeVar("T")
+
+
+class Recent(Generic[T]):
+    """Cache with a capacity in bytes that evicts the least recently used values, but never the newest.
+
+    Args:
+        capacity_bytes: Total size.
+        drop: Called with each evicted value.
+    """
+
+    def __init__(self, capacity_bytes: int, drop: Callable[[T], object]) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._drop = drop
+        self._entries: OrderedDict[str, tuple[T, int]] = OrderedDict()
+
+    def get(self, key: str) -> T | None:
+        """Return the value of a key; None if it was evicted or never stored."""
+        if key not in self._entries:
+            return None
+        self._entries.move_to_end(key)
+        return self._entries[key][0]
+
+    def put(self, key: str, value: T, size_bytes: int) -> None:
+        """Store a new value."""
+        self._entries[key] = (value, size_bytes)
+        while len(self._entries) > 1 and sum(size for _, size in self._entries.values()) > self._capacity_bytes:
+            _, (evicted, _) = self._entries.popitem(last=False)
+            self._drop(evicted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Candidate as the driver sends it: its edges, or a key to files that were sent before.
+
+    Attributes:
+        files: Key given to `Host.store_files`; "": the worker writes the placement if a file is needed.
+    """
+
+    digest: str
+    edges: Resolved
+    files: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Session:
+    engines: Engines
+    writer: Maker | None
+    folder: Path
+    closing: ExitStack
+
+
+class Host:
+    """Actor that holds its node's device as long as it lives.
+
+    Args:
+        path: The driver's module search path: plug-ins of an experiment's folder are found if the folder is shared.
+    """
+
+    def __init__(self, path: Sequence[str]) -> None:
+        sys.path.extend(entry for entry in path if entry not in sys.path)
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order of nvidia-smi, which gives the GPU's name
+        self._folder = Path(tempfile.mkdtemp(prefix="qdq-host-"))
+        self._sessions: dict[int, _Session] = {}
+        self._files: Recent[Path] = Recent(KEPT_BYTES, lambda file: shutil.rmtree(file.parent, ignore_errors=True))
+
+    def describe(self, commit: str | None) -> dict[str, Any]:
+        """Return the node's name, this process's niceness and the environment."""
+        return {"node": socket.gethostname(), "niceness": os.nice(0), "environment": environment(commit)}
+
+    def open(
+        self, number: int, spec: WorkerSpec, limits: Limits, writer: Maker | None
+    ) -> tuple[dict[str, Any], frozenset[str]]:
+        """Open engines as a session; return the benchmarkers' facts and the GPUs that they run on."""
+        folder = self._folder / str(number)
+        folder.mkdir()
+        with ExitStack() as stack:
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            engines = stack.enter_context(open_engines(_moved(spec, folder), limits))
+            facts = {name: dict(engines.describe(name)) for name in spec.benchmarkers}
+            closing = stack.pop_all()
+        self._sessions[number] = _Session(engines=engines, writer=writer, folder=folder, closing=closing)
+        return facts, engines.gpus
+
+    def store_files(self, key: str, files: Files) -> None:
+        """Keep a model's files for later build requests."""
+        with writing(self._folder):
+            folder = Path(tempfile.mkdtemp(prefix="files-", dir=self._folder))
+            for name, content in files.items():
+                (folder / Path(name).name).write_bytes(content)
+        self._files.put(key, folder / Path(next(iter(files))).name, sum(map(len, files.values())))
+
+    def build(self, number: int, request: Order, benchmarker: str) -> Any:
+        """Build a candidate; return a `KeyError` if its files are not here, or not any more."""
+        session = self._sessions[number]
+        written = session.folder / "candidates" / f"{request.digest}.onnx"
+        path = self._files.get(request.files) if request.files else None
+        if request.files and path is None:
+            return KeyError(request.files)
+
+        def source() -> Path:
+            if path is not None:
+                return path
+            if session.writer is None:
+                raise BuildFailed("neither a file nor a candidate writer was sent")
+            return session.writer.write(request.edges, written.parent, name=request.digest)
+
+        try:
+            candidate = Candidate(digest=request.digest, edges=request.edges, source=source)
+            return session.engines.build(candidate, benchmarker)
+        finally:
+            written.unlink(missing_ok=True)
+
+    def call(self, number: int, method: str, *args: Any) -> Any:
+        """Run one of the other methods of `Engines`."""
+        return getattr(self._sessions[number].engines, method)(*args)
+
+    def close(self, number: int) -> None:
+        """Close a session."""
+        session = self._sessions.pop(number, None)
+        if session is not None:
+            session.closing.close()
+
+    def end(self) -> None:
+        """Close all sessions and remove all files."""
+        for number in list(self._sessions):
+            self.close(number)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _moved(spec: WorkerSpec, folder: Path) -> WorkerSpec:
+    """Return the specification with the driver's scratch folder replaced by this worker's, also in parameters."""
+
+    def relocate(value: Any) -> Any:
+        if isinstance(value, Path) and value.is_relative_to(spec.workdir):
+            return folder / value.relative_to(spec.workdir)
+        if isinstance(value, str) and value.startswith(f"{spec.workdir}{os.sep}"):
+            return f"{folder}{value[len(str(spec.workdir)) :]}"
+        if isinstance(value, dict):
+            return {key: relocate(each) for key, each in value.items()}
+        return value
+
+    def relocate_all(plugins: Mapping[str, Use]) -> dict[str, Use]:
+        return {name: each.model_copy(update={"params": relocate(each.params)}) for name, each in plugins.items()}
+
+    return replace(
+        spec,
+        workdir=folder,
+        benchmarkers=relocate_all(spec.benchmarkers),
+        evaluators=relocate_all(spec.evaluators),
+        reference=None,  # a device without other work is quiet enough to time candidates alone
+    )

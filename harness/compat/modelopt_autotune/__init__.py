@@ -1,0 +1,59 @@
+"""The door for people who come from ModelOpt's autotune: its classes, functions, flags and files, on our engine.
+
+    from harness.compat.modelopt_autotune import Config, QDQAutotuner
+    from harness.compat.modelopt_autotune.workflows import benchmark_onnx_model, init_benchmark_instance
+
+docs/autotune.md says name by name what is the same and what is not.
+"""
+
+from __future__ import annotations
+
+from harness.compat.modelopt_autotune.arguments import MODE_PRESETS, get_node_filter_list
+from harness.compat.modelopt_autotune.autotuner import CombinedRegionSearch, QDQAutotuner
+from harness.compat.modelopt_autotune.autotuner_base import QDQAutotunerBase
+from harness.compat.modelopt_autotune.benchmark import Benchmark, TensorRTPyBenchmark, TrtExecBenchmark
+from harness.compat.modelopt_autotune.cache import PatternCache
+from harness.compat.modelopt_autotune.common import AutotunerError, AutotunerNotInitializedError, Config, InvalidSchemeError
+from harness.compat.modelopt_autotune.points import (
+    ChildRegionInputInsertionPoint,
+    ChildRegionOutputInsertionPoint,
+    InsertionPoint,
+    NodeInputInsertionPoint,
+    ResolvedInsertionPoint,
+)
+from harness.compat.modelopt_autotune.regions import Region, RegionType
+from harness.compat.modelopt_autotune.schemes import InsertionScheme, PatternSchemes, RegionPattern
+from harness.compat.modelopt_autotune.workflows import (
+    benchmark_onnx_model,
+    init_benchmark_instance,
+    region_pattern_autotuning_workflow,
+)
+
+__all__ = [
+    "MODE_PRESETS",
+    "AutotunerError",
+    "AutotunerNotInitializedError",
+    "Benchmark",
+    "ChildRegionInputInsertionPoint",
+    "ChildRegionOutputInsertionPoint",
+    "CombinedRegionSearch",
+    "Config",
+    "InsertionPoint",
+    "InsertionScheme",
+    "InvalidSchemeError",
+    "NodeInputInsertionPoint",
+    "PatternCache",
+    "PatternSchemes",
+    "QDQAutotuner",
+    "QDQAutotunerBase",
+    "Region",
+    "RegionPattern",
+    "RegionType",
+    "ResolvedInsertionPoint",
+    "TensorRTPyBenchmark",
+    "TrtExecBenchmark",
+    "benchmark_onnx_model",
+    "get_node_filter_list",
+    "init_benchmark_instance",
+    "region_pattern_autotuning_workflow",
+]

@@ -1,0 +1,43 @@
+"""`python -m harness.compat.modelopt_autotune.region_inspect`: what `qdq regions` shows, under the flags of ModelOpt's tool."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from harness.compat.modelopt_autotune.arguments import add_sizes, shapes_of
+from harness.errors import UserError
+from harness.graph.passes.dimension_errors import parse_dims
+from harness.graph.partition.summary import TreeView
+from harness.analysis.region_report import inspect_regions
+
+__all__ = ["main"]
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Print the regions of a model; the exit code is 2 after a mistake."""
+    parser = argparse.ArgumentParser(prog="python -m harness.compat.modelopt_autotune.region_inspect", description=__doc__)
+    parser.add_argument("--model", "-m", required=True, help="ONNX file; also zoo:NAME or assets:PATH")
+    parser.add_argument("--verbose", "-v", action="store_true", help="also the names of nodes and boundary tensors")
+    parser.add_argument("--max-sequence-size", type=int, default=10, help="longest sequence (default: %(default)s)")
+    parser.add_argument("--include-all-regions", action="store_true", help="also regions without quantizable operators")
+    add_sizes(parser)
+    options = parser.parse_args(given)
+    if options.max_sequence_size < 1:
+        parser.error(f"--max-sequence-size is at least 1, but got {options.max_sequence_size}")
+    try:
+        dims = parse_dims(options.dim or ())
+        found = inspect_regions(
+            options.model, shapes_of(options), dims=dims, max_sequence_size=options.max_sequence_size
+        )
+    except UserError as error:
+        print(f"region_inspect: {error}", file=sys.stderr)
+        return 2
+    view = TreeView(include_all=options.include_all_regions, verbose=options.verbose)
+    print("\n".join(found.lines(view)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""The fastest of a walk meet before one of them is delivered: the lowest of many readings is a lucky one."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.api import Array, Candidate
+from harness.compat.modelopt_autotune.benchmark import Benchmark
+from harness.timing.confirmation import OpenEngines, Row
+from harness.timing.workers.engines import MAIN
+from harness.timing.provenance import saturates_here
+from harness.timing.racing_test import HEATS
+from harness.config.experiment import Limits
+from harness.selection.paired_timing import Contest, read_speedups
+from harness.selection.racing import FIRST, race
+from harness.progress import Observer
+from harness.verification.runtime_checker import CheckPlan, RuntimeChecker, computes_nothing
+from search.space import digest_of
+
+__all__ = ["Runoff", "fastest", "open_checker"]
+
+BASELINE = "baseline"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runoff:
+    """Where rivals meet.
+
+    Attributes:
+        path: Takes every turn; what is there of the same rivals and facts is not timed again.
+        facts: What a record depends on beside the rivals, as JSON has it.
+    """
+
+    path: Path
+    facts: Mapping[str, Any]
+    open_engines: OpenEngines
+    observer: Observer
+
+
+@contextmanager
+def open_checker(
+    benchmark: Benchmark, feeds: Iterable[Mapping[str, Array]], folder: Path, observer: Observer
+) -> Iterator[Callable[[Candidate], bool]]:
+    """Give a function that says whether the runtime computes something else than the file of a candidate says.
+
+    Args:
+        feeds: Calibration samples.
+        folder: Holds `baseline.onnx`, the float model, and gets the record and small models that show a fault.
+        observer: Hears of wrong results, and of candidates that could not be compared.
+    """
+    if computes_nothing(benchmark.backend):
+        yield lambda candidate: False
+        return
+    floating = folder / "baseline.onnx"
+    with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch, benchmark.fresh() as engines:
+        plan = CheckPlan(
+            float_file=floating,
+            floats={MAIN: floating},
+            feeds=feeds,
+            folder=folder,
+            work=Path(scratch),
+            limits=Limits(),
+            saturates=saturates_here(),
+        )
+        with RuntimeChecker(plan, engines, observer) as checker:
+            checker.check(Candidate(digest=digest_of(()), edges=(), source=lambda: floating), name="the float model")
+
+            def is_wrong(candidate: Candidate) -> bool:
+                found = checker.check(candidate)
+                if found.verdict == "not checked":
+                    observer.say(f"{candidate.digest}: {found}")
+                return found.wrong
+
+            yield is_wrong
+
+
+def fastest(rivals: Sequence[Candidate], baseline: Candidate, runoff: Runoff) -> tuple[str, float]:
+    """Digest of the one that wins the race (`harness.selection.racing`), and its speedup there; "" where none came through.
+
+    Args:
+        baseline: The float model, which takes its turn beside them.
+
+    Raises:
+        UserError: The baseline fails, or the record cannot be written.
+    """
+    rows = tuple(Row(name=rival.digest, candidate=rival) for rival in rivals)
+    names = [row.name for row in rows]
+    contest = Contest(
+        name="runoff",
+        path=runoff.path,
+        header={"rows": sorted(names), "heats": list(HEATS), **runoff.facts},
+        baseline=Row(name=BASELINE, candidate=baseline),
+        rows=rows,
+        plan=FIRST,
+    )
+    (left,) = race(contest, {"all": names}, 1, runoff.open_engines, runoff.observer).values()
+    speedups = read_speedups(runoff.path, BASELINE)
+    won = max(left or speedups, key=speedups.__getitem__, default="")  # who was beaten, where all others failed
+    return won, speedups.get(won, 0.0)

@@ -1,0 +1,290 @@
+"""Spec files in the shape that TAO users know, as frozen values: unknown keys and wrong values are errors.
+
+Sections `quantize`, `gen_trt_engine`, `evaluate`, `dataset`, `results_dir` as NVIDIA's TAO documentation has them
+("ModelOpt ONNX Backend (Static PTQ)", sections 9.2, 9.5 and 9.8). What that document leaves to the trained model's own
+configuration (preprocessing, decoder, input shapes) is said in `dataset` and `evaluate`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from harness.errors import UserError, nearest
+from harness.config.validation_errors import refusal
+from harness.config.experiment import Use
+from harness.config.yaml_loader import read_mapping
+from harness.graph.rules.precision_names import float_precision
+from harness.compat.tao_specs.presets import PRESETS
+
+__all__ = [
+    "Dataset", "Dtype", "EngineSection", "EvaluateSection", "Layer", "QuantizeSection", "Spec", "TensorRTOptions",
+    "TypedAs", "parse_spec", "read_spec", "section",
+]  # fmt: skip
+
+Dtype = Literal["int8", "fp8_e4m3fn", "fp8_e5m2", "native"]
+MAX_BYTES = 1 << 20
+SPELLINGS = {"f16": "FP16", "bf16": "BF16", "tf32": "TF32", "f32": "FP32"}
+STARTS = "experiments/specs has one of each kind to start from"
+T = TypeVar("T")
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+
+
+def _list(kind: Any) -> Any:
+    return Annotated[tuple[kind, ...], Field(strict=False)]
+
+
+class TypedAs(_Frozen):
+    """What weights or activations are stored in; "native" leaves them as they are."""
+
+    dtype: Dtype = "native"
+
+
+class Layer(_Frozen):
+    """One entry of `layers`.
+
+    Attributes:
+        module_name: Operator type ("Conv"), node name ("/model.0/conv/Conv"), or a wildcard over either. "*" alone
+            means what the backend quantizes by default.
+        weights: Of the operators that it matches.
+        activations: Of their data inputs.
+    """
+
+    module_name: Annotated[str, Field(min_length=1)]
+    weights: TypedAs = TypedAs()
+    activations: TypedAs = TypedAs()
+
+
+def _known_preset(value: Any) -> Any:
+    if value is not None and value not in PRESETS:
+        raise ValueError(f"no preset is called {value!r}; {nearest(str(value), PRESETS)}")
+    return value
+
+
+def _onnx_backend(value: Any) -> Any:
+    if value == "modelopt.pytorch":
+        raise ValueError(
+            "'modelopt.onnx' or 'qdq', but got 'modelopt.pytorch', which takes PyTorch modules, no ONNX files; 'qdq' "
+            "has its precision layer by layer"
+        )
+    return value
+
+
+def _device(value: str) -> str:
+    if not re.fullmatch(r"cpu|trt|cuda(:\d+)?", value):
+        raise ValueError(f"cpu, cuda, cuda:N or trt, but got {value!r}")
+    return value
+
+
+class QuantizeSection(_Frozen):
+    """Section `quantize`.
+
+    Attributes:
+        model_path: ONNX file; relative paths start from the folder of the spec file, as everywhere in it.
+        results_dir: Where `quantized_model.onnx` goes; by default the file's own `results_dir`.
+        backend: "modelopt.onnx": NVIDIA ModelOpt, one dtype for all layers. "qdq": ours, each layer as asked.
+        algorithm: How ranges are taken from the data; ModelOpt knows minmax as max.
+        device: Where ModelOpt calibrates: "cpu", "cuda", "cuda:1", "trt".
+        skip_names: Names of nodes, wildcards on them, or modules ("/head" is all below it); they stay native.
+        preset: See `harness.compat.tao_specs.presets`.
+        default_layer_dtype: Accepted and ignored, as documented.
+        default_activation_dtype: Likewise.
+        backend_kwargs: For "modelopt.onnx" whatever `modelopt.onnx.quantization.quantize` takes; for "qdq" `dialect`.
+    """
+
+    model_path: str
+    results_dir: str | None = None
+    backend: Annotated[Literal["modelopt.onnx", "qdq"], BeforeValidator(_onnx_backend)] = "modelopt.onnx"
+    mode: Literal["static_ptq"] = "static_ptq"
+    algorithm: Literal["minmax", "max", "entropy"] = "minmax"
+    device: Annotated[str, AfterValidator(_device)] = "cpu"
+    layers: _list(Layer) = ()  # type: ignore[valid-type]
+    skip_names: _list(Annotated[str, Field(min_length=1)]) = ()  # type: ignore[valid-type]
+    preset: Annotated[str | None, BeforeValidator(_known_preset)] = None
+    default_layer_dtype: Dtype | None = None
+    default_activation_dtype: Dtype | None = None
+    backend_kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _has_layers(self) -> QuantizeSection:
+        layers = PRESETS[self.preset].op_types if self.preset else ()
+        if not self.layers and not layers:
+            raise ValueError(
+                "quantize.layers: at least one entry is required, for instance "
+                "{module_name: Conv, weights: {dtype: int8}, activations: {dtype: int8}}"
+            )
+        if self.layers and layers:
+            raise ValueError(f"quantize.preset: {self.preset!r} says itself what is quantized; leave layers out")
+        return self
+
+
+class TestSources(_Frozen):
+    """Labelled images, or arrays that are ready for the model.
+
+    Attributes:
+        image_dir: Folder of images.
+        json_file: Their labels in COCO's form (.json) or as lines "FILENAME CLASS" (.txt).
+        arrays: A `.npz` file with an array for each input of the model, or a `.npy` file for its only input.
+        labels: Of the arrays: the name of one in the `.npz` file, or a .npy, .npz, .csv or .txt file.
+    """
+
+    __test__ = False  # pytest would take it for a test by its name
+
+    image_dir: str | None = None
+    json_file: str | None = None
+    arrays: str | None = None
+    labels: str | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> TestSources:
+        if (self.image_dir is None) == (self.arrays is None):
+            raise ValueError("dataset.test_data_sources: give either image_dir or arrays")
+        if self.arrays is None and self.labels is not None:
+            raise ValueError("dataset.test_data_sources.labels: those of images are given as json_file")
+        if self.arrays is not None and self.json_file is not None:
+            raise ValueError("dataset.test_data_sources.json_file: the labels of arrays are given as labels")
+        return self
+
+
+class Dataset(_Frozen):
+    """Section `dataset`.
+
+    Attributes:
+        test_data_sources: Labelled images for `qdq evaluate`; also calibration data where none is given.
+        batch_size: Images of one inference, where the model's own batch is dynamic.
+        calibration_data: A folder of images, a `.npy` or an `.npz` file.
+        preprocess: What turns an image into an input (`qdq list`).
+        classes: Names of the model's classes in the order of its outputs; by default those of the labels.
+        samples: Calibration samples at most; None: all. ModelOpt's README advises 500 or more for CNNs and ViTs.
+        count: Images of the evaluation at most; None: all.
+        shapes: Static shapes by input name, where more than the batch is dynamic. Batch sizes of an engine go before
+            their first number.
+        dims: Sizes of dynamic dimensions by symbol, such as {time: 128}.
+    """
+
+    test_data_sources: TestSources | None = None
+    batch_size: Annotated[int, Field(ge=1)] = 1
+    calibration_data: str | None = None
+    preprocess: Use | None = None
+    classes: _list(str) = ()  # type: ignore[valid-type]
+    samples: Annotated[int, Field(ge=1)] | None = 512
+    count: Annotated[int, Field(ge=1)] | None = None
+    shapes: dict[str, str] = {}
+    dims: dict[str, Annotated[int, Field(ge=1)]] = {}
+
+
+def _data_type(value: Any) -> Any:
+    if isinstance(value, str) and value.upper() in ("INT8", "FP8"):
+        raise ValueError(
+            f"FP16, BF16, TF32 or FP32, but got {value!r}: scales come with the Q/DQ pairs of the ONNX file, so "
+            "quantize it first (qdq quantize) and name here what the other layers run in"
+        )
+    return SPELLINGS.get(float_precision(value), value) if isinstance(value, str) else value
+
+
+class TensorRTOptions(_Frozen):
+    """Section `gen_trt_engine.tensorrt`.
+
+    Attributes:
+        data_type: What everything outside of Q/DQ pairs runs in.
+        workspace_size: In MB (2^20 bytes).
+        min_batch_size: Of the optimization profile, where the model's batch is dynamic.
+    """
+
+    data_type: Annotated[Literal["FP16", "BF16", "TF32", "FP32"], BeforeValidator(_data_type)] = "FP16"
+    workspace_size: Annotated[int, Field(ge=1)] = 1024
+    min_batch_size: Annotated[int, Field(ge=1)] = 1
+    opt_batch_size: Annotated[int, Field(ge=1)] = 1
+    max_batch_size: Annotated[int, Field(ge=1)] = 1
+
+    @model_validator(mode="after")
+    def _ascending(self) -> TensorRTOptions:
+        sizes = (self.min_batch_size, self.opt_batch_size, self.max_batch_size)
+        if list(sizes) != sorted(sizes):
+            raise ValueError(f"min_batch_size <= opt_batch_size <= max_batch_size, but got {sizes}")
+        return self
+
+
+class EngineSection(_Frozen):
+    """Section `gen_trt_engine`."""
+
+    onnx_file: str
+    trt_engine: str
+    tensorrt: TensorRTOptions = TensorRTOptions()
+
+
+class EvaluateSection(_Frozen):
+    """Section `evaluate`.
+
+    Attributes:
+        trt_engine: An engine that `qdq gen-trt-engine` built; either this or `onnx_file`.
+        onnx_file: A model, built for the evaluation.
+        backend: Runtime of `onnx_file`; by default ONNX Runtime without its optimizers, which does what the Q/DQ pairs
+            say, in any precision.
+        evaluator: By default mAP for labels in COCO's form, top-1 for lines "FILENAME CLASS" and for arrays.
+        decode: Decoder of a detector; by default found by the shapes of its outputs.
+    """
+
+    trt_engine: str | None = None
+    onnx_file: str | None = None
+    backend: Use = Use(use="onnxruntime", params={"optimization": "disabled"})
+    evaluator: Use | None = None
+    decode: str | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> EvaluateSection:
+        if (self.trt_engine is None) == (self.onnx_file is None):
+            raise ValueError("evaluate: give either trt_engine or onnx_file")
+        return self
+
+
+class Spec(_Frozen):
+    """A spec file; each command wants its own section and leaves the others alone."""
+
+    quantize: QuantizeSection | None = None
+    gen_trt_engine: EngineSection | None = None
+    evaluate: EvaluateSection | None = None
+    dataset: Dataset = Dataset()
+    results_dir: str = "results"
+
+
+def read_spec(path: Path) -> Spec:
+    """Read and check a spec file.
+
+    Raises:
+        UserError: With file, key, value and what is allowed.
+    """
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise UserError(f"{path}: more than {MAX_BYTES} bytes are no spec file, which is YAML text; {STARTS}")
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is no spec file, which is YAML text; {STARTS}") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return parse_spec(text, str(path))
+
+
+def parse_spec(text: str, source: str) -> Spec:
+    """Check a spec given as YAML text; `source` names it in messages."""
+    try:
+        return Spec.model_validate(read_mapping(text, source, "a spec file"))
+    except ValidationError as error:
+        raise refusal(Spec, source, error) from error
+
+
+def section(found: T | None, name: str, source: str) -> T:
+    """A section that a command cannot do without.
+
+    Raises:
+        UserError: It is not there.
+    """
+    if found is None:
+        raise UserError(f"{source}: there is no section {name!r}; {STARTS}")
+    return found

@@ -1,0 +1,74 @@
+"""What the parts of a placement cost in accuracy: it is scored beside what is left of it without each part."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from harness.api import Accuracy
+from harness.accuracy.metrics.intervals import drop_estimate
+from harness.timing.workers.engines import Engines
+from harness.statistics import Interval
+from harness.records import Failed
+from harness.pipeline.task import Cell
+from harness.progress import Observer
+from harness.results_dir.artifacts import Row
+from harness.pipeline.accuracy_store import ScoreBook
+from search.space import Placement
+
+__all__ = ["Accountant"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accountant:
+    """Scores placements of a cell and says what one loses against another.
+
+    Attributes:
+        engines: Have the cell's evaluator.
+        metric: Its figure.
+    """
+
+    cell: Cell
+    engines: Engines
+    observer: Observer
+    metric: str
+    higher_is_better: bool
+
+    def drops(self, whole: Placement, others: Mapping[str, Placement]) -> dict[str, Interval]:
+        """Loss of a placement against each of the others, in the metric's unit; those that fail are absent.
+
+        Limits are 95 %, by the paired bootstrap over images; NaN where the evaluator tells nothing of single images.
+        """
+        book = ScoreBook(self.cell.work, self.engines, self.observer)
+        flat = book.float_score(self.cell.model_file)  # an evaluator may have to see the float model first
+        found: dict[str, Interval] = {}
+        with self.observer.work("accuracy without each pattern", len(others) + 1) as step:
+            own = self._score(book, whole, flat)
+            step.advance()
+            for name, placement in others.items():
+                drop = None if own is None else self._drop(self._score(book, placement, flat), own)
+                found |= {} if drop is None else {name: drop}
+                step.advance()
+        return found
+
+    def _score(self, book: ScoreBook, placement: Placement, flat: Accuracy | Failed) -> Accuracy | None:
+        candidate = self.cell.candidate(placement)
+        row = Row(id=candidate.digest, file="", sha256=candidate.digest, pairs=len(candidate.edges))
+        found = book.row_score(candidate, row) if candidate.edges else flat
+        if isinstance(found, Failed):
+            logger.warning("%s is not scored: %s: %s", candidate.digest, found.stage, found.reason)
+            return None
+        return found
+
+    def _drop(self, reference: Accuracy | None, own: Accuracy) -> Interval | None:
+        if reference is None:
+            return None
+        estimate = drop_estimate(reference, own, self.metric, higher_is_better=self.higher_is_better)
+        if estimate is not None:
+            return estimate.interval
+        loss = reference.metrics[self.metric] - own.metrics[self.metric]
+        return Interval(value=loss if self.higher_is_better else -loss, low=math.nan, high=math.nan)

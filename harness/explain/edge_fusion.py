@@ -1,0 +1,64 @@
+"""What a runtime made of a model: layers with their times, and what became of each quantized edge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from harness import registry
+from harness.api import Candidate, Layer
+from harness.explain.layer_timing import counted
+from harness.explain.layer_kinds import is_low
+from harness.graph.model import Model
+from harness.timing.workers.in_process import attempt
+from harness.records import Failed
+from harness.report.load.attribution_store import Fate
+from harness.config.experiment import Use
+from search.space import Resolved
+
+__all__ = ["fates_of", "layers_of"]
+
+READINGS = 50
+
+
+def layers_of(backend: Use, candidate: Candidate, workdir: Path) -> tuple[Layer, ...] | Failed:
+    """The layers of a candidate's engine with their times, where the runtime tells; none where it does not.
+
+    Args:
+        backend: With the parameters of the engines that are compared; counting is switched on here.
+        candidate: What is built, in this process.
+        workdir: A scratch folder.
+    """
+    counting = {"profile": True} if "profile" in registry.signature("benchmarker", backend.use).parameters else {}
+    benchmarker = registry.create("benchmarker", backend.use, {**backend.params, **counting})
+    if not hasattr(benchmarker, "layers"):
+        return ()
+    return attempt("build", lambda: counted(benchmarker, candidate, workdir, READINGS).layers)
+
+
+def fates_of(resolved: Resolved, model: Model, layers: Sequence[Layer]) -> Iterator[Fate]:
+    """Whether each quantized edge was fused into its consumer, by the precision that the consumer's layer computes in.
+
+    Args:
+        resolved: The quantized edges.
+        model: The float model.
+        layers: Of the quantized engine; those that tell no origin say nothing.
+    """
+    owner = {name: layer for layer in layers for name in layer.origin}
+    names = {node.name for node in model.nodes}
+    for edge, precision in resolved:
+        layer = owner.get(edge.consumer) if edge.consumer in names else None
+        yield Fate(
+            tensor=edge.tensor,
+            consumer=edge.consumer,
+            slot=edge.slot,
+            precision=precision,
+            fate=_fate(layer),
+            layer="" if layer is None else f"{layer.kind} ({layer.precision})",
+        )
+
+
+def _fate(layer: Layer | None) -> str:
+    if layer is None or not layer.precision:
+        return "unknown"
+    return "fused" if is_low(layer.precision) else "alone"

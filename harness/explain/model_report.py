@@ -1,0 +1,107 @@
+"""Builds a model for inspection on one runtime, lets it run, and explains what became of it; and compares two."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from harness import registry, zoo
+from harness.api import Candidate
+from harness.errors import CandidateError, UserError
+from harness.explain.layer_timing import counted
+from harness.explain.fusion import Explanation, explain_layers
+from harness.graph.qdq.read_structure import read_asked
+from harness.graph.passes.dimension_sizes import Sizes
+from harness.graph.io.signature import with_static_inputs
+from harness.graph.io.files import file_digest
+from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
+from harness.timing.provenance import options_said
+from harness.paths import locate
+from harness.config.experiment import Use
+
+__all__ = ["Change", "compare", "explain_model"]
+
+_NONE: Mapping[str, str] = MappingProxyType({})
+_NO_DIMS: Mapping[str, int] = MappingProxyType({})
+RUNS = 50
+"""Inferences that the time of each layer is the mean of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One linear operator that runs otherwise in another model."""
+
+    name: str
+    before: str
+    after: str
+
+
+def explain_model(
+    use: str,
+    backend: Use,
+    runs: int = RUNS,
+    shapes: Mapping[str, str] = _NONE,
+    dims: Mapping[str, int] = _NO_DIMS,
+) -> Explanation:
+    """Explain what a runtime makes of a model.
+
+    Args:
+        use: ONNX file, `zoo:NAME` or `assets:PATH`; Q/DQ or float.
+        backend: Benchmarker with parameters; `profile: true` is added where it has that parameter.
+        runs: Inferences.
+        shapes: Static shapes of dynamic inputs.
+        dims: Sizes of dynamic dimensions by symbol.
+
+    Raises:
+        UserError: The model or the runtime cannot be used, or the runtime does not tell its layers.
+    """
+    with tempfile.TemporaryDirectory(prefix="qdq-explain-") as work:
+        path = _file(use, Path(work))
+        path = with_static_inputs(path, Sizes(shapes=shapes, dims=dims), Path(work) / "static.onnx")
+        params = dict(backend.params)
+        if "profile" in registry.signature("benchmarker", backend.use).parameters:
+            params.setdefault("profile", True)
+        made: Any = registry.create("benchmarker", backend.use, params)
+        if not hasattr(made, "layers"):
+            raise UserError(f"backend {backend.use!r} does not tell what became of a model: it has no layers()")
+        try:
+            return _explain(made, backend.use, path, Path(work), runs)
+        except CandidateError as error:
+            raise UserError(f"{use} on {backend.use}: {error}") from error
+
+
+def compare(before: Explanation, after: Explanation) -> tuple[Change, ...]:
+    """The linear operators that run otherwise, in the order of the first model; those of one model alone as ""."""
+    names = [*before.precision, *(name for name in after.precision if name not in before.precision)]
+    pairs = ((name, before.precision.get(name, ""), after.precision.get(name, "")) for name in names)
+    return tuple(Change(name=name, before=old, after=new) for name, old, new in pairs if old != new)
+
+
+def _explain(made: Any, use: str, path: Path, work: Path, runs: int) -> Explanation:
+    candidate = Candidate(digest=file_digest(path)[:16], edges=(), source=lambda: path)
+    found = counted(made, candidate, work, runs)
+    facts: Mapping[str, Any] = made.describe()
+    dialect = dialect_called(dialect_name(made, use, facts))
+    return explain_layers(
+        found.layers,
+        read_asked(path),
+        runtime=_runtime(facts),
+        quantize_outputs=dialect.quantize_outputs,
+        whole_ms=found.whole_ms,
+    )
+
+
+def _runtime(facts: Mapping[str, Any]) -> str:
+    """Name, version and options, without that of the profile, which is asked for here."""
+    options = {name: value for name, value in facts.get("options", {}).items() if name != "profile"}
+    return ", ".join(filter(None, (f"{facts['name']} {facts['version']}", options_said(options))))
+
+
+def _file(use: str, work: Path) -> Path:
+    if use.startswith("zoo:"):
+        return zoo.write(use.removeprefix("zoo:"), work / "model.onnx")
+    return locate(use, Path.cwd())

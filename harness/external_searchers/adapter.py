@@ -1,0 +1,150 @@
+"""A peer in the form that the engine runs: its k-th model is the placement (k,) of a space of its own.
+
+So whatever holds for searchers holds for a peer: the same journal, the same budget, the same trials, and a graph that
+it brings twice is measured once.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from harness.api import Candidate, Peer
+from harness.errors import BuildFailed, CandidateError
+from harness.graph.io.files import file_digest, move_model
+from harness.timing.workers.in_process import attempt
+from harness.records import Failed
+from search.api import Failure, Observation, Score
+from search.space import Dimension, Placement, Resolved, Space
+
+__all__ = ["Models", "PeerSearcher", "model_in"]
+
+BROKEN = "0" * 16
+"""Digest of the model that a broken peer did not bring."""
+
+
+@dataclass(frozen=True)
+class Models(Space):
+    """Models numbered in the order in which they were brought; nothing is known of them but their files.
+
+    Attributes:
+        found: Digest of each model: the first 16 hexadecimal digits of its file's SHA-256.
+    """
+
+    dimensions: tuple[Dimension, ...] = ()
+    found: list[str] = field(default_factory=list)
+
+    def add(self, digest: str) -> Placement:
+        """The number of one more model."""
+        self.found.append(digest)
+        return Placement((len(self.found) - 1,))
+
+    def validate(self, placement: Placement) -> Placement:
+        """Return the placement unchanged.
+
+        Raises:
+            ValueError: No model has this number.
+        """
+        if len(placement.choices) != 1 or not 0 <= placement.choices[0] < len(self.found):
+            raise ValueError(f"{len(self.found)} models were brought, and none is number {placement.choices}")
+        return placement
+
+    def resolve(self, placement: Placement) -> Resolved:
+        """Nothing: what a peer quantizes stands in its file alone."""
+        return ()
+
+    def digest(self, placement: Placement) -> str:
+        """Identity of the model's file."""
+        return self.found[placement.choices[0]]
+
+
+def model_in(folder: Path, digest: str) -> Path:
+    """Where the model with this digest is kept; one folder each, because models may have data beside them."""
+    return folder / digest / "model.onnx"
+
+
+class PeerSearcher:
+    """Asks a peer for one model at a time; a context manager, which the peer lives in.
+
+    A peer that breaks gives one more candidate, whose build fails with the reason, and then nothing: so the reason is
+    in the journal, and the other methods of the table go on.
+
+    Args:
+        make: Calls the peer's factory; it is made and entered when it is first asked.
+        folder: Takes the models that may still be needed.
+        keep: A model that was never among so many best is deleted once it is told.
+
+    Attributes:
+        left: What the peer raised as it was left; None where it did not, or has not been left yet.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Peer]], folder: Path, keep: int) -> None:
+        self.space = Models()
+        self.left: Failed | None = None
+        self._make = make
+        self._opened = ExitStack()
+        self._peer: Peer | None = None
+        self._folder = folder
+        self._keep = keep
+        self._waiting = False
+        self._over = False
+        self._reason = ""
+        self._scores: dict[str, Score] = {}
+        self._once_best: set[str] = set()
+
+    def __enter__(self) -> Self:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        left = attempt("search", self._opened.close)
+        self.left = left if isinstance(left, Failed) else None
+
+    def ask(self, n: int) -> Sequence[Placement]:
+        if not n or self._waiting or self._over:
+            return []
+        try:
+            if self._peer is None:
+                self._peer = self._opened.enter_context(self._make())
+            path = self._peer.ask()
+        except CandidateError as error:
+            self._over, self._reason = True, str(error)
+            return [self.space.add(BROKEN)]
+        self._over = path is None
+        if path is None:
+            return []
+        self._waiting = True
+        digest = file_digest(path)[:16]
+        move_model(path, model_in(self._folder, digest))
+        return [self.space.add(digest)]
+
+    def tell(self, observation: Observation) -> None:
+        if not self._waiting or self._peer is None:
+            return  # of the model that a broken peer did not bring
+        self._waiting = False
+        outcome = observation.outcome
+        if isinstance(outcome, Score):
+            self._scores[observation.digest] = outcome
+        best = sorted(self._scores, key=lambda digest: self._scores[digest].rank)[: self._keep]
+        if observation.digest in best:
+            self._once_best.add(observation.digest)
+        elif observation.digest not in self._once_best:  # one that led at a smaller budget may come a second time
+            shutil.rmtree(model_in(self._folder, observation.digest).parent, ignore_errors=True)
+        self._peer.tell(None if isinstance(outcome, Failure) else outcome.objective)
+
+    def candidate(self, placement: Placement) -> Candidate:
+        """The model as something that can be built."""
+        digest = self.space.digest(placement)
+        return Candidate(digest=digest, edges=(), source=lambda: self._source(digest))
+
+    def _source(self, digest: str) -> Path:
+        if digest == BROKEN:
+            raise BuildFailed(self._reason)
+        path = model_in(self._folder, digest)
+        if not path.exists():
+            raise BuildFailed("a peer's model is kept only while it may be the best; it cannot be built a second time")
+        return path

@@ -1,0 +1,1 @@
+"""Checks that the prepared model computes what the file computes."""

@@ -1,0 +1,216 @@
+"""Comparison of the results of the original and the prepared version of a model.
+
+It runs in the helper process: neither version is trusted, and ONNX Runtime may crash.
+
+Outputs are compared end to end first. If the result is not conclusive (an output deviates, or is an index, a boolean or
+a constant, which shows little of the nodes before it), every node is compared separately: each node of the prepared
+model reads the values that the original computed. A node that then agrees was not changed by preparation: it only
+amplified rounding, as ArgMax, TopK, NonMaxSuppression, Round and casts to integers do near a tie.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, numpy_helper
+
+from harness.graph.passes.static_shapes import types_of
+from harness.graph.equivalence.versions import (
+    Comparison,
+    Feeds,
+    NotRun,
+    Values,
+    Version,
+    accepted_runs,
+    is_informative,
+)
+from harness.graph.model import graphs
+
+__all__ = ["Verdict", "compare_runs"]
+
+# Least signal-to-noise ratio. In FP32, folded BatchNormalization is above 110 dB, a changed operator below 60. With 11
+# or 8 significant bits, one rounding of a result is 70 or 52 dB, and roundings add up.
+THRESHOLD_DB = 80.0
+_COARSER_DB = {TensorProto.FLOAT16: 40.0, TensorProto.BFLOAT16: 25.0}
+_ROUNDING_DB = {THRESHOLD_DB: 144.0, 40.0: 66.0, 25.0: 48.0}  # of a value to half its last digit
+_MARGIN_DB = 20.0
+_SENTINEL = 1e30  # larger equal values, such as the -3.4e38 of attention masks, are no part of the signal
+LOCAL_ELEMENTS = 500_000_000  # of intermediate results, which the comparison of nodes holds in memory twice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Result of a comparison.
+
+    Attributes:
+        change: What differs and by how much; "" if preparation changed nothing.
+        unchecked: Why the comparison is not complete; "" if it is.
+    """
+
+    change: str = ""
+    unchecked: str = ""
+
+
+def compare_runs(task: Comparison) -> Verdict:
+    """Run both versions on random inputs and compare their outputs, and their nodes if necessary."""
+    try:
+        original = Version(task.original, task)
+        runs = accepted_runs(original, task)
+    except NotRun as error:
+        return Verdict(unchecked=f"ONNX Runtime cannot run the original: {error}")
+    verdict, limit_db = Verdict(), threshold_db(original.proto)
+    try:
+        prepared = Version(task.prepared, task)
+        session = prepared.session()
+        for before, feeds in runs:
+            after = prepared.run(session, feeds)
+            deviations = {name: deviation_db(value, after.get(name)) for name, value in before.items()}
+            failing = {name: found_db for name, found_db in deviations.items() if found_db < limit_db}
+            if failing or not deviations or not all(map(is_informative, before.values())):
+                verdict = _settled(task, feeds, before, failing, limit_db)
+            if verdict != Verdict():
+                break
+    except NotRun as error:
+        if error.not_implemented:
+            return Verdict(unchecked=f"ONNX Runtime cannot run the prepared model: {error}")
+        return Verdict(change=f"the prepared model does not run in ONNX Runtime: {error}")
+    return verdict
+
+
+def _settled(task: Comparison, feeds: Feeds, before: Values, failing: dict[str, float], limit_db: float) -> Verdict:
+    """Return the verdict on models whose outputs are not conclusive; `failing` are those that deviate, in dB."""
+    original = Version(task.original, task)
+    session = original.session()
+    once, again = (original.run_samples(session, feeds) if failing else {} for _ in range(2))
+    varying = [name for name in failing if deviation_db(once[name], again[name]) < limit_db]
+    stable = [name for name in failing if name not in varying]
+    change = _first_change(original, Version(task.prepared, task), feeds, limit_db)
+    if change is None and not before:
+        return Verdict(unchecked="NumPy lacks the types of its outputs")
+    if change is None:
+        change = f"output {stable[0]!r}{_said(failing[stable[0]], limit_db)}" if stable else ""
+    if varying and not change:
+        return Verdict(unchecked=f"outputs that change from run to run: {', '.join(varying)}")
+    return Verdict(change=change)
+
+
+def _first_change(original: Version, prepared: Version, feeds: Feeds, limit_db: float) -> str | None:
+    """Describe the first node whose results differ on equal inputs; "" without one, None if it cannot be determined."""
+    graph = prepared.proto.graph
+    producers = {name: node for node in original.proto.graph.node for name in node.output if name}
+    made = {name for node in graph.node for name in node.output}
+    folded = {t.name: t for t in graph.initializer if t.name in producers and t.data_location != TensorProto.EXTERNAL}
+    names = [name for name in producers if name in made or name in folded]
+    types = types_of(graph)
+    if sum(math.prod(types[name].shape) for name in names if name in types) > LOCAL_ELEMENTS:
+        return None
+    norms = {n: node.input[0] for n, node in producers.items() if node.op_type == "BatchNormalization"}
+    try:
+        values = original.values_of([*names, *({*norms.values()} & producers.keys() - {*names})], feeds)
+        arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+        own = prepared.own_values({n: v for n, v in arrays.items() if n in made}, feeds, arrays)[0]
+        own |= {name: numpy_helper.to_array(tensor) for name, tensor in folded.items()}
+        found = {name: (deviation_db(value, own[name]), limit_db) for name, value in values.items() if name in own}
+        found = {name: figures for name, figures in found.items() if figures[0] < limit_db}
+        for name in found.keys() & norms.keys() & {n for n, x in norms.items() if x in arrays}:
+            found[name] = (found[name][0], normalization_db(arrays[norms[name]], arrays[name], limit_db))
+        found = {name: figures for name, figures in found.items() if figures[0] < figures[1]}
+        if found and not original.task.widened:
+            # In 16 bits ONNX Runtime rounds less between adjacent nodes, and random numbers vary.
+            alone, again = original.own_values(arrays, feeds, found, times=2)
+            found = {
+                name: figures
+                for name, figures in found.items()
+                if deviation_db(alone[name], own[name]) < figures[1] <= deviation_db(alone[name], again[name])
+            }
+    except NotRun:
+        return None
+    if not found:
+        return ""
+    name = next(iter(found))
+    node = producers[name]
+    return f"node {node.name!r} ({node.op_type}, output {name!r}){_said(*found[name])}"
+
+
+def _said(found_db: float, limit_db: float) -> str:
+    if found_db == -math.inf:
+        return " gives another result"
+    return f" gives a result that is {found_db:.1f} dB from the original's, and at least {limit_db:g} dB are required"
+
+
+def threshold_db(proto: onnx.ModelProto) -> float:
+    """Return the least ratio that a valid preparation of a model keeps, by the coarsest of its float types."""
+    types = {value.type.tensor_type.elem_type for value in (*proto.graph.input, *proto.graph.output)}
+    nodes = [node for function in proto.functions for node in function.node]
+    for graph in graphs(proto.graph):
+        types.update(tensor.data_type for tensor in graph.initializer)
+        nodes.extend(graph.node)
+    for attribute in (attribute for node in nodes for attribute in node.attribute):
+        if attribute.name in ("to", "dtype"):
+            types.add(attribute.i)
+        elif attribute.HasField("t"):
+            types.add(attribute.t.data_type)
+    return min(_COARSER_DB.get(kind, THRESHOLD_DB) for kind in (*types, TensorProto.FLOAT))
+
+
+def normalization_db(before: npt.NDArray[Any], after: npt.NDArray[Any], limit_db: float) -> float:
+    """Return the least ratio for a folded BatchNormalization, at most `limit_db`.
+
+    If a mean is far larger than the spread around it, rounding of the input alone takes digits from the result.
+
+    Args:
+        before: Its input, channels along axis 1.
+        after: Its result.
+        limit_db: `threshold_db` of the model.
+    """
+    axes = tuple(axis for axis in range(before.ndim) if axis != 1)
+    x, y = before.astype(np.float64), after.astype(np.float64)
+    spread = x.var(axis=axes)
+    gain = np.divide(y.var(axis=axes), spread, out=np.zeros_like(spread), where=spread > 0)
+    amplified, signal = float(((x**2).mean(axis=axes) * gain).sum()), float((y**2).mean(axis=axes).sum())
+    if not (amplified > 0 and signal > 0):
+        return limit_db
+    rounding_db = _ROUNDING_DB[limit_db] - _MARGIN_DB
+    return min(limit_db, rounding_db - 10 * math.log10(amplified / signal))
+
+
+def deviation_db(before: Any, after: Any) -> float:
+    """Return the signal-to-noise ratio of two results in dB: inf if equal, -inf if they cannot be compared.
+
+    NaN, infinities and integers must be equal, element by element.
+    """
+    if isinstance(before, np.ndarray) and isinstance(after, np.ndarray):
+        if before.dtype != after.dtype or before.shape != after.shape:
+            return -math.inf
+        return _array_db(before, after) if before.dtype.kind == "f" else _equal_db(bool((before == after).all()))
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        return min((deviation_db(*pair) for pair in zip(before, after, strict=True)), default=math.inf)
+    if isinstance(before, dict) and isinstance(after, dict) and list(before) == list(after):
+        return deviation_db([np.asarray(v) for v in before.values()], [np.asarray(v) for v in after.values()])
+    comparable = type(before) is type(after) and not isinstance(before, np.ndarray | list)
+    return _equal_db(comparable and before == after)
+
+
+def _equal_db(equal: bool) -> float:
+    return math.inf if equal else -math.inf
+
+
+def _array_db(before: npt.NDArray[Any], after: npt.NDArray[Any]) -> float:
+    if np.array_equal(before, after, equal_nan=True):
+        return math.inf
+    x, y = before.astype(np.float64), after.astype(np.float64)
+    finite = np.isfinite(x)
+    if not np.array_equal(x[~finite], y[~finite], equal_nan=True) or not np.isfinite(y[finite]).all():
+        return -math.inf
+    x, y = x[finite], y[finite]
+    signal = x[~((np.abs(x) > _SENTINEL) & (x == y))]
+    scale = float(np.abs(signal).max(initial=0.0))
+    if not scale:
+        return -math.inf
+    noise = float(np.sum(((x - y) / scale) ** 2))
+    return 10 * math.log10(float(np.sum((signal / scale) ** 2)) / noise) if noise else math.inf

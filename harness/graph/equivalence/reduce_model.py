@@ -1,0 +1,235 @@
+"""Parts of a model file: the operators between two cuts, and copies with narrower weights or data.
+
+The tensors of a graph are ordered by their dependencies. Q/DQ pairs stay with their operator, so that a runtime fuses
+the same operators in a part as in the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from harness.api import Array
+from harness.graph.qdq.read_edges import label
+from harness.graph.model import captures
+
+__all__ = ["ModelGraph", "index_outputs", "narrow"]
+
+QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
+# Operators whose result is discontinuous, or random.
+DISCONTINUOUS_OPS = frozenset(
+    {"ArgMax", "ArgMin", "Bernoulli", "Hardmax", "Multinomial", "NonMaxSuppression", "NonZero", "TopK", "Unique"}
+) | {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+NARROWING_DIVISOR = 2  # of 8-bit integers, for 7 bits
+NARROWED_SUFFIX = "_narrowed"
+
+
+class ModelGraph:
+    """Graph of a model file, whose external data are loaded, by tensor."""
+
+    def __init__(self, path: Path) -> None:
+        self.proto = onnx.load(path)
+        graph = self.proto.graph
+        self._producer = {name: node for node in graph.node for name in node.output if name}
+        self._position = {id(node): index for index, node in enumerate(graph.node)}
+        self._constants = {tensor.name: tensor for tensor in graph.initializer}
+        self.inputs = tuple(value.name for value in graph.input if value.name not in self._constants)
+        self.outputs = tuple(value.name for value in graph.output)
+
+    def computes(self, tensor: str) -> bool:
+        """Return whether a node computes a tensor of this name."""
+        return tensor in self._producer
+
+    def before_pairs(self, tensor: str) -> str:
+        """Return the input of the Q/DQ pairs that end in a tensor, or the tensor itself."""
+        while (node := self._producer.get(tensor)) is not None and node.op_type in (QUANTIZE, DEQUANTIZE):
+            tensor = node.input[0]
+        return tensor
+
+    def operators(self) -> list[str]:
+        """Return the type of each operator in order, without Q/DQ pairs."""
+        return [node.op_type for node in self.proto.graph.node if node.op_type not in (QUANTIZE, DEQUANTIZE)]
+
+    def operator(self, tensor: str) -> str:
+        """Return type and name of the operator that computes a tensor, before any Q/DQ pairs."""
+        node = self._producer.get(self.before_pairs(tensor)) or self._producer[tensor]
+        return f"{node.op_type} {label(node)!r}"
+
+    @cached_property
+    def _depth(self) -> dict[str, int]:
+        """Number of operators on the longest path from an input of the model to each dependent tensor."""
+        depth = dict.fromkeys(self.inputs, 0)
+        for node in self.proto.graph.node:
+            before = [depth[name] for name in _inputs(node) if name in depth]
+            if before:
+                depth.update((name, max(before) + 1) for name in node.output if name)
+        return depth
+
+    def sources(self, tensor: str) -> tuple[str, ...]:
+        """Return the input-dependent tensors that a tensor is computed from, without those of QuantizeLinear."""
+        found: dict[str, None] = {}
+        node = self._producer.get(tensor)
+        for name in () if node is None else _inputs(node):
+            maker = self._producer.get(name)
+            if name in self._depth:
+                found.update(dict.fromkeys(self.sources(name) if maker and maker.op_type == QUANTIZE else (name,)))
+        return tuple(found)
+
+    def longest_path(self, tensor: str) -> list[str]:
+        """Return the tensors on the longest path from an input of the model to a tensor, which is the last."""
+        path = [tensor]
+        while before := self.sources(path[-1]):
+            path.append(max(before, key=lambda name: self._depth[name]))
+        return path[::-1]
+
+    def boundary(self, tensor: str, operators: int) -> tuple[str, ...]:
+        """Return the inputs of the last operators that compute a tensor; Q/DQ pairs do not count as operators."""
+        inside: set[int] = set()
+        front, left = {tensor}, operators
+        while left > 0:
+            inner = [name for name in front if name in self._producer and name in self._depth]
+            if not inner:
+                break
+            latest = max(inner, key=lambda name: self._position[id(self._producer[name])])
+            node = self._producer[latest]
+            left -= node.op_type not in (QUANTIZE, DEQUANTIZE)
+            inside.add(id(node))
+            front = {name for name in front if name not in node.output}
+            front |= {name for name in _inputs(node) if name in self._depth}
+        return tuple(sorted(set(map(self.before_pairs, front)), key=lambda name: self._depth[name]))
+
+    def write_part(
+        self,
+        path: Path,
+        outputs: Sequence[str],
+        inputs: Mapping[str, Array] | None = None,
+        *,
+        without_pairs: bool = False,
+    ) -> None:
+        """Write the model that computes some tensors.
+
+        Args:
+            outputs: Names of tensors; those inside the model get no type, which runtimes infer.
+            inputs: Arrays with the types and shapes of the tensors that become inputs; None: the model's own inputs.
+            without_pairs: Bypass the Q/DQ pairs of data; weights stay quantized.
+        """
+        graph = self.proto.graph
+        ends = {} if inputs is None else dict(inputs)
+        nodes, tensors = self._needed(outputs, ends)
+        if without_pairs:
+            nodes = [*self._bypassed(nodes)]
+        known = {value.name: value for value in graph.output}
+        made = helper.make_graph(
+            nodes,
+            graph.name,
+            [_array_info(name, array) for name, array in ends.items()]
+            + [value for value in graph.input if value.name in tensors and value.name not in self._constants],
+            [known.get(name) or onnx.ValueInfoProto(name=name) for name in outputs],
+            [tensor for tensor in graph.initializer if tensor.name in tensors],
+        )
+        opsets, functions = self.proto.opset_import, self.proto.functions
+        part = helper.make_model(made, opset_imports=opsets, ir_version=self.proto.ir_version, functions=functions)
+        onnx.save(part, path)
+
+    def _bypassed(self, nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+        """Yield nodes with an Identity instead of each DequantizeLinear after a QuantizeLinear."""
+        for node in nodes:
+            before = self._producer.get(node.input[0]) if node.op_type == DEQUANTIZE else None
+            if before is not None and before.op_type == QUANTIZE:
+                yield helper.make_node("Identity", before.input[:1], node.output)
+            else:
+                yield node
+
+    def _needed(self, outputs: Iterable[str], ends: Collection[str]) -> tuple[list[onnx.NodeProto], set[str]]:
+        """Return the nodes that compute some tensors, in order, and the names of all tensors that they read."""
+        seen: set[str] = set()
+        wanted: set[int] = set()
+        stack = list(outputs)
+        while stack:
+            name = stack.pop()
+            if name in seen or name in ends:
+                continue
+            seen.add(name)
+            node = self._producer.get(name)
+            if node is not None and id(node) not in wanted:
+                wanted.add(id(node))
+                stack.extend(_inputs(node))
+        return [node for node in self.proto.graph.node if id(node) in wanted], seen
+
+
+def index_outputs(path: Path) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Return the outputs that depend on indices, counts or random numbers (TopK), and the tensors these start from."""
+    graph = onnx.load(path, load_external_data=False).graph
+    made = {name for node in graph.node for name in node.output}
+    jumping: set[str] = set()
+    sources: dict[str, None] = {}
+    for node in graph.node:
+        if any(name in jumping for name in _inputs(node)):
+            jumping.update(node.output)
+        elif node.op_type in DISCONTINUOUS_OPS:
+            jumping.update(node.output[1:] if node.op_type == "TopK" else node.output)
+            sources.update((name, None) for name in node.input if name in made)
+    return frozenset(value.name for value in graph.output if value.name in jumping), tuple(sources)
+
+
+def narrow(path: Path, target: Path, what: Literal["weights", "data"]) -> bool:
+    """Write a copy of a Q/DQ model whose 8-bit weights or data have 7 bits; return False if it has none of them.
+
+    The copy loses a bit of precision, so it is compared with itself in another runtime, not with the model.
+    """
+    proto = onnx.load(path)
+    tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
+    halved: set[str] = set()
+    found = False
+    for node in proto.graph.node:
+        stored = tensors.get(node.input[0]) if node.op_type == DEQUANTIZE else None
+        if node.op_type not in (QUANTIZE, DEQUANTIZE) or (stored is None) != (what == "data"):
+            continue
+        kind = tensors.get(next(iter(node.input[2:]), "")) if stored is None else stored
+        if node.input[1] not in tensors or kind is None or kind.data_type not in (TensorProto.INT8, TensorProto.UINT8):
+            continue
+        found = True
+        _add_scaled(proto, tensors, node.input[1], NARROWING_DIVISOR)
+        for name in node.input[2:]:
+            if name in tensors:
+                _add_scaled(proto, tensors, name, 1 / NARROWING_DIVISOR)
+        node.input[1:] = [f"{name}{NARROWED_SUFFIX}" if name in tensors else name for name in node.input[1:]]
+        if stored is not None and stored.name not in halved:
+            halved.add(stored.name)
+            stored.CopyFrom(_scaled(stored, 1 / NARROWING_DIVISOR))
+    if found:
+        onnx.save(proto, target)
+    return found
+
+
+def _add_scaled(proto: onnx.ModelProto, tensors: dict[str, onnx.TensorProto], name: str, factor: float) -> None:
+    """Add a multiple of an initializer under a new name."""
+    if f"{name}{NARROWED_SUFFIX}" not in tensors:
+        made = _scaled(tensors[name], factor)
+        made.name = f"{name}{NARROWED_SUFFIX}"
+        tensors[made.name] = made
+        proto.graph.initializer.append(made)
+
+
+def _scaled(tensor: onnx.TensorProto, factor: float) -> onnx.TensorProto:
+    """Return a multiple of a tensor; integers are rounded."""
+    array = numpy_helper.to_array(tensor)
+    made = array.astype(np.float64) * factor
+    return numpy_helper.from_array(
+        (np.round(made) if array.dtype.kind in "iu" else made).astype(array.dtype), tensor.name
+    )
+
+
+def _inputs(node: onnx.NodeProto) -> list[str]:
+    """Return the tensors that a node reads, including those that its subgraphs capture."""
+    return [*filter(None, node.input), *sorted(captures(node))]
+
+
+def _array_info(name: str, array: Array) -> Any:
+    return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)

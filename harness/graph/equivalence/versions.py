@@ -1,0 +1,220 @@
+"""Version of a model, original or prepared, run in ONNX Runtime with its optimizations off."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import helper
+
+from harness.random_inputs import LARGEST, Types
+from harness.graph.passes.normalize import name_nodes
+from harness.graph.model import captures, graphs
+
+__all__ = ["Comparison", "Feeds", "NotRun", "Values", "Version", "accepted_runs", "is_informative"]
+
+_OWN = "qdq.own."
+_DTYPES = {"float": "float32", "double": "float64", "string": "object"}
+_READABLE = frozenset(
+    f"tensor({name})"
+    for name in "bool double float float16 int8 int16 int32 int64 string uint8 uint16 uint32 uint64".split()  # noqa: SIM905
+)
+_PREFIX = re.compile(r"^\[ONNXRuntimeError\] : \d+ : \w+ : (This is an invalid model\. )?")
+_SMALL_BYTES = 4_000_000  # smaller models run in one thread
+MAX_ERROR_CHARS = 200
+
+Feeds = Mapping[str, npt.NDArray[Any]]
+Values = dict[str, Any]
+"""Arrays by tensor name; lists of arrays for sequences, None for an empty optional."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Two versions of a model and the inputs to compare them on.
+
+    Attributes:
+        original: File or serialized model from the user.
+        prepared: File or serialized prepared model.
+        inputs: Type of each input of the prepared model.
+        widened: Inputs with one sample in the original and `samples` in the prepared model.
+        draws: Kinds of random inputs to try in turn: 0 is normal floats with integers 0 and 1 (of 8 bits: all), 1 is
+            floats from 0 to 1 with integers 0, and 2 is floats from 1 to 2 with integers 1.
+    """
+
+    original: Path | bytes
+    prepared: Path | bytes
+    inputs: Types
+    widened: frozenset[str] = frozenset()
+    samples: int = 1
+    draws: tuple[int, ...] = (0, 1, 2)
+
+
+class NotRun(Exception):
+    """A version of the model could not be run; `error` is ONNX Runtime's."""
+
+    def __init__(self, error: Exception | str) -> None:
+        text = " ".join(str(error).split())
+        super().__init__(_PREFIX.sub("", text)[:MAX_ERROR_CHARS])
+        self.not_implemented = type(error).__name__ == "NotImplemented"
+
+
+@dataclass(slots=True)
+class Version:
+    """One of the two models; its methods raise `NotRun` if ONNX Runtime is missing or fails.
+
+    Attributes:
+        source: The file or the serialized model.
+        task: The comparison that it is part of.
+        proto: The model, which keeps external data external.
+    """
+
+    source: Path | bytes
+    task: Comparison
+    proto: onnx.ModelProto = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Parse the model and name its nodes: ONNX Runtime refuses names that are not unique."""
+        if isinstance(self.source, Path):
+            self.proto = onnx.load(self.source, load_external_data=False)
+        else:
+            self.proto = onnx.load_from_string(self.source)
+        name_nodes(self.proto.graph)
+
+    def session(self) -> Any:
+        """Return a session without graph optimizations."""
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise NotRun(f"it is not installed ({error})") from error
+        raw = self.proto.SerializeToString()
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.log_severity_level = 4
+        if isinstance(self.source, Path):
+            entry = "session.model_external_initializers_file_folder_path"
+            options.add_session_config_entry(entry, str(self.source.parent))
+        elif len(raw) < _SMALL_BYTES:
+            options.intra_op_num_threads = 1
+        try:
+            return onnxruntime.InferenceSession(raw, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # ONNX Runtime's exceptions have no other common base
+            raise NotRun(error) from error
+
+    def run(self, session: Any, feeds: Feeds, names: Sequence[str] | None = None) -> Values:
+        """Return outputs of one inference, all by default, without those of types that NumPy lacks."""
+        kinds = {value.name: value.type for value in session.get_outputs()}
+        names = [n for n in names or kinds if kinds[n] in _READABLE or not kinds[n].startswith("tensor(")]
+        try:
+            return dict(zip(names, session.run(names, dict(feeds)), strict=True)) if names else {}
+        except Exception as error:
+            raise NotRun(error) from error
+
+    def run_samples(self, session: Any, feeds: Feeds) -> Values:
+        """Run the original sample by sample if the prepared model takes several, and join the results."""
+        widened = self.task.widened
+        if not widened:
+            return self.run(session, feeds)
+        runs = [
+            self.run(session, {name: v[i : i + 1] if name in widened else v for name, v in feeds.items()})
+            for i in range(self.task.samples)
+        ]
+        return {name: _joined([run[name] for run in runs]) for name in runs[0]}
+
+    def values_of(self, names: Sequence[str], feeds: Feeds) -> Values:
+        """Return the values of any tensors of the main graph, which become the outputs of `proto`."""
+        return self.run_samples(self._session_of(names), feeds)
+
+    def _session_of(self, outputs: Sequence[str]) -> Any:
+        del self.proto.graph.output[:]
+        self.proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
+        return self.session()
+
+    def own_values(self, values: Values, feeds: Feeds, wanted: Collection[str], times: int = 1) -> list[Values]:
+        """Return the wanted results of nodes that read given values, not results of other nodes; changes `proto`.
+
+        The nodes are run several times in one session, in which random numbers differ from run to run.
+        """
+        graph, made = self.proto.graph, []
+        for node in graph.node:
+            for slot, name in enumerate(node.output):
+                if name in values:
+                    made.append(name)
+                    node.output[slot] = _OWN + name
+        read = {name for node in graph.node for name in (*node.input, *captures(node))}
+        given = {name: values[name] for name in made if name in read}
+        for name, value in given.items():
+            kind = helper.np_dtype_to_tensor_dtype(value.dtype)
+            graph.input.append(helper.make_tensor_value_info(name, kind, value.shape))
+        session = self._session_of([_OWN + name for name in made if name in wanted])
+        runs = [self.run(session, {**feeds, **given}) for _ in range(times)]
+        return [{name.removeprefix(_OWN): value for name, value in run.items()} for run in runs]
+
+
+def _joined(results: list[Any]) -> Any:
+    """Join the results for single samples along the first axis; a result without such an axis is the same for all."""
+    first = results[0]
+    return np.concatenate(results) if isinstance(first, np.ndarray) and first.shape[:1] == (1,) else first
+
+
+def accepted_runs(original: Version, task: Comparison) -> list[tuple[Values, Feeds]]:
+    """Run the original on inputs that it accepts.
+
+    Returns:
+        Results and inputs: the first with a result that is not constant if there is one, or all if the model has
+        branches, each of which some inputs may take.
+
+    Raises:
+        NotRun: It accepts none.
+    """
+    session, accepted, problem = original.session(), [], NotRun("no inputs could be drawn")
+    branches = any(node.op_type == "If" for graph in graphs(original.proto.graph) for node in graph.node)
+    for feeds in _draws(task):
+        try:
+            accepted.append((original.run_samples(session, feeds), feeds))
+        except NotRun as error:
+            problem = error
+            continue
+        if not branches and any(map(is_informative, accepted[-1][0].values())):
+            return accepted[-1:]
+    if not accepted:
+        raise problem
+    return accepted if branches else accepted[:1]
+
+
+def is_informative(value: Any) -> bool:
+    """Return whether equal results of this kind show that all nodes before them compute equal results."""
+    if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
+        return False
+    finite = value[np.isfinite(value)]
+    return bool(finite.size > 1 and finite.min() < finite.max())
+
+
+def _draws(task: Comparison) -> Iterator[Feeds]:
+    """Yield inputs of each kind in `Comparison.draws`."""
+    for draw in task.draws:
+        rng = np.random.default_rng(draw)
+        yield {name: _draw(rng, draw, name, task.inputs[name]) for name in sorted(task.inputs)}
+
+
+def _draw(rng: np.random.Generator, draw: int, name: str, declared: tuple[str, tuple[int, ...]]) -> npt.NDArray[Any]:
+    kind, shape = declared
+    if math.prod(shape) > LARGEST:
+        raise NotRun(f"input {name!r} has {math.prod(shape):,} elements")
+    try:
+        dtype = np.dtype(_DTYPES.get(kind, kind))
+    except TypeError as error:
+        raise NotRun(f"input {name!r} is of type {kind}, which NumPy lacks") from error
+    if dtype.kind == "O":
+        return np.full(shape, "text", dtype=object)
+    if dtype.kind == "f":
+        return np.asarray(rng.random(shape) + draw - 1 if draw else rng.standard_normal(shape)).astype(dtype)
+    if dtype.kind in "iu" and dtype.itemsize == 1 and not draw:
+        return np.asarray(rng.integers(np.iinfo(dtype).min, np.iinfo(dtype).max + 1, shape)).astype(dtype)
+    return np.asarray(np.full(shape, draw - 1) if draw else rng.integers(0, 2, shape)).astype(dtype)

@@ -1,0 +1,1 @@
+"""Model files: reading, writing, validity checks, conversions."""

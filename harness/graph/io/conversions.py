@@ -1,0 +1,63 @@
+"""Conversions of models in memory from and to other libraries."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+
+import onnx
+
+from harness.errors import UserError
+from harness.graph.io.writer import write
+from harness.graph.qdq.read_edges import delivered
+from harness.graph.quantize.protobuf_wire import TAG
+from harness.graph.model import Model
+
+__all__ = ["as_proto", "decode", "encode", "float_names", "proto_digest", "quantized_tensors", "write"]
+
+# Suffixes of ONNX Runtime's quantization tools, which ModelOpt's `quantize` uses too.
+_SUFFIXES = ("_QuantizeLinear_Output", "_QuantizeLinear_Input", "_DequantizeLinear_Output", "_quantized")
+
+
+def as_proto(model: object) -> onnx.ModelProto:
+    """Return a model of ONNX or of onnx-graphsurgeon as one of ONNX; raise `TypeError` if it is neither."""
+    if isinstance(model, onnx.ModelProto):
+        return model
+    graphsurgeon = sys.modules.get("onnx_graphsurgeon")  # imported if the model is a graph of it
+    if graphsurgeon is not None and isinstance(model, graphsurgeon.Graph):
+        return graphsurgeon.export_onnx(model)
+    raise TypeError(f"a model is an onnx.ModelProto or an onnx_graphsurgeon.Graph, but got {type(model).__name__}")
+
+
+def encode(proto: onnx.ModelProto) -> bytes:
+    """Return a model as bytes; raise `UserError` above 2 GB, the limit of protobuf."""
+    try:
+        content: bytes = proto.SerializeToString(deterministic=True)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"a model above 2 GB does not fit into one piece of memory: give a file ({error})") from error
+    return content
+
+
+def decode(content: bytes) -> onnx.ModelProto:
+    """Return the model that `encode` wrote."""
+    return onnx.ModelProto.FromString(content)
+
+
+def proto_digest(proto: onnx.ModelProto) -> str:
+    """Return the SHA-256 of a model."""
+    return hashlib.sha256(encode(proto)).hexdigest()
+
+
+def quantized_tensors(proto: onnx.ModelProto) -> set[str]:
+    """Return the float model's names of the tensors that have a Q/DQ pair."""
+    return {edge.tensor for edge in delivered(proto)}
+
+
+def float_names(names: set[str], model: Model) -> set[str]:
+    """Return the tensors of a float model that names from a Q/DQ model refer to, with or without a tool's suffix."""
+    known = model.constants.keys() | model.producer.keys() | set(model.inputs)
+    found: set[str] = set()
+    for name in names:
+        stem = name.rpartition(TAG)[0] or name
+        found.update(known & ({stem} if stem in known else {stem.removesuffix(suffix) for suffix in _SUFFIXES}))
+    return found

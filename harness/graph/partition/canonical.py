@@ -1,0 +1,227 @@
+"""Exact canonical form of a region; private to `harness.graph.partition.patterns`.
+
+The inputs of a node are ordered, so a depth-first walk from a *sink* (a node whose results nobody inside the region
+reads) against the data numbers everything it reaches in one way only. A region with one sink, which is what discovery
+makes, has its canonical order in one such walk. Of several sinks the order is searched: first by colours refined over
+the graph (Weisfeiler, Leman 1968), then by the smallest code, with branches that give equal codes (automorphisms)
+taken once, as in McKay 1981, "Practical Graph Isomorphism".
+
+The code of a region says everything about it: equal codes are an isomorphism, node by node and input by input.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from harness.graph.partition.node_labels import Wiring
+
+__all__ = ["Form", "Subject", "canonical_form", "describe_code"]
+
+_BUDGET = (
+    40_000  # nodes that may be numbered while equal-looking sinks are told apart; beyond it the first one is taken
+)
+_ROUNDS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A region, as the canonical form sees it.
+
+    Attributes:
+        nodes: Its nodes in topological order.
+        outputs: For a node the bits of those of its outputs that leave the region.
+        child: For a node the child region that it is in; empty for a LEAF.
+    """
+
+    nodes: Sequence[int]
+    outputs: Mapping[int, int]
+    child: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """Canonical form: `code` is equal exactly for isomorphic regions, position by position in `order`.
+
+    Attributes:
+        order: Node indices.
+        code: For each node in order: its label, the number of its reads, for each a pair (position of the
+            producer, its output) or (-1 - number of the outside tensor, 0), bits of outputs, child.
+        children: Children in the order in which their nodes first appear.
+    """
+
+    order: tuple[int, ...]
+    code: tuple[int, ...]
+    children: tuple[int, ...]
+
+
+def canonical_form(wiring: Wiring, subject: Subject) -> Form:
+    """The canonical form of a region."""
+    walk = _Walk(wiring, subject)
+    sinks = walk.sinks()
+    if len(sinks) > 1:
+        sinks = _Search(walk, sinks, _colours(wiring, subject), len(subject.nodes)).best()
+    for sink in sinks:
+        walk.number(sink)
+    return walk.form()
+
+
+def describe_code(wiring: Wiring, code: Sequence[int]) -> str:
+    """The code with labels in full: a text that means the same in every model."""
+    lines, place = [], 0
+    while place < len(code):
+        end = place + 4 + 2 * code[place + 1]
+        lines.append(f"{wiring.labels[code[place]]} {' '.join(map(str, code[place + 1 : end]))}")
+        place = end
+    return "\n".join(lines)
+
+
+class _Walk:
+    """A numbering in progress, which can be taken back to an earlier mark."""
+
+    def __init__(self, wiring: Wiring, subject: Subject) -> None:
+        self._wiring = wiring
+        self._subject = subject
+        self._inside = frozenset(subject.nodes)
+        self._place: dict[int, int] = {}
+        self._outside: dict[int, int] = {}
+        self._children: dict[int, int] = {}
+        self.code: list[int] = []
+
+    def sinks(self) -> list[int]:
+        """Nodes whose results nobody inside reads, in file order."""
+        wiring = self._wiring
+        read = {wiring.producer[tensor] for node in self._subject.nodes for tensor in wiring.reads[node]}
+        return [node for node in self._subject.nodes if node not in read]
+
+    def number(self, sink: int) -> None:
+        """Number everything that a sink depends on and that has no number yet, data first."""
+        producer, reads, place = self._wiring.producer, self._wiring.reads, self._place
+        stack = [sink]
+        while stack:
+            node = stack[-1]
+            if node in place:
+                stack.pop()
+                continue
+            makers = [producer[tensor] for tensor in reads[node]]
+            pending = [maker for maker in makers if maker not in place and maker in self._inside]
+            if pending:
+                stack.extend(reversed(pending))
+                continue
+            stack.pop()
+            self._append(node)
+
+    def _append(self, node: int) -> None:
+        wiring, place, code = self._wiring, self._place, self.code
+        reads = wiring.reads[node]
+        code.append(wiring.label[node])
+        code.append(len(reads))
+        for tensor in reads:
+            maker = place.get(wiring.producer[tensor])
+            if maker is None:
+                code += (-1 - self._outside.setdefault(tensor, len(self._outside)), 0)
+            else:
+                code += (maker, wiring.position[tensor])
+        child = self._subject.child.get(node, -1)
+        if child >= 0:
+            child = self._children.setdefault(child, len(self._children))
+        code += (self._subject.outputs.get(node, 0), child)
+        place[node] = len(place)
+
+    def mark(self) -> tuple[int, int, int, int]:
+        return len(self._place), len(self._outside), len(self._children), len(self.code)
+
+    def back(self, mark: tuple[int, int, int, int]) -> None:
+        for numbers, size in zip((self._place, self._outside, self._children), mark, strict=False):
+            while len(numbers) > size:
+                numbers.popitem()
+        del self.code[mark[3] :]
+
+    def form(self) -> Form:
+        return Form(order=tuple(self._place), code=tuple(self.code), children=tuple(self._children))
+
+
+class _Search:
+    """Finds the order of sinks whose code is smallest among those that the colours allow."""
+
+    def __init__(self, walk: _Walk, sinks: Sequence[int], colours: Mapping[int, int], size: int) -> None:
+        self._walk = walk
+        self._budget = max(_BUDGET, 4 * size)
+        cells: dict[int, list[int]] = defaultdict(list)
+        for sink in sinks:
+            cells[colours[sink]].append(sink)
+        self._cells = [cells[colour] for colour in sorted(cells)]
+
+    def best(self) -> list[int]:
+        return self._complete(self._cells, search=True)[1]
+
+    def _complete(self, cells: Sequence[list[int]], search: bool) -> tuple[tuple[int, ...], list[int]]:
+        """The code with all sinks of the cells numbered, and their order; the walk is left as it was.
+
+        Where sinks are tied, a search takes the one that leads to the smallest code, else the first one is taken.
+        """
+        walk, mark, order = self._walk, self._walk.mark(), []
+        for place, cell in enumerate(cells):
+            left = list(cell)
+            while left:
+                tied = self._smallest(left)
+                rest = cells[place + 1 :]
+                pick = self._break(tied, left, rest) if search and len(tied) > 1 and self._budget > 0 else tied[0]
+                walk.number(pick)
+                order.append(pick)
+                left.remove(pick)
+        code = tuple(walk.code)
+        walk.back(mark)
+        return code, order
+
+    def _smallest(self, sinks: list[int]) -> list[int]:
+        """The sinks that add the smallest code to what is numbered already."""
+        if len(sinks) == 1 or self._budget <= 0:
+            return sinks[:1]
+        found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for sink in sinks:
+            mark = self._walk.mark()
+            self._walk.number(sink)
+            found[tuple(self._walk.code[mark[3] :])].append(sink)
+            self._budget -= self._walk.mark()[0] - mark[0]
+            self._walk.back(mark)
+        return found[min(found)]
+
+    def _break(self, tied: list[int], left: list[int], rest: Sequence[list[int]]) -> int:
+        """Of tied sinks one that leads to the smallest code."""
+        orbits: dict[tuple[int, ...], int] = {}
+        for sink in tied:
+            orbits.setdefault(self._follow(sink, left, rest, search=False), sink)
+        if len(orbits) == 1:
+            return tied[0]
+        return min(orbits.values(), key=lambda sink: self._follow(sink, left, rest, search=True))
+
+    def _follow(self, sink: int, left: list[int], rest: Sequence[list[int]], search: bool) -> tuple[int, ...]:
+        mark = self._walk.mark()
+        self._walk.number(sink)
+        code, _ = self._complete([[other for other in left if other != sink], *rest], search)
+        self._walk.back(mark)
+        return code
+
+
+def _colours(wiring: Wiring, subject: Subject) -> dict[int, int]:
+    """Colours that isomorphic nodes share, refined with the data and against it until they split no further."""
+    producer, position, reads = wiring.producer, wiring.position, wiring.reads
+    colour = {n: hash((wiring.digest[wiring.label[n]], subject.outputs.get(n, 0))) for n in subject.nodes}
+    outside = {t: 0 for n in subject.nodes for t in reads[n] if producer[t] not in colour}
+    for _ in range(_ROUNDS):
+        known = len(set(colour.values()))
+        for node in subject.nodes:
+            seen = [outside[t] if t in outside else hash((colour[producer[t]], position[t])) for t in reads[node]]
+            colour[node] = hash((colour[node], *seen))
+        readers: dict[int, list[int]] = defaultdict(list)
+        for node in reversed(subject.nodes):
+            colour[node] = hash((colour[node], *sorted(readers[~node])))
+            for slot, tensor in enumerate(reads[node]):
+                key = tensor if tensor in outside else ~producer[tensor]
+                readers[key].append(hash((colour[node], slot, position[tensor])))
+        outside = {t: hash((outside[t], *sorted(readers[t]))) for t in outside}
+        if len(set(colour.values())) == known:
+            break
+    return colour

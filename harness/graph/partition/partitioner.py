@@ -1,0 +1,242 @@
+"""Cutting a data-flow graph into leaves and composites; private to `harness.graph.partition.regions`.
+
+Every cut stands at a place that the neighbourhood alone decides (a convergence, a linear operator), so that
+equal blocks are cut equally wherever they stand. The rules, along each chain of `harness.graph.partition.post_dominators`:
+
+- A vertex and the branches that converge on it are one *item*. Without a linear operator among its branches and with
+  fewer than `smallest` vertices it is *plain* (x * sigmoid(x), a normalization); else it is a *block* (a residual
+  block, attention, inception branches, squeeze-and-excite).
+- A block takes the elementwise items behind it as its epilogue.
+- A block of fewer than `smallest` vertices is a leaf; a larger one a composite. A composite with one branch continues
+  that branch through the convergence; with several, the convergence begins a leaf of its own.
+- Runs of plain items fall into groups: a linear operator, or others, with the elementwise items behind. Whole groups
+  fill leaves of up to `longest`; in a longer run, groups that repeat at once (depthwise, pointwise, depthwise, ...) are
+  a leaf each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from harness.graph.partition.post_dominators import Flow
+
+__all__ = ["Draft", "VertexKind", "outline"]
+
+_DEEPEST = 32  # deeper nesting is spliced into its parent, so that trees stay shallow enough to compare and print
+
+
+class VertexKind(Enum):
+    """VIRTUAL: no node, belongs to no region. LINEAR: begins a new group of a sequence. ELEMENTWISE: may end one."""
+
+    VIRTUAL = 0
+    LINEAR = 1
+    ELEMENTWISE = 2
+    OTHER = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A region to be: the number of its parent's draft (-1: none), and its vertices where it is a leaf."""
+
+    parent: int
+    vertices: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    vertex: int
+    size: int
+    linear: bool
+    elementwise: bool  # its branches too
+    block: bool = False
+
+
+def outline(
+    flow: Flow, kinds: Sequence[VertexKind], labels: Sequence[Hashable], longest: int, smallest: int
+) -> list[Draft]:
+    """Leaves and composites; a parent stands before its children.
+
+    Args:
+        flow: Chains and branches.
+        kinds: What each vertex but the sink is.
+        labels: Equal for vertices that do the same; this decides what counts as a repetition.
+        longest: Most vertices of a leaf made of a sequence.
+        smallest: Fewest vertices of a convergence that is split.
+    """
+    return _Outliner(flow, kinds, labels, longest, smallest).run()
+
+
+class _Outliner:
+    def __init__(
+        self, flow: Flow, kinds: Sequence[VertexKind], labels: Sequence[Hashable], longest: int, smallest: int
+    ) -> None:
+        self._flow = flow
+        self._labels = labels
+        self._linear = [*(kind is VertexKind.LINEAR for kind in kinds), False]
+        self._elementwise = [*(kind is VertexKind.ELEMENTWISE for kind in kinds), False]
+        self._real = [*(kind is not VertexKind.VIRTUAL for kind in kinds), False]
+        self._longest = longest
+        self._smallest = smallest
+        self._drafts: list[Draft] = []
+        self._depths: list[int] = []
+        self._todo: list[tuple[int, list[_Item]]] = []
+        self._sizes = self._totals(self._real)
+        self._linears = self._totals(self._linear)
+        self._elementwises = self._totals(self._elementwise)
+
+    def run(self) -> list[Draft]:
+        flow = self._flow
+        for last in (flow.series[flow.sink], *flow.branches[flow.sink]):
+            if last >= 0:
+                self._todo.append((-1, self._items(last)))
+        while self._todo:
+            self._cut(*self._todo.pop())
+        return self._drafts
+
+    def _totals(self, marked: Sequence[bool]) -> list[int]:
+        """How many marked vertices the chains up to each vertex hold, branches included."""
+        flow, totals = self._flow, [int(mark) for mark in marked]
+        for vertex, before in enumerate(flow.series):
+            totals[vertex] += sum(totals[last] for last in flow.branches[vertex])
+            totals[vertex] += totals[before] if before >= 0 else 0
+        return totals
+
+    def _items(self, last: int) -> list[_Item]:
+        return [self._item(vertex) for vertex in self._flow.chain(last) if self._real[vertex]]
+
+    def _item(self, vertex: int) -> _Item:
+        before = self._flow.series[vertex]
+        size, linears, elementwises = (
+            totals[vertex] - (totals[before] if before >= 0 else 0)
+            for totals in (self._sizes, self._linears, self._elementwises)
+        )
+        linear = self._linear[vertex]
+        block = linears > linear or size >= max(2, self._smallest)
+        return _Item(vertex, size, linear, elementwises == size, block)
+
+    def _cut(self, parent: int, items: list[_Item]) -> None:
+        """Cut a chain into blocks with their epilogues, and runs of plain items between them."""
+        run: list[_Item] = []
+        position = 0
+        while position < len(items):
+            item = items[position]
+            position += 1
+            if not item.block:
+                run.append(item)
+                continue
+            self._emit_run(parent, run)
+            run = []
+            end, room = position, self._longest
+            while end < len(items) and items[end].elementwise and not items[end].block:
+                room -= items[end].size
+                end += 1
+            epilogue = items[position:end]
+            if item.size >= self._smallest:
+                self._emit_composite(parent, item, epilogue if room >= 0 else [])
+                run = [] if room >= 0 else epilogue
+            elif item.size <= room:
+                self._emit_leaf(parent, [item, *epilogue])
+            else:
+                self._emit_leaf(parent, [item])
+                run = epilogue
+            position = end
+        self._emit_run(parent, run)
+
+    def _emit_composite(self, parent: int, item: _Item, epilogue: list[_Item]) -> None:
+        depth = self._depths[parent] + 1 if parent >= 0 else 0
+        if depth < _DEEPEST:
+            self._drafts.append(Draft(parent))
+            self._depths.append(depth)
+            parent = len(self._drafts) - 1
+        tail = [_Item(item.vertex, 1, item.linear, self._elementwise[item.vertex]), *epilogue]
+        branches = self._flow.branches[item.vertex]
+        if len(branches) == 1:
+            self._todo.append((parent, self._items(branches[0]) + tail))
+            return
+        self._todo.append((parent, tail))
+        self._todo.extend((parent, self._items(last)) for last in branches)
+
+    def _emit_leaf(self, parent: int, items: Sequence[_Item]) -> None:
+        vertices = [item.vertex for item in items]
+        for item in items:
+            if item.size > 1:
+                vertices.extend(v for v in self._flow.section(item.vertex) if self._real[v])
+        self._drafts.append(Draft(parent, tuple(sorted(vertices))))
+        self._depths.append(0)
+
+    def _emit_run(self, parent: int, run: list[_Item]) -> None:
+        """Cut a run of plain items into leaves."""
+        if not run:
+            return
+        groups: list[list[_Item]] = []
+        for item in run:
+            last = groups[-1][-1] if groups else item
+            if not groups or item.linear or (not item.elementwise and (last.elementwise or last.linear)):
+                groups.append([])
+            groups[-1].append(item)
+        for leaf in [run] if _size(run) <= self._longest else self._repeats(groups):
+            self._emit_leaf(parent, leaf)
+
+    def _repeats(self, groups: list[list[_Item]]) -> list[list[_Item]]:
+        """Leaves of a long run: one for each repetition of groups, the groups between them packed."""
+        keys = [tuple(self._key(item) for item in group) for group in groups]
+        leaves: list[list[_Item]] = []
+        rest: list[list[_Item]] = []
+        place = 0
+        while place < len(groups):
+            period = self._period(groups, keys, place)
+            if not period:
+                rest += self._pieces(groups[place])
+                place += 1
+                continue
+            leaves += _pack(rest, self._longest)
+            rest, unit = [], keys[place : place + period]
+            while keys[place : place + period] == unit:
+                leaves.append([item for group in groups[place : place + period] for item in group])
+                place += period
+        return leaves + _pack(rest, self._longest)
+
+    def _period(self, groups: list[list[_Item]], keys: list[tuple[Hashable, ...]], place: int) -> int:
+        """The smallest number of groups that fit into a leaf and come again at once, or 0."""
+        period, size = 0, 0
+        while place + 2 * period < len(groups):
+            size += _size(groups[place + period])
+            period += 1
+            if size > self._longest:
+                return 0
+            if keys[place : place + period] == keys[place + period : place + 2 * period]:
+                return period
+        return 0
+
+    def _key(self, item: _Item) -> Hashable:
+        label = self._labels[item.vertex]
+        if item.size == 1:
+            return label
+        return label, frozenset(self._labels[v] for v in self._flow.section(item.vertex) if self._real[v])
+
+    def _pieces(self, group: list[_Item]) -> list[list[_Item]]:
+        """A group that fits into a leaf, else its parts, cut where the data diverges and then by length."""
+        if _size(group) <= self._longest:
+            return [group]
+        parts: list[list[_Item]] = []
+        for item in group:
+            if item.size > 1 or not parts or _size(parts[-1]) + item.size > self._longest:
+                parts.append([])
+            parts[-1].append(item)
+        return _pack(parts, self._longest)
+
+
+def _pack(parts: list[list[_Item]], longest: int) -> list[list[_Item]]:
+    packed: list[list[_Item]] = []
+    for part in reversed(parts):
+        if packed and _size(packed[-1]) + _size(part) <= longest:
+            packed[-1] = part + packed[-1]
+        else:
+            packed.append(part)
+    return packed[::-1]
+
+
+def _size(items: Sequence[_Item]) -> int:
+    return sum(item.size for item in items)

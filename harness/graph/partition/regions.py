@@ -1,0 +1,225 @@
+"""Regions: connected subgraphs with inputs and outputs, as a tree that covers every node exactly once.
+
+Discovery is hierarchical and deterministic, and what it cuts depends on the neighbourhood only, so repeated blocks
+give equal regions. See `harness.graph.partition`: `flow` for the structure it follows, `outline` for the cuts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from harness.graph.partition.post_dominators import flow_of
+from harness.graph.partition.partitioner import Draft, VertexKind, outline
+from harness.graph.model import Model, Node
+from harness.graph.rules.operator_sets import ACTIVATIONS, LINEAR
+
+__all__ = ["Region", "RegionType", "discover"]
+
+_ELEMENTWISE = ACTIVATIONS | {"Add", "BatchNormalization", "Div", "Max", "Min", "Mul", "Sub"}
+
+
+class RegionType(Enum):
+    """LEAF: nodes only. COMPOSITE: child regions only. ROOT: the child regions of the whole model."""
+
+    LEAF = "LEAF"
+    COMPOSITE = "COMPOSITE"
+    ROOT = "ROOT"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A subgraph with its boundary.
+
+    Attributes:
+        id: Number in pre-order over the tree, from 0; the ROOT has -1.
+        type: LEAF, COMPOSITE or ROOT.
+        level: Depth below the ROOT: its children have 0; the ROOT itself has -1.
+        nodes: Indices of the nodes directly in it, in topological order; only a LEAF has any.
+        children: Child regions, in the order of their first nodes; a LEAF has none.
+        inputs: Tensors that come from outside, constants excluded, in order of first use.
+        outputs: Tensors made inside that are used outside or are outputs of the model.
+    """
+
+    id: int
+    type: RegionType
+    level: int
+    nodes: tuple[int, ...]
+    children: tuple[Region, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def walk(self) -> Iterator[Region]:
+        """This region and all below it, parents first."""
+        todo = [self]
+        while todo:
+            region = todo.pop()
+            yield region
+            todo.extend(reversed(region.children))
+
+    def leaves(self) -> Iterator[Region]:
+        """The LEAF regions at or below this one."""
+        return (region for region in self.walk() if region.type is RegionType.LEAF)
+
+    def members(self) -> tuple[int, ...]:
+        """Indices of all nodes at or below this region, in topological order."""
+        return self.nodes if not self.children else tuple(sorted(n for leaf in self.leaves() for n in leaf.nodes))
+
+
+def discover(model: Model, *, maximum_sequence_region_size: int = 10, minimum_topdown_search_size: int = 10) -> Region:
+    """Partition a model into regions.
+
+    Args:
+        model: The model.
+        maximum_sequence_region_size: Most nodes of a LEAF that is a sequence.
+        minimum_topdown_search_size: A convergence of at least so many nodes is split into a COMPOSITE.
+
+    Returns:
+        The ROOT; each node of the model is in exactly one LEAF below it, and each LEAF is connected.
+
+    Raises:
+        ValueError: One of the sizes is below 1.
+    """
+    for name, value in (
+        ("maximum_sequence_region_size", maximum_sequence_region_size),
+        ("minimum_topdown_search_size", minimum_topdown_search_size),
+    ):
+        if value < 1:
+            raise ValueError(f"{name}: at least 1, but got {value}")
+    readers = _readers(model)
+    drafts: list[Draft] = []
+    for nodes, tensor in _parts(model):
+        shift = len(drafts)
+        found = _outlined(model, readers, nodes, tensor, (maximum_sequence_region_size, minimum_topdown_search_size))
+        drafts.extend(Draft(d.parent + shift if d.parent >= 0 else -1, d.vertices) for d in found)
+    return _Assembly(model, readers, drafts).root()
+
+
+def _readers(model: Model) -> dict[str, list[int]]:
+    """Indices of the nodes that read a tensor, subgraphs included, in topological order and without repetition."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for node in model.nodes:
+        for name in {*node.inputs, *node.captures} - {""}:
+            found[name].append(node.index)
+    return found
+
+
+def _parts(model: Model) -> list[tuple[list[int], str | None]]:
+    """The nodes that depend on the main input with that input, and all other nodes.
+
+    What else comes in (masks, position tables, memory) joins from the side, so it must not hide the main line.
+    """
+    names = model.inputs
+    reach = {name: 1 << bit for bit, name in enumerate(names)}
+    reached = []
+    for node in model.nodes:
+        mask = 0
+        for name in (*node.inputs, *node.captures):
+            mask |= reach.get(name, 0)
+        reached.append(mask)
+        reach.update((name, mask) for name in node.outputs if name)
+    masks = Counter(reached)
+    counts = [sum(n for mask, n in masks.items() if mask >> bit & 1) for bit in range(len(names))]
+    if not any(counts):
+        return [(list(range(len(model.nodes))), None)]
+    main = counts.index(max(counts))
+    inside = [index for index, mask in enumerate(reached) if mask >> main & 1]
+    outside = [index for index, mask in enumerate(reached) if not mask >> main & 1]
+    return [(inside, names[main]), (outside, None)]
+
+
+def _outlined(
+    model: Model, readers: Mapping[str, list[int]], nodes: list[int], tensor: str | None, sizes: tuple[int, int]
+) -> list[Draft]:
+    """Outline one part. Vertex 0 is `tensor`, where given: a block that begins at an input looks like any other."""
+    first = 0 if tensor is None else 1
+    vertex = {index: position + first for position, index in enumerate(nodes)}
+    ends = set(model.outputs)
+
+    def successors(names: Sequence[str]) -> list[int]:
+        found = {vertex[index] for name in names for index in readers.get(name, ()) if index in vertex}
+        return sorted(found) if ends.isdisjoint(names) else [*sorted(found), len(nodes) + first]
+
+    edges = [successors((tensor,))] if tensor is not None else []
+    edges += [successors(model.nodes[index].outputs) for index in nodes]
+    kinds = [VertexKind.VIRTUAL] * first
+    kinds += [_kind(model.nodes[index]) for index in nodes]
+    labels = [""] * first + [_work(model.nodes[index]) for index in nodes]
+    drafts = outline(flow_of(edges), kinds, labels, *sizes)
+    return [d if d.vertices is None else Draft(d.parent, tuple(nodes[v - first] for v in d.vertices)) for d in drafts]
+
+
+def _kind(node: Node) -> VertexKind:
+    if node.op in LINEAR:  # a new group of a sequence begins here
+        return VertexKind.LINEAR
+    return VertexKind.ELEMENTWISE if node.op in _ELEMENTWISE else VertexKind.OTHER
+
+
+def _work(node: Node) -> str:
+    """What a node does, as far as a repetition goes; strides may change along it."""
+    attributes = node.attributes
+    return f"{node.domain}:{node.op} {attributes.get('kernel_shape')} {int(attributes.get('group', 1)) > 1}"
+
+
+class _Assembly:
+    """Turns drafts into the tree: drops composites of one child, orders, numbers, and finds the boundaries."""
+
+    def __init__(self, model: Model, readers: Mapping[str, list[int]], drafts: Sequence[Draft]) -> None:
+        self._model = model
+        self._readers = readers
+        self._top = len(drafts)
+        self._ends = frozenset(model.outputs)
+        self._nodes: list[Sequence[int]] = [*(draft.vertices or () for draft in drafts), range(len(model.nodes))]
+        self._children: list[list[int]] = [[] for _ in range(len(drafts) + 1)]
+        for number in range(self._top - 1, -1, -1):
+            parent = drafts[number].parent if drafts[number].parent >= 0 else self._top
+            self._children[parent].append(self._settle(number))
+        self._children[self._top].sort(key=lambda child: self._nodes[child][0])
+
+    def _settle(self, number: int) -> int:
+        """Order the children of a draft, which all come after it; the draft, or its child where it is the only one."""
+        children = self._children[number]
+        if children:
+            children.sort(key=lambda child: self._nodes[child][0])
+            self._nodes[number] = sorted(node for child in children for node in self._nodes[child])
+        return children[0] if len(children) == 1 else number
+
+    def root(self) -> Region:
+        """The tree."""
+        order, todo = [], [(self._top, -1)]
+        while todo:
+            draft, level = todo.pop()
+            order.append((draft, level))
+            todo.extend((child, level + 1) for child in reversed(self._children[draft]))
+        built: dict[int, Region] = {}
+        for number in range(len(order) - 1, -1, -1):
+            draft, level = order[number]
+            children = tuple(built.pop(child) for child in self._children[draft])
+            leaf = not children and draft != self._top
+            inputs, outputs = self._boundary(self._nodes[draft])
+            built[draft] = Region(
+                id=number - 1,
+                type=RegionType.LEAF if leaf else RegionType.ROOT if draft == self._top else RegionType.COMPOSITE,
+                level=level,
+                nodes=tuple(self._nodes[draft]) if leaf else (),
+                children=children,
+                inputs=inputs,
+                outputs=outputs,
+            )
+        return built[self._top]
+
+    def _boundary(self, nodes: Sequence[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        model, inside = self._model, set(nodes)
+        inputs: dict[str, None] = {}
+        outputs: list[str] = []
+        for index in nodes:
+            node = model.nodes[index]
+            for name in (*node.inputs, *node.captures):
+                if name and name not in model.constants and model.producer.get(name, -1) not in inside:
+                    inputs[name] = None
+            for name in node.outputs:
+                if name in self._ends or not inside.issuperset(self._readers.get(name, ())):
+                    outputs.append(name)
+        return tuple(inputs), tuple(outputs)

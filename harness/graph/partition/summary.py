@@ -1,0 +1,206 @@
+"""What `qdq regions` shows of regions and patterns: figures, text lines and JSON. Nothing here prints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.graph.model import Model
+from harness.graph.rules.operator_sets import LINEAR
+from harness.graph.partition.patterns import Pattern
+from harness.graph.partition.regions import Region, RegionType
+
+__all__ = [
+    "Summary",
+    "TreeView",
+    "describe_phases",
+    "describe_summary",
+    "describe_tree",
+    "quantizable",
+    "summary",
+    "to_json",
+]
+
+QUANTIZABLE = LINEAR | {
+    "Add", "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool", "Mul", "Relu", "Resize", "Sum",
+}  # fmt: skip
+"""What ModelOpt's region inspection looks for (`get_autotuner_quantizable_ops`, same file as `quantizable`'s rule)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeView:
+    """How much of a tree is shown.
+
+    Attributes:
+        include_all: Also LEAF regions without quantizable operators.
+        verbose: Also the names of nodes and boundary tensors.
+    """
+
+    include_all: bool = False
+    verbose: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Figures of one discovery; the ROOT is not counted among the regions.
+
+    Attributes:
+        nodes: Nodes of the model.
+        covered: Nodes that are in some LEAF.
+        top: Regions right below the ROOT.
+        refined: Of these, how many were split further.
+        leaves: LEAF regions.
+        composites: COMPOSITE regions.
+        patterns: Distinct patterns of LEAF and COMPOSITE regions.
+        leaf_patterns: Distinct patterns of LEAF regions.
+        histogram: Number of LEAF regions by their number of nodes, ascending.
+    """
+
+    nodes: int
+    covered: int
+    top: int
+    refined: int
+    leaves: int
+    composites: int
+    patterns: int
+    leaf_patterns: int
+    histogram: tuple[tuple[int, int], ...]
+
+    @property
+    def coverage(self) -> float:
+        """Share of the nodes that are in some LEAF; 1 for a model without nodes."""
+        return self.covered / self.nodes if self.nodes else 1.0
+
+
+def summary(model: Model, root: Region, patterns: Sequence[Pattern]) -> Summary:
+    """Figures of a discovery."""
+    types = Counter(region.type for region in root.walk())
+    sizes = Counter(len(leaf.nodes) for leaf in root.leaves())
+    kinds = Counter(pattern.type for pattern in patterns)
+    return Summary(
+        nodes=len(model.nodes),
+        covered=len({node for leaf in root.leaves() for node in leaf.nodes}),
+        top=len(root.children),
+        refined=sum(child.type is RegionType.COMPOSITE for child in root.children),
+        leaves=types[RegionType.LEAF],
+        composites=types[RegionType.COMPOSITE],
+        patterns=kinds[RegionType.LEAF] + kinds[RegionType.COMPOSITE],
+        leaf_patterns=kinds[RegionType.LEAF],
+        histogram=tuple(sorted(sizes.items())),
+    )
+
+
+def describe_phases(figures: Summary) -> list[str]:
+    """What the two phases of the discovery gave, as lines."""
+    f = figures
+    return [
+        f"Phase 1 complete: {f.top} regions, {_covered(f)}",
+        f"Phase 2 complete: refined {f.refined} regions, skipped {f.top - f.refined}",
+    ]
+
+
+def describe_summary(figures: Summary) -> list[str]:
+    """Totals, patterns, and the sizes of LEAF regions with their histogram, as lines."""
+    f = figures
+    lines = [
+        f"Summary: {f.leaves + f.composites} regions ({f.leaves} LEAF, {f.composites} COMPOSITE), {_covered(f)}",
+        f"Patterns: {f.patterns} ({f.leaf_patterns} of LEAF regions)",
+    ]
+    count = sum(n for _, n in f.histogram)
+    if count:
+        mean = sum(size * n for size, n in f.histogram) / count
+        least, most = f.histogram[0][0], f.histogram[-1][0]
+        lines += [f"LEAF region sizes: min={least}, max={most}, avg={mean:.1f}", "Size distribution:"]
+        lines += [f"  {size:4d} nodes: {'█' * min(n, 50)} ({n} regions)" for size, n in f.histogram]
+    return lines
+
+
+def _covered(figures: Summary) -> str:
+    return f"{figures.covered}/{figures.nodes} nodes ({figures.coverage:.1%})"
+
+
+def quantizable(region: Region, model: Model) -> bool:
+    """Whether a region is worth a look: a LEAF without any of the operators that gain from Q/DQ is not.
+
+    The same rule as ModelOpt's `has_quantizable_operations` (nvidia-modelopt 0.47, autotune/insertion_points.py).
+    """
+    return region.type is not RegionType.LEAF or any(model.nodes[index].op in QUANTIZABLE for index in region.nodes)
+
+
+def describe_tree(root: Region, model: Model, patterns: Sequence[Pattern], view: TreeView) -> list[str]:
+    """The regions below the ROOT as lines of a tree."""
+    shared = {region.id: pattern for pattern in patterns for region in pattern.regions}
+    lines: list[str] = []
+    skipped = 0
+    for region in root.walk():
+        if region is root:
+            continue
+        if not (view.include_all or quantizable(region, model)):
+            skipped += 1
+            continue
+        indent = "│    " * region.level
+        lines.append(f"{indent}├─ Region {region.id} (Level {region.level}, Type: {region.type.value})")
+        lines += (f"{indent}│  {line}" for line in _facts(region, model, shared[region.id], view))
+    if skipped:
+        lines.append(f"{skipped} LEAF regions without quantizable operators are left out: --include-all-regions")
+    return lines
+
+
+def _facts(region: Region, model: Model, pattern: Pattern, view: TreeView) -> Iterator[str]:
+    members = region.members()
+    yield f"├─ Pattern: {pattern.signature[:8]} (in {len(pattern.regions)} regions)"
+    yield f"├─ Direct nodes: {len(region.nodes)}"
+    if region.children:
+        yield f"├─ Total nodes (recursive): {len(members)}"
+        yield f"├─ Children: {len(region.children)}"
+    else:
+        yield f"├─ Nodes, a {_shape(region, model)}: {', '.join(model.nodes[index].op for index in region.nodes)}"
+        if view.verbose:
+            yield from (f"│    - Node {i}: {model.nodes[i].op} ({model.nodes[i].name})" for i in region.nodes)
+    for mark, what, names in (("├─", "Inputs", region.inputs), ("└─", "Outputs", region.outputs)):
+        yield f"{mark} {what}: {len(names)} tensors"
+        if view.verbose:
+            yield from (f"│    - {name}" for name in names)
+
+
+def _shape(region: Region, model: Model) -> str:
+    """What a LEAF is: a sequence, or a convergence of branches."""
+    inside = {name for index in region.nodes for name in model.nodes[index].outputs if name}
+    fed = [len(inside.intersection(model.nodes[index].inputs)) for index in region.nodes]
+    return "convergence of branches" if max(fed, default=0) > 1 else "sequence"
+
+
+def to_json(model: Model, root: Region, patterns: Sequence[Pattern]) -> dict[str, Any]:
+    """Everything as plain values: regions in pre-order with the id of their parent, and patterns."""
+    signature = {region.id: pattern.signature for pattern in patterns for region in pattern.regions}
+    parent = {child.id: region.id for region in root.walk() for child in region.children}
+    figures = summary(model, root, patterns)
+    return {
+        "model": model.source,
+        "summary": {name: getattr(figures, name) for name in Summary.__dataclass_fields__ if name != "histogram"},
+        "histogram": {str(size): count for size, count in figures.histogram},
+        "regions": [
+            {
+                "id": region.id,
+                "type": region.type.value,
+                "level": region.level,
+                "parent": parent.get(region.id),
+                "pattern": signature.get(region.id),
+                "nodes": [model.nodes[index].name for index in region.nodes],
+                "inputs": list(region.inputs),
+                "outputs": list(region.outputs),
+            }
+            for region in root.walk()
+        ],
+        "patterns": [
+            {
+                "signature": pattern.signature,
+                "type": pattern.type.value,
+                "operators": list(pattern.operators),
+                "regions": [region.id for region in pattern.regions],
+            }
+            for pattern in patterns
+        ],
+    }

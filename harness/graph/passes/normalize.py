@@ -1,0 +1,238 @@
+"""Clean-up of a model's structure before anything is placed in it.
+
+During preparation, large weights are kept outside of the model and replaced by inputs (`detach`,
+`attach`): ONNX's passes serialize the model, which is limited to 2 GiB, and protobuf copies a tensor whenever
+it moves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx import checker, helper, numpy_helper
+
+from harness.errors import UserError
+from harness.graph.passes.fold_constants import (
+    BOX,
+    FOLD_BYTES,
+    LARGE_BYTES,
+    Weights,
+    folded,
+)
+from harness.graph.model import captures, graphs, subgraphs
+
+__all__ = [
+    "Weights",
+    "attach",
+    "check_valid",
+    "constant_value",
+    "densify",
+    "detach",
+    "is_known",
+    "lower_constants",
+    "mask_unknown",
+    "name_nodes",
+    "tidy",
+    "unmask",
+]  # fmt: skip
+
+MASK = "qdq.unknown."
+
+
+def detach(graph: onnx.GraphProto) -> Weights:
+    """Move the large initializers of the main graph out of it, in place, and make them its inputs."""
+    weights = {tensor.name: tensor for tensor in graph.initializer if tensor.ByteSize() > LARGE_BYTES}
+    if weights:
+        replace_field(graph.initializer, [tensor for tensor in graph.initializer if tensor.name not in weights])
+        graph.input.extend(helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in weights.values())
+    return weights
+
+
+def attach(graph: onnx.GraphProto, weights: Weights) -> None:
+    """Undo `detach` for the weights that are still used, in place."""
+    used = {name for node in graph.node for name in (*node.input, *captures(node))}
+    used.update(value.name for value in graph.output)
+    replace_field(graph.input, [value for value in graph.input if value.name not in weights])
+    graph.initializer.extend(tensor for name, tensor in weights.items() if name in used)
+
+
+def is_known(node: onnx.NodeProto, opsets: dict[str, int]) -> bool:
+    """Return whether ONNX defines this operator at the imported version."""
+    return bool(onnx.defs.has(node.op_type, opsets.get(node.domain, 1), node.domain))
+
+
+def mask_unknown(proto: onnx.ModelProto) -> list[str]:
+    """Move operators that ONNX's own domains do not define into a separate domain, in place.
+
+    Plug-in operators of runtimes are often exported in ONNX's domain (EfficientNMS_TRT), where the checker and the
+    version converter refuse them.
+
+    Returns:
+        All operators that ONNX does not define, in any domain, as "domain.op", sorted.
+    """
+    opsets = {opset.domain: opset.version for opset in proto.opset_import}
+    custom = [n for graph in graphs(proto.graph) for n in graph.node if not is_known(n, opsets)]
+    names = sorted({f"{node.domain or 'ai.onnx'}.{node.op_type}" for node in custom})
+    for node in custom:
+        if node.domain in ("", "ai.onnx.ml", "ai.onnx.preview.training"):
+            node.domain = MASK + node.domain
+    for domain in sorted({node.domain for node in custom} - opsets.keys()):
+        proto.opset_import.append(helper.make_opsetid(domain, 1))
+    return names
+
+
+def unmask(proto: onnx.ModelProto) -> None:
+    """Undo `mask_unknown`, in place."""
+    for graph in graphs(proto.graph):
+        for node in graph.node:
+            if node.domain.startswith(MASK):
+                node.domain = node.domain.removeprefix(MASK)
+    replace_field(proto.opset_import, [opset for opset in proto.opset_import if not opset.domain.startswith(MASK)])
+
+
+def name_nodes(graph: onnx.GraphProto) -> None:
+    """Give every node of the main graph a unique name, in place; names that are unique already stay.
+
+    The names are part of recorded results, so that a pass with other names (onnx_ir's NameFixPass) cannot replace this.
+    """
+    taken = {node.name for node in graph.node}
+    seen: set[str] = set()
+    for index, node in enumerate(graph.node):
+        if not node.name or node.name in seen:
+            stem = node.name or f"{node.op_type}_{index}"
+            name, number = stem, 0
+            while name in taken or name in seen:
+                number += 1
+                name = f"{stem}_{number}"
+            node.name = name
+        seen.add(node.name)
+
+
+def lower_constants(graph: onnx.GraphProto) -> None:
+    """Block Constant nodes of the main graph into initializers, in place."""
+    rest = []
+    for node in graph.node:
+        value = constant_value(node) if node.op_type == "Constant" and not node.domain else None
+        if value is None:
+            rest.append(node)
+        else:
+            value.name = node.output[0]
+            graph.initializer.append(value)
+    if len(rest) < len(graph.node):
+        replace_field(graph.node, rest)
+
+
+def constant_value(node: onnx.NodeProto) -> onnx.TensorProto | None:
+    """Return the value of a Constant node as a new tensor; None for a sparse one."""
+    attribute = node.attribute[0]
+    value = helper.get_attribute_value(attribute)
+    tensor = onnx.TensorProto()
+    if attribute.name == "value":
+        tensor.CopyFrom(value)
+    elif attribute.name in ("value_float", "value_floats"):
+        tensor.CopyFrom(numpy_helper.from_array(np.asarray(value, dtype=np.float32)))
+    elif attribute.name in ("value_int", "value_ints"):
+        tensor.CopyFrom(numpy_helper.from_array(np.asarray(value, dtype=np.int64)))
+    elif attribute.name in ("value_string", "value_strings"):
+        tensor.CopyFrom(numpy_helper.from_array(np.asarray(value, dtype=object)))
+    else:
+        return None
+    return tensor
+
+
+def densify(graph: onnx.GraphProto) -> None:
+    """Block sparse initializers of the main graph into dense ones, in place: most tools cannot read sparse ones."""
+    kept = []
+    for sparse in graph.sparse_initializer:
+        values, indices = numpy_helper.to_array(sparse.values), numpy_helper.to_array(sparse.indices)
+        if math.prod(sparse.dims) * values.itemsize > FOLD_BYTES:
+            kept.append(sparse)
+            continue
+        dense = np.zeros(tuple(sparse.dims), values.dtype)
+        positions = np.unravel_index(indices, dense.shape) if indices.ndim == 1 else tuple(indices.T)
+        dense[positions] = values
+        graph.initializer.append(numpy_helper.from_array(dense, sparse.values.name))
+    replace_field(graph.sparse_initializer, kept)
+
+
+def tidy(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weights, source: str) -> None:
+    """Sort nodes topologically, fold constants and remove what no output needs, in place.
+
+    Nodes with subgraphs and unknown operators are opaque: they are not computed, and tensors that their subgraphs
+    capture count as inputs. Attributes, types and weights stay exactly those of the file. Node names must be unique.
+
+    Raises:
+        UserError: The graph has a cycle.
+    """
+    opaque = {node.name for node in graph.node if any(subgraphs(node)) or not is_known(node, opsets)}
+    nodes = [_box(node) if node.name in opaque else node for node in graph.node]
+    if not _is_sorted(nodes):  # a valid order is kept, because it is the author's
+        order = _sorted_names(graph, source)
+        nodes.sort(key=lambda node: order[node.name])
+    constants = {tensor.name: tensor for tensor in graph.initializer} | weights
+    outputs = [value.name for value in graph.output]
+    computed, values = folded(nodes, constants, outputs, opsets, source)
+    used, kept = set(outputs), []
+    by_name = {node.name: node for node in graph.node}
+    for node in reversed(nodes):
+        if node.name not in computed and not used.isdisjoint(node.output):
+            used.update(filter(None, node.input))
+            kept.append(by_name[node.name])
+    initializers = [tensor for tensor in graph.initializer if tensor.name in used]
+    initializers += [numpy_helper.from_array(value, name) for name, value in values.items() if name in used]
+    replace_field(graph.node, kept[::-1])
+    replace_field(graph.initializer, initializers)
+
+
+def _box(node: onnx.NodeProto) -> onnx.NodeProto:
+    inputs = [*node.input, *sorted(captures(node))]
+    return onnx.NodeProto(name=node.name, op_type=node.op_type, domain=BOX, input=inputs, output=node.output)
+
+
+def _is_sorted(nodes: Iterable[onnx.NodeProto]) -> bool:
+    later = {name for node in nodes for name in node.output if name}
+    for node in nodes:
+        if not later.isdisjoint(node.input):
+            return False
+        later.difference_update(node.output)
+    return True
+
+
+def _sorted_names(graph: onnx.GraphProto, source: str) -> dict[str | None, int]:
+    """Return the position of each node in a topological order."""
+    sorted_graph = ir.from_proto(graph)
+    try:
+        sorted_graph.sort()
+    except ValueError as error:
+        raise UserError(f"{source}: its nodes cannot be put in order: {error}; export the model again") from error
+    return {node.name: position for position, node in enumerate(sorted_graph)}
+
+
+def replace_field(field: Any, values: list[Any]) -> None:
+    """Replace the contents of a repeated field of protobuf; `values` may be a part of them."""
+    del field[:]
+    field.extend(values)
+
+
+def check_valid(proto: onnx.ModelProto, constants: Iterable[onnx.TensorProto] = ()) -> None:
+    """Raise `onnx.checker.ValidationError` if a model is not valid ONNX; custom operators are allowed.
+
+    Args:
+        proto: The model.
+        constants: Initializers that are not part of it: the checker serializes the model, which is limited to 2 GiB.
+    """
+    checked = onnx.ModelProto()
+    checked.CopyFrom(proto)
+    checked.graph.input.extend(helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in constants)
+    for value in checked.graph.output:
+        if not value.type.WhichOneof("value") or value.type.HasField("tensor_type"):
+            # The checker insists on a declared type of outputs, which runtimes and `load` infer.
+            value.type.tensor_type.elem_type = value.type.tensor_type.elem_type or onnx.TensorProto.FLOAT
+            value.type.tensor_type.shape.SetInParent()
+    mask_unknown(checked)
+    checker.check_model(checked)

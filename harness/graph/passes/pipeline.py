@@ -1,0 +1,233 @@
+"""Passes that prepare a model for placement, and the contract that they keep."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import onnx
+import onnx_ir as ir
+from onnx import checker, helper
+from onnx_ir.passes.common import InlinePass
+
+from harness.errors import UserError
+from harness.graph.builder import MAX_IR_VERSION
+from harness.graph.passes.normalize import (
+    Weights,
+    attach,
+    check_valid,
+    detach,
+    is_known,
+    lower_constants,
+    mask_unknown,
+    name_nodes,
+    replace_field,
+    tidy,
+    unmask,
+)
+from harness.graph.passes.fold_batch_norm import fold_batch_norms
+from harness.graph.passes.remove_noops import drop_noops
+from harness.graph.passes.static_shapes import infer, shapes_to_constants, types_of
+from harness.graph.passes.upgrade_opset import EXPLICIT_RESIZE, upgraded
+from harness.graph.model import TensorType, graphs, subgraphs
+
+__all__ = ["ModelDraft", "Pass", "prepare_passes", "run_passes"]
+
+logger = logging.getLogger(__name__)
+
+FLOAT16_QUANTIZE_OPSET = 19  # the first whose QuantizeLinear accepts float16 (ONNX operator schemas)
+MIN_IR_VERSION = 4  # the first whose initializers need not be inputs
+
+
+@dataclass(slots=True)
+class ModelDraft:
+    """Model during its preparation.
+
+    Attributes:
+        proto: The model without its large weights.
+        source: Name of the model in messages.
+        weights: Large weights, which are inputs of `proto`.
+        custom_ops: Operators that ONNX does not define at the model's own opset, as "domain.op".
+        types_before_upgrade: Known types before the upgrade of the opset; empty without one.
+    """
+
+    proto: onnx.ModelProto
+    source: str
+    weights: Weights = field(default_factory=dict)
+    custom_ops: tuple[str, ...] = ()
+    types_before_upgrade: Mapping[str, TensorType] = field(default_factory=dict)
+
+    @property
+    def opsets(self) -> dict[str, int]:
+        """Opset version by domain."""
+        return {opset.domain: opset.version for opset in self.proto.opset_import}
+
+
+def _accept(draft: ModelDraft) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Change of a model that keeps what it computes, with its pre- and postcondition.
+
+    Attributes:
+        call: Changes the draft.
+        requires: Raises `UserError` if the pass cannot be applied.
+        ensures: Raises `UserError` if the result is not valid.
+    """
+
+    call: Callable[[ModelDraft], object]
+    requires: Callable[[ModelDraft], None] = _accept
+    ensures: Callable[[ModelDraft], None] = _accept
+
+
+def run_passes(draft: ModelDraft, passes: Iterable[Pass]) -> None:
+    """Apply passes in order."""
+    for each in passes:
+        each.requires(draft)
+        each.call(draft)
+        each.ensures(draft)
+
+
+def prepare_passes(min_opset: int) -> tuple[Pass, ...]:
+    """Return the passes that prepare a model with fixed inputs.
+
+    Args:
+        min_opset: Older models are upgraded to this version of the default operator set.
+    """
+    return (
+        Pass(_split_off_weights),
+        Pass(_inline_functions),
+        Pass(_normalize_opsets),
+        Pass(_isolate_custom_ops),
+        Pass(_simplify, ensures=_require_valid),
+        Pass(lambda draft: _upgrade(draft, min_opset), requires=_require_known_opset),
+        Pass(lambda draft: unmask(draft.proto), ensures=_require_valid_custom_ops),
+        Pass(_infer_types),
+        Pass(_remove_shape_ops_and_noops),
+        Pass(lambda draft: attach(draft.proto.graph, draft.weights)),
+        Pass(lambda draft: fold_batch_norms(draft.proto.graph)),
+    )
+
+
+def _split_off_weights(draft: ModelDraft) -> None:
+    lower_constants(draft.proto.graph)
+    draft.weights = detach(draft.proto.graph)
+
+
+def _inline_functions(draft: ModelDraft) -> None:
+    if draft.proto.functions:
+        draft.proto = ir.to_proto(InlinePass()(ir.from_proto(draft.proto)).model)
+
+
+def _normalize_opsets(draft: ModelDraft) -> None:
+    """Use one name of the default domain, and a format version that runtimes can read."""
+    proto = draft.proto
+    opsets: dict[str, int] = {}
+    for opset in proto.opset_import:
+        domain = "" if opset.domain == "ai.onnx" else opset.domain
+        opsets[domain] = max(opset.version, opsets.get(domain, 0))
+    replace_field(proto.opset_import, [helper.make_opsetid(domain, version) for domain, version in opsets.items()])
+    for graph in graphs(proto.graph):
+        for node in graph.node:
+            if node.domain == "ai.onnx":
+                node.domain = ""
+    _set_ir_version(proto)
+
+
+def _set_ir_version(proto: onnx.ModelProto) -> None:
+    needed = helper.find_min_ir_version_for(proto.opset_import, ignore_unknown=True)
+    proto.ir_version = min(MAX_IR_VERSION, max(proto.ir_version, needed, MIN_IR_VERSION))
+
+
+def _isolate_custom_ops(draft: ModelDraft) -> None:
+    draft.custom_ops = tuple(mask_unknown(draft.proto))
+    if draft.custom_ops:
+        names = ", ".join(draft.custom_ops)
+        logger.warning("%s: operators that ONNX does not define stay float: %s", draft.source, names)
+    nested = sorted({node.op_type for node in draft.proto.graph.node if any(subgraphs(node))})
+    if nested:
+        logger.warning("%s: subgraphs of %s stay float", draft.source, ", ".join(nested))
+
+
+def _simplify(draft: ModelDraft) -> None:
+    """Sort nodes, fold constants and remove unused nodes and weights."""
+    graph = draft.proto.graph
+    lower_constants(graph)
+    name_nodes(graph)
+    draft.weights.update(detach(graph))
+    tidy(graph, draft.opsets, draft.weights, draft.source)
+    draft.weights.update(detach(graph))
+
+
+def _infer_types(draft: ModelDraft) -> None:
+    draft.proto = infer(draft.proto, draft.source)
+
+
+def _remove_shape_ops_and_noops(draft: ModelDraft) -> None:
+    while shapes_to_constants(draft.proto.graph) | drop_noops(draft.proto.graph):
+        _simplify(draft)
+        _infer_types(draft)
+
+
+def _require_valid(draft: ModelDraft) -> None:
+    try:
+        check_valid(draft.proto)
+    except checker.ValidationError as error:
+        raise _invalid(draft, error) from error
+
+
+def _invalid(draft: ModelDraft, error: checker.ValidationError) -> UserError:
+    text = " ".join(str(error).split())
+    return UserError(f"{draft.source}: no valid ONNX model: {text}; export the model again")
+
+
+def _require_valid_custom_ops(draft: ModelDraft) -> None:
+    """Check operators that only the newer opset defines: shape inference (onnx 1.21) trusts them."""
+    context = checker.DEFAULT_CONTEXT.__class__()
+    context.ir_version, context.opset_imports = draft.proto.ir_version, draft.opsets
+    for graph in graphs(draft.proto.graph):
+        for node in graph.node:
+            if f"{node.domain or 'ai.onnx'}.{node.op_type}" in draft.custom_ops and is_known(node, draft.opsets):
+                try:
+                    checker.check_node(node, context)
+                except checker.ValidationError as error:
+                    raise _invalid(draft, error) from error
+
+
+def _require_known_opset(draft: ModelDraft) -> None:
+    version, newest = draft.opsets.get("", 0), onnx.defs.onnx_opset_version()
+    if version > newest:
+        raise UserError(
+            f"{draft.source}: opset {version} is newer than the installed onnx {onnx.__version__} knows ({newest}); "
+            f"export the model with opset {newest} or earlier, or install a newer onnx"
+        )
+
+
+def _upgrade(draft: ModelDraft, min_opset: int) -> None:
+    """Upgrade the default operator set to the required version."""
+    if _has_float16(draft):
+        min_opset = max(min_opset, FLOAT16_QUANTIZE_OPSET)
+    version = draft.opsets.get("")
+    if version is None:
+        draft.proto.opset_import.append(helper.make_opsetid("", min_opset))
+        _set_ir_version(draft.proto)
+    if version is None or version >= min_opset:
+        return
+    _infer_types(draft)  # the converter adds fewer nodes if it knows the shapes
+    while version < EXPLICIT_RESIZE and shapes_to_constants(draft.proto.graph):  # old Resizes need constant scales
+        _simplify(draft)
+        _infer_types(draft)
+    draft.types_before_upgrade = types_of(draft.proto.graph)
+    draft.proto = upgraded(draft.proto, version, min_opset, draft.source)
+    _set_ir_version(draft.proto)
+    _simplify(draft)
+    _require_valid(draft)
+
+
+def _has_float16(draft: ModelDraft) -> bool:
+    tensors = (*draft.proto.graph.initializer, *draft.weights.values())
+    inputs = (value.type.tensor_type.elem_type for value in draft.proto.graph.input)
+    return onnx.TensorProto.FLOAT16 in {*(tensor.data_type for tensor in tensors), *inputs}

@@ -1,0 +1,199 @@
+"""The file of a pattern cache: YAML that people can read, and that is checked before any of it is believed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from harness.errors import UserError, got
+from harness.graph.pattern_cache import (
+    MAXIMUM_SCHEMES,
+    MINIMUM_DISTANCE,
+    CachedPattern,
+    CachedPoint,
+    CachedScheme,
+    Origin,
+    PatternCache,
+    merged,
+    parse_point,
+)
+from harness.config.validation_errors import refusal
+
+__all__ = ["read_cache", "read_plain_yaml", "write_cache", "write_plain_yaml"]
+
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_SafeDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+_KIND = "qdq pattern cache"
+_MAX_BYTES = 16 << 20
+_MAX_DEPTH = 16
+
+
+def read_cache(path: Path) -> PatternCache:
+    """Read a cache file.
+
+    Raises:
+        UserError: It cannot be read, is too large, or is no pattern cache of ours; the text says where.
+    """
+    body = read_plain_yaml(path, _MAX_BYTES)
+    if "pattern_schemes" in body:
+        raise UserError(
+            f"{path}: a pattern cache of ModelOpt; its signatures name other patterns than ours, so nothing in it "
+            "would match. Give the Q/DQ model that it led to as --qdq_baseline instead"
+        )
+    try:
+        return _File.model_validate(body).cache()
+    except ValidationError as error:
+        raise refusal(_File, f"{path}: no pattern cache of ours", error) from error
+
+
+def write_cache(cache: PatternCache, path: Path) -> None:
+    """Write a cache file in one step.
+
+    Raises:
+        OSError: It cannot be written; the old one stands.
+    """
+    limits = {"minimum_distance": cache.minimum_distance, "maximum_schemes": cache.maximum_schemes}
+    patterns = [
+        {"signature": p.signature, "size": p.size, "schemes": [_plain(scheme) for scheme in p.schemes]}
+        for p in cache.patterns.values()
+    ]
+    write_plain_yaml({"kind": _KIND, "schema": 1, **limits, "patterns": patterns}, path)
+
+
+def read_plain_yaml(path: Path, max_bytes: int) -> dict[str, Any]:
+    """A YAML mapping of plain values, read without trust: no aliases, no deep nesting, a limit on its size.
+
+    Raises:
+        UserError: With file and place.
+    """
+    try:
+        size = path.stat().st_size
+        if size > max_bytes:
+            raise UserError(f"{path}: {size} bytes, but at most {max_bytes} are read; this is no file of ours")
+        text = path.read_bytes().decode("utf-8")
+        _refuse_tricks(yaml.parse(text, Loader=_Loader), path)
+        body = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())[:300]}") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(body, dict):
+        raise UserError(
+            f"{path}: a mapping of keys, but {got(body)}: this is no file of ours: name another, or move it away"
+        )
+    return body
+
+
+def write_plain_yaml(body: Mapping[str, Any], path: Path) -> None:
+    """Replace a YAML file in one step; lists of plain values stand on one line each.
+
+    Raises:
+        OSError: It cannot be written; the old one stands.
+    """
+    text = yaml.dump(dict(body), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=4096)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class _Dumper(_SafeDumper):  # type: ignore[misc]
+    """Writes equal values out each time: the reader refuses aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _refuse_tricks(events: Iterable[Any], path: Path) -> None:
+    """Aliases (an alias bomb needs nothing else) and nesting without end, seen before anything is built of them."""
+    depth = 0
+    for event in events:
+        line = event.start_mark.line + 1
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent):
+            raise UserError(f"{path}, line {line}: aliases (*name) are not allowed here")
+        if depth > _MAX_DEPTH:
+            raise UserError(f"{path}, line {line}: nested more than {_MAX_DEPTH} levels deep")
+
+
+def _plain(scheme: CachedScheme) -> dict[str, Any]:
+    return {
+        "latency_ms": scheme.latency_ms,
+        "baseline_ms": scheme.baseline_ms,
+        "backend": scheme.origin.backend,
+        "precision": scheme.origin.precision,
+        "device": scheme.origin.device,
+        "points": [str(point) for point in sorted(scheme.points)],
+    }
+
+
+def _as_point(value: Any) -> CachedPoint:
+    if not isinstance(value, str):
+        raise ValueError(f"a point is a text such as node_input/4.0/int8, but got {value!r}")
+    return parse_point(value)
+
+
+class _Checked(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
+
+
+_Word = Annotated[str, Field(max_length=200)]
+_Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
+_Point = Annotated[CachedPoint, BeforeValidator(_as_point)]
+
+
+class _Scheme(_Checked):
+    latency_ms: _Milliseconds = None
+    baseline_ms: _Milliseconds = None
+    backend: _Word
+    precision: _Word
+    device: _Word = ""
+    points: Annotated[list[_Point], Field(max_length=10_000)]
+
+    def scheme(self) -> CachedScheme:
+        return CachedScheme(
+            points=frozenset(self.points),
+            origin=Origin(backend=self.backend, precision=self.precision, device=self.device),
+            latency_ms=self.latency_ms,
+            baseline_ms=self.baseline_ms,
+        )
+
+
+class _Pattern(_Checked):
+    signature: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    size: Annotated[int, Field(ge=0)]
+    schemes: Annotated[list[_Scheme], Field(max_length=1000)]
+
+
+class _File(_Checked):
+    kind: Literal["qdq pattern cache"]
+    schema_: Annotated[Literal[1], Field(alias="schema")]
+    minimum_distance: Annotated[int, Field(ge=0, le=1000)] = MINIMUM_DISTANCE
+    maximum_schemes: Annotated[int, Field(ge=0, le=1000)] = MAXIMUM_SCHEMES
+    patterns: Annotated[list[_Pattern], Field(max_length=100_000)]
+
+    @model_validator(mode="after")
+    def _distinct(self) -> _File:
+        seen: set[str] = set()
+        for pattern in self.patterns:
+            if pattern.signature in seen:
+                raise ValueError(f"pattern {pattern.signature[:12]} appears twice")
+            seen.add(pattern.signature)
+        return self
+
+    def cache(self) -> PatternCache:
+        """The cache; what a hand has added beyond its limits is dropped."""
+        found = {
+            p.signature: CachedPattern(signature=p.signature, size=p.size, schemes=tuple(s.scheme() for s in p.schemes))
+            for p in self.patterns
+        }
+        limits = PatternCache(minimum_distance=self.minimum_distance, maximum_schemes=self.maximum_schemes)
+        return merged(limits, PatternCache(patterns=found))

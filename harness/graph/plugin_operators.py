@@ -1,0 +1,230 @@
+"""Plug-in operators, which ONNX does not define: found, and taken out of a model for tools that do not know them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from pathlib import Path
+from typing import Any, TypeVar
+
+import onnx
+from google.protobuf.message import Message
+
+from harness.errors import BuildFailed
+from harness.graph.passes.normalize import is_known
+from harness.graph.passes.static_shapes import infer
+from harness.graph.io.writer import write
+from harness.graph.load import from_proto
+from harness.graph.model import captures, subgraphs
+
+__all__ = ["Behind", "cut_plugins", "plugin_nodes", "take_behind", "with_plugins", "without_plugins"]
+
+AnyMessage = TypeVar("AnyMessage", bound=Message)
+
+
+def plugin_nodes(proto: onnx.ModelProto, known: Collection[tuple[str, str]] = frozenset()) -> dict[int, onnx.NodeProto]:
+    """Return the nodes of the main graph that are plug-ins, or have one in a subgraph, by index.
+
+    Args:
+        known: Domain and name of operators that count as known though ONNX does not define them.
+    """
+    opsets = {opset.domain: opset.version for opset in proto.opset_import}
+
+    def unknown(node: onnx.NodeProto) -> bool:
+        if not is_known(node, opsets) and (node.domain, node.op_type) not in known:
+            return True
+        return any(unknown(inner) for graph in subgraphs(node) for inner in graph.node)
+
+    return {index: node for index, node in enumerate(proto.graph.node) if unknown(node)}
+
+
+def cut_plugins(file: Path, tensors: Collection[str], known: Collection[tuple[str, str]]) -> tuple[set[str], str]:
+    """Cut a model file down to the nodes that no plug-in comes before, in place.
+
+    Args:
+        file: A model whose nodes are in topological order; its external data stay as they are.
+        tensors: Those that are of interest.
+        known: See `plugin_nodes`.
+
+    Returns:
+        The tensors of interest that the file lacks now, and the operators of the plug-ins.
+    """
+    proto = onnx.load(file, load_external_data=False)
+    graph, plugins = proto.graph, plugin_nodes(proto, known)
+    behind = _dependents(proto, plugins)
+    lost = {name for node in behind.values() for name in node.output if name}
+    if plugins:
+        kept = [node for index, node in enumerate(graph.node) if index not in behind]
+        domains = {"", *(node.domain for node in kept)}
+        _replace(proto.opset_import, [opset for opset in proto.opset_import if opset.domain in domains])
+        _replace(graph.node, kept)
+        _replace(graph.output, [value for value in graph.output if value.name not in lost])
+        _replace(graph.value_info, [value for value in graph.value_info if value.name not in lost])
+        file.write_bytes(proto.SerializeToString())
+    return lost.intersection(tensors), _operators(plugins)
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """The plug-ins of a model and all that depends on them, taken out of its file.
+
+    Attributes:
+        proto: The whole model.
+        nodes: What was taken out, by index.
+        known: See `plugin_nodes`.
+        source: What messages call the model.
+    """
+
+    proto: onnx.ModelProto
+    nodes: Mapping[int, onnx.NodeProto]
+    known: Collection[tuple[str, str]]
+    source: str
+
+    @property
+    def operators(self) -> str:
+        """The operators of the plug-ins, for messages."""
+        return _operators(plugin_nodes(self.proto, self.known))
+
+    def put_back(self, file: Path) -> None:
+        """Add what was taken out to a changed form of the file, in the operator set of that.
+
+        Raises:
+            UserError: The nodes cannot be upgraded to that operator set.
+        """
+        cut, proto, nodes = onnx.load(file), self.proto, self.nodes
+        plugins = plugin_nodes(proto, self.known)
+        if _opset(cut) != _opset(proto) and len(nodes) > len(plugins):
+            proto = from_proto(proto, source=self.source, sha256="", min_opset=_opset(cut)).proto
+            nodes = _dependents(proto, plugin_nodes(proto, self.known))
+        write(with_plugins(cut, proto, nodes), file)
+
+
+def take_behind(file: Path, known: Collection[tuple[str, str]], source: str) -> Behind | None:
+    """Take the plug-ins of a model and all that depends on them out of its file; None where it has no plug-ins.
+
+    Args:
+        file: A model whose nodes are in topological order.
+        known: See `plugin_nodes`.
+        source: What messages call the model.
+
+    Raises:
+        BuildFailed: Nothing is left, or type or shape of a tensor is not known.
+    """
+    proto = onnx.load(file)
+    plugins = plugin_nodes(proto, known)
+    if not plugins:
+        return None
+    behind = Behind(proto, _dependents(proto, plugins), known, source)
+    if len(behind.nodes) == len(proto.graph.node):
+        raise BuildFailed(f"{source}: every node lies behind plug-in operator {behind.operators}")
+    write(without_plugins(proto, behind.nodes, source), file)
+    return behind
+
+
+def without_plugins(proto: onnx.ModelProto, plugins: Mapping[int, onnx.NodeProto], source: str) -> onnx.ModelProto:
+    """Return a copy of a model without these nodes; the tensors that they read become outputs, those they make inputs.
+
+    Args:
+        source: What messages call the model.
+
+    Raises:
+        BuildFailed: Type or shape of such a tensor is not known.
+    """
+    cut = infer(proto, source)
+    graph = cut.graph
+    kept = [node for index, node in enumerate(graph.node) if index not in plugins]
+    made = {name for node in plugins.values() for name in node.output if name}
+    read = {name for node in plugins.values() for name in _reads(node)}
+    types = {value.name: value for value in (*graph.value_info, *graph.input, *graph.output)}
+    inputs = sorted(made.intersection(name for node in kept for name in _reads(node)))
+    outputs = [value.name for value in graph.output if value.name not in made]
+    outputs += sorted(read.intersection(name for node in kept for name in node.output).difference(outputs))
+    for name in (*inputs, *outputs):
+        if name not in types or not types[name].type.tensor_type.elem_type:
+            raise BuildFailed(
+                f"{source}: type and shape of tensor {name!r} are not known, but needed where plug-in operators stay; "
+                "export the model with those of all tensors (value_info)"
+            )
+    moved = {*inputs, *outputs}
+    _replace(graph.node, kept)
+    _replace(graph.input, [*graph.input, *(types[name] for name in inputs)])
+    _replace(graph.output, [types[name] for name in outputs])
+    _replace(graph.value_info, [value for value in graph.value_info if value.name not in moved])
+    domains = {"", *(node.domain for node in kept)}
+    _replace(cut.opset_import, [opset for opset in cut.opset_import if opset.domain in domains])
+    return cut
+
+
+def with_plugins(
+    cut: onnx.ModelProto, proto: onnx.ModelProto, plugins: Mapping[int, onnx.NodeProto]
+) -> onnx.ModelProto:
+    """Return a model with the plug-ins put back; what they read and make has the types of the original.
+
+    Args:
+        cut: What `without_plugins` gave, with its operators in other types.
+        proto: The original model.
+        plugins: Its plug-in nodes.
+    """
+    whole = _copy(cut)
+    graph = whole.graph
+    originals = {tensor.name: tensor for tensor in proto.graph.initializer}
+    types = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    constants, nodes = {}, [_copy(node) for node in plugins.values()]
+    for node in nodes:
+        for slot, name in enumerate(node.input):
+            if name in originals and types.get(name) != originals[name].data_type:
+                node.input[slot] = name if name not in types else f"{name}.plugin"
+                constants[node.input[slot]] = tensor = _copy(originals[name])
+                tensor.name = node.input[slot]
+    made, final = {n for node in nodes for n in node.output}, {value.name for value in proto.graph.output}
+    inner = [value for value in graph.input if value.name in made]
+    inner += [value for value in graph.output if value.name not in final]
+    graph.value_info.extend(inner)
+    graph.initializer.extend(constants.values())
+    _replace(graph.input, [value for value in graph.input if value.name not in made])
+    _replace(graph.output, list(proto.graph.output))
+    _replace(graph.node, _sorted([*graph.node, *nodes]))
+    domains = {opset.domain for opset in whole.opset_import}
+    whole.opset_import.extend(opset for opset in proto.opset_import if opset.domain not in domains)
+    return whole
+
+
+def _sorted(nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
+    maker = {name: index for index, node in enumerate(nodes) for name in node.output if name}
+    needed = {index: sorted(maker[n] for n in _reads(node) if n in maker) for index, node in enumerate(nodes)}
+    return [nodes[index] for index in TopologicalSorter(needed).static_order()]
+
+
+def _dependents(proto: onnx.ModelProto, nodes: Collection[int]) -> dict[int, onnx.NodeProto]:
+    """Return these nodes and all that depend on them, by index."""
+    found, made = dict[int, onnx.NodeProto](), set[str]()
+    for index, node in enumerate(proto.graph.node):
+        if index in nodes or not made.isdisjoint(_reads(node)):
+            found[index] = node
+            made.update(filter(None, node.output))
+    return found
+
+
+def _opset(proto: onnx.ModelProto) -> int:
+    return max((opset.version for opset in proto.opset_import if opset.domain in ("", "ai.onnx")), default=0)
+
+
+def _operators(nodes: Mapping[int, onnx.NodeProto]) -> str:
+    return ", ".join(sorted({f"{node.domain}.{node.op_type}".lstrip(".") for node in nodes.values()}))
+
+
+def _reads(node: onnx.NodeProto) -> set[str]:
+    return {name for name in (*node.input, *captures(node)) if name}
+
+
+def _copy(message: AnyMessage) -> AnyMessage:
+    copy: AnyMessage = type(message)()
+    copy.CopyFrom(message)
+    return copy
+
+
+def _replace(field: Any, values: list[Any]) -> None:
+    """Set the contents of a repeated field; `values` may be some of the old ones."""
+    del field[:]
+    field.extend(values)

@@ -1,0 +1,1 @@
+"""Q/DQ pairs: the space of placements, insertion, and reading pairs back."""

@@ -1,0 +1,187 @@
+"""A placement's Q/DQ pairs inserted into a model, as a proto or straight to a file.
+
+Activations get one pair per tensor and precision, right behind the tensor's producer and shared by every selected
+consumer; constants get their quantized form behind a DequantizeLinear; float consumers keep the float tensor. The
+graph is never sorted or imported again: see `harness.graph.quantize.node_variants`, and `wire` beside it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx import checker
+
+from harness.errors import UserError
+from harness.graph.passes.normalize import check_valid
+from harness.graph.io.writer import write as write_model
+from harness.graph.rules.dialects import Dialect
+from harness.graph.qdq.read_edges import diff
+from harness.graph.quantize import protobuf_wire
+from harness.graph.quantize.constants import Constants, Stored
+from harness.graph.quantize.node_variants import Encoder, Forms, Mark, NodeForm, PairForm
+from harness.graph.quantize.edge_requests import OUTSIDE, Asked, Requests
+from harness.graph.quantize.scales import Scales
+from harness.graph.quantize.shared_scales import Ties
+from harness.graph.quantize.protobuf_wire import TAG
+from harness.graph.model import Model
+from search.space import Resolved, digest_of
+
+__all__ = ["Inserter"]
+
+
+class _Draft:
+    """What a placement gives.
+
+    Args:
+        nodes: The nodes of the model.
+        behind: The pairs behind each of them, and last those behind the model's inputs.
+    """
+
+    def __init__(self, nodes: list[NodeForm], behind: list[PairForm]) -> None:
+        self.nodes = nodes
+        self.behind = behind
+        self.stored: dict[str, Stored] = {}
+        for form in nodes:
+            if form.stored:
+                self.stored.update(form.stored)
+
+    @property
+    def pairs(self) -> int:
+        """Return the number of pairs; see `Inserter.pairs`."""
+        constants = {constant for form in self.nodes for constant in form.quantized}
+        return sum(form.pairs for form in self.behind) + len(constants)
+
+
+class Inserter:
+    """Turns placements into ONNX models of one dialect. Not for use by several threads at once.
+
+    Args:
+        model: The float model.
+        dialect: How the runtime wants its Q/DQ.
+        ranges: Smallest and largest value of each activation that may be quantized.
+
+    Raises:
+        UserError: The model has tensors named like those that are inserted.
+    """
+
+    def __init__(self, model: Model, dialect: Dialect, ranges: Mapping[str, tuple[float, float]]) -> None:
+        marked = [name for node in model.nodes for name in node.outputs if TAG in name]
+        if marked:
+            raise UserError(f"{model.source}: tensor {marked[0]!r} says that Q/DQ pairs are inserted already")
+        self._model = model
+        self._dialect = dialect
+        self._scales = Scales(model, dialect, ranges)
+        self._constants = Constants(model, dialect)
+        encoder = Encoder(model, dialect, self._scales, self._constants)
+        outside = Forms(partial(encoder.precisions, kind="quantized"))
+        self._readers: list[Forms[Any]] = [*(Forms(partial(encoder.node, n.index)) for n in model.nodes), outside]
+        self._makers = [Forms(encoder.behind) for _ in self._readers]
+        self._requests = Requests(model, dialect, self._readers, self._makers)
+        self._ties = Ties(model, dialect, self._scales.links, self._readers, self._makers)
+        self._uses = Counter(name for node in model.nodes for name in (*node.inputs, *node.captures))
+        self._uses.update(model.outputs)
+        self._frame, self._header = protobuf_wire.frame(model.proto), protobuf_wire.header(model.proto.graph)
+
+    def insert(self, resolved: Resolved) -> onnx.ModelProto:
+        """The model with exactly these Q/DQ pairs, all weights inside.
+
+        Raises:
+            UserError: An edge is not one of this model's or cannot be quantized, or a range is missing.
+        """
+        draft = self._draft(resolved)
+        proto = onnx.ModelProto.FromString(protobuf_wire.model(self._frame, self._graph(draft)))
+        dropped = self._dropped(draft)
+        constants = [tensor for name, tensor in self._model.constants.items() if name not in dropped]
+        constants += [tensor for stored in draft.stored.values() for tensor in stored.tensors]
+        self._check_graph(proto, constants)
+        proto.graph.initializer.extend(constants)
+        missing, extra = diff(resolved, proto)
+        if missing or extra:
+            raise AssertionError(f"{self._model.source}: insertion lost {missing[:3]} and added {extra[:3]}")
+        return proto
+
+    def write(self, resolved: Resolved, folder: Path, *, name: str | None = None) -> Path:
+        """Write a candidate for building, and its weights in files that all candidates in the folder share.
+
+        Args:
+            resolved: The quantized edges.
+            folder: Made where missing.
+            name: Of the file, without suffix; by default the placement's digest.
+
+        Raises:
+            UserError: As `insert`.
+        """
+        draft = self._draft(resolved)
+        dropped = self._dropped(draft)
+        records = [record for name, record in self._constants.floats.items() if name not in dropped]
+        records += [self._constants.encoded(stored) for stored in draft.stored.values()]
+        folder.mkdir(parents=True, exist_ok=True)
+        self._constants.write_files(draft.stored.values(), folder)
+        path = folder / f"{name or digest_of(resolved)}.onnx"
+        path.write_bytes(protobuf_wire.model(self._frame, [*self._graph(draft), *records]))
+        return path
+
+    def export(self, resolved: Resolved, path: Path) -> Path:
+        """Write the model to one file; above 1.9 GB, to it and the file `<name>.data` beside it.
+
+        Raises:
+            UserError: As `insert`.
+        """
+        return write_model(self.insert(resolved), path)
+
+    def pairs(self, resolved: Resolved) -> int:
+        """Return the number of Q/DQ pairs of a placement; `harness.graph.qdq.read_edges.pairs_in` counts the same in its file.
+
+        A pair on an activation counts once, however many consumers share it. A constant counts once for each precision,
+        even where consumers read it with different scales. A bias in INT32 belongs to its operator and does not count.
+        """
+        return self._draft(resolved).pairs
+
+    def _check_graph(self, proto: onnx.ModelProto, constants: Iterable[onnx.TensorProto]) -> None:
+        """What is promised of any result: the model's own inputs and outputs, and valid ONNX."""
+        inputs, outputs = ([value.name for value in values] for values in (proto.graph.input, proto.graph.output))
+        if inputs != [value.name for value in self._model.proto.graph.input] or tuple(outputs) != self._model.outputs:
+            raise AssertionError(f"{self._model.source}: insertion changed inputs or outputs: {inputs}, {outputs}")
+        try:
+            check_valid(proto, constants)
+        except checker.ValidationError as error:
+            raise AssertionError(f"{self._model.source}: insertion gave no valid ONNX: {error}") from error
+
+    def _draft(self, resolved: Resolved) -> _Draft:
+        asked = self._requests.sort(resolved)
+        for tensor, precision in self._finals(asked):
+            for index, slot in self._model.consumers.get(tensor, ()):
+                asked.read[index] |= self._readers[index].bit(Mark("final", slot, precision))
+            maker = self._model.producer[tensor]
+            asked.made[maker] |= self._makers[maker].bit(Mark("final", tensor, precision))
+            asked.read[maker] |= self._readers[maker].bit(Mark("renamed", tensor))
+        self._ties.mark(asked)
+        nodes = [forms[state] for forms, state in zip(self._readers[:OUTSIDE], asked.read, strict=False)]
+        behind = [forms[state] for forms, state in zip(self._makers, asked.made, strict=True)]
+        return _Draft(nodes, behind)
+
+    def _finals(self, asked: Asked) -> list[tuple[str, str]]:
+        """The tensors that leave the model quantized, with their precision."""
+        slots = self._readers[OUTSIDE][asked.read[OUTSIDE]]
+        return [(self._model.outputs[int(slot)], precision) for slot, precision in sorted(slots.items())]
+
+    def _dropped(self, draft: _Draft) -> frozenset[str]:
+        """Constants of the float model that nothing reads any more."""
+        replaced = Counter(name for form in draft.nodes if form.replaced for name in form.replaced)
+        return frozenset(name for name, count in replaced.items() if count >= self._uses[name])
+
+    def _graph(self, draft: _Draft) -> list[bytes]:
+        """The pieces of the graph, but for its constants."""
+        ahead = [self._header, draft.behind[OUTSIDE].nodes, *(stored.node for stored in draft.stored.values())]
+        pairs = zip(draft.nodes, draft.behind[:OUTSIDE], strict=True)
+        nodes = [piece for form, after in pairs for piece in (form.node, after.nodes)]
+        grid: dict[str, bytes] = {}
+        for form in draft.behind:
+            if form.pairs:
+                grid.update(form.grid)
+        return [*ahead, *nodes, *grid.values()]

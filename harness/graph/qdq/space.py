@@ -1,0 +1,222 @@
+"""The space of placements of a model: the insertion points of its patterns, resolved to edges.
+
+Three kinds of points, in pattern coordinates: the input of a node (a LEAF's nodes), the input of a child region (a
+COMPOSITE's children), and an output (a LEAF's outputs, into all their consumers). No two dimensions act on the same
+edges: what a child input or an output says must not repeat what is said already.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from harness.graph.rules.dialects import Dialect
+from harness.graph.qdq.import_placement import refuse_quantized
+from harness.graph.model import Model
+from harness.graph.rules.operator_sets import FLOATS
+from harness.graph.partition.patterns import Pattern, find_patterns
+from harness.graph.rules.points import Point, left_float, points_of
+from harness.graph.partition.regions import Region, RegionType, discover
+from harness.graph.rules.precision_sensitive import unheld
+from search.space import FLOAT, Dimension, Edge, PointKind, Space
+
+__all__ = ["Sharing", "build_space"]
+
+logger = logging.getLogger(__name__)
+
+Sharing = Literal["pattern", "region"]
+_KINDS: tuple[PointKind, ...] = ("node_input", "child_input", "output")
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A dimension in the making.
+
+    Attributes:
+        group: Pattern, or region of a pattern, that it belongs to.
+        place: Its place in the pattern: node, child or output first, then the input.
+        start: Index of the first node of its first region: dimensions stand in graph order.
+        points: What it acts on, region by region.
+        ends: Model outputs that it acts on.
+    """
+
+    group: str
+    kind: PointKind
+    place: tuple[int, int]
+    start: int
+    points: list[Point] = field(default_factory=list)
+    ends: list[Edge] = field(default_factory=list)
+
+
+def build_space(
+    model: Model,
+    dialect: Dialect,
+    *,
+    precisions: Sequence[str] = ("int8",),
+    sharing: Sharing = "pattern",
+    root: Region | None = None,
+    kinds: Iterable[PointKind] | None = None,
+) -> Space:
+    """All placements of a model in a dialect.
+
+    Args:
+        model: The model.
+        dialect: What is legal.
+        precisions: What to offer beside float; a point offers those that are legal for it.
+        sharing: "pattern": regions of one pattern share a scheme. "region": each region has its own.
+        root: Regions; by default those that `discover` finds.
+        kinds: Kinds of points; by default node inputs, and outputs where the dialect quantizes them.
+
+    Raises:
+        ValueError: An unknown sharing or kind.
+        UserError: The model is quantized already.
+    """
+    refuse_quantized(model)
+    wanted = _wanted(kinds, dialect)
+    if sharing not in ("pattern", "region"):
+        raise ValueError(f"sharing: 'pattern' or 'region', but got {sharing!r}")
+    _say_left_float(model, dialect)
+    precisions = [precision for precision in precisions if precision in dialect.precisions]
+    patterns = find_patterns(model, discover(model) if root is None else root)
+    drafter = _Drafter(model, dialect, points_of(model, dialect, precisions), sharing)
+    drafts: list[_Draft] = []
+    for kind in _KINDS:
+        if kind in wanted:
+            drafts += drafter.draft(kind, patterns)
+    found = _distinct(drafts, precisions, sum(point.macs for points in drafter.points for point in points))
+    found.sort(key=lambda pair: (pair[0].start, _KINDS.index(pair[0].kind), pair[0].place))
+    return Space(tuple(dimension for _, dimension in found))
+
+
+def _say_left_float(model: Model, dialect: Dialect) -> None:
+    read = {name for node in model.nodes if node.op in dialect.linear_ops for name in node.inputs}
+    if damaged := sorted(read & model.fact(unheld)):
+        logger.warning(
+            "%s: weights or biases with NaN, infinite or huge values stay float: %s", model.source, ", ".join(damaged)
+        )
+    if without := left_float(model, dialect):
+        logger.warning(
+            "%s: dialect %s has no point at %s: they stay float", model.source, dialect.name, ", ".join(without)
+        )
+    if not dialect.float16 and any(kind.dtype == "float16" for kind in model.types.values()):
+        logger.warning(
+            "%s: its tensors in float16 stay as they are in dialect %s; to quantize them, export the model in float32",
+            model.source, dialect.name,
+        )  # fmt: skip
+
+
+def _wanted(kinds: Iterable[PointKind] | None, dialect: Dialect) -> frozenset[PointKind]:
+    usual: Iterable[PointKind] = ("node_input", "output") if dialect.quantize_outputs else ("node_input",)
+    wanted = frozenset(usual if kinds is None else kinds)
+    if not wanted <= set(_KINDS):
+        raise ValueError(f"kinds: among {', '.join(_KINDS)}, but got {', '.join(sorted(wanted - set(_KINDS)))}")
+    return wanted
+
+
+class _Drafter:
+    def __init__(self, model: Model, dialect: Dialect, points: Sequence[tuple[Point, ...]], sharing: Sharing) -> None:
+        self.points = points
+        self._model = model
+        self._sharing = sharing
+        # A subgraph would read the quantized value, where the model asks for the output alone.
+        ends = frozenset(model.outputs) - model.captured
+        self._ends = ends if dialect.quantize_outputs else frozenset()
+        self._types = FLOATS if dialect.float16 else FLOATS - {"float16"}
+        self._by_edge = {(p.node, e.slot): p for found in points for p in found for e in p.edges}
+
+    def draft(self, kind: PointKind, patterns: Sequence[Pattern]) -> Iterator[_Draft]:
+        """The dimensions of one kind, pattern by pattern."""
+        short = _shortest({pattern.signature for pattern in patterns})
+        for pattern in patterns:
+            if pattern.type is (RegionType.COMPOSITE if kind == "child_input" else RegionType.LEAF):
+                yield from self._draft_pattern(kind, pattern, pattern.signature[:short])
+
+    def _draft_pattern(self, kind: PointKind, pattern: Pattern, name: str) -> Iterable[_Draft]:
+        drafts: dict[tuple[str, tuple[int, int]], _Draft] = {}
+        for number, region in enumerate(pattern.regions):
+            group = name if self._sharing == "pattern" else f"{name}.{number}"
+            start = pattern.regions[0 if self._sharing == "pattern" else number].members()[0]
+            for place, points, ends in self._of_region(kind, pattern, number, region):
+                if points or ends:
+                    draft = drafts.setdefault((group, place), _Draft(group, kind, place, start))
+                    draft.points += points
+                    draft.ends += ends
+        return drafts.values()
+
+    def _of_region(
+        self, kind: PointKind, pattern: Pattern, number: int, region: Region
+    ) -> Iterator[tuple[tuple[int, int], list[Point], list[Edge]]]:
+        """Place in the pattern, points and model outputs behind each point of a region."""
+        if kind == "node_input":
+            for place, index in enumerate(pattern.order[number]):
+                for point in self.points[index]:
+                    yield (place, point.slot), [point], []
+        elif kind == "child_input":
+            for place, (inside, inputs) in enumerate(self._children(pattern, number)):
+                for slot, tensor in enumerate(inputs):
+                    yield (place, slot), self._readers(tensor, inside), []
+        else:
+            leaving = frozenset(region.outputs)
+            for place, index in enumerate(pattern.order[number]):
+                for slot, tensor in enumerate(self._model.nodes[index].outputs):
+                    if tensor in leaving:
+                        yield (place, slot), self._readers(tensor), self._end(tensor)
+
+    def _children(self, pattern: Pattern, number: int) -> list[tuple[frozenset[int], Iterable[str]]]:
+        """Nodes and inputs of each child region; inputs in the canonical order of their readers, not in the file's."""
+        children = pattern.children[number]
+        owner = {node: place for place, child in enumerate(children) for node in child.members()}
+        inputs: list[dict[str, None]] = [{} for _ in children]
+        for index in pattern.order[number]:
+            wanted = children[owner[index]].inputs
+            inputs[owner[index]].update((name, None) for name in self._model.nodes[index].inputs if name in wanted)
+        return [(frozenset(child.members()), names) for child, names in zip(children, inputs, strict=True)]
+
+    def _readers(self, tensor: str, inside: frozenset[int] | None = None) -> list[Point]:
+        """The points that read a tensor; whatever is quantized together with it comes along."""
+        found: dict[tuple[int, int], Point] = {}
+        for index, slot in self._model.consumers.get(tensor, ()):
+            point = self._by_edge.get((index, slot))
+            if point is not None and (inside is None or index in inside):
+                found[point.node, point.slot] = point
+        return list(found.values())
+
+    def _end(self, tensor: str) -> list[Edge]:
+        known = self._model.types.get(tensor)
+        legal = tensor in self._ends and known is not None and known.dtype in self._types and known.shape
+        return [Edge(tensor, "", 0)] if legal else []
+
+
+def _distinct(drafts: Iterable[_Draft], precisions: Sequence[str], macs: int) -> list[tuple[_Draft, Dimension]]:
+    """The dimensions that act on edges no earlier one acts on in just this combination.
+
+    Which of several patterns keeps such edges is decided by its name, for the order of patterns is the file's.
+    """
+    found: list[tuple[_Draft, Dimension]] = []
+    known: set[frozenset[Edge]] = set()
+    for draft in sorted(drafts, key=lambda draft: (_KINDS.index(draft.kind), draft.group, draft.place)):
+        legal = tuple(p for p in precisions if all(p in point.precisions for point in draft.points))
+        edges = sorted({edge for point in draft.points for edge in point.edges} | set(draft.ends))
+        if not legal or frozenset(edges) in known:
+            continue
+        known.add(frozenset(edges))
+        roles = {point.role for point in draft.points}
+        dimension = Dimension(
+            name=f"{draft.group}/{draft.kind}/{draft.place[0]}.{draft.place[1]}",
+            group=draft.group,
+            kind=draft.kind,
+            choices=(FLOAT, *legal),
+            edges=tuple(edges),
+            role=roles.pop() if len(roles) == 1 else "other",
+            cost=sum(point.macs for point in draft.points) / macs if macs else 0.0,
+        )
+        found.append((draft, dimension))
+    return found
+
+
+def _shortest(signatures: set[str]) -> int:
+    """How many digits tell signatures apart, at least 8."""
+    return next(n for n in itertools.count(8) if len({s[:n] for s in signatures}) == len(signatures))

@@ -1,0 +1,187 @@
+"""Every form that a node, and what stands behind it, can take: made and encoded once, then found by a number.
+
+A placement concerns a node by very few choices: which of its inputs are quantized and how. They are the bits of a
+number, so a candidate is put together by one look-up for each node, however many edges it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeVar
+
+from harness.errors import UserError
+from harness.graph.rules.dialects import Dialect
+from harness.graph.quantize import protobuf_wire
+from harness.graph.quantize.constants import Constants, Stored
+from harness.graph.quantize.scale_links import Tie
+from harness.graph.quantize.scales import Scales
+from harness.graph.quantize.protobuf_wire import UNROUNDED
+from harness.graph.model import Model, Node
+
+__all__ = ["Encoder", "Forms", "Mark", "NodeForm", "PairForm"]
+
+Form = TypeVar("Form")
+
+
+class Mark(NamedTuple):
+    """One thing that a placement says of a place.
+
+    Attributes:
+        kind: "quantized"; "tied": the scale is made from other tensors; "final": the tensor leaves the model quantized,
+            and its pair takes over its name; "renamed": the node gave that name away.
+        place: Input of a node; tensor where somebody makes it.
+        precision: Of what is quantized, tied or final.
+        tie: What a tied scale is made from.
+    """
+
+    kind: Literal["quantized", "tied", "final", "renamed"]
+    place: int | str
+    precision: str = ""
+    tie: Tie | None = None
+
+
+class Forms(dict[int, Form]):
+    """The forms of one place by the marks on it, which are the bits of the key; each form is made when first read.
+
+    Args:
+        make: Gives the form for some marks.
+    """
+
+    __slots__ = ("_bits", "_make")
+
+    def __init__(self, make: Callable[[frozenset[Mark]], Form]) -> None:
+        super().__init__()
+        self._make = make
+        self._bits: dict[Mark, int] = {}
+
+    def bit(self, mark: Mark) -> int:
+        """The bit of a mark, the same whenever it is asked for."""
+        return self._bits.setdefault(mark, 1 << len(self._bits))
+
+    def __missing__(self, key: int) -> Form:
+        form = self[key] = self._make(frozenset(mark for mark, bit in self._bits.items() if key & bit))
+        return form
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeForm:
+    """A node with the quantized constants that it reads.
+
+    Attributes:
+        node: A record of the graph.
+        stored: The constants by their dequantized tensor.
+        replaced: Constants of the float model that it does not read any more.
+        quantized: Name and precision of each constant that the placement asks for; a bias stored with its weight is
+            not among them.
+    """
+
+    node: bytes
+    stored: Mapping[str, Stored] = field(default_factory=dict)
+    replaced: tuple[str, ...] = ()
+    quantized: frozenset[tuple[str, str]] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairForm:
+    """The Q/DQ pairs behind a node, or in front of the first one.
+
+    Attributes:
+        nodes: Records of the graph.
+        grid: Scales and zero points by name, likewise.
+        pairs: How many pairs these are.
+    """
+
+    nodes: bytes
+    grid: Mapping[str, bytes]
+    pairs: int
+
+
+class Encoder:
+    """Makes forms.
+
+    Args:
+        model: The float model.
+        dialect: How the runtime wants its Q/DQ.
+        scales: Of the activations.
+        constants: Quantized.
+    """
+
+    def __init__(self, model: Model, dialect: Dialect, scales: Scales, constants: Constants) -> None:
+        self._model = model
+        self._dialect = dialect
+        self._scales = scales
+        self._constants = constants
+        self._pieces = [protobuf_wire.NodePieces(proto) for proto in model.proto.graph.node]
+
+    def node(self, index: int, marks: frozenset[Mark]) -> NodeForm:
+        """A node of the model, its inputs led to what is asked for.
+
+        Raises:
+            UserError: Two precisions are asked for at one input, or see `Scales.of`.
+        """
+        node = self._model.nodes[index]
+        asked, final = self.precisions(marks, "quantized"), self.precisions(marks, "final")
+        ties = _ties(marks)
+        renamed = {mark.place for mark in marks if mark.kind == "renamed"}
+        inputs = {int(slot): node.inputs[int(slot)] + UNROUNDED for slot in final}
+        constants: dict[int, Stored] = {}
+        for slot in sorted(map(int, asked)):
+            tensor, precision = node.inputs[slot], asked[slot]
+            if tensor in self._model.constants:
+                constants |= self._constant(node, slot, asked, ties)
+            else:
+                pair = self._scales.pair(tensor, precision, ties.get((slot, precision)), final=final.get(slot))
+                inputs[slot] = pair.output
+        inputs |= {slot: stored.output for slot, stored in constants.items()}
+        outputs = {number: name + UNROUNDED for number, name in enumerate(node.outputs) if name in renamed}
+        return NodeForm(
+            node=self._pieces[index].rewired(inputs, outputs),
+            stored={stored.output: stored for stored in constants.values()},
+            replaced=tuple(node.inputs[slot] for slot in constants),
+            quantized=frozenset((node.inputs[slot], asked[slot]) for slot in constants.keys() & asked.keys()),
+        )
+
+    def behind(self, marks: frozenset[Mark]) -> PairForm:
+        """The pairs of all tensors that one node makes, or of the inputs of the model.
+
+        Raises:
+            UserError: See `Scales.of`.
+        """
+        final = self.precisions(marks, "final")
+        ties = _ties(marks)
+        asked = sorted((str(mark.place), mark.precision) for mark in marks if mark.kind == "quantized")
+        pairs = [self._scales.pair(t, p, ties.get((t, p)), final=final.get(t)) for t, p in asked]
+        grid = {name: encoded for pair in pairs for name, encoded in pair.grid.items()}
+        return PairForm(nodes=b"".join(pair.nodes for pair in pairs), grid=grid, pairs=len(pairs))
+
+    def precisions(self, marks: Iterable[Mark], kind: str) -> dict[int | str, str]:
+        """Precision by place of the marks of one kind.
+
+        Raises:
+            UserError: Two for one place.
+        """
+        places = [(mark.place, mark.precision) for mark in marks if mark.kind == kind]
+        found = dict(places)
+        if len(found) < len(places):
+            raise UserError(f"{self._model.source}: the placement asks for one edge twice")
+        return found
+
+    def _constant(
+        self, node: Node, slot: int, asked: Mapping[int | str, str], ties: Mapping[tuple[int | str, str], Tie]
+    ) -> dict[int, Stored]:
+        """The quantized form of a constant, by input; some dialects quantize the bias with the weight."""
+        precision = asked[slot]
+        if node.op not in self._dialect.linear_ops:
+            tensor = node.inputs[slot]
+            grid = self._scales.of(tensor, precision, ties.get((slot, precision)))
+            return {slot: self._constants.operand(tensor, precision, *grid)}
+        if slot == 1 and self._dialect.bias == "int32" and precision == asked.get(0) == "int8":
+            scale, _ = self._scales.of(node.inputs[0], "int8", ties.get((0, "int8")))
+            return self._constants.weight_and_bias(node, scale)
+        return {slot: self._constants.weight(node, slot, precision)}
+
+
+def _ties(marks: Iterable[Mark]) -> dict[tuple[int | str, str], Tie]:
+    """Return the ties by place and precision."""
+    return {(mark.place, mark.precision): mark.tie for mark in marks if mark.tie is not None}

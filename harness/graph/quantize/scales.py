@@ -1,0 +1,183 @@
+"""Scales and zero points of activations, from calibrated ranges, in the form of a dialect.
+
+A scale is made from the tensor's own range, or from those of the tensors that it is tied to (see `ties`): then the
+Q/DQ pairs on both sides of an operator cancel out, and it runs on stored integers. The output of an absorbed activation
+keeps its own among tensors with negative values: the activation disappears into a zero point at 0 alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from onnx import numpy_helper
+
+from harness.errors import UserError
+from harness.graph.rules.dialects import Dialect
+from harness.graph.quantize import protobuf_wire
+from harness.graph.quantize.scale_links import Links, Tie
+from harness.graph.quantize.weights import FP8_KINDS, QUANTIZABLE, STORAGE, Array, smallest_scale
+from harness.graph.quantize.protobuf_wire import TAG, UNROUNDED
+from harness.graph.model import Model
+from harness.graph.rules.movement import repeated_input
+from harness.graph.rules.operator_sets import LARGEST
+from harness.graph.rules.sentinels import holds_sentinel
+
+__all__ = ["Pair", "Scales"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A Q/DQ pair on an activation, encoded.
+
+    Attributes:
+        output: The dequantized tensor.
+        nodes: QuantizeLinear and DequantizeLinear, as records of a graph.
+        grid: Scale and zero point by name, as records of a graph.
+    """
+
+    output: str
+    nodes: bytes
+    grid: Mapping[str, bytes]
+
+
+class Scales:
+    """Makes scale and zero point of every activation.
+
+    Args:
+        model: The float model.
+        dialect: The form wanted.
+        ranges: Smallest and largest value of each activation.
+
+    Attributes:
+        links: The operators across which scales may be shared.
+    """
+
+    def __init__(self, model: Model, dialect: Dialect, ranges: Mapping[str, tuple[float, float]]) -> None:
+        self._model = model
+        self._dialect = dialect
+        self._ranges = ranges
+        self._grids: dict[tuple[str, str, Tie | None], tuple[Array, Array]] = {}
+        self._pairs: dict[tuple[str, str, Tie | None, str | None], Pair] = {}
+        self.links = Links(model, dialect)
+        self._clipped = {name for node in model.nodes if node.op in dialect.absorbed for name in node.outputs}
+        self._unit = _results_of_softmax(model, dialect, self.links) if dialect.unit_softmax else frozenset()
+        data = [node.inputs[0] for node in model.nodes if node.op in dialect.affine_ops]
+        self._affine = {name for each in data for name in (*self.links.chain(each), self.links.group(each))}
+
+    def of(self, tensor: str, precision: str, tie: Tie | None = None) -> tuple[Array, Array]:
+        """Return scale and zero point of a tensor, as scalars; the scale has the tensor's type and is positive.
+
+        INT8 symmetric: amax / 127; affine: (high - low) / 255 over a range that includes 0 (Jacob et al. 2018,
+        "Quantization and training of neural networks", eqs. 1 and 12); FP8: amax / 448 (E5M2: 57344).
+
+        Args:
+            tensor: Its name.
+            precision: "int8" or "fp8".
+            tie: What the scale is made from; None: the tensor's own range.
+
+        Raises:
+            UserError: No range is known, or it is not finite.
+        """
+        key = (tensor, precision, tie)
+        known = self._grids.get(key)
+        if known is None:
+            known = self._grids[key] = self._grid(tensor, precision, tie)
+        return known
+
+    def _grid(self, tensor: str, precision: str, tie: Tie | None) -> tuple[Array, Array]:
+        low, high = self._range(tensor, tie)
+        kind = self._model.types.get(tensor)
+        dtype = QUANTIZABLE.get(kind.dtype if kind else "float", np.float32)
+        amax = max(-low, high)
+        if precision in FP8_KINDS:
+            return _scale(amax / FP8_KINDS[precision], dtype), np.zeros((), STORAGE[precision])
+        origin = tensor if tie is None else self.links.group(tensor) if tie.members else tie.origin
+        storage, affine = self._dialect.activation, not self._dialect.symmetric_activation
+        if not affine and (origin in self._affine or (low == 0 and self._dialect.unsigned_positive)):
+            storage, affine = "uint8", True
+        if not affine:
+            return _scale(amax / 127, dtype), np.asarray(128 if storage == "uint8" else 0, STORAGE[storage])
+        scale = _scale((high - low) / 255, dtype)
+        bounds = np.iinfo(STORAGE[storage])
+        zero = int(np.clip(round(bounds.min - low / float(scale)), bounds.min, bounds.max))
+        return scale, np.asarray(zero, STORAGE[storage])
+
+    def pair(self, tensor: str, precision: str, tie: Tie | None = None, *, final: str | None = None) -> Pair:
+        """Return the Q/DQ pair on an activation, made once.
+
+        Args:
+            tensor: Its name.
+            precision: "int8" or "fp8".
+            tie: See `of`.
+            final: The precision at which this tensor leaves the model; such a pair takes over the tensor's name.
+
+        Raises:
+            UserError: See `of`.
+        """
+        key = (tensor, precision, tie, final)
+        if key not in self._pairs:
+            scale, zero = self.of(tensor, precision, tie)
+            name = f"{tensor}{TAG}{precision}{'.shared' if tie and tie.members else ''}"
+            source = tensor if final is None else tensor + UNROUNDED
+            output = tensor if final == precision else f"{name}.dq"
+            # Zero points are few and shared; scales are one per tensor.
+            grid = {f"{name}.scale": scale, f"{TAG}zero.{zero.dtype}.{float(zero):g}": zero}
+            nodes = protobuf_wire.node("QuantizeLinear", (source, *grid), f"{name}.q")
+            nodes += protobuf_wire.node("DequantizeLinear", (f"{name}.q", *grid), output, name=f"{name}.dq")
+            encoded = {key: protobuf_wire.initializer(numpy_helper.from_array(value, key)) for key, value in grid.items()}
+            self._pairs[key] = Pair(output, nodes, encoded)
+        return self._pairs[key]
+
+    def _range(self, tensor: str, tie: Tie | None) -> tuple[float, float]:
+        """Return the range that a tensor's scale is made from, widened to include 0."""
+        sources = (tensor,) if tie is None else tie.members or (tie.origin,)
+        bounds = [self._observed(name) for name in sources if self._known(name)] or [self._observed(tensor)]
+        low, high = min(0.0, *(low for low, _ in bounds)), max(0.0, *(high for _, high in bounds))
+        if tie and tie.members and low < 0 and self._clipped.intersection(self.links.chain(tensor)):
+            return self._range(tensor, Tie(tie.origin))
+        return low, high
+
+    def _known(self, tensor: str) -> bool:
+        """Return whether a tensor counts where several share a scale; a constant that says "none" does not."""
+        constant = self._model.constants.get(tensor)
+        if constant is not None:
+            held = all(abs(bound) <= LARGEST for bound in self._observed(tensor))
+            return held and not holds_sentinel(numpy_helper.to_array(constant))
+        return tensor in self._ranges
+
+    def _observed(self, tensor: str) -> tuple[float, float]:
+        if tensor in self._unit:
+            return 0.0, 1.0
+        constant = self._model.constants.get(tensor)
+        if constant is not None:
+            values = numpy_helper.to_array(constant).astype(np.float32)
+            return float(values.min(initial=0)), float(values.max(initial=0))
+        if tensor not in self._ranges:
+            raise UserError(f"{self._model.source}: no range is known for tensor {tensor!r}; calibrate the model again")
+        low, high = self._ranges[tensor]
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise UserError(
+                f"{self._model.source}: the range of tensor {tensor!r} is ({low}, {high}), not finite; "
+                "look for inf or nan in the calibration data and in the float model's activations"
+            )
+        return low, high
+
+
+def _results_of_softmax(model: Model, dialect: Dialect, links: Links) -> frozenset[str]:
+    """Return the tensors that hold results of a Softmax, be it behind operators that a runtime removes or moves."""
+    found: set[str] = set()
+    for node in model.nodes:
+        slot = repeated_input(model, node)
+        slot = 0 if slot is None and node.op in dialect.absorbed else slot
+        if (node.op == "Softmax" and not node.opaque) or (slot is not None and node.inputs[slot] in found):
+            found.add(node.outputs[0])
+        found.update(name for name in node.outputs if links.source.get(name) in found)
+    return frozenset(found)
+
+
+def _scale(value: float, dtype: npt.DTypeLike) -> Array:
+    return np.asarray(max(value, smallest_scale(dtype)), dtype)

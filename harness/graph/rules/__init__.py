@@ -1,0 +1,1 @@
+"""Placement rules: which tensors may carry Q/DQ pairs in the dialect of a runtime."""

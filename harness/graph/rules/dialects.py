@@ -1,0 +1,167 @@
+"""How each runtime wants its Q/DQ: data, not code. Third parties add one by an entry point of `qdq.dialects`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from harness.graph.rules.operator_sets import CONVOLUTIONS, LINEAR, POINTS
+
+__all__ = [
+    "EIGHT_BITS", "ONNXRUNTIME", "ONNXRUNTIME_7BIT", "ONNXRUNTIME_S8", "ONNXRUNTIME_S8_7BIT", "OPENVINO",
+    "OPENVINO_7BIT", "SEVEN_BITS", "TENSORRT", "Dialect",
+]  # fmt: skip
+
+EIGHT_BITS, SEVEN_BITS = 127, 64
+"""Largest magnitudes of stored weights; 2 x 255 x 64, two products with UINT8 data, are 32,640 and fit into 16 bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """The form of Q/DQ that one runtime turns into fast kernels.
+
+    Attributes:
+        name: What `qdq.dialects` calls it.
+        activation: Storage type of activations at precision "int8".
+        symmetric_activation: Zero point 0 (scale = amax / 127), else a range that includes 0 over 255 steps.
+        unsigned_positive: Symmetric activations that are never negative are stored as UINT8 with zero point 0.
+        affine_ops: Operators whose data is UINT8 over the whole range, zero point included, even so.
+        weight: Storage type of weights at "int8"; always symmetric, one scale per output channel.
+        weight_limit: Largest magnitude of a stored INT8 weight; scale = amax / limit.
+        transposed_axis: Output-channel axis of a ConvTranspose weight [C, K, R, S] that takes one scale per channel;
+            None: one scale for the tensor.
+        unit_softmax: The result of a Softmax is stored as numbers from 0 to 1, however small a part of that it fills.
+        bias: "int32": the bias of a linear operator whose data and weight are quantized gets a DequantizeLinear with
+            scale = data scale x weight scale (x alpha of a Gemm); "float": it is left alone.
+        min_opset: Smallest opset of the default domain that carries its INT8 Q/DQ; see `opset`.
+        linear_ops: Operators that take data and weight quantized together.
+        points: Further operators whose floating-point inputs may be quantized.
+        constant_operands: Those of them whose constants are quantized together with their data: the runtime has an
+            integer kernel for them only where every input is quantized.
+        between_conv_and_activation: A Q/DQ pair between Conv, BatchNormalization and activation is legal.
+        absorbed: Activations that the runtime computes by the clipping of the pair behind them: a pair in front of one,
+            where nothing else reads that tensor, is never legal.
+        bare_products: A matrix times weights may be INT8 where it has no bias of its own.
+        faults: What the runtime computes wrongly at INT8 and stays float: names of `harness.graph.rules.runtime_faults.FAULTS`.
+        quantize_outputs: A linear operator is fused only where its output is quantized too.
+        grouped_fp8: Grouped convolutions may take FP8.
+        float16: Tensors in float16 may be quantized.
+        precisions: What the runtime runs beside float.
+    """
+
+    name: str
+    activation: Literal["int8", "uint8"] = "int8"
+    symmetric_activation: bool = True
+    unsigned_positive: bool = False
+    affine_ops: frozenset[str] = frozenset()
+    weight: Literal["int8"] = "int8"
+    weight_limit: int = EIGHT_BITS
+    transposed_axis: int | None = 1
+    unit_softmax: bool = False
+    bias: Literal["float", "int32"] = "float"
+    min_opset: int = 13
+    linear_ops: frozenset[str] = LINEAR
+    points: frozenset[str] = POINTS
+    constant_operands: frozenset[str] = frozenset()
+    between_conv_and_activation: bool = True
+    absorbed: frozenset[str] = frozenset()
+    bare_products: bool = True
+    faults: frozenset[str] = frozenset()
+    quantize_outputs: bool = False
+    grouped_fp8: bool = True
+    float16: bool = True
+    precisions: frozenset[str] = frozenset({"int8"})
+
+    def opset(self, precisions: Iterable[str]) -> int:
+        """Opset of the default domain that a model with these precisions needs at least.
+
+        FP8 came to QuantizeLinear with opset 19, per-channel scales with 13 (ONNX operator schemas).
+        """
+        return max(self.min_opset, 19) if any(p.startswith("fp8") for p in precisions) else self.min_opset
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return its fields, ready for a digest.
+
+        A field that was added later is left out where it has its default; so are faults, which show in the space.
+        """
+        fields = asdict(self)
+        del fields["faults"]
+        if self.weight_limit == EIGHT_BITS:
+            del fields["weight_limit"]
+        return fields
+
+    @property
+    def operators(self) -> frozenset[str]:
+        """Every operator whose inputs may be quantized."""
+        return self.linear_ops | self.points
+
+
+# TensorRT: symmetric only, INT8 never UINT8, biases stay float, Conv-BN-activation is one kernel
+# (IQuantizeLayer in NvInfer.h; parser onnx-tensorrt); no optimized FP8 kernels for grouped Conv (10.12 notes).
+# Sources disagree on the axis of ConvTranspose (ModelOpt 1, TensorRT#1694 0), so it gets one scale.
+TENSORRT = Dialect(
+    name="tensorrt",
+    transposed_axis=None,
+    between_conv_and_activation=False,
+    grouped_fp8=False,
+    precisions=frozenset({"int8", "fp8"}),
+)
+
+# OpenVINO turns Q/DQ pairs into FakeQuantize when it reads the model; FP8 runs, for accuracy alone on a CPU. An
+# Einsum of two operands becomes a MatMul before that.
+# Measured on 2026.4 with AVX512-VNNI: a Conv takes UINT8 data up to a fifth faster than INT8 data, whatever the zero
+# point, and computes a result a fifth off from INT8 data behind a Concat; a MatMul pays a tenth for a zero point. A
+# matrix (no stack of them) times weights, without the bias of a Gemm, is garbage where its result is quantized, off by
+# a factor of 1e9.
+OPENVINO = Dialect(
+    name="openvino",
+    unsigned_positive=True,
+    affine_ops=CONVOLUTIONS,
+    linear_ops=LINEAR | {"Einsum"},
+    bare_products=False,
+    faults=frozenset({"batched reduction", "epsilon", "padding value"}),
+    precisions=frozenset({"int8", "fp8", "fp8e5m2"}),
+)
+
+_FLOAT_READERS = frozenset({
+    "Abs", "ArgMax", "ArgMin", "Ceil", "CumSum", "Equal", "Floor", "GatherElements", "GatherND", "Greater",
+    "GreaterOrEqual", "GridSample", "Less", "LessOrEqual", "Log", "Neg", "Reciprocal", "ReduceL1", "ReduceL2",
+    "ReduceMin", "ReduceProd", "ReduceSumSquare", "Round", "ScatterElements", "ScatterND", "Sign", "TopK", "Trilu",
+})  # fmt: skip
+"""They run in float alone; but what computes their input runs in INT8 only where all who read it take the pair."""
+
+# ONNX Runtime's CPU kernels (MLAS) are fastest with UINT8 activations times INT8 weights; QDQ operator groups are
+# fused only with quantized outputs and INT32 bias (core/optimizer/qdq_transformer; quantization/operators). Of the
+# operators beside linear ones these have integer kernels for several inputs (qdq_selector_action_transformer.cc:
+# BinaryOp, Variadic, Where and Gather rules); a LayerNormalization has none, so its scale stays float. Relu and Clip
+# disappear into a zero point behind them (relu_quantizelinear.cc, clip_quantizelinear.cc), while a pair in front stays:
+# with every operator quantized MobileNetV2 takes 5.9 ms with such pairs and 3.3 ms without. In float16 it
+# quantizes biases itself, with scales too small for float16: with weights around 0.02, 1.24 is off by 0.9, not 0.008.
+# QLinearSoftmax overflows where the scale of its result is below 1/512 (the largest becomes 0), so it gets that of the
+# whole range, as `quantize_static` gives it.
+ONNXRUNTIME = Dialect(
+    name="onnxruntime",
+    activation="uint8",
+    symmetric_activation=False,
+    bias="int32",
+    points=POINTS | _FLOAT_READERS,
+    constant_operands=frozenset({"Add", "Concat", "Gather", "Mul", "Where"}),
+    absorbed=frozenset({"Clip", "Relu"}),
+    quantize_outputs=True,
+    unit_softmax=True,
+    faults=frozenset({"cubic resize", "softmax of one"}),
+    float16=False,
+)
+
+# The same with INT8 activations (S8S8), which ONNX Runtime's documentation advises to try first ("Quantize ONNX
+# models", on data types): U8S8 may saturate where AVX2 or AVX512 without VNNI adds pairs of products in 16 bits.
+ONNXRUNTIME_S8 = replace(ONNXRUNTIME, name="onnxruntime_s8", activation="int8")
+
+# For those processors: weights of 7 bits, as `quantize_static` stores them with `reduce_range`, and NNCF with its
+# overflow fix. Measured on an AMD EPYC (AVX2): both runtimes then compute what the file says, and SqueezeNet's outputs
+# are 30 dB from the float ones instead of 18.
+OPENVINO_7BIT = replace(OPENVINO, name="openvino_7bit", weight_limit=SEVEN_BITS)
+ONNXRUNTIME_7BIT = replace(ONNXRUNTIME, name="onnxruntime_7bit", weight_limit=SEVEN_BITS)
+ONNXRUNTIME_S8_7BIT = replace(ONNXRUNTIME_S8, name="onnxruntime_s8_7bit", weight_limit=SEVEN_BITS)

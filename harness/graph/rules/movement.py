@@ -1,0 +1,110 @@
+"""Operators whose outputs hold values of an input, unchanged: those that move values, and those that do nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from onnx import numpy_helper
+
+from harness.graph.rules.dialects import Dialect
+from harness.graph.model import Model, Node
+
+__all__ = ["moves_values", "repeated_input"]
+
+_MOVES = frozenset({
+    "MaxPool", "Reshape", "Transpose", "Flatten", "Slice", "Split", "Squeeze", "Unsqueeze", "Expand", "Tile",
+    "DepthToSpace", "SpaceToDepth", "Gather",
+})  # fmt: skip
+_OF_ONE = frozenset({"Concat", "Max", "Mean", "Min", "Sum"})
+_NEUTRAL: Mapping[str, tuple[float, tuple[int, ...]]] = {
+    "Add": (0.0, (0, 1)), "Sub": (0.0, (1,)), "Mul": (1.0, (0, 1)), "Div": (1.0, (1,)), "Pow": (1.0, (1,))
+}  # fmt: skip
+"""By operator: the constant that changes nothing, and the inputs where it does so."""
+_FLOATS_BY_WIDTH = ("float16", "float", "double")
+_SUMMARIES = frozenset({
+    "GlobalAveragePool", "GlobalMaxPool", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum"
+})  # fmt: skip
+
+
+def moves_values(node: Node, dialect: Dialect) -> bool:
+    """Return whether an operator's outputs hold values of its first input alone.
+
+    Where the runtime's kernels take and give integers, values between two of them count as well.
+    """
+    if node.op == "Resize":
+        modes = ("nearest", "linear") if dialect.quantize_outputs else ("nearest",)
+        return node.attributes.get("mode", "nearest") in modes
+    return node.op in _MOVES
+
+
+def repeated_input(model: Model, node: Node) -> int | None:
+    """Return the input that a node's first output repeats value by value, or None where it computes something.
+
+    Runtimes remove such nodes (Identity, Dropout, a Cast to the same type or to a wider one and back, Mul by 1), so
+    what is behind one is to be treated as if it were behind the node in front.
+    """
+    if node.opaque or not node.inputs or not node.inputs[0]:
+        return None
+    if node.op in _NEUTRAL:
+        return _beside_neutral(model, node)
+    return 0 if _does_nothing(model, node) else None
+
+
+def _does_nothing(model: Model, node: Node) -> bool:
+    given = [name for name in node.inputs if name]
+    before, after = (model.types.get(name) for name in (node.inputs[0], node.outputs[0]))
+    alike = before is not None and before == after
+    match node.op:
+        case "Identity":
+            return True
+        case "Cast" | "CastLike":
+            return _keeps_values(model, node)
+        case "Dropout":
+            return len(node.inputs) < 3 or not node.inputs[2] or _all_equal(model, node.inputs[2], 0)
+        case "Clip":
+            return len(given) == 1
+        case "Pad":
+            return alike and len(given) > 1 and _all_equal(model, node.inputs[1], 0)
+        case "Resize" | "Upsample":
+            return alike and node.attributes.get("coordinate_transformation_mode") != "tf_crop_and_resize"
+        case "AveragePool":
+            return alike and set(node.attributes.get("kernel_shape", ())) == {1}
+    if node.op in _SUMMARIES:
+        return before is not None and after is not None and math.prod(before.shape) == math.prod(after.shape)
+    return node.op in _OF_ONE and len(given) == 1
+
+
+def _keeps_values(model: Model, node: Node) -> bool:
+    """Return whether a Cast gives the values that it reads: to its own type, to a wider one, or back from there."""
+    target = model.types.get(node.outputs[0])
+    while target is not None and (known := model.types.get(node.inputs[0])) is not None:
+        if known.dtype == target.dtype:
+            return True
+        if known.dtype not in _FLOATS_BY_WIDTH or target.dtype not in _FLOATS_BY_WIDTH:
+            return False
+        if _FLOATS_BY_WIDTH.index(known.dtype) < _FLOATS_BY_WIDTH.index(target.dtype):
+            return True
+        maker = model.producer.get(node.inputs[0])
+        if maker is None or model.nodes[maker].op != "Cast":
+            return False
+        node = model.nodes[maker]
+    return False
+
+
+def _beside_neutral(model: Model, node: Node) -> int | None:
+    """Return the input beside a constant that changes neither values nor shape."""
+    neutral, slots = _NEUTRAL[node.op]
+    for slot in slots:
+        other = node.inputs[1 - slot]
+        alike = other in model.types and model.types[other] == model.types.get(node.outputs[0])
+        if alike and _all_equal(model, node.inputs[slot], neutral):
+            return 1 - slot
+    return None
+
+
+def _all_equal(model: Model, tensor: str, value: float) -> bool:
+    """Return whether a tensor is a constant with this value everywhere."""
+    constant = model.constants.get(tensor)
+    return constant is not None and bool(np.all(numpy_helper.to_array(constant).astype(np.float64) == value))

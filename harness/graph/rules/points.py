@@ -1,0 +1,153 @@
+"""Insertion points at node inputs: where a Q/DQ pair may stand, which edges it acts on, and what it is worth."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from harness.graph.rules.dialects import Dialect
+from harness.graph.rules.placement_rules import Rule, broken_rule
+from harness.graph.model import Model, Node
+from harness.graph.rules.operator_sets import ACTIVATIONS, FLOATS, MOVEMENT, NORMALIZATION, POOLING, SOFTMAX
+from harness.graph.rules.input_site import is_activation, joint_slots
+from search.space import Edge
+
+__all__ = ["Point", "left_float", "macs_of", "points_of", "refusals", "role_of", "why_none"]
+
+_ROLES: Mapping[str, frozenset[str]] = {
+    "mul": frozenset({"Mul", "Div"}),
+    "pool": POOLING,
+    "concat": frozenset({"Concat"}),
+    "activation": ACTIVATIONS | SOFTMAX,
+    "normalization": NORMALIZATION,
+    "movement": MOVEMENT,
+}
+_OTHER_FLOATS = frozenset({"bfloat16", "double", "float16"})
+_ROLE_OF = {op: role for role, ops in _ROLES.items() for op in ops}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A place at one node that one choice acts on.
+
+    Attributes:
+        node: Index of the node.
+        slot: Its input; the first one where several go together.
+        edges: What is quantized together.
+        precisions: The legal ones among those asked for, in that order.
+        role: See `search.space.Dimension`.
+        macs: Multiply-accumulates behind it; 0 but for linear operators.
+    """
+
+    node: int
+    slot: int
+    edges: tuple[Edge, ...]
+    precisions: tuple[str, ...]
+    role: str
+    macs: int
+
+
+def points_of(model: Model, dialect: Dialect, precisions: Sequence[str] = ("int8",)) -> tuple[tuple[Point, ...], ...]:
+    """For each node of the model its points, in slot order."""
+    return tuple(tuple(_points(model, dialect, node, precisions)) for node in model.nodes)
+
+
+def refusals(model: Model, dialect: Dialect, precision: str = "int8") -> tuple[tuple[Edge, Rule], ...]:
+    """Every input of the model that no point acts on, with the first rule that keeps it float, in graph order."""
+    found = []
+    for node, points in zip(model.nodes, points_of(model, dialect, (precision,)), strict=True):
+        taken = {edge.slot for point in points for edge in point.edges}
+        for slot, tensor in enumerate(node.inputs):
+            rule = broken_rule(model, dialect, node, slot, precision) if tensor and slot not in taken else None
+            if rule is not None:
+                found.append((Edge(tensor, node.name, slot), rule))
+    return tuple(found)
+
+
+def why_none(model: Model, dialect: Dialect, precision: str = "int8") -> str:
+    """Why a model has no insertion point, and what to do, for a message: the rule that keeps most of its inputs float.
+
+    Inputs of a type that another export of the model would not have come before all others.
+    """
+    head = f"{model.source}: no insertion point that dialect {dialect.name!r} allows at {precision}"
+    refused = refusals(model, dialect, precision)
+    if not refused:
+        return f"{head}: it has no operator that reads a tensor"
+    types = {edge.tensor: model.types[edge.tensor].dtype for edge, _ in refused if edge.tensor in model.types}
+    curable = [(edge, rule) for edge, rule in refused if types.get(edge.tensor) in _OTHER_FLOATS]
+    ((rule, _),) = Counter(rule for _, rule in curable or refused).most_common(1)
+    remedy = f"see 'qdq regions {model.source} --dialect {dialect.name} --verbose' for the rule of each input"
+    if curable:
+        found = " and ".join(sorted({types[edge.tensor] for edge, _ in curable}))
+        remedy = f"its tensors are in {found}: export the model in float32, or take a backend of another dialect"
+    return f"{head}: rule {rule.name!r} keeps them float ({rule.text.removesuffix('.')}); {remedy}"
+
+
+def role_of(model: Model, dialect: Dialect, node: Node) -> str:
+    """What a node is to the tensors that it reads.
+
+    An Add is "add" where both operands are activations, as on a residual connection; adding a constant is "other",
+    like any operator that no role names. A mean over images is "pool", one over features is part of a normalization.
+    """
+    if node.op in dialect.linear_ops:
+        return "linear"
+    if node.op in ("Add", "Sum"):
+        return "add" if sum(is_activation(model, name) for name in node.inputs) > 1 else "other"
+    if node.op in ("ReduceMax", "ReduceMean"):
+        known = model.types.get(node.inputs[0])
+        return "pool" if known and len(known.shape) == 4 else "other"
+    return _ROLE_OF.get(node.op, "other")
+
+
+def left_float(model: Model, dialect: Dialect) -> tuple[str, ...]:
+    """Operators that hold weights (matrices or more) and have no point, as an LSTM has none; sorted."""
+    found = set()
+    for node in model.nodes:
+        if not node.opaque and node.op not in dialect.operators:
+            weights = (model.types[name] for name in node.inputs if name in model.constants)
+            if any(kind.dtype in FLOATS and len(kind.shape) > 1 for kind in weights):
+                found.add(node.op)
+    return tuple(sorted(found))
+
+
+def macs_of(model: Model, dialect: Dialect, node: Node) -> int:
+    """Multiply-accumulates of a linear operator; 0 for others and where a shape is not known."""
+    if node.op not in dialect.linear_ops or node.opaque:
+        return 0
+    shapes = [model.types[name].shape for name in (*node.inputs[:2], node.outputs[0]) if name in model.types]
+    if len(shapes) != 3:
+        return 0
+    data, weight, result = shapes
+    if node.op == "Conv":
+        return math.prod(result) * math.prod(weight[1:])
+    if node.op == "Einsum":
+        terms = str(node.attributes["equation"]).replace(" ", "").partition("->")[0].split(",")
+        sizes = dict(zip("".join(terms), (*data, *weight), strict=False))  # off where an ellipsis stands for several
+        return math.prod(sizes.values())
+    if node.op == "ConvTranspose":
+        return math.prod(data) * math.prod(weight[1:])
+    depth = data[0] if node.attributes.get("transA") else data[-1] if data else 0
+    return math.prod(result) * depth
+
+
+def _points(model: Model, dialect: Dialect, node: Node, precisions: Sequence[str]) -> Iterator[Point]:
+    if node.opaque or node.op not in dialect.operators:
+        return
+    for slot, tensor in enumerate(node.inputs):
+        legal = tuple(p for p in precisions if tensor and broken_rule(model, dialect, node, slot, p) is None)
+        if legal:
+            yield Point(
+                node=node.index,
+                slot=slot,
+                edges=_edges(model, dialect, node, slot),
+                precisions=legal,
+                role=role_of(model, dialect, node),
+                macs=macs_of(model, dialect, node),
+            )
+
+
+def _edges(model: Model, dialect: Dialect, node: Node, slot: int) -> tuple[Edge, ...]:
+    slots = joint_slots(model, dialect, node, slot)
+    return tuple(Edge(node.inputs[other], node.name, other) for other in slots)

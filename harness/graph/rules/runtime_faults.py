@@ -1,0 +1,116 @@
+"""What a runtime computes wrongly, or refuses, where an input of an operator is INT8; each is a rule of legality.
+
+Found by running every operator that may be quantized in many shapes, alone and between others, against the same Q/DQ
+file in ONNX Runtime without optimizations. FP8 is right in all cases, for it is computed in floating point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from onnx import numpy_helper
+
+from harness.graph.model import Model, Node
+from harness.graph.rules.operator_sets import MOVEMENT
+
+__all__ = ["FAULTS", "LARGEST_EPSILON", "Fault", "struck"]
+
+LARGEST_EPSILON = 1e-3
+"""Of a normalization; wrong results are 43 dB from right ones there, for data with a deviation of 0.3."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault of a runtime, as a rule says it.
+
+    Attributes:
+        text: The rule as a sentence.
+        found: Whether it would strike a node whose data are quantized.
+    """
+
+    text: str
+    found: Callable[[Model, Node], bool]
+
+
+def _reduces_batch(model: Model, node: Node) -> bool:
+    """OpenVINO 2026.4.1: a mean or sum of [N > 1, C, L] over C, or over L alone with C < N, is 0 to 20 dB off."""
+    known = model.types.get(node.inputs[0])
+    if node.op not in ("GlobalAveragePool", "ReduceMean", "ReduceSum") or known is None or len(known.shape) != 3:
+        return False
+    axes = {2} if node.op == "GlobalAveragePool" else _axes(model, node)
+    batch, channels, _ = known.shape
+    if batch == 1 or (axes is not None and 0 in axes):
+        return False
+    return axes is None or 1 in axes or channels < batch
+
+
+def _axes(model: Model, node: Node) -> set[int] | None:
+    """Return the axes of a reduction of three, none of them below 0; None: they are computed."""
+    given = node.attributes.get("axes", ())
+    if len(node.inputs) > 1 and node.inputs[1]:
+        if node.inputs[1] not in model.constants:
+            return None
+        given = numpy_helper.to_array(model.constants[node.inputs[1]]).reshape(-1).tolist()
+    everything = () if node.attributes.get("noop_with_empty_axes", 0) else range(3)
+    return {int(axis) % 3 for axis in given or everything}
+
+
+def _pads_with_value(model: Model, node: Node) -> bool:
+    """OpenVINO 2026.4.1: a constant other than 0 is scaled like the data, so the borders are wrong (2 to 19 dB)."""
+    if node.op != "Pad" or node.attributes.get("mode", "constant") != "constant":
+        return False
+    value = node.inputs[2] if len(node.inputs) > 2 else ""
+    return bool(value) and (value not in model.constants or bool(numpy_helper.to_array(model.constants[value]).any()))
+
+
+def _has_large_epsilon(model: Model, node: Node) -> bool:
+    """OpenVINO 2026.4.1 normalizes the stored integers with the same epsilon (5 dB with 0.1, for data as above)."""
+    normalizes = node.op in ("GroupNormalization", "InstanceNormalization", "LayerNormalization")
+    return normalizes and float(node.attributes.get("epsilon", 1e-5)) > 1.001 * LARGEST_EPSILON
+
+
+def _is_softmax_of_one(model: Model, node: Node) -> bool:
+    """ONNX Runtime 1.24.4: QLinearSoftmax gives 0 instead of 1 over an axis of length 1."""
+    known = model.types.get(node.inputs[0])
+    axis = int(node.attributes.get("axis", -1))
+    return node.op == "Softmax" and known is not None and bool(known.shape) and known.shape[axis] == 1
+
+
+def _is_cubic(model: Model, node: Node) -> bool:
+    """ONNX Runtime 1.24.4 cannot run it on integers, which it tries where the result has the scale of the data."""
+    return node.op == "Resize" and node.attributes.get("mode") == "cubic"
+
+
+FAULTS: Mapping[str, Fault] = {
+    "batched reduction": Fault(
+        "The runtime gets a mean or sum over the rows of several matrices wrong.", _reduces_batch
+    ),
+    "padding value": Fault(
+        "The runtime scales the value of a Pad, which is not 0, as if it were data.", _pads_with_value
+    ),
+    "epsilon": Fault("The runtime adds the large epsilon of a normalization to unscaled data.", _has_large_epsilon),
+    "softmax of one": Fault("The runtime gets 0 for a Softmax over an axis of length 1.", _is_softmax_of_one),
+    "cubic resize": Fault("The runtime cannot resize integers with mode cubic.", _is_cubic),
+}
+"""Faults by the name of their rule; a dialect names those of its runtime."""
+
+_THROUGH = MOVEMENT | {"LeakyRelu", "MaxPool", "PRelu", "Relu"}
+"""Operators behind which a runtime dequantizes instead of in front of them."""
+
+
+def struck(model: Model) -> Mapping[str, frozenset[int]]:
+    """Return, for each fault, the nodes whose data it strikes, and those that pass stored integers on to one."""
+    found: dict[str, frozenset[int]] = {}
+    for name, fault in FAULTS.items():
+        nodes: set[int] = set()
+        tensors: set[str] = set()
+        for node in reversed(model.nodes):
+            if node.opaque or not node.inputs:
+                continue
+            leads = node.op in _THROUGH and not tensors.isdisjoint(node.outputs)
+            if leads or fault.found(model, node):
+                nodes.add(node.index)
+                tensors.add(node.inputs[0])
+        found[name] = frozenset(nodes)
+    return found

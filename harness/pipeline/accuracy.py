@@ -1,0 +1,173 @@
+"""How the models of a cell are scored: on which half of the data, by which proxy, and what the searches aim at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness import registry
+from harness.api import Accuracy
+from harness.errors import UserError
+from harness.accuracy.metrics.base import doubt
+from harness.graph.model import Model
+from harness.timing.workers.engines import MAIN
+from harness.records import Failed
+from harness.results_dir.fingerprint import facts_digest
+from harness.config.experiment import ModelSpec, Use
+from harness.selection.confirmation import float_latency
+from harness.search_loop.objective import Goal
+from harness.search_loop.accuracy_gate import Judge
+from harness.pipeline.model_loader import evaluator_use
+from harness.config.objective import Objective, absolute, check_objective
+from harness.pipeline.accuracy_store import ScoreBook
+
+__all__ = ["PROXY_EVALUATOR", "SEARCH", "Scoring", "proxy_use", "scoring_of"]
+
+SEARCH = "search"
+"""Name of the evaluator that searches score with, where it is not the finalists' own."""
+PROXY_EVALUATOR = "proxy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """How the models of a cell are scored.
+
+    Attributes:
+        evaluators: By name: `MAIN` scores the finalists, `SEARCH` the candidates of searches where they have a half
+            of the data for themselves, `PROXY_EVALUATOR` is the proxy. None where the model has no evaluator.
+        metric: Of `MAIN`; None where there is none.
+        facts: How the searches' figures came about; what a run depends on.
+        data: Digests of what the evaluators score on, by their names, as far as they tell it; a run depends on it too.
+    """
+
+    objective: Objective
+    evaluators: Mapping[str, Use]
+    metric: str | None
+    higher_is_better: bool
+    facts: Mapping[str, Any]
+    data: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def searching(self) -> str:
+        """Name of the evaluator that searches score with."""
+        return SEARCH if SEARCH in self.evaluators else MAIN
+
+    def goal(self, book: ScoreBook, model_file: Path, folder: Path) -> Goal:
+        """The goal of the searches; the float model, the reference of every drop, is scored where it was not before.
+
+        Its observer is told where the float model scores next to nothing.
+
+        Args:
+            book: The cell's.
+            model_file: The float model.
+            folder: The cell's, whose floor tells the float model's latency.
+
+        Raises:
+            UserError: The float model itself cannot be scored.
+        """
+        if self.metric is None:
+            return Goal()
+        known = {name: book.known_float_score(model_file, name) for name in self.evaluators}
+        if None in known.values():
+            known = dict(self.show_float(book, model_file))
+        if said := next(filter(None, self._doubts(known)), ""):
+            book.observer.say(f"{folder.name}: {said}")
+        own = known[self.searching]
+        objective = self.objective
+        if not objective.scored or own is None:
+            return Goal()
+        reference = own.metrics[self.metric]
+        float_ms = None if objective.minimize == "latency" else float_latency(folder)
+        bound, limit = objective.max_drop, objective.max_latency
+        return Goal(
+            metric=self.metric,
+            reference=reference,
+            higher_is_better=self.higher_is_better,
+            max_drop=None if bound is None else absolute(bound, reference),
+            minimize=objective.minimize,
+            max_latency_ms=None if limit is None or float_ms is None else absolute(limit, float_ms),
+            float_ms=float_ms,
+        )
+
+    def _doubts(self, known: Mapping[str, Accuracy | None]) -> Iterator[str]:
+        """What is to be said of a float model that itself scores next to nothing."""
+        for name, accuracy in known.items():
+            if accuracy is not None and name != PROXY_EVALUATOR:
+                yield doubt(accuracy, self.metric or "", self.higher_is_better, self.evaluators[name].params)
+
+    def show_float(self, book: ScoreBook, model_file: Path) -> Mapping[str, Accuracy]:
+        """Let the evaluators see the float model, before they score any other, and tell what they say of it.
+
+        Raises:
+            UserError: The float model itself cannot be scored.
+        """
+        found = {}
+        for name in self.evaluators:
+            accuracy = book.float_score(model_file, name)
+            if isinstance(accuracy, Failed):
+                raise UserError(f"the float model cannot be scored; {accuracy.stage}: {accuracy.reason}")
+            found[name] = accuracy
+        return found
+
+    def judge(self, goal: Goal) -> Judge:
+        """What looks at candidates for that goal."""
+        proxy = PROXY_EVALUATOR if PROXY_EVALUATOR in self.evaluators else None
+        return Judge(goal=goal, evaluator=self.searching, proxy=proxy)
+
+
+def scoring_of(objective: Objective, spec: ModelSpec, model: Model, base: Path, work: Path) -> Scoring:
+    """How the models of a cell are scored.
+
+    Args:
+        base: Folder that relative paths start from.
+        work: Scratch folder, for outputs of the float model.
+
+    Raises:
+        UserError: The evaluator cannot be used, has not the metric that the objective names, or its data no halves.
+    """
+    facts: dict[str, Any] = {
+        "evaluator": None if spec.evaluator is None else spec.evaluator.model_dump(mode="json"),
+        "preprocess": None if spec.preprocess is None else spec.preprocess.model_dump(mode="json"),
+    }
+    if objective.halves:
+        facts["halves"] = True
+    main = evaluator_use(spec, model, base, work, "report" if objective.halves else None)
+    if main is None:
+        return Scoring(objective=objective, evaluators={}, metric=None, higher_is_better=True, facts=facts)
+    factory: Any = registry.load("evaluator", main.use)
+    check_objective(objective, factory.metric, spec.name)
+    evaluators = {MAIN: main}
+    if objective.halves:
+        evaluators[SEARCH] = _there(evaluator_use(spec, model, base, work, "search"))
+    if objective.scored and objective.proxy and main.use != "fidelity":
+        evaluators[PROXY_EVALUATOR] = proxy_use(objective.proxy, spec, model, base, work)
+    return Scoring(
+        objective=objective,
+        evaluators=evaluators,
+        metric=factory.metric,
+        higher_is_better=factory.higher_is_better,
+        facts=facts,
+        data={name: told for name, use in evaluators.items() if (told := _gone_by(use))},
+    )
+
+
+def _gone_by(use: Use) -> str:
+    """Digest of the data and the preparation that an evaluator goes by; "" where it does not tell."""
+    made = registry.guarded(f"evaluator {use.use!r}", lambda: registry.create("evaluator", use.use, use.params))
+    told = getattr(made, "fingerprint", None)
+    return facts_digest(told) if isinstance(told, str) else ""
+
+
+def proxy_use(samples: int, spec: ModelSpec, model: Model, base: Path, work: Path) -> Use:
+    """The evaluator of fidelity on a few samples of the calibration data, which no figure of a table is made of."""
+    data = spec.calibration.data
+    params = {"samples": samples, **({} if data is None else {"data": data})}
+    proxied = spec.model_copy(update={"evaluator": Use(use="fidelity", params=params)})
+    return _there(evaluator_use(proxied, model, base, work / "proxy"))
+
+
+def _there(use: Use | None) -> Use:
+    assert use is not None  # the model has an evaluator
+    return use

@@ -1,0 +1,163 @@
+"""Accuracy of the rows of a cell: each exported file is built once more and scored by the evaluator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from harness.api import Accuracy, Candidate
+from harness.graph.io.files import file_digest
+from harness.timing.workers.engines import MAIN, Engines, Watch
+from harness.records import Failed
+from harness.progress import Observer, Step
+from harness.results_dir.artifacts import Row, Table, read_json, read_rows, write_json
+from search.space import digest_of
+
+__all__ = ["SCORES", "ScoreBook", "read_scores", "watching"]
+
+SCORES = "accuracy.json"
+"""Name of the file in the folder of a cell."""
+
+
+class ScoreBook:
+    """What the evaluators found, kept in `accuracy.json`: a file that was scored already is not scored again.
+
+    A figure belongs to a file, a benchmarker and an evaluator, for instance one on the half of the data that the
+    searches see. Rows are scored by `MAIN`.
+
+    Args:
+        folder: The cell's.
+        observer: Sees how far each scoring is, and is told what evaluators have to say of the float model.
+        evaluator: What tells one way to score from another.
+    """
+
+    def __init__(self, folder: Path, engines: Engines, observer: Observer, evaluator: str = "") -> None:
+        self._path = folder / SCORES
+        self._engines = engines
+        self.observer = observer
+        self._evaluator = evaluator
+        self._scores = _stored(folder)
+        self._shown: set[str] = set()
+
+    def known_float_score(self, model_file: Path, evaluator: str = MAIN) -> Accuracy | None:
+        """`float_score` where it is known, without an engine: before others are scored the evaluator must see one."""
+        return self._known(_key(file_digest(model_file), MAIN, evaluator))
+
+    def float_score(self, model_file: Path, evaluator: str = MAIN) -> Accuracy | Failed:
+        """Accuracy of the float model, the reference of every drop; an evaluator sees its engine once, and first."""
+        candidate = Candidate(digest=digest_of(()), edges=(), source=lambda: model_file)
+        known = evaluator in self._shown
+        with self.observer.work("score the float model", 1) as step:
+            unprepared = None if known else self._shown_to(evaluator, candidate)
+            found = unprepared or self._score(candidate, _key(file_digest(model_file), MAIN, evaluator), evaluator)
+            step.advance()
+        if unprepared is None:
+            self._shown.add(evaluator)
+        if isinstance(found, Accuracy) and found.note and not known:
+            self.observer.say(found.note)
+        return found
+
+    def lacks(self, table: Table) -> bool:
+        """Whether a row is still to be scored."""
+        return any(self._known(_key(row.sha256, row.benchmarker)) is None for row in table.rows)
+
+    def row_score(self, candidate: Candidate, row: Row) -> Accuracy | Failed:
+        """Accuracy of a row, given as something that can be built."""
+        return self._score(candidate, _key(row.sha256, row.benchmarker), row=row)
+
+    def score(self, table: Table) -> None:
+        """Score the rows where that is still to do."""
+        with self.observer.work("score finalists", len(table.rows)) as step:
+            for row in table.rows:
+                found = self.row_score(table.candidate(row), row)
+                step.advance(f"{row.id}: {found.reason}" if isinstance(found, Failed) else row.id)
+
+    def _score(
+        self, candidate: Candidate, key: str, evaluator: str = MAIN, *, row: Row | None = None
+    ) -> Accuracy | Failed:
+        known = self._known(key)
+        if known is not None:
+            return known
+        name, benchmarker = ("the float model", MAIN) if row is None else (row.id, row.benchmarker)
+        with watching(self.observer, f"inferences of {name}") as watch:
+            found = _evaluate(self._engines, candidate, benchmarker, evaluator, watch)
+        if isinstance(found, Failed):
+            score: dict[str, Any] = {"failed": found.stage, "reason": found.reason}
+        else:
+            kept = {"per_item": list(found.per_item), "evidence": found.evidence}
+            noted = {"note": found.note} if found.note else {}
+            score = {"metrics": dict(found.metrics), **kept, **noted}
+        self._scores[key] = {"evaluator": self._evaluator, **score}
+        write_json(self._path, self._scores)
+        return found
+
+    def _known(self, key: str) -> Accuracy | None:
+        known = self._scores.get(key, {})
+        if "metrics" not in known or known.get("evaluator") != self._evaluator:
+            return None
+        said = {part: known.get(part, "") for part in ("evidence", "note")}
+        return Accuracy(metrics=known["metrics"], per_item=tuple(known["per_item"]), **said)
+
+    def _shown_to(self, evaluator: str, candidate: Candidate) -> Failed | None:
+        """Let an evaluator see the float model."""
+        with watching(self.observer, "inferences of the float model") as watch:
+            return _prepare(self._engines, candidate, evaluator, watch)
+
+
+def read_scores(folder: Path) -> Mapping[str, Mapping[str, Any]]:
+    """Scores by row id, of the files that are the rows now; none where nothing was scored yet."""
+    scores = _stored(folder)
+    rows, _ = read_rows(folder)
+    found = {row.id: scores.get(_key(row.sha256, row.benchmarker)) for row in rows}
+    return {row: score for row, score in found.items() if score is not None}
+
+
+def _stored(folder: Path) -> dict[str, dict[str, Any]]:
+    path = folder / SCORES
+    return read_json(path) if path.exists() else {}
+
+
+def _key(sha256: str, benchmarker: str, evaluator: str = MAIN) -> str:
+    return f"{sha256} {benchmarker}" if evaluator == MAIN else f"{sha256} {benchmarker} {evaluator}"
+
+
+def _prepare(engines: Engines, candidate: Candidate, evaluator: str, watch: Watch) -> Failed | None:
+    built = engines.build(candidate)
+    if isinstance(built, Failed):
+        return built
+    try:
+        return engines.prepare(built.handle, evaluator, watch)
+    finally:
+        engines.release(built.handle)
+
+
+def _evaluate(
+    engines: Engines, candidate: Candidate, benchmarker: str, evaluator: str, watch: Watch
+) -> Accuracy | Failed:
+    built = engines.build(candidate, benchmarker)
+    if isinstance(built, Failed):
+        return built
+    try:
+        return engines.evaluate(built.handle, evaluator, watch)
+    finally:
+        engines.release(built.handle)
+
+
+@contextmanager
+def watching(observer: Observer, title: str) -> Iterator[Watch]:
+    """What shows how far one scoring is: a bar, from the first word of it on."""
+    with ExitStack() as stack:
+        bar: Step | None = None
+        seen = 0
+
+        def watch(done: int, total: int) -> None:
+            nonlocal bar, seen
+            if bar is None:
+                bar = stack.enter_context(observer.work(title, total))
+            for _ in range(done - seen):
+                bar.advance()
+            seen = done
+
+        yield watch

@@ -1,0 +1,188 @@
+"""Q/DQ models that the PTQ tools make: fixed baselines, and seeds of the searches. Each is made once and then kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import distributions
+from importlib.util import find_spec
+from pathlib import Path
+
+from harness.api import Array
+from harness.accuracy.calibration.ptq import PtqOptions, modelopt_ptq, ort_static, ptq_fingerprint
+from harness.accuracy.calibration.ranges import Method
+from harness.errors import BuildFailed
+from harness.graph.rules.dialects import ONNXRUNTIME_S8, ONNXRUNTIME_S8_7BIT, Dialect
+from harness.graph.qdq.read_edges import pairs_in
+from harness.graph.qdq.insert import Inserter
+from harness.graph.model import Model
+from harness.graph.rules.dialect_lookup import dialect_called
+from harness.paths import cache_folder
+from harness.config.experiment import Experiment
+from harness.results_dir.journal import writing
+from harness.progress import Observer
+from harness.config.plan import precisions_of
+from harness.config.initial import EXTREME
+from search.space import Space
+
+__all__ = ["PTQ", "Foreign", "Order", "extreme_form", "method_note", "quantize_with", "refusal", "tool_remarks"]
+
+SIGNED = "ort_static_s8"
+PTQ = {"modelopt_ptq": modelopt_ptq, "ort_static": ort_static, SIGNED: ort_static}
+PACKAGES = ("nvidia-modelopt", "onnxruntime")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """What a PTQ tool offers of the options of an experiment.
+
+    Attributes:
+        modules: What must be installed, by the name that is imported.
+        precisions: Precisions that it quantizes to.
+        instead: Its nearest calibration method for each of `calibration.method` that it lacks.
+    """
+
+    modules: tuple[str, ...]
+    precisions: tuple[str, ...]
+    instead: Mapping[Method, Method]
+
+
+_ORT = Tool(modules=("onnxruntime",), precisions=("int8",), instead={"mse": "entropy"})
+"""Entropy, as both choose the clipping of a histogram that loses least."""
+TOOLS: Mapping[str, Tool] = {
+    "modelopt_ptq": Tool(
+        modules=("modelopt", "torch", "onnx_graphsurgeon"),
+        precisions=("int8", "fp8"),
+        instead={"mse": "entropy", "percentile": "entropy"},
+    ),
+    "ort_static": _ORT,
+    SIGNED: _ORT,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """A Q/DQ model that another tool made, or the reason why it could not.
+
+    Attributes:
+        method: How the tool calibrated, where it lacks the method of the experiment; "" otherwise.
+    """
+
+    name: str
+    path: Path | None
+    pairs: int = 0
+    reason: str = ""
+    method: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What every tool is given.
+
+    Attributes:
+        source: The model, for people.
+        data: Calibration batches; gone through only where a model is made.
+        data_key: Changes with the model, the data, and what is done to them.
+    """
+
+    model_file: Path
+    source: str
+    data: Iterable[Mapping[str, Array]]
+    data_key: str
+    options: PtqOptions
+
+
+def quantize_with(name: str, order: Order, observer: Observer) -> Foreign:
+    """Quantize with another tool, or take what it gave for the same model, data and options before.
+
+    A tool that lacks the calibration method of the experiment uses its nearest one.
+
+    Raises:
+        UserError: The disk is full.
+    """
+    options = order.options
+    if reason := refusal(name, options.get("precision", "int8")):
+        observer.say(f"{order.source}: {name} cannot run: {reason}")
+        return Foreign(name=name, path=None, reason=reason)
+    asked = options.get("method", "minmax")
+    method = TOOLS[name].instead.get(asked, asked)
+    options = {**options, "method": method}
+    if name == SIGNED:
+        options = {**options, "dialect_name": _signed(options["dialect_name"])}
+    instead = method if method != asked else ""
+    if instead:
+        observer.say(f"{order.source}: {method_note(name, asked)}")
+    path = cache_folder() / "ptq" / _key(name, options, order.data_key) / f"{name}.onnx"
+    if not path.exists():
+        with observer.work(f"{order.source}: quantize with {name}", 1) as step, writing(path):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                PTQ[name](order.model_file, path, order.data, **options)
+            except BuildFailed as error:
+                observer.say(f"{order.source}: {name} failed: {error}")
+                return Foreign(name=name, path=None, reason=str(error), method=instead)
+            step.advance()
+    return Foreign(name=name, path=path, pairs=pairs_in(path), method=instead)
+
+
+def refusal(name: str, precision: str) -> str:
+    """Return why a tool cannot run here or at a precision; "" where it can."""
+    tool = TOOLS[name]
+    if missing := [module for module in tool.modules if find_spec(module) is None]:
+        return f"{', '.join(missing)} not installed: pip install 'nvidia-modelopt[onnx]' torch"
+    if precision not in tool.precisions:
+        return f"quantizes to {' or '.join(tool.precisions)}, not to {precision}"
+    return ""
+
+
+def method_note(name: str, method: Method) -> str:
+    """Return which method a tool calibrates by in the place of one that it lacks; "" where it has it."""
+    instead = TOOLS[name].instead.get(method)
+    return "" if instead is None else f"{name} has no calibration method {method} and calibrates by {instead}"
+
+
+def tool_remarks(experiment: Experiment) -> Iterator[str]:
+    """Yield what the PTQ tools among starts and baselines will not do as the experiment asks, a line each."""
+    named = (*(start.use for start in experiment.initial), *experiment.baselines)
+    for name in dict.fromkeys(each for each in named if each in PTQ):
+        for setting in experiment.precision:
+            if reason := refusal(name, precisions_of(setting)[0]):
+                yield f"{name}: cannot run at precision {setting}, so its row will be empty: {reason}"
+            elif setting == "mixed":
+                yield f"{name}: at precision mixed it quantizes to {precisions_of(setting)[0]} alone"
+        for method in dict.fromkeys(model.calibration.method for model in experiment.models):
+            if note := method_note(name, method):
+                yield note
+
+
+def extreme_form(
+    model: Model, dialect: Dialect, ranges: Mapping[str, tuple[float, float]], work: Path, space: Space
+) -> Foreign:
+    """Every point quantized in the plainest form, as the simplest tools do it: symmetric INT8.
+
+    What a dialect does to keep accuracy or speed (UINT8 data, zero points) is left out. A stress test: a model that
+    survives it needs no search for accuracy.
+    """
+    plain = replace(
+        dialect, activation="int8", symmetric_activation=True, unsigned_positive=False, affine_ops=frozenset()
+    )
+    resolved, path = space.resolve(space.everywhere()), work / "extreme.onnx"
+    inserter = Inserter(model, plain, ranges)
+    with writing(path):
+        inserter.export(resolved, path)
+    return Foreign(name=EXTREME, path=path, pairs=inserter.pairs(resolved))
+
+
+def _signed(dialect_name: str) -> str:
+    """ONNX Runtime's dialect with INT8 activations, and weights of as many bits as another's."""
+    limit = dialect_called(dialect_name).weight_limit
+    kinds = (ONNXRUNTIME_S8, ONNXRUNTIME_S8_7BIT)
+    return next((kind.name for kind in kinds if kind.weight_limit == limit), ONNXRUNTIME_S8.name)
+
+
+def _key(name: str, options: PtqOptions, data_key: str) -> str:
+    tools = sorted(f"{d.name} {d.version}" for d in distributions() if d.name and d.name.startswith(PACKAGES))
+    text = json.dumps([name, ptq_fingerprint(options), data_key, tools])
+    return hashlib.sha256(text.encode()).hexdigest()[:24]

@@ -1,0 +1,186 @@
+"""Which float precision a cell is compared with: the strongest one of its runtime on its device, by measurement.
+
+A reported capability is no promise: a CPU may list BF16 and be faster at FP32. So where the experiment
+leaves the precision open, the float model is timed at each, and the fastest becomes the baseline of the
+cell and the precision of everything in its candidates that is not quantized. The others get a row beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from harness import registry
+from harness.api import Candidate
+from harness.errors import BuildFailed, UserError
+from harness.graph.qdq.cast_insert import refuse_lost_nodes
+from harness.graph.io.files import file_digest
+from harness.graph.load import load, save
+from harness.graph.model import Model
+from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
+from harness.timing.confirmation import Row, confirm, summarise
+from harness.timing.workers.engines import MAIN, WorkerSpec
+from harness.timing.turn_log import encode_event
+from harness.timing.workers.execution_target import OpenEngines
+from harness.results_dir.fingerprint import refuse_changes
+from harness.config.experiment import Confirmation, Use
+from harness.results_dir.journal import writing
+from harness.progress import Observer
+from harness.results_dir.artifacts import read_json, write_json
+from search.space import digest_of
+
+__all__ = ["CAST", "cast_problems", "float_benchmarkers", "parsed"]
+
+PLAN = Confirmation(builds=3, rounds=3, samples=5)
+CAST = "cast"
+"""Folder, in a cell's scratch folder, of what `parsed` makes."""
+
+
+def parsed(use: Use, path: Path, folder: Path) -> Path:
+    """The file that a benchmarker reads where it is given this one: to deliver it is to deliver what was measured.
+
+    Args:
+        folder: Keeps what is made, so that it is made once.
+
+    Returns:
+        The file itself where there is no other, or none can be made: its build fails then, and says why.
+    """
+    cast = getattr(registry.create("benchmarker", use.use, use.params), "cast", None)
+    if cast is None:
+        return path
+    try:
+        with writing(folder):
+            return Path(cast(path, folder))
+    except BuildFailed:
+        return path
+
+
+def cast_problems(use: Use, model: Model, precisions: Sequence[str]) -> dict[str, str]:
+    """Return why candidates cannot be made in a float form that a backend reads, by its precision; nothing is built.
+
+    Args:
+        use: The backend; where it leaves the float precision open, each that its device offers is looked at.
+        model: The float model.
+        precisions: What may be offered beside float.
+    """
+    made = registry.create("benchmarker", use.use, use.params)
+    if getattr(made, "cast", None) is None:
+        return {}
+    space = build_space(model, dialect_called(dialect_name(made, use.use, {})), precisions=precisions)
+    edges = [edge for dimension in space.dimensions for edge in dimension.edges]
+    problems = {}
+    with TemporaryDirectory(prefix="qdq-cast-") as scratch:
+        file = save(model, Path(scratch))
+        for precision, offered in _offered(use).items():
+            try:
+                read = Path(registry.create("benchmarker", offered.use, offered.params).cast(file, file.parent))
+                if read != file:
+                    refuse_lost_nodes(edges, load(read, source=model.source))
+            except (BuildFailed, UserError) as error:
+                problems[precision] = str(error)
+    return problems
+
+
+def _offered(use: Use) -> dict[str, Use]:
+    """Return the backend at each float precision that it may run at; "" as precision where it is not open."""
+    try:
+        facts = registry.create("benchmarker", use.use, use.params).describe()
+    except UserError:  # the device is not here
+        facts = {}
+    return _at_precisions(use, facts) if facts.get("float_open", False) else {"": use}
+
+
+def _at_precisions(use: Use, facts: Mapping[str, Any]) -> dict[str, Use]:
+    return {
+        precision: use.model_copy(update={"params": {**use.params, **params}})
+        for precision, params in facts.get("float_params", {}).items()
+    }
+
+
+def float_benchmarkers(
+    backend: Use,
+    model_file: Path,
+    folder: Path,
+    open_engines: OpenEngines,
+    observer: Observer,
+    facts: Mapping[str, Any] | None = None,
+) -> Mapping[str, Use]:
+    """The backend at its strongest float precision as `MAIN`, and by precision at each other one.
+
+    The choice and its readings are kept in `float.json`, so that a resumed run of the same model on the same
+    runtime keeps to it.
+
+    Args:
+        backend: As the experiment gives it; what it pins stays pinned.
+        model_file: The float model.
+        folder: The cell's folder.
+        open_engines: Opens engines where the cell runs.
+        facts: The backend's own, from there; None: it is asked here.
+
+    Raises:
+        UserError: The choice was made for another model, runtime or device, or none can be made.
+    """
+    if facts is None:
+        facts = registry.create("benchmarker", backend.use, backend.params).describe()
+    offered = _at_precisions(backend, facts)
+    if not offered:
+        return {MAIN: backend}
+    if facts.get("float_open", False) and len(offered) > 1:
+        basis = {"model_sha256": file_digest(model_file), "backend": dict(facts)}
+        strongest = _recorded(folder, basis)
+        if strongest is None:
+            record = _measure(offered, model_file, folder, open_engines, observer)
+            write_json(folder / "float.json", {**record, **basis})
+            strongest = str(record["strongest"])
+    else:
+        strongest = str(facts["float_precision"])
+    others = {precision: use for precision, use in offered.items() if precision != strongest}
+    return {MAIN: offered[strongest], **others}
+
+
+def _recorded(folder: Path, basis: Mapping[str, Any]) -> str | None:
+    path = folder / "float.json"
+    if not path.exists():
+        return None
+    record = read_json(path)
+    refuse_changes(path, {key: record.get(key) for key in basis}, basis)
+    return str(record["strongest"])
+
+
+def _measure(
+    offered: Mapping[str, Use], model_file: Path, folder: Path, open_engines: OpenEngines, observer: Observer
+) -> dict[str, Any]:
+    first, *others = offered
+    files = {name: parsed(use, model_file, folder / "work" / CAST) for name, use in offered.items()}
+    rows = {name: Row(name=name, candidate=_candidate(file), benchmarker=name) for name, file in files.items()}
+    worker = WorkerSpec(benchmarkers={**offered, MAIN: offered[first]}, workdir=folder / "work")
+    with observer.work(f"float at {', '.join(offered)}", PLAN.builds * PLAN.rounds * (len(offered) + 1)) as step:
+        events = []
+        for event in confirm(
+            [rows[precision] for precision in others],
+            rows[first],
+            open_engines=lambda: open_engines(worker),
+            plan=PLAN,
+            rng=np.random.default_rng(0),
+        ):
+            events.append(event)
+            step.advance()
+    latency_ms = {name: row.latency_ms.value for name, row in summarise(events, baseline=first).rows.items()}
+    strongest = min(latency_ms, key=lambda name: latency_ms[name])
+    shown = ", ".join(f"{name} {value:.3f} ms" for name, value in latency_ms.items())
+    observer.say(f"float model: {shown}; the baseline is {strongest}")
+    return {
+        "strongest": strongest,
+        "latency_ms": latency_ms,
+        "events": [json.loads(encode_event(event)) for event in events],
+    }
+
+
+def _candidate(file: Path) -> Candidate:
+    return Candidate(digest=digest_of(()), edges=(), source=lambda: file)

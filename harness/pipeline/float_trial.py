@@ -1,0 +1,94 @@
+"""The float model scored on a few samples, before the calibration: data, preprocessing and decoder that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from harness import registry
+from harness.api import Accuracy, Candidate
+from harness.errors import UserError
+from harness.accuracy.data.datasets import KEYS
+from harness.accuracy.metrics.base import doubt
+from harness.graph.model import Model
+from harness.timing.workers.engines import MAIN, Engines, WorkerSpec
+from harness.timing.workers.sandbox import Sandbox
+from harness.records import Failed
+from harness.config.experiment import Limits, ModelSpec, Use
+from harness.pipeline.model_loader import evaluator_use
+from harness.progress import Observer
+from search.space import digest_of
+
+__all__ = ["Tryout"]
+
+FEW = 8
+"""Samples that are scored."""
+MORE = 8
+"""So many times as many where none of them has a label, and all of them where those are not enough."""
+
+
+class Tryout:
+    """Scores the float model on the first samples of the evaluator's data, with ONNX Runtime on the CPU, in a worker.
+
+    An evaluator whose parameter `data` is none of `harness.accuracy.data.datasets` is left to the scoring of the float
+    model, and a model that ONNX Runtime does not run to the calibration, which needs it too.
+
+    Args:
+        base: Folder that relative paths start from.
+        work: Scratch folder.
+        limits: Of the worker.
+        observer: Told where the score is next to nothing.
+    """
+
+    def __init__(self, base: Path, work: Path, limits: Limits, observer: Observer) -> None:
+        self._base, self._work, self._limits, self._observer = base, work / "tryout", limits, observer
+
+    def run(self, spec: ModelSpec, model: Model, file: Path) -> None:
+        """Score a model whose file this is; without an evaluator nothing is done.
+
+        Raises:
+            UserError: The float model cannot be scored.
+        """
+        asked = evaluator_use(spec, model, self._base, self._work)
+        use = None if asked is None else _shortened(asked)
+        if use is None:
+            return
+        runtime = Use(use="onnxruntime", params={"optimization": "basic"})
+        worker = WorkerSpec(benchmarkers={MAIN: runtime}, workdir=self._work, evaluators={MAIN: use})
+        title = f"{model.source}: try the evaluator on a few samples"
+        with self._observer.work(title, 1) as step, Sandbox(worker, self._limits) as engines:
+            found = _scored(engines, file, compares="reference" in use.params)
+            step.advance()
+        if isinstance(found, Failed):
+            raise UserError(f"evaluator {use.use!r}: the float model cannot be scored; {found.stage}: {found.reason}")
+        factory = registry.load("evaluator", use.use)
+        metric, higher = getattr(factory, "metric", ""), getattr(factory, "higher_is_better", True)
+        if found is not None and (said := doubt(found, metric, higher, use.params)):
+            self._observer.say(f"{spec.name}, on the first samples: {said}")
+
+
+def _shortened(use: Use) -> Use | None:
+    """Return the evaluator on as few samples of its data as it can be made for; None where its data are its own."""
+    data = use.params.get("data")
+    if not isinstance(data, Mapping) or data.get("use") not in KEYS:
+        return None
+    most = data.get("count")
+    for count in (FEW, FEW * MORE):
+        if isinstance(most, int) and most <= count:
+            return use
+        short = use.model_copy(update={"params": {**use.params, "data": {**data, "count": count}}})
+        with suppress(UserError):  # there are fewer samples, or none of them has a label
+            registry.create("evaluator", use.use, short.params)
+            return short
+    return use
+
+
+def _scored(engines: Engines, file: Path, *, compares: bool) -> Accuracy | Failed | None:
+    """Return the accuracy; None where the model does not run, or of an evaluator that compares with the float model."""
+    built = engines.build(Candidate(digest=digest_of(()), edges=(), source=lambda: file))
+    if isinstance(built, Failed):
+        return None
+    if compares:
+        return engines.prepare(built.handle)
+    return engines.evaluate(built.handle)

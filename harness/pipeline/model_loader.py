@@ -1,0 +1,95 @@
+"""The model that a specification names, and its evaluator with what only the model can say filled in."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from harness import registry, zoo
+from harness.errors import UserError
+from harness.accuracy.metrics.base import evaluator_params, image_supplies
+from harness.random_inputs import check_types
+from harness.graph.load import load
+from harness.graph.model import Model
+from harness.paths import locate
+from harness.config.experiment import ModelSpec, Use
+
+__all__ = ["OPSET", "evaluator_use", "file_name", "input_types", "open_model"]
+
+OPSET = 17
+"""Per-channel Q/DQ needs 13; runtimes read 17 best today, and a dialect may ask for more."""
+
+
+def open_model(spec: ModelSpec, base: Path, work: Path, min_opset: int = OPSET) -> Model:
+    """Load the model that a specification names (`zoo:NAME`, `assets:PATH` or a path).
+
+    Args:
+        spec: The specification.
+        base: Folder that relative paths start from.
+        work: Scratch folder, for zoo models.
+        min_opset: Older models are upgraded.
+
+    Raises:
+        UserError: Unknown zoo name, no such file, or not a model that can be used.
+    """
+    if spec.use.startswith("zoo:"):
+        name = spec.use.removeprefix("zoo:")
+        path = zoo.write(name, work / f"{file_name(name)}.onnx")
+    else:
+        path = locate(spec.use, base)
+    return load(path, source=spec.use, shapes=spec.shapes, dims=spec.dims, min_opset=min_opset)
+
+
+def evaluator_use(spec: ModelSpec, model: Model, base: Path, work: Path, half: str | None = None) -> Use | None:
+    """The evaluator of a model with what the harness knows filled in.
+
+    Args:
+        spec: The specification.
+        model: Its model.
+        base: Folder that relative paths start from.
+        work: Scratch folder, for outputs of the float model.
+        half: "search" or "report": only that half of the evaluator's data; None: all of it.
+
+    Raises:
+        UserError: Unknown or missing parameters, or there is nothing that could be halved.
+    """
+    if spec.evaluator is None:
+        return None
+    use, params = spec.evaluator.use, dict(spec.evaluator.params)
+    if half is not None:
+        if not isinstance(params.get("data"), Mapping):
+            raise UserError(f"evaluator {use!r} has no 'data' of which one half could be set aside")
+        params["data"] = {**params["data"], "half": half}
+    inputs = input_types(model)
+    reference = work / f"reference{'' if half is None else f'-{half}'}.npz"
+    supplied = {"inputs": inputs, "reference": reference, "base": base}
+    wanted = inspect.signature(registry.load("evaluator", use)).parameters
+    if wanted.keys() & {"input_name", "input_shape"}:
+        supplied |= image_supplies(params.get("data"), inputs)
+    if spec.preprocess is not None and "preprocess" in wanted:
+        params.setdefault("preprocess", {"use": spec.preprocess.use, "params": spec.preprocess.params})
+    return Use(use=use, params=evaluator_params(use, params, supplied), label=spec.evaluator.label)
+
+
+def input_types(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Element type and shape of each input.
+
+    Raises:
+        UserError: An input that no engine can be timed with.
+    """
+    for name in model.inputs:
+        if name not in model.types:
+            raise UserError(f"{model.source}: input {name!r} is no tensor, so this model cannot be timed")
+    types = {name: (model.types[name].dtype, model.types[name].shape) for name in model.inputs}
+    try:
+        check_types(types)
+    except UserError as error:
+        raise UserError(f"{model.source}: {error}") from error
+    return types
+
+
+def file_name(text: str) -> str:
+    """A name as a file can have it."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text)

@@ -1,0 +1,361 @@
+"""What can be known to be wrong before anything runs: every model, data set, plug-in and parameter.
+
+A run takes hours, so its last cell is looked at before its first begins: models that data or shapes belong to
+are loaded, and evaluators are made. Nothing is built or measured, and no image is prepared.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from pathlib import Path
+from typing import Any
+
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
+
+from harness import registry, zoo
+from harness.api import PeerTask
+from harness.accuracy.calibration.ranges import unrunnable
+from harness.errors import CandidateError, EvaluationFailed, UserError, at_key, nearest
+from harness.accuracy.data.datasets import HALVES, Arrays, Dataset, open_data
+from harness.accuracy.data.batching import batches
+from harness.accuracy.metrics.base import evaluator_params
+from harness.accuracy.metrics.intervals import too_few
+from harness.accuracy.data.preprocess import open_plugin, open_preprocess
+from harness.graph.qdq.import_placement import refuse_quantized
+from harness.graph.load import save
+from harness.graph.model import Model
+from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
+from harness.paths import locate
+from harness.pipeline.accuracy_bound import check_bound, too_fine
+from harness.config.experiment import Experiment, Method, ModelSpec, Use
+from harness.pipeline.external_tools import PTQ, tool_remarks
+from harness.pipeline.model_loader import evaluator_use, input_types, open_model
+from harness.config.objective import Objective, check_objective
+from harness.config.plan import based, plan, precisions_of
+from harness.pipeline.initial_design import check_files
+from harness.config.initial import TOOLS
+from harness.pipeline.float_baseline import cast_problems
+from search.api import CONTRACT
+from search.synthetic_problem import planted_space
+
+__all__ = ["check_experiment", "check_models"]
+
+SUPPLIED = ("input_name", "input_shape", "inputs", "reference", "base")
+"""What the harness gives an evaluator that names it; see `harness.accuracy.metrics.base.evaluator_params`."""
+
+
+def check_experiment(experiment: Experiment, base: Path) -> tuple[str, ...]:
+    """Check all that is cheap to check, of every cell.
+
+    Args:
+        base: Folder that relative paths of the experiment start from.
+
+    Returns:
+        What is allowed, but should be known beforehand; a line each.
+
+    Raises:
+        UserError: The first thing that does not fit, with what would.
+    """
+    plan(experiment)
+    precisions = _precisions(experiment)
+    for i, method in enumerate(experiment.searchers):
+        with at_key(f"searchers.{i}"):
+            if registry.kind_of(method.use, ("searcher", "peer")) == "peer":
+                _check_peer(method, experiment, base)
+            else:
+                _check_searcher(method, precisions)
+    for i, backend in enumerate(experiment.backends):
+        with at_key(f"backends.{i}"):
+            _check_backend(based(backend, base), precisions)
+    with at_key("initial"):
+        check_files(experiment.initial, base)
+    data, remarks = _Data(base), list(tool_remarks(experiment))
+    for i, model in enumerate(experiment.models):
+        with at_key(f"models.{i}", f"model {model.name!r}"):
+            _check_model(model, base, data)
+        _check_objective(experiment.objective, model)
+        with at_key(f"models.{i}", f"model {model.name!r}"):
+            found = _remarks(model, base, data, experiment.objective)
+            remarks += [f"model {model.name!r}: {remark}" for remark in found]
+    return tuple(remarks)
+
+
+def check_models(experiment: Experiment, base: Path) -> tuple[str, ...]:
+    """Load every model file: a run finds out cell by cell, so that one that is no good stops its own cells alone.
+
+    Where a backend reads models at FP16 or BF16, each is cast, and looked through for what may be quantized.
+
+    Args:
+        base: Folder that relative paths of the experiment start from.
+
+    Returns:
+        What is allowed but should be known beforehand: casts that fail, and what calibration and the PTQ tools will not
+        do with a model; a line each.
+
+    Raises:
+        UserError: What is wrong with each that cannot be used, a line each.
+    """
+    wrong, remarks = list[str](), list[str]()
+    precisions = _precisions(experiment)
+    for i, model in enumerate(experiment.models):
+        if model.use.startswith("zoo:"):  # is made by code
+            continue
+        try:
+            with at_key(f"models.{i}", f"model {model.name!r}"):
+                loaded = open_model(model, base, base)
+                refuse_quantized(loaded)
+                found = [*_cast_remarks(experiment, loaded, base, precisions), *_unrunnable(loaded)]
+                remarks += [f"model {model.name!r}: {remark}" for remark in found]
+        except UserError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise UserError("\n".join(wrong))
+    return tuple(remarks)
+
+
+def _precisions(experiment: Experiment) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(each for setting in experiment.precision for each in precisions_of(setting)))
+
+
+def _cast_remarks(experiment: Experiment, model: Model, base: Path, precisions: Sequence[str]) -> Iterator[str]:
+    """Yield the float precisions that a model cannot be cast to.
+
+    Raises:
+        UserError: A backend is set to such a precision.
+    """
+    for backend in experiment.backends:
+        for precision, problem in cast_problems(based(backend, base), model, precisions).items():
+            message = f"backend {backend.use!r}: {problem}"
+            if not precision:
+                raise UserError(message)
+            yield f"no {precision} where the precision is open: {message}"
+
+
+def _unrunnable(model: Model) -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
+        if reason := unrunnable(save(model, Path(scratch))):
+            tools = ", ".join(PTQ)
+            yield f"ONNX Runtime cannot run it as it is: calibration and {tools} leave parts float, or fail: {reason}"
+
+
+def _check_objective(objective: Objective, model: ModelSpec) -> None:
+    evaluator: Any = None if model.evaluator is None else registry.load("evaluator", model.evaluator.use)
+    metric = getattr(evaluator, "metric", None)
+    check_objective(objective, metric, model.name)
+    check_bound(objective, metric, model.name)
+
+
+def _check_searcher(searcher: Use, precisions: tuple[str, ...]) -> None:
+    space = planted_space(6, groups=2, precisions=precisions[:1])
+    for name in ("space", "seed"):
+        if name in searcher.params:
+            raise UserError(f"searcher {searcher.use!r}: {name!r} is set by the harness, not by the experiment")
+    make = registry.check_params("searcher", searcher.use, searcher.params, given=("space", "seed"))
+    _check_types(f"searcher {searcher.use!r}", make, searcher.params)
+    params = {"space": space, "seed": 0, **searcher.params}
+    made = registry.guarded(f"searcher {searcher.use!r}", lambda: registry.create("searcher", searcher.use, params))
+    registry.require(f"searcher {searcher.use!r}", made, CONTRACT)
+
+
+def _check_peer(peer: Method, experiment: Experiment, base: Path) -> None:
+    what = f"peer {peer.use!r}"
+    if "task" in peer.params:
+        raise UserError(f"{what}: 'task' is set by the harness, not by the experiment")
+    for part in {"seeds", "sharing"}.intersection(peer.without):
+        raise UserError(f"{what}: it has points of its own, so there are no {part} that it could do without")
+    _check_types(what, registry.check_params("peer", peer.use, peer.params, given=("task",)), peer.params)
+    made = {*experiment.baselines, *(start.name for start in experiment.initial)}
+
+    def find(name: str) -> Path:
+        if name in TOOLS and name not in made:
+            raise UserError(f"{what}: {name!r} is made where initial or baselines has it; add it there")
+        return Path(name) if name in made else locate(name, base)
+
+    precision = precisions_of(experiment.precision[0])[0]
+    task = PeerTask(model=Path("model.onnx"), workdir=Path("work"), precision=precision, seed=0, find=find)
+    registry.guarded(what, lambda: registry.create("peer", peer.use, {"task": task, **peer.params}))
+
+
+def _check_types(what: str, factory: Callable[..., Any], params: Mapping[str, Any]) -> None:
+    """Refuse values of another type than a plug-in annotates: it might keep them, and break only when it searches.
+
+    What has no annotation, or one that says nothing about text and numbers, is let through.
+    """
+    try:
+        parameters = inspect.signature(factory, eval_str=True).parameters
+    except (AttributeError, NameError, SyntaxError, TypeError, ValueError):  # names that only a type checker knows
+        return
+    for name, value in params.items():
+        annotation = parameters[name].annotation if name in parameters else inspect.Parameter.empty
+        if annotation is inspect.Parameter.empty:
+            continue
+        try:  # as JSON, so that a list may be any sequence, though text is no number
+            TypeAdapter(annotation).validate_json(json.dumps(value, default=str, skipkeys=True), strict=True)
+        except PydanticUserError:
+            continue
+        except ValidationError as error:
+            wanted = str(error.errors()[0]["msg"]).removeprefix("Input should be ")
+            raise UserError(f"{what}: {name}: {wanted}, but got {value!r}") from error
+
+
+def _check_backend(backend: Use, precisions: tuple[str, ...]) -> None:
+    what = f"backend {backend.use!r}"
+    _check_types(what, registry.check_params("benchmarker", backend.use, backend.params), backend.params)
+    try:
+        made = registry.guarded(what, lambda: registry.create("benchmarker", backend.use, backend.params))
+    except CandidateError as error:
+        raise UserError(f"{what}: {error}") from error
+    dialect = dialect_called(dialect_name(made, backend.use, {}))
+    for precision in precisions:
+        if precision not in dialect.precisions:
+            raise UserError(f"precision {precision!r}: {what} runs {', '.join(sorted(dialect.precisions))}")
+
+
+def _check_model(model: ModelSpec, base: Path, data: _Data) -> None:
+    if model.use.startswith("zoo:"):
+        name = model.use.removeprefix("zoo:")
+        if name not in zoo.names():
+            raise UserError(f"{model.use}: no such model; {nearest(name, zoo.names())}")
+    else:
+        locate(model.use, base)
+    if model.preprocess is not None:
+        used = model.preprocess
+        with at_key("preprocess"):
+            registry.guarded("preprocess", lambda: registry.create("preprocessing", used.use, used.params))
+    if model.calibration.data is not None:
+        with at_key("calibration"):
+            data.check(model.calibration.data)
+    if model.evaluator is not None:
+        with at_key("evaluator"):
+            _check_evaluator(model.evaluator, model.preprocess, data)
+
+
+def _check_evaluator(evaluator: Use, preprocess: Use | None, data: _Data) -> None:
+    use, params = evaluator.use, dict(evaluator.params)
+    wanted = registry.signature("evaluator", use).parameters
+    if preprocess is not None and "preprocess" in wanted:
+        params.setdefault("preprocess", {"use": preprocess.use, "params": preprocess.params})
+    evaluator_params(use, params, dict.fromkeys(SUPPLIED))
+    # By the names that the built-in evaluators use: another one's may be of other kinds.
+    if isinstance(params.get("data"), Mapping):
+        data.check(params["data"])
+    if isinstance(params.get("preprocess"), str | Mapping):
+        open_preprocess(params["preprocess"])
+    if isinstance(params.get("decode"), str | Mapping):
+        name, settings = open_plugin(params["decode"])
+        registry.check_params("decoder", name, settings, given=("outputs", "prepared", "size"))
+
+
+def _remarks(model: ModelSpec, base: Path, data: _Data, objective: Objective) -> Iterator[str]:
+    """Give the model its shapes and its data, where there are some.
+
+    Args:
+        objective: Says whether halves of the evaluator's data are used, and what their accuracy is held to.
+
+    Raises:
+        UserError: Shapes or data do not fit the model.
+    """
+    if not (model.shapes or model.dims) and model.evaluator is None and model.calibration.data is None:
+        return
+    halves = HALVES if objective.halves else (None,)
+    with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
+        loaded = open_model(model, base, Path(scratch))
+        if model.shapes or model.dims:
+            _check_channels(loaded)
+        if model.calibration.data is not None:
+            used = model.preprocess
+            preprocess = None if used is None else open_preprocess(used.model_dump(include={"use", "params"}))
+            with at_key("calibration"):
+                batches(data.check(model.calibration.data), preprocess, input_types(loaded), model.calibration.samples)
+        yield from _sample_remarks(model, data, objective)
+        with at_key("evaluator"):
+            uses = [evaluator_use(model, loaded, base, Path(scratch), half) for half in halves]
+            made = [_made(use) for use in uses if use is not None]
+            for evaluator in made:
+                _check_outputs(evaluator, loaded)
+    if not made:
+        return
+    if model.calibration.data is None:
+        yield "no calibration data given, random data is used: do not trust any accuracy"
+    for half, evaluator in zip(halves, made, strict=True):
+        if isinstance(evaluator, Sized):
+            where, count = f"evaluator{'' if half is None else f', {half} half'}", len(evaluator)
+            said = (too_few(count), too_fine(objective, getattr(evaluator, "metric", None), count))
+            yield from (f"{where}: {note}" for note in said if note)
+
+
+def _sample_remarks(model: ModelSpec, data: _Data, objective: Objective) -> Iterator[str]:
+    """Yield where more samples are asked for than there are, or where a default leaves some out."""
+    calibration = model.calibration
+    if calibration.data is not None:
+        asked, there = calibration.samples, len(data.check(calibration.data))
+        if "samples" in calibration.model_fields_set and asked > there:
+            yield f"calibration.samples: {asked} are asked for, but the data have {there}"
+        elif "samples" not in calibration.model_fields_set and asked < there:
+            yield f"calibration.samples: not given, so the first {asked} of {there} samples are used"
+        if objective.proxy > there:
+            yield f"objective.proxy: {objective.proxy} samples are asked for, but the calibration data have {there}"
+    params: Mapping[str, Any] = {} if model.evaluator is None else model.evaluator.params
+    wanted = params.get("samples")
+    if isinstance(wanted, int) and isinstance(params.get("data"), Mapping):
+        there = len(data.check(params["data"]))
+        if wanted > there:
+            yield f"evaluator.params.samples: {wanted} are asked for, but the data have {there}"
+
+
+def _check_channels(model: Model) -> None:
+    """Refuse shapes with channels that a convolution does not take: ONNX's shape inference lets them pass."""
+    for node in model.nodes:
+        weight = model.constants.get(node.inputs[1]) if node.op == "Conv" and not node.opaque else None
+        if weight is None or node.inputs[0] not in model.types:
+            continue
+        wanted, shape = weight.dims[1] * int(node.attributes.get("group", 1)), model.types[node.inputs[0]].shape
+        if len(shape) > 1 and shape[1] != wanted:
+            got = "x".join(map(str, shape))
+            raise UserError(f"{model.source}: shapes: Conv {node.name!r} takes {wanted} channels, but would get {got}")
+
+
+def _check_outputs(evaluator: Any, model: Model) -> None:
+    """Let an evaluator look at the shapes of the outputs of one sample, before anything is calibrated for it.
+
+    Raises:
+        UserError: They do not fit its labels or its decoder.
+    """
+    check = getattr(evaluator, "check_outputs", None)
+    types = [model.types.get(name) for name in model.outputs]
+    if check is None or any(kind is None or not kind.shape for kind in types):
+        return
+    batch = next((shape[0] for _, shape in input_types(model).values() if shape), 1)
+    shapes = {
+        name: (1, *kind.shape[1:]) if kind.shape[0] == batch else kind.shape
+        for name, kind in zip(model.outputs, types, strict=True)
+        if kind is not None
+    }
+    try:
+        check(shapes)
+    except EvaluationFailed as error:
+        raise UserError(str(error)) from error
+
+
+def _made(use: Use) -> Any:
+    return registry.guarded(f"evaluator {use.use!r}", lambda: registry.create("evaluator", use.use, use.params))
+
+
+class _Data:
+    """Opens each data set once, however many models name it."""
+
+    def __init__(self, base: Path) -> None:
+        self._base = base
+        self._seen: list[tuple[Mapping[str, Any], Dataset | Arrays]] = []
+
+    def check(self, spec: Mapping[str, Any]) -> Dataset | Arrays:
+        """See `harness.accuracy.data.datasets.open_data`."""
+        for known, opened in self._seen:
+            if known == spec:
+                return opened
+        opened = open_data(spec, self._base)
+        self._seen.append((spec, opened))
+        return opened

@@ -1,0 +1,267 @@
+"""Runs an experiment: for each cell compose, search, choose finalists, score, confirm. Can be run again at any time.
+
+A results folder holds, for each cell:
+    env.json        the machine on which it was begun
+    float.json      at which float precision, by measurement
+    floor.json      what the baseline gains over itself: the noise floor
+    cell.json       what was compared: model, device, space, seeds, baselines, goal
+    runs/*.jsonl    one journal per search
+    runs/*.ended.txt    why a search spent less than its budget; gone when it has gone on to its end
+    runs/*.broken.txt   the same of one whose searcher broke, with the end of the traceback where there is one
+    runoff.jsonl    raw samples of the runoff among the best of each search
+    rows.json       the finalists: exported files with their hashes, and which method chose which
+    accuracy.json   the evaluator's figures of each file
+    runtime_check.json  how what the runtime computes compares with what each file says
+    wrong_result/*  of files that are computed wrongly, a small model that shows it
+    confirm.jsonl   raw samples of the confirmation
+    models/*.onnx   the exported files themselves: what was timed and scored, byte for byte; *.dynamic.onnx are those
+                    of a model with dynamic inputs that keep them
+    dynamic.json    of these: at which sizes each was checked, or why it was not written
+    through.json    that nothing is left to do; a cell that has it, and whose files are as they were, is not gone over
+    stopped.txt     why the last run of the cell ended before its time; gone when it goes on
+
+`env.json` and `cell.json` are written once; what they hold must still be so when the experiment goes on.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from harness.cluster import open_site
+from harness.errors import UserError
+from harness.timing.workers.engines import MAIN, Engines, WorkerSpec
+from harness.timing.workers.trial_pool import at_once
+from harness.timing.provenance import decisive, git_commit, saturates
+from harness.timing.workers.execution_target import Site
+from harness.results_dir.ownership import claimed
+from harness.results_dir.fingerprint import Changed, facts_digest, refuse_changes
+from harness.pipeline.task import Cell, compose
+from harness.config.experiment import Experiment
+from harness.selection.confirmation import confirm_rows, noise_floor
+from harness.verification.dynamic_delivery import deliver_rows
+from harness.selection.export import choose
+from harness.progress import Observer
+from harness.config.plan import CellSpec, plan
+from harness.results_dir.artifacts import read_json, write_json
+from harness.pipeline.task_run import Running
+from harness.selection.final_selection import run_off
+from harness.verification.runtime_checker import RuntimeChecker, check_plan, computes_nothing
+from harness.pipeline.accuracy_store import ScoreBook
+from harness.pipeline.accuracy import scoring_of
+from harness.results_dir.archive_previous import in_sections
+from harness.results_dir.termination import SearchesBroke, forget_stop, note_stop, read_end
+from harness.pipeline.float_baseline import float_benchmarkers
+from harness.results_dir.completion import is_through, note_through
+from harness.pipeline.transfer import guests, remember
+
+__all__ = ["run_experiment"]
+
+NAMED = 3
+"""So many searches that broke are named at the end; the report has all."""
+
+
+def run_experiment(
+    experiment: Experiment,
+    *,
+    base: Path,
+    out: Path,
+    observer: Observer,
+    accept_changes: bool = False,
+    retry_failed: bool = False,
+) -> None:
+    """Run what is not yet there of an experiment; a cell that cannot be run does not stop the others.
+
+    Args:
+        base: Folder that relative paths of the experiment start from.
+        out: Results folder; created where missing.
+        accept_changes: A cell that was begun with something else is kept beside, and begun anew.
+        retry_failed: What failed in searches, runoffs and confirmations is attempted once more.
+
+    Raises:
+        SearchesBroke: Searchers raised what they should not; all else was done.
+        UserError: Something that the user can mend, in one cell or more; whatever was measured is kept.
+    """
+    commit = git_commit()
+    stopped: dict[str, list[str]] = {}
+    cells = plan(experiment, base)
+    alone = len(cells) == 1
+    known = None if accept_changes else _machine(cells, out)
+
+    def run(spec: CellSpec, site: Site, searching: bool = False) -> None:
+        observer.say(spec.name)
+        folder = out / spec.name
+        place = _Place(
+            spec=spec,
+            base=base,
+            folder=folder,
+            commit=commit,
+            site=site,
+            retry_failed=retry_failed,
+            searching=searching,
+        )
+        try:
+            in_sections(folder, lambda: _run_cell(place, experiment, observer), accept_changes, observer)
+        except UserError as error:
+            stopped.setdefault(str(error), []).append(spec.name)
+            if not isinstance(error, Changed):  # what is refused leaves everything as it was
+                note_stop(folder, str(error))
+            if not alone:  # the reason itself is printed at the end, once
+                observer.say(f"{spec.name} stopped; the reason is printed at the end")
+
+    with (
+        claimed(out, experiment, accept_changes) as grown,
+        open_site(experiment.executor, experiment.limits, known, observer) as site,
+    ):
+        if grown:
+            observer.say(f"{grown}: going on with what is there")
+        if experiment.transfer:  # every cell has searched before the first looks at what others found
+            at_once([partial(run, spec, site, searching=True) for spec in cells], experiment.executor.cells)
+            cells = tuple(spec for spec in cells if spec.name not in chain(*stopped.values()))
+        at_once([partial(run, spec, site) for spec in cells], experiment.executor.cells)
+    if stopped:
+        raise UserError("\n".join(text if alone else f"{', '.join(names)}: {text}" for text, names in stopped.items()))
+    _refuse_broken(cells, out)
+
+
+def _refuse_broken(cells: Iterable[CellSpec], out: Path) -> None:
+    """Name the searches whose searcher broke, and where their tracebacks stand.
+
+    Raises:
+        SearchesBroke: There is one.
+    """
+    ends = {
+        f"{spec.name} {run.name}": read_end(out / spec.name / "runs" / f"{run.name}.jsonl")
+        for spec in cells
+        for run in spec.runs
+    }
+    broken = [
+        f"{name} {end.said}" + (f" (traceback: {end.trace})" if end.trace else "")
+        for name, end in ends.items()
+        if end and end.broken
+    ]
+    if broken:
+        named = broken[:NAMED] + ([f"and {len(broken) - NAMED} more"] if len(broken) > NAMED else [])
+        raise SearchesBroke("\n".join(named) + "; all else was done: mend it and give the same command again")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """A cell and where it lies.
+
+    Attributes:
+        commit: The commit of the code that runs.
+        site: Where its engines run.
+        retry_failed: See `run_experiment`.
+        searching: Stop where the finalists are picked; what other cells find is not among them yet.
+    """
+
+    spec: CellSpec
+    base: Path
+    folder: Path
+    commit: str | None
+    site: Site
+    retry_failed: bool
+    searching: bool
+
+
+def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None:
+    spec, folder, site = place.spec, place.folder, place.site
+    _begun(folder / "env.json", site.environment(place.commit), decisive)
+    facts = site.describe(spec.backend, folder / "work")
+    cell = compose(experiment, spec, place.base, folder / "work", observer, facts)
+    scoring = scoring_of(experiment.objective, spec.model, cell.model, place.base, cell.work)
+    benchmarkers = float_benchmarkers(spec.backend, cell.float_file, folder, site.open, observer, facts)
+    cell = cell.at(benchmarkers)
+    worker = WorkerSpec(
+        benchmarkers=benchmarkers, workdir=cell.work, evaluators=scoring.evaluators, reference=cell.model_file
+    )
+    with site.open(worker) as engines, _checker(cell, engines, folder, experiment, observer) as checker:
+        floor = noise_floor(site.open, worker, cell.model_file, engines.describe(), folder, observer)
+        book = ScoreBook(folder, engines, observer, facts_digest(scoring.facts))
+        goal = scoring.goal(book, cell.model_file, folder)
+        running = Running(
+            experiment=experiment,
+            cell=cell,
+            base=place.base,
+            engines=engines,
+            scoring=scoring,
+            judge=scoring.judge(goal),
+            floor=floor,
+            folder=folder,
+            observer=observer,
+            checker=checker,
+        )
+        _begun(
+            folder / "cell.json", running.facts(), lambda facts: {key: facts.get(key) for key in running.fingerprint()}
+        )
+        forget_stop(folder)
+        asked = running.asked_for()  # before anything is measured: what somebody changes meanwhile is not through
+        if not (experiment.transfer or place.retry_failed) and is_through(folder, asked):
+            observer.say(f"{spec.name}: nothing is left to do")
+            shutil.rmtree(cell.work, ignore_errors=True)
+            return
+        runs = spec.runs if len(cell.searched) else ()
+        if goal.metric is not None and (place.retry_failed or any(map(running.unfinished, runs))):
+            scoring.show_float(book, cell.model_file)
+        with site.workers(worker, engines, cell.inserter, cell.candidate(cell.space.float_placement())) as workers:
+            searches = [partial(running.search, run, workers, place.retry_failed) for run in runs]
+            at_once(searches, experiment.executor.searches)
+        remember(cell, goal, folder)
+        others = [name for name in benchmarkers if name != MAIN]
+        found = run_off(running, lambda: site.open(worker), place.retry_failed)
+        if place.searching:
+            choose(running, found, others)
+            return
+        table = choose(
+            running, found, others, guests(experiment.transfer, cell, plan(experiment, place.base), folder.parent)
+        )
+        if scoring.evaluators:
+            if book.lacks(table):
+                scoring.show_float(book, cell.model_file)
+            book.score(table)
+        if checker is not None:
+            checker.check_rows(table, place.retry_failed)
+        backend = engines.describe()
+    confirm_rows(experiment.confirmation, site.open, worker, table.timed, backend, observer, place.retry_failed)
+    deliver_rows(cell.model, table, spec.backend.use, observer)
+    shutil.rmtree(cell.work, ignore_errors=True)
+    if not any(end.broken for run in runs if (end := running.end(run))):  # else the same command tries it again
+        note_through(folder, asked)
+
+
+@contextmanager
+def _checker(
+    cell: Cell, engines: Engines, folder: Path, experiment: Experiment, observer: Observer
+) -> Iterator[RuntimeChecker | None]:
+    """Give what compares engines with their files; None where the benchmarker runs no model."""
+    if computes_nothing(cell.spec.backend):
+        yield None
+        return
+    plan = check_plan(cell, folder, experiment.limits, saturates(read_json(folder / "env.json")))
+    with RuntimeChecker(plan, engines, observer) as checker:
+        yield checker
+
+
+def _machine(cells: Sequence[CellSpec], out: Path) -> Mapping[str, Any] | None:
+    """Environment of the machine that the results were begun on; None where nothing has begun."""
+    begun = (path for spec in cells if (path := out / spec.name / "env.json").exists())
+    return next(map(read_json, begun), None)
+
+
+def _begun(path: Path, facts: dict[str, Any], decisive: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
+    """Write down with what a cell was begun; where that was done before, go on with nothing else.
+
+    Raises:
+        UserError: A decisive fact is not what it was.
+    """
+    if path.exists():
+        refuse_changes(path, decisive(read_json(path)), decisive(facts))
+    else:
+        write_json(path, facts)

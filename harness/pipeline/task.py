@@ -1,0 +1,333 @@
+"""From a cell of the plan to the things that its searches need: model, space, scales, seeds, baselines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from harness import registry
+from harness.api import Array, Candidate
+from harness.accuracy.calibration.ptq import PtqOptions
+from harness.accuracy.calibration.ranges import (
+    CalibrationKey,
+    Ranges,
+    cached_ranges,
+    finite_ranges,
+    narrowed,
+    refuse_empty,
+    remarks,
+)
+from harness.errors import UserError
+from harness.accuracy.data.datasets import open_data
+from harness.accuracy.data.batching import batches
+from harness.accuracy.data.preprocess import open_preprocess, preprocess_fingerprint
+from harness.random_inputs import random_feeds
+from harness.graph.qdq.cast_insert import CastInserter, carried, refuse_lost_nodes
+from harness.graph.rules.dialects import Dialect
+from harness.graph.qdq.insert import Inserter
+from harness.graph.load import load, save
+from harness.graph.model import Model
+from harness.graph.rules.points import why_none
+from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
+from harness.timing.workers.engines import MAIN
+from harness.config.experiment import Experiment, ModelSpec, Use
+from harness.search_loop.loop import Seed
+from harness.pipeline.external_tools import PTQ, Foreign, Order, extreme_form, quantize_with
+from harness.results_dir.journal import writing
+from harness.pipeline.model_loader import OPSET, evaluator_use, input_types, open_model
+from harness.progress import Observer
+from harness.config.plan import CellSpec
+from harness.pipeline.accuracy_store import SCORES
+from harness.pipeline.initial_design import Seeding, imported
+from harness.config.initial import EXTREME
+from harness.pipeline.float_baseline import CAST, parsed
+from harness.pipeline.float_trial import Tryout
+from search.space import Placement, Resolved, Space
+
+__all__ = ["OPSET", "Cell", "compose", "dialect_use", "evaluator_use", "open_model"]
+
+Facts = Mapping[str, Any]
+UNCALIBRATED = 12.7
+"""Bound of every range where operators of a plug-in keep the model from being run for calibration."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Everything that the searches of one cell share.
+
+    Attributes:
+        model: The cleaned float model, which the space is of.
+        float_file: Its file: what is calibrated, and what other tools quantize.
+        model_file: The baseline: the same, or its cast form, see `at`.
+        seeds: What every searcher is told first.
+        ranges: Lowest and highest value of each activation, from the calibration.
+        placements: By name, those of the seeds and of the fixed baselines.
+        calibrated_on: What the ranges were taken from, for the tables.
+        remarks: What is odd about the activations on calibration data, for the tables.
+        cache_remarks: Which schemes of pattern caches were measured elsewhere, for the tables.
+        foreign: Models of the PTQ tools, and imported ones.
+        work: Scratch folder for candidates.
+        accuracy_only: Precisions that the device only emulates.
+        benchmarkers: The backend at each float precision, the baseline's as `MAIN`; none before `at`.
+        cast: The model as `model_file` has it, where that is not `model`.
+        facts: What the backend says of itself and its device.
+        feeds: Calibration batches.
+    """
+
+    spec: CellSpec
+    model: Model
+    float_file: Path
+    model_file: Path
+    space: Space
+    dialect: Dialect
+    ranges: Mapping[str, tuple[float, float]]
+    inserter: Inserter
+    seeds: tuple[Seed, ...]
+    placements: Mapping[str, Placement]
+    foreign: Mapping[str, Foreign]
+    calibrated_on: str
+    remarks: tuple[str, ...]
+    work: Path
+    accuracy_only: frozenset[str] = frozenset()
+    cache_remarks: tuple[str, ...] = ()
+    benchmarkers: Mapping[str, Use] = field(default_factory=dict)
+    cast: Model | None = None
+    facts: Facts = field(default_factory=dict)
+    feeds: Iterable[Mapping[str, Array]] = ()
+
+    def at(self, benchmarkers: Mapping[str, Use]) -> Cell:
+        """The cell with the backend at its float precisions.
+
+        Where that reads another form of files than float32 (see `harness.api.Benchmarker.cast`), the float model is
+        cast once and Q/DQ pairs go into the cast model, so that what is searched, delivered and measured is one file.
+
+        Raises:
+            UserError: The cast model lacks a node whose input may be quantized.
+        """
+        cell = replace(self, benchmarkers=benchmarkers)
+        file = cell.parsed(self.float_file)
+        if file == self.float_file:
+            return cell
+        cast = load(file, source=self.model.source, min_opset=OPSET)
+        refuse_lost_nodes((edge for dimension in self.space.dimensions for edge in dimension.edges), cast)
+        inserter = CastInserter(cast, self.dialect, self.ranges, self.model)
+        return replace(cell, model_file=file, cast=cast, inserter=inserter)
+
+    def parsed(self, path: Path, benchmarker: str = MAIN) -> Path:
+        """The file that a benchmarker reads where it is given this one."""
+        use = self.benchmarkers.get(benchmarker)
+        return path if use is None else parsed(use, path, self.work / CAST)
+
+    def in_file(self, resolved: Resolved) -> Resolved:
+        """Quantized edges as the cell's files name them."""
+        return resolved if self.cast is None else carried(resolved, self.cast)
+
+    @property
+    def searched(self) -> Space:
+        """The space without precisions that have no speed here: its placements are placements of `space` too.
+
+        Empty where a point offers no other precision: then there is nothing that could be compared by speed.
+        """
+        if not self.accuracy_only:
+            return self.space
+        kept = [tuple(c for c in d.choices if c not in self.accuracy_only) for d in self.space.dimensions]
+        if any(len(choices) < 2 for choices in kept):
+            return Space(())
+        return Space(tuple(replace(d, choices=c) for d, c in zip(self.space.dimensions, kept, strict=True)))
+
+    def candidate(self, placement: Placement) -> Candidate:
+        """The candidate of a placement; its file is written when it is built.
+
+        Writing it raises UserError where the disk is full: that says nothing about the candidate.
+        """
+        resolved, digest = self.space.resolve(placement), self.space.digest(placement)
+        if not resolved:
+            return Candidate(digest=digest, edges=(), source=lambda: self.model_file)
+        folder = self.work / "candidates"
+
+        def source() -> Path:
+            with writing(folder):
+                return self.inserter.write(resolved, folder, name=digest)
+
+        return Candidate(digest=digest, edges=resolved, source=source)
+
+
+def compose(
+    experiment: Experiment, spec: CellSpec, base: Path, work: Path, observer: Observer, facts: Facts | None = None
+) -> Cell:
+    """Load, calibrate, and prepare the space, the seeds and the baselines of one cell.
+
+    Args:
+        base: Folder of the experiment file, for relative paths.
+        work: Scratch folder of the cell.
+        facts: The backend's own, where the device is another machine's; None: it is asked here.
+
+    Raises:
+        UserError: Anything in the specification that cannot be used.
+    """
+    with writing(work):
+        work.mkdir(parents=True, exist_ok=True)
+    dialect, accuracy_only, facts, made_up = _runtime(spec.backend, facts)
+    if not dialect.precisions.issuperset(spec.precisions):
+        raise UserError(
+            f"precision {spec.precision!r}: backend {spec.backend.use!r} runs {', '.join(sorted(dialect.precisions))}"
+        )
+    model = open_model(spec.model, base, work, max(OPSET, dialect.opset(spec.precisions)))
+    if facts.get("model_sha256", model.sha256) != model.sha256:
+        raise UserError(f"backend {spec.backend.use!r} answers for another model than {model.source}: see 'qdq record'")
+    with writing(work):
+        model_file = save(model, work)
+    space = build_space(model, dialect, precisions=spec.precisions, sharing=experiment.sharing)
+    if not len(space):
+        raise UserError(why_none(model, dialect, spec.precisions[0]))
+    feeds = _Feeds(spec.model, model, base)
+    if not made_up and not (work.parent / SCORES).exists():
+        Tryout(base, work, experiment.limits, observer).run(spec.model, model, model_file)
+    observed = _ranges(space, model, model_file, feeds, observer)
+    space, ranges = narrowed(space, observed), finite_ranges(observed)
+    refuse_empty(space, observed, model.source)
+    starts = _starts(experiment)
+    order = Order(
+        model_file=model_file,
+        source=model.source,
+        data=feeds,
+        data_key=repr(feeds.key),
+        options={**feeds.ptq_options(dialect, spec.precisions[0]), "limit_s": experiment.limits.evaluate_s},
+    )
+    foreign = {start.name: quantize_with(start.name, order, observer) for start in starts if start.use in PTQ}
+    foreign |= imported(starts, base)
+    if any(start.use == EXTREME for start in starts):
+        foreign[EXTREME] = extreme_form(model, dialect, ranges, work, space)
+    seeding = Seeding(spec=spec, space=space, model=model, base=base, foreign=foreign, observer=observer, facts=facts)
+    found = seeding.placements(starts)
+    return Cell(
+        spec=spec,
+        model=model,
+        float_file=model_file,
+        model_file=model_file,
+        space=space,
+        dialect=dialect,
+        ranges=ranges,
+        inserter=Inserter(model, dialect, ranges),
+        seeds=tuple(Seed(name=n, placement=p) for start in experiment.initial for n, p in found[start.name].items()),
+        placements={name: placement for each in found.values() for name, placement in each.items()},
+        foreign=foreign,
+        calibrated_on=feeds.description,
+        remarks=remarks(observed),
+        work=work,
+        accuracy_only=accuracy_only.intersection(spec.precisions),
+        cache_remarks=seeding.strangers(starts),
+        facts=facts,
+        feeds=feeds,
+    )
+
+
+class _Feeds:
+    """Calibration batches of one model, as often as they are needed."""
+
+    def __init__(self, spec: ModelSpec, model: Model, base: Path) -> None:
+        self._spec = spec
+        self._model = model
+        self._types = input_types(model)
+        self.settings = spec.calibration
+        self._preprocess = None if spec.preprocess is None else spec.preprocess.model_dump(include={"use", "params"})
+        if spec.calibration.data is None:
+            self._batches = None
+            self.description = "random data"
+            self.fingerprint = "random feeds 1"
+        else:
+            dataset = open_data(spec.calibration.data, base, self.settings.samples)
+            preprocess = None if self._preprocess is None else open_preprocess(self._preprocess)
+            self._batches = batches(dataset, preprocess, self._types)
+            self.description = f"{len(dataset)} samples"
+            self.fingerprint = dataset.fingerprint
+
+    @property
+    def count(self) -> int:
+        """Number of batches."""
+        return self.settings.samples if self._batches is None else len(self._batches)
+
+    def __iter__(self) -> Iterator[Mapping[str, Array]]:
+        if self._batches is None:
+            return random_feeds(self._types, self.settings.samples)
+        return iter(self._batches)
+
+    def place(self, index: int) -> str:
+        """Return what messages call the data of a batch."""
+        return "random data" if self._batches is None else self._batches.place(index)
+
+    def ptq_options(self, dialect: Dialect, precision: str) -> PtqOptions:
+        """What the PTQ tools are told."""
+        return {
+            "dialect_name": dialect.name,
+            "method": self.settings.method,
+            "percentile": self.settings.percentile,
+            "precision": precision,
+        }
+
+    @property
+    def key(self) -> CalibrationKey:
+        """What a cache of anything made from these batches goes by."""
+        used = self._preprocess
+        return CalibrationKey(
+            model_sha256=self._model.sha256,
+            data=self.fingerprint,
+            preprocess=f"{used and preprocess_fingerprint(used)} {sorted(self._spec.shapes.items())}"
+            f"{sorted(self._spec.dims.items()) if self._spec.dims else ''}",
+            method=self.settings.method,
+            percentile=self.settings.percentile,
+            samples=self.settings.samples,
+        )
+
+
+def dialect_use(backend: Use, facts: Facts) -> str:
+    """The dialect that a backend has on the device whose facts these are, by the name that the registry has for it."""
+    return dialect_name(registry.create("benchmarker", backend.use, backend.params), backend.use, facts)
+
+
+def _runtime(backend: Use, facts: Facts | None) -> tuple[Dialect, frozenset[str], Facts, bool]:
+    """Return a benchmarker's dialect, the precisions that it only emulates, its facts, and whether it runs no model.
+
+    Raises:
+        UserError: It names no dialect, or its runtime or device is missing: nobody calibrates for minutes to hear that.
+    """
+    benchmarker = registry.create("benchmarker", backend.use, backend.params)
+    facts = benchmarker.describe() if facts is None else facts
+    dialect = dialect_called(dialect_name(benchmarker, backend.use, facts))
+    emulated = frozenset(getattr(benchmarker, "accuracy_only", ()))
+    return dialect, emulated, facts, getattr(benchmarker, "in_process", False)
+
+
+def _ranges(space: Space, model: Model, model_file: Path, feeds: _Feeds, observer: Observer) -> Ranges:
+    tensors = {e.tensor for d in space.dimensions for e in d.edges if e.tensor not in model.constants}
+    if feeds.description == "random data":
+        observer.say(f"{model.source}: no calibration data given, random data is used: do not trust any accuracy")
+    try:
+        with observer.work(f"calibrate {model.source}", feeds.count) as step:
+            ranges = cached_ranges(
+                feeds.key,
+                model_file,
+                sorted(tensors),
+                feeds,
+                progress=lambda _: step.advance(),
+                source=model.source,
+            )
+    except UserError as error:
+        if feeds.description != "random data" or not any(node.opaque for node in model.nodes):
+            raise
+        observer.say(
+            f"{model.source}: every scale is {UNCALIBRATED / 127:g}, for the calibration cannot run it: {error}"
+        )
+        return dict.fromkeys(tensors, (-UNCALIBRATED, UNCALIBRATED))
+    for remark in remarks(ranges):
+        observer.say(f"{model.source}: {remark}")
+    return ranges
+
+
+def _starts(experiment: Experiment) -> list[Use]:
+    """Whatever searches start from or are compared with, once."""
+    named = {start.name: start for start in experiment.initial}
+    return list({**named, **{name: named.get(name, Use(use=name)) for name in experiment.baselines}}.values())

@@ -1,0 +1,224 @@
+"""One cell while its searches run: what each search is made of, and what must not change while it goes on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from harness.graph.io.files import file_digest
+from harness.timing.workers.engines import Engines
+from harness.timing.workers.trial_pool import Attempt, AttemptWith
+from harness.timing.workers.execution_target import QueueFactory
+from harness.records import SCHEMA
+from harness.results_dir.fingerprint import facts_digest
+from harness.pipeline.task import Cell, dialect_use
+from harness.config.experiment import Experiment
+from harness.selection.confirmation import float_latency, level
+from harness.search_loop.loop import Ending, SearchTask, Strayed, Trial, run_search
+from harness.search_loop.objective import goal_facts
+from harness.results_dir.journal import Journal, read_journal
+from harness.search_loop.accuracy_gate import Judge
+from harness.search_loop.optuna_mirror import LIVE, live_study
+from harness.pipeline.methods import open_search
+from harness.progress import Observer, Step, best_note
+from harness.config.plan import RunSpec
+from harness.verification.runtime_checker import RuntimeChecker
+from harness.pipeline.accuracy import Scoring
+from harness.results_dir.archive_previous import put_aside
+from harness.results_dir.termination import End, forget_end, note_end, read_end
+from harness.search_loop.trial import BUILDS, Care, attempt_with
+
+__all__ = ["Running"]
+
+LATER = frozenset({"fp8e5m2"})
+"""Precisions that a dialect has come to offer beside others, which changes no candidate of a cell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """One cell while its searches run.
+
+    Attributes:
+        checker: Compares engines with their files; None where the benchmarker runs no model.
+    """
+
+    experiment: Experiment
+    cell: Cell
+    base: Path
+    engines: Engines
+    scoring: Scoring
+    judge: Judge
+    floor: float
+    folder: Path
+    observer: Observer
+    checker: RuntimeChecker | None = None
+
+    def search(self, run: RunSpec, workers: QueueFactory, retry_failed: bool) -> None:
+        """Run one search, or what is left of it; where it ends before its budget is spent, say and keep why.
+
+        One whose searcher broke goes on, or begins anew where the searcher proposes something else by now.
+        """
+        journal, named = self._journal(run), f"{self.cell.spec.name} {run.name}"
+        before = read_end(journal)  # forgotten only where it no longer holds: what interrupts this run changes nothing
+        try:
+            ending = self._search(run, workers, retry_failed)
+        except Strayed:
+            if before is None or not before.broken:
+                raise
+            kept = put_aside(journal)
+            forget_end(journal)
+            self.observer.say(f"{named} broke, and proposes something else now: it begins anew, beside {kept.name}")
+            ending = self._search(run, workers, retry_failed)
+        if ending.reason:
+            what, most = "ended" if ending.broken is None else "broke", max(self.experiment.budget.evaluations)
+            end = note_end(journal, f"{what} at {ending.evaluations} of {most}: {ending.reason}", ending.broken)
+            self.observer.say(f"{named} {end.said}")
+        else:
+            forget_end(journal)
+
+    def _search(self, run: RunSpec, workers: QueueFactory, retry_failed: bool) -> Ending:
+        budget, window = self.experiment.budget, self.experiment.executor.width
+        most = max(budget.evaluations)
+        confirmation, one_winner = self.experiment.confirmation, self.experiment.objective.minimize == "latency"
+        keep = max(confirmation.top_k, confirmation.contenders) if one_winner else most
+        with (
+            open_search(run, self.cell, self.base, keep) as search,
+            Journal(self._journal(run), self._begun_with(run)) as journal,
+            self.observer.work(f"{self.cell.spec.name} {run.name}", most) as step,
+            workers(self._attempts(run)) as executor,
+        ):
+            task = SearchTask(
+                space=search.space,
+                searcher=search.searcher,
+                seeds=search.seeds,
+                candidate=search.candidate,
+                goal=self.judge.goal,
+                evaluations=most,
+                seconds=None if budget.minutes is None else budget.minutes * 60,
+                window=window,
+                retry_failed=retry_failed,
+            )
+            name = f"{self.cell.spec.name}/{run.name}"
+            live = live_study(self.folder / LIVE, name, search.space, self.judge.goal, fresh=not journal.entries)
+            beside = self._level_ms is not None
+            note = partial(best_note, float_ms=float_latency(self.folder), beside=beside)
+            ending = run_search(task, executor, journal, _watch(step, live, note))
+        if ending.broken is not None or search.left is None:
+            return ending
+        return replace(ending, reason=f"on leaving: {search.left.reason}", broken=search.left)
+
+    def _attempts(self, run: RunSpec) -> AttemptWith:
+        """What workers do with the candidates of a search."""
+        without, level_ms = run.searcher.without, self._level_ms
+
+        def attempt(engines: Engines) -> Attempt:
+            return attempt_with(
+                engines,
+                self.experiment.sampling,
+                judge=self.judge,
+                care=Care(
+                    floor=self.floor,
+                    racing="racing" not in without,
+                    builds=1 if "retakes" in without else BUILDS,
+                    level_ms=level_ms,
+                ),
+            )
+
+        return attempt
+
+    @property
+    def _level_ms(self) -> float | None:
+        """See `level`."""
+        return level(self.folder, self.cell.spec.backend, self.experiment.sampling.beside)
+
+    def _begun_with(self, run: RunSpec) -> dict[str, Any]:
+        """Fingerprint of a search; what was not written down in former times is there only where it says something."""
+        window = self.experiment.executor.width
+        method = run.searcher.model_dump(exclude=None if run.searcher.without else {"without"})
+        fingerprint = {**self.fingerprint(), "searcher": method, "seed": run.seed}
+        return fingerprint if window == 1 else {**fingerprint, "window": window}
+
+    def _journal(self, run: RunSpec) -> Path:
+        return self.folder / "runs" / f"{run.name}.jsonl"
+
+    def end(self, run: RunSpec) -> End | None:
+        """How a search ended before its budget was spent; None where it did not."""
+        return read_end(self._journal(run))
+
+    def unfinished(self, run: RunSpec) -> bool:
+        """Whether a search may have something left to measure; one that had nothing more to ask counts as such."""
+        path = self._journal(run)
+        told = {entry.asked.digest for entry in read_journal(path) if entry.told} if path.exists() else ()
+        return len(told) < max(self.experiment.budget.evaluations)
+
+    @property
+    def config(self) -> str:
+        """Digest of what the experiment asks for."""
+        return facts_digest(self.experiment.model_dump(mode="json", exclude={"description", "executor"}))
+
+    def asked_for(self) -> str:
+        """Digest of what the experiment asks of the cell, and of what that is begun with: models of others too."""
+        brought = {name: file_digest(f.path) for name, f in self.cell.foreign.items() if f.path is not None}
+        models = [brought] if brought else []
+        return facts_digest([self.config, *models, *map(self._begun_with, self.cell.spec.runs)])
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be the same for a run to go on."""
+        dialect = self.cell.dialect
+        return {
+            "model_sha256": self.cell.model.sha256,
+            "backend": dict(self.engines.describe()),
+            "precision": self.cell.spec.precision,
+            "space": hashlib.sha256(repr(self.cell.space.dimensions).encode()).hexdigest()[:16],
+            "seeds": {seed.name: self.cell.space.digest(seed.placement) for seed in self.cell.seeds},
+            "dialect": facts_digest({**dialect.facts, "precisions": dialect.precisions - LATER}),
+            "calibration": self.cell.spec.model.calibration.model_dump(mode="json"),
+            "ranges": facts_digest(self.cell.ranges),
+            "sampling": self.experiment.sampling.model_dump(mode="json"),
+            "goal": goal_facts(self.judge.goal),
+            **self.scoring.facts,
+            **({"data": dict(self.scoring.data)} if self.scoring.data else {}),
+            "qdq_bench": version("qdq-bench"),
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """What readers of the results need to know about the cell."""
+        return {
+            "schema": SCHEMA,
+            "config": self.config,
+            "cell": self.cell.spec.name,
+            "model": self.cell.spec.model.name,
+            "source": self.cell.spec.model.use,
+            "nodes": len(self.cell.model.nodes),
+            "inputs": {name: list(self.cell.model.types[name].shape) for name in self.cell.model.inputs},
+            "dimensions": len(self.cell.space),
+            "patterns": len(self.cell.space.groups),
+            "calibrated_on": self.cell.calibrated_on,
+            "accuracy_only": sorted(self.cell.accuracy_only),
+            "calibration_remarks": list(self.cell.remarks),
+            "cache_remarks": list(self.cell.cache_remarks),
+            "tool_methods": {name: tool.method for name, tool in self.cell.foreign.items() if tool.method},
+            "dialect_use": dialect_use(self.cell.spec.backend, self.cell.facts),
+            "placements": {name: list(placement.choices) for name, placement in self.cell.placements.items()},
+            "metric": self.scoring.metric,
+            "higher_is_better": self.scoring.higher_is_better,
+            **self.fingerprint(),
+        }
+
+
+def _watch(step: Step, live: Callable[[Trial], None], note: Callable[..., str]) -> Callable[[Trial], None]:
+    spent = 0
+
+    def watch(trial: Trial) -> None:
+        nonlocal spent
+        live(trial)
+        if trial.evaluations > spent:
+            spent = trial.evaluations
+            step.advance("" if trial.best_ms is None else note(trial.best_ms, is_float=trial.best_is_float))
+
+    return watch

@@ -1,0 +1,105 @@
+"""What one cell found, as rows of its siblings: the same model on another backend, another model on the same backend.
+
+Between backends the best placement goes over edge by edge, and takes the other backend's dialect. Between models it
+goes over by the pattern cache: each pattern that both models have takes the best scheme that was found for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from harness.errors import UserError
+from harness.graph.pattern_cache import Origin, cache_of, placements
+from harness.graph.pattern_cache_io import read_cache, write_cache
+from harness.graph.qdq.import_placement import import_qdq
+from harness.graph.partition.patterns import find_patterns
+from harness.graph.partition.regions import discover
+from harness.pipeline.task import Cell
+from harness.search_loop.objective import Goal
+from harness.results_dir.journal import read_journal, writing
+from harness.pipeline.methods import is_peer
+from harness.config.plan import CellSpec
+from harness.results_dir.journal_reader import evaluated
+from harness.results_dir.artifacts import favourite, read_rows
+from harness.verification.output_comparison import read_checks
+from search.api import Observation
+from search.space import Placement
+
+__all__ = ["PATTERNS", "Guest", "guests", "remember"]
+
+PATTERNS = "patterns.yaml"
+"""A cell's pattern cache; `initial` of another experiment takes it too."""
+
+Guest = Placement | str
+"""A placement of this cell's space that another cell found, or why there is none."""
+
+
+def remember(cell: Cell, goal: Goal, folder: Path) -> None:
+    """Write down what the searches of a cell learned of each pattern; nothing where none measured the float model.
+
+    Raises:
+        UserError: The file cannot be written.
+    """
+    sizes = {p.signature: len(p.operators) for p in find_patterns(cell.model, discover(cell.model))}
+    cache = cache_of(_observations(cell, goal, folder), cell.space, sizes, None, _origin(cell))
+    if cache.patterns:
+        with writing(folder / PATTERNS):
+            write_cache(cache, folder / PATTERNS)
+
+
+def guests(kinds: Sequence[str], cell: Cell, cells: Sequence[CellSpec], out: Path) -> Mapping[str, Guest]:
+    """What the siblings of a cell found, by the name of its row.
+
+    Args:
+        kinds: "backends": the same model elsewhere; "models": others on the same backend.
+        cells: All of the experiment, searched and with their finalists picked.
+        out: The folder that their folders lie in.
+    """
+    found: dict[str, Guest] = {}
+    for other in cells:
+        if other.name == cell.spec.name or other.precision != cell.spec.precision:
+            continue
+        if "backends" in kinds and other.model == cell.spec.model:
+            found[f"from_{other.backend.name}"] = _moved(cell, out / other.name)
+        if "models" in kinds and other.backend == cell.spec.backend:
+            found[f"from_{other.model.name}"] = _inherited(cell, out / other.name)
+    return found
+
+
+def _observations(cell: Cell, goal: Goal, folder: Path) -> Iterator[Observation]:
+    for run in cell.spec.runs:
+        path = folder / "runs" / f"{run.name}.jsonl"
+        if is_peer(run.searcher) or "sharing" in run.searcher.without or not path.exists():
+            continue
+        for trial in evaluated(read_journal(path), goal):
+            score = replace(trial.score, objective=trial.latency_ms)  # whatever the search minimised
+            yield Observation(placement=Placement(trial.choices), digest=trial.digest, outcome=score)
+
+
+def _moved(cell: Cell, folder: Path) -> Guest:
+    rows, picks = read_rows(folder)
+    checks = read_checks(folder, {row.id: row for row in rows})
+    best = favourite(pick for pick in picks if pick.row not in checks or not checks[pick.row].wrong)
+    if best is None:
+        return f"{folder.name} found nothing"
+    row = next(row for row in rows if row.id == best.row)
+    if not row.pairs:
+        return cell.space.float_placement()
+    try:
+        return cell.space.nearest(import_qdq(folder / "models" / row.file, cell.model))
+    except UserError as error:
+        return str(error)
+
+
+def _inherited(cell: Cell, folder: Path) -> Guest:
+    if not (folder / PATTERNS).exists():
+        return f"{folder.name} learned nothing"
+    known = placements(read_cache(folder / PATTERNS), cell.space, _origin(cell), limit=1)
+    return known[0] if known else f"{folder.name} knows none of its patterns"
+
+
+def _origin(cell: Cell) -> Origin:
+    facts = cell.facts
+    return Origin(backend=facts["name"], precision=cell.spec.precision, device=str(facts.get("device", "")))

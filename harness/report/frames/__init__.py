@@ -1,0 +1,1 @@
+"""Results as pandas frames of unrounded figures."""

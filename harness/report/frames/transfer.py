@@ -1,0 +1,124 @@
+"""Placements found in one cell and run in another: the transfer matrix, and how alike two runtimes rank."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import defaultdict
+from typing import Any
+
+import pandas as pd
+
+from harness.report.frames.main_frame import backend_of
+from harness.report.load.results import CellResults, Results
+from harness.results_dir.artifacts import FLOAT_ROW, Pick, favourite
+
+__all__ = ["likeness_frame", "transfer_frame"]
+
+DIGEST = re.compile(r"[0-9a-f]{16}")
+"""What rows are called that are placements, also those of a space of a search's own, or models of a peer."""
+FEWEST = 4
+"""Rows that two cells must share before their ranks are compared."""
+
+
+def transfer_frame(results: Results) -> pd.DataFrame:
+    """What the best placement of each cell gives elsewhere, and at home: on other backends, and in other models.
+
+    The best is the finalist that did best before the confirmation, see `harness.results_dir.artifacts.favourite`. Elsewhere it is
+    the row that was brought over from there ("from_" and the name of the backend or model), else on another backend the
+    row with the same resolved edges.
+
+    Returns:
+        Columns across ("backends" or "models"), within (what is the same: the model, or the backend), precision,
+        source, target, cell (the target's), method, row, speedup, low, high, verdict, and share: the gain in time there
+        over that of the target's own best placement, 1 at home, and None where that is no gain beyond the noise.
+        Without any line where nothing was moved.
+    """
+    lines = []
+    for across in ("backends", "models"):
+        for (within, precision), cells in _families(results, across).items():
+            facts = {"across": across, "within": within, "precision": precision}
+            found = [
+                {**facts, "source": _name(source, across), "target": _name(target, across), **line}
+                for source, target in itertools.product(cells, cells)
+                if (line := _moved(source, target, across)) is not None
+            ]
+            if any(line["source"] != line["target"] for line in found):
+                lines += found
+    columns = [
+        "across", "within", "precision", "source", "target", "cell", "method", "row", "speedup", "low", "high",
+        "verdict", "share",
+    ]  # fmt: skip
+    return pd.DataFrame(lines, columns=columns)
+
+
+def _name(cell: CellResults, across: str) -> str:
+    return backend_of(cell) if across == "backends" else str(cell.facts["model"])
+
+
+def _families(results: Results, across: str) -> dict[tuple[str, str], list[CellResults]]:
+    """Cells that differ in their backend alone, or in their model alone."""
+    other = "models" if across == "backends" else "backends"
+    found: dict[tuple[str, str], list[CellResults]] = defaultdict(list)
+    for cell in results.cells:
+        found[_name(cell, other), str(cell.facts["precision"])].append(cell)
+    return {key: cells for key, cells in found.items() if len(cells) > 1}
+
+
+def _best(cell: CellResults) -> Pick | None:
+    """The finalist that the searches liked best."""
+    return favourite(pick for pick in cell.picks if pick.row in cell.summaries and not cell.wrong(pick.row))
+
+
+def _moved(source: CellResults, target: CellResults, across: str) -> dict[str, Any] | None:
+    pick, own = _best(source), _best(target)
+    row = None if pick is None else pick.row if source is target else _counterpart(pick, source, target, across)
+    if pick is None or row is None or row not in target.summaries:
+        return None
+    speedup, best = target.summaries[row].speedup, None if own is None else target.summaries[own.row]
+    return {
+        "cell": target.name, "method": pick.method, "row": row,
+        "speedup": speedup.value, "low": speedup.low, "high": speedup.high, "verdict": target.summaries[row].verdict,
+        "share": (1 - 1 / speedup.value) / (1 - 1 / best.speedup.value) if best and best.verdict == "faster" else None,
+    }  # fmt: skip
+
+
+def _counterpart(pick: Pick, source: CellResults, target: CellResults, across: str) -> str | None:
+    """The target's row that is the source's placement; None where nobody brought it there."""
+    name = f"from_{_name(source, across)}"
+    brought = next((p.row for p in target.picks if p.kind == "baseline" and p.method == name and p.row), None)
+    if brought is not None or across == "models":
+        return brought
+    return pick.row if pick.row == FLOAT_ROW or _one_placement(pick.row, source, target) else None
+
+
+def likeness_frame(results: Results) -> pd.DataFrame:
+    """Rank correlation of confirmed latencies between two cells of one model, over the placements that both have.
+
+    A tool's model counts where both have the same file: what a tool makes for one runtime is no placement of another.
+
+    Returns:
+        Columns model, precision, first, second, rows, spearman.
+    """
+    from scipy.stats import spearmanr
+
+    lines = []
+    for (model, precision), cells in _families(results, "backends").items():
+        for one, two in itertools.combinations(cells, 2):
+            shared = [row for row in one.summaries if row in two.summaries and _one_placement(row, one, two)]
+            if len(shared) < FEWEST:
+                continue
+            latency_ms = [[cell.summaries[row].latency_ms.value for row in shared] for cell in (one, two)]
+            names = {"first": backend_of(one), "second": backend_of(two)}
+            facts = {"model": model, "precision": precision, **names, "rows": len(shared)}
+            lines.append({**facts, "spearman": float(spearmanr(*latency_ms).statistic)})
+    return pd.DataFrame(lines, columns=["model", "precision", "first", "second", "rows", "spearman"])
+
+
+def _one_placement(row: str, one: CellResults, two: CellResults) -> bool:
+    """Whether what both have is one placement: a digest says so, the name of a tool does not, and float is none."""
+    own, other = one.rows.get(row), two.rows.get(row)
+    if row.startswith(FLOAT_ROW) or own is None or other is None:
+        return False
+    placed = DIGEST.fullmatch(row) or None not in (own.choices, other.choices)
+    return bool(placed) or own.sha256 == other.sha256

@@ -1,0 +1,257 @@
+"""A model's graph as a picture: where regions and nodes stand, how they are coloured, and what a click tells.
+
+The layout is layered, region by region: what depends on something stands below it, a region is a box around its
+parts, and a stack that would be far taller than wide goes on in the next column. `assets/graph.js` draws it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.graph.model import Model
+from harness.graph.partition.patterns import Pattern
+from harness.graph.partition.regions import Region, RegionType
+from harness.report.page.html_document import document
+from search.space import Dimension, Edge
+
+__all__ = ["marks_of", "picture_page", "scene_of"]
+
+NODE_HEIGHT = 20
+GAP = 14
+PAD = 8
+HEADER = 14
+LETTER = 6.6
+"""Width of a letter of a node's label, in the same units."""
+COLUMN = 1400
+"""A stack taller than this goes on in the next column."""
+ASPECT = 1.7
+"""Width over height that columns aim at; screens are about so."""
+COLOURS = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#99DDFF", "#44BB99", "#BBCC33", "#AAAA00")
+"""Paul Tol's "light" scheme: safe for colour-blind readers, and black text is legible on each."""
+PALER = (0.0, 0.45, -0.22)
+"""When the colours are used up they come again paler, then darker."""
+
+
+@dataclass(slots=True)
+class _Box:
+    """A region or a node while it is laid out; `x` and `y` are within its parent until `_place` has run."""
+
+    number: int
+    width: float
+    height: float
+    parts: list[_Box] = field(default_factory=list)
+    leaf: bool = False
+    x: float = 0.0
+    y: float = 0.0
+
+
+def scene_of(
+    model: Model, root: Region, patterns: Sequence[Pattern], dimensions: Iterable[Dimension]
+) -> dict[str, Any]:
+    """Everything that the picture needs, ready for JSON; coordinates are whole units.
+
+    Args:
+        model: The model.
+        root: Its regions.
+        patterns: Their patterns.
+        dimensions: Insertion points; those of a pattern are listed when one of its regions is clicked.
+    """
+    whole, number = _layout(model, root), {region.id: place for place, region in enumerate(_below(root))}
+    nodes: list[list[Any]] = [[] for _ in model.nodes]
+    boxes: list[list[Any]] = [[] for _ in number]
+    _place(whole, 0.0, 0.0, nodes, boxes)
+    shown = [pattern for pattern in patterns if pattern.type is not RegionType.ROOT]
+    pattern_of = {region.id: place for place, pattern in enumerate(shown) for region in pattern.regions}
+    operators = sorted({node.op for node in model.nodes})
+    code = {name: place for place, name in enumerate(operators)}
+    parent = {child.id: region.id for region in _below(root) for child in region.children}
+    for region in _below(root):
+        facts = (pattern_of[region.id], number.get(parent.get(region.id, -1), -1), region.type is RegionType.LEAF)
+        boxes[number[region.id]] += [*facts, list(region.inputs), list(region.outputs)]
+        for index in region.nodes:
+            node = model.nodes[index]
+            nodes[index] += [code[node.op], number[region.id], len(node.inputs), node.name]
+    points = _points(model, shown, dimensions)
+    return {
+        "size": [round(whole.width), round(whole.height)],
+        "node_height": NODE_HEIGHT,
+        "operators": operators,
+        "nodes": nodes,
+        "regions": boxes,
+        "edges": _edges(model),
+        "patterns": [
+            {
+                "signature": pattern.signature[:8],
+                "type": pattern.type.value,
+                "operators": list(pattern.operators),
+                "regions": len(pattern.regions),
+                "colour": colour,
+                "points": found,
+            }
+            for pattern, colour, found in zip(shown, _colours(shown), points, strict=True)
+        ],
+    }
+
+
+def picture_page(scene: Mapping[str, Any], title: str) -> str:
+    """The picture as one HTML file that needs nothing else."""
+    return document("regions.html.j2", ("graph.js", "regions.js"), scene, {"title": title})
+
+
+def marks_of(model: Model, edges: Mapping[Edge, str]) -> list[list[Any]]:
+    """Quantized edges as the picture knows them: [node, input slot, precision]; the slot of a model's output is -1."""
+    index = {node.name: node.index for node in model.nodes}
+    return [[*place, precision] for edge, precision in edges.items() if (place := _place_of(edge, model, index))]
+
+
+def _place_of(edge: Edge, model: Model, index: Mapping[str, int]) -> tuple[int, int] | None:
+    if edge.consumer in index:
+        return index[edge.consumer], edge.slot
+    maker = model.producer.get(edge.tensor)
+    return None if edge.consumer or maker is None else (maker, -1)
+
+
+def _below(root: Region) -> Iterable[Region]:
+    return (region for region in root.walk() if region is not root)
+
+
+def _points(model: Model, patterns: Sequence[Pattern], dimensions: Iterable[Dimension]) -> list[list[dict[str, Any]]]:
+    index = {node.name: node.index for node in model.nodes}
+    found: list[list[dict[str, Any]]] = [[] for _ in patterns]
+    groups: dict[str, int] = {}
+    for dimension in dimensions:
+        prefix = dimension.group.partition(".")[0]
+        if prefix not in groups:
+            groups[prefix] = next(i for i, pattern in enumerate(patterns) if pattern.signature.startswith(prefix))
+        places = [_place_of(edge, model, index) for edge in dimension.edges]
+        found[groups[prefix]].append(
+            {
+                "name": dimension.name,
+                "kind": dimension.kind,
+                "role": dimension.role,
+                "choices": list(dimension.choices),
+                "at": [list(place) for place in places if place is not None],
+            }
+        )
+    return found
+
+
+def _edges(model: Model) -> list[list[int]]:
+    return [
+        [model.producer[name], node.index, slot]
+        for node in model.nodes
+        for slot, name in enumerate(node.inputs)
+        if name in model.producer
+    ]
+
+
+def _colours(patterns: Sequence[Pattern]) -> list[str]:
+    """Patterns that cover most nodes have the clearest colours; composites are frames and need none."""
+    leaves = [p for p in patterns if p.type is RegionType.LEAF]
+    ranked = sorted(leaves, key=lambda p: -len(p.operators) * len(p.regions))
+    colour = {
+        id(pattern): _shade(COLOURS[place % len(COLOURS)], PALER[place // len(COLOURS) % len(PALER)])
+        for place, pattern in enumerate(ranked)
+    }
+    return [colour.get(id(pattern), "#F4F4F2") for pattern in patterns]
+
+
+def _shade(colour: str, paler: float) -> str:
+    """The colour mixed with white (a positive share) or black (a negative one)."""
+    parts = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
+    target = 255 if paler > 0 else 0
+    return "#" + "".join(f"{round(part + (target - part) * abs(paler)):02X}" for part in parts)
+
+
+def _layout(model: Model, root: Region) -> _Box:
+    """Boxes of the tree with their sizes, each part placed within its parent."""
+    number = {region.id: place for place, region in enumerate(_below(root))}
+    built: dict[int, _Box] = {}
+    for region in reversed(list(root.walk())):
+        if region.children:
+            parts = [built.pop(child.id) for child in region.children]
+            owner = {node: part for part, child in enumerate(region.children) for node in child.members()}
+        else:
+            parts = [_Box(i, max(40.0, LETTER * len(model.nodes[i].op) + 14), NODE_HEIGHT) for i in region.nodes]
+            owner = {node: part for part, node in enumerate(region.nodes)}
+        box = _Box(number.get(region.id, -1), 0.0, 0.0, parts, leaf=not region.children)
+        _stack(box, _layers(parts, _before(model, owner)))
+        built[region.id] = box
+    return built[root.id]
+
+
+def _before(model: Model, owner: Mapping[int, int]) -> dict[int, set[int]]:
+    """For each part the parts that feed it, as far as they stand before it."""
+    before: dict[int, set[int]] = {}
+    for node, part in owner.items():
+        for name in model.nodes[node].inputs:
+            feeder = owner.get(model.producer.get(name, -1))
+            if feeder is not None and feeder < part:
+                before.setdefault(part, set()).add(feeder)
+    return before
+
+
+def _layers(parts: Sequence[_Box], before: Mapping[int, set[int]]) -> list[list[_Box]]:
+    """Rows from top to bottom: each part one below the lowest that feeds it, near the middle of what feeds it."""
+    depth: list[int] = []
+    rows: list[list[int]] = []
+    middle: list[float] = []
+    for part in range(len(parts)):
+        feeders = before.get(part, set())
+        depth.append(1 + max((depth[feeder] for feeder in feeders), default=-1))
+        middle.append(sum(middle[feeder] for feeder in feeders) / len(feeders) if feeders else 0.0)
+        if depth[part] == len(rows):
+            rows.append([])
+        middle[part] += 0.5 * len(rows[depth[part]])
+        rows[depth[part]].append(part)
+    return [[parts[part] for part in sorted(row, key=lambda p: middle[p])] for row in rows]
+
+
+def _stack(box: _Box, rows: Sequence[Sequence[_Box]]) -> None:
+    """Put rows one below the other, columns side by side, and size the box around them."""
+    widths = [sum(part.width for part in row) + GAP * (len(row) - 1) for row in rows]
+    heights = [max(part.height for part in row) for row in rows]
+    x, right, bottom = float(PAD), 0.0, 0.0
+    for first, last in _columns(widths, heights):
+        width = max(widths[first:last])
+        y = float(PAD + HEADER)
+        for row, wide, high in zip(rows[first:last], widths[first:last], heights[first:last], strict=True):
+            left = x + (width - wide) / 2
+            for part in row:
+                part.x, part.y = left, y
+                left += part.width + GAP
+            y += high + GAP
+        right, bottom = x + width, max(bottom, y - GAP)
+        x = right + 3 * GAP
+    box.width, box.height = right + PAD, bottom + PAD
+
+
+def _columns(widths: Sequence[float], heights: Sequence[float]) -> list[tuple[int, int]]:
+    total = sum(heights) + GAP * len(heights)
+    if total <= COLUMN:
+        return [(0, len(heights))]
+    limit = max(COLUMN / 2, math.sqrt(total * max(widths) / ASPECT))
+    cuts, used = [0], 0.0
+    for place, height in enumerate(heights):
+        if used and used + height > limit:
+            cuts.append(place)
+            used = 0.0
+        used += height + GAP
+    return list(zip(cuts, [*cuts[1:], len(heights)], strict=True))
+
+
+def _place(box: _Box, left: float, top: float, nodes: list[list[Any]], boxes: list[list[Any]]) -> None:
+    """Write down where everything stands on the whole picture."""
+    todo = [(box, left, top)]
+    while todo:
+        current, x, y = todo.pop()
+        if current.number >= 0:
+            boxes[current.number] = [round(v) for v in (x, y, current.width, current.height)]
+        for part in current.parts:
+            if current.leaf:
+                nodes[part.number] = [round(v) for v in (x + part.x, y + part.y, part.width)]
+            else:
+                todo.append((part, x + part.x, y + part.y))

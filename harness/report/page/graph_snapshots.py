@@ -1,0 +1,138 @@
+"""Graphs of a results folder: each cell's model as a picture, and the Q/DQ edges of each row on it.
+
+They are read off the exported files, so what is drawn is what was timed. Those files are large and kept out of version
+control, so the picture is kept beside them as `graph.json`: a fresh clone renders the same page.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from harness import registry
+from harness.errors import UserError
+from harness.graph.io.files import parts
+from harness.graph.qdq.import_placement import import_qdq
+from harness.graph.load import load
+from harness.graph.model import Model
+from harness.graph.partition.patterns import find_patterns
+from harness.graph.partition.regions import discover
+from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
+from harness.report.page.graph_layout import marks_of, scene_of
+from harness.report.load.results import CellResults
+from harness.config.plan import precisions_of
+from harness.results_dir.artifacts import FLOAT_ROW, Row, write_text
+from search.space import Dimension
+
+__all__ = ["exported", "graph_of", "keep_graph", "sizes_of"]
+
+FILE = "graph.json"
+SCHEMA = 1
+MAX_BYTES = 50_000_000
+logger = logging.getLogger(__name__)
+
+
+def graph_of(cell: CellResults) -> dict[str, Any] | None:
+    """The picture of a cell's model (`scene`, see `picture`), by row id the quantized edges (`marks`) and the `bytes`.
+
+    From the exported files, else from `graph.json`; marks of rows whose file has changed since are left out. None where
+    there is neither.
+    """
+    kept = _kept(cell)
+    row = cell.rows.get(FLOAT_ROW)
+    path = None if row is None else exported(cell, row)
+    if path is None or not path.exists():
+        return kept
+    model = load(path, source=str(cell.facts.get("source", cell.facts["model"])))
+    root = discover(model)
+    scene = scene_of(model, root, find_patterns(model, root), _dimensions(cell, model))
+    same = kept is not None and kept["scene"].get("nodes") == scene["nodes"]
+    before = kept if kept is not None and same else {"marks": {}, "bytes": {}}
+    there = {row.id: exported(cell, row) for row in cell.rows.values() if exported(cell, row).exists()}
+    return {
+        "scene": scene,
+        "marks": {**before["marks"], **_marks(cell, model)},
+        "bytes": {**before["bytes"], **{row: _size(file) for row, file in there.items()}},
+    }
+
+
+def sizes_of(cell: CellResults) -> Mapping[str, int]:
+    """Bytes of the exported file by row id, as `keep_graph` wrote them down; empty before."""
+    kept = _kept(cell)
+    return {} if kept is None else kept["bytes"]
+
+
+def keep_graph(cell: CellResults, graph: Mapping[str, Any]) -> None:
+    """Write `graph.json` where it does not say so already.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    rows = {row: cell.rows[row].sha256 for row in graph["marks"] if row in cell.rows}
+    text = json.dumps({"schema": SCHEMA, "rows": rows, **graph}, separators=(",", ":"), allow_nan=False)
+    path = cell.folder / FILE
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        write_text(path, text)
+
+
+def _kept(cell: CellResults) -> dict[str, Any] | None:
+    path = cell.folder / FILE
+    try:
+        if not path.exists() or path.stat().st_size > MAX_BYTES:
+            return None
+        body = json.loads(path.read_text(encoding="utf-8"))
+        if body["schema"] != SCHEMA:
+            return None
+        shas = {row: facts.sha256 for row, facts in cell.rows.items()}
+        current = [row for row in body["marks"] if row in shas and body["rows"][row] == shas[row]]
+        sizes = {row: int(size) for row, size in body.get("bytes", {}).items() if row in current}
+        return {"scene": dict(body["scene"]), "marks": {row: body["marks"][row] for row in current}, "bytes": sizes}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("%s: damaged, so there is no graph: %s", path, error)
+        return None
+
+
+def exported(cell: CellResults, row: Row) -> Path:
+    """Where the model of a row lies, if it is still there."""
+    return cell.folder / "models" / row.file
+
+
+def _size(path: Path) -> int:
+    """Bytes of a model with its external data."""
+    return sum(part.stat().st_size for part in parts(path))
+
+
+def _dimensions(cell: CellResults, model: Model) -> tuple[Dimension, ...]:
+    """Insertion points as the runtime's dialect has them; none where its plug-in is not installed any more."""
+    try:
+        dialect = dialect_called(_dialect(cell.facts))
+    except UserError as error:
+        logger.warning("%s: no insertion points on the page: %s", cell.name, error)
+        return ()
+    return build_space(model, dialect, precisions=precisions_of(str(cell.facts["precision"]))).dimensions
+
+
+def _dialect(facts: Mapping[str, Any]) -> str:
+    """The dialect that the run had; where that was not written down yet, by the name that its runtime goes by."""
+    if "dialect_use" in facts:
+        return str(facts["dialect_use"])
+    name = str(facts["backend"].get("name"))
+    return dialect_name(registry.load("benchmarker", name), name, facts["backend"])
+
+
+def _marks(cell: CellResults, model: Model) -> Mapping[str, list[list[Any]]]:
+    found: dict[str, list[list[Any]]] = {}
+    for row in cell.rows.values():
+        path = exported(cell, row)
+        if not row.pairs:
+            found[row.id] = []
+        elif path.exists():
+            try:
+                found[row.id] = marks_of(model, import_qdq(path, model))
+            except UserError as error:
+                logger.warning("%s: the Q/DQ edges of %s are not drawn: %s", cell.name, row.id, error)
+    return found

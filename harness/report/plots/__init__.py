@@ -1,0 +1,1 @@
+"""Plots of a results folder as PNG and SVG."""

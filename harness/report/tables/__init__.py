@@ -1,0 +1,1 @@
+"""Tables with columns, captions and notes."""

@@ -1,0 +1,58 @@
+"""Tables drawn for a terminal: marked cells are styled, constant columns are in the caption, no line is cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table as Grid
+from rich.text import Text
+
+from harness.report.tables.report_table import Table, narrow_tables, printable
+
+__all__ = ["Drawn"]
+
+STYLES = {"best": "bold", "tied": "underline"}
+WIDEST = 28
+"""Characters of a column; a longer cell, such as the reason of a failure, is wrapped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """Title, constant columns, rows with the best in bold and ties underlined, warnings and note.
+
+    Names are plain text: no markup of rich, no control characters. Columns that do not fit the terminal go to a second
+    table with the same rows.
+    """
+
+    table: Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Render the table for the width of the terminal."""
+        table = self.table
+        yield _text(table.title, "bold")
+        if table.caption:
+            yield _text(table.caption)
+        for part in narrow_tables(table, options.max_width, space=2, widest=WIDEST):
+            yield _grid(part)
+            yield ""
+        for line in table.warnings:
+            yield _text(line, "yellow")
+        for line in table.note.splitlines():
+            yield _text(line, "dim")
+        yield ""
+
+
+def _grid(table: Table) -> Grid:
+    columns = [str(column) for column in table.cells.columns]
+    grid = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for column in columns:
+        grid.add_column(_text(column), overflow="fold", max_width=WIDEST)
+    for number, line in enumerate(table.cells.astype(str).to_dict("records")):
+        marks = [STYLES.get(table.mark(number, column), "") for column in columns]
+        grid.add_row(*(_text(line[column], style) for column, style in zip(columns, marks, strict=True)))
+    return grid
+
+
+def _text(text: str, style: str = "") -> Text:
+    return Text(printable(text), style=style)

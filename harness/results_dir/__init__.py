@@ -1,0 +1,1 @@
+"""Files of a results folder: journals, exported models, ownership, completion and termination."""

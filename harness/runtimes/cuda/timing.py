@@ -1,0 +1,235 @@
+"""GPU time of anything that can be enqueued on a stream, by CUDA events; knows nothing of any runtime.
+
+The time of a query is the gap between two events around it, as trtexec takes it (TensorRT, samples/common/
+sampleInference.cpp). Two queries are in flight: the first event of one is queued while the one before still runs, so
+the host's work between them is not in the gap. A single query between two events on an idle stream would contain it,
+which for small models is most of the reading.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from harness.runtimes.cuda.device import Cuda
+from harness.errors import CandidateError, MeasureFailed
+
+__all__ = ["Enqueue", "GpuTimer", "Readings", "flush_bytes"]
+
+Enqueue = Callable[[int], None]
+"""Queues one inference on the stream with this handle and returns; raises where it is refused."""
+
+DEPTH = 2
+"""Queries in flight."""
+LEAD = 2
+"""Queries ahead of the first that counts: it must not be the one that finds the stream empty."""
+FLUSH = 2
+"""Times the L2 cache that is overwritten to make it cold."""
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readings:
+    """Time of some queries in a row, in milliseconds.
+
+    Attributes:
+        gpu_ms: By events on the device.
+        enqueue_ms: The host's time to queue each.
+        waited: Whether the device had come to a query before all of it was queued. Then it may have waited for the host
+            between two events, and the reading is the host's as much as the device's.
+    """
+
+    gpu_ms: tuple[float, ...]
+    enqueue_ms: tuple[float, ...]
+    waited: tuple[bool, ...]
+
+    @property
+    def host_bound(self) -> float:
+        """Share of the queries that the device may have waited in."""
+        return sum(self.waited) / len(self.waited)
+
+
+class GpuTimer:
+    """Times one enqueue function on a stream of its own. A context manager: events, stream and graph end with it.
+
+    Args:
+        cuda: The device.
+        enqueue: What is timed; addresses and shapes stay the same from now on.
+        graph: Capture it into a CUDA graph and launch that. Where it cannot be captured, `why_eager` says why, and it
+            is timed as it is.
+        flush_bytes: Above 0: overwrite so much memory before each query, outside of its events, so that the L2 cache is
+            cold. Such readings are of another kind: never put them beside warm ones.
+        stream: A stream that what is timed is bound to already; None: one of the timer's own.
+
+    Attributes:
+        why_eager: Why no graph was made; "" where there is one, or none was wanted.
+    """
+
+    def __init__(
+        self, cuda: Cuda, enqueue: Enqueue, *, graph: bool = True, flush_bytes: int = 0, stream: Any = None
+    ) -> None:
+        self._cuda = cuda
+        self._enqueue = enqueue
+        self._wanted = graph
+        self._flush_bytes = flush_bytes
+        self._given = stream
+        self._open = ExitStack()
+        self._events: list[tuple[object, object]] = []
+        self._graph: object | None = None
+        self._scratch: object | None = None
+        self.why_eager = ""
+
+    def __enter__(self) -> GpuTimer:
+        with ExitStack() as opened:  # whatever fails, what was made until then is released
+            self._stream = self._given if self._given is not None else self._made_stream(opened)
+            self._events = [(self._event(opened), self._event(opened)) for _ in range(DEPTH + 1)]
+            if self._flush_bytes:
+                self._scratch = self._made(opened, "cudaMalloc", self._flush_bytes, release="cudaFree")
+            self._enqueue(int(self._stream))  # first run: lazy loading and allocation
+            self._cuda.call("cudaStreamSynchronize", self._stream)
+            if self._wanted:
+                self._graph = self._launchable(opened)
+            self._open = opened.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._open:
+            self._cuda.call("cudaStreamSynchronize", self._stream)
+
+    def read(self, n: int) -> Readings:
+        """Time n queries.
+
+        Raises:
+            MeasureFailed: CUDA refuses, or what is timed does.
+        """
+        gpu_ms, enqueue_ms, waited = [], [], []
+        for number in range(n + LEAD):
+            if number >= DEPTH:
+                gpu_ms.append(self._elapsed(number - DEPTH))
+            enqueue_ms.append(self._query(number))
+            waited.append(self._reached(number))
+        gpu_ms.extend(self._elapsed(number) for number in range(max(0, n + LEAD - DEPTH), n + LEAD))
+        return Readings(gpu_ms=tuple(gpu_ms[LEAD:]), enqueue_ms=tuple(enqueue_ms[LEAD:]), waited=tuple(waited[LEAD:]))
+
+    def end_to_end(self, n: int) -> tuple[float, ...]:
+        """Host time of n queries in milliseconds, each from queuing to the end of its work, one at a time."""
+        readings = []
+        for _ in range(n):
+            start_ns = time.perf_counter_ns()
+            self._launch()
+            self._cuda.call("cudaStreamSynchronize", self._stream)
+            readings.append((time.perf_counter_ns() - start_ns) / 1e6)
+        return tuple(readings)
+
+    def warm_up(self, ms: float) -> int:
+        """Run for so long without counting; the number of queries."""
+        count, end_ns = 0, time.perf_counter_ns() + ms * 1e6
+        while time.perf_counter_ns() < end_ns:
+            self._launch()
+            count += 1
+            if count % DEPTH == 0:
+                self._cuda.call("cudaStreamSynchronize", self._stream)
+        self._cuda.call("cudaStreamSynchronize", self._stream)
+        return count
+
+    def _query(self, number: int) -> float:
+        """Queue one query between its events; the host's time for it in milliseconds."""
+        begin, end = self._events[number % len(self._events)]
+        call = self._cuda.call
+        if self._scratch is not None:
+            call("cudaMemsetAsync", self._scratch, number % 256, self._flush_bytes, self._stream)
+        call("cudaEventRecord", begin, self._stream)
+        start_ns = time.perf_counter_ns()
+        self._launch()
+        spent_ns = time.perf_counter_ns() - start_ns
+        call("cudaEventRecord", end, self._stream)
+        return spent_ns / 1e6
+
+    def _launch(self) -> None:
+        if self._graph is None:
+            self._enqueue(int(self._stream))
+        else:
+            self._cuda.call("cudaGraphLaunch", self._graph, self._stream)
+
+    def _elapsed(self, number: int) -> float:
+        begin, end = self._events[number % len(self._events)]
+        self._cuda.call("cudaEventSynchronize", end)
+        return float(self._cuda.call("cudaEventElapsedTime", begin, end))
+
+    def _reached(self, number: int) -> bool:
+        """Whether the device has come to the first event of a query.
+
+        "Not ready" counts as CUDA's last error, which is taken away: whoever launches next may look for one.
+        """
+        api = self._cuda.api
+        (status,) = api.cudaEventQuery(self._events[number % len(self._events)][0])
+        api.cudaGetLastError()
+        return not int(status)
+
+    def _made(self, opened: ExitStack, function: str, *args: object, release: str) -> object:
+        """What a function makes; it is released with all the rest."""
+        made: object = self._cuda.call(function, *args)
+        opened.callback(self._cuda.call, release, made)
+        return made
+
+    def _made_stream(self, opened: ExitStack) -> Any:
+        """Not the default stream, which would wait for others."""
+        flags = self._cuda.api.cudaStreamNonBlocking
+        return self._made(opened, "cudaStreamCreateWithFlags", flags, release="cudaStreamDestroy")
+
+    def _event(self, opened: ExitStack) -> object:
+        flags = self._cuda.api.cudaEventDefault
+        return self._made(opened, "cudaEventCreateWithFlags", flags, release="cudaEventDestroy")
+
+    def _launchable(self, opened: ExitStack) -> object | None:
+        """The enqueue function as an executable graph; None, and `why_eager` says why, where it has none."""
+        call = self._cuda.call
+        try:
+            graph = self._captured()
+            try:
+                made = self._made(opened, "cudaGraphInstantiate", graph, 0, release="cudaGraphExecDestroy")
+            finally:
+                call("cudaGraphDestroy", graph)
+            call("cudaGraphUpload", made, self._stream)
+            call("cudaStreamSynchronize", self._stream)
+        except CandidateError as error:
+            self._cuda.api.cudaGetLastError()  # or the next call would report it once more
+            self.why_eager = str(error)
+            _logger.warning("no CUDA graph: %s", error)
+            return None
+        return made
+
+    def _captured(self) -> object:
+        """What the enqueue function queues, as a graph.
+
+        A capture is ended even where what is captured failed, or the stream would be of no use. The first error counts.
+        """
+        call, api = self._cuda.call, self._cuda.api
+        call("cudaStreamBeginCapture", self._stream, api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
+        try:
+            self._enqueue(int(self._stream))
+        except BaseException:
+            status, graph = api.cudaStreamEndCapture(self._stream)
+            if not int(status):
+                api.cudaGraphDestroy(graph)
+            raise
+        ended: object = call("cudaStreamEndCapture", self._stream)
+        return ended
+
+
+def flush_bytes(l2_bytes: int, cold_l2: bool) -> int:
+    """How much memory to overwrite before each query.
+
+    Raises:
+        MeasureFailed: A cold L2 cache is wanted and the device does not tell its size.
+    """
+    if cold_l2 and not l2_bytes:
+        raise MeasureFailed("cold_l2: this device does not tell the size of its L2 cache")
+    return FLUSH * l2_bytes if cold_l2 else 0

@@ -1,0 +1,348 @@
+"""Latency on ONNX Runtime: its CPU provider, and where they are present its CUDA and TensorRT providers."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BeforeValidator
+
+from harness.api import Array, Artifact, Candidate, Layer
+from harness.errors import BuildFailed, MeasureFailed, UserError
+from harness.graph.qdq.upcast import UPCAST, upcast
+from harness.timing.host_clock import plain, refuse_dynamic, said, timed, words
+from harness.timing.provenance import checked_threads, environment, processor, saturates_here
+from harness.timing.sampling import fixed_inputs
+from harness.graph.rules.precision_names import float_precision
+
+__all__ = ["ONNXRuntimeBenchmarker"]
+
+logger = logging.getLogger(__name__)
+
+Provider = Literal["cpu", "cuda", "tensorrt"]
+Optimization = Literal["disabled", "basic", "extended", "all"]
+Activation = Literal["uint8", "int8"]
+Precision = Annotated[Literal["auto", "f32", "f16"], BeforeValidator(float_precision)]
+PROVIDERS: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("CPUExecutionProvider",),
+    "cuda": ("CUDAExecutionProvider", "CPUExecutionProvider"),
+    "tensorrt": ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"),
+}
+"""By preference: what the first one cannot run goes to the next."""
+LEVELS: Mapping[str, str] = {
+    "disabled": "ORT_DISABLE_ALL",
+    "basic": "ORT_ENABLE_BASIC",
+    "extended": "ORT_ENABLE_EXTENDED",
+    "all": "ORT_ENABLE_ALL",
+}
+DIALECTS: Mapping[str, str] = {"uint8": "onnxruntime", "int8": "onnxruntime_s8"}
+"""By storage of activations; those with weights of 7 bits are called so with `_7bit` behind."""
+_SUFFIX = re.compile(r"(_token_\d+|/duplicated(_token_\d+)?)$")
+FATAL, WARNING = 4, 2
+"""Severities of what its logger prints."""
+
+
+class ONNXRuntimeBenchmarker:
+    """Time models in ONNX Runtime, on the CPU, on CUDA or by its TensorRT provider.
+
+    Args:
+        threads: Threads within an operator on the CPU, at most the cores that this process may use.
+        optimization: Level of graph optimization; below "extended" no Q/DQ pair becomes an integer kernel.
+        provider: Where the model runs. What CUDA or TensorRT cannot run falls to the next, CPU last.
+        activation: Storage of quantized activations: "uint8" (U8S8, dialect `onnxruntime`) or "int8" (S8S8, dialect
+            `onnxruntime_s8`); weights are INT8 in both. TensorRT takes INT8 alone, in its own dialect.
+        precision: What float operations run in. "f16" for TensorRT alone; "auto" leaves it to the harness there.
+        profile: Count the time of every node, for `layers`; it costs time itself, so not for comparisons.
+        reduce_range: Store weights in 7 bits; None: on the CPU where it adds products in 16 bits, in which those of 8
+            bits saturate. Not for TensorRT.
+
+    Raises:
+        UserError: ONNX Runtime is not installed, or the provider does not work here.
+        ValueError: More threads than cores, or a choice that there is not.
+    """
+
+    def __init__(  # noqa: PLR0913 - one option, one parameter
+        self,
+        threads: int = 1,
+        optimization: Optimization = "all",
+        provider: Provider = "cpu",
+        activation: Activation | None = None,
+        precision: Precision = "auto",
+        profile: bool = False,
+        reduce_range: bool | None = None,
+    ) -> None:
+        precision = float_precision(precision)
+        if activation is None:
+            activation = "int8" if provider == "tensorrt" else "uint8"
+        _check("optimization", optimization, LEVELS)
+        _check("provider", provider, PROVIDERS)
+        _check("activation", activation, ("int8",) if provider == "tensorrt" else DIALECTS)
+        _check("precision", precision, ("auto", "f32", "f16") if provider == "tensorrt" else ("auto", "f32"))
+        if reduce_range and provider == "tensorrt":
+            raise ValueError("reduce_range: TensorRT computes with weights of 8 bits as they are; leave it out")
+        self._reduced = provider == "cpu" and saturates_here() if reduce_range is None else reduce_range
+        self.dialect = "tensorrt" if provider == "tensorrt" else DIALECTS[activation] + "_7bit" * self._reduced
+        self._threads = checked_threads(threads)
+        self._optimization, self._provider, self._activation = optimization, provider, activation
+        self._profile = profile
+        self._open = precision == "auto" and provider == "tensorrt"
+        self._float = "f32" if precision == "auto" else precision
+        self._ort = _import_onnxruntime()
+        # Its exceptions derive from Exception one by one, without a class of their own above them.
+        state = vars(self._ort.capi.onnxruntime_pybind11_state).values()
+        own = (kind for kind in state if isinstance(kind, type) and issubclass(kind, Exception))
+        self._errors: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError, *own)
+        if provider != "cpu":
+            self._check_device()
+
+    def build(self, candidate: Candidate, workdir: Path) -> Artifact:
+        """Make the session from the candidate's file.
+
+        Raises:
+            BuildFailed: ONNX Runtime refuses the model, or a shape is not static.
+        """
+        path = candidate.source()
+        wide = self._upcast(candidate, workdir)
+        with said(BuildFailed, f"ONNX Runtime refuses {path.name}", self._errors):
+            quantized = self._provider == "tensorrt" and _has_qdq(path)
+            session = self._session(str(wide or path), quantized=quantized, profile=workdir if self._profile else None)
+        refuse_dynamic(path.name, {value.name: value.shape for value in session.get_inputs()})
+        return Artifact(engine=session, info={} if wide is None else {"arithmetic": UPCAST})
+
+    def save(self, candidate: Candidate, path: Path) -> None:
+        """Write the optimized graph to a file for `load` ("Graph optimizations": offline mode).
+
+        Raises:
+            BuildFailed: See `build`.
+        """
+        source = candidate.source()
+        quantized = self._provider == "tensorrt" and _has_qdq(source)
+        with (
+            tempfile.TemporaryDirectory(prefix="qdq-save-") as scratch,
+            said(BuildFailed, f"ONNX Runtime refuses {source.name}", self._errors),
+        ):
+            wide = self._upcast(candidate, Path(scratch))
+            self._session(str(wide or source), quantized=quantized, optimized=path)
+
+    def load(self, path: Path) -> Artifact:
+        """A graph that `save` wrote, for this version of ONNX Runtime and this kind of processor alone.
+
+        Raises:
+            BuildFailed: ONNX Runtime refuses it.
+        """
+        with (
+            tempfile.TemporaryDirectory(prefix="qdq-load-") as scratch,
+            said(BuildFailed, f"ONNX Runtime cannot load {path.name}", self._errors),
+        ):
+            wide = self._upcast(Candidate(digest=path.stem, edges=(), source=lambda: path), Path(scratch))
+            session = self._session((wide or path).read_bytes())
+        return Artifact(engine=session, info={} if wide is None else {"arithmetic": UPCAST})
+
+    @contextmanager
+    def open(self, artifact: Artifact) -> Iterator[_Probe]:
+        """A probe with its inputs and outputs bound once.
+
+        Raises:
+            MeasureFailed: No fixed input can be made for an input's type.
+        """
+        yield _Probe(artifact.engine, self._ort, self._errors, "cpu" if self._provider == "cpu" else "cuda")
+
+    def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
+        """What runs in an engine made with `profile`, with mean times; sample it first. Asking ends the counting.
+
+        Raises:
+            MeasureFailed: It was not made so, or nothing was counted.
+        """
+        if not self._profile:
+            raise MeasureFailed("ONNX Runtime tells its layers only with profile: true")
+        return _profiled(Path(artifact.engine.end_profiling()))
+
+    def describe(self) -> Mapping[str, Any]:
+        """See `harness.api.Benchmarker`."""
+        precisions = {name: {"precision": name} for name in ("f32", "f16")}
+        return {
+            "name": "onnxruntime",
+            "version": self._ort.__version__,
+            "device": processor() if self._provider == "cpu" else _gpu_name(),
+            "options": {
+                "threads": self._threads,
+                **({"spinning": "within a run"} if self._threads != 1 else {}),
+                "optimization": self._optimization,
+                "provider": PROVIDERS[self._provider][0],
+                "activation": self._activation,
+                **({"profile": True} if self._profile else {}),
+            },
+            "float_precision": self._float,
+            **({"float_open": self._open, "float_params": precisions} if self._provider == "tensorrt" else {}),
+            **({"dialect": self.dialect} if self._reduced else {}),
+        }
+
+    def _upcast(self, candidate: Candidate, folder: Path) -> Path | None:
+        """Return the float32 form of a file that the CPU provider computes wrongly; None where it is right.
+
+        Pairs of the harness are always right: its dialects for ONNX Runtime have none in 16 bits.
+
+        Raises:
+            BuildFailed: The file cannot be read.
+        """
+        if self._provider != "cpu" or candidate.edges:
+            return None
+        path = candidate.source()
+        with said(BuildFailed, f"ONNX Runtime refuses {path.name}", (UserError,)):
+            wide = upcast(path, folder)
+        if wide is not None:
+            logger.warning("%s: %s", path.name, UPCAST)
+        return wide
+
+    def _session(
+        self, model: str | bytes, *, quantized: bool = False, optimized: Path | None = None, profile: Path | None = None
+    ) -> Any:
+        options = self._ort.SessionOptions()
+        options.intra_op_num_threads = self._threads
+        options.inter_op_num_threads = 1
+        if self._threads != 1:
+            # Threads that wait for the next run would take the cores of what is timed in turns with this.
+            options.add_session_config_entry("session.force_spinning_stop", "1")
+        options.execution_mode = self._ort.ExecutionMode.ORT_SEQUENTIAL
+        options.graph_optimization_level = getattr(self._ort.GraphOptimizationLevel, LEVELS[self._optimization])
+        options.log_severity_level = 3
+        if optimized is not None:
+            options.optimized_model_filepath = str(optimized)
+        if profile is not None:
+            options.enable_profiling, options.profile_file_prefix = True, str(profile / "profile")
+        own: dict[str, dict[str, Any]] = {
+            # TensorRT reads Q/DQ only where INT8 is allowed; a float model would then ask for a calibration.
+            "TensorrtExecutionProvider": {"trt_fp16_enable": self._float == "f16", "trt_int8_enable": quantized},
+        }
+        providers = [(name, own.get(name, {})) for name in PROVIDERS[self._provider]]
+        return self._ort.InferenceSession(model, options, providers=providers, enable_fallback=False)
+
+    def _check_device(self) -> None:
+        """A provider that is compiled in may lack its libraries or its GPU, and then gives way to the CPU silently."""
+        from harness.graph.builder import GraphBuilder
+
+        wanted, missing = PROVIDERS[self._provider][0], io.StringIO()
+        with redirect_stdout(missing):  # it prints what it cannot load
+            self._ort.preload_dlls()
+        why = missing.getvalue().partition("\n")[0] or "it gave way to the CPU"
+        builder = GraphBuilder("probe")
+        builder.output(builder.op("Relu", builder.input("x", (1, 4))))
+        self._ort.set_default_logger_severity(FATAL)
+        try:
+            found = self._session(builder.build().SerializeToString()).get_providers()
+        except self._errors as error:
+            found, why = [], words(error)
+        finally:
+            self._ort.set_default_logger_severity(WARNING)
+        if wanted not in found:
+            offered = ", ".join(self._ort.get_available_providers())
+            raise UserError(
+                f"benchmarker 'onnxruntime': {wanted} does not work here ({why}); it needs an NVIDIA GPU, its driver, "
+                f"and the CUDA libraries{' and TensorRT' if self._provider == 'tensorrt' else ''} that ONNX Runtime "
+                f"{self._ort.__version__} was built for. Compiled in: {offered}. Use provider: cpu"
+            )
+
+
+class _Probe:
+    """One session with a binding for the timed runs; inputs and outputs stay on the device that runs it."""
+
+    def __init__(self, session: Any, ort: Any, errors: tuple[type[Exception], ...], device: str) -> None:
+        self._session = session
+        self._errors = errors
+        arrays = fixed_inputs({v.name: (_dtype(v), tuple(v.shape)) for v in session.get_inputs()})
+        self._inputs = {name: ort.OrtValue.ortvalue_from_numpy(array, device, 0) for name, array in arrays.items()}
+        self._binding = session.io_binding()
+        for name, value in self._inputs.items():
+            self._binding.bind_ortvalue_input(name, value)
+        for value in session.get_outputs():
+            self._binding.bind_output(value.name, device)
+
+    def sample(self, n: int) -> Sequence[float]:
+        """Time n synchronous runs on memory bound beforehand; on a GPU a run ends when the GPU is done."""
+        with said(MeasureFailed, "ONNX Runtime", self._errors):
+            return timed(partial(self._session.run_with_iobinding, self._binding), n)
+
+    def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Outputs by name; floating-point ones as float32."""
+        names = [value.name for value in self._session.get_outputs()]
+        with said(MeasureFailed, "ONNX Runtime", self._errors):
+            results = self._session.run(names, dict(feeds))
+        return {name: plain(array) for name, array in zip(names, results, strict=True)}
+
+
+def _check(name: str, value: object, allowed: Mapping[str, object] | tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}: one of {', '.join(allowed)}, but got {value!r}")
+
+
+def _gpu_name() -> str:
+    gpus = environment().get("gpus", ())
+    return str(gpus[0]["name"]) if gpus else "NVIDIA GPU"
+
+
+def _has_qdq(path: Path) -> bool:
+    return b"DequantizeLinear" in path.read_bytes()
+
+
+def _profiled(file: Path) -> tuple[Layer, ...]:
+    """Nodes of the optimized graph, from the trace of events that ONNX Runtime writes, by time of their first run.
+
+    A node's precision is that of its first input. Optimizers name what they make after what it replaces, with a suffix.
+    """
+    try:
+        events = [event for event in json.loads(file.read_text(encoding="utf-8")) if event.get("cat") == "Node"]
+    except (OSError, ValueError) as error:
+        raise MeasureFailed(f"ONNX Runtime's profile cannot be read: {error}") from error
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        found[event["name"].removesuffix("_kernel_time")].append(event)
+    if not found:
+        raise MeasureFailed("ONNX Runtime counted nothing: sample the engine before asking for its layers")
+    return tuple(
+        Layer(
+            name=name,
+            kind=runs[0]["args"]["op_name"],
+            precision=next((kind for types in runs[0]["args"].get("input_type_shape", ()) for kind in types), ""),
+            time_ms=sum(run["dur"] for run in runs) / len(runs) / 1000,
+            origin=(_SUFFIX.sub("", name),),
+            kernel=runs[0]["args"].get("provider", ""),
+        )
+        for name, runs in found.items()
+    )
+
+
+def _import_onnxruntime() -> Any:
+    """ONNX Runtime without its telemetry.
+
+    Raises:
+        UserError: It is not installed.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise UserError(
+            f"benchmarker 'onnxruntime': {error}; pip install 'nvidia-modelopt[onnx]' brings it as onnxruntime-gpu"
+        ) from error
+    onnxruntime.disable_telemetry_events()
+    return onnxruntime
+
+
+def _dtype(value: Any) -> np.dtype[Any]:
+    """Element type from ONNX Runtime's name of it, for instance "tensor(float)"."""
+    name = value.type.removeprefix("tensor(").removesuffix(")")
+    name = {"float": "float32", "double": "float64"}.get(name, name)
+    try:
+        dtype: np.dtype[Any] = np.dtype(name)
+    except TypeError:
+        raise MeasureFailed(f"input {value.name!r}: no fixed input can be made for type {value.type}") from None
+    return dtype

@@ -1,0 +1,254 @@
+"""Latency on OpenVINO's CPU plug-in: real INT8 kernels on any x86 or Arm machine, no GPU needed."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BeforeValidator
+
+from harness.api import Array, Artifact, Candidate, Layer
+from harness.errors import BuildFailed, MeasureFailed, UserError
+from harness.timing.host_clock import plain, refuse_dynamic, said, timed
+from harness.timing.provenance import checked_threads, processor, saturates_here
+from harness.timing.sampling import fixed_inputs
+from harness.graph.rules.precision_names import float_precision
+
+__all__ = ["OpenVINOBenchmarker"]
+
+PRECISIONS = ("auto", "f32", "bf16")
+Precision = Annotated[Literal["auto", "f32", "bf16"], BeforeValidator(float_precision)]
+NOT_LAYERS = ("Const", "Input", "Output")
+REFUSALS = (RuntimeError,)
+WRONG_FEEDS = (RuntimeError, TypeError, ValueError, KeyError)
+
+
+class OpenVINOBenchmarker:
+    """Time models in OpenVINO on the CPU: one stream, synchronous inference.
+
+    Args:
+        threads: Inference threads, at most the cores that this process may use.
+        precision: What float operations run in (OpenVINO's `INFERENCE_PRECISION_HINT`). "auto" leaves it to
+            the harness, which times both where the CPU reports BF16; until it has, that is FP32.
+        profile: Count the time of every layer, for `layers`; it costs time itself, so not for comparisons.
+        reduce_range: Store weights in 7 bits (dialect `openvino_7bit`); None: where the processor adds products in 16
+            bits, in which those of 8 bits saturate.
+
+    Raises:
+        UserError: OpenVINO is not installed.
+        ValueError: More threads than cores, an unknown precision, or BF16 on a CPU without it.
+    """
+
+    accuracy_only = frozenset({"fp8", "fp8e5m2"})
+    """CPUs have no FP8 kernels: OpenVINO converts to float and back, so accuracies are true and latencies are not."""
+
+    def __init__(
+        self, threads: int = 1, precision: Precision = "auto", profile: bool = False, reduce_range: bool | None = None
+    ) -> None:
+        precision = float_precision(precision)
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision: one of {', '.join(PRECISIONS)}, but got {precision!r}")
+        self._threads = checked_threads(threads)
+        self._ov = _import_openvino()
+        self._core = self._ov.Core()
+        offered = self._core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        if precision == "bf16" and "BF16" not in offered:
+            raise ValueError(f"precision: this CPU offers {', '.join(offered)}, but got 'bf16'; use 'f32' or 'auto'")
+        self._open = precision == "auto"
+        self._float = "f32" if self._open else precision
+        self._offered = ("f32", "bf16") if "BF16" in offered else ("f32",)
+        self._profile = profile
+        self._reduced = saturates_here() if reduce_range is None else reduce_range
+        self.dialect = "openvino_7bit" if self._reduced else "openvino"
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {
+            "INFERENCE_NUM_THREADS": self._threads,
+            "NUM_STREAMS": 1,
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_PRECISION_HINT": self._float,
+            "ENABLE_CPU_PINNING": True,
+            "PERF_COUNT": self._profile,
+        }
+
+    def build(self, candidate: Candidate, workdir: Path) -> Artifact:
+        """Compile the candidate's file.
+
+        Raises:
+            BuildFailed: OpenVINO refuses the model, or an input's shape is not static.
+        """
+        path = candidate.source()
+        with said(BuildFailed, f"OpenVINO refuses {path.name}", REFUSALS):
+            # External weights would stay mapped in the engine, and rewriting their file would end it (SIGBUS).
+            model = self._core.read_model(path, config={"ENABLE_MMAP": False})
+            compiled = self._core.compile_model(model, "CPU", self._options)
+        refuse_dynamic(path.name, {port.any_name: _sizes(port.partial_shape) for port in compiled.inputs})
+        counts = Counter(layer.precision for layer in _executed(compiled))
+        return Artifact(engine=compiled, info={"layers": dict(sorted(counts.items()))})
+
+    def save(self, candidate: Candidate, path: Path) -> None:
+        """Write the candidate's engine to a file for `load` ("Model caching": export of a compiled model).
+
+        Raises:
+            BuildFailed: See `build`.
+        """
+        artifact = self.build(candidate, path.parent)
+        exported = io.BytesIO()
+        artifact.engine.export_model(exported)
+        path.write_bytes(exported.getbuffer())
+
+    def load(self, path: Path) -> Artifact:
+        """An engine that `save` wrote, for this version of OpenVINO and this kind of processor alone.
+
+        Raises:
+            BuildFailed: OpenVINO refuses it.
+        """
+        with said(BuildFailed, f"OpenVINO cannot load {path.name}", REFUSALS):
+            return Artifact(engine=self._core.import_model(path.read_bytes(), "CPU", self._options))
+
+    @contextmanager
+    def open(self, artifact: Artifact) -> Iterator[_Probe]:
+        """A probe with its inputs bound once.
+
+        Raises:
+            MeasureFailed: No fixed input can be made for an input's type.
+        """
+        yield _Probe(artifact.engine, self._ov)
+
+    def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
+        """What runs in an engine, in order of execution, by the plug-in's execution graph.
+
+        With `profile` each layer has its mean time over the inferences so far; sample the engine first.
+        """
+        return _executed(artifact.engine)
+
+    def describe(self) -> Mapping[str, Any]:
+        """See `harness.api.Benchmarker`."""
+        profiled = {"profile": True} if self._profile else {}
+        return {
+            "name": "openvino",
+            "version": self._ov.__version__,
+            "device": processor(self._core.get_property("CPU", "FULL_DEVICE_NAME")),
+            "options": {"threads": self._threads, "precision": self._float, **profiled},
+            "float_precision": self._float,
+            "float_open": self._open,
+            "float_params": {precision: {"precision": precision} for precision in self._offered},
+            **({"dialect": self.dialect} if self._reduced else {}),
+        }
+
+
+class _Probe:
+    """One compiled model with two requests, so that evaluation never touches the inputs that are timed."""
+
+    def __init__(self, compiled: Any, ov: Any) -> None:
+        self._compiled = compiled
+        self._timed = compiled.create_infer_request()
+        self._scored: Any = None
+        types = {port.any_name: (_dtype(port), tuple(int(size) for size in port.shape)) for port in compiled.inputs}
+        self._inputs = fixed_inputs(types)
+        for port in compiled.inputs:
+            self._timed.set_tensor(port, ov.Tensor(self._inputs[port.any_name], shared_memory=True))
+
+    def sample(self, n: int) -> Sequence[float]:
+        """Time n synchronous inferences on inputs bound beforehand; outputs are not copied."""
+        with said(MeasureFailed, "OpenVINO", REFUSALS):
+            return timed(partial(self._timed.infer, share_outputs=True), n)
+
+    def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Outputs by the names that the model gives them; floating-point ones as float32."""
+        if self._scored is None:
+            self._scored = self._compiled.create_infer_request()
+        with said(MeasureFailed, "OpenVINO", WRONG_FEEDS):
+            results = self._scored.infer(dict(feeds))
+        return {name: plain(results[port]) for port in self._compiled.outputs for name in _names(port)}
+
+
+def _names(port: Any) -> list[str]:
+    """Return the names of an output, without those of tensors that were merged into it (in front of a no-op Cast)."""
+    own = str(port.node.get_friendly_name()).rpartition("/")[0]
+    return [own] if own in port.names else sorted(port.names)
+
+
+def _import_openvino() -> Any:
+    """OpenVINO without its telemetry.
+
+    Importing it reports to a server and writes to the home folder unless `openvino_telemetry` cannot be
+    imported; it then takes its own stub (openvino/tools/ovc/telemetry_utils.py).
+
+    Raises:
+        UserError: It is not installed.
+    """
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+    try:
+        import openvino
+    except ImportError as error:
+        raise UserError(f"benchmarker 'openvino': {error}; pip install openvino") from error
+    return openvino
+
+
+def _sizes(shape: Any) -> list[object]:
+    """Whole numbers, and text where a size is open; an open rank is one open size."""
+    if shape.rank.is_dynamic:
+        return ["..."]
+    return [str(size) if size.is_dynamic else size.get_length() for size in shape]
+
+
+def _dtype(port: Any) -> np.dtype[Any]:
+    element = port.get_element_type()
+    if element.get_type_name() in ("string", "dynamic"):
+        raise MeasureFailed(f"input {port.any_name!r}: no fixed input can be made for type {element.get_type_name()}")
+    dtype: np.dtype[Any] = np.dtype(element.to_dtype())
+    return dtype
+
+
+def _executed(compiled: Any) -> tuple[Layer, ...]:
+    """The layers of the execution graph (OpenVINO documentation, "Query device properties": runtime information).
+
+    What is made of constants alone, as weights in another type or layout, runs once: no inference takes its time.
+    """
+    ordered = compiled.get_runtime_model().get_ordered_ops()
+    once = _constant(ordered)
+    facts = [
+        (op.get_friendly_name(), {key: _text(info[key]) for info in [op.get_rt_info()] for key in info})
+        for op in ordered
+    ]
+    return tuple(
+        Layer(
+            name=name,
+            kind=info["layerType"],
+            precision=info["runtimePrecision"],
+            time_ms=_ms(info) if name not in once else None,
+            origin=tuple(filter(None, info.get("originalLayersNames", "").split(","))),
+            kernel=info.get("primitiveType", ""),
+        )
+        for name, info in facts
+        if info["layerType"] not in NOT_LAYERS
+    )
+
+
+def _ms(info: Mapping[str, str]) -> float | None:
+    time_us = info.get("execTimeMcs", "")
+    return int(time_us) / 1000 if time_us.isdigit() else None
+
+
+def _constant(ordered: Sequence[Any]) -> set[str]:
+    """Names of the nodes that no input of the model reaches."""
+    found: set[str] = set()
+    for op in ordered:
+        sources = {value.get_node().get_friendly_name() for value in op.input_values()}
+        kind = _text(op.get_rt_info()["layerType"])
+        if kind.startswith("Const") or (sources and sources <= found):
+            found.add(op.get_friendly_name())
+    return found
+
+
+def _text(value: Any) -> str:
+    return str(value.astype(str) if hasattr(value, "astype") else value)

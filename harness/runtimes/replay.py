@@ -1,0 +1,104 @@
+"""A benchmarker that answers from a recorded table: real latencies at the price of a look-up."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.api import Array, Artifact, Candidate
+from harness.errors import BuildFailed, CandidateError, EvaluationFailed, MeasureFailed
+from harness.paths import locate
+from harness.records import Failed
+from harness.benchmark_table import read_table
+
+__all__ = ["ReplayBenchmarker"]
+
+STAGES: Mapping[str, type[CandidateError]] = {"measure": MeasureFailed, "evaluate": EvaluationFailed}
+
+
+class ReplayBenchmarker:
+    """Answer from a recorded table: samples are drawn from those that were measured for the same placement.
+
+    Args:
+        table: File that `qdq record` wrote.
+        noise_seed: Repeats the draws of a run; None draws anew each time, as a real machine does.
+        base: Set by the harness: folder that a relative path starts from; None: the working folder.
+
+    Raises:
+        UserError: No such table, or a damaged one.
+    """
+
+    in_process = True
+
+    def __init__(self, table: str | Path, noise_seed: int | None = None, base: str | Path | None = None) -> None:
+        path = locate(str(table), None if base is None else Path(base))
+        self._table = read_table(path)
+        self._sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+        self._edges = {edge for dimension in self._table.facts.dimensions for edge in dimension.edges}
+        self._noise_seed = noise_seed
+        self._rng = np.random.default_rng(noise_seed)
+        self.dialect = self._table.facts.dialect
+
+    def build(self, candidate: Candidate, workdir: Path) -> Artifact:
+        """The recorded engine.
+
+        Raises:
+            BuildFailed: The table does not have this placement, or its build failed when it was recorded.
+            MeasureFailed, EvaluationFailed: It failed later then.
+        """
+        facts, row = self._table.facts, self._table.rows.get(candidate.digest)
+        foreign = next((edge for edge, _ in candidate.edges if edge not in self._edges), None)
+        if foreign is not None:
+            raise BuildFailed(
+                f"table {self._table.path.name} is of another model: {facts.model} has no edge "
+                f"{foreign.tensor!r} -> {foreign.consumer!r}; record one of this model with 'qdq record'"
+            )
+        if row is None:
+            raise BuildFailed(
+                f"placement {candidate.digest} is not in table {self._table.path.name}, which has the "
+                f"{len(self._table.subspace)} placements of {len(facts.varied)} dimensions of {facts.model}; "
+                "search that subspace with 'qdq replay'"
+            )
+        if isinstance(row.outcome, Failed):
+            raise STAGES.get(row.outcome.stage, BuildFailed)(f"recorded {row.outcome.stage}: {row.outcome.reason}")
+        info = {**row.outcome.info, "build_s": row.outcome.build_s, "recorded": True}
+        return Artifact(engine=_Probe(row.outcome.samples_ms, self._rng), info=info)
+
+    @contextmanager
+    def open(self, artifact: Artifact) -> Iterator[_Probe]:
+        """The probe that `build` made."""
+        yield artifact.engine
+
+    def describe(self) -> Mapping[str, Any]:
+        """The recorded backend's facts under this name: latencies are those of its device, not of this one."""
+        backend = self._table.facts.backend
+        return {
+            "name": "replay",
+            "version": "1",
+            "device": backend["device"],
+            "options": {"table_sha256": self._sha256, "noise_seed": self._noise_seed, "recorded_on": backend},
+            "float_precision": backend["float_precision"],
+            "model_sha256": self._table.facts.model_sha256,
+        }
+
+
+class _Probe:
+    """Draws from recorded samples."""
+
+    def __init__(self, samples_ms: Sequence[float], rng: np.random.Generator) -> None:
+        self._samples_ms = np.asarray(samples_ms)
+        self._rng = rng
+
+    def sample(self, n: int) -> Sequence[float]:
+        """Draw n readings."""
+        drawn: list[float] = self._rng.choice(self._samples_ms, size=n).tolist()
+        return drawn
+
+    def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Refused: there is no engine behind a recording."""
+        raise EvaluationFailed("a replay has recorded latencies only, no outputs that could be scored")

@@ -1,0 +1,211 @@
+"""Latency on TensorRT 10.x and 11.x by their Python API, timed by CUDA events on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from harness.api import Artifact, Candidate, Layer
+from harness.runtimes.cuda.clocks import Clocks
+from harness.runtimes.cuda.device import Cuda, Device, open_device
+from harness.runtimes.cuda.timing import flush_bytes
+from harness.errors import BuildFailed
+from harness.paths import cache_folder
+from harness.runtimes.tensorrt.builder import Plan, build_plan, load_engine
+from harness.runtimes.tensorrt.timing_cache import CachePolicy, TimingCache, cache_file
+from harness.runtimes.tensorrt.library import Library, open_library
+from harness.runtimes.tensorrt.options import Precision, Typing, read_options
+from harness.runtimes.tensorrt.profiling import layers_of
+from harness.runtimes.tensorrt.probe import EngineProbe
+from harness.runtimes.tensorrt.session import Loaded
+
+__all__ = ["TensorRTBenchmarker"]
+
+ENGINES = (".engine", ".plan", ".trt")
+PROFILED_RUNS = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ready:
+    """What needs TensorRT and a GPU, made when first used."""
+
+    library: Library
+    cuda: Cuda
+    device: Device
+    cache: TimingCache
+
+
+class TensorRTBenchmarker:
+    """Build TensorRT engines by its Python interface and time them on an NVIDIA GPU.
+
+    Args:
+        precision: What float operations run in. "f32": IEEE FP32; "tf32": FP32 with TF32 multiplications, TensorRT's
+            own default; "f16" and "bf16": the ONNX file is cast first (strong typing), or TensorRT may choose them
+            (weak). "auto" leaves it to the harness, which times those that the GPU has.
+        typing: "strong", the only kind in 11; "weak" for 10.x alone.
+        profiles: Shapes of dynamic inputs, `{NAME: {min: 1x3x224x224, opt: ..., max: ...}}`; timed at opt.
+        workspace_gb: Scratch memory that kernels may take, in units of 10^9 bytes; None: all there is.
+        optimization_level: Effort of the builder, 0 to 5; None: TensorRT's default.
+        timing_cache: Policy, see `harness.runtimes.tensorrt.timing_cache`.
+        timing_cache_file: Its file; by default one for each TensorRT and kind of GPU in the cache folder.
+        cuda_graph: Time the engine as a CUDA graph, without the host's work between kernels.
+        cold_l2: Overwrite the L2 cache before each inference. Never compare with warm readings.
+        plugins: Libraries with plugins.
+        device: Number of the GPU.
+        profile: Build for inspection, with every layer recorded, for `layers`; not for engines that are compared.
+
+    Raises:
+        ValueError: A choice that there is not, or a profile that is none.
+    """
+
+    dialect = "tensorrt"
+
+    def __init__(  # noqa: PLR0913 - one option, one parameter
+        self,
+        *,
+        precision: Precision = "auto",
+        typing: Typing = "strong",
+        profiles: Mapping[str, Any] | None = None,
+        workspace_gb: float | None = None,
+        optimization_level: int | None = None,
+        timing_cache: CachePolicy = "shared",
+        timing_cache_file: str | None = None,
+        cuda_graph: bool = True,
+        cold_l2: bool = False,
+        plugins: tuple[str, ...] | list[str] = (),
+        device: int = 0,
+        profile: bool = False,
+    ) -> None:
+        self._options = read_options(
+            precision=precision,
+            typing=typing,
+            profiles=profiles,
+            workspace_gb=workspace_gb,
+            optimization_level=optimization_level,
+            timing_cache=timing_cache,
+            profile=profile,
+        )
+        self._cache_file = timing_cache_file
+        self._cuda_graph, self._cold_l2 = cuda_graph, cold_l2
+        self._plugins, self._device = tuple(plugins), device
+
+    @cached_property
+    def _ready(self) -> _Ready:
+        """The device first: without one TensorRT's own messages are about anything else."""
+        cuda, device = open_device(self._device)
+        library = open_library()
+        self._options.check_runtime(f"TensorRT {library.version}", library.major, device)
+        library.load_plugins(self._plugins)
+        default = cache_file(cache_folder(), library.version, device)
+        path = Path(self._cache_file).expanduser() if self._cache_file else default
+        cache = TimingCache(self._options.timing_cache, path)
+        return _Ready(library=library, cuda=cuda, device=device, cache=cache)
+
+    def build(self, candidate: Candidate, workdir: Path) -> Artifact:
+        """Build the candidate's engine, or load it where the candidate's file is one (.engine, .plan, .trt).
+
+        Raises:
+            BuildFailed: TensorRT refuses, or is known to; or the file cannot be cast.
+            UserError: TensorRT or the GPU cannot be used, or the timing cache.
+        """
+        path = candidate.source()
+        if path.suffix in ENGINES:
+            return self.load(path)
+        plan = self._plan(path, workdir)
+        engine = load_engine(self._ready.library, plan.content, path.name)
+        return Artifact(engine=engine, info={**plan.info, "layers": int(engine.num_layers)})
+
+    def _plan(self, path: Path, workdir: Path) -> Plan:
+        ready = self._ready
+        source = self._options.source(path, workdir, ready.device)
+        try:
+            return build_plan(ready.library, source.path, source.options, ready.cache, quantized=source.quantized)
+        except BuildFailed:
+            ready.cuda.call("cudaDeviceSynchronize")  # ends this worker where the build has left no usable GPU
+            raise
+
+    def save(self, candidate: Candidate, path: Path) -> None:
+        """Write the candidate's engine to a file for `load`.
+
+        Raises:
+            BuildFailed: See `build`.
+            UserError: See `build`.
+        """
+        with TemporaryDirectory(prefix="qdq-engine-") as workdir:
+            path.write_bytes(self._plan(candidate.source(), Path(workdir)).content)
+
+    def load(self, path: Path) -> Artifact:
+        """An engine that `save` or trtexec wrote, for this TensorRT and this kind of GPU alone.
+
+        Raises:
+            BuildFailed: It is none, or another TensorRT's or GPU's.
+        """
+        return Artifact(engine=load_engine(self._ready.library, _content(path), path.name), info={"plan": path.name})
+
+    def cast(self, path: Path, folder: Path) -> Path:
+        """See `harness.runtimes.tensorrt.options.BuildOptions.cast`."""
+        return self._options.cast(path, folder)
+
+    @contextmanager
+    def open(self, artifact: Artifact) -> Iterator[EngineProbe]:
+        """A probe with its inputs on the device.
+
+        Raises:
+            MeasureFailed: The engine does not run, or there is not enough GPU memory.
+        """
+        with EngineProbe(self._loaded(artifact)) as probe:
+            yield probe
+
+    def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
+        """What the engine is made of, in order, with the time of each from runs under a profiler.
+
+        With `profile` each layer has its type, precision, kernel and origin; else its name and time alone.
+        """
+        return layers_of(self._loaded(artifact), PROFILED_RUNS)
+
+    def describe(self) -> Mapping[str, Any]:
+        """See `harness.api.Benchmarker`.
+
+        Raises:
+            UserError: There is no GPU, driver or TensorRT here: one sentence that says which and what to do.
+        """
+        ready = self._ready
+        return {
+            "name": "tensorrt",
+            "version": ready.library.version,
+            "device": ready.device.name,
+            "options": {
+                **self._options.facts(ready.device),
+                "cuda_graph": self._cuda_graph,
+                "l2": "cold" if self._cold_l2 else "warm",
+                "plugins": [Path(name).name for name in self._plugins],
+            },
+            **self._options.float_facts(ready.device),
+        }
+
+    def gpu(self) -> str:
+        """See `harness.api.Benchmarker`."""
+        return self._ready.device.uuid
+
+    def _loaded(self, artifact: Artifact) -> Loaded:
+        ready = self._ready
+        return Loaded(
+            library=ready.library,
+            engine=artifact.engine,
+            cuda=ready.cuda,
+            clocks=Clocks(ready.device.uuid),
+            graph=self._cuda_graph,
+            flush_bytes=flush_bytes(ready.device.l2_bytes, self._cold_l2),
+        )
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BuildFailed(f"{path.name}: cannot be read ({error.strerror or error})") from error

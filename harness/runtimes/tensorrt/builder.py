@@ -1,0 +1,160 @@
+"""From an ONNX file to a TensorRT engine: parse, configure, build, load; refusals in TensorRT's own words."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.errors import BuildFailed
+from harness.runtimes.tensorrt.timing_cache import TimingCache
+from harness.runtimes.tensorrt.library import Library
+from harness.runtimes.tensorrt.options import BuildOptions
+from harness.runtimes.tensorrt.profiles import Profile
+
+__all__ = ["Plan", "build_plan", "load_engine"]
+
+AVG_TIMING = 8
+"""Runs of each kernel that TensorRT averages when it chooses; trtexec's default, the API's is 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A serialized engine.
+
+    Attributes:
+        info: Facts worth recording.
+    """
+
+    content: bytes
+    info: Mapping[str, Any]
+
+
+def build_plan(
+    library: Library, model: Path | bytes, options: BuildOptions, cache: TimingCache, *, quantized: bool
+) -> Plan:
+    """Build an engine.
+
+    Args:
+        library: TensorRT.
+        model: A file, external data beside it; or the whole model.
+        options: Their profiles are those of the dynamic inputs, see `harness.runtimes.tensorrt.profiles.fitted`.
+        cache: See `TimingCache`.
+        quantized: The model has Q/DQ pairs; a weakly typed network must be told.
+
+    Raises:
+        BuildFailed: TensorRT refuses the model or finds no engine; its own words, with the nodes that they are about.
+        UserError: The timing cache cannot be used.
+    """
+    trt = library.trt
+    library.said.clear()
+    builder = _started(library, trt.Builder)
+    network = builder.create_network(_network_flags(library, options))
+    parser = trt.OnnxParser(network, library.log)  # owns the weights: it lives until the engine is built
+    parsed = parser.parse(model) if isinstance(model, bytes) else parser.parse_from_file(str(model))
+    if not parsed:
+        raise BuildFailed(f"TensorRT cannot parse the model: {'; '.join(_errors(parser)) or library.words()}")
+    config = builder.create_builder_config()
+    _configure(library, config, options, quantized)
+    _add_profile(library, builder, config, options.profiles)
+    cache.enter(library, config)
+    built = builder.build_serialized_network(network, config)
+    if built is None:
+        raise BuildFailed(f"TensorRT builds no engine: {library.words()}")
+    content = bytes(built)
+    cache.leave(config)
+    return Plan(
+        content=content,
+        info={
+            "plan_bytes": len(content),
+            "plan_sha256": hashlib.sha256(content).hexdigest(),
+            "precision": options.precision,
+            "typing": options.typing,
+            "timing_cache": cache.policy,
+        },
+    )
+
+
+def load_engine(library: Library, content: bytes, source: str) -> Any:
+    """Deserialize an engine.
+
+    Args:
+        library: TensorRT.
+        content: A plan.
+        source: What messages call it.
+
+    Raises:
+        BuildFailed: It is none, or one of another TensorRT or GPU, or there is too little memory.
+    """
+    library.said.clear()
+    runtime = _started(library, library.trt.Runtime)
+    engine = runtime.deserialize_cuda_engine(content)
+    if engine is None:
+        raise BuildFailed(
+            f"{source}: TensorRT {library.version} cannot load this engine ({library.words()}); engines serve the "
+            "TensorRT and the kind of GPU that they were built with alone: build it again here"
+        )
+    return engine
+
+
+def _started(library: Library, make: Callable[[Any], Any]) -> Any:
+    """A builder or a runtime.
+
+    Raises:
+        BuildFailed: The library gives none, as a rule for want of GPU memory; the bindings make that a `TypeError`.
+    """
+    try:
+        return make(library.log)
+    except TypeError as error:
+        raise BuildFailed(f"TensorRT cannot start on this GPU: {library.words()}") from error
+
+
+def _network_flags(library: Library, options: BuildOptions) -> int:
+    """The flags as bits; their numbers differ between the majors, so they go through the enum."""
+    flags = library.trt.NetworkDefinitionCreationFlag
+    return 1 << int(flags.STRONGLY_TYPED) if options.typing == "strong" else 0
+
+
+def _configure(library: Library, config: Any, options: BuildOptions, quantized: bool) -> None:
+    trt = library.trt
+    if options.workspace_bytes is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_bytes)
+    if options.optimization_level is not None:
+        config.builder_optimization_level = options.optimization_level
+    config.avg_timing_iterations = AVG_TIMING
+    verbosity = trt.ProfilingVerbosity
+    config.profiling_verbosity = verbosity.DETAILED if options.detailed else verbosity.LAYER_NAMES_ONLY
+    if options.precision != "tf32":
+        config.clear_flag(trt.BuilderFlag.TF32)  # on by default
+    if options.typing == "weak":
+        for flag in _weak_flags(options.precision, quantized):
+            config.set_flag(getattr(trt.BuilderFlag, flag))
+
+
+def _weak_flags(precision: str, quantized: bool) -> Iterator[str]:
+    """Precisions that a weakly typed network of 10.x may choose beside FP32; 11 has no such flags."""
+    if precision in ("f16", "bf16"):
+        yield {"f16": "FP16", "bf16": "BF16"}[precision]
+    if quantized:
+        yield "INT8"
+
+
+def _add_profile(library: Library, builder: Any, config: Any, profiles: Mapping[str, Profile]) -> None:
+    if not profiles:
+        return
+    made = builder.create_optimization_profile()
+    for name, profile in profiles.items():
+        made.set_shape(name, profile.min, profile.opt, profile.max)
+    if config.add_optimization_profile(made) < 0:
+        raise BuildFailed(f"TensorRT refuses the profile: {library.words()}")
+
+
+def _errors(parser: Any) -> Iterator[str]:
+    """What the parser found, with the nodes that it is about."""
+    for index in range(parser.num_errors):
+        error = parser.get_error(index)
+        name, operator = error.node_name(), error.node_operator()
+        where = f"node {name!r} ({operator}): " if name or operator else ""
+        yield f"{where}{' '.join(error.desc().split())}"

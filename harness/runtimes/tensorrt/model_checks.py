@@ -1,0 +1,232 @@
+"""Model files as TensorRT takes them: refused before a build where it is known to fail, and cast to FP16 or BF16.
+
+A strongly typed network runs every operator in the type that the ONNX file gives it, so an FP16 engine needs an FP16
+file: weights, constants, and the scales of its Q/DQ pairs (TensorRT, "Strongly typed networks"; the type of a scale is
+the type of what DequantizeLinear gives).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import TensorProto, helper, numpy_helper
+
+from harness.errors import BuildFailed
+from harness.graph.io.writer import write
+from harness.graph.io.files import file_digest, move_model
+from harness.graph.plugin_operators import plugin_nodes, with_plugins, without_plugins
+
+__all__ = [
+    "FP8_CAPABILITY", "Structure", "cast_model", "float_type", "has_fp8", "has_qdq", "read_structure",
+    "refuse_unusable", "shapes_of_inputs", "types_of_ends",
+]  # fmt: skip
+
+Structure: TypeAlias = onnx.ModelProto
+"""A model without its external data."""
+FP8_CAPABILITY = (8, 9)
+LARGEST_BYTES = 2**31 - 1
+"""Protobuf reads no more; neither can a model be cast that has more weights."""
+FP8 = frozenset((TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2))
+FLOATS = {TensorProto.FLOAT: "f32", TensorProto.FLOAT16: "f16", TensorProto.BFLOAT16: "bf16"}
+LOW_PRECISION = {"f16": "fp16", "bf16": "bf16"}
+CAST_TO = "qdq_bench.cast_to"
+"""Metadata of a cast file, and of what is inserted into it: where all weights are INT8, nothing else would tell."""
+
+
+def read_structure(path: Path) -> onnx.ModelProto:
+    """A model without its external data.
+
+    Raises:
+        BuildFailed: Missing, no ONNX, or too large.
+    """
+    try:
+        if path.stat().st_size > LARGEST_BYTES:
+            raise BuildFailed(
+                f"{path.name}: larger than 2 GiB, which protobuf cannot read; keep weights in external data"
+            )
+        return onnx.load(path, load_external_data=False)
+    except OSError as error:
+        raise BuildFailed(f"{path.name}: cannot be read ({error.strerror or error})") from error
+    except DecodeError as error:
+        raise BuildFailed(f"{path.name}: no ONNX model, or cut short ({error})") from error
+
+
+def has_qdq(proto: onnx.ModelProto) -> bool:
+    """Whether any tensor of the main graph is dequantized."""
+    return any(node.op_type == "DequantizeLinear" for node in proto.graph.node)
+
+
+def has_fp8(proto: onnx.ModelProto) -> bool:
+    """Whether any constant, zero points among them, is FP8."""
+    return any(tensor.data_type in FP8 for tensor in _constants(proto).values())
+
+
+def shapes_of_inputs(proto: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
+    """Shape of each input, -1 where it is dynamic; initializers that are listed as inputs are none."""
+    constants = {tensor.name for tensor in proto.graph.initializer}
+    return {
+        value.name: tuple(dim.dim_value if dim.dim_value > 0 else -1 for dim in value.type.tensor_type.shape.dim)
+        for value in proto.graph.input
+        if value.name not in constants
+    }
+
+
+def types_of_ends(proto: onnx.ModelProto) -> tuple[dict[str, np.dtype[Any]], dict[str, np.dtype[Any]]]:
+    """NumPy's element type of each input, and of each output."""
+
+    def types(values: Any) -> dict[str, np.dtype[Any]]:
+        kinds = {value.name: value.type.tensor_type.elem_type for value in values}
+        return {name: np.dtype(helper.tensor_dtype_to_np_dtype(kind)) for name, kind in kinds.items()}
+
+    own = shapes_of_inputs(proto)
+    return types(v for v in proto.graph.input if v.name in own), types(proto.graph.output)
+
+
+def float_type(proto: onnx.ModelProto) -> str:
+    """What most floating-point constants are: "f32", "f16" or "bf16"; "f32" where there are none.
+
+    Most: operators that know no FP16 stay FP32 in a model that was cast. A file that was cast here says so.
+    """
+    said = next((entry.value for entry in proto.metadata_props if entry.key == CAST_TO), None)
+    if said in LOW_PRECISION:
+        return str(said)
+    sizes: Counter[str] = Counter()
+    for tensor in _constants(proto).values():
+        if tensor.data_type in FLOATS:
+            sizes[FLOATS[tensor.data_type]] += int(np.prod(tensor.dims, dtype=np.int64))
+    if not sizes:
+        scales = (FLOATS.get(value.type.tensor_type.elem_type) for value in proto.graph.value_info)
+        sizes.update(kind for kind in scales if kind is not None)
+    return sizes.most_common(1)[0][0] if sizes else "f32"
+
+
+def refuse_unusable(proto: onnx.ModelProto, path: Path, capability: tuple[int, int]) -> None:
+    """Refuse Q/DQ that TensorRT does not take, by node, before minutes are spent on a build.
+
+    Sources: `IQuantizeLayer` in NvInfer.h (symmetric only, positive scales); onnx-tensorrt's importer (UINT8 is read as
+    INT8 or refused; INT32 is no quantized type); ModelOpt's README (FP8 from compute capability 8.9 on).
+
+    Args:
+        proto: The model, its external data unread.
+        path: Its file, for that data.
+        capability: Of the GPU.
+
+    Raises:
+        BuildFailed: With the first such node.
+    """
+    constants = _constants(proto)
+    for node in proto.graph.node:
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            reason = _trouble(node, constants, path.parent, capability)
+            if reason:
+                raise BuildFailed(f"{path.name}: {node.op_type} {node.name or node.output[0]!r} {reason}")
+
+
+def cast_model(path: Path, precision: str, folder: Path) -> Path:
+    """The model at FP16 or BF16 with inputs and outputs as they were; the file itself where it is so already.
+
+    By ModelOpt's autocast, every operator that can be so, but for plug-ins. A cast file is cast to itself: what this
+    gives can be given again. Q/DQ scales follow the type of their tensors; the default operator set becomes 19 (FP16)
+    or 22 (BF16). It takes seconds, so what the folder has of this content is used again.
+
+    Args:
+        path: An ONNX file.
+        precision: "f32", "f16" or "bf16"; "f32" leaves the file as it is.
+        folder: Where the new file goes.
+
+    Raises:
+        BuildFailed: The model is too large to be cast, or ModelOpt refuses it.
+    """
+    if precision not in LOW_PRECISION or float_type(read_structure(path)) == precision:
+        return path
+    target = folder / f"{path.stem}.{file_digest(path)[:16]}.{precision}.onnx"
+    if target.exists():
+        return target
+    if _weight_bytes(path) > LARGEST_BYTES:
+        raise BuildFailed(
+            f"{path.name}: more than 2 GB of weights cannot be cast to {precision} here; cast the model beforehand "
+            f"(python -m modelopt.onnx.autocast --low_precision_type {LOW_PRECISION[precision]}), or use precision: f32"
+        )
+    cast = _converted(onnx.load(path), path.name, precision)
+    onnx.helper.set_model_props(cast, {**{p.key: p.value for p in cast.metadata_props}, CAST_TO: precision})
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder) as scratch:  # an interrupted file would be taken for a whole one
+        move_model(write(cast, Path(scratch) / target.name), target)
+    return target
+
+
+def _converted(model: onnx.ModelProto, source: str, precision: str) -> onnx.ModelProto:
+    """Return a model at FP16 or BF16; plug-in operators keep their types, for ModelOpt knows none without TensorRT."""
+    from modelopt.onnx.autocast.convert import convert_to_f16
+
+    plugins = plugin_nodes(model)
+    try:
+        known = without_plugins(model, plugins, source) if plugins else model
+    except BuildFailed as error:
+        raise BuildFailed(f"{error}, or use precision: f32") from error
+    try:
+        cast = convert_to_f16(known, low_precision_type=LOW_PRECISION[precision], keep_io_types=True)
+    except Exception as error:  # ModelOpt raises this very class too
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        raise BuildFailed(f"{source}: ModelOpt cannot cast it to {precision}: {words}") from error
+    return with_plugins(cast, model, plugins) if plugins else cast
+
+
+def _weight_bytes(path: Path) -> int:
+    proto = read_structure(path)
+    external = sum(
+        int(entry.value)
+        for tensor in proto.graph.initializer
+        for entry in tensor.external_data
+        if entry.key == "length"
+    )
+    return path.stat().st_size + external
+
+
+def _constants(proto: onnx.ModelProto) -> dict[str, TensorProto]:
+    found = {tensor.name: tensor for tensor in proto.graph.initializer}
+    for node in proto.graph.node:
+        for attribute in node.attribute:
+            if node.op_type == "Constant" and attribute.name == "value":
+                found[node.output[0]] = attribute.t
+    return found
+
+
+def _trouble(node: Any, constants: dict[str, TensorProto], folder: Path, capability: tuple[int, int]) -> str:
+    """Why TensorRT will not take a Q or DQ; "" where nothing speaks against it."""
+    named = node.input[2] if len(node.input) > 2 else ""
+    zero = constants.get(named)
+    kind = zero.data_type if zero is not None else 0 if named else _stored(node, constants)
+    if kind == TensorProto.UINT8:
+        return "is UINT8; TensorRT takes INT8 alone: quantize in dialect tensorrt, or symmetric and signed"
+    if kind == TensorProto.INT32:
+        return "is INT32, the form of quantized biases; TensorRT wants biases in float"
+    if kind == TensorProto.FLOAT8E5M2:
+        return "is FP8 of the form E5M2; TensorRT takes E4M3 alone"
+    if kind == TensorProto.FLOAT8E4M3FN and capability < FP8_CAPABILITY:
+        need, have = (".".join(map(str, pair)) for pair in (FP8_CAPABILITY, capability))
+        return f"is FP8, which needs compute capability {need} (Ada, Hopper or later); this GPU has {have}"
+    if zero is not None and any(_values(zero, folder)):
+        return "has a zero point that is not 0; TensorRT takes symmetric quantization alone: calibrate symmetric"
+    scale = constants.get(node.input[1])
+    if scale is not None and not all(value > 0 for value in _values(scale, folder)):
+        return "has a scale that is not positive"
+    return ""
+
+
+def _stored(node: Any, constants: dict[str, TensorProto]) -> int:
+    """Element type of the quantized side where no zero point tells."""
+    if node.op_type == "DequantizeLinear":
+        return int(constants[node.input[0]].data_type) if node.input[0] in constants else 0
+    return next((int(a.i) for a in node.attribute if a.name == "output_dtype" and a.i), TensorProto.UINT8)
+
+
+def _values(tensor: TensorProto, folder: Path) -> Iterator[float]:
+    yield from numpy_helper.to_array(tensor, base_dir=str(folder)).astype(np.float64).ravel().tolist()

@@ -1,0 +1,198 @@
+"""What the benchmarkers of TensorRT are told, checked in one place, and model files as those options want them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from harness.runtimes.cuda.device import Device
+from harness.errors import BuildFailed, UserError
+from harness.runtimes.tensorrt.model_checks import (
+    Structure,
+    cast_model,
+    has_fp8,
+    has_qdq,
+    read_structure,
+    refuse_unusable,
+    shapes_of_inputs,
+)
+from harness.graph.rules.precision_names import float_precision
+from harness.runtimes.tensorrt.timing_cache import POLICIES, CachePolicy
+from harness.runtimes.tensorrt.library import STRONG_ONLY
+from harness.runtimes.tensorrt.profiles import Profile, fitted, read_profiles
+
+__all__ = ["BuildOptions", "Precision", "Source", "Typing", "check_choice", "read_options"]
+
+Precision = Annotated[Literal["auto", "f32", "tf32", "f16", "bf16"], BeforeValidator(float_precision)]
+Typing = Literal["strong", "weak"]
+CAPABILITIES: Mapping[str, tuple[int, int]] = {"f32": (0, 0), "tf32": (8, 0), "f16": (5, 3), "bf16": (8, 0)}
+"""Smallest compute capability that runs a float precision (CUDA C++ programming guide, arithmetic instructions)."""
+LEVELS = (None, *range(6))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model file as TensorRT reads it.
+
+    Attributes:
+        path: The file, cast where the options ask for it.
+        structure: The model without its external data, as it was before.
+        options: Those of the build: with the profiles of dynamic inputs alone.
+    """
+
+    path: Path
+    structure: Structure
+    options: BuildOptions
+
+    @property
+    def quantized(self) -> bool:
+        """Whether it has Q/DQ pairs."""
+        return has_qdq(self.structure)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildOptions:
+    """What does not change from candidate to candidate.
+
+    Attributes:
+        precision: What float operations run in: "f32", "tf32", "f16" or "bf16".
+        float_open: The harness may choose another precision.
+        typing: "strong": the file's types are the engine's. "weak" (10.x): TensorRT may choose lower ones.
+        workspace_bytes: Scratch memory that kernels may take; None: all of the device's.
+        optimization_level: 0 to 5; None: TensorRT's default (3).
+        profiles: By input that is dynamic.
+        timing_cache: See `harness.runtimes.tensorrt.timing_cache`.
+        detailed: Record every layer for inspection; not for engines that are timed.
+    """
+
+    precision: str
+    float_open: bool = False
+    typing: Typing = "strong"
+    workspace_bytes: int | None = None
+    optimization_level: int | None = None
+    profiles: Mapping[str, Profile] = field(default_factory=dict)
+    timing_cache: CachePolicy = "shared"
+    detailed: bool = False
+
+    def check_runtime(self, runtime: str, major: int, device: Device) -> None:
+        """Refuse what this TensorRT or this GPU does not have.
+
+        Args:
+            runtime: Its name and version, for messages.
+
+        Raises:
+            UserError: Weak typing on 11 or later; a float precision beyond the GPU's compute capability.
+        """
+        if self.typing == "weak" and major >= STRONG_ONLY:
+            raise UserError(
+                f"typing: weak: {runtime} has no weakly typed networks any more (11.0 removed them with the builder's "
+                "precision flags); use typing: strong, where the ONNX file says what runs in which type"
+            )
+        if device.capability < CAPABILITIES[self.precision]:
+            need, have = (".".join(map(str, pair)) for pair in (CAPABILITIES[self.precision], device.capability))
+            raise UserError(f"precision: {self.precision} needs compute capability {need}, {device.name} has {have}")
+
+    def cast(self, path: Path, folder: Path) -> Path:
+        """See `harness.api.Benchmarker`: at FP16 and BF16 a cast file, unless TensorRT chooses the types itself.
+
+        Raises:
+            BuildFailed: See `harness.runtimes.tensorrt.model_checks.cast_model`.
+        """
+        return path if self.typing == "weak" else cast_model(path, self.precision, folder)
+
+    def source(self, path: Path, folder: Path, device: Device) -> Source:
+        """The file that is parsed for a candidate's.
+
+        Args:
+            path: An ONNX file.
+            folder: Where a cast file goes.
+
+        Raises:
+            BuildFailed: TensorRT is known to refuse it, it does not fit the profiles, or it cannot be read or cast.
+        """
+        structure = read_structure(path)
+        refuse_unusable(structure, path, device.capability)
+        if self.typing == "weak" and has_fp8(structure):
+            raise BuildFailed(f"{path.name}: FP8 needs a strongly typed network; use typing: strong")
+        profiles = fitted(self.profiles, shapes_of_inputs(structure))
+        return Source(self.cast(path, folder), structure, replace(self, profiles=profiles))
+
+    def facts(self, device: Device) -> dict[str, Any]:
+        """For `describe`: what every build has in common."""
+        return {
+            "typing": self.typing,
+            "precision": self.precision,
+            "profiles": {name: str(profile) for name, profile in self.profiles.items()},
+            "workspace_bytes": self.workspace_bytes,
+            "optimization_level": self.optimization_level,
+            "timing_cache": self.timing_cache,
+            "compute_capability": ".".join(map(str, device.capability)),
+            "cuda_driver": device.driver,
+            **({"profile": True} if self.detailed else {}),
+        }
+
+    def float_facts(self, device: Device) -> dict[str, Any]:
+        """For `describe`: the float precision, and those that this GPU could run instead."""
+        offered = [name for name, least in CAPABILITIES.items() if device.capability >= least]
+        return {
+            "float_precision": self.precision,
+            "float_open": self.float_open,
+            "float_params": {name: {"precision": name} for name in offered},
+        }
+
+
+def read_options(  # noqa: PLR0913 - one option, one parameter
+    *,
+    precision: str,
+    typing: Typing,
+    profiles: Mapping[str, Any] | None,
+    workspace_gb: float | None,
+    optimization_level: int | None,
+    timing_cache: CachePolicy,
+    profile: bool,
+) -> BuildOptions:
+    """Options as an experiment gives them.
+
+    Args:
+        precision: "auto" leaves it to the harness; until it has chosen, it is "f32".
+        typing: "strong" or "weak".
+        profiles: See `harness.runtimes.tensorrt.profiles.read_profiles`; None: none.
+        workspace_gb: Scratch memory in units of 10^9 bytes; None: all there is.
+        optimization_level: 0 to 5; None: the default.
+        timing_cache: "cold", "shared" or "frozen".
+        profile: Build for inspection.
+
+    Raises:
+        ValueError: A choice that there is not, or a profile that is none.
+    """
+    precision = float_precision(precision)
+    check_choice("precision", precision, ("auto", *CAPABILITIES))
+    check_choice("typing", typing, ("strong", "weak"))
+    check_choice("timing_cache", timing_cache, POLICIES)
+    check_choice("optimization_level", optimization_level, LEVELS)
+    if workspace_gb is not None and not workspace_gb > 0:
+        raise ValueError(f"workspace_gb: a positive number, but got {workspace_gb!r}")
+    return BuildOptions(
+        precision="f32" if precision == "auto" else precision,
+        float_open=precision == "auto",
+        typing=typing,
+        workspace_bytes=None if workspace_gb is None else int(workspace_gb * 1e9),
+        optimization_level=optimization_level,
+        profiles=read_profiles(profiles or {}),
+        timing_cache=timing_cache,
+        detailed=profile,
+    )
+
+
+def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Refuse what is not among the choices.
+
+    Raises:
+        ValueError: With all of them.
+    """
+    if value not in allowed:
+        raise ValueError(f"{name}: one of {', '.join(map(str, allowed))}, but got {value!r}")

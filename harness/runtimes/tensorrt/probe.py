@@ -1,0 +1,81 @@
+"""An opened engine: timed on fixed inputs, and run on anybody's."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+
+import numpy as np
+
+from harness.api import Array
+from harness.runtimes.cuda.timing import GpuTimer
+from harness.timing.host_clock import plain
+from harness.runtimes.tensorrt.session import Loaded, Session
+
+__all__ = ["EngineProbe"]
+
+HOST_READINGS = 5
+"""Inferences whose time on the host's clock is put beside the GPU's."""
+
+
+class EngineProbe:
+    """An opened engine: one session that is timed, one that evaluators use; a context manager.
+
+    Attributes:
+        why_eager: See `harness.runtimes.cuda.timing.GpuTimer`.
+    """
+
+    def __init__(self, loaded: Loaded) -> None:
+        self._loaded = loaded
+        self._open = ExitStack()
+        self._scored: Session | None = None
+        self._host: dict[str, float] = {}
+        self.why_eager = ""
+
+    def __enter__(self) -> EngineProbe:
+        loaded = self._loaded
+        with ExitStack() as opened:
+            session = opened.enter_context(Session(loaded))
+            session.load_fixed()
+            timer = GpuTimer(loaded.cuda, session.enqueue, graph=loaded.graph, flush_bytes=loaded.flush_bytes)
+            self._timer = opened.enter_context(timer)
+            self.why_eager = timer.why_eager
+            self._open = opened.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def sample(self, n: int) -> Sequence[float]:
+        """GPU time of n inferences, by CUDA events."""
+        readings = self._timer.read(n)
+        self._loaded.clocks.look()
+        self._host = {"enqueue_ms": statistics.median(readings.enqueue_ms), "host_bound": readings.host_bound}
+        return readings.gpu_ms
+
+    def conditions(self) -> Mapping[str, float]:
+        """How the GPU did while it was sampled, and what the host adds.
+
+        Of the last series of readings the host's time to queue one (`enqueue_ms`) and the share that the GPU may have
+        waited in for the host (`host_bound`); its time from queuing to the end (`end_to_end_ms`).
+        """
+        facts = {**self._loaded.clocks.facts(), **self._host}
+        facts["end_to_end_ms"] = statistics.median(self._timer.end_to_end(HOST_READINGS))
+        facts["cuda_graph"] = float(self._loaded.graph and not self.why_eager)
+        return facts
+
+    def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Outputs by name; floating-point ones as float32. Any shape that the profile takes."""
+        if self._scored is None:
+            self._scored = self._open.enter_context(Session(self._loaded))
+        self._scored.load(feeds)
+        self._scored.run()
+        return {name: _plain(array) for name, array in self._scored.results().items()}
+
+
+def _plain(array: Array) -> Array:
+    return array.astype(np.float32) if array.dtype.kind == "V" else plain(array)

@@ -1,0 +1,47 @@
+"""What an engine is made of, and the time of each layer, from runs of their own: a profiler slows what it watches."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from harness.api import Layer
+from harness.runtimes.tensorrt.inspection import read_layers
+from harness.runtimes.tensorrt.session import Loaded, Session
+
+__all__ = ["layers_of"]
+
+
+def layers_of(loaded: Loaded, runs: int) -> tuple[Layer, ...]:
+    """The layers of an engine with their mean times over so many inferences.
+
+    Raises:
+        MeasureFailed: The engine does not run, or cannot be inspected.
+    """
+    trt = loaded.library.trt
+    spent_ms: dict[str, float] = defaultdict(float)
+
+    class Profiler(trt.IProfiler):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            trt.IProfiler.__init__(self)
+
+        def report_layer_time(self, layer_name: str, ms: float) -> None:
+            spent_ms[layer_name] += ms
+
+    with Session(loaded) as session:
+        session.load_fixed()
+        session.run()
+        profiler = Profiler()
+        session.context.profiler = profiler
+        for _ in range(runs):
+            session.run()
+        text = _inspected(loaded, session)
+    return read_layers(text, {name: total / runs for name, total in spent_ms.items()})
+
+
+def _inspected(loaded: Loaded, session: Session) -> str:
+    """The inspector's answer; it needs the context for shapes that are dynamic."""
+    inspector: Any = loaded.engine.create_engine_inspector()
+    inspector.execution_context = session.context
+    answer: str = inspector.get_engine_information(loaded.library.trt.LayerInformationFormat.JSON)
+    return answer

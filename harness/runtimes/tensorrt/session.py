@@ -1,0 +1,224 @@
+"""A loaded engine with inputs and outputs on the device: an execution context and buffers that are used again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from harness.api import Array
+from harness.runtimes.cuda.clocks import Clocks
+from harness.runtimes.cuda.device import Cuda
+from harness.errors import MeasureFailed
+from harness.timing.sampling import fixed_inputs
+from harness.runtimes.tensorrt.library import Library
+from harness.runtimes.tensorrt.profiles import Profile, Shape, shown
+
+__all__ = ["Loaded", "Session"]
+
+NUMPY: Mapping[str, Any] = {
+    "FLOAT": np.float32, "HALF": np.float16, "BF16": ml_dtypes.bfloat16, "INT32": np.int32, "INT64": np.int64,
+    "INT8": np.int8, "UINT8": np.uint8, "BOOL": np.bool_, "FP8": ml_dtypes.float8_e4m3fn,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What running an engine needs.
+
+    Attributes:
+        graph: Time it as a CUDA graph.
+        flush_bytes: See `harness.runtimes.cuda.timing.GpuTimer`.
+    """
+
+    library: Library
+    engine: Any
+    cuda: Cuda
+    clocks: Clocks
+    graph: bool = True
+    flush_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Port:
+    """An input or output of an engine.
+
+    Attributes:
+        shape: In the engine, -1 where it is dynamic.
+        profile: Of an input with a dynamic shape.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    is_input: bool
+    shape: Shape
+    profile: Profile | None
+
+    @property
+    def usual(self) -> Shape:
+        """The shape that it is timed at."""
+        return self.shape if self.profile is None else self.profile.opt
+
+    def check(self, shape: Shape) -> None:
+        """Refuse a shape that the engine does not take.
+
+        Raises:
+            MeasureFailed: With both.
+        """
+        if self.profile is not None:
+            self.profile.admit(self.name, shape)
+        elif shape != self.shape:
+            raise MeasureFailed(f"input {self.name!r} is {shown(shape)}, the engine takes {shown(self.shape)}")
+
+
+class Session:
+    """An execution context with a stream and buffers, which grow where a shape needs it; a context manager.
+
+    Attributes:
+        context: TensorRT's execution context.
+        stream: Handle of a stream of its own.
+    """
+
+    def __init__(self, loaded: Loaded) -> None:
+        self._loaded = loaded
+        self._call = loaded.cuda.call
+        self._open = ExitStack()
+        self._buffers: dict[str, tuple[Any, int]] = {}
+        self._ports = tuple(_ports(loaded.library.trt, loaded.engine))
+
+    def __enter__(self) -> Session:
+        library = self._loaded.library
+        with ExitStack() as opened:
+            library.said.clear()
+            self.context = self._loaded.engine.create_execution_context()
+            if self.context is None:
+                raise MeasureFailed(f"TensorRT makes no execution context (out of GPU memory?): {library.words()}")
+            stream = self._call("cudaStreamCreateWithFlags", self._loaded.cuda.api.cudaStreamNonBlocking)
+            opened.callback(self._call, "cudaStreamDestroy", stream)
+            self.stream = int(stream)
+            opened.callback(self._free)
+            self._open = opened.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._open:
+            self._call("cudaStreamSynchronize", self.stream)
+
+    def load(self, feeds: Mapping[str, Array]) -> None:
+        """Shapes and values of all inputs, and room for all outputs.
+
+        Raises:
+            MeasureFailed: An input is missing, unknown or of a shape that the engine does not take; no memory.
+        """
+        inputs = {port.name: port for port in self._ports if port.is_input}
+        if inputs.keys() != feeds.keys():
+            raise MeasureFailed(f"the engine's inputs are {', '.join(sorted(inputs))}, but got {', '.join(feeds)}")
+        arrays = {name: np.asarray(feeds[name], port.dtype, order="C") for name, port in inputs.items()}
+        for name, array in arrays.items():
+            inputs[name].check(array.shape)
+            if not self.context.set_input_shape(name, array.shape):
+                words = self._loaded.library.words()
+                raise MeasureFailed(f"input {name!r}: {shown(array.shape)} is refused: {words}")
+        for port in self._ports:
+            self._room(port)
+        kind = self._loaded.cuda.api.cudaMemcpyKind.cudaMemcpyHostToDevice
+        for name, array in arrays.items():
+            self._call("cudaMemcpy", self._buffers[name][0], array.ctypes.data, array.nbytes, kind)
+        self._call("cudaDeviceSynchronize")  # a copy from pageable memory may return before it has arrived
+
+    def load_fixed(self) -> None:
+        """The inputs that engines are timed on; a dynamic one at its best shape.
+
+        Raises:
+            MeasureFailed: See `load`.
+        """
+        types = {}
+        for port in self._ports:
+            if port.is_input:
+                known = port.dtype if port.dtype.kind in "fiub" else np.dtype(np.float32)
+                types[port.name] = (known, port.usual)
+        self.load(fixed_inputs(types))
+
+    def enqueue(self, stream: int) -> None:
+        """Queue one inference.
+
+        Raises:
+            MeasureFailed: TensorRT refuses.
+        """
+        if not self.context.execute_async_v3(stream):
+            raise MeasureFailed(f"TensorRT cannot run the engine: {self._loaded.library.words()}")
+
+    def run(self) -> None:
+        """One inference on its own stream, to its end.
+
+        Raises:
+            MeasureFailed: TensorRT refuses.
+        """
+        self.enqueue(self.stream)
+        self._call("cudaStreamSynchronize", self.stream)
+
+    def results(self) -> dict[str, Array]:
+        """Values of all outputs."""
+        kind = self._loaded.cuda.api.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        found = {}
+        for port in self._ports:
+            if not port.is_input:
+                array = np.empty(tuple(self.context.get_tensor_shape(port.name)), port.dtype)
+                self._call("cudaMemcpy", array.ctypes.data, self._buffers[port.name][0], array.nbytes, kind)
+                found[port.name] = array
+        return found
+
+    def _free(self) -> None:
+        while self._buffers:
+            self._call("cudaFree", self._buffers.popitem()[1][0])
+
+    def _room(self, port: _Port) -> None:
+        shape = tuple(int(size) for size in self.context.get_tensor_shape(port.name))
+        if any(size < 0 for size in shape):
+            raise MeasureFailed(f"output {port.name!r}: its size depends on the data, so it cannot be bound beforehand")
+        needed = max(1, int(np.prod(shape, dtype=np.int64)) * port.dtype.itemsize)
+        pointer, size = self._buffers.get(port.name, (None, 0))
+        if size < needed:
+            if pointer is not None:
+                del self._buffers[port.name]
+                self._call("cudaFree", pointer)
+            pointer = self._call("cudaMalloc", needed)
+            self._buffers[port.name] = (pointer, needed)
+        if not self.context.set_tensor_address(port.name, int(pointer)):
+            raise MeasureFailed(f"tensor {port.name!r}: its memory is refused: {self._loaded.library.words()}")
+
+
+def _ports(trt: Any, engine: Any) -> list[_Port]:
+    found = []
+    for index in range(engine.num_io_tensors):
+        name = engine.get_tensor_name(index)
+        kind = engine.get_tensor_dtype(name).name
+        if kind not in NUMPY:
+            raise MeasureFailed(f"tensor {name!r} is {kind}, which NumPy does not know")
+        if engine.get_tensor_location(name) != trt.TensorLocation.DEVICE:
+            raise MeasureFailed(
+                f"tensor {name!r} holds a shape and not data; fix the shapes of the model, so that it is computed away"
+            )
+        if engine.get_tensor_format(name) != trt.TensorFormat.LINEAR:
+            raise MeasureFailed(
+                f"tensor {name!r} has the layout {engine.get_tensor_format_desc(name)}, but only linear ones can be "
+                "fed and read: build the engine without --inputIOFormats and --outputIOFormats"
+            )
+        shape = tuple(int(size) for size in engine.get_tensor_shape(name))
+        is_input = engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
+        profile = _profile(engine, name) if is_input and -1 in shape else None
+        found.append(_Port(name, np.dtype(NUMPY[kind]), is_input, shape, profile))
+    return found
+
+
+def _profile(engine: Any, name: str) -> Profile:
+    """What the engine itself says of a dynamic input: it may have been built elsewhere."""
+    low, best, high = (tuple(int(size) for size in shape) for shape in engine.get_tensor_profile_shape(name, 0))
+    return Profile(min=low, opt=best, max=high)

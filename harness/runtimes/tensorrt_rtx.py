@@ -1,0 +1,244 @@
+"""Latency on TensorRT for RTX through its plug-in for ONNX Runtime: experimental, and never comparable with TensorRT.
+
+TensorRT-RTX is another library with other kernels, compiled on the user's machine. Its support matrix lists compute
+capabilities 7.5, 8.6, 8.9 and 12.x; what it does with INT8 activations is said differently in different places.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.api import Array, Artifact, Candidate
+from harness.runtimes.cuda.clocks import Clocks
+from harness.runtimes.cuda.device import Cuda, Device, open_device
+from harness.runtimes.cuda.timing import GpuTimer, flush_bytes
+from harness.errors import BuildFailed, MeasureFailed, UserError
+from harness.timing.host_clock import plain, refuse_dynamic, said
+from harness.timing.sampling import fixed_inputs
+
+__all__ = ["TensorRTRTXBenchmarker"]
+
+NOTE = (
+    "experimental; figures of TensorRT-RTX are never pooled with TensorRT's, and its licence may restrict publishing "
+    "them: read its section on benchmarks first"
+)
+REMEDY = (
+    "pip install onnxruntime-ep-nv-tensorrt-rtx-cu13 (needs onnxruntime >= 1.24 in an environment of its own without "
+    "onnxruntime-gpu, an RTX GPU of generation Ampere or later, and a driver for CUDA 13)"
+)
+NVIDIA = 0x10DE
+"""PCI's number of the vendor: ONNX Runtime finds the plug-in's memory by it (microsoft/onnxruntime#25346).
+
+Memory of one's own cannot be bound from Python: `IOBinding.bind_input` takes no vendor (#26079).
+"""
+NAMES: Mapping[str, str] = {"float": "float32", "double": "float64"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ready:
+    """What needs the plug-in and a GPU, made when first used.
+
+    Attributes:
+        stream: That all sessions run on: the plug-in takes one when a session is made.
+    """
+
+    ort: Any
+    devices: tuple[Any, ...]
+    version: str
+    errors: tuple[type[Exception], ...]
+    cuda: Cuda
+    device: Device
+    stream: Any
+
+
+class TensorRTRTXBenchmarker:
+    """Time models in TensorRT for RTX, by its execution provider of ONNX Runtime.
+
+    Args:
+        device: Number of the GPU.
+        cuda_graph: Let the plug-in capture a CUDA graph.
+        cold_l2: Overwrite the L2 cache before each inference. Never compare with warm readings.
+    """
+
+    dialect = "tensorrt"
+
+    def __init__(self, *, device: int = 0, cuda_graph: bool = False, cold_l2: bool = False) -> None:
+        self._device, self._graph, self._cold_l2 = device, cuda_graph, cold_l2
+
+    @cached_property
+    def _ready(self) -> _Ready:
+        cuda, device = open_device(self._device)
+        ort, plugin = _import()
+        name = plugin.get_ep_name()
+        if not any(found.ep_name == name for found in ort.get_ep_devices()):
+            ort.register_execution_provider_library(name, plugin.get_library_path())
+        offered = [found for found in ort.get_ep_devices() if found.ep_name == name]
+        own = tuple(d for d in offered if str(d.ep_options.get("device_id", self._device)) == str(self._device))
+        if not own:
+            raise UserError(
+                f"benchmarker 'tensorrt_rtx': the plug-in does not offer {device.name} "
+                f"(compute capability {'.'.join(map(str, device.capability))}); it needs {REMEDY}"
+            )
+        state = vars(ort.capi.onnxruntime_pybind11_state).values()
+        errors = tuple(kind for kind in state if isinstance(kind, type) and issubclass(kind, Exception))
+        return _Ready(
+            ort=ort,
+            devices=own,
+            version=f"{plugin.__version__} on ONNX Runtime {ort.__version__}",
+            errors=(RuntimeError, ValueError, TypeError, *errors),
+            cuda=cuda,
+            device=device,
+            stream=cuda.call("cudaStreamCreateWithFlags", cuda.api.cudaStreamNonBlocking),
+        )
+
+    def build(self, candidate: Candidate, workdir: Path) -> Artifact:
+        """Make the session from the candidate's file.
+
+        Raises:
+            BuildFailed: ONNX Runtime or the plug-in refuses the model, or leaves a part of it to the CPU.
+            UserError: There is no plug-in or no GPU.
+        """
+        ready, path = self._ready, candidate.source()
+        options = ready.ort.SessionOptions()
+        options.log_severity_level = 3
+        # What the plug-in does not take would run on the CPU, and its time would be of another device.
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+        settings = {
+            "has_user_compute_stream": "1",
+            "user_compute_stream": str(int(ready.stream)),
+            "enable_cuda_graph": "1" if self._graph else "0",
+        }
+        with said(BuildFailed, f"TensorRT-RTX refuses {path.name}", ready.errors):
+            options.add_provider_for_devices(list(ready.devices), settings)
+            session = ready.ort.InferenceSession(str(path), options)
+        refuse_dynamic(path.name, {value.name: value.shape for value in session.get_inputs()})
+        return Artifact(engine=session)
+
+    @contextmanager
+    def open(self, artifact: Artifact) -> Iterator[_Probe]:
+        """A probe with inputs and outputs on the device.
+
+        Raises:
+            MeasureFailed: The session does not run, or there is not enough GPU memory.
+        """
+        ready = self._ready
+        bound = _Bound(ready, artifact.engine)
+        try:
+            flushed = flush_bytes(ready.device.l2_bytes, self._cold_l2)
+            with GpuTimer(ready.cuda, bound.enqueue, graph=False, flush_bytes=flushed, stream=ready.stream) as timer:
+                yield _Probe(ready, artifact.engine, timer)
+        finally:
+            bound.close()
+
+    def describe(self) -> Mapping[str, Any]:
+        """See `harness.api.Benchmarker`; `note` is to stand beside every table with these figures.
+
+        Raises:
+            UserError: There is no plug-in or no GPU here: one sentence that says which and what to do.
+        """
+        ready = self._ready
+        return {
+            "name": "tensorrt_rtx",
+            "version": ready.version,
+            "device": ready.device.name,
+            "options": {"cuda_graph": self._graph, "l2": "cold" if self._cold_l2 else "warm"},
+            "float_precision": "f32",
+            "note": NOTE,
+        }
+
+
+class _Bound:
+    """A session with its inputs and outputs in the plug-in's device memory."""
+
+    def __init__(self, ready: _Ready, session: Any) -> None:
+        self._ready, self._session = ready, session
+        self._binding = session.io_binding()
+        self._run = ready.ort.RunOptions()
+        # Without it every run ends with a synchronization, which would be in the readings.
+        self._run.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        inputs = {value.name: (_dtype(value), tuple(value.shape)) for value in session.get_inputs()}
+        values, place = ready.ort.OrtValue, ("gpu", ready.device.index, NVIDIA)
+        with said(MeasureFailed, "TensorRT-RTX", ready.errors):
+            for name, array in fixed_inputs(inputs).items():
+                self._binding.bind_ortvalue_input(name, values.ortvalue_from_numpy(array, *place))
+            for value in session.get_outputs():
+                made = values.ortvalue_from_shape_and_type(_static(value), _dtype(value), *place)
+                self._binding.bind_ortvalue_output(value.name, made)
+        ready.cuda.call("cudaDeviceSynchronize")
+
+    def enqueue(self, stream: int) -> None:
+        """Queue one inference on the session's stream."""
+        with said(MeasureFailed, "TensorRT-RTX", self._ready.errors):
+            self._session.run_with_iobinding(self._binding, self._run)
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._binding.clear_binding_inputs()
+        self._binding.clear_binding_outputs()
+
+
+class _Probe:
+    """One session, timed on bound memory; other inputs go through ONNX Runtime's own copies."""
+
+    def __init__(self, ready: _Ready, session: Any, timer: GpuTimer) -> None:
+        self._ready, self._session, self._timer = ready, session, timer
+        self._clocks = Clocks(ready.device.uuid)
+        self._host_bound = 0.0
+
+    def sample(self, n: int) -> Sequence[float]:
+        """GPU time of n inferences, by CUDA events."""
+        readings = self._timer.read(n)
+        self._clocks.look()
+        self._host_bound = readings.host_bound
+        return readings.gpu_ms
+
+    def conditions(self) -> Mapping[str, float]:
+        """How the GPU did while it was sampled, and what the host adds; see `harness.runtimes.tensorrt.probe`."""
+        end_to_end_ms = statistics.median(self._timer.end_to_end(5))
+        return {**self._clocks.facts(), "host_bound": self._host_bound, "end_to_end_ms": end_to_end_ms}
+
+    def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Outputs by name; floating-point ones as float32."""
+        names = [value.name for value in self._session.get_outputs()]
+        with said(MeasureFailed, "TensorRT-RTX", self._ready.errors):
+            results = self._session.run(names, dict(feeds))
+        return {name: plain(array) for name, array in zip(names, results, strict=True)}
+
+
+def _import() -> tuple[Any, Any]:
+    """ONNX Runtime without its telemetry, and the plug-in.
+
+    Raises:
+        UserError: One of them is not installed, or its libraries are missing.
+    """
+    try:
+        import onnxruntime
+        import onnxruntime_ep_nv_tensorrt_rtx
+    except (ImportError, OSError) as error:
+        raise UserError(f"benchmarker 'tensorrt_rtx': {error}; {REMEDY}") from error
+    onnxruntime.disable_telemetry_events()
+    return onnxruntime, onnxruntime_ep_nv_tensorrt_rtx
+
+
+def _dtype(value: Any) -> np.dtype[Any]:
+    """Element type from ONNX Runtime's name of it, for instance "tensor(float)"."""
+    name = value.type.removeprefix("tensor(").removesuffix(")")
+    try:
+        dtype: np.dtype[Any] = np.dtype(NAMES.get(name, name))
+    except TypeError:
+        raise MeasureFailed(f"{value.name!r}: no memory can be bound for type {value.type}") from None
+    return dtype
+
+
+def _static(value: Any) -> tuple[int, ...]:
+    if not all(isinstance(size, int) for size in value.shape):
+        raise MeasureFailed(f"output {value.name!r}: its size depends on the data, so it cannot be bound beforehand")
+    return tuple(value.shape)

@@ -1,0 +1,1 @@
+"""TensorRT by its command-line tool trtexec."""

@@ -1,0 +1,300 @@
+"""Latency by the command-line tool trtexec: the GPU compute time that it exports, not the latency that it prints."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.api import Array, Artifact, Candidate, Layer
+from harness.runtimes.cuda.device import Device, open_device
+from harness.errors import BuildFailed, CandidateError, MeasureFailed, UserError
+from harness.runtimes.tensorrt.model_checks import types_of_ends
+from harness.timing.host_clock import plain
+from harness.paths import cache_folder
+from harness.runtimes.tensorrt.timing_cache import CachePolicy, cache_file
+from harness.runtimes.trtexec.flags import (
+    build_flags,
+    check_extra,
+    extended,
+    read_outputs,
+    read_profile,
+    read_times,
+    run_flags,
+)
+from harness.runtimes.tensorrt.inspection import read_layers
+from harness.runtimes.tensorrt.library import STRONG_ONLY
+from harness.runtimes.tensorrt.options import Precision, Typing, read_options
+from harness.runtimes.tensorrt.profiles import Profile
+from harness.runtimes.trtexec.process import end_of, find_trtexec, run_trtexec
+
+__all__ = ["TrtexecBenchmarker"]
+
+LEAST = 50
+"""Inferences of one run of trtexec: starting it takes longer than they do."""
+FRESH_S = 1.0
+"""Readings that are left over serve the next call within this time; later ones are taken anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    """A plan with what is needed to run it.
+
+    Attributes:
+        profiles: Of dynamic inputs.
+    """
+
+    plan: Path
+    profiles: Mapping[str, Profile]
+    outputs: Mapping[str, np.dtype[Any]]
+    inputs: Mapping[str, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tool:
+    """The program and its GPU."""
+
+    program: str
+    version: str
+    device: Device
+
+    @property
+    def major(self) -> int:
+        """First number of the version."""
+        return int(self.version.partition(".")[0])
+
+
+class TrtexecBenchmarker:
+    """Build and time with the program trtexec of TensorRT 10 or 11, each model in a process of its own.
+
+    Args:
+        path: The program; by default the one on PATH.
+        precision: What float operations run in; see benchmarker `tensorrt`.
+        typing: "strong", or on 10 "weak".
+        profiles: Shapes of dynamic inputs; see benchmarker `tensorrt`.
+        workspace_gb: Scratch memory, in units of 10^9 bytes; None: all there is.
+        optimization_level: 0 to 5; None: trtexec's default.
+        timing_cache: "cold", "shared" or "frozen".
+        timing_cache_file: Its file; by default one for each trtexec and kind of GPU in the cache folder.
+        cuda_graph: Time the engine as a CUDA graph.
+        warm_up_ms: Of each run of trtexec.
+        timeout_s: Longest run of trtexec.
+        device: Number of the GPU.
+        plugins: Libraries with plugins, for builds and runs (--staticPlugins).
+        extra: Further arguments for builds and runs, for instance those of remote autotuning:
+            `[--safe, --skipInference, "--remoteAutoTuningConfig=ssh://..."]`; --skipInference is left out of runs.
+        profile: Build for inspection, for `layers`.
+
+    Raises:
+        ValueError: A choice that there is not.
+    """
+
+    dialect = "tensorrt"
+    in_turns = False
+
+    def __init__(  # noqa: PLR0913 - one option, one parameter
+        self,
+        *,
+        path: str | None = None,
+        precision: Precision = "auto",
+        typing: Typing = "strong",
+        profiles: Mapping[str, Any] | None = None,
+        workspace_gb: float | None = None,
+        optimization_level: int | None = None,
+        timing_cache: CachePolicy = "shared",
+        timing_cache_file: str | None = None,
+        cuda_graph: bool = True,
+        warm_up_ms: float = 200.0,
+        timeout_s: float = 600.0,
+        device: int = 0,
+        plugins: tuple[str, ...] | list[str] = (),
+        extra: tuple[str, ...] | list[str] = (),
+        profile: bool = False,
+    ) -> None:
+        check_extra(extra, 0)
+        self._path, self._extra, self._device = path, tuple(extra), device
+        self._plugins = tuple(plugins)
+        self._options = read_options(
+            precision=precision,
+            typing=typing,
+            profiles=profiles,
+            workspace_gb=workspace_gb,
+            optimization_level=optimization_level,
+            timing_cache=timing_cache,
+            profile=profile,
+        )
+        self._cache_file, self._graph = timing_cache_file, cuda_graph
+        self.warm_up_ms, self._timeout_s = warm_up_ms, timeout_s
+
+    @cached_property
+    def _tool(self) -> _Tool:
+        """The device first: without one trtexec is of no use."""
+        device = open_device(self._device)[1]
+        program, version = find_trtexec(self._path)
+        tool = _Tool(program=program, version=version, device=device)
+        try:
+            check_extra(self._extra, tool.major)
+        except ValueError as error:
+            raise UserError(f"benchmarker 'trtexec': {error}") from error
+        self._options.check_runtime(f"trtexec {version}", tool.major, device)
+        return tool
+
+    @cached_property
+    def _libraries(self) -> tuple[Path, ...]:
+        found = {name: Path(name).expanduser().resolve() for name in self._plugins}
+        for name, path in found.items():
+            if not path.is_file():
+                raise UserError(f"plugins: {name}: no such file")
+        return tuple(found.values())
+
+    def build(self, candidate: Candidate, workdir: Path) -> Artifact:
+        """Build the candidate's engine into the folder.
+
+        Raises:
+            BuildFailed: trtexec fails, takes too long, or the model is known to be refused.
+            UserError: There is no trtexec or no GPU.
+        """
+        source = self._options.source(candidate.source(), workdir, self._tool.device)
+        plan = workdir / "model.plan"
+        flags = build_flags(source.path, plan, source.options, self._tool.major, quantized=source.quantized)
+        output = self._run([*flags, *self._cache_flags(workdir)], BuildFailed)
+        if not plan.is_file():
+            raise BuildFailed(f"trtexec wrote no engine: {end_of(output)}")
+        inputs, outputs = types_of_ends(source.structure)
+        engine = _Engine(plan=plan, profiles=source.options.profiles, inputs=inputs, outputs=outputs)
+        return Artifact(engine=engine, info={"plan_bytes": plan.stat().st_size, "flags": flags[3:]})
+
+    def cast(self, path: Path, folder: Path) -> Path:
+        """See `harness.runtimes.tensorrt.options.BuildOptions.cast`."""
+        return self._options.cast(path, folder)
+
+    @contextmanager
+    def open(self, artifact: Artifact) -> Iterator[_Probe]:
+        """A probe that starts trtexec for every series of readings."""
+        yield _Probe(self, artifact.engine)
+
+    def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
+        """What the engine is made of, with each layer's time from a run under trtexec's profiler."""
+        folder = artifact.engine.plan.parent
+        info, times = folder / "layers.json", folder / "profile.json"
+        files = [f"--exportLayerInfo={info}", f"--exportProfile={times}"]
+        if self._tool.major < STRONG_ONLY:
+            files.append("--separateProfileRun")  # always so in 11
+        self.trtexec(artifact.engine, [*files, f"--iterations={LEAST}", "--duration=0"])
+        try:
+            rows = read_profile(times)
+            return read_layers(info.read_text(encoding="utf-8"), rows)
+        except OSError as error:
+            raise MeasureFailed(f"trtexec wrote no layers: {error}") from error
+
+    def describe(self) -> Mapping[str, Any]:
+        """See `harness.api.Benchmarker`.
+
+        Raises:
+            UserError: There is no trtexec or no GPU here: one sentence that says which and what to do.
+        """
+        tool = self._tool
+        return {
+            "name": "trtexec",
+            "version": tool.version,
+            "device": tool.device.name,
+            "options": {
+                **self._options.facts(tool.device),
+                "cuda_graph": self._graph,
+                "warm_up_ms": self.warm_up_ms,
+                "extra": list(self._extra),
+                **({"plugins": [path.name for path in self._libraries]} if self._libraries else {}),
+            },
+            **self._options.float_facts(tool.device),
+        }
+
+    def gpu(self) -> str:
+        """See `harness.api.Benchmarker`."""
+        return self._tool.device.uuid
+
+    def trtexec(self, engine: _Engine, arguments: Sequence[str]) -> str:
+        """Run an engine; what trtexec printed.
+
+        Raises:
+            MeasureFailed: trtexec fails or takes too long.
+        """
+        flags = run_flags(engine.plan, engine.profiles, self._tool.major, graph=self._graph)
+        return self._run([*flags, *arguments], MeasureFailed)
+
+    def _cache_flags(self, workdir: Path) -> list[str]:
+        """Arguments for the timing cache: trtexec writes back what it reads, so a frozen one is read as a copy."""
+        if self._options.timing_cache == "cold":
+            return []
+        default = cache_file(cache_folder(), f"trtexec-{self._tool.version}", self._tool.device)
+        file = Path(self._cache_file).expanduser() if self._cache_file else default
+        if self._options.timing_cache == "frozen":
+            if not file.is_file():
+                raise UserError(f"timing cache {file}: no such file, and a frozen cache is never made; run shared once")
+            file = Path(shutil.copy(file, workdir / "timing.cache"))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return [f"--timingCacheFile={file}"]
+
+    def _run(self, arguments: Sequence[str], failure: type[CandidateError]) -> str:
+        plugins = [f"--staticPlugins={path}" for path in self._libraries]
+        command = extended([*arguments, f"--device={self._device}", *plugins], self._extra)
+        return run_trtexec([self._tool.program, *command], self._timeout_s, failure)
+
+
+class _Probe:
+    """Readings of one engine, in the order in which trtexec took them."""
+
+    def __init__(self, owner: TrtexecBenchmarker, engine: _Engine) -> None:
+        self._owner, self._engine = owner, engine
+        self._left: deque[float] = deque()
+        self._taken_s = 0.0
+
+    def sample(self, n: int) -> Sequence[float]:
+        """GPU compute time of n inferences."""
+        if time.monotonic() - self._taken_s > FRESH_S:
+            self._left.clear()
+        if len(self._left) < n:
+            self._take(n)
+        return [self._left.popleft() for _ in range(n)]
+
+    def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Outputs by name, as trtexec writes them: with six digits. A process for each call, so it is slow."""
+        engine, folder = self._engine, self._engine.plan.parent
+        if feeds.keys() != engine.inputs.keys():
+            raise MeasureFailed(f"the engine's inputs are {', '.join(engine.inputs)}, but got {', '.join(feeds)}")
+        files = []
+        for index, (name, dtype) in enumerate(engine.inputs.items()):
+            file = folder / f"input{index}.bin"
+            file.write_bytes(np.ascontiguousarray(feeds[name], dtype).tobytes())
+            files.append(f"'{name}':{file}")
+        target = folder / "outputs.json"
+        target.unlink(missing_ok=True)
+        once = ["--iterations=1", "--duration=0", "--warmUp=0"]
+        self._owner.trtexec(engine, [f"--loadInputs={','.join(files)}", f"--exportOutput={target}", *once])
+        found = read_outputs(target)
+        missing = [name for name in engine.outputs if name not in found]
+        if missing:
+            raise MeasureFailed(f"trtexec wrote no output {missing[0]!r}, but {', '.join(found)}")
+        return {
+            name: plain(np.asarray(found[name][1]).reshape(found[name][0]).astype(dtype))
+            for name, dtype in engine.outputs.items()
+        }
+
+    def _take(self, n: int) -> None:
+        times = self._engine.plan.parent / "times.json"
+        times.unlink(missing_ok=True)
+        wanted = max(LEAST, n - len(self._left))
+        warm_up_ms = self._owner.warm_up_ms
+        flags = [f"--iterations={wanted}", "--duration=0", f"--warmUp={warm_up_ms:g}", f"--exportTimes={times}"]
+        self._owner.trtexec(self._engine, flags)
+        self._left.extend(trace.compute_ms for trace in read_times(times, warm_up_ms))
+        self._taken_s = time.monotonic()
+        if len(self._left) < n:
+            raise MeasureFailed(f"trtexec gave {len(self._left)} readings where {n} were asked for")

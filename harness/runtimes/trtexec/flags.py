@@ -1,0 +1,219 @@
+"""trtexec's command line, composed for the major that it belongs to, and what it writes, read back.
+
+The same flags mean different things: 11 knows no precision flags and fails on them, and data transfers, spin wait and
+CUDA graphs have other defaults. So the defaults are stated each time, in the spelling of the major (TensorRT,
+samples/common/sampleOptions.cpp of 10.16 and 11.1).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.errors import BuildFailed, MeasureFailed, UserError
+from harness.runtimes.tensorrt.library import STRONG_ONLY
+from harness.runtimes.tensorrt.options import BuildOptions
+from harness.runtimes.tensorrt.profiles import Profile, shown
+
+__all__ = [
+    "Trace", "build_flags", "check_extra", "extended", "read_outputs", "read_profile", "read_times", "read_version",
+    "run_flags",
+]  # fmt: skip
+
+OWN = (
+    "--onnx", "--saveEngine", "--loadEngine", "--exportTimes", "--exportOutput", "--exportLayerInfo", "--exportProfile",
+    "--iterations", "--duration", "--warmUp", "--loadInputs",
+)  # fmt: skip
+"""Flags that the benchmarker sets itself; they cannot be passed through."""
+BUILD_ONLY = "--skipInference"
+"""Set in every build; a run would give no reading with it."""
+REPEATED = frozenset({"--staticPlugins", "--dynamicPlugins", "--plugins"})
+"""Flags that may stand in a command more than once."""
+GONE = {"--workspace": "--memPoolSize=workspace:4096M, or parameter workspace_gb"}
+"""Flags that neither 10 nor 11 has, and what has taken their place."""
+REMOVED = (
+    "--fp16", "--bf16", "--int8", "--fp8", "--int4", "--best", "--calib", "--calibProfile", "--layerPrecisions",
+    "--layerOutputTypes", "--precisionConstraints", "--restricted", "--weightless",
+)  # fmt: skip
+"""Flags of 10 that make 11 fail as unknown."""
+SAFETY = "--remoteAutoTuningConfig"
+LARGEST_BYTES = 2**28
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One inference as trtexec saw it, in milliseconds since it began.
+
+    Attributes:
+        compute_ms: GPU compute time, by events: no transfers, no host.
+        latency_ms: With transfers to and from the device; the same where there are none.
+    """
+
+    start_ms: float
+    compute_ms: float
+    latency_ms: float
+
+
+def read_version(text: str) -> str:
+    """Version in what trtexec prints, such as "[TensorRT v101601]", as "10.16.1".
+
+    Raises:
+        BuildFailed: There is none.
+    """
+    found = re.search(r"TensorRT v(\d{4,6})\b", text)
+    if found is None:
+        raise BuildFailed(f"trtexec does not tell its version: {' '.join(text.split())[:200]!r}")
+    number = int(found[1])
+    if number < 10_000:  # 8 and older: v8601
+        return f"{number // 1000}.{number // 100 % 10}.{number % 100}"
+    return f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
+
+
+def check_extra(extra: Sequence[str], major: int) -> None:
+    """Refuse passed-on arguments that would break the run in a way that is hard to see.
+
+    Raises:
+        ValueError: One that is set already, that this major does not know, or that needs --safe.
+    """
+    for argument in extra:
+        name = argument.partition("=")[0]
+        if not name.startswith("--"):
+            raise ValueError(f"extra: arguments such as --maxAuxStreams=0, but got {argument!r}")
+        if name in OWN:
+            raise ValueError(f"extra: {name} is set by the benchmarker")
+        if name in GONE:
+            raise ValueError(f"extra: {name} is unknown to trtexec 10 and later; use {GONE[name]}")
+        if name in REMOVED and major >= STRONG_ONLY:
+            raise ValueError(
+                f"extra: {name} is unknown to trtexec {major}, where the ONNX file says what runs in which type"
+            )
+    if any(argument.startswith(SAFETY) for argument in extra) and "--safe" not in extra:
+        raise ValueError(f"extra: {SAFETY} needs --safe beside it")
+
+
+def extended(arguments: Sequence[str], extra: Sequence[str]) -> list[str]:
+    """Return the arguments of a command and the passed-on ones, each of them once: trtexec refuses a second one.
+
+    Raises:
+        UserError: A passed-on argument has another value than the benchmarker has set.
+    """
+    given = {argument.partition("=")[0]: argument for argument in arguments}
+    found = list(arguments)
+    for argument in extra:
+        name = argument.partition("=")[0]
+        if argument in found or (name == BUILD_ONLY and BUILD_ONLY not in given):
+            continue
+        if name in given and name not in REPEATED:
+            raise UserError(
+                f"extra: {argument}: the benchmarker sets {given[name]}; use its own parameter for that, such as "
+                "workspace_gb, optimization_level, timing_cache_file, profiles, device or plugins"
+            )
+        found.append(argument)
+    return found
+
+
+def build_flags(model: Path, engine: Path, options: BuildOptions, major: int, *, quantized: bool) -> list[str]:
+    """Arguments that build an engine and run nothing.
+
+    Args:
+        model: ONNX file.
+        engine: Where the plan goes.
+        options: See `BuildOptions`.
+        major: Of trtexec.
+        quantized: The model has Q/DQ pairs.
+    """
+    flags = [f"--onnx={model}", f"--saveEngine={engine}", "--skipInference"]
+    if options.typing == "strong":
+        flags += ["--stronglyTyped"] if major < STRONG_ONLY else []
+    else:
+        flags += {"f16": ["--fp16"], "bf16": ["--bf16"]}.get(options.precision, [])
+        flags += ["--int8"] if quantized else []
+    if options.precision != "tf32":
+        flags.append("--noTF32")
+    if options.workspace_bytes is not None:
+        flags.append(f"--memPoolSize=workspace:{options.workspace_bytes // 2**20}M")
+    if options.optimization_level is not None:
+        flags.append(f"--builderOptimizationLevel={options.optimization_level}")
+    if options.detailed:
+        flags.append("--profilingVerbosity=detailed")
+    for key in ("min", "opt", "max") if options.profiles else ():
+        flags.append(f"--{key}Shapes={_shapes(options.profiles, key)}")
+    return flags
+
+
+def run_flags(engine: Path, profiles: Mapping[str, Profile], major: int, *, graph: bool) -> list[str]:
+    """Arguments that run an engine on any major: no transfers, spin wait, and a CUDA graph where wanted."""
+    flags = [f"--loadEngine={engine}"]
+    if major < STRONG_ONLY:
+        flags += ["--noDataTransfers", "--useSpinWait", *(["--useCudaGraph"] if graph else [])]
+    elif not graph:
+        flags.append("--noCudaGraph")
+    if profiles:
+        flags.append(f"--shapes={_shapes(profiles, 'opt')}")
+    return flags
+
+
+def read_times(path: Path, warm_up_ms: float) -> tuple[Trace, ...]:
+    """What --exportTimes wrote, without the warm-up, which some versions export too.
+
+    Raises:
+        MeasureFailed: The file is missing, damaged, or holds nothing beyond the warm-up.
+    """
+    rows = _json(path, "times")
+    try:
+        traces = tuple(
+            Trace(float(row["startComputeMs"]), float(row["computeMs"]), float(row["latencyMs"])) for row in rows
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise MeasureFailed(f"trtexec's times cannot be read: {error!r}") from error
+    kept = tuple(trace for trace in traces if trace.start_ms >= warm_up_ms)
+    if not kept:
+        raise MeasureFailed(f"trtexec wrote {len(traces)} times, none of them after its warm-up of {warm_up_ms:g} ms")
+    return kept
+
+
+def read_profile(path: Path) -> dict[str, float]:
+    """Mean time of each layer by name, as --exportProfile wrote it.
+
+    Raises:
+        MeasureFailed: The file is missing or damaged.
+    """
+    try:
+        return {str(row["name"]): float(row["averageMs"]) for row in _json(path, "profile") if "name" in row}
+    except (KeyError, TypeError, ValueError) as error:
+        raise MeasureFailed(f"trtexec's profile cannot be read: {error!r}") from error
+
+
+def read_outputs(path: Path) -> dict[str, tuple[tuple[int, ...], list[float]]]:
+    """Shape and values of each output, as --exportOutput wrote them.
+
+    Raises:
+        MeasureFailed: The file is missing or damaged.
+    """
+    try:
+        return {
+            str(row["name"]): (
+                tuple(int(size) for size in str(row["dimensions"]).split("x") if size),
+                [float(value) for value in row["values"]],
+            )
+            for row in _json(path, "outputs")
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise MeasureFailed(f"trtexec's outputs cannot be read: {error!r}") from error
+
+
+def _shapes(profiles: Mapping[str, Profile], key: str) -> str:
+    return ",".join(f"'{name}':{shown(getattr(profile, key))}" for name, profile in profiles.items())
+
+
+def _json(path: Path, what: str) -> Any:
+    try:
+        if path.stat().st_size > LARGEST_BYTES:
+            raise MeasureFailed(f"trtexec's {what}: more than {LARGEST_BYTES >> 20} MiB")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise MeasureFailed(f"trtexec's {what} cannot be read: {error}") from error

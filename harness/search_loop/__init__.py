@@ -1,0 +1,1 @@
+"""The loop of one search: ask, build, sample, score, journal, tell."""

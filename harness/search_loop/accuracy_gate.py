@@ -1,0 +1,94 @@
+"""Which candidates the evaluator is asked about: those that may still win by what is cheap to know."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from harness.timing.workers.engines import MAIN, Engines
+from harness.statistics import Interval, median_ci
+from harness.records import Failed, Measured, Outcome
+from harness.search_loop.objective import BELIEVED, PROXY, Goal, Scored, Standing
+
+__all__ = ["Judge", "least_loss"]
+
+PROOF = 3
+"""So many placements that are closer to the float model by the proxy bear witness against one that is further away."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judge:
+    """Looks at accuracy as far as it takes: first at the proxy, and at the metric where the candidate may win.
+
+    Attributes:
+        evaluator: Name of the evaluator that the search scores with.
+        proxy: Name of the evaluator of the proxy, a `harness.accuracy.metrics.fidelity.Fidelity`; None: there is none.
+    """
+
+    goal: Goal = field(default_factory=Goal)
+    evaluator: str = MAIN
+    proxy: str | None = None
+
+    def rival(self, incumbent: Interval | None) -> Interval | None:
+        """Whom a candidate has to beat in latency; nobody where latency alone does not decide."""
+        return incumbent if self.goal.minimize == "latency" else None
+
+    def holds(self, metrics: Mapping[str, float]) -> bool:
+        """Whether these metrics hold the bound on accuracy; a candidate that breaks it cannot win."""
+        return self.goal.violation(metrics) == 0.0
+
+    def look(self, engines: Engines, handle: int, measured: Measured, incumbent: Interval | None) -> Outcome:
+        """The candidate with what was found of its accuracy; an evaluator that fails fails it."""
+        if self.goal.metric is None:
+            return measured
+        started_s = time.monotonic()
+        metrics: dict[str, float] = {}
+        if self.proxy is not None:
+            closeness = engines.evaluate(handle, self.proxy)
+            if isinstance(closeness, Failed):
+                return closeness
+            metrics[PROXY] = closeness.metrics["sqnr_db"]
+        scored = incumbent.scored if isinstance(incumbent, Standing) else ()
+        loss = least_loss(scored, metrics.get(PROXY), self.goal)
+        per_item: tuple[float, ...] = ()
+        if self._may_win(median_ci(measured.samples_ms).value, loss, incumbent, scored):
+            accuracy = engines.evaluate(handle, self.evaluator)
+            if isinstance(accuracy, Failed):
+                return accuracy
+            metrics, per_item = {**metrics, **accuracy.metrics}, accuracy.per_item
+        elif loss is not None:
+            metrics[BELIEVED] = self.goal.reference - loss if self.goal.higher_is_better else self.goal.reference + loss
+        spent_s = time.monotonic() - started_s if metrics else 0.0
+        return replace(measured, metrics=metrics, per_item=per_item, evaluate_s=spent_s)
+
+    def _may_win(
+        self, latency_ms: float, loss: float | None, incumbent: Interval | None, scored: Sequence[Scored]
+    ) -> bool:
+        """Whether it could become the incumbent or enter the front, with the least loss that it may have."""
+        goal = self.goal
+        if loss is not None and goal.excess(loss) > 0:
+            return False
+        if goal.minimize == "latency":
+            return incumbent is None or latency_ms < incumbent.value
+        best = 0.0 if loss is None else loss
+        if goal.minimize == "pareto":
+            return not any(s.latency_ms <= latency_ms and goal.loss(s.value) <= best for s in scored)
+        if goal.too_slow(latency_ms):
+            return False
+        return loss is None or not any(goal.loss(s.value) <= loss and not goal.too_slow(s.latency_ms) for s in scored)
+
+
+def least_loss(scored: Sequence[Scored], proxy: float | None, goal: Goal) -> float | None:
+    """The least loss of the metric that the proxy leaves to a placement; None where it does not tell.
+
+    The proxy is taken at its word where it has kept it so far: of those that are closer to the float model by it, the
+    `PROOF` next ones must be known, and none that is further away than this placement may have lost less than they.
+    """
+    known = [] if proxy is None else [s for s in scored if s.proxy is not None]
+    closer = sorted((s.proxy, goal.loss(s.value)) for s in known if s.proxy is not None and s.proxy >= (proxy or 0.0))
+    if proxy is None or len(closer) < PROOF:
+        return None
+    least = min(loss for _, loss in closer[:PROOF])
+    further = [goal.loss(s.value) for s in known if s.proxy is not None and s.proxy < proxy]
+    return None if any(loss < least for loss in further) else least

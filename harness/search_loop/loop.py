@@ -1,0 +1,309 @@
+"""The loop of one search: ask, build, sample, score, journal, tell. Resuming is running it again.
+
+The journal's lines are an input of the loop: where the next proposal is already there with its
+outcome, the outcome is told instead of measured. A searcher that proposes something else than it
+did before is refused, so a resumed run is the run it would have been.
+
+Several proposals may await their outcomes at once. Outcomes are journaled as they come and told in ask order,
+and after each the searcher is asked for as many as have become free. So what a searcher knows when it is asked
+depends on the width of this window alone, not on who is fast: one worker, ten of them and a cluster ask alike.
+
+A searcher that breaks ends its search: what is under way then is waited for and kept, and the search can be run again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from harness.api import Candidate
+from harness.errors import UserError
+from harness.timing.workers.trial_pool import Executor
+from harness.statistics import Interval, median_ci
+from harness.records import Asked, Failed, Measured, Outcome, Told
+from harness.results_dir.fingerprint import ADVICE, Changed
+from harness.search_loop.objective import Goal, Scored, eligible, score_of, scored_of, standing
+from harness.search_loop.searcher_guard import Guarded
+from harness.results_dir.journal import RETRY, Entry, Journal
+from search.api import Observation, Score, Searcher
+from search.space import Placement, Space
+
+__all__ = ["Ending", "Goal", "SearchTask", "Seed", "Strayed", "Trial", "eligible", "run_search", "score_of"]
+
+DUPLICATES_IN_A_ROW = 200
+"""A searcher that proposes known placements so often in a row has nothing left."""
+COLD_START = 8
+"""Without seeds, so many first evaluations stand for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seed:
+    """A placement that every searcher is told before its first proposal."""
+
+    name: str
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchTask:
+    """Everything that defines one search; the same task gives the same asks for the same outcomes.
+
+    Attributes:
+        searcher: What proposes, or how its making failed.
+        candidate: Makes the candidate of a placement (its model is written only when asked for).
+        evaluations: Budget: unique placements attempted, failures and seeds included.
+        seconds: Wall-clock budget, counted apart; None: no limit.
+        window: Proposals that may await their outcomes at once.
+        retry_failed: What failed in an earlier part of this run is attempted once more, at no cost to the budget.
+        patience: Without seeds, the search stops where so many first evaluations all fail.
+    """
+
+    space: Space
+    searcher: Searcher | Failed
+    seeds: tuple[Seed, ...]
+    candidate: Callable[[Placement], Candidate]
+    goal: Goal = field(default_factory=Goal)
+    evaluations: int
+    seconds: float | None = None
+    window: int = 1
+    retry_failed: bool = False
+    patience: int = COLD_START
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One line for whoever watches.
+
+    Attributes:
+        evaluations: Spent so far, this one included.
+        best_ms: Latency of the incumbent; None while there is none.
+        best_is_float: The incumbent is the float model.
+        resumed: The outcome was known: from the journal, or of an earlier proposal of the same graph.
+    """
+
+    asked: Asked
+    outcome: Outcome
+    evaluations: int
+    best_ms: float | None
+    resumed: bool
+    best_is_float: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a search ended.
+
+    Attributes:
+        evaluations: Spent when it did; what is known of an earlier part of it counts, come to again or not.
+        reason: Why it spent no more; "" where the budget, of evaluations or of time, was spent.
+        broken: What its searcher raised; None where it raised nothing.
+    """
+
+    evaluations: int
+    reason: str = ""
+    broken: Failed | None = None
+
+
+def _reason(broken: Failed | None, spent: bool, duplicates_in_a_row: int, known: dict[str, Told]) -> str:
+    """See `Ending`; `known` has the outcomes by digest."""
+    if broken is not None:
+        return broken.reason
+    if spent:
+        return ""
+    if duplicates_in_a_row >= DUPLICATES_IN_A_ROW:
+        return f"it proposed only placements that were proposed before, {DUPLICATES_IN_A_ROW} in a row"
+    last = next(reversed(known.values())).outcome if known else None
+    after = f"; the last one failed: {last.stage}: {last.reason}" if isinstance(last, Failed) else ""
+    return f"it had nothing more to propose{after}"
+
+
+class Strayed(Changed):
+    """A searcher proposes something else than it did before."""
+
+
+def run_search(task: SearchTask, executor: Executor, journal: Journal, watch: Callable[[Trial], None]) -> Ending:
+    """Run a search until its budget is spent, or its searcher has nothing left or breaks.
+
+    Raises:
+        Strayed: The journal's next proposal is not the one that the searcher makes now.
+        UserError: The journal cannot be written, or none of the seeds could be measured (the first reason is given);
+            or as the searcher raised it.
+    """
+    return _Search(task, executor, journal, watch).run()
+
+
+_Proposal = tuple[Placement, str]
+
+
+class _Search:
+    """State of a running search: what was asked and seen, the incumbent, the clock."""
+
+    def __init__(self, task: SearchTask, executor: Executor, journal: Journal, watch: Callable[[Trial], None]) -> None:
+        self._task = task
+        self._searcher = Guarded(task.searcher, task.space)
+        self._executor = executor
+        self._journal = journal
+        self._watch = watch
+        self._seeds: deque[_Proposal] = deque((seed.placement, f"seed:{seed.name}") for seed in task.seeds)
+        self._again: deque[_Proposal] | None = None if task.retry_failed else deque()
+        self._counted_s = 0.0  # of what the searcher took for itself
+        self._asked = 0
+        self._numbers: dict[str, int] = {}
+        self._waiting: deque[tuple[Asked, Placement]] = deque()
+        self._come: dict[int, Told] = {}
+        self._seen: dict[str, Told] = {}
+        self._failures: dict[str, tuple[Placement, Failed]] = {}
+        self._duplicates_in_a_row = 0
+        self._best: Interval | None = None
+        self._best_is_float = False
+        self._float = task.space.float_placement()
+        self._scored: list[Scored] = []
+        self._started_s = time.monotonic() - journal.elapsed_s
+
+    def run(self) -> Ending:
+        self._fill()
+        while self._waiting:
+            self._tell_next()
+            self._fill()
+        left = self._journal.entries[self._asked :]  # where a searcher ends sooner than it did before
+        known = self._seen | {entry.asked.digest: entry.told for entry in left if entry.told}
+        spent = len(known) >= self._task.evaluations or self._late()
+        reason = _reason(self._searcher.broken, spent, self._duplicates_in_a_row, known)
+        return Ending(evaluations=len(known), reason=reason, broken=self._searcher.broken)
+
+    def _fill(self) -> None:
+        """Ask for as many proposals as may be under way."""
+        while (free := self._task.window - len(self._waiting)) > 0 and (proposals := self._propose(free)):
+            for placement, origin in proposals:
+                self._ask(placement, origin)
+
+    def _propose(self, free: int) -> Sequence[_Proposal]:
+        """What to evaluate next; nothing where the search is over, or waits for an outcome."""
+        if self._searcher.broken is not None:
+            return []
+        recorded = self._recorded(self._asked)
+        if recorded is not None and recorded.asked.origin == RETRY:
+            return [(Placement(recorded.asked.choices), RETRY)] if self._settled(RETRY) else []
+        if recorded is None and (self._again is None or self._again):
+            return self._retries(free)
+        left = self._task.evaluations - len(self._numbers)
+        if left <= 0 or self._duplicates_in_a_row >= DUPLICATES_IN_A_ROW or (recorded is None and self._late()):
+            return []
+        if self._seeds:
+            return [self._seeds.popleft() for _ in range(min(free, left, len(self._seeds)))]
+        if self._waiting and self._waiting[-1][0].origin.startswith("seed:"):
+            return []  # a searcher's first proposal comes after all that it is told beforehand
+        if not any(asked.origin == RETRY for asked, _ in self._waiting):  # else there may still be one that works
+            self._check_start()
+        return [(placement, "searcher") for placement in self._searcher.ask(min(free, left))]
+
+    def _retries(self, free: int) -> Sequence[_Proposal]:
+        """What failed so far, once more, when everything before has been told; replaying meets it at the same place."""
+        if not self._settled(RETRY):
+            return []
+        if self._again is None:
+            under_way = {asked.digest for asked, _ in self._waiting}  # of a run that was interrupted
+            failed = ((digest, placement) for digest, (placement, _) in self._failures.items())
+            self._again = deque((placement, RETRY) for digest, placement in failed if digest not in under_way)
+        return [self._again.popleft() for _ in range(min(free, len(self._again)))] or self._propose(free)
+
+    def _settled(self, origin: str) -> bool:
+        """Whether all that was asked before the proposals of this origin has been told."""
+        return not self._waiting or self._waiting[0][0].origin.startswith(origin)
+
+    def _check_start(self) -> None:
+        """Stop where nothing works: what all seeds fail at is no matter of placement."""
+        if len(self._failures) < len(self._seen):
+            return
+        wanted = len({self._task.space.digest(seed.placement) for seed in self._task.seeds}) or self._task.patience
+        if len(self._seen) >= wanted:
+            first = next(iter(self._failures.values()))[1]
+            what = "no seed" if self._task.seeds else f"none of the first {wanted} placements"
+            raise UserError(
+                f"{what} could be measured, so the search stops; {first.stage}: {first.reason}\n{first.log_tail}"
+            )
+
+    def _late(self) -> bool:
+        return self._task.seconds is not None and self._elapsed_s() >= self._task.seconds
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._started_s
+
+    def _ask(self, placement: Placement, origin: str) -> None:
+        digest = self._task.space.digest(placement)
+        earlier = None if origin == RETRY else self._numbers.get(digest)
+        asked = Asked(
+            number=self._asked,
+            choices=placement.choices,
+            digest=digest,
+            origin=origin,
+            duplicate_of=earlier,
+            searcher_s=self._searcher.spent_s - self._counted_s,
+        )
+        self._counted_s = self._searcher.spent_s
+        self._record(asked)
+        self._asked += 1
+        self._numbers.setdefault(digest, asked.number)
+        self._duplicates_in_a_row = 0 if earlier is None else self._duplicates_in_a_row + 1
+        self._waiting.append((asked, placement))
+        recorded = self._recorded(asked.number)
+        if earlier is None and (recorded is None or recorded.told is None):
+            self._executor.submit(asked.number, self._task.candidate(placement), standing(self._best, self._scored))
+
+    def _record(self, asked: Asked) -> None:
+        recorded = self._recorded(asked.number)
+        if recorded is None:
+            self._journal.append(asked)
+        elif recorded.asked != asked:
+            raise Strayed(
+                f"resume refused at proposal {asked.number}: the journal has {recorded.asked.digest} "
+                f"({recorded.asked.origin}), the searcher now proposes {asked.digest} ({asked.origin}); its code or "
+                f"a library changed: {ADVICE}"
+            )
+
+    def _tell_next(self) -> None:
+        """Tell the outcome of the proposal that has waited longest."""
+        asked, placement = self._waiting.popleft()
+        told, resumed = self._outcome(asked)
+        self._seen[asked.digest] = told
+        if isinstance(told.outcome, Failed):
+            self._failures[asked.digest] = (placement, told.outcome)
+        else:
+            self._failures.pop(asked.digest, None)
+        score = score_of(told.outcome, self._task.goal)
+        scored = scored_of(told.outcome, self._task.goal)
+        if scored is not None and asked.duplicate_of is None:
+            self._scored.append(scored)
+        if isinstance(told.outcome, Measured) and isinstance(score, Score) and eligible(score):
+            own = median_ci(told.outcome.samples_ms)
+            if self._best is None or own.value < self._best.value:
+                self._best, self._best_is_float = own, placement == self._float
+        self._searcher.tell(Observation(placement=placement, digest=asked.digest, outcome=score))
+        trial = Trial(
+            asked=asked,
+            outcome=told.outcome,
+            evaluations=len(self._seen),
+            best_ms=self._best.value if self._best else None,
+            resumed=resumed,
+            best_is_float=self._best_is_float,
+        )
+        self._watch(trial)
+
+    def _outcome(self, asked: Asked) -> tuple[Told, bool]:
+        """The outcome of a proposal, and whether it was known before; waits where it is not."""
+        if asked.duplicate_of is not None:
+            return self._seen[asked.digest], True
+        recorded = self._recorded(asked.number)
+        if recorded is not None and recorded.told is not None:
+            return recorded.told, True
+        while asked.number not in self._come:
+            number, outcome = self._executor.collect()
+            told = Told(number=number, outcome=outcome, elapsed_s=self._elapsed_s())
+            self._journal.append(told)
+            self._come[number] = told
+        return self._come.pop(asked.number), False
+
+    def _recorded(self, number: int) -> Entry | None:
+        return self._journal.entries[number] if number < len(self._journal.entries) else None

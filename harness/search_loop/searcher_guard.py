@@ -1,0 +1,83 @@
+"""A searcher as the engine meets it: other people's code, whose first error ends its search and nothing else.
+
+It has one thread for linear algebra. Its matrices are small, so more threads only wait for each other: with two of them
+`auto` spends up to four times as much processor time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import index
+
+from threadpoolctl import ThreadpoolController
+
+from harness.timing.workers.in_process import attempt
+from harness.records import Failed
+from search.api import Observation, Searcher
+from search.space import Placement, Space
+
+__all__ = ["Guarded"]
+
+
+class Guarded:
+    """A searcher that never raises; once it is broken it proposes nothing more and is told nothing more.
+
+    A `UserError` passes, and so does Ctrl-C: neither says anything about the searcher.
+
+    Args:
+        searcher: Or how its making failed.
+        space: What it proposes from.
+
+    Attributes:
+        broken: What it raised, with the end of its traceback; None as long as it works.
+        spent_s: Wall-clock of its asks and tells so far.
+    """
+
+    def __init__(self, searcher: Searcher | Failed, space: Space) -> None:
+        self.broken = searcher if isinstance(searcher, Failed) else None
+        self._searcher = searcher
+        self._space = space
+        self._libraries = ThreadpoolController()
+        self.spent_s = 0.0
+
+    def ask(self, n: int) -> Sequence[Placement]:
+        """See `Searcher`; proposals that cannot be evaluated are an error too."""
+        searcher = self._searcher
+        if self.broken is not None or isinstance(searcher, Failed):
+            return []
+        with self._its_turn():
+            found = attempt("search", lambda: _checked(searcher.ask(n), n, self._space))
+        if isinstance(found, Failed):
+            self.broken = found
+            return []
+        return found
+
+    def tell(self, observation: Observation) -> None:
+        """See `Searcher`."""
+        searcher = self._searcher
+        if self.broken is not None or isinstance(searcher, Failed):
+            return
+        with self._its_turn():
+            done = attempt("search", lambda: searcher.tell(observation))
+        self.broken = done if isinstance(done, Failed) else None
+
+    @contextmanager
+    def _its_turn(self) -> Iterator[None]:
+        started_s = time.perf_counter()
+        with self._libraries.limit(limits=1, user_api="blas"):
+            yield
+        self.spent_s += time.perf_counter() - started_s
+
+
+def _checked(proposed: Sequence[Placement], n: int, space: Space) -> list[Placement]:
+    """Proposals with plain whole numbers as choices: NumPy's cannot be written down.
+
+    Raises:
+        ValueError: More than so many, or one that is not of this space.
+    """
+    placements = [space.validate(Placement(tuple(map(index, placement.choices)))) for placement in proposed]
+    if len(placements) > n:
+        raise ValueError(f"ask({n}) gave {len(placements)} placements: at most so many may be under way")
+    return placements

@@ -1,0 +1,1 @@
+"""Selection of the best placements: paired timing, racing, final selection, confirmation."""

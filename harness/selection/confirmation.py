@@ -1,0 +1,166 @@
+"""Confirmation of a cell's rows, and the A/A floor before its searches; every turn is kept raw.
+
+`confirm.jsonl` grows turn by turn, so the confirmation goes on where it stopped; `floor.json` is written once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from harness import registry
+from harness.api import Candidate
+from harness.graph.io.files import file_digest
+from harness.timing.confirmation import GROUP, confirm, summarise
+from harness.timing.confirmation import Row as Turn
+from harness.timing.workers.engines import WorkerSpec
+from harness.timing.turn_log import Block, Event, decode_event, disturbance_note, encode_event
+from harness.timing.workers.execution_target import OpenEngines
+from harness.results_dir.fingerprint import refuse_changes
+from harness.config.experiment import Confirmation, Use
+from harness.selection.paired_timing import SEED, Contest, advise, hold, read_contest
+from harness.progress import Observer
+from harness.results_dir.artifacts import FLOAT_ROW, Row, Table, read_json, write_json
+from search.space import digest_of
+
+__all__ = ["confirm_rows", "float_latency", "level", "noise_floor", "read_events", "read_floor"]
+
+CONFIRM = "confirm.jsonl"
+FLOOR_PLAN = Confirmation(builds=3, rounds=12, samples=3)
+"""Of the floor before the searches; the confirmation's own twin adds to it."""
+RESTLESS = 0.02
+"""Turns of one engine that scatter by more than this make up for the price of timing every candidate beside it."""
+
+
+def noise_floor(
+    open_engines: OpenEngines,
+    worker: WorkerSpec,
+    model_file: Path,
+    backend: Mapping[str, Any],
+    folder: Path,
+    observer: Observer,
+) -> float:
+    """The gain that the baseline has over itself, rebuilt, before any search; see `harness.statistics.floor_from`.
+
+    Args:
+        open_engines: Opens engines where the cell runs.
+        model_file: The float model.
+        backend: The benchmarker's own facts.
+        folder: The cell's.
+
+    Raises:
+        UserError: The baseline fails, or the floor was measured with another model, runtime or device.
+    """
+    path = folder / "floor.json"
+    basis = {"model_sha256": file_digest(model_file), "backend": dict(backend)}
+    if path.exists():
+        record = read_json(path)
+        refuse_changes(path, {key: record.get(key) for key in basis}, basis)
+        return float(record["floor"])
+    baseline = Turn(name=FLOAT_ROW, candidate=Candidate(digest=digest_of(()), edges=(), source=lambda: model_file))
+    with observer.work("A/A check", FLOOR_PLAN.builds * FLOOR_PLAN.rounds * 2) as step:
+        events = []
+        for event in confirm(
+            [],
+            baseline,
+            open_engines=lambda: open_engines(worker),
+            plan=FLOOR_PLAN,
+            rng=np.random.default_rng(SEED),
+        ):
+            events.append(event)
+            step.advance()
+    found = summarise(events, baseline=FLOAT_ROW)
+    floor, note = found.floor, disturbance_note(found.disturbed)
+    observer.say(
+        f"A/A check before the searches: the float model, rebuilt, differs from itself by up to {floor:.1%} (the A/A "
+        "floor of the tables also covers the confirmation)"
+    )
+    if note:
+        observer.say(f"A/A check: {note}: close other work and repeat")
+    write_json(path, {"floor": floor, **basis, "events": [json.loads(encode_event(event)) for event in events]})
+    return floor
+
+
+def read_floor(folder: Path) -> float:
+    """The floor that was measured before a cell's searches; 0 where none was."""
+    path = folder / "floor.json"
+    return float(read_json(path).get("floor", 0.0)) if path.exists() else 0.0
+
+
+def level(folder: Path, backend: Use, beside: Literal["auto", "always", "never"]) -> float | None:
+    """The baseline's latency in milliseconds where candidates are to be timed beside it; None: each alone.
+
+    Args:
+        backend: One that cannot take turns (`in_turns` of `harness.api.Benchmarker`) has each timed alone.
+        beside: What the experiment wants; "auto": where the baseline's turns before the searches scatter by more than
+            `RESTLESS` (standard deviation on the log scale). Not where the floor is above it: turns of the floor are
+            paired, so it stays low on a machine whose pace changes, and readings one by one do not.
+    """
+    if not getattr(registry.load("benchmarker", backend.use), "in_turns", True):
+        return None
+    events = [decode_event(json.dumps(event)) for event in read_json(folder / "floor.json")["events"]]
+    turns_ms = [float(np.median(event.samples_ms)) for event in events if isinstance(event, Block)]
+    if beside == "never" or (beside == "auto" and float(np.std(np.log(turns_ms), ddof=1)) <= RESTLESS):
+        return None
+    return float_latency(folder)
+
+
+def float_latency(folder: Path) -> float:
+    """The baseline's latency in milliseconds before a cell's searches: the one scale of readings, bounds and notes."""
+    events = [decode_event(json.dumps(event)) for event in read_json(folder / "floor.json")["events"]]
+    return summarise(events, baseline=FLOAT_ROW).rows[FLOAT_ROW].latency_ms.value
+
+
+def confirm_rows(  # noqa: PLR0913 - what, where, and how
+    plan: Confirmation,
+    open_engines: OpenEngines,
+    worker: WorkerSpec,
+    table: Table,
+    backend: Mapping[str, Any],
+    observer: Observer,
+    retry_failed: bool = False,
+) -> None:
+    """Confirm what is not yet confirmed.
+
+    Where the rows (their files' hashes tell), the plan, how many rows share a worker, or the runtime changed, it starts
+    anew, and the old record is kept as `confirm.<n>.jsonl`.
+
+    Args:
+        plan: How.
+        open_engines: Opens engines where the cell runs.
+        backend: The benchmarker's own facts.
+        retry_failed: Try once more what failed.
+
+    Raises:
+        UserError: The baseline fails, or the record cannot be written.
+    """
+    path = table.folder / CONFIRM
+    header = {
+        "rows": {row.id: row.sha256 for row in table.rows},
+        "plan": plan.model_dump(mode="json", exclude={"contenders"}),  # the rows tell who won the runoff
+        "group": GROUP,
+        "backend": dict(backend),
+    }
+    turns = {row.id: _turn(row, table) for row in table.rows}
+    baseline = turns.pop(FLOAT_ROW)
+    rows = tuple(turns.values())
+    contest = Contest(name="confirmation", path=path, header=header, baseline=baseline, rows=rows, plan=plan)
+    hold(contest, lambda: open_engines(worker), observer, retry_failed)
+    advise(contest, observer)
+
+
+def read_events(folder: Path) -> tuple[Event, ...]:
+    """Events of a cell's confirmation.
+
+    Raises:
+        UserError: A damaged line.
+    """
+    return read_contest(folder / CONFIRM)
+
+
+def _turn(row: Row, table: Table) -> Turn:
+    return Turn(name=row.id, candidate=table.candidate(row), benchmarker=row.benchmarker)

@@ -1,0 +1,179 @@
+"""A contest: rows timed in turns against the baseline, written down turn by turn, so that it can go on later."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.errors import UserError
+from harness.timing.confirmation import GROUP, OpenEngines, Row, confirm
+from harness.timing.turn_log import TWIN, Dropped, Event, Readings, decode_event, disturbance_note, encode_event
+from harness.config.experiment import Rounds
+from harness.results_dir.journal import append_line, cut_torn_line
+from harness.progress import Observer
+from harness.results_dir.archive_previous import put_aside
+
+__all__ = ["RUNOFF", "SEED", "Contest", "advise", "hold", "ratios_of", "read_contest", "read_speedups"]
+
+RUNOFF = "runoff.jsonl"
+"""Name in a cell's folder of the contest between the best of each search."""
+SEED = 0
+"""Of the order of turns; it has nothing to do with the seeds of searches."""
+_Key = tuple[int, int, str, int]
+"""A turn: build, group, row, round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contest:
+    """What is timed against what, and where it is written down.
+
+    Attributes:
+        name: What the user reads beside the bar, and before what fails.
+        header: What it depends on, as JSON has it; a record with another header is put aside.
+        floor: Known A/A noise floor; what twins show counts where it is larger.
+        first: Number of the first build, where this goes on with a record whose builds before were of other rows.
+    """
+
+    name: str
+    path: Path
+    header: dict[str, Any]
+    baseline: Row
+    rows: tuple[Row, ...]
+    plan: Rounds
+    floor: float = 0.0
+    first: int = 0
+
+
+def hold(contest: Contest, open_engines: OpenEngines, observer: Observer, retry_failed: bool = False) -> None:
+    """Time what is not yet timed.
+
+    A record that was made with another header is kept as `NAME.<n>.jsonl`, and the contest starts anew.
+
+    Args:
+        retry_failed: What failed counts as not yet timed; the rows that shared its worker are timed again with it.
+
+    Raises:
+        UserError: The baseline fails, or the record cannot be written.
+    """
+    path, plan = contest.path, contest.plan
+    text = json.dumps({"kind": "header", **contest.header}, sort_keys=True)
+    _keep_another(path, text)
+    done = tuple(event for event in read_contest(path) if not (retry_failed and isinstance(event, Dropped)))
+    own = (replace(event, build=event.build - contest.first) for event in done if event.build >= contest.first)
+    left = _left(contest, done)
+    title = f"{contest.name}: {len(contest.rows)} rows"
+    with path.open("ab", buffering=0) as file, observer.work(title, len(left)) as step:
+        if file.tell() == 0:
+            append_line(file, text, path)
+        events = confirm(
+            contest.rows,
+            contest.baseline,
+            open_engines=open_engines,
+            plan=plan,
+            rng=np.random.default_rng(SEED + contest.first),
+            done=own,
+        )
+        for event in (replace(event, build=event.build + contest.first) for event in events):
+            append_line(file, encode_event(event), path, sync=False)
+            if isinstance(event, Dropped):
+                observer.say(f"{contest.name}: {event.row} failed: {event.failed.stage}: {event.failed.reason}")
+            for key in _keys(event, plan.rounds) & left:
+                left.discard(key)
+                step.advance(f"build {event.build + 1} of {contest.first + plan.builds}")
+
+
+def advise(contest: Contest, observer: Observer) -> None:
+    """Say where something else was at work in too many of its turns.
+
+    Raises:
+        UserError: A damaged line.
+    """
+    if note := disturbance_note(Readings(read_contest(contest.path)).disturbed_share):
+        observer.say(f"{contest.name}: {note}: close other work and repeat")
+
+
+def read_contest(path: Path) -> tuple[Event, ...]:
+    """Events of a contest; a torn last line is left out.
+
+    Raises:
+        UserError: A damaged line.
+    """
+    if not path.exists():
+        return ()
+    lines = path.read_bytes().splitlines(keepends=True)[1:]
+    try:
+        return tuple(decode_event(line.decode()) for line in lines if line.endswith(b"\n"))
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; move the file away to have it timed anew") from error
+
+
+def ratios_of(readings: Readings, baseline: str) -> dict[str, dict[tuple[int, int], float]]:
+    """Of each row of a contest that came through, its speedup over the baseline in each turn, by build and round.
+
+    A row that failed in any build did not come through.
+    """
+    turns = readings.turns
+    found = {
+        name: {
+            (key[0], number): turns[baseline][key][number] / own_ms
+            for key, numbers in workers.items()
+            for number, own_ms in numbers.items()
+            if number in turns[baseline].get(key, {})
+        }
+        for name, workers in turns.items()
+        if name not in {baseline, TWIN} and not _failed(readings, name)
+    }
+    return {name: ratios for name, ratios in found.items() if ratios}
+
+
+def _failed(readings: Readings, row: str) -> bool:
+    """Whether a row failed in any build; where that was tried again it may have had other neighbours."""
+    came_through = {build for (build, _), turns in readings.turns[row].items() if turns}
+    return any(build not in came_through for build, _ in readings.failed.get(row, {}))
+
+
+def read_speedups(path: Path, baseline: str) -> dict[str, float]:
+    """Of each row of a contest that came through, its speedup over the baseline: the median over its turns.
+
+    Raises:
+        UserError: A damaged line.
+    """
+    found = ratios_of(Readings(read_contest(path)), baseline)
+    return {name: float(np.median([*ratios.values()])) for name, ratios in found.items()}
+
+
+def _keep_another(path: Path, header: str) -> None:
+    """Cut a torn last line off an earlier record; keep it under another name where it has another header."""
+    if not path.exists():
+        return
+    cut_torn_line(path)
+    there = path.read_text(encoding="utf-8").partition("\n")[0]
+    if there and there != header:
+        put_aside(path)
+
+
+def _left(contest: Contest, done: Iterable[Event]) -> set[_Key]:
+    """The turns still to come; a worker that did not come to its end starts again."""
+    names, plan = [row.name for row in contest.rows], contest.plan
+    groups: list[Sequence[str]] = [names[start : start + GROUP] for start in range(0, len(names), GROUP)] or [()]
+    whole = {
+        (build, group, row, number)
+        for build in range(contest.first, contest.first + plan.builds)
+        for group, members in enumerate(groups)
+        for row in (contest.baseline.name, TWIN, *members)
+        for number in range(plan.rounds)
+    }
+    missing = whole.difference(*(_keys(event, plan.rounds) for event in done))
+    again = {key[:2] for key in missing}
+    return {key for key in whole if key[:2] in again}
+
+
+def _keys(event: Event, rounds: int) -> set[_Key]:
+    """The turns that an event stands for: one, or all that a row loses with its failure."""
+    numbers = range(rounds) if isinstance(event, Dropped) else (event.round,)
+    return {(event.build, event.group, event.row, number) for number in numbers}

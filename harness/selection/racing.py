@@ -1,0 +1,78 @@
+"""A race of models that are built afresh, heat by heat, and written down turn by turn.
+
+See `harness.timing.racing_test` for who is out of it when, and `harness.selection.paired_timing` for the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+
+from harness.timing.confirmation import OpenEngines, floor_of
+from harness.timing.turn_log import Readings
+from harness.timing.racing_test import HEATS, by_builds, unbeaten
+from harness.config.experiment import Rounds
+from harness.selection.paired_timing import Contest, advise, hold, ratios_of, read_contest
+from harness.progress import Observer
+
+__all__ = ["FIRST", "TURN", "race"]
+
+TURN = 3
+"""Inferences of a turn, at least."""
+FIRST = Rounds(builds=1, rounds=HEATS[0], samples=TURN)
+K = TypeVar("K")
+
+
+def race(
+    contest: Contest,
+    lots: Mapping[K, Sequence[str]],
+    wanted: int,
+    open_engines: OpenEngines,
+    observer: Observer,
+    retry_failed: bool = False,
+) -> dict[K, list[str]]:
+    """Hold the heats, each with fresh builds; a row goes on as long as it may be among the wanted of any lot.
+
+    Who goes on after a heat follows from the turns up to it, so that a race which is held again times nothing again.
+
+    Args:
+        contest: Of all rows, with the plan of the first heat.
+        lots: Rows that are rivals, by name; one may be in several lots.
+        wanted: How many of each lot.
+
+    Returns:
+        Of each lot those that came through unbeaten, in its order. Whoever fails in any heat is out.
+
+    Raises:
+        UserError: As `hold`.
+    """
+    left = {key: list(lot) for key, lot in lots.items()}
+    rows = contest.rows
+    for number, turns in enumerate(HEATS):
+        heat = replace(contest, rows=rows, plan=contest.plan.model_copy(update={"rounds": turns}), first=number)
+        hold(heat, open_engines, observer, retry_failed)
+        readings = Readings(event for event in read_contest(contest.path) if event.build <= number)
+        slack = by_builds(number + 1, max(contest.floor, floor_of(readings, contest.baseline.name)))
+        ratios = ratios_of(readings, contest.baseline.name)
+        left = {key: _unbeaten(lot, ratios, wanted, slack) for key, lot in left.items()}
+        close = {name for lot in left.values() if len(lot) > wanted for name in lot}
+        rows = tuple(row for row in contest.rows if row.name in close)
+        if not rows:
+            break
+    advise(contest, observer)
+    return left
+
+
+def _unbeaten(
+    lot: Sequence[str], ratios: Mapping[str, Mapping[tuple[int, int], float]], wanted: int, slack: float
+) -> list[str]:
+    """Those of a lot that came through and are not beaten."""
+    timed = [name for name in lot if name in ratios]
+    turns = sorted({turn for name in timed for turn in ratios[name]})
+    if not turns:
+        return timed
+    log_ms = -np.log([[ratios[name].get(turn, np.nan) for turn in turns] for name in timed])
+    return [name for name, stays in zip(timed, unbeaten(log_ms, wanted, slack), strict=True) if stays]

@@ -1,0 +1,164 @@
+"""What a complete table says of the problem itself: how hard it is to search, and whether the machine drifted."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness.studies.recorded_landscape import NEAR, Floats, Landscape
+from search.api import Score
+
+__all__ = ["Difficulty", "difficulty_of", "drift_of"]
+
+FLAT = 1e-9
+"""Smaller differences of log latency are rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difficulty:
+    """How hard a table is to search.
+
+    Attributes:
+        near_optimum: Share of placements within 1 % of the optimum.
+        random_evaluations: Evaluations that random search needs on average to find one of them; exact.
+        fitness_distance: Correlation of log latency with the number of dimensions that differ from the nearest
+            optimum: 1 leads straight there, 0 and below mislead (Jones and Forrest, "Fitness distance correlation as a
+            measure of problem difficulty for genetic algorithms", ICGA 1995).
+        neighbour_correlation: Of log latency between placements that differ in one dimension, over all pairs:
+            1 is smooth, 0 is rugged (Weinberger, "Correlated and uncorrelated fitness landscapes", Biological
+            Cybernetics 63, 1990, with the walk replaced by the whole table).
+        local_optima: Share of placements that no single change improves by more than the noise of both.
+        additive: Share of the variance of log latency that single dimensions explain.
+        pairwise: Share that pairs of dimensions explain besides (both: Sobol', "Sensitivity estimates for nonlinear
+            mathematical models", 1993; exact, because the table is a full factorial).
+    """
+
+    near_optimum: float
+    random_evaluations: float
+    fitness_distance: float
+    neighbour_correlation: float
+    local_optima: float
+    additive: float
+    pairwise: float
+
+
+def difficulty_of(landscape: Landscape) -> Difficulty:
+    """How hard a table is to search."""
+    near = landscape.latency_ms <= landscape.latency_ms[landscape.optimum] * (1 + NEAR)
+    grid = _grid(landscape)
+    additive, pairwise = _explained(grid)
+    return Difficulty(
+        near_optimum=float(near.mean()),
+        random_evaluations=_until(landscape, near),
+        fitness_distance=_fitness_distance(landscape, grid),
+        neighbour_correlation=_neighbour_correlation(grid),
+        local_optima=_local_optima(landscape, grid),
+        additive=additive,
+        pairwise=pairwise,
+    )
+
+
+def drift_of(landscape: Landscape) -> tuple[float, float]:
+    """Change of log latency over the recording of a table, and its standard error; infinite where unknown.
+
+    The order is random, so a slope over it of what single dimensions leave unexplained is the machine's.
+    """
+    identity = landscape.identity
+    inside = set(identity.tolist())
+    first = max((row.number for row in landscape.table.rows.values() if row.number not in inside), default=-1)
+    once = np.zeros(len(identity), dtype=bool)
+    once[np.unique(identity, return_index=True)[1]] = True  # a model that several placements give was measured once
+    used = landscape.allowed & (identity > first) & once
+    if used.sum() < 3:
+        return 0.0, math.inf
+    grid = _grid(landscape)
+    grid = grid - grid.mean()
+    rest = (grid - sum(_effects(grid))).ravel()[used]
+    place = identity[used] - identity[used].mean()
+    place = place / np.ptp(place)
+    slope = float(place @ rest / (place @ place))
+    left = rest - rest.mean() - slope * place
+    return slope, float(np.sqrt(left @ left / (len(left) - 2) / (place @ place)))
+
+
+def _grid(landscape: Landscape) -> Floats:
+    """Log latency over the choices of each dimension."""
+    logs: Floats = np.log(landscape.latency_ms).reshape(landscape.sizes)
+    return logs
+
+
+def _until(landscape: Landscape, near: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> float:
+    """Different models that are met, in a random order of the placements, up to the first of some.
+
+    In a random order a model of c placements comes before all C of those with the chance c / (c + C), and is counted
+    then; so each of the others adds that to the one that is found.
+    """
+    _, place, models = np.unique(landscape.identity, return_index=True, return_inverse=True)
+    copies = np.bincount(models)
+    others = copies[~near[place]]
+    return 1.0 + float((others / (others + int(near.sum()))).sum())
+
+
+def _fitness_distance(landscape: Landscape, grid: Floats) -> float:
+    choices = np.indices(landscape.sizes).reshape(len(landscape.sizes), -1)
+    lowest = landscape.latency_ms[landscape.optimum]
+    best = np.flatnonzero(landscape.allowed & (landscape.latency_ms <= lowest))
+    distance = np.min([(choices != choices[:, [index]]).sum(axis=0) for index in best], axis=0)
+    return _correlation(grid.ravel(), distance.astype(float))
+
+
+def _neighbour_correlation(grid: Floats) -> float:
+    """Pearson's over all ordered pairs; both sides have the same values, hence one mean and one variance."""
+    here, there = zip(*_neighbouring(grid), strict=True)
+    return _correlation(np.concatenate([*here, *there]), np.concatenate([*there, *here]))
+
+
+def _local_optima(landscape: Landscape, grid: Floats) -> float:
+    scores = landscape.scores
+    errors = [score.stderr / score.objective if isinstance(score, Score) else 0.0 for score in scores]
+    noise = np.array(errors).reshape(grid.shape)
+    optimal = np.ones(grid.shape, dtype=bool)
+    for axis, size in enumerate(grid.shape):
+        for step in range(1, size):
+            other, its_noise = np.roll(grid, step, axis=axis), np.roll(noise, step, axis=axis)
+            optimal &= other >= grid - 2 * np.hypot(noise, its_noise)
+    return float((optimal.ravel() & landscape.allowed).mean())
+
+
+def _effects(grid: Floats) -> list[Floats]:
+    """The mean over all other dimensions, for each dimension, in a form that can be added to the grid."""
+    axes = range(grid.ndim)
+    return [grid.mean(axis=tuple(a for a in axes if a != axis), keepdims=True) for axis in axes]
+
+
+def _explained(grid: Floats) -> tuple[float, float]:
+    """Shares of variance of first and of second order."""
+    if np.ptp(grid) < FLAT:
+        return 1.0, 0.0
+    grid = grid - grid.mean()
+    total = float(grid.var())
+    single, axes, pairs = _effects(grid), range(grid.ndim), 0.0
+    for first, second in itertools.combinations(axes, 2):
+        others = tuple(axis for axis in axes if axis not in (first, second))
+        pairs += float((grid.mean(axis=others, keepdims=True) - single[first] - single[second]).var())
+    return sum(float(effect.var()) for effect in single) / total, pairs / total
+
+
+def _neighbouring(grid: Floats) -> list[tuple[Floats, Floats]]:
+    """Values of all pairs of placements that differ in one dimension, each pair once."""
+    return [
+        (np.take(grid, first, axis=axis).ravel(), np.take(grid, second, axis=axis).ravel())
+        for axis, size in enumerate(grid.shape)
+        for first, second in itertools.combinations(range(size), 2)
+    ]
+
+
+def _correlation(first: Floats, second: Floats) -> float:
+    """Pearson's; 0 where one side is constant."""
+    if min(np.ptp(first), np.ptp(second)) < FLAT:
+        return 0.0
+    a, b = first - first.mean(), second - second.mean()
+    return float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))

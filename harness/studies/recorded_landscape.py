@@ -1,0 +1,141 @@
+"""A complete table as a search meets it: its optimum, and readings as they would be taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.errors import UserError, nearest
+from harness.statistics import median_ci, stderr_of_median
+from harness.records import Measured
+from harness.benchmark_table import Table
+from search.api import Failure, Score
+from search.space import Placement
+
+__all__ = ["NEAR", "Bound", "Floats", "Landscape"]
+
+Floats = npt.NDArray[np.float64]
+NEAR = 0.01
+"""Share of the optimum's latency within which a placement is as good as the optimum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """A recorded metric that a placement must reach, for instance an SQNR of 20 dB."""
+
+    metric: str
+    at_least: float
+
+
+class Landscape:
+    """A table as arrays over its placements, in the order of `Subspace.placements`.
+
+    Placements that failed, or miss the bound, count as slow as the slowest that is allowed: they help nobody, and an
+    average over them stays a latency.
+
+    Attributes:
+        table: What was read.
+        sizes: Choices of each dimension.
+        latency_ms: Of each placement, the median of its samples.
+        allowed: Whether it was measured and keeps the bound.
+        identity: Which placements are the same model.
+        scores: Of each placement, without noise.
+
+    Raises:
+        UserError: No placement is allowed, or the table does not have the metric.
+    """
+
+    def __init__(self, table: Table, bound: Bound | None = None) -> None:
+        self.table = table
+        self.sizes = table.subspace.space.sizes
+        self.outcomes = [table.row(placement).outcome for placement in table.subspace.placements()]
+        self.identity = np.array([table.row(p).number for p in table.subspace.placements()])
+        self._bound = bound
+        if bound is not None:
+            known = {name for o in self.outcomes if isinstance(o, Measured) for name in o.metrics}
+            if bound.metric not in known:
+                raise UserError(
+                    f"{table.path}: no metric {bound.metric!r} was recorded; {nearest(bound.metric, known)}"
+                )
+        self.scores = [self._score(index) for index in range(len(self.outcomes))]
+        self.allowed = np.array([isinstance(s, Score) and s.violation == 0 for s in self.scores])
+        if not self.allowed.any():
+            raise UserError(f"{table.path}: no placement {'reaches the bound' if bound else 'could be measured'}")
+        raw = np.array([s.objective if isinstance(s, Score) else np.inf for s in self.scores])
+        self.latency_ms: Floats = np.where(self.allowed, raw, raw[self.allowed].max())
+        self._samples = [np.sort(o.samples_ms if isinstance(o, Measured) else []) for o in self.outcomes]
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """What one step of each dimension's choice adds to the index of a placement."""
+        return tuple(math.prod(self.sizes[place + 1 :]) for place in range(len(self.sizes)))
+
+    def index(self, placement: Placement) -> int:
+        """Where a placement of the subspace stands in the arrays."""
+        return sum(choice * stride for choice, stride in zip(placement.choices, self.strides, strict=True))
+
+    def observe(self, index: int, rng: np.random.Generator) -> Score | Failure:
+        """One measurement; see `readings_ms`."""
+        score = self.scores[index]
+        if isinstance(score, Failure):
+            return score
+        reading = float(self.readings_ms(index, rng, 1)[0])
+        return Score(objective=reading, stderr=score.stderr, violation=score.violation, metrics=score.metrics)
+
+    def readings_ms(self, index: int, rng: np.random.Generator, count: int, size: int = 0) -> Floats:
+        """Measurements of a placement that did not fail: medians of samples that are drawn from those recorded.
+
+        Drawn with replacement, so that who reads it is fooled by noise as on the machine.
+
+        Args:
+            count: Of the measurements.
+            size: Samples of each; 0: as many as were recorded.
+        """
+        samples = self._samples[index]
+        size = size or len(samples)
+        drawn = np.sort((rng.random((count, size)) * len(samples)).astype(int), axis=1)
+        middle: Floats = samples[drawn[:, [(size - 1) // 2, size // 2]]].mean(axis=1)
+        return middle
+
+    @cached_property
+    def optimum(self) -> int:
+        """Index of the fastest placement that is allowed."""
+        return int(np.argmin(np.where(self.allowed, self.latency_ms, np.inf)))
+
+    @cached_property
+    def distinct_ms(self) -> Floats:
+        """Latency of each different model, sorted."""
+        _, first = np.unique(self.identity, return_index=True)
+        return np.sort(self.latency_ms[first])
+
+    @cached_property
+    def anchors_ms(self) -> Mapping[str, float]:
+        """Latency of the named placements that could be measured."""
+        whole, found = self.table.subspace.whole, {}
+        for name, choices in self.table.facts.anchors.items():
+            outcome = self.table.rows[whole.digest(Placement(choices))].outcome
+            if isinstance(outcome, Measured):
+                found[name] = median_ci(outcome.samples_ms).value
+        return found
+
+    def _score(self, index: int) -> Score | Failure:
+        outcome = self.outcomes[index]
+        if not isinstance(outcome, Measured):
+            return Failure(stage=outcome.stage, reason=outcome.reason)
+        missed = 0.0
+        if self._bound is not None:
+            found = outcome.metrics.get(self._bound.metric, math.nan)
+            if not found > -math.inf:  # nor NaN
+                return Failure(stage="evaluate", reason=f"no {self._bound.metric} was recorded")
+            missed = max(0.0, self._bound.at_least - found)
+        return Score(
+            objective=median_ci(outcome.samples_ms).value,
+            stderr=stderr_of_median(outcome.samples_ms),
+            violation=missed,
+            metrics=outcome.metrics,
+        )

@@ -1,0 +1,241 @@
+"""Many replayed searches in worker processes, kept as files, so that a study goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import search
+from harness.errors import UserError
+from harness.statistics import stderr_of_median
+from harness.registry import load
+from harness.config.experiment import Use
+from harness.search_loop.loop import DUPLICATES_IN_A_ROW
+from harness.progress import Observer
+from harness.studies.budget_tables import Curves
+from harness.studies.path_cache import Indices, Kept, Series, Walk, write_part
+from harness.studies.recorded_landscape import Landscape
+from harness.studies.replay import first_placements, is_walk, replay_walks, walks_of
+from harness.studies.code_digest import code_digest, imported_by, meaning_of
+from harness.studies.study_file import BudgetStudy, Contender
+from harness.benchmark_table import Table, read_table
+from search.space import Space
+
+__all__ = ["Chunk", "curves_of", "missing_of", "replay_all", "series_of"]
+
+OURS = Path(search.__file__).parent
+
+CHUNK = 10
+"""Searches of one file: what an interruption costs at most, of each worker."""
+LIBRARIES = {"optuna": "optuna", "scipy": "scipy", "sklearn": "scikit-learn", "torch": "torch"}
+"""What draws and proposes, by the name of its module: another version may search differently from the same seed."""
+LATE = ("scipy", "torch")
+"""What Optuna imports for some of its samplers alone; cmaes too, which need not be there, for one that is named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Some searches of one searcher on one table.
+
+    Attributes:
+        path: Takes their walks.
+    """
+
+    series: Series
+    table: Path
+    searcher: Use
+    seeds: tuple[int, ...]
+    budget: int
+    initial: tuple[str, ...]
+    path: Path
+
+
+def series_of(table: Path, contender: Contender, study: BudgetStudy) -> Series:
+    """The searches of a searcher on a table.
+
+    No budget is in the digests, for a searcher is told none: a walk is the beginning of a longer one.
+
+    Raises:
+        UserError: No such searcher, or no such table.
+    """
+    asked = {"use": contender.use, "params": contender.params, "initial": study.initial}
+    made_of: dict[str, Any] = {"patience": DUPLICATES_IN_A_ROW, "libraries": _libraries(contender)}
+    code = (_content(table), *(_code(use) for use in _involved(contender)), *_told_by())
+    return Series(table.stem, contender.name, _digest(asked), _digest(made_of, *code))
+
+
+def walks_there(kept: Kept, series: Series, landscape: Landscape, study: BudgetStudy) -> dict[int, Indices]:
+    """What was kept of such searches, by seed; what cannot be a search of this table was not."""
+    told = dict.fromkeys(landscape.index(placement) for placement in first_placements(landscape, study.initial))
+    first = list(dict.fromkeys(landscape.identity[list(told)].tolist()))[: study.most]
+    found = {seed: walk.within(study.most) for seed, walk in kept.of(series).items()}
+    return {
+        seed: walk
+        for seed, walk in found.items()
+        if walk is not None and is_walk(landscape, walk) and landscape.identity[walk[: len(first)]].tolist() == first
+    }
+
+
+def missing_of(
+    kept: Kept, series: Series, table: Path, landscape: Landscape, contender: Contender, study: BudgetStudy
+) -> list[Chunk]:
+    """The searches that nobody kept, a few at a time."""
+    there = walks_there(kept, series, landscape, study)
+    seeds = [seed for seed in range(contender.seeds or study.seeds) if seed not in there]
+    some = [tuple(seeds[first : first + CHUNK]) for first in range(0, len(seeds), CHUNK)]
+    return [
+        Chunk(
+            series=series,
+            table=table,
+            searcher=contender,
+            seeds=chunk,
+            budget=study.most,
+            initial=study.initial,
+            path=kept.part(series, chunk, study.most),
+        )
+        for chunk in some
+    ]
+
+
+def replay_all(chunks: Sequence[Chunk], workers: int, observer: Observer) -> None:
+    """Replay what is missing.
+
+    Raises:
+        UserError: An unknown searcher or placement, or a worker died.
+    """
+    with observer.work("replay", len(chunks)) as step:
+        for chunk in _replayed(chunks, workers):
+            step.advance(f"{chunk.searcher.name} on {chunk.table.stem}")
+
+
+def curves_of(kept: Kept, series: Series, landscape: Landscape, contender: Contender, study: BudgetStudy) -> Curves:
+    """What was replayed, all seeds together."""
+    there = walks_there(kept, series, landscape, study)
+    walks = walks_of(landscape, {seed: there[seed] for seed in range(contender.seeds or study.seeds)}, study.most)
+    return Curves(
+        latency_ms=walks.latency_ms(landscape),
+        found_ms=walks.found_ms(landscape),
+        elapsed_s=walks.elapsed_s(landscape),
+        evaluations=(walks.indices >= 0).sum(axis=1),
+    )
+
+
+def _replayed(chunks: Sequence[Chunk], workers: int) -> Iterator[Chunk]:
+    """The chunks as they are done; in this very process where one worker is enough."""
+    if min(workers, len(chunks)) < 2:
+        for chunk in chunks:
+            _replay(chunk)
+            yield chunk
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin) as pool:
+        waiting = {pool.submit(_replay, chunk): chunk for chunk in chunks}
+        try:
+            for done in as_completed(waiting):
+                done.result()
+                yield waiting[done]
+        except BrokenProcessPool as error:
+            raise UserError(
+                "a worker died, perhaps for lack of memory; what is done is kept: run the same command again, with "
+                "--workers 1"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _begin() -> None:
+    """A worker begins: an interrupt ends it at once, unless nobody listens to any, and so does its parent's end."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # of what a search loads only as it goes: Torch
+    Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    """A killed parent gives no more work and ends nobody: without this its workers would wait for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _replay(chunk: Chunk) -> None:
+    landscape = _landscape(chunk.table, chunk.table.stat().st_mtime_ns)
+    walks = replay_walks(landscape, chunk.searcher, seeds=chunk.seeds, budget=chunk.budget, initial=chunk.initial)
+    write_part(chunk.path, chunk.series, {seed: Walk(walk, chunk.budget) for seed, walk in walks.items()})
+
+
+@lru_cache(maxsize=1)
+def _landscape(table: Path, _written_ns: int) -> Landscape:
+    """Read once for many chunks, unless it was written again."""
+    return Landscape(read_table(table))
+
+
+def _content(table: Path) -> bytes:
+    try:
+        return hashlib.sha256(table.read_bytes()).digest()
+    except OSError as error:
+        raise UserError(f"{table}: cannot be read: {error.strerror or error}") from error
+
+
+def _digest(asked: Mapping[str, Any], *content: bytes) -> str:
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode())
+    for part in content:
+        digest.update(part)
+    return digest.hexdigest()[:24]
+
+
+def _libraries(contender: Contender) -> dict[str, str | None]:
+    """Versions of what a searcher draws and proposes with, whatever hardware a wheel was built for."""
+    modules = {name for use in _involved(contender) for name in imported_by(_file(use), OURS)}
+    names = {"numpy", *(name for module, name in LIBRARIES.items() if module in modules)}
+    if "optuna" in modules:
+        names |= {*LATE, *(("cmaes",) if "CmaEs" in json.dumps(contender.params, default=str) else ())}
+    return {name: _version(name) for name in sorted(names)}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name).partition("+")[0]
+    except PackageNotFoundError:
+        return None
+
+
+def _involved(contender: Contender) -> tuple[str, ...]:
+    """A searcher, and those that its parameters name: what `per_pattern` and `portfolio` run may be somebody else's."""
+    params = contender.params
+    return (contender.use, *params.get("members", ()), *([params["searcher"]] if "searcher" in params else ()))
+
+
+def _code(use: str) -> bytes:
+    """Digest of a searcher's code, which may be somebody else's."""
+    return code_digest(_file(use), OURS)
+
+
+def _file(use: str) -> Path | None:
+    """Where a searcher is written; None where nobody can tell."""
+    try:
+        file = inspect.getsourcefile(load("searcher", use))
+    except TypeError:
+        return None
+    return None if file is None else Path(file)
+
+
+@lru_cache(maxsize=1)
+def _told_by() -> tuple[bytes, ...]:
+    """The code that decides what a searcher is told."""
+    files = (inspect.getsourcefile(told_by) for told_by in (Landscape, Space, Table, replay_walks, stderr_of_median))
+    return tuple(meaning_of(Path(str(file)).read_bytes()) for file in files)

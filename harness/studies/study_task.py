@@ -1,0 +1,143 @@
+"""The one cell that a study looks at, from a model's name or from an experiment file."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from harness.errors import UserError
+from harness.timing.workers.engines import MAIN, WorkerSpec
+from harness.timing.workers.sandbox import open_engines
+from harness.pipeline.preflight import check_experiment
+from harness.pipeline.task import Cell, compose, evaluator_use
+from harness.config.experiment import Experiment, load_experiment, parse_experiment
+from harness.progress import Observer
+from harness.config.plan import CellSpec, plan
+from harness.pipeline.float_baseline import float_benchmarkers
+
+__all__ = ["Study", "open_study", "study_of", "subject"]
+
+ANCHORS = ("float", "all", "linear")
+"""Placements that every study knows by name; PTQ tools take minutes and are none of its business."""
+
+BRIEF: Mapping[str, Any] = {
+    "warmup_ms": 30.0, "min_samples": 7, "max_samples": 21, "max_ms": 300.0, "beside": "always",
+}  # fmt: skip
+"""How an engine is timed where the study is given a model: thousands of engines, so few samples of each, and always
+beside the float model, for in the quarter of an hour that a table takes a machine changes its pace."""
+
+PLAIN = re.compile(r"[A-Za-z0-9._=-]{0,60}")
+"""What may stand in the name of a folder as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """What is studied: one model on one backend at one precision.
+
+    Attributes:
+        base: Folder that relative paths start from.
+    """
+
+    experiment: Experiment
+    spec: CellSpec
+    base: Path
+
+
+def study_of(  # noqa: PLR0913 - sizes come by input and by symbol
+    text: str,
+    *,
+    backend: str | None = None,
+    params: Mapping[str, Any] | None = None,
+    shapes: Mapping[str, str] | None = None,
+    dims: Mapping[str, int] | None = None,
+    precision: str | None = None,
+    fidelity: bool = False,
+) -> Study:
+    """A study of a model, or of the only cell of an experiment file.
+
+    Args:
+        text: ONNX file, `zoo:NAME` or `assets:PATH`; or an experiment file (.yaml), which may give calibration data,
+            an evaluator and how to sample.
+        backend: Benchmarker; by default OpenVINO, or the experiment's.
+        params: Its parameters.
+        shapes: Static shapes of dynamic inputs; for a model.
+        dims: Sizes of dynamic dimensions by symbol; for a model.
+        precision: By default INT8, or the experiment's.
+        fidelity: Also compare every engine's outputs with the float model's, where no evaluator is given.
+
+    Raises:
+        UserError: Anything that cannot be used, or an experiment with more than one cell.
+    """
+    changes: dict[str, Any] = {"initial": list(ANCHORS), "baselines": ["all", "linear"]}
+    if backend is not None or params:
+        changes["backends"] = [{"use": backend or "openvino", "params": dict(params or {})}]
+    if precision is not None:
+        changes["precision"] = [precision]
+    if Path(text).suffix in (".yaml", ".yml"):
+        experiment, base = load_experiment(Path(text)), Path(text).resolve().parent
+    else:
+        model = {"use": text, "label": _label(text), "shapes": dict(shapes or {}), "dims": dict(dims or {})}
+        experiment, base = _parse({"experiment": "study", "models": [model], "sampling": dict(BRIEF)}), Path.cwd()
+    described = {**experiment.model_dump(mode="json"), **changes}
+    if fidelity:
+        described["models"] = [
+            {**model, "evaluator": model["evaluator"] or "fidelity"} for model in described["models"]
+        ]
+    experiment = _parse(described)
+    check_experiment(experiment, base)
+    cells = plan(experiment, base)
+    if len(cells) > 1:
+        names = ", ".join(cell.name for cell in cells)
+        raise UserError(f"{text}: a study has one cell, but this experiment has {len(cells)}: {names}; keep one")
+    return Study(experiment=experiment, spec=cells[0], base=base)
+
+
+def subject(study: Study, placement: str) -> str:
+    """What is measured, as the name of a folder: model, backend with its parameters, shapes, placement, precision.
+
+    For instance "resnet18-openvino-precision=f32-threads=1-linear-int8". The float model has no quantized precision.
+    Parameters and shapes that make no name, a path for instance, stand there by a digest; where the study's file lies
+    is no part of it.
+    """
+    spec = study.spec
+    given = {**spec.backend.params, **spec.model.shapes, **spec.model.dims}
+    told = "-".join(f"{name}={value}" for name, value in sorted(given.items()) if name != "base")
+    what = placement if placement == "float" else f"{placement}-{spec.precision}"
+    plain = (each if PLAIN.fullmatch(each) else hashlib.sha256(each.encode()).hexdigest()[:12] for each in (told, what))
+    return "-".join(filter(None, (spec.model.name, spec.backend.name, *plain)))
+
+
+def open_study(study: Study, folder: Path, observer: Observer) -> tuple[Cell, WorkerSpec]:
+    """The study's cell, and what a worker needs for it; the backend is at its strongest float precision.
+
+    Args:
+        folder: Takes scratch files, and the choice of the float precision.
+
+    Raises:
+        UserError: Anything in the specification that cannot be used.
+    """
+    cell = compose(study.experiment, study.spec, study.base, folder / "work", observer)
+    open_worker = partial(open_engines, limits=study.experiment.limits)
+    found = float_benchmarkers(study.spec.backend, cell.float_file, folder, open_worker, observer)
+    cell = cell.at(found)
+    evaluator = evaluator_use(study.spec.model, cell.model, study.base, cell.work)
+    evaluators = {} if evaluator is None else {MAIN: evaluator}
+    return cell, WorkerSpec(
+        benchmarkers={MAIN: found[MAIN]}, workdir=cell.work, evaluators=evaluators, reference=cell.model_file
+    )
+
+
+def _parse(described: Mapping[str, Any]) -> Experiment:
+    return parse_experiment(yaml.safe_dump(dict(described)), "study")
+
+
+def _label(text: str) -> str:
+    """What tables call a model given by its path."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text.rpartition(":")[2]).stem).strip("-._") or "model"

@@ -1,0 +1,104 @@
+"""Statistical test of a race: which contenders noise may still put first.
+
+After each round, contenders that are slower than the best by more than noise and fresh builds explain are eliminated,
+and the others continue, so that turns are spent where they are informative (López-Ibáñez et al., "The irace package",
+Operations Research Perspectives 3, 2016, section 2: races with Student's t-test, uncorrected, because a correction
+keeps too many contenders). Turns of one build share its effect, so the test over turns is of a gap beyond the
+differences between builds of one model (`by_builds`).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+from scipy.stats import t as student
+
+from harness.statistics import CLAIM_FLOOR
+
+__all__ = ["HEATS", "by_builds", "unbeaten", "winner"]
+
+HEATS = (8, 8, 16)  # each as long as all before it, which cuts the remaining noise by a third
+SURE = 0.95  # of one one-sided test between two contenders that were not selected by their readings
+
+FloatArray = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+
+def by_builds(rounds: int, floor: float = 0.0) -> float:
+    """Return the difference of mean log latencies that builds of equal models may have.
+
+    Args:
+        rounds: Number of rounds, each with fresh builds.
+        floor: A/A noise floor, as a share: the difference between builds of the float model. At least the smallest gain
+            that a verdict claims is used.
+    """
+    return math.log1p(max(CLAIM_FLOOR, floor)) / math.sqrt(rounds)
+
+
+def unbeaten(log_ms: FloatArray, best: int = 1, slack: float = 0.0) -> Flags:
+    """Return which contenders noise may still put among the best.
+
+    A contender is eliminated if its turns are slower than those of the `best`-th (by the median over all turns) by more
+    than the slack, and beyond the limit of a paired one-sided t-test. Effects of a turn on all contenders cancel.
+
+    Args:
+        log_ms: Logarithm of the latency, [..., contender, turn]; NaN for turns that a contender did not have. One
+            without a finite turn does not take part, and is eliminated.
+        best: Number of contenders to keep at least.
+        slack: See `by_builds`.
+
+    Returns:
+        [..., contender].
+    """
+    timed = np.isfinite(log_ms)
+    takes_part = timed.any(axis=-1)
+    median = np.where(takes_part, _median(log_ms, timed), np.inf)
+    order = np.argsort(median, axis=-1, kind="stable")
+    last = order[..., min(best, median.shape[-1]) - 1, None]
+    last_ms = np.take_along_axis(log_ms, last[..., None], axis=-2)
+    both = timed & np.isfinite(last_ms)
+    gap = np.where(both, log_ms, 0.0) - np.where(both, last_ms, 0.0)
+    turns = both.sum(axis=-1)
+    mean = gap.sum(axis=-1) / np.maximum(turns, 1)
+    spread = np.sqrt(np.where(both, (gap - mean[..., None]) ** 2, 0.0).sum(axis=-1) / np.maximum(turns - 1, 1))
+    with np.errstate(invalid="ignore"):  # one turn has no spread and an infinite quantile
+        slower = mean - slack > _limits(log_ms.shape[-1])[turns] * spread / np.sqrt(np.maximum(turns, 1))
+    is_behind = median > np.take_along_axis(median, last, axis=-1)
+    survives: Flags = takes_part & ~(slower & is_behind)
+    return survives
+
+
+def winner(log_ms: FloatArray) -> npt.NDArray[np.intp]:
+    """Return the winner of a complete race.
+
+    Args:
+        log_ms: [..., contender, turn], with the turns of all rounds; infinite for contenders that do not take part.
+
+    Returns:
+        [...]: index of the contender; the first of equal ones, also if none takes part.
+    """
+    remaining = np.array(log_ms)
+    for rounds, turns in enumerate(np.cumsum(HEATS), 1):
+        eliminated = ~unbeaten(remaining[..., :turns], slack=by_builds(rounds))
+        remaining[eliminated] = np.inf
+    winner: npt.NDArray[np.intp] = np.median(remaining, axis=-1).argmin(axis=-1)
+    return winner
+
+
+def _median(values: FloatArray, mask: Flags) -> FloatArray:
+    """Return the median of the masked values over the last axis; infinite without any."""
+    ordered = np.sort(np.where(mask, values, np.inf), axis=-1)
+    count = np.maximum(mask.sum(axis=-1, keepdims=True), 1)
+    low, high = (np.take_along_axis(ordered, rank, axis=-1)[..., 0] for rank in ((count - 1) // 2, count // 2))
+    with np.errstate(invalid="ignore"):
+        median: FloatArray = (low + high) / 2
+    return median
+
+
+@lru_cache
+def _limits(most: int) -> FloatArray:
+    """Return Student's quantile by number of turns; infinite below two, which have no spread."""
+    return np.array([np.inf, np.inf, *student.ppf(SURE, np.arange(1, most))][: most + 1])

@@ -1,0 +1,260 @@
+"""Sampling of one engine's latency: warm-up, stopping rules, and one retry if the machine disturbed the readings."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from harness.api import Array, Probe
+from harness.errors import MeasureFailed, UserError
+from harness.random_inputs import random_feeds
+from harness.timing.machine_noise import Machine, disturbance
+from harness.statistics import Interval, median_ci
+from harness.config.experiment import Sampling
+
+__all__ = [
+    "FIRST_LOOK",
+    "STEADY",
+    "Readings",
+    "Samples",
+    "fixed_inputs",
+    "read",
+    "refuse_jumps",
+    "settle",
+    "take",
+    "warm_up",
+]  # fmt: skip
+
+WINDOW = 5  # inferences whose medians are compared to detect warm-up
+LONGEST_WARMUP = 5  # times `warmup_ms`, after which an engine that is not steady is sampled as it is
+STEADY = 0.02  # relative difference below which medians are equal for warm-up, drift and races
+FIRST_LOOK = 6  # the fewest readings whose range covers the median with 95 %, so that a race can be lost
+JUMP = 1000.0  # no inference differs from its engine's median by this factor
+JUMP_MS = 10_000.0  # a slow reading below this is not a clock error: machines do pause
+LONGEST_MS = 3.6e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Raw readings of one engine.
+
+    Attributes:
+        latency_ms: In order of measurement, outliers included, warm-up excluded.
+        raw_ms: The clock's readings if `latency_ms` was sampled against a reference, one per turn.
+        beside_ms: The reference's turns, before the first of `raw_ms` and after each.
+        discarded_ms: Readings of a first attempt that was repeated.
+        trouble: Reason of the repetition, or "".
+        disturbed: What disturbed the readings that count although they were repeated, or "".
+        warmup: Number of inferences before the first reading.
+        measure_s: Wall-clock time of all attempts.
+        stable: Whether the warm-up ended in a steady state and the readings were neither disturbed nor drifting.
+        saved: Estimated number of inferences that racing saved.
+        conditions: Clock in MHz, temperature in °C and load average, if readable, and facts of the probe.
+    """
+
+    latency_ms: tuple[float, ...]
+    discarded_ms: tuple[float, ...] = ()
+    trouble: str = ""
+    disturbed: str = ""
+    warmup: int
+    measure_s: float
+    stable: bool
+    saved: int = 0
+    conditions: Mapping[str, float] = field(default_factory=dict)
+    raw_ms: tuple[float, ...] = ()
+    beside_ms: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readings:
+    """Readings of one attempt; fields as in `Samples`.
+
+    Attributes:
+        drift: How the engine's latency changed during the attempt, or "".
+    """
+
+    latency_ms: Sequence[float]
+    raw_ms: Sequence[float] = ()
+    beside_ms: Sequence[float] = ()
+    saved: int = 0
+    drift: str = ""
+    disturbed: str = ""
+    conditions: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def trouble(self) -> str:
+        return self.disturbed or self.drift
+
+
+def take(
+    probe: Probe,
+    sampling: Sampling,
+    rival: Interval | None = None,
+    *,
+    machine: Machine | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Samples:
+    """Time an engine.
+
+    Warm up for `warmup_ms` and then until two consecutive windows agree; sample until the 95 % interval of the median
+    is narrower than `target` or a cap is reached; start over once if the readings drift or the machine was disturbed
+    (throttling, another process).
+
+    Args:
+        rival: The incumbent's latency in ms; sampling stops as soon as the engine is clearly slower.
+        machine: Monitor for disturbances; None if the readings are not times of this machine.
+
+    Raises:
+        MeasureFailed: A reading is not a positive finite number, the clock jumped, or the probe returned too few.
+    """
+    return settle(lambda: _collect(probe, sampling, rival), probe, sampling, machine, clock)
+
+
+def settle(
+    attempt: Callable[[], Readings],
+    probe: Probe,
+    sampling: Sampling,
+    machine: Machine | None,
+    clock: Callable[[], float],
+) -> Samples:
+    """Warm an engine up and make an attempt to time it, and a second one if the first was disturbed or drifted."""
+    started_s = clock()
+    warmup, steady = warm_up(probe, sampling)
+    run, discarded = _watched(attempt, probe, machine), None
+    if run.trouble:
+        run, discarded = _watched(attempt, probe, machine), run
+    return Samples(
+        latency_ms=tuple(run.latency_ms),
+        raw_ms=tuple(run.raw_ms),
+        beside_ms=tuple(run.beside_ms),
+        discarded_ms=tuple(discarded.latency_ms) if discarded else (),
+        trouble=discarded.trouble if discarded else "",
+        disturbed=run.disturbed,
+        warmup=warmup,
+        measure_s=max(0.0, clock() - started_s),
+        stable=steady and not run.trouble,
+        saved=run.saved,
+        conditions=run.conditions,
+    )
+
+
+def _watched(attempt: Callable[[], Readings], probe: Probe, machine: Machine | None) -> Readings:
+    if machine is None:
+        return attempt()
+    before = machine.read()
+    run = attempt()
+    after = machine.read()
+    probe_conditions: Callable[[], Mapping[str, float]] = getattr(probe, "conditions", dict)
+    own = {name: float(value) for name, value in probe_conditions().items() if math.isfinite(value)}  # for JSON
+    conditions = {**after.facts(), **own}
+    return replace(run, disturbed=disturbance(before, after), conditions=conditions)
+
+
+def fixed_inputs(types: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], seed: int = 0) -> dict[str, Array]:
+    """Return the inputs that engines are timed on, which are the same for every candidate of a model."""
+    try:
+        return next(random_feeds({name: (dtype.name, shape) for name, (dtype, shape) in types.items()}, 1, seed))
+    except UserError as error:
+        raise MeasureFailed(str(error)) from error
+
+
+def warm_up(probe: Probe, sampling: Sampling) -> tuple[int, bool]:
+    """Run an engine without counting; return the number of inferences, and whether the engine became steady."""
+    readings: list[float] = []
+    while sampling.warmup_ms:
+        spent_ms, count = sum(readings), len(readings)
+        missing = math.ceil((sampling.warmup_ms - spent_ms) * count / spent_ms) if count else 1
+        if missing <= 0 and count > 1:
+            width = min(WINDOW, count // 2)
+            last, previous = np.median(readings[-width:]), np.median(readings[-2 * width : -width])
+            if last >= previous * (1 - STEADY):  # a rising latency is no warm-up but drift, checked later
+                break
+            if spent_ms >= LONGEST_WARMUP * sampling.warmup_ms:
+                return count, False
+            missing = WINDOW
+        # Doubling takes few calls for a fast engine and overshoots by at most one inference of a slow one.
+        readings += read(probe, max(1, min(count, missing)))
+    return len(readings), True
+
+
+def _collect(probe: Probe, sampling: Sampling, rival: Interval | None) -> Readings:
+    """Sample until the race is lost, the median is known well enough, or a cap is reached."""
+    least = sampling.min_samples if rival is None else min(FIRST_LOOK, sampling.min_samples)
+    readings, saved = read(probe, least), 0
+    while missing := _missing(readings, median := median_ci(readings), sampling):
+        if len(readings) >= FIRST_LOOK and is_clearly_slower(median, rival):
+            saved = _expected(readings, median, sampling) - len(readings)
+            break
+        readings += read(probe, missing)
+    refuse_jumps(readings)
+    return Readings(latency_ms=readings, saved=saved, drift=_drift(readings))
+
+
+def is_clearly_slower(median: Interval, rival: Interval | None) -> bool:
+    """Return whether an engine has lost the race against the incumbent."""
+    return rival is not None and median.low > rival.high * (1 + STEADY)
+
+
+def _missing(readings: list[float], median: Interval, sampling: Sampling) -> int:
+    """Return the number of readings to add before the next check; 0 if these suffice."""
+    count, spent_ms = len(readings), sum(readings)
+    if count < sampling.min_samples:
+        return sampling.min_samples - count
+    if count >= sampling.max_samples or spent_ms >= sampling.max_ms or median.relative_width <= sampling.target:
+        return 0
+    fits = math.ceil((sampling.max_ms - spent_ms) * count / spent_ms)
+    return min(max(1, count // 4), fits, sampling.max_samples - count)
+
+
+def _expected(readings: list[float], median: Interval, sampling: Sampling) -> int:
+    """Return the number of readings that would have sufficed: widths shrink with the root of the count."""
+    count = len(readings)
+    needed = math.ceil(count * min(1e6, (median.relative_width / sampling.target) ** 2))
+    fits = math.ceil(sampling.max_ms * count / sum(readings))
+    return max(count, sampling.min_samples, min(needed, fits, sampling.max_samples))
+
+
+def _drift(readings: list[float]) -> str:
+    """Describe a second half that differs from the first by more than noise: disjoint 99 % intervals, other medians."""
+    half = len(readings) // 2
+    if half < WINDOW:
+        return ""
+    first, second = (median_ci(part, 0.99) for part in (readings[:half], readings[half:]))
+    disjoint = first.high < second.low or second.high < first.low
+    if not disjoint or abs(second.value / first.value - 1) <= STEADY:
+        return ""
+    return f"drift: the first half took {first.value:.4g} ms, the second {second.value:.4g} ms"
+
+
+def refuse_jumps(readings: list[float]) -> None:
+    """Raise `MeasureFailed` if only a clock that jumped can have given one of these readings."""
+    median = float(np.median(readings))
+    low, high = min(readings), max(readings)
+    slow = high > max(JUMP * median, JUMP_MS)
+    jumped = low if low < median / JUMP else high if slow else None
+    if jumped is not None:
+        raise MeasureFailed(f"the clock jumped: a reading of {jumped:g} ms where {median:g} ms is the median")
+
+
+def read(probe: Probe, count: int) -> list[float]:
+    """Return readings of the probe; raise `MeasureFailed` if one is impossible, or their number is wrong."""
+    readings = [float(value) for value in probe.sample(count)]
+    if len(readings) != count:
+        raise MeasureFailed(f"the benchmarker gave {len(readings)} readings where {count} were requested")
+    wrong = next((value for value in readings if not 0 < value <= LONGEST_MS), None)
+    if wrong is not None:
+        raise MeasureFailed(f"impossible latency of {wrong:g} ms: {_why(wrong)}")
+    return readings
+
+
+def _why(latency_ms: float) -> str:
+    if latency_ms == 0:
+        return "nothing ran, or the clock is too coarse for this engine"
+    if latency_ms < 0:
+        return "the clock jumped back"
+    return "more than an hour for one inference" if math.isfinite(latency_ms) else "readings are finite numbers"

@@ -1,0 +1,1 @@
+"""Engines in worker processes: isolation, limits, scheduling of builds and timings."""

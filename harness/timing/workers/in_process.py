@@ -1,0 +1,243 @@
+"""Engines in this process: used inside workers, and directly for benchmarkers with nothing to isolate."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import math
+import shutil
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from harness import registry
+from harness.api import Accuracy, Array, Artifact, Benchmarker, Candidate, Evaluator, Infer, Probe
+from harness.errors import CandidateError, EvaluationFailed, UserError
+from harness.timing.machine_noise import Machine
+from harness.timing.workers.engines import MAIN, Built, Engines, Watch, WorkerSpec
+from harness.timing.reference_sampling import Reference, take_beside
+from harness.timing.sampling import Samples, take, warm_up
+from harness.statistics import Interval
+from harness.records import Failed
+from harness.config.experiment import Sampling
+from harness.results_dir.journal import writing
+from search.space import digest_of
+
+__all__ = ["InProcess", "attempt", "tail", "watched"]
+
+T = TypeVar("T")
+LOG_LINES = 40
+TELL_S = 0.5
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_STAGES = {"open": "measure", "sample": "measure", "prepare": "evaluate", "infer": "evaluate"}
+
+
+@dataclass(slots=True, kw_only=True)
+class _Engine:
+    benchmarker: Benchmarker
+    artifact: Artifact
+    workdir: Path
+    opened: ExitStack
+    probe: Probe | None = None
+
+
+class InProcess(Engines):
+    """Engines that are built, timed and scored in this process.
+
+    Raises:
+        UserError: A benchmarker cannot be constructed, or the scratch folder cannot be written.
+    """
+
+    def __init__(self, spec: WorkerSpec, first_handle: int = 0) -> None:
+        self._benchmarkers: Mapping[str, Benchmarker] = {
+            name: registry.create("benchmarker", plugin.use, plugin.params)
+            for name, plugin in spec.benchmarkers.items()
+        }
+        self._spec = spec
+        self._evaluators: dict[str, Evaluator] = {}
+        self._engines: dict[int, _Engine] = {}
+        self._handles = itertools.count(first_handle)
+        self._spare_workdirs: list[Path] = []
+        self._machine = Machine()
+        self._reference_handle: int | None = None
+        self._reference_warm = False
+        with writing(spec.workdir):
+            spec.workdir.mkdir(parents=True, exist_ok=True)
+            self._scratch = Path(tempfile.mkdtemp(prefix="engines-", dir=spec.workdir))
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in list(self._engines):
+            self.release(handle)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _call(self, method: str, *args: Any, on_progress: Watch | None = None) -> Any:
+        extra = (on_progress,) if method in ("evaluate", "prepare") else ()
+        return attempt(_STAGES.get(method, method), lambda: getattr(self, f"_{method}")(*args, *extra))
+
+    def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
+        return self._benchmarkers[benchmarker].describe()
+
+    @property
+    def gpus(self) -> frozenset[str]:
+        functions = (getattr(benchmarker, "gpu", None) for benchmarker in self._benchmarkers.values())
+        return frozenset(gpu() for gpu in functions if gpu is not None)
+
+    def open(self, handle: int, level_ms: float | None = None) -> Failed | None:
+        """Open an engine for timing, and the reference engine too if `level_ms` is given."""
+        return self._call("open", handle, level_ms)  # type: ignore[no-any-return]
+
+    def _build(self, candidate: Candidate, benchmarker: str) -> Built:
+        handle = next(self._handles)
+        workdir = self._spare_workdirs.pop() if self._spare_workdirs else self._scratch / str(handle)
+        with writing(workdir):
+            workdir.mkdir(exist_ok=True)
+        plugin = self._benchmarkers[benchmarker]
+        started_s = time.perf_counter()
+        artifact = plugin.build(candidate, workdir)
+        build_s = time.perf_counter() - started_s
+        if artifact.info.get("recorded"):  # a replay reports the build time of the recorded engine
+            build_s = float(artifact.info["build_s"])
+        self._engines[handle] = _Engine(benchmarker=plugin, artifact=artifact, workdir=workdir, opened=ExitStack())
+        return Built(handle=handle, build_s=build_s, info=_plain(artifact.info))
+
+    def _open(self, handle: int, level_ms: float | None) -> None:
+        self._probe(handle)
+        if level_ms is not None:
+            self._reference(level_ms)
+
+    def _sample(self, handle: int, sampling: Sampling, rival: Interval | None, level_ms: float | None) -> Samples:
+        probe = self._probe(handle)
+        if getattr(self._engines[handle].benchmarker, "in_process", False):  # no time of this machine
+            return take(probe, sampling, rival)
+        reference = self._reference(level_ms) if level_ms is not None else None
+        if reference is None:
+            return take(probe, sampling, rival, machine=self._machine)
+        if not self._reference_warm:
+            warm_up(reference.probe, Sampling())
+            self._reference_warm = True
+        return take_beside(probe, reference, sampling, rival, machine=self._machine)
+
+    def _reference(self, level_ms: float) -> Reference | None:
+        """Return the reference engine, built on first use; None if the worker has no reference model."""
+        path = self._spec.reference
+        if self._reference_handle is None and path is not None:
+            candidate = Candidate(digest=digest_of(()), edges=(), source=lambda: path)
+            self._reference_handle = self._build(candidate, MAIN).handle
+        handle = self._reference_handle
+        return None if handle is None else Reference(self._probe(handle), level_ms)
+
+    def _probe(self, handle: int) -> Probe:
+        engine = self._engines[handle]
+        if engine.probe is None:
+            engine.probe = engine.opened.enter_context(engine.benchmarker.open(engine.artifact))
+        return engine.probe
+
+    def _evaluator(self, name: str) -> Evaluator:
+        if name not in self._evaluators:
+            plugin = self._spec.evaluators[name]
+            self._evaluators[name] = registry.create("evaluator", plugin.use, plugin.params)
+        return self._evaluators[name]
+
+    def _prepare(self, handle: int, name: str, on_progress: Watch | None) -> None:
+        evaluator = self._evaluator(name)
+        prepare = getattr(evaluator, "prepare", None)
+        if prepare is not None:
+            prepare(watched(self._probe(handle).infer, evaluator, on_progress))
+
+    def _evaluate(self, handle: int, name: str, on_progress: Watch | None) -> Accuracy:
+        evaluator = self._evaluator(name)
+        return _checked(evaluator.score(watched(self._probe(handle).infer, evaluator, on_progress)), evaluator)
+
+    def _infer(self, handle: int, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        return dict(self._probe(handle).infer(feeds))
+
+    def _release(self, handle: int) -> None:
+        engine = self._engines.pop(handle, None)
+        if engine is not None:
+            try:
+                engine.opened.close()
+            finally:
+                self._clear(engine.workdir)
+
+    def _clear(self, workdir: Path) -> None:
+        """Reuse an empty folder for the next engine: removing one waits for the disk, 3 ms and more."""
+        with suppress(OSError):
+            if not any(workdir.iterdir()):
+                self._spare_workdirs.append(workdir)
+                return
+        shutil.rmtree(workdir, ignore_errors=True)
+
+
+def _checked(accuracy: Accuracy, evaluator: Evaluator) -> Accuracy:
+    """Return an evaluator's result with plain floats, all of them finite and the primary metric present."""
+    metrics = {metric: float(value) for metric, value in accuracy.metrics.items()}
+    for metric, value in metrics.items():
+        if not math.isfinite(value):
+            raise EvaluationFailed(f"{metric} is {value}: the engine's outputs are not finite")
+    if evaluator.metric not in metrics:
+        raise EvaluationFailed(f"the evaluator gave {', '.join(metrics) or 'nothing'}, but not {evaluator.metric}")
+    per_item = tuple(float(value) for value in accuracy.per_item)
+    for number, value in enumerate(per_item):
+        if not math.isfinite(value):
+            raise EvaluationFailed(f"per_item[{number}] is {value}: give a figure for every item, or for none")
+    return Accuracy(metrics=metrics, per_item=per_item, evidence=accuracy.evidence, note=str(accuracy.note))
+
+
+def watched(infer: Infer, evaluator: Evaluator, on_progress: Watch | None) -> Infer:
+    """Wrap `infer` to report scoring progress if a callback is given and the evaluator has `inferences`."""
+    total = getattr(evaluator, "inferences", None)
+    if on_progress is None or not isinstance(total, int):
+        return infer
+    done, reported_s = 0, time.monotonic()
+
+    def counting(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        nonlocal done, reported_s
+        outputs = infer(feeds)
+        done, now_s = min(done + 1, total), time.monotonic()
+        if now_s - reported_s >= TELL_S:
+            reported_s = now_s
+            on_progress(done, total)
+        return outputs
+
+    return counting
+
+
+def attempt(stage: str, work: Callable[[], T]) -> T | Failed:
+    """Return the result of a plug-in call, or its exception as a `Failed`.
+
+    Raises:
+        UserError: Raised by the plug-in, or the disk is full, which does not depend on the candidate.
+    """
+    started_s = time.perf_counter()
+    try:
+        return work()
+    except UserError:
+        raise
+    except Exception as error:  # plug-ins and runtimes may raise anything
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise UserError(f"{stage}: {error}; free disk space, then run the same command again to resume") from error
+        reason, trace = f"{type(error).__name__}: {error}", tail(traceback.format_exc())
+        if isinstance(error, CandidateError):
+            stage, reason, trace = error.stage, str(error), ""
+        wall_s = time.perf_counter() - started_s
+        return Failed(stage=stage, reason=" ".join(reason.split())[:500], log_tail=trace, wall_s=wall_s)
+
+
+def _plain(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plug-in's facts as JSON values; other objects become text."""
+    plain: dict[str, Any] = json.loads(json.dumps(dict(info), default=str), parse_constant=str)
+    return plain
+
+
+def tail(text: str) -> str:
+    """Return the last lines of a log."""
+    return "\n".join(text.strip().splitlines()[-LOG_LINES:])

@@ -1,0 +1,148 @@
+"""Worker process: a fresh interpreter, called over a socket, that ends when the driver ends.
+
+The worker imports its body (`harness.timing.workers.sandbox` by default) instead of copying the driver: it never runs
+the driver's `__main__`, as multiprocessing's spawn would, and loads only the plug-ins that it needs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+__all__ = ["Worker", "end_with_driver"]
+
+GLANCE_S = 0.25  # between two readings of a working process's memory
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from importlib import import_module; import_module(sys.argv[3]).serve(int(sys.argv[1]))"
+)
+
+
+class Worker:
+    """Driver's end of a worker process.
+
+    Args:
+        output: File for what the worker and its runtimes print.
+        first_handle: First handle of this worker; lower ones belong to earlier workers.
+        body: Module whose `serve(fd)` the worker runs at the other end of the socket.
+
+    Raises:
+        OSError: No process can be started.
+    """
+
+    def __init__(self, output: IO[bytes], first_handle: int = 0, *, body: str = "harness.timing.workers.sandbox") -> None:
+        self.first_handle = first_handle
+        command = [sys.executable, "-u", "-X", "faulthandler", "-c", _BOOT]
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno()), json.dumps(sys.path), body],
+                stdin=subprocess.PIPE,  # never written to: see end_with_driver
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+            self._connection: Connection[Any, Any] = Connection(ours.detach())
+
+    def send(self, message: Any) -> None:
+        """Send a message; a dead worker is reported by `receive`."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._connection.send(message)
+
+    def receive(self, limit_s: float, memory_gb: float) -> Any:
+        """Return the next message.
+
+        The limit is on the memory in use by the worker and its children, read while they work. The kernel's own limit
+        (RLIMIT_AS) counts address space, of which CUDA and memory maps reserve far more than they use.
+
+        Raises:
+            TimeoutError: No message within the limit.
+            MemoryError: The worker uses more memory than allowed.
+            EOFError, OSError: The worker died.
+        """
+        deadline_s = time.monotonic() + limit_s
+        while not self._connection.poll(max(0.0, min(GLANCE_S, deadline_s - time.monotonic()))):
+            if time.monotonic() >= deadline_s:
+                raise TimeoutError
+            if self._used_gb() > memory_gb:
+                raise MemoryError
+        return self._connection.recv()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is still running."""
+        return self._process.poll() is None
+
+    def _used_gb(self) -> float:
+        used = 0
+        for pid in _family(self._process.pid):
+            with suppress(psutil.Error):
+                used += psutil.Process(pid).memory_info().rss
+        return used / 1e9
+
+    def ending(self) -> str:
+        """Return how a worker that closed its connection ended, as the predicate of a sentence."""
+        try:
+            status = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return "hung up"
+        if status >= 0:
+            return f"exited with status {status}"
+        if status == -signal.SIGKILL:
+            return "was ended by SIGKILL (the kernel does so when memory runs out)"
+        with suppress(ValueError):
+            return f"was ended by {signal.Signals(-status).name}"
+        return f"was ended by signal {-status}"
+
+    def kill(self) -> None:
+        """Kill the worker and all processes that it started, and wait for it."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._connection.close()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+
+def _family(pid: int) -> Iterator[int]:
+    """Yield a process and its descendants that are still running.
+
+    The kernel lists each thread's children. psutil searches all processes of the machine, which takes milliseconds,
+    ten times those on a server, of a core that the worker may be timing on.
+    """
+    pending = [pid]
+    while pending:
+        yield (parent := pending.pop())
+        with suppress(OSError):  # the process or one of its threads ended meanwhile
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                with suppress(OSError):
+                    pending += map(int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split())
+
+
+def end_with_driver() -> None:
+    """Tie the calling worker's life to the driver's, and leave Ctrl-C to the driver.
+
+    The kernel ends this worker and its children when the driver's end of stdin closes. That happens however the driver
+    ends, including kill -9, and needs no thread here, which a runtime that hangs while it holds the interpreter's lock
+    would stop. Linux' parent-death signal would also be sent when the driver's *thread* that started the worker ends.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(0, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
+    with suppress(OSError):  # when memory runs out, the kernel should end the worker before the driver
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")

@@ -1,0 +1,261 @@
+"""Engines in a worker process, so that a crash, a hang or excessive memory use costs a worker and never the search.
+
+`Sandbox` keeps one worker and sends it one call at a time; the worker is replaced if a call kills it or exceeds its
+limit. `InProcess` does the work, in the worker or, for benchmarkers that use no runtime, in the driver.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from harness import registry
+from harness.api import Candidate
+from harness.errors import UserError
+from harness.timing.workers.engines import (
+    MAIN,
+    Built,
+    Engines,
+    Watch,
+    WorkerSpec,
+)
+from harness.timing.workers.in_process import InProcess, attempt, tail
+from harness.timing.sampling import Samples
+from harness.statistics import Interval
+from harness.timing.workers.device_lock import alone, stopwatch
+from harness.timing.workers.process import Worker, end_with_driver
+from harness.records import Failed
+from harness.config.experiment import Limits, Sampling
+from harness.results_dir.journal import writing
+from search.space import Resolved
+
+__all__ = ["InProcess", "Sandbox", "open_engines", "serve"]
+
+START_S = 120.0
+PROGRESS = "progress"  # kind of the messages that report scoring progress before an answer
+MAX_LOG_BYTES = 65_536
+_logger = logging.getLogger(__name__)
+
+
+def open_engines(spec: WorkerSpec, limits: Limits) -> AbstractContextManager[Engines]:
+    """Return engines in a worker, or in this process if the main benchmarker has `in_process = True`.
+
+    Raises:
+        UserError: A benchmarker cannot be constructed.
+    """
+    plugin = spec.benchmarkers[MAIN]
+    in_process = getattr(registry.load("benchmarker", plugin.use), "in_process", False)
+    return InProcess(spec) if in_process else Sandbox(spec, limits)
+
+
+class Sandbox(Engines):
+    """Engines in a worker process.
+
+    A call that exceeds its time or memory limit, or whose worker dies, returns `Failed` with the end of the worker's
+    log, and the next call gets a fresh worker. Engines of a dead worker return `Failed` too.
+
+    Raises:
+        UserError: The worker cannot construct its plug-ins, or the scratch folder cannot be written.
+    """
+
+    def __init__(self, spec: WorkerSpec, limits: Limits) -> None:
+        self._spec = spec
+        self._limits = limits
+        self._facts: Mapping[str, Mapping[str, Any]] = {}
+        self._gpus: frozenset[str] = frozenset()
+        self._worker: Worker | None = None
+        self._next_handle = 0
+        self._opened: set[tuple[int, bool]] = set()  # handle, and whether it is timed alone
+
+    def __enter__(self) -> Sandbox:
+        with writing(self._spec.workdir):
+            self._spec.workdir.mkdir(parents=True, exist_ok=True)
+            self._scratch = Path(tempfile.mkdtemp(prefix="worker-", dir=self._spec.workdir))
+        self._log = self._scratch / "worker.log"
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    @property
+    def gpus(self) -> frozenset[str]:
+        return self._gpus
+
+    def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
+        return self._facts[benchmarker]
+
+    def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
+        """Write the candidate's file in the driver, and build its engine in the worker."""
+        path = attempt("build", candidate.source)
+        if isinstance(path, Failed):
+            return path
+        with writing(self._log), suppress(FileNotFoundError):
+            os.truncate(self._log, 0)
+        with alone(self.gpus):
+            args = (candidate.digest, candidate.edges, path, benchmarker)
+            built: Built | Failed = self._request("build", self._limits.build_s, *args)
+        if isinstance(built, Built):
+            self._next_handle = built.handle + 1
+        return built
+
+    def sample(
+        self, handle: int, sampling: Sampling, rival: Interval | None = None, level_ms: float | None = None
+    ) -> Samples | Failed:
+        """Time an engine while no other run times on the same cores and GPUs; see `Engines.sample`."""
+        if failed := self._open(handle, level_ms):
+            return failed
+        with stopwatch():  # acquired here, so that waiting for another run counts against no limit
+            return super().sample(handle, sampling, rival, level_ms)
+
+    def _open(self, handle: int, level_ms: float | None) -> Failed | None:
+        """Open an engine before its first timing, without the timing lock: other runs may be timing meanwhile."""
+        key = (handle, level_ms is None)
+        if key in self._opened and self._is_alive(handle):
+            return None
+        failed: Failed | None = self._call("open", handle, level_ms)
+        if failed is None:
+            self._opened.add(key)
+        return failed
+
+    def release(self, handle: int) -> None:
+        """Close an engine if its worker is alive."""
+        self._opened -= {(handle, True), (handle, False)}
+        if self._is_alive(handle):
+            self._request("release", self._limits.measure_s, handle)
+
+    def _is_alive(self, handle: int) -> bool:
+        return self._worker is not None and handle >= self._worker.first_handle
+
+    def _call(self, method: str, *args: Any, on_progress: Watch | None = None) -> Any:
+        handle = args[0]
+        if not self._is_alive(handle):
+            stage = "measure" if method in ("open", "sample") else method
+            reason = f"{stage}: the engine died with an earlier worker; build it again"
+            return Failed(stage="crash", reason=reason)
+        limit_s = self._limits.evaluate_s
+        if method == "sample":
+            limit_s = self._limits.measure_s
+        elif method == "open":  # the first engine that is timed against the reference waits for its build
+            limit_s = self._limits.measure_s + (self._limits.build_s if args[1] else 0.0)
+        with alone(self.gpus):
+            return self._request(method, limit_s, *args, on_progress=on_progress)
+
+    def _request(self, method: str, limit_s: float, *args: Any, on_progress: Watch | None = None) -> Any:
+        """Send a call to the worker and return its answer, or a `Failed` that explains how the worker died."""
+        started_s = time.perf_counter()
+        worker = self._worker or self._start()
+        try:
+            worker.send((method, args))
+            answer = self._receive(worker, limit_s, method, on_progress)
+        except BaseException:
+            self._stop()
+            raise
+        if isinstance(answer, Failed):
+            log_tail = tail(f"{self._read_log()}\n{answer.log_tail}")
+            return replace(answer, log_tail=log_tail, wall_s=time.perf_counter() - started_s)
+        return answer
+
+    def _receive(self, worker: Worker, limit_s: float, method: str, on_progress: Watch | None = None) -> Any:
+        """Return the worker's answer, or stop the worker and return a `Failed`."""
+        deadline_s = time.monotonic() + limit_s
+        memory_gb = self._limits.memory_gb
+        try:
+            kind, answer = worker.receive(limit_s, memory_gb)
+            while kind == PROGRESS:
+                if on_progress is not None:
+                    on_progress(*answer)
+                kind, answer = worker.receive(deadline_s - time.monotonic(), memory_gb)
+        except TimeoutError:
+            failed = Failed(stage="timeout", reason=f"{method} took longer than {limit_s:g} s")
+        except MemoryError:
+            cause = f"{method} used more than {memory_gb:g} GB of memory"
+            failed = Failed(stage="crash", reason=f"{cause} (limits.memory_gb, which all engines of a worker share)")
+        except (EOFError, OSError):
+            failed = Failed(stage="crash", reason=f"the worker {worker.ending()} during {method}")
+            _logger.warning("%s; starting a new worker", failed.reason)
+        else:
+            if kind == "user_error":
+                raise UserError(answer)
+            return answer
+        self._stop()
+        return failed
+
+    def _start(self) -> Worker:
+        with writing(self._log):
+            output = self._log.open("ab")
+        try:
+            with output:
+                worker = self._worker = Worker(output, self._next_handle)
+        except OSError as error:
+            raise UserError(f"no worker could be started: {error}") from error
+        worker.send((replace(self._spec, workdir=self._scratch), self._next_handle))
+        answer = self._receive(worker, START_S, "start")
+        if isinstance(answer, Failed):
+            raise UserError(f"no worker could be started: {answer.reason}\n{tail(self._read_log())}")
+        self._facts, self._gpus = answer
+        return worker
+
+    def _stop(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.kill()
+
+    def _read_log(self) -> str:
+        with suppress(OSError):
+            return self._log.read_bytes()[-MAX_LOG_BYTES:].decode(errors="replace")
+        return ""
+
+
+def serve(fd: int) -> None:
+    """Run a worker: construct the plug-ins, then answer calls until the driver closes the connection."""
+    end_with_driver()
+    connection: Connection[Any, Any] = Connection(fd)
+    spec, first_handle = connection.recv()
+
+    def report(done: int, total: int) -> None:
+        connection.send((PROGRESS, (done, total)))
+
+    try:
+        with InProcess(spec, first_handle) as engines:
+            facts = {name: engines.describe(name) for name in spec.benchmarkers}
+            connection.send(("answer", (facts, engines.gpus)))
+            while True:
+                connection.send_bytes(_answer(engines, report, *connection.recv()))
+    except UserError as error:
+        connection.send(("user_error", str(error)))
+    except EOFError:
+        return
+
+
+def _answer(engines: InProcess, report: Watch, method: str, args: tuple[Any, ...]) -> bytes:
+    def work() -> bytes:
+        if method == "build":
+            return pickle.dumps(("answer", engines.build(_candidate(*args[:3]), args[3])))
+        extra = (report,) if method in ("evaluate", "prepare") else ()
+        return pickle.dumps(("answer", getattr(engines, method)(*args, *extra)))
+
+    try:
+        answer = attempt(method, work)  # also for a result that cannot be pickled
+    except UserError as error:
+        return pickle.dumps(("user_error", str(error)))
+    return answer if isinstance(answer, bytes) else pickle.dumps(("answer", answer))
+
+
+def _candidate(digest: str, edges: Resolved, path: Path) -> Candidate:
+    return Candidate(digest=digest, edges=edges, source=lambda: path)

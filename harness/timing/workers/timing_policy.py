@@ -1,0 +1,110 @@
+"""Policies for builds and timings that share one machine: which of them may overlap."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from harness.api import Candidate
+from harness.timing.workers.engines import MAIN, Built, Engines, Watch
+from harness.records import Failed
+
+__all__ = ["Alternating", "Beside", "Gate", "Gated"]
+
+
+class Gate:
+    """Policy without restrictions, for workers that have a machine, or at least a device, each."""
+
+    def building(self) -> AbstractContextManager[None]:
+        """Return a context for work that uses a processor and is not timed: builds, evaluators, the searcher itself."""
+        return nullcontext()
+
+    def timing(self) -> AbstractContextManager[None]:
+        """Return a context for a timing."""
+        return nullcontext()
+
+
+class Beside(Gate):
+    """Policy with one timing at a time, which builds may overlap."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        with self._lock:
+            yield
+
+
+class Alternating(Gate):
+    """Policy with either several builds or a single timing; a waiting timing goes first."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._building = 0
+        self._waiting = 0
+        self._timing = False
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._timing and not self._waiting)
+            self._building += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._building -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        with self._changed:
+            self._waiting += 1
+            self._changed.wait_for(lambda: not self._timing and not self._building)
+            self._waiting -= 1
+            self._timing = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._timing = False
+                self._changed.notify_all()
+
+
+class Gated(Engines):
+    """Engines of one worker under a timing policy.
+
+    Args:
+        engines: The worker's engines.
+        policy: Policy of the machine.
+        write_lock: Held while a candidate's file is written, which is not thread-safe.
+    """
+
+    def __init__(self, engines: Engines, policy: Gate, write_lock: threading.Lock) -> None:
+        self._engines = engines
+        self._policy = policy
+        self._write_lock = write_lock
+
+    def _call(self, method: str, *args: Any, on_progress: Watch | None = None) -> Any:
+        if method == "release":
+            return self._engines.release(*args)
+        extra = () if on_progress is None else (on_progress,)
+        with self._policy.timing() if method == "sample" else self._policy.building():
+            return getattr(self._engines, method)(*args, *extra)
+
+    def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
+        return self._engines.describe(benchmarker)
+
+    def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
+        """Write the candidate's file under the lock and build its engine."""
+
+        def source() -> Path:
+            with self._write_lock:
+                return candidate.source()
+
+        return super().build(replace(candidate, source=source), benchmarker)

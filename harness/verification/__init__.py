@@ -1,0 +1,1 @@
+"""Checks of exported models: right results, dynamic axes, reproduction of recorded figures."""

@@ -1,0 +1,294 @@
+"""Check a model with dynamic axes at the size of the search and at two others, in ONNX Runtime and OpenVINO."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.api import Array
+from harness.errors import UserError
+from harness.random_inputs import LARGEST, random_feeds
+from harness.graph.passes.dimension_expressions import evaluate, names_in
+from harness.graph.io.helper_process import sturdy
+from harness.graph.passes.dimension_sizes import Axes, is_batch
+from harness.graph.model import TensorType
+from harness.timing.host_clock import words
+
+__all__ = ["Files", "Subject", "check", "other_shapes"]
+
+Shapes = Mapping[str, tuple[int, ...]]
+Outputs = tuple[Array, ...]
+Feeds = Mapping[str, Array]
+Case = tuple[int, Shapes]
+"""The seed of random inputs, none of which is that of the calibration, and their shapes."""
+RUNTIMES = ("onnxruntime", "openvino")
+WANTED = 2
+"""Sizes at which a model is compared with the float model, beside that of the search."""
+SAME = 1e-3
+"""Relative difference at most between the dynamic and the fixed file at the size of the search."""
+REPEATS = 6
+"""Random inputs at the size of the search: the largest difference to the float model among them is compared."""
+FACTOR, SLACK = 3.0, 0.05
+"""The difference to the float model at another size may be so many times that at the size of the search, and this."""
+PLANS = (
+    (1, 2.0, 0), (2, 1.0, -1), (1, 0.5, 0), (2, 1.0, 32), (1, 1.0, 0), (2, 1.0, 0), (0, 2.0, 0), (0, 1.0, -1),
+    (0, 0.5, 0), (0, 1.0, 32), (0, 1.0, 1), (3, 1.5, 0), (0, 1.5, 0),
+)  # fmt: skip
+"""What is tried: samples more than in the search; factor of other sizes, and what is added to them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """The float model as it was given, the quantized one at fixed sizes, and the one with dynamic axes."""
+
+    floating: Path
+    fixed: Path
+    dynamic: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is checked.
+
+    Attributes:
+        axes: Declared dimensions by input.
+        types: Element type and shape of each input in the search.
+    """
+
+    axes: Mapping[str, Axes | None]
+    types: Mapping[str, TensorType]
+    files: Files
+
+    @property
+    def searched(self) -> Shapes:
+        """Shapes of the search."""
+        return {name: kind.shape for name, kind in self.types.items()}
+
+
+class _Differs(Exception):
+    """The dynamic file does not do what the fixed one or the float model does."""
+
+
+def check(subject: Subject, backend: str) -> str:
+    """Compare the dynamic file with the fixed one, and with the float model at other sizes.
+
+    Args:
+        backend: The runtime of the search: it and ONNX Runtime have to agree; another one may fail, which is said.
+
+    Returns:
+        Where it was checked and what was found, for people.
+
+    Raises:
+        UserError: It differs, or fails where the float model runs.
+    """
+    others = other_shapes(subject.axes, subject.searched)
+    small = [each for each in others if all(math.prod(shape) <= LARGEST for shape in each.values())]
+    cases = list(enumerate([*[subject.searched] * REPEATS, *small], start=1))
+    try:
+        run = _run(RUNTIMES[0], subject.files.floating, subject.types, cases, WANTED + REPEATS)
+    except UserError as error:
+        return f"not checked: ONNX Runtime does not run the float model ({error})"
+    if run[0] is None:
+        return "not checked: ONNX Runtime does not run the float model at the size of the search"
+    known = [(case, outputs) for case, outputs in zip(cases, run, strict=False) if outputs is not None]
+    told = []
+    for runtime in RUNTIMES:
+        try:
+            told.append(_compared(runtime, subject, known))
+        except _Differs as error:
+            if runtime in (backend, RUNTIMES[0]):
+                raise UserError(f"{runtime}: {error}") from error
+            told.append(f"not for {runtime}: {error}")
+        except UserError as error:
+            told.append(f"not checked in {runtime} ({error})")
+    return "; ".join([_where(subject, [shape for (_, shape), _ in known[REPEATS:]]), *told])
+
+
+def _where(subject: Subject, shapes: Sequence[Shapes]) -> str:
+    """Return at which other sizes the model was checked."""
+    if not shapes:
+        return "not checked at other sizes: the float model runs at none that was tried"
+    few = "" if len(shapes) == WANTED else "; the float model runs at no second size that was tried"
+    searched, *others = (dict(_sizes(subject.axes, shape)) for shape in (subject.searched, *shapes))
+    still = [name for name, size in searched.items() if all(other[name] == size for other in others)]
+    told = " and ".join(", ".join(f"{name} {size}" for name, size in other.items()) for other in others)
+    fixed = f"; the float model runs at no other size of {', '.join(still)} that was tried" if still else ""
+    return f"checked at {told}{few}{fixed}"
+
+
+def _sizes(axes: Mapping[str, Axes | None], shapes: Shapes) -> Iterator[tuple[str, str]]:
+    """Yield sizes by symbol, and the shapes of inputs with a dynamic dimension without one."""
+    for name, shape in shapes.items():
+        declared = axes[name]
+        if declared is None or None in declared:
+            yield name, "x".join(map(str, shape))
+        for axis, size in zip(declared or (), shape, strict=declared is not None):
+            if isinstance(axis, str):
+                yield axis, str(size)
+
+
+def _compared(runtime: str, subject: Subject, known: Sequence[tuple[Case, Outputs]]) -> str:
+    """Compare the files in a runtime; return the figures.
+
+    Args:
+        known: What the float model makes of each case, the `REPEATS` of the search first.
+
+    Raises:
+        UserError: The runtime does not run the fixed file.
+        _Differs: The dynamic file fails or differs.
+    """
+    cases, floats = [case for case, _ in known], [outputs for _, outputs in known]
+    (fixed,) = _run(runtime, subject.files.fixed, subject.types, cases[:1], 1)
+    if fixed is None:
+        raise UserError("it does not run the fixed file")
+    try:
+        found = _run(runtime, subject.files.dynamic, subject.types, cases, len(cases))
+    except UserError as error:
+        raise _Differs(f"the file with dynamic axes fails: {error}") from error
+    if any(outputs is None for outputs in found):
+        failed = next(shape for (_, shape), outputs in zip(cases, found, strict=False) if outputs is None)
+        raise _Differs(f"the file with dynamic axes fails at {dict(failed)}, where the float model runs")
+    outputs = [each for each in found if each is not None]
+    apart_of = [_difference(own, reference) for own, reference in zip(outputs, floats, strict=True)]
+    base, rest = max(apart_of[:REPEATS]), apart_of[REPEATS:]
+    apart = _difference(outputs[0], fixed, every=True)
+    if apart > (SAME if runtime == RUNTIMES[0] else FACTOR * base + SLACK):  # OpenVINO fuses less at dynamic shapes
+        raise _Differs(f"at the size of the search its outputs differ from the fixed file's by {apart:.2g}")
+    worst = max(rest, default=0.0)
+    if worst > FACTOR * base + SLACK:
+        raise _Differs(
+            f"at other sizes its outputs differ from the float model's by {worst:.2g}, but by {base:.2g} at the size "
+            "of the search"
+        )
+    figures = ", ".join(f"{value:.2g}" for value in rest)
+    return f"{runtime}: difference to float {figures} ({base:.2g} at the size of the search)" if rest else runtime
+
+
+def _difference(found: Outputs, reference: Outputs, *, every: bool = False) -> float:
+    """Return the largest relative difference (root mean square) of outputs.
+
+    Those that are no floats count by their share of other values where `every` is set, else not at all; so do those
+    of another shape, as of models that keep as many boxes as they find.
+    """
+    worst = 0.0
+    for own, other in zip(found, reference, strict=True):
+        if own.shape != other.shape:
+            worst = max(worst, math.inf if every else 0.0)
+        elif other.dtype.kind == "f":
+            a, b = own.astype(np.float64), other.astype(np.float64)
+            finite = np.isfinite(a) & np.isfinite(b)
+            if every and not np.array_equal(np.isfinite(a), np.isfinite(b)):
+                return math.inf
+            norm = float(np.linalg.norm(b[finite]))
+            apart = float(np.linalg.norm(a[finite] - b[finite]))
+            worst = max(worst, apart / norm if norm else apart)
+        elif every and own.size:
+            worst = max(worst, float(np.mean(own != other)))
+    return worst
+
+
+def other_shapes(axes: Mapping[str, Axes | None], searched: Shapes) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Yield shapes of the inputs with other sizes of the dynamic axes, the most telling ones first.
+
+    Args:
+        axes: Declared dimensions by input.
+        searched: Shapes of the search.
+    """
+    known = {name: axes.get(name) or (None,) * len(shape) for name, shape in searched.items()}
+    seen = [dict(searched)]
+    for plan in PLANS:
+        sizes = _resized(known, searched, plan)
+        made = {
+            name: tuple(sizes[_key(name, place, axis)] for place, axis in enumerate(declared))
+            for name, declared in known.items()
+        }
+        if made not in seen and all(min(shape, default=1) > 0 for shape in made.values()):
+            seen.append(made)
+            yield made
+
+
+_Key = int | str | tuple[str, int]
+
+
+def _key(name: str, place: int, axis: int | str | None) -> _Key:
+    """Return what has one size: a symbol, a dimension without one, or a fixed size itself."""
+    return (name, place) if axis is None else axis
+
+
+def _resized(known: Mapping[str, Axes], searched: Shapes, plan: tuple[int, float, int]) -> dict[_Key, int]:
+    """Return sizes by the key of a dimension: as in the search if fixed, else by a plan."""
+    samples, factor, offset = plan
+    places = [(name, place, axis) for name, declared in known.items() for place, axis in enumerate(declared)]
+    batches = {_key(*each) for each in places if is_batch(each[2], each[1])}
+    sizes: dict[_Key, int] = {}
+    for name, place, axis in places:
+        size, key = searched[name][place], _key(name, place, axis)
+        changed = size + samples if key in batches else math.ceil(size * factor) + offset
+        sizes[key] = size if isinstance(axis, int) else changed
+    for symbol in [key for key in sizes if isinstance(key, str) and not key.isidentifier()]:
+        names = names_in(symbol)
+        if names and sizes.keys() >= set(names):
+            sizes[symbol] = evaluate(symbol, {name: sizes[name] for name in names}) or 0
+    return sizes
+
+
+def _run(
+    runtime: str, path: Path, types: Mapping[str, TensorType], cases: Sequence[Case], wanted: int
+) -> list[Outputs | None]:
+    """Run a model on the random inputs of each case until `wanted` of them worked; None where it failed.
+
+    Raises:
+        UserError: The runtime refuses the model, or its process ended.
+    """
+    dtypes = {name: kind.dtype for name, kind in types.items()}
+    return sturdy(f"{path.name}: {runtime}", _outputs, runtime, path, dtypes, list(cases), wanted)
+
+
+def _outputs(
+    runtime: str, path: Path, dtypes: Mapping[str, str], cases: Sequence[Case], wanted: int
+) -> list[Outputs | None]:
+    """Body of `_run`, in a process of its own."""
+    try:
+        infer = {"onnxruntime": _onnxruntime, "openvino": _openvino}[runtime](path)
+    except Exception as error:  # runtimes have no class of exceptions in common
+        raise UserError(words(error)) from error
+    found: list[Outputs | None] = []
+    for seed, shape in cases:
+        try:
+            (feeds,) = random_feeds({name: (dtype, shape[name]) for name, dtype in dtypes.items()}, 1, seed)
+            found.append(infer(feeds))
+        except Exception:
+            found.append(None)
+        if sum(outputs is not None for outputs in found) >= wanted or found[0] is None:
+            break
+    return found
+
+
+def _onnxruntime(path: Path) -> Callable[[Feeds], Outputs]:
+    """Return a function that runs a model in ONNX Runtime, operator by operator as it is written."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return lambda feeds: tuple(np.asarray(output) for output in session.run(None, dict(feeds)))
+
+
+def _openvino(path: Path) -> Callable[[Feeds], Outputs]:
+    """Return a function that runs a model in OpenVINO."""
+    import openvino
+
+    options = {"INFERENCE_NUM_THREADS": 1, "INFERENCE_PRECISION_HINT": "f32"}
+    compiled: Any = openvino.Core().compile_model(str(path), "CPU", options)
+
+    def infer(feeds: Feeds) -> Outputs:
+        result = compiled(dict(feeds))
+        return tuple(np.array(result[port]) for port in compiled.outputs)
+
+    return infer

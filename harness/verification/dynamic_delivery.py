@@ -1,0 +1,113 @@
+"""Deliver a quantized model with the dynamic axes of its original too."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.errors import UserError
+from harness.graph.dynamic_axes import write_dynamic
+from harness.graph.io.files import move_model
+from harness.graph.model import Model
+from harness.verification.dynamic_check import Files, Subject, check
+from harness.results_dir.journal import writing
+from harness.progress import Observer
+from harness.results_dir.artifacts import DYNAMIC, Table, read_json, write_json
+
+__all__ = ["Delivered", "deliver_dynamic", "deliver_rows", "dynamic_name", "fixed_sizes", "remove_dynamic"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivered:
+    """What became of the file with dynamic axes.
+
+    Attributes:
+        file: Where it lies; None: it was not written.
+        said: One sentence for people: where it was checked, or why it was not written.
+    """
+
+    file: Path | None
+    said: str
+
+
+def dynamic_name(file: Path) -> Path:
+    """Return where the dynamic form of a model file lies: `NAME.dynamic.onnx` beside it."""
+    return file.with_name(f"{file.stem}.dynamic.onnx")
+
+
+def remove_dynamic(file: Path) -> Path:
+    """Remove the dynamic form of a model file, and return where it would lie."""
+    target = dynamic_name(file)
+    for stale in (target, target.with_name(f"{target.name}.data")):
+        stale.unlink(missing_ok=True)
+    return target
+
+
+def fixed_sizes(model: Model) -> str:
+    """Return the shapes that a model with fixed inputs takes, for people: "ids 1x128"."""
+    return ", ".join(f"{name} {'x'.join(map(str, model.types[name].shape))}" for name in model.inputs)
+
+
+def deliver_dynamic(model: Model, file: Path, backend: str) -> Delivered | None:
+    """Write a quantized model with the dynamic axes of its original, beside it.
+
+    Args:
+        model: The float model at fixed sizes.
+        file: The model with Q/DQ pairs that was made from it.
+        backend: The runtime of the search; a difference there keeps the file from being written.
+
+    Returns:
+        None where the original has no dynamic axes.
+    """
+    target = remove_dynamic(file)
+    if model.origin is None:
+        return None
+    with tempfile.TemporaryDirectory(prefix="qdq-dynamic-") as scratch:
+        tried = Path(scratch) / target.name
+        try:
+            floating, axes = write_dynamic(model, file, tried)
+            types = {name: model.types[name] for name in model.inputs}
+            files = Files(floating=floating, fixed=file, dynamic=tried)
+            said = check(Subject(axes=axes, types=types, files=files), backend)
+        except (UserError, OSError, ValueError) as error:
+            return Delivered(file=None, said=f"{target.name} is not written: {error}")
+        move_model(tried, target)
+    symbols = dict.fromkeys(str(axis) for each in axes.values() for axis in each or () if isinstance(axis, str))
+    kept = f" ({', '.join(symbols)})" if symbols else ""
+    return Delivered(file=target, said=f"{target.name} keeps the dynamic axes{kept}: {said}")
+
+
+def deliver_rows(model: Model, table: Table, backend: str, observer: Observer) -> None:
+    """Write each quantized row of a cell with the dynamic axes of the original model too, and note what became of it.
+
+    Args:
+        model: The float model at fixed sizes; where its original has static inputs nothing is done.
+        table: Exported rows.
+        backend: The runtime of the search.
+        observer: Is told how many were written, and why one was not.
+    """
+    if model.origin is None:
+        return
+    noted = {} if not (path := table.folder / DYNAMIC).exists() else read_json(path)
+    rows = [row for row in table.rows if row.pairs]
+    with observer.work("dynamic axes", len(rows)) as step:
+        for row in rows:
+            file = table.folder / "models" / row.file
+            known = noted.get(row.id, {})
+            lost = bool(known.get("file")) and not (file.parent / known["file"]).exists()
+            if lost or known.get("sha256") != row.sha256:
+                with writing(file):
+                    made = deliver_dynamic(model, file, backend)
+                noted[row.id] = {
+                    "sha256": row.sha256,
+                    "file": made and made.file and made.file.name,
+                    "said": made and made.said,
+                }
+            step.advance()
+    write_json(path, noted)
+    written = sum(noted[row.id]["file"] is not None for row in rows)
+    observer.say(f"{written} of {len(rows)} quantized models are written with their dynamic axes too: {DYNAMIC}")
+    for row in rows:
+        if noted[row.id]["file"] is None and row.choices is not None:
+            observer.say(str(noted[row.id]["said"]))

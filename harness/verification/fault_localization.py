@@ -1,0 +1,300 @@
+"""Find the operator that a runtime computes wrongly, and write a small model that shows it, ready for a bug report.
+
+The model is cut at one tensor after the other, never opened in between: a further output would keep the runtime from
+fusing what it fuses. On the longest way to the output that differs a binary search finds the first tensor that does.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.api import Array
+from harness.graph.equivalence.reduce_model import ModelGraph
+from harness.records import Failed
+from harness.verification.output_comparison import Checked, Outputs, compare_with_file
+
+__all__ = ["Fault", "Run", "Suspect", "find_fault", "write_report"]
+
+Run = Callable[[Path, Sequence[Mapping[str, Array]]], Outputs | Failed]
+"""Build a model file and return its outputs for some inputs."""
+LIMIT_S = 120.0
+"""The search ends after so long."""
+MOST_DB = 30.0
+"""A tensor that is this close to the file, less the margin, agrees: one rounding tie is loud in a quiet tensor."""
+SAMPLES = 2
+BELOW_DB = (24.0, 14.0, -math.inf)
+"""Ratios of engine to file at which the first tensor is looked for, one after the other."""
+PLACES = 6
+"""Tensors that are looked at where the output itself hardly differs."""
+SHOWN = 8
+"""Operators of a small model that are named at most."""
+FEW = 16
+"""Behind more operators rounding ties add up, so that they prove nothing."""
+LARGEST = 64
+"""Operators that are extracted at most, before the whole model up to the tensor is taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """The first tensor whose values differ while those that it is computed from agree.
+
+    Attributes:
+        operator: Type and name of the operator that computes it.
+        model: File of a model of few operators that shows it.
+        extracted: The model takes recorded values of tensors inside the file, and not the file's inputs.
+        feeds: Inputs of that model.
+        file: Its outputs in ONNX Runtime without graph optimizations.
+        engine: Its outputs in the runtime.
+        checked: How far they are apart.
+    """
+
+    operator: str
+    model: Path
+    extracted: bool
+    feeds: Sequence[Mapping[str, Array]]
+    file: Outputs
+    engine: Outputs
+    checked: Checked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suspect:
+    """A model file and the two that disagree about it.
+
+    Attributes:
+        path: The file.
+        feeds: Inputs on which they disagree.
+        output: Where they do.
+        most_db: The runtime's own noise at that output.
+        proven: The output says that the runtime is wrong; else only few operators that differ by themselves do.
+        reference: Runs a file in ONNX Runtime without graph optimizations.
+        engine: Runs a file in the runtime.
+        work: Scratch folder.
+    """
+
+    path: Path
+    feeds: Sequence[Mapping[str, Array]]
+    output: str
+    most_db: float
+    proven: bool
+    reference: Run
+    engine: Run
+    work: Path
+    started_s: float = field(default_factory=time.monotonic)
+    seen: dict[str, Checked | None] = field(default_factory=dict)
+
+    @cached_property
+    def graph(self) -> ModelGraph:
+        """The graph of the file."""
+        return ModelGraph(self.path)
+
+    @property
+    def late(self) -> bool:
+        """Whether the search took its time."""
+        return time.monotonic() - self.started_s > LIMIT_S
+
+    def differs(self, tensor: str, below_db: float) -> bool:
+        """Return whether the two are apart at a tensor of the file, cut there; what cannot be compared agrees.
+
+        Args:
+            below_db: They are apart below this ratio, and in any case where the pairs in front do not explain it.
+        """
+        if tensor not in self.seen:
+            found = self._compare(tensor, self.feeds[:SAMPLES])
+            self.seen[tensor] = None if found is None else found[2]
+        found_there = self.seen[tensor]
+        if found_there is None or found_there.engine_db is None:
+            return False
+        return found_there.wrong or found_there.engine_db < below_db
+
+    def extract(self, tensor: str) -> Fault | None:
+        """Return the smallest model that shows the fault at a tensor; None where not even the largest does."""
+        count = 1
+        while not self.late and (self.proven or count <= FEW):
+            front = self.graph.boundary(tensor, count)
+            whole = set(front) <= set(self.graph.inputs) or count > LARGEST
+            feeds = self.feeds[:SAMPLES] if whole else self._recorded(front)
+            if feeds is not None:
+                found = self._compare(tensor, feeds, None if whole else feeds[0])
+                if found is not None and found[2].wrong:
+                    file, engine, checked = found
+                    return Fault(
+                        operator=self._named(tensor),
+                        model=self._part,
+                        extracted=not whole,
+                        feeds=feeds,
+                        file=file,
+                        engine=engine,
+                        checked=checked,
+                    )
+            if whole:
+                return None
+            count *= 2
+        return None
+
+    def _compare(
+        self, tensor: str, feeds: Sequence[Mapping[str, Array]], inputs: Mapping[str, Array] | None = None
+    ) -> tuple[Outputs, Outputs, Checked] | None:
+        """Run the part that computes a tensor in both, and without its pairs; None where one of these does not run."""
+        self.graph.write_part(self._part, [tensor], inputs)
+        self.graph.write_part(self._inside, [tensor], inputs, without_pairs=True)
+        file, floats = self.reference(self._part, feeds), self.reference(self._inside, feeds)
+        engine = file if isinstance(file, Failed) else self.engine(self._part, feeds)
+        if isinstance(file, Failed) or isinstance(floats, Failed) or isinstance(engine, Failed):
+            return None
+        most_db = min(MOST_DB, self.most_db)
+        return file, engine, compare_with_file(floats, file, engine, most_db=most_db)
+
+    def _recorded(self, tensors: Sequence[str]) -> list[Mapping[str, Array]] | None:
+        """Return the values of tensors inside the file, by the reference, and of its inputs."""
+        inner = [name for name in tensors if name not in self.graph.inputs]
+        feeds = self.feeds[:SAMPLES]
+        found: Outputs | Failed = [{} for _ in feeds]
+        if inner:
+            self.graph.write_part(self._inside, inner)
+            found = self.reference(self._inside, feeds)
+        if isinstance(found, Failed):
+            return None
+        return [
+            {name: {**given, **sample}[name] for name in tensors} for given, sample in zip(feeds, found, strict=True)
+        ]
+
+    def _named(self, tensor: str) -> str:
+        """Return the operator that computes a tensor, and those in the part with it, which a runtime may fuse."""
+        others = ModelGraph(self._part).operators()[:-1]
+        behind = f" behind {', '.join(others)}" if 0 < len(others) <= SHOWN else ""
+        return f"{self.graph.operator(tensor)}{behind}"
+
+    @property
+    def _part(self) -> Path:
+        """File of the part that is compared."""
+        return self.work / "part.onnx"
+
+    @property
+    def _inside(self) -> Path:
+        """File that gives values of tensors inside a model."""
+        return self.work / "inside.onnx"
+
+
+def find_fault(suspect: Suspect) -> Fault | None:
+    """Return the first operator that differs; None where there is none, or none was found in time.
+
+    Rounding ties add up and a fault may be faint at the output, so operators have to differ by themselves.
+    """
+    tried: set[str] = set()
+    for below_db in BELOW_DB:
+        first = _first_apart(suspect, below_db)
+        if first is not None and first not in tried and (fault := suspect.extract(first)) is not None:
+            return fault
+        tried.add(first or "")
+    return None
+
+
+def _first_apart(suspect: Suspect, below_db: float) -> str | None:
+    """Return a tensor where the two are apart while they agree on those that it is computed from; None: nowhere."""
+    way = suspect.graph.longest_path(suspect.output)
+    looked = [suspect.output, *way[:: max(1, len(way) // PLACES)]]  # what differs inside may be faint at the output
+    bad = next((name for name in looked if not suspect.late and suspect.differs(name, below_db)), None)
+    while bad is not None:
+        bad = _first_on_way(suspect, bad, below_db)
+        sources = suspect.graph.sources(bad)
+        before = next((name for name in sources if not suspect.late and suspect.differs(name, below_db)), None)
+        if before is None:
+            return bad
+        bad = before
+    return None
+
+
+def _first_on_way(suspect: Suspect, bad: str, below_db: float) -> str:
+    """Return the first tensor that differs on the longest way to one that does."""
+    way = suspect.graph.longest_path(bad)
+    low, high = 0, len(way) - 1
+    while low < high and not suspect.late:
+        middle = (low + high) // 2
+        if suspect.differs(way[middle], below_db):
+            high = middle
+        else:
+            low = middle + 1
+    return way[high]
+
+
+def write_report(fault: Fault, path: Path, facts: Mapping[str, Any]) -> None:
+    """Write the small model, arrays for it (`.npz`) and how to see the fault (`.txt`) side by side.
+
+    Args:
+        path: Of the model.
+        facts: Of the runtime: name, version, device, options.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(fault.model, path)
+    arrays = {f"input:{name}": array for name, array in fault.feeds[0].items()}
+    arrays |= {f"expected:{name}": array for name, array in fault.file[0].items()}
+    arrays |= {f"found:{name}": array for name, array in fault.engine[0].items()}
+    np.savez(path.with_suffix(".npz"), allow_pickle=False, **arrays)
+    path.with_suffix(".txt").write_text(_text(fault, path, facts), encoding="utf-8")
+
+
+def _text(fault: Fault, path: Path, facts: Mapping[str, Any]) -> str:
+    options = ", ".join(f"{key} {value}" for key, value in facts.get("options", {}).items())
+    inputs = "recorded values of tensors inside the model" if fault.extracted else "inputs of the model"
+    name = str(facts.get("name"))
+    return f"""Wrong result in {name} {facts.get("version")}
+
+Operator: {fault.operator}
+Device: {facts.get("device")}
+Options: {options}
+Difference: output {fault.checked.output!r} has a signal-to-noise ratio of {fault.checked.engine_db:.1f} dB against
+ONNX Runtime {_version()} without graph optimizations. Runtimes that are right agree to 30 dB and more.
+Made with onnx {version("onnx")}.
+
+Files: {path.name}, and {path.with_suffix(".npz").name} with
+- {inputs} ("input:NAME"),
+- the outputs of ONNX Runtime ("expected:NAME"),
+- the outputs of {name} ("found:NAME").
+
+To reproduce, in the folder of this file:
+
+{_script(name, path, facts)}"""
+
+
+def _version() -> str:
+    import onnxruntime
+
+    return str(onnxruntime.__version__)
+
+
+def _script(name: str, path: Path, facts: Mapping[str, Any]) -> str:
+    hint = facts.get("options", {}).get("precision", "f32")
+    runs = {
+        "openvino": f"""import openvino as ov
+core = ov.Core()
+compiled = core.compile_model(core.read_model("{path.name}"), "CPU", {{"INFERENCE_PRECISION_HINT": "{hint}"}})
+found = dict(zip(names, compiled(feeds).to_tuple()))""",
+        "onnxruntime": f"""found = dict(zip(names, ort.InferenceSession("{path.name}").run(names, feeds)))""",
+    }
+    run = runs.get(name, f"found = ...  # outputs of {path.name} in {name}, by name")
+    return f"""import numpy as np
+import onnxruntime as ort
+
+arrays = np.load("{path.with_suffix(".npz").name}")
+feeds = {{key.removeprefix("input:"): arrays[key] for key in arrays if key.startswith("input:")}}
+options = ort.SessionOptions()
+options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+session = ort.InferenceSession("{path.name}", options)
+names = [value.name for value in session.get_outputs()]
+expected = dict(zip(names, session.run(names, feeds)))
+{run}
+for name in names:
+    error = np.square(expected[name] - found[name]).sum()
+    print(name, 10 * np.log10(np.square(expected[name]).sum() / error), "dB")
+"""

@@ -1,0 +1,301 @@
+"""Run models in their runtime and in ONNX Runtime without graph optimizations, and record how the outputs compare."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from harness import registry
+from harness.api import Array, Candidate
+from harness.errors import UserError
+from harness.random_inputs import feeds_digest
+from harness.graph.io.files import file_digest
+from harness.graph.equivalence.reduce_model import ModelGraph, index_outputs, narrow
+from harness.timing.workers.engines import MAIN, Engines, WorkerSpec
+from harness.timing.workers.in_process import attempt
+from harness.timing.provenance import cores
+from harness.timing.workers.sandbox import open_engines
+from harness.records import Failed
+from harness.pipeline.task import Cell
+from harness.config.experiment import Limits, Use
+from harness.results_dir.journal import writing
+from harness.progress import Observer
+from harness.results_dir.artifacts import Table, read_json, write_json
+from harness.verification.output_comparison import CHECKS, Checked, Comparison, Outputs, compare_float, good, not_checked, stored
+from harness.verification.fault_localization import Suspect, find_fault, write_report
+from search.space import digest_of
+
+__all__ = ["CheckPlan", "RuntimeChecker", "check_plan", "computes_nothing"]
+
+SAMPLES = 4
+REPORTS = 3
+"""Small models are made of so many wrong models of a task; as a rule they all show the same fault."""
+WRONG = "wrong_result"
+"""Folder, in that of a task, of small models that show a fault."""
+THREADS = 4
+FLOAT = "the float model in ONNX Runtime"
+_SATURATED = "this processor adds products of 8-bit integers in 16 bits; the result is right with"
+SATURATED: Mapping[Literal["weights", "data"], str] = {
+    "weights": f"{_SATURATED} weights of 7 bits (reduce_range: true)",
+    "data": f"{_SATURATED} data of 7 bits; leave products of two activations float",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckPlan:
+    """What models of one float model are compared on.
+
+    Attributes:
+        float_file: The float model in FP32.
+        floats: Its file for each benchmarker of the engines.
+        feeds: Calibration samples; the first few are used.
+        folder: Where the record and small models go.
+        work: Scratch folder.
+        limits: Of the process that runs ONNX Runtime.
+        saturates: The processor adds products of 8-bit integers in 16 bits.
+    """
+
+    float_file: Path
+    floats: Mapping[str, Path]
+    feeds: Iterable[Mapping[str, Array]]
+    folder: Path
+    work: Path
+    limits: Limits
+    saturates: bool = False
+
+
+def check_plan(cell: Cell, folder: Path, limits: Limits, saturates: bool) -> CheckPlan:
+    """Return what models of a cell are compared on; see `CheckPlan`."""
+    return CheckPlan(
+        float_file=cell.float_file,
+        floats={name: cell.parsed(cell.float_file, name) for name in cell.benchmarkers},
+        feeds=cell.feeds,
+        folder=folder,
+        work=cell.work / "check",
+        limits=limits,
+        saturates=saturates,
+    )
+
+
+class RuntimeChecker:
+    """Check the models of one task. A context manager: it keeps a worker process for ONNX Runtime.
+
+    Args:
+        plan: What is compared with what.
+        engines: Of the runtime.
+        observer: Hears of wrong results.
+    """
+
+    def __init__(self, plan: CheckPlan, engines: Engines, observer: Observer) -> None:
+        self._plan = plan
+        self._engines = engines
+        self._observer = observer
+        self._stack = ExitStack()
+        self._floats: dict[str, Outputs | Failed] = {}
+        self._path = plan.folder / CHECKS
+        self._basis = {
+            "model_sha256": file_digest(plan.float_file),
+            "backend": dict(engines.describe()),
+            "inputs_sha256": feeds_digest(self._feeds),
+        }
+        self._record = self._read()
+
+    def __enter__(self) -> RuntimeChecker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def known(self, candidate: Candidate) -> Checked | None:
+        """Return what was found of a model before; None where it was not checked."""
+        return self._record.get(f"{candidate.digest} {MAIN}")
+
+    def check(self, candidate: Candidate, benchmarker: str = MAIN, *, name: str = "", again: bool = False) -> Checked:
+        """Return how a model and its file compare; what is known is not checked again.
+
+        Args:
+            name: What messages call it.
+            again: Try once more what could not be checked.
+
+        Raises:
+            UserError: The disk is full.
+        """
+        key = f"{candidate.digest} {benchmarker}"
+        known = self._record.get(key)
+        if known is not None and not (again and known.verdict == "not checked"):
+            return known
+        started_s = time.monotonic()
+        found = attempt("check", lambda: self._checked(candidate, benchmarker))
+        if isinstance(found, Failed):
+            found = not_checked(found.reason)
+        facts = self._engines.describe(benchmarker)
+        found = replace(
+            found, runtime=f"{facts['name']} {facts['version']}", seconds=round(time.monotonic() - started_s, 3)
+        )
+        self._record[key] = found
+        write_json(self._path, {**self._basis, "checks": {each: stored(one) for each, one in self._record.items()}})
+        if found.wrong:
+            self._observer.say(f"{name or candidate.digest}: {found}")
+        return found
+
+    def check_rows(self, table: Table, again: bool = False) -> None:
+        """Check the rows of a table that are not checked yet, and say what could not be.
+
+        Raises:
+            UserError: The disk is full.
+        """
+        before = sum(each.seconds for each in self._record.values())
+        with self._observer.work("compare with the files", len(table.rows)) as step:
+            for row in table.rows:
+                found = self.check(table.candidate(row), row.benchmarker, name=row.id, again=again)
+                step.advance(row.id)
+                if found.verdict == "not checked":
+                    self._observer.say(f"{row.id}: {found}")
+        total = sum(each.seconds for each in self._record.values())
+        if total > before:
+            self._observer.say(f"comparison of {len(self._record)} models with their files: {total:.0f} s")
+
+    def _checked(self, candidate: Candidate, benchmarker: str) -> Checked:
+        path, compare = candidate.source(), self._comparison(benchmarker)
+        if candidate.digest == digest_of(()):
+            own = good(self._float_outputs(benchmarker), "the engine")
+            return compare_float(compare.floats, own, compare.precision, compare.skipped)
+        found = compare.judge(path)
+        if found.wrong and self._plan.saturates:
+            target = self._scratch / "narrow.onnx"
+            for what, remedy in SATURATED.items():
+                if narrow(path, target, what) and not compare.judge(target).wrong:
+                    return replace(found, verdict="saturates", reason=remedy)
+        if found.wrong or found.suspect:
+            return self._located(found, path, candidate.digest, benchmarker)
+        return found
+
+    def _comparison(self, benchmarker: str) -> Comparison:
+        own = self._float_outputs(benchmarker)
+        return Comparison(
+            floats=good(self._float_outputs(""), FLOAT),
+            engine_float=None if isinstance(own, Failed) else own,
+            precision=str(self._engines.describe(benchmarker).get("float_precision", "")),
+            skipped=self._compared[0],
+            reference=lambda path: self._reference(self._cut(path), self._feeds),
+            engine=lambda path: self._run(self._cut(path), self._feeds, benchmarker),
+        )
+
+    @cached_property
+    def _compared(self) -> tuple[frozenset[str], tuple[str, ...]]:
+        """Return the outputs that are not compared, and what is compared in their place where there is no other.
+
+        Raises:
+            EvaluationFailed: The float model does not run in ONNX Runtime.
+        """
+        skipped, sources = index_outputs(self._plan.float_file)
+        outputs = good(self._reference(self._plan.float_file, self._feeds), FLOAT)
+        if any(array.dtype.kind == "f" and name not in skipped for name, array in outputs[0].items()):
+            return skipped, ()
+        return (frozenset(), sources) if sources else (skipped, ())
+
+    def _cut(self, path: Path) -> Path:
+        """Return the file itself, or where every output depends on indices, a copy that ends in front of them."""
+        if not self._compared[1]:
+            return path
+        target = self._scratch / "cut.onnx"
+        ModelGraph(path).write_part(target, self._compared[1])
+        return target
+
+    def _located(self, found: Checked, path: Path, digest: str, benchmarker: str) -> Checked:
+        """Return a record with the operator that differs; one that is suspect is wrong only where there is one."""
+        if found.wrong and sum(bool(each.model) for each in self._record.values()) >= REPORTS:
+            return replace(found, reason=f"its operator was not looked for: see the first {REPORTS} wrong results")
+        suspect = Suspect(
+            path=self._cut(path),
+            feeds=self._feeds,
+            output=found.output,
+            most_db=found.noise_db or 0.0,
+            proven=found.wrong,
+            reference=self._reference,
+            engine=lambda file, feeds: self._run(file, feeds, benchmarker),
+            work=self._scratch,
+        )
+        fault = attempt("reduce", lambda: find_fault(suspect))
+        if isinstance(fault, Failed):
+            return replace(found, reason=f"no operator was found: {fault.reason}")
+        if fault is None:
+            return replace(found, reason="no operator was found that shows it by itself") if found.wrong else found
+        file = self._plan.folder / WRONG / f"{digest}.onnx"
+        with writing(file):
+            write_report(fault, file, self._engines.describe(benchmarker))
+        model = str(file.relative_to(self._plan.folder))
+        return replace(found, verdict="wrong result", operator=fault.operator, model=model)
+
+    @cached_property
+    def _feeds(self) -> Sequence[Mapping[str, Array]]:
+        return tuple(islice(self._plan.feeds, SAMPLES))
+
+    @cached_property
+    def _scratch(self) -> Path:
+        self._plan.work.mkdir(parents=True, exist_ok=True)
+        return self._plan.work
+
+    def _float_outputs(self, benchmarker: str) -> Outputs | Failed:
+        """Return the float model's outputs in a runtime; "": in ONNX Runtime without graph optimizations."""
+        if benchmarker not in self._floats:
+            self._floats[benchmarker] = (
+                self._run(self._cut(self._plan.floats[benchmarker]), self._feeds, benchmarker)
+                if benchmarker
+                else self._reference(self._cut(self._plan.float_file), self._feeds)
+            )
+        return self._floats[benchmarker]
+
+    def _run(self, path: Path, feeds: Sequence[Mapping[str, Array]], benchmarker: str) -> Outputs | Failed:
+        return _outputs(self._engines, path, feeds, benchmarker)
+
+    def _reference(self, path: Path, feeds: Sequence[Mapping[str, Array]]) -> Outputs | Failed:
+        try:
+            return _outputs(self._reference_engines, path, feeds)
+        except UserError as error:
+            return Failed(stage="start", reason=str(error))
+
+    @cached_property
+    def _reference_engines(self) -> Engines:
+        """Open ONNX Runtime in a worker process when it is first needed."""
+        use = Use(use="onnxruntime", params={"optimization": "disabled", "threads": min(THREADS, cores())})
+        worker = WorkerSpec(benchmarkers={MAIN: use}, workdir=self._scratch)
+        return self._stack.enter_context(open_engines(worker, self._plan.limits))
+
+    def _read(self) -> dict[str, Checked]:
+        """Return the record, unless it is of another model or runtime."""
+        if not self._path.exists():
+            return {}
+        body: dict[str, Any] = read_json(self._path)
+        if {key: body.get(key) for key in self._basis} != self._basis:
+            return {}
+        return {key: Checked(**each) for key, each in body["checks"].items()}
+
+
+def computes_nothing(use: Use) -> bool:
+    """Return whether a benchmarker runs no model, such as a simulation or a replay."""
+    return bool(getattr(registry.load("benchmarker", use.use), "in_process", False))
+
+
+def _outputs(
+    engines: Engines, path: Path, feeds: Sequence[Mapping[str, Array]], benchmarker: str = MAIN
+) -> Outputs | Failed:
+    built = engines.build(Candidate(digest=path.stem, edges=(), source=lambda: path), benchmarker)
+    if isinstance(built, Failed):
+        return built
+    found = []
+    try:
+        for sample in feeds:
+            outputs = engines.infer(built.handle, sample)
+            if isinstance(outputs, Failed):
+                return outputs
+            found.append(outputs)
+    finally:
+        engines.release(built.handle)
+    return found

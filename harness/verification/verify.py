@@ -1,0 +1,327 @@
+"""Repeats what a results folder says of one exported file: hash, Q/DQ edges, accuracy, right result, latency."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.api import Accuracy, Candidate
+from harness.errors import UserError
+from harness.accuracy.metrics.intervals import accuracy_of, drop_estimate
+from harness.graph.qdq.read_edges import diff, pairs_in
+from harness.graph.io.files import file_digest
+from harness.timing.confirmation import Row as Turn
+from harness.timing.confirmation import confirm, summarise
+from harness.timing.workers.engines import MAIN, Engines, WorkerSpec
+from harness.timing.provenance import saturates_here
+from harness.timing.workers.sandbox import open_engines
+from harness.statistics import Interval
+from harness.records import Failed
+from harness.report.display_names import CAPPED, shown_drop
+from harness.report.load.results import CellResults, load
+from harness.report.trace import row_of
+from harness.pipeline.accuracy_bound import held
+from harness.pipeline.task import Cell, compose
+from harness.config.experiment import Confirmation, Experiment, Limits, load_experiment
+from harness.progress import Observer, Silent
+from harness.config.plan import CellSpec, plan
+from harness.results_dir.artifacts import FLOAT_ROW, Row, Table
+from harness.verification.runtime_checker import RuntimeChecker, check_plan, computes_nothing
+from harness.pipeline.accuracy_store import ScoreBook
+from harness.pipeline.accuracy import scoring_of
+from harness.pipeline.float_baseline import float_benchmarkers
+from search.space import Placement
+
+__all__ = ["Check", "Exported", "exported", "verify"]
+
+Bound = float | str
+"""Absolute, or a share of the float model's figure such as "1%"."""
+TOLERANCE = 1e-6
+"""Metrics may differ by so much: an evaluator adds in floating point, and so may a runtime with several threads."""
+PLAN = Confirmation(builds=3, rounds=4, samples=8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that was repeated.
+
+    Attributes:
+        what: "file", "edges", "accuracy", "bound", "runtime" (it computes what the file says) or "latency".
+        holds: It is what the results folder says, and the bound on accuracy holds; None where the folder says nothing
+            of it.
+        found: What is recorded, and what was found now.
+    """
+
+    what: str
+    holds: bool | None
+    found: str
+
+
+def verify(
+    model: Path | Exported,
+    observer: Observer,
+    *,
+    results: Path | None = None,
+    base: Path | None = None,
+    max_drop: Bound | None = None,
+) -> list[Check]:
+    """Repeat what a results folder says of a file, and hold its accuracy to the bound.
+
+    Args:
+        model: An exported model; or a row with its file.
+        results: The results folder; by default the one in whose `CELL/models` the file lies.
+        base: Folder that relative paths of the experiment start from; by default the working folder.
+        max_drop: Bound on the loss of accuracy in the place of the experiment's, as its `objective.max_drop`.
+
+    Raises:
+        UserError: No such file, no results of it, the cell cannot be composed any more, or `max_drop` for a model
+            without an evaluator.
+    """
+    file = model.file if isinstance(model, Exported) else model
+    if not file.is_file():
+        raise UserError(f"{file}: no such file")
+    folder = results or file.resolve().parent.parent.parent
+    if results is None and not (folder / "experiment.yaml").exists():
+        raise UserError(
+            f"{file}: lies in no results folder: name RESULTS/CELL/models/NAME.onnx, or its results by --results"
+        )
+    digest = file_digest(file)
+    found = load(folder)
+    if isinstance(model, Exported):
+        cell = found.cell(model.cell)
+        row = cell.rows[model.row]
+    else:
+        cell, row = _row(found.cells, file, digest, folder)
+    if row.sha256 != digest:
+        return [Check(what="file", holds=False, found=f"SHA-256 {row.sha256} is recorded, but it is {digest}")]
+    experiment = load_experiment(folder / "experiment.yaml")
+    spec = next((spec for spec in plan(experiment, base or Path.cwd()) if spec.name == cell.name), None)
+    if spec is None:
+        raise UserError(f"{folder}: its experiment has no cell {cell.name!r} any more")
+    checks = [Check(what="file", holds=True, found=f"SHA-256 {digest}")]
+    with tempfile.TemporaryDirectory(prefix="qdq-verify-") as scratch:
+        again = _Again(
+            file=file, row=row, results=cell, experiment=experiment, spec=spec, scratch=Path(scratch),
+            bound=cell.allowed if max_drop is None else max_drop,
+        )  # fmt: skip
+        if max_drop is not None and spec.model.evaluator is None:
+            raise UserError(f"--max-drop: model {spec.model.name!r} has no evaluator whose metric could drop")
+        return checks + list(again.checks(base or Path.cwd(), observer))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A row of a results folder with its file: one file may be that of several rows.
+
+    Attributes:
+        cell: Name of its cell.
+        row: Its id.
+    """
+
+    cell: str
+    row: str
+    file: Path
+
+
+def exported(folder: Path, where: str | None) -> Exported:
+    """The exported model of a row.
+
+    Args:
+        where: The row, see `harness.report.trace.row_of`.
+
+    Raises:
+        UserError: No row is named, there is none such, or its model is not there; those that are, are listed.
+    """
+    results = load(folder)
+    if where is not None:
+        line = row_of(results, where)
+        found = _exported(results.cell(str(line["cell"])), str(line["row"]))
+        if found is not None:
+            return found
+    files = [
+        f"  {pick.method}{'' if pick.budget is None else f' after {pick.budget}'}: {found.file}"
+        for cell in results.cells
+        for pick in cell.picks
+        if (found := _exported(cell, pick.row)) is not None
+    ]
+    said = "name a row, or its file" if where is None else f"row {where!r} has no exported model"
+    there = "\n".join(["; there are:", *dict.fromkeys(files)]) if files else "; nothing is exported there"
+    raise UserError(f"{folder}: {said}{there}")
+
+
+def _exported(cell: CellResults, row: str) -> Exported | None:
+    if row not in cell.rows or not (file := cell.folder / "models" / cell.rows[row].file).is_file():
+        return None
+    return Exported(cell=cell.name, row=row, file=file)
+
+
+def _row(cells: tuple[CellResults, ...], file: Path, digest: str, folder: Path) -> tuple[CellResults, Row]:
+    """The row of a file: where it lies in a cell's own folder, else by its content."""
+    rows = [(cell, row) for cell in cells for row in cell.rows.values()]
+    for cell, row in rows:
+        if (cell.folder / "models" / row.file).resolve() == file.resolve():
+            return cell, row
+    for cell, row in rows:
+        if row.sha256 == digest:
+            return cell, row
+    raise UserError(f"{file}: {folder} has no row of this file (SHA-256 {digest}); name its results by --results")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Again:
+    """A row that is looked at again.
+
+    Attributes:
+        bound: Largest loss of accuracy; None: any.
+    """
+
+    file: Path
+    row: Row
+    results: CellResults
+    experiment: Experiment
+    spec: CellSpec
+    scratch: Path
+    bound: Bound | None
+
+    def checks(self, base: Path, observer: Observer) -> Iterator[Check]:
+        bare = self.experiment.model_copy(update={"initial": (), "baselines": ()})
+        cell = compose(bare, self.spec, base, self.scratch / "work", observer)
+        scoring = scoring_of(self.experiment.objective, self.spec.model, cell.model, base, cell.work)
+        recorded = self.results.folder / "float.json"
+        if recorded.exists():
+            shutil.copy(recorded, self.scratch)
+        benchmarkers = float_benchmarkers(self.spec.backend, cell.float_file, self.scratch, self._open, observer)
+        cell = cell.at(benchmarkers)
+        yield self._edges(cell)
+        evaluators = {name: use for name, use in scoring.evaluators.items() if name == MAIN}
+        worker = WorkerSpec(benchmarkers=benchmarkers, workdir=cell.work, evaluators=evaluators)
+        score = self.results.scores.get(self.row.id, {})
+        if evaluators and ("metrics" in score or self.bound is not None):
+            with self._open(worker) as engines:
+                yield from self._scored(score, engines, cell, observer)
+        else:
+            nothing = _unmeasured(score) if evaluators else "the model has no evaluator"
+            yield Check(what="accuracy", holds=None, found=nothing)
+        if not computes_nothing(self.spec.backend):
+            with self._open(worker) as engines:
+                yield self._runtime(engines, cell)
+        summary = self.results.summaries.get(self.row.id)
+        if summary is not None and self.row.id != FLOAT_ROW:
+            yield self._latency(summary.speedup, worker, cell, observer)
+
+    def _open(self, worker: WorkerSpec) -> Any:
+        limits: Limits = self.experiment.limits
+        return open_engines(worker, limits)
+
+    def _candidate(self, cell: Cell) -> Candidate:
+        table = Table(folder=self.results.folder, space=cell.space, rows=(self.row,))
+        return replace(table.candidate(self.row), source=lambda: self.file)
+
+    def _edges(self, cell: Cell) -> Check:
+        """Asked against delivered; a model that another tool made is only counted."""
+        if self.row.choices is None:
+            pairs = pairs_in(self.file)
+            text = f"{self.row.pairs} Q/DQ pairs recorded, {pairs} in the file"
+            return Check(what="edges", holds=pairs == self.row.pairs, found=text)
+        asked = cell.space.resolve(cell.space.validate(Placement(self.row.choices)))
+        missing, extra = diff(cell.in_file(asked), self.file)
+        text = f"{len(asked)} asked, {len(missing)} of them missing, {len(extra)} that nobody asked"
+        return Check(what="edges", holds=not (missing or extra), found=text)
+
+    def _scored(self, score: Mapping[str, Any], engines: Engines, cell: Cell, observer: Observer) -> Iterator[Check]:
+        """Score the row again, compare that with the record, and hold it to the bound."""
+        book = ScoreBook(self.scratch, engines, observer)
+        reference = book.float_score(cell.model_file)
+        found = reference if self.row.id == FLOAT_ROW else book.row_score(self._candidate(cell), self.row)
+        if "metrics" in score:
+            yield self._accuracy(score["metrics"], found)
+        else:
+            yield Check(what="accuracy", holds=None, found=_unmeasured(score))
+        if self.bound is not None and self.row.id != FLOAT_ROW:
+            holds, text = held(self.bound, reference, found, self.results)
+            yield Check(what="bound", holds=holds, found=text)
+
+    def _accuracy(self, known: Mapping[str, float], found: Accuracy | Failed) -> Check:
+        if not isinstance(found, Accuracy):
+            return Check(what="accuracy", holds=False, found=_failure(found))
+        differing = [name for name, value in known.items() if not _close(value, found.metrics.get(name))]
+        named = [name for name in known if name == self.results.metric]
+        shown = differing or named or list(known)[:1]
+        text = ", ".join(
+            f"{name} {known[name]:.6g} recorded, {found.metrics.get(name, math.nan):.6g} now" for name in shown
+        )
+        return Check(what="accuracy", holds=not differing, found=f"{text}{self._loss()}")
+
+    def _loss(self) -> str:
+        """What the folder says of the row's loss, and whether it is within the bound; "" where it says nothing."""
+        results, row = self.results, self.row.id
+        drop, bound = results.drop(row), results.allowed
+        if drop is None or row == FLOAT_ROW or results.metric is None or results.metric in CAPPED:
+            return ""
+        reference, own = (accuracy_of(results.scores[name]) for name in (FLOAT_ROW, row))
+        interval = Interval(value=drop, low=math.nan, high=math.nan)
+        with suppress(ValueError):  # the record allows none
+            estimate = drop_estimate(reference, own, results.metric, higher_is_better=results.higher_is_better)
+            interval = interval if estimate is None else estimate.interval
+        shown = f"; drop {shown_drop(interval, results.metric)}"
+        if bound is None:
+            return f"{shown}, no bound"
+        return f"{shown}, {'beyond' if results.goal.excess(drop) else 'within'} the bound {bound:g}"
+
+    def _runtime(self, engines: Engines, cell: Cell) -> Check:
+        """Compare what the runtime computes with the file; a wrong result holds nowhere."""
+        plan = check_plan(cell, self.scratch, self.experiment.limits, saturates_here())
+        with RuntimeChecker(plan, engines, Silent()) as checker:
+            found = checker.check(self._candidate(cell), self.row.benchmarker, name=self.row.id)
+        recorded = self.results.checks.get(self.row.id)
+        if found.verdict == "not checked":
+            return Check(what="runtime", holds=None, found=str(found))
+        text = "" if recorded is None or recorded.verdict == found.verdict else f"{recorded.label} recorded, now "
+        return Check(what="runtime", holds=not (found.wrong or text), found=f"{text}{found}")
+
+    def _latency(self, recorded: Interval, worker: WorkerSpec, cell: Cell, observer: Observer) -> Check:
+        """The speedup over the float model, by fresh builds: both intervals meet, or differ by less than the floor."""
+        baseline = Turn(name=FLOAT_ROW, candidate=cell.candidate(cell.space.float_placement()))
+        turn = Turn(name=self.row.id, candidate=self._candidate(cell), benchmarker=self.row.benchmarker)
+        events = []
+        with observer.work("time again", PLAN.builds * PLAN.rounds * 3) as step:
+            for event in confirm(
+                [turn], baseline, open_engines=lambda: self._open(worker), plan=PLAN, rng=np.random.default_rng(1)
+            ):
+                events.append(event)
+                step.advance()
+        summary = summarise(events, baseline=FLOAT_ROW, floor=self.results.floor or 0.0)
+        again = summary.rows.get(self.row.id)
+        if again is None:
+            return Check(what="latency", holds=False, found=_failure(summary.failed.get(self.row.id)))
+        text = f"speedup {_shown(recorded)} recorded, {_shown(again.speedup)} now; noise floor {summary.floor:.1%}"
+        return Check(what="latency", holds=_meet(recorded, again.speedup, summary.floor), found=text)
+
+
+def _close(recorded: float, found: float | None) -> bool:
+    return found is not None and math.isclose(recorded, found, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+
+
+def _meet(one: Interval, other: Interval, floor: float) -> bool:
+    apart = max(one.low, other.low) - min(one.high, other.high)
+    return apart <= floor * one.value
+
+
+def _shown(interval: Interval) -> str:
+    return f"{interval.value:.2f} [{interval.low:.2f}, {interval.high:.2f}]"
+
+
+def _unmeasured(score: Mapping[str, Any]) -> str:
+    return f"{score['failed']}: {score['reason']}" if "failed" in score else "the folder has no score of this file"
+
+
+def _failure(failed: Failed | None) -> str:
+    return "it gave no reading" if failed is None else f"it failed: {failed.stage}: {failed.reason}"

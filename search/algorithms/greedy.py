@@ -1,0 +1,145 @@
+"""Sensitivity first, then greed: measure each block and point on its own, combine what gained most for its cost.
+
+The scheme behind sensitivity-guided mixed precision (Wu et al. 2020, arXiv 2004.09602, "Partial quantization", for
+leaving layers out; HAWQ, arXiv 1905.03696, for the order by sensitivity), on measured latency and in both directions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator, Sequence
+from typing import Literal, get_args
+
+import numpy as np
+
+from search.api import Observation, Placement, Score, Space, check_range
+from search.archive import Archive, Entry, improves
+from search.moves import assign, nearby
+from search.move_sets import stages
+
+__all__ = ["SensitivityGreedySearcher"]
+
+Direction = Literal["both", "in", "out"]
+Change = tuple[tuple[int, ...], int]
+"""Dimensions and the choice that all of them get."""
+
+
+class SensitivityGreedySearcher:
+    """Measure single changes of the best placement, then combine them, the most gainful first.
+
+    A round goes through changes of one base: blocks across patterns, then within patterns, then single points; larger
+    shares of the model's multiply-accumulates first. "in" quantizes what is float (leave one in), "out" makes float
+    what is quantized (leave one out). When a stage of a round is measured, its changes are ordered by gain per cost
+    and applied cumulatively: one that gains on top of all before it stays, any other is taken back. Cost is the number
+    of edges touched, so that small changes with a large gain go first; where the base breaks the constraint, gain is
+    the violation taken back and cost the latency given away. The next stage starts from what greed has built, the next
+    round from the best placement that had none, of those that tie the one told first; random placements come last.
+
+    Args:
+        space: What to search.
+        seed: Fixes the draws that are left when all rounds are done.
+        direction: Which changes are probed.
+        share: Share of a stage's changes that one round probes, the costliest first; of the first stage all.
+        significance: How many combined standard errors a gain must exceed to count.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        *,
+        seed: int,
+        direction: Direction = "both",
+        share: float = 0.5,
+        significance: float = 1.0,
+    ) -> None:
+        if direction not in get_args(Direction):
+            raise ValueError(f"direction is one of {get_args(Direction)}, but got {direction!r}")
+        check_range("share", share, 0, 1)
+        check_range("significance", significance, 0)
+        self._space = space
+        self._rng = np.random.default_rng(seed)
+        self._direction = direction
+        self._share = share
+        self._significance = significance
+        self._archive = Archive()
+        self._stages = stages(space)
+        self._plan = self._search()
+
+    def ask(self, n: int) -> Sequence[Placement]:
+        return self._archive.ask(n, lambda: next(self._plan, None), self._space)
+
+    def tell(self, observation: Observation) -> None:
+        self._archive.tell(observation)
+
+    def _search(self) -> Iterator[Placement | None]:
+        """All proposals in turn; None says that an outcome is needed before the next one."""
+        if not len(self._archive):
+            yield from self._measured(self._space.float_placement())
+        done: set[str] = set()
+        while True:
+            best = self._archive.incumbents(len(done) + 1, self._significance)
+            base = next((entry for entry in best if entry.digest not in done), None)
+            if base is not None:
+                done.add(base.digest)
+                yield from self._round(base)
+            else:
+                yield nearby(self._space.random(self._rng), self._space, self._rng, self._archive)
+
+    def _round(self, base: Entry) -> Iterator[Placement | None]:
+        for number, blocks in enumerate(self._stages):
+            changes = [change for block in blocks for change in self._changes(base.placement, block)]
+            if number:
+                changes = changes[: math.ceil(self._share * len(changes))]
+            for change in changes:
+                placement = self._after(base, change)
+                if self._space.digest(placement) not in self._archive:
+                    yield placement
+            base = yield from self._combine(base, changes)
+
+    def _combine(self, base: Entry, changes: Sequence[Change]) -> Generator[Placement | None, None, Entry]:
+        """Apply what gained on its own, best value first, as long as it gains on top of what is there."""
+        gained: list[tuple[float, Change]] = []
+        for change in changes:
+            alone = yield from self._measured(self._after(base, change))
+            own = self._known(base)
+            if alone is not None and improves(alone.score, own, self._significance):
+                gained.append((_value(alone.score, own, self._edges(change)), change))
+        reached = base
+        for _, change in sorted(gained, key=lambda pair: -pair[0]):
+            both = yield from self._measured(self._after(reached, change))
+            if both is not None and improves(both.score, self._known(reached), self._significance):
+                reached = both
+        return reached
+
+    def _known(self, entry: Entry) -> Score:
+        """What is known of a placement by now: it may have been measured again."""
+        return (self._archive.get(entry.digest) or entry).score
+
+    def _measured(self, placement: Placement) -> Generator[Placement | None, None, Entry | None]:
+        """Propose a placement unless it is known, and wait for its outcome; None where it failed."""
+        digest = self._space.digest(placement)
+        if digest not in self._archive:
+            yield placement
+        while digest in self._archive.pending:
+            yield None
+        return self._archive.get(digest)
+
+    def _changes(self, base: Placement, block: tuple[int, ...]) -> Iterator[Change]:
+        for choice in range(max(self._space.sizes[index] for index in block)):
+            allowed = self._direction == "both" or (self._direction == "in") == (choice > 0)
+            if allowed and assign(base, block, choice, self._space) != base:
+                yield block, choice
+
+    def _after(self, base: Entry, change: Change) -> Placement:
+        return assign(base.placement, *change, space=self._space)
+
+    def _edges(self, change: Change) -> int:
+        return sum(len(self._space.dimensions[index].edges) for index in change[0])
+
+
+def _value(alone: Score, base: Score, edges: int) -> float:
+    """Violation taken back per latency given away where the base violates; else latency gained per edge touched."""
+    lost = alone.objective - base.objective
+    if base.violation > 0:
+        return (base.violation - alone.violation) / max(lost, 1e-3 * abs(base.objective), 1e-12)
+    return -lost / edges

@@ -1,0 +1,216 @@
+"""The default searcher: expert rules, then block moves, combinations and retreats, chosen by a model of latency."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from operator import ne
+
+import numpy as np
+
+from search.acquisition import Advice, Advisor
+from search.api import Observation, Placement, Space, check_range
+from search.archive import Archive, Entry
+from search.moves import assign, crossover_by_group, drawn, flip, nearby
+from search.move_sets import points, stages
+from search.heuristics import expert_rules
+
+__all__ = ["AutoSearcher"]
+
+Move = tuple[tuple[int, ...], int]
+"""Dimensions and the choice that all of them get."""
+
+BASES = 4
+"""Placements that candidates are made from."""
+PARTNERS = 9
+"""Best moves that are combined in pairs."""
+RUNGS = 12
+"""Placements of a ladder at most."""
+
+
+class AutoSearcher:
+    """Start from the rules of experts, then search by a model of latency (surrogate); the default searcher.
+
+    It begins with rules that experts go by, as far as they are new (`search.heuristics`). Every later proposal is the
+    candidate with the largest expected improvement (`search.acquisition`), from two rounds of candidates:
+
+    1. Moves from each of the best placements that differ from each other: blocks across patterns (a role, what follows
+       it), blocks within a pattern, single points, coarse ones first; crossovers of patterns; two to four points
+       at once; random sets of roles and of points.
+    2. The most promising moves combined: in pairs, and one upon the other in the order of their expected gain. Under a
+       constraint also retreats from the fastest placements that break it, block by block in the order of violation
+       taken back per latency given away, and advances from the best feasible one in the order of gain per violation.
+
+    Where a front is searched, the best placements are those of the front, see `search.archive.Archive.leaders`.
+
+    Args:
+        space: What to search.
+        seed: Fixes all draws.
+        rules: How many of the expert rules are tried before the model decides.
+        surrogate: False: moves from the best in their order, coarse to fine, without a model.
+        blocks: False leaves all moves but those of single points out.
+        candidates: How many are compared in the first round.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        *,
+        seed: int,
+        rules: int = 4,
+        surrogate: bool = True,
+        blocks: bool = True,
+        candidates: int = 240,
+    ) -> None:
+        check_range("rules", rules, 0)
+        check_range("candidates", candidates, 20)
+        self._space = space
+        self._rng = np.random.default_rng(seed)
+        self._candidates = candidates
+        self._archive = Archive()
+        self._advisor = Advisor(space) if surrogate else None
+        sets = stages(space) if blocks else ((), (), points(space))
+        self._wide, self._narrow, self._points = (_moves(s, space) for s in sets)
+        self._rules = list(expert_rules(space))[:rules]
+
+    def ask(self, n: int) -> Sequence[Placement]:
+        return self._archive.ask(n, self._propose, self._space)
+
+    def tell(self, observation: Observation) -> None:
+        self._archive.tell(observation)
+
+    def _propose(self) -> Placement | None:
+        while self._rules:
+            rule = self._rules.pop(0)
+            if self._space.digest(rule) not in self._archive and not self._hopeless(rule):
+                return rule
+        if not len(self._archive):
+            return nearby(self._space.only({"linear"}), self._space, self._rng, self._archive)
+        found = self._first_new() if self._advisor is None else self._worthiest(self._advisor)
+        best = self._archive.best(1)[0].placement
+        return found or nearby(best, self._space, self._rng, self._archive)
+
+    def _hopeless(self, rule: Placement) -> bool:
+        """Whether it quantizes all that breaks the constraint already: more Q/DQ pairs do not heal accuracy.
+
+        Nothing is known of a constraint that the float model is not known to hold: it may be one of latency, which more
+        pairs do heal.
+        """
+        unquantized = self._archive.get(self._space.digest(self._space.float_placement()))
+        if unquantized is None or unquantized.score.violation > 0:
+            return False
+        broken = [entry.placement.choices for entry in self._archive if entry.score.violation > 0]
+        return any(all(a == b for a, b in zip(known, rule.choices, strict=True) if a) for known in broken)
+
+    def _first_new(self) -> Placement | None:
+        for entry in self._archive.leaders(BASES):
+            for indices, choice in (*self._wide, *self._narrow, *self._points):
+                placement = assign(entry.placement, indices, choice, self._space)
+                if self._space.digest(placement) not in self._archive:
+                    return placement
+        return None
+
+    def _worthiest(self, advisor: Advisor) -> Placement | None:
+        advisor.learn(self._archive)
+        base = self._base()
+        moves = self._drawn_moves(self._candidates // 2)
+        near = {move: self._after(base, move) for move in moves}
+        first = list(dict.fromkeys([*near.values(), *self._further()]))
+        advice = advisor.advise(first)
+        gains = dict(zip(first, advice.worth, strict=True))
+        best_moves = sorted(moves, key=lambda move: -gains[near[move]])
+        second = list(dict.fromkeys(self._combined(base, best_moves[:PARTNERS], advisor)))
+        pool = [(first, advice), (second, advisor.advise(second))] if second else [(first, advice)]
+        fresh = [found for found in (_best_new(candidates, a, advisor) for candidates, a in pool) if found]
+        return max(fresh, key=lambda pair: round(pair[0], 12))[1] if fresh else None
+
+    def _base(self) -> Placement:
+        """The best placement; where a front is searched, one of its loneliest, drawn."""
+        leaders = self._archive.leaders(BASES)
+        place = int(self._rng.integers(len(leaders))) if self._archive.several else 0
+        return leaders[place].placement
+
+    def _drawn_moves(self, count: int) -> list[Move]:
+        """All wide moves, and as many of the others as there is room for, drawn."""
+        others = (*self._narrow, *self._points)
+        kept = self._rng.permutation(len(others))[: max(count - len(self._wide), count // 2)]
+        return [*self._wide[:count], *(others[index] for index in sorted(kept))]
+
+    def _further(self) -> Iterator[Placement]:
+        """Candidates that are no single move of the best: of its rivals, crossovers, several points at once, draws.
+
+        Where an operator gains only if several of its points change together, no sequence of single moves gets there.
+        """
+        bases = [entry.placement for entry in self._elite()]
+        room = self._candidates // 2
+        for base in bases[1:]:
+            for move in self._drawn_moves(room // (2 * BASES)):
+                yield self._after(base, move)
+            for _ in range(room // (8 * BASES)):
+                yield crossover_by_group(bases[0], base, self._space, self._rng)
+        for _ in range(room // 4 if self._wide else 0):
+            placement = self._space.float_placement()
+            for index in self._rng.permutation(len(self._wide))[: int(self._rng.integers(1, 6))]:
+                placement = self._after(placement, self._wide[index])
+            yield placement
+        for _ in range(room // 4):
+            parent = bases[int(self._rng.integers(len(bases)))]
+            yield flip(parent, self._space, self._rng, int(self._rng.integers(2, 5)))
+            yield drawn(self._space, self._rng, self._rng.random())
+
+    def _elite(self) -> list[Entry]:
+        """The best and those behind it that differ from it and from each other by more than a tenth of the points."""
+        kept: list[Entry] = []
+        for entry in self._archive.leaders(6 * BASES):
+            apart = [_distance(entry.placement, other.placement) for other in kept]
+            if not apart or min(apart) > 0.1 * len(self._space):
+                kept.append(entry)
+        return kept[:BASES]
+
+    def _after(self, base: Placement, move: Move) -> Placement:
+        return assign(base, *move, space=self._space)
+
+    def _combined(self, base: Placement, moves: Sequence[Move], advisor: Advisor) -> Iterator[Placement]:
+        for first, second in combinations(moves, 2):
+            yield self._after(self._after(base, first), second)
+        yield from self._ladder(base, moves)
+        broken = [entry for entry in self._archive if entry.score.violation > 0]
+        if advisor.constrained and broken:
+            fastest = min(broken, key=lambda entry: entry.score.objective).placement
+            yield from self._ladder(fastest, self._by_exchange(fastest, advisor, back=True))
+            yield from self._ladder(base, self._by_exchange(base, advisor, back=False))
+
+    def _by_exchange(self, base: Placement, advisor: Advisor, *, back: bool) -> list[Move]:
+        """Moves to float in the order of violation per latency, or from float in that of latency per violation."""
+        moves = [move for move in self._drawn_moves(self._candidates // 4) if (move[1] == 0) == back]
+        advice = advisor.advise([base, *(self._after(base, move) for move in moves)])
+        slower = advice.objective[1:] - advice.objective[0]
+        worse = advice.violation[1:] - advice.violation[0]
+        spent, bought = (slower, -worse) if back else (worse, -slower)
+        scale = max(float(np.abs(spent).max(initial=0.0)), 1e-12)
+        rates = np.round(bought / np.maximum(spent, 1e-2 * scale), 9)
+        return [moves[index] for index in np.argsort(-rates, kind="stable") if bought[index] > 0]
+
+    def _ladder(self, base: Placement, moves: Sequence[Move]) -> Iterator[Placement]:
+        """The moves one upon the other, in their order, each where it leaves earlier ones alone."""
+        touched: set[int] = set()
+        rungs = 0
+        for indices, choice in moves:
+            if touched.isdisjoint(indices) and rungs < RUNGS:
+                touched.update(indices)
+                rungs += 1
+                base = assign(base, indices, choice, self._space)
+                yield base
+
+
+def _moves(sets: Sequence[tuple[int, ...]], space: Space) -> tuple[Move, ...]:
+    return tuple((indices, choice) for indices in sets for choice in range(max(space.sizes[i] for i in indices)))
+
+
+def _distance(a: Placement, b: Placement) -> int:
+    return sum(map(ne, a.choices, b.choices))
+
+
+def _best_new(candidates: Sequence[Placement], advice: Advice, advisor: Advisor) -> tuple[float, Placement] | None:
+    index = advice.first_new(advisor.known)
+    return None if index is None else (float(advice.worth[index]), candidates[index])

@@ -1,0 +1,148 @@
+"""Regression with uncertainty from few noisy placements: an additive and pairwise Gaussian process.
+
+Rasmussen and Williams 2006, "Gaussian Processes for Machine Learning": algorithm 2.1 for the posterior, eq. 5.8 for the
+marginal likelihood. A linear kernel is Bayesian ridge regression on its features (their section 2.1), so this is one
+ridge regression over point, role, pattern and border features, with a remainder that knows only which are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from scipy.linalg import cho_solve, cholesky, solve_triangular
+
+from search.placement_features import Described
+
+__all__ = ["ADDITIVE", "GaussianProcess", "Regressor", "Vector"]
+
+Vector = npt.NDArray[np.float64]
+Matrix = npt.NDArray[np.float64]
+
+MIX = (2.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+"""Relative prior variances of the kernel's parts: roles, scopes, points, pairs, borders, likeness. Chosen by predicting
+held-out placements of four zoo spaces; the best part differs by model, and the sum is never far behind it."""
+ADDITIVE = (0.3, 1.0, 2.0, 0.2, 0.2, 0.3)
+"""The same for what adds up over points more than latency does: the loss of accuracy."""
+NUGGETS = (1e-3, 1e-2, 6e-2)
+"""Variance that no feature explains, relative to that of the observations; chosen by marginal likelihood."""
+
+
+class Regressor(Protocol):
+    """Learns values of placements and says how sure it is."""
+
+    def fit(self, rows: Described, values: Vector, errors: Vector) -> Vector:
+        """Forget what was learned, learn values with their standard errors, and say what is expected of them now."""
+        ...
+
+    def predict(self, rows: Described) -> tuple[Vector, Vector]:
+        """Expected value and standard deviation of each row."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Fitted:
+    """What a fit leaves for predictions, and for the next fit.
+
+    Attributes:
+        kernel: Of the rows, before it is scaled to explain the variance of the values.
+    """
+
+    rows: Described
+    kernel: Matrix
+    mean: float
+    scale: float
+    mix: Vector
+    root: Matrix
+    weights: Vector
+
+
+class GaussianProcess:
+    """See the module. Values are standardised, and the kernel is scaled to explain their variance.
+
+    Args:
+        mix: Relative prior variances of the kernel's parts.
+    """
+
+    def __init__(self, mix: Sequence[float] = MIX) -> None:
+        self._mix = np.array(mix)
+        self._fitted: _Fitted | None = None
+
+    def fit(self, rows: Described, values: Vector, errors: Vector) -> Vector:
+        """See `Regressor`."""
+        mean, scale = float(values.mean()), max(float(values.std()), 1e-9)
+        targets, noise = (values - mean) / scale, (errors / scale) ** 2
+        plain = self._grown(rows)
+        explained = max(float(np.trace(plain) / len(plain) - plain.mean()), 1e-6)
+        kernel, mix = plain / explained, self._mix / explained
+        solved = [_solved(kernel + np.diag(nugget + noise), targets) for nugget in NUGGETS]
+        _, root, weights = max(solved, key=lambda found: found[0])
+        self._fitted = _Fitted(rows, plain, mean, scale, mix, root, weights)
+        smooth: Vector = mean + scale * (kernel @ weights)
+        return smooth
+
+    def _grown(self, rows: Described) -> Matrix:
+        """The kernel of the rows; those that the last fit began with as well are not multiplied again."""
+        kernel, same = np.empty((len(rows), len(rows))), 0
+        if (last := self._fitted) is not None:
+            most = min(len(last.rows), len(rows))
+            differs = (last.rows.states[:most] != rows.states[:most]).any(axis=1)
+            same = int(differs.argmax()) if differs.any() else most
+            kernel[:same, :same] = last.kernel[:same, :same]
+        kernel[same:] = _kernel(rows[same:], rows, self._mix)
+        kernel[:same, same:] = kernel[same:, :same].T
+        return kernel
+
+    def predict(self, rows: Described) -> tuple[Vector, Vector]:
+        """See `Regressor`."""
+        fitted = self._fitted
+        if fitted is None:
+            raise ValueError("predict needs a fit first")
+        across = _kernel(rows, fitted.rows, fitted.mix)
+        inner = solve_triangular(fitted.root, across.T, lower=True, check_finite=False)
+        variance = np.maximum(fitted.mix @ _diagonals(rows) - (inner**2).sum(axis=0), 1e-10)
+        return fitted.mean + fitted.scale * (across @ fitted.weights), fitted.scale * np.sqrt(variance)
+
+
+def _solved(covariance: Matrix, targets: Vector) -> tuple[float, Matrix, Vector]:
+    """Log marginal likelihood but for a constant, Cholesky root of the covariance, weights of the observations."""
+    root: Matrix = cholesky(covariance, lower=True, check_finite=False)
+    weights: Vector = cho_solve((root, True), targets, check_finite=False)
+    evidence = -0.5 * float(targets @ weights) - float(np.log(np.diag(root)).sum())
+    return round(evidence, 6), root, weights  # rounded: another library's last bit must not choose another nugget
+
+
+def _kernel(a: Described, b: Described, mix: Vector) -> Matrix:
+    """The kernel [rows of a, rows of b]: a mixture of parts, each of about unit variance."""
+    roles, points = a.roles @ b.roles.T, a.points @ b.points.T
+    kernel: Matrix = mix[0] * np.exp(-0.5 * _distances(a.roles, b.roles, roles))
+    kernel += mix[2] * points
+    kernel += _weighted(a, mix) @ np.concatenate([b.scopes, b.pairs, b.borders], axis=1).T
+    kernel += mix[5] * np.exp(-4.0 * np.sqrt(_distances(a.points, b.points, points)))
+    return kernel
+
+
+def _weighted(rows: Described, mix: Vector) -> Matrix:
+    """Scopes, pairs and borders, by their prior variances: one product of matrices instead of three."""
+    borders = mix[4] / max(rows.borders.shape[1], 1)
+    return np.concatenate([mix[1] * rows.scopes, mix[3] * rows.pairs, borders * rows.borders], axis=1)
+
+
+def _distances(a: Matrix, b: Matrix, products: Matrix) -> Matrix:
+    """Squared distances of the rows, from their inner products."""
+    distances: Matrix = np.maximum(_squares(a)[:, None] + _squares(b) - 2 * products, 0.0)
+    return distances
+
+
+def _diagonals(rows: Described) -> Matrix:
+    ones = np.ones(len(rows.states))
+    borders = _squares(rows.borders) / max(rows.borders.shape[1], 1)
+    return np.stack([ones, _squares(rows.scopes), _squares(rows.points), _squares(rows.pairs), borders, ones])
+
+
+def _squares(rows: Matrix) -> Vector:
+    squares: Vector = np.einsum("ij,ij->i", rows, rows)
+    return squares

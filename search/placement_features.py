@@ -1,0 +1,198 @@
+"""What a model of latency sees of a placement: its resolved edges, summed up at several scales.
+
+Edges that the same dimensions cover always have the same precision, so they are one *atom*. An atom's
+state is all there is to know of its edges; two placements are the same graph exactly where all atoms
+have the same states.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+from search.move_sets import followers
+from search.space import Edge, Placement, Space
+
+__all__ = ["Described", "Features"]
+
+Matrix = npt.NDArray[np.float64]
+MAX_PAIRS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """n placements as rows of features; each block's prior variances sum to about one.
+
+    Attributes:
+        states: State of each atom [n, atoms]: 0 is float, k the k-th precision of the space.
+        roles: Share of each role's edges at each precision [n, roles x precisions], and of the model's
+            multiply-accumulates.
+        scopes: The same for each role within each pattern, weighted.
+        points: One-hot states of the atoms, weighted.
+        pairs: Where one of two neighbouring atoms is quantized and the other is not, weighted.
+        borders: The same summed over pairs of roles.
+    """
+
+    states: npt.NDArray[np.int8]
+    roles: Matrix
+    scopes: Matrix
+    points: Matrix
+    pairs: Matrix
+    borders: Matrix
+
+    def __getitem__(self, rows: slice | list[int] | npt.NDArray[np.int64]) -> Described:
+        """Some of the rows; a slice copies nothing."""
+        return Described(
+            states=self.states[rows],
+            roles=self.roles[rows],
+            scopes=self.scopes[rows],
+            points=self.points[rows],
+            pairs=self.pairs[rows],
+            borders=self.borders[rows],
+        )
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def keys(self) -> list[bytes]:
+        """Identity of each row: equal exactly where the resolved edges are."""
+        return [row.tobytes() for row in self.states]
+
+
+@dataclass(frozen=True, slots=True)
+class _Atoms:
+    """Attributes:
+    cover: Dimensions that cover each atom, in order, padded with -1 [atoms, depth].
+    count: Number of edges.
+    cost: Share of the model's multiply-accumulates.
+    owner: The dimension whose role and pattern an atom has: a node's input before any other kind.
+    members: Number of the atom of each edge.
+    """
+
+    cover: npt.NDArray[np.int64]
+    count: Matrix
+    cost: Matrix
+    owner: tuple[int, ...]
+    members: Mapping[Edge, int]
+
+
+class Features:
+    """Turns placements of one space into features; stateless after its construction.
+
+    Three kinds of atoms are neighbours, as conversions between float and quantized arise there: inputs of one
+    node, readers of one tensor, and points that follow each other in graph order.
+    """
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self.precisions = tuple(dict.fromkeys(name for d in space.dimensions for name in d.choices[1:]))
+        self._atoms = atoms = _atoms(space)
+        states = np.zeros((len(space) + 1, max(space.sizes, default=1)), dtype=np.int8)
+        for index, dimension in enumerate(space.dimensions):
+            for choice, name in enumerate(dimension.choices[1:], start=1):
+                states[index, choice] = 1 + self.precisions.index(name)
+        self._states = states
+        owners = [space.dimensions[index] for index in atoms.owner]
+        worth = 0.5 * _shares(atoms.count) + 0.5 * _shares(atoms.cost)
+        self._roles = np.column_stack([_sums([d.role for d in owners], atoms.count), atoms.cost[:, None]])
+        scopes = [f"{d.group} {d.role}" for d in owners]
+        self._scopes = _sums(scopes, atoms.count) * np.sqrt(_grouped(scopes, worth))
+        self._points = np.sqrt(worth)
+        self._first, self._second, instances = _neighbours(space, atoms)
+        self._pairs = np.sqrt(_shares(instances))
+        kinds = [
+            "-".join(sorted((owners[a].role, owners[b].role))) for a, b in zip(self._first, self._second, strict=True)
+        ]
+        self._borders = _sums(kinds, instances)
+
+    def __call__(self, placements: Sequence[Placement]) -> Described:
+        """Features of these placements, in their order."""
+        told = b"".join(bytes(placement.choices) for placement in placements)  # many times as fast as from tuples
+        choices = np.frombuffer(told, dtype=np.uint8).reshape(len(placements), len(self._space))
+        coded = np.zeros((len(placements), len(self._space) + 1), dtype=np.int8)  # the last column is the padding's
+        coded[:, :-1] = self._states[np.arange(len(self._space)), choices]
+        states = np.zeros((len(placements), len(self._atoms.count)), dtype=np.int8)
+        for column in self._atoms.cover.T:  # the earlier dimension decides
+            states = np.where(states == 0, coded[:, column], states)
+        at = [(states == 1 + k).astype(float) for k in range(len(self.precisions))]
+        apart = (states[:, self._first] != states[:, self._second]).astype(float)
+        return Described(
+            states=states,
+            roles=_stacked([on @ self._roles for on in at], len(placements)),
+            scopes=_stacked([on @ self._scopes for on in at], len(placements)),
+            points=_stacked([on * self._points for on in at], len(placements)),
+            pairs=apart * self._pairs,
+            borders=apart @ self._borders,
+        )
+
+
+def _atoms(space: Space) -> _Atoms:
+    covers: dict[Edge, list[int]] = defaultdict(list)
+    for index, dimension in enumerate(space.dimensions):
+        for edge in dict.fromkeys(dimension.edges):
+            covers[edge].append(index)
+    kinds = {cover: number for number, cover in enumerate(dict.fromkeys(tuple(cover) for cover in covers.values()))}
+    members = {edge: kinds[tuple(cover)] for edge, cover in covers.items()}
+    depth = max((len(cover) for cover in kinds), default=1)
+    padded = [[*cover, *[-1] * (depth - len(cover))] for cover in kinds]
+    count = Counter(members.values())
+    dimensions = space.dimensions
+    return _Atoms(
+        cover=np.array(padded, dtype=np.int64).reshape(len(kinds), depth),
+        count=np.array([float(count[number]) for number in range(len(kinds))]),
+        cost=np.array(
+            [max(dimensions[i].cost / len(dimensions[i].edges) for i in c) * count[n] for c, n in kinds.items()]
+        ),
+        owner=tuple(next((i for i in cover if dimensions[i].kind == "node_input"), cover[0]) for cover in kinds),
+        members=members,
+    )
+
+
+def _neighbours(space: Space, atoms: _Atoms) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Matrix]:
+    """Both atoms of each pair, and how often it occurs."""
+    together: dict[tuple[str, str], set[int]] = defaultdict(set)
+    found: Counter[tuple[int, int]] = Counter()
+    for edge, atom in atoms.members.items():
+        for place in (("node", edge.consumer), ("tensor", edge.tensor)):
+            if place != ("node", ""):
+                together[place].add(atom)
+    for near in together.values():
+        found.update(combinations(sorted(near)[:8], 2))
+    own = {dimension: atom for atom, dimension in reversed(list(enumerate(atoms.owner)))}
+    for index, after in followers(space).items():
+        if index in own and after in own and own[index] != own[after]:
+            low, high = sorted((own[index], own[after]))
+            found[low, high] += int(min(atoms.count[low], atoms.count[high]))
+    pairs = sorted(found, key=lambda pair: (-found[pair], pair))[:MAX_PAIRS]
+    indices = np.array(pairs, dtype=np.int64).reshape(len(pairs), 2)
+    return indices[:, 0], indices[:, 1], np.array([float(found[pair]) for pair in pairs])
+
+
+def _sums(names: Sequence[str], weights: Matrix) -> Matrix:
+    """Weights that turn indicators into shares: one column a name, each of which sums to one."""
+    columns = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    sums = np.zeros((len(names), len(columns)))
+    for row, name in enumerate(names):
+        sums[row, columns[name]] = weights[row]
+    shares: Matrix = sums / np.maximum(sums.sum(axis=0), 1e-12)
+    return shares
+
+
+def _grouped(names: Sequence[str], weights: Matrix) -> Matrix:
+    totals: dict[str, float] = dict.fromkeys(names, 0.0)
+    for name, weight in zip(names, weights, strict=True):
+        totals[name] += float(weight)
+    return np.array(list(totals.values()))
+
+
+def _shares(weights: Matrix) -> Matrix:
+    return weights / max(float(weights.sum()), 1e-12)
+
+
+def _stacked(parts: Sequence[Matrix], rows: int) -> Matrix:
+    return np.concatenate(parts, axis=1) if parts else np.zeros((rows, 0))

@@ -1,0 +1,443 @@
+"""Ranges are exact, streamed, kept on disk, and refuse what no scale can hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import logging
+import os
+import stat
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from onnxruntime.quantization.calibrate import MinMaxCalibrater
+
+from harness.accuracy.calibration.histogram_calibrators import Histograms, Magnitudes, Observer
+from harness.accuracy.calibration.ranges import METHODS, CalibrationKey, cached_ranges, calibrate, finite_ranges, remarks
+from harness.errors import UserError
+from harness.accuracy.data.batching import Batches
+from harness.random_inputs import random_feeds
+from harness.graph.builder import GraphBuilder
+
+
+@pytest.fixture
+def arithmetic(tmp_path: Path) -> Path:
+    """x -> Relu "r" -> "y" = 3 r, with a dead tensor "d" = 0 x beside it."""
+    builder = GraphBuilder("arithmetic")
+    x = builder.input("x", (2, 4))
+    r = builder.op("Relu", x, outputs=["r"])[0]
+    y = builder.op("Mul", r, builder.const(3.0), outputs=["y"])[0]
+    d = builder.op("Mul", x, builder.const(0.0), outputs=["d"])[0]
+    builder.output(builder.op("Add", y, d, outputs=["out"])[0])
+    return builder.save(tmp_path / "arithmetic.onnx")
+
+
+def _batches(count: int = 5, seed: int = 0) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    return [{"x": rng.normal(0, 1 + i, (2, 4)).astype(np.float32)} for i in range(count)]
+
+
+def test_minmax_is_what_numpy_finds(arithmetic: Path) -> None:
+    x = np.stack([batch["x"] for batch in _batches()])
+    ranges = calibrate(arithmetic, ["x", "r", "y", "d", "out"], iter(_batches()))
+    r = np.maximum(x, 0)
+    y = r * np.float32(3)
+    assert ranges == {
+        "d": (0.0, 0.0),
+        "out": (float(y.min()), float(y.max())),
+        "r": (float(r.min()), float(r.max())),
+        "x": (float(x.min()), float(x.max())),
+        "y": (float(y.min()), float(y.max())),
+    }
+
+
+def test_minmax_is_what_onnx_runtime_finds(tmp_path: Path) -> None:
+    builder = GraphBuilder("conv")
+    x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3))
+    builder.output(builder.gemm(builder.op("Flatten", builder.conv(x, 2, 3, stride=2)), 5), name="logits")
+    path = builder.save(tmp_path / "conv.onnx")
+    batches = list(random_feeds({"x": ("float", (1, 3, 8, 8))}, 4, 1))
+
+    class Reader:
+        rest = iter(batches)
+
+        def get_next(self) -> dict[str, np.ndarray] | None:
+            return next(self.rest, None)
+
+    theirs = MinMaxCalibrater(path, augmented_model_path=str(tmp_path / "augmented.onnx"))
+    theirs.augment_graph()
+    theirs.create_inference_session()
+    theirs.collect_data(Reader())
+    expected = {name: data.range_value for name, data in theirs.compute_data().items()}
+    ranges = calibrate(path, list(expected), batches)
+    assert ranges.keys() == expected.keys()
+    for name, (low, high) in ranges.items():
+        np.testing.assert_allclose([low, high], np.ravel(expected[name]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "max"])
+def test_every_method_gives_a_range_inside_of_minmax(arithmetic: Path, method: str) -> None:
+    full = calibrate(arithmetic, ["x", "r", "d"], _batches(8))
+    ranges = calibrate(arithmetic, ["x", "r", "d"], _batches(8), method=method, percentile=90.0)  # type: ignore[arg-type]
+    for name, (low, high) in ranges.items():
+        assert full[name][0] <= low <= high <= full[name][1]
+    assert ranges["d"] == (0.0, 0.0)
+
+
+def test_percentile_cuts_the_outlier_and_so_does_entropy(tmp_path: Path) -> None:
+    builder = GraphBuilder("identity")
+    builder.output(builder.op("Identity", builder.input("x", (1, 20_000))), name="out")
+    path = builder.save(tmp_path / "identity.onnx")
+    x = np.random.default_rng(0).normal(0, 1, (1, 20_000)).astype(np.float32)
+    x[0, 7] = 50.0
+    assert calibrate(path, ["x"], [{"x": x}])["x"][1] == 50.0
+    low, high = calibrate(path, ["x"], [{"x": x}], method="percentile", percentile=99.0)["x"]
+    assert np.allclose([low, high], np.quantile(x, [0.005, 0.995]), atol=0.1)  # within two bins of 100 / 2048
+    assert calibrate(path, ["x"], [{"x": x}], method="entropy")["x"][1] < 25.0
+
+
+_VALUES = hnp.arrays(
+    np.float32, hnp.array_shapes(max_dims=2), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(_VALUES, min_size=1, max_size=4), st.floats(50.5, 100))
+def test_histograms_take_any_finite_values(parts: list[np.ndarray], percentile: float) -> None:
+    histograms = Histograms("percentile", percentile)
+    for part in parts:
+        histograms.collect({"t": [part]})
+    low, high = histograms.ranges()["t"]
+    assert min(p.min() for p in parts) <= low <= high <= max(p.max() for p in parts)
+    assert len(histograms.histogram_dict["t"][0]) <= 5 * 2048
+
+
+def test_a_quiet_first_batch_does_not_make_a_huge_histogram() -> None:
+    rng = np.random.default_rng(0)
+    histograms = Histograms("entropy", 99.99)
+    for scale in (1e-9, 1e-3, 1.0, 1.1):
+        histograms.collect({"t": [rng.normal(0, scale, 1000).astype(np.float32)]})
+    counts = histograms.histogram_dict["t"][0]
+    assert counts.sum() == 4000
+    assert len(counts) < 5 * 511
+
+
+def test_float16_activations_have_ranges_too(tmp_path: Path) -> None:
+    builder = GraphBuilder("half")
+    builder.output(builder.op("Relu", builder.input("x", (64,), "float16"), outputs=["r"])[0])
+    path = builder.save(tmp_path / "half.onnx")
+    x = np.linspace(-1, 1, 64).astype(np.float16)
+    for method, error in (("minmax", 0.0), ("entropy", 0.5), ("percentile", 0.01)):
+        ranges = calibrate(path, ["x", "r"], [{"x": x}], method=method)  # type: ignore[arg-type]
+        assert ranges["r"][0] == 0.0
+        assert ranges["r"][1] == pytest.approx(1.0, abs=error)
+
+
+def test_max_takes_the_largest_magnitude_to_both_sides_and_keeps_one_sided_tensors_so() -> None:
+    magnitudes = Magnitudes()
+    for values in ([-3.0, 1.0], [2.0]):
+        magnitudes.collect({"both": [np.array(values)], "up": [np.abs(values)], "down": [-np.abs(values)]})
+    assert magnitudes.ranges() == {"both": (-3.0, 3.0), "up": (0.0, 3.0), "down": (-3.0, 0.0)}
+
+
+def _error(values: np.ndarray, low: float, high: float) -> float:
+    """Mean squared error of 8-bit integers over a range, 0 included, that values beyond are clipped to."""
+    low, high = min(low, 0.0), max(high, 0.0)
+    step = (high - low) / 255
+    return float(np.mean((values - np.clip(np.rint(values / step) * step, low, high)) ** 2))
+
+
+@pytest.mark.parametrize("shape", ["normal", "laplace", "relu", "outlier", "uniform"])
+def test_mse_finds_the_clipping_with_the_least_error(shape: str) -> None:
+    rng = np.random.default_rng(1)
+    values = {
+        "normal": rng.normal(0, 1, 100_000),
+        "laplace": rng.laplace(0, 1, 100_000),
+        "relu": np.maximum(rng.laplace(0, 1, 100_000), 0),
+        "outlier": np.append(rng.normal(0, 1, 100_000), 90.0),
+        "uniform": rng.uniform(-1, 2, 100_000),
+    }[shape].astype(np.float32)
+    histograms = Histograms("mse", 99.99)
+    for part in np.array_split(values, 3):
+        histograms.collect({"t": [part]})
+    low, high = histograms.ranges()["t"]
+    amax = float(np.abs(values).max())
+    tried = [amax * share for share in np.linspace(0.02, 1, 200)]
+    least = min(_error(values, max(float(values.min()), -t), min(float(values.max()), t)) for t in tried)
+    assert _error(values, low, high) <= 1.05 * least
+
+
+def test_a_dead_tensor_has_no_range_whatever_the_method(arithmetic: Path) -> None:
+    for method in METHODS:
+        assert calibrate(arithmetic, ["d"], _batches(2), method=method) == {"d": (0.0, 0.0)}
+
+
+@pytest.mark.parametrize("method", ["minmax", "max", "percentile"])
+@pytest.mark.parametrize("value", [-1.0, 0.0])
+def test_an_activation_with_a_lone_nan_or_infinity_is_named_and_stays_float(
+    tmp_path: Path, method: str, value: float
+) -> None:
+    builder = GraphBuilder("log")
+    log = builder.op("Log", builder.input("x", (1, 100)), outputs=["log"])[0]
+    builder.output(builder.op("Relu", log), name="out")
+    path = builder.save(tmp_path / "log.onnx")
+    x = np.ones((1, 100), np.float32)
+    x[0, 57] = value
+    quiet = np.ones((1, 100), np.float32)
+    for batches in ([{"x": x}, {"x": quiet}], [{"x": quiet}, {"x": x}]):
+        ranges = calibrate(path, ["x", "log"], batches, method=method)  # type: ignore[arg-type]
+        assert set(finite_ranges(ranges)) == {"x"}
+        assert remarks(ranges) == ("NaN, infinite or huge on calibration data, so they stay float: 'log'",)
+    with pytest.raises(UserError, match="every activation has NaN, infinite or huge values; check the model and"):
+        calibrate(path, ["log"], [{"x": x}], method=method)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ["float", "float16"])
+@pytest.mark.parametrize("method", METHODS)
+def test_an_activation_with_the_mark_of_an_attention_mask_is_named_and_stays_float(
+    tmp_path: Path, method: str, dtype: str
+) -> None:
+    """-3.4e38, in float16 -65504, stands for minus infinity: 8 bits over it leave one level for all that counts."""
+    builder = GraphBuilder("masked")
+    scores = builder.input("scores", (1, 4, 16), dtype)
+    mask = builder.input("mask", (1, 4, 16), dtype)
+    masked = builder.op("Add", scores, mask, outputs=["masked"])[0]
+    builder.output(builder.op("Softmax", masked, outputs=["weights"])[0])
+    path = builder.save(tmp_path / "masked.onnx")
+    kind = {"float": np.float32, "float16": np.float16}[dtype]
+    hidden = np.triu(np.full((4, 16), np.finfo(kind).min, kind), 1)[None]
+    batch = {"scores": np.random.default_rng(0).normal(0, 1, (1, 4, 16)).astype(kind), "mask": hidden}
+    tensors = ["scores", "mask", "masked", "weights"]
+    ranges = calibrate(path, tensors, [batch, batch], method=method)  # type: ignore[arg-type]
+    assert set(finite_ranges(ranges)) == {"scores", "weights"}
+    assert remarks(ranges) == ("NaN, infinite or huge on calibration data, so they stay float: 'mask', 'masked'",)
+
+
+def test_data_with_nan_are_refused_with_batch_and_input(arithmetic: Path) -> None:
+    broken = [*_batches(2), {"x": np.full((2, 4), np.nan, np.float32)}]
+    with pytest.raises(UserError, match="calibration batch 3: input 'x' has NaN or infinite values"):
+        calibrate(arithmetic, ["r"], broken)
+
+
+def test_remarks_name_what_is_dead_and_count_the_rest() -> None:
+    assert remarks({"a": (0.0, 1.0)}) == ()
+    (line,) = remarks({f"t{i}": (0.0, 0.0) for i in range(7)} | {"a": (-1.0, 0.0)})
+    assert line == "always 0 on calibration data (dead): 't0', 't1', 't2', 't3', 't4' and 2 more; they stay float"
+
+
+def test_batches_stream(arithmetic: Path) -> None:
+    alive: list[weakref.ref[np.ndarray]] = []
+    peak = 0
+
+    def stream() -> Iterator[dict[str, np.ndarray]]:
+        nonlocal peak
+        for batch in (dict(b) for b in _batches(6)):
+            array = batch["x"].copy()
+            alive.append(weakref.ref(array))
+            peak = max(peak, sum(ref() is not None for ref in alive))
+            yield {"x": array}
+
+    seen: list[int] = []
+    calibrate(arithmetic, ["x", "r"], stream(), progress=seen.append)
+    assert peak <= 2  # the one at work and the one just read
+    assert seen == [1, 2, 3, 4, 5, 6]
+
+
+def test_activations_of_one_batch_are_gone_before_the_next(arithmetic: Path, tmp_path: Path) -> None:
+    class Watch:
+        def __init__(self) -> None:
+            self.refs: list[weakref.ref[np.ndarray]] = []
+            self.left_over: list[int] = []
+
+        def collect(self, arrays: dict[str, list[np.ndarray]]) -> None:
+            gc.collect()
+            self.left_over.append(sum(ref() is not None for ref in self.refs))
+            self.refs += [weakref.ref(part) for parts in arrays.values() for part in parts]
+
+        def ranges(self) -> dict[str, tuple[float, float]]:
+            return {}
+
+    watch = Watch()
+    observer = Observer(arithmetic, tmp_path, ["r", "y"], watch)  # type: ignore[arg-type]
+    for batch in _batches(4):
+        observer.observe(batch)
+    assert watch.left_over == [0, 0, 0, 0]
+
+
+def test_nothing_is_left_beside_the_model_nor_printed(arithmetic: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = arithmetic.parent
+    before = sorted(folder.iterdir())
+    folder.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    try:
+        for method in ("minmax", "entropy", "percentile"):
+            calibrate(arithmetic, ["x", "r"], _batches(2), method=method)  # type: ignore[arg-type]
+    finally:
+        folder.chmod(stat.S_IRWXU)
+    assert sorted(folder.iterdir()) == before
+    assert capfd.readouterr() == ("", "")
+
+
+def test_external_data_is_found(tmp_path: Path) -> None:
+    builder = GraphBuilder("external")
+    builder.output(builder.gemm(builder.input("x", (1, 64)), 64), name="out")
+    path = tmp_path / "external.onnx"
+    onnx.save_model(builder.build(), path, save_as_external_data=True, location="external.onnx.data")
+    ranges = calibrate(path, ["x", "out"], [{"x": np.ones((1, 64), np.float32)}])
+    assert ranges["x"] == (1.0, 1.0)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["external.onnx", "external.onnx.data"]
+
+
+def test_no_tensor_needs_no_run(tmp_path: Path) -> None:
+    assert calibrate(tmp_path / "missing.onnx", [], []) == {}
+
+
+def test_no_data_is_refused(arithmetic: Path) -> None:
+    with pytest.raises(UserError, match=r"calibration of arithmetic\.onnx: there is no data"):
+        calibrate(arithmetic, ["x"], [])
+
+
+def test_an_unknown_tensor_is_named(arithmetic: Path) -> None:
+    with pytest.raises(UserError, match="'nowhere' cannot be observed; only float activations"):
+        calibrate(arithmetic, ["x", "nowhere"], _batches())
+
+
+def test_an_unknown_method_is_named(arithmetic: Path) -> None:
+    with pytest.raises(UserError, match="no method 'percentil'; did you mean 'percentile'"):
+        calibrate(arithmetic, ["x"], _batches(), method="percentil")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("batch", [{}, {"y": np.zeros((2, 4), np.float32)}, {"x": np.zeros((7,), np.float32)}])
+def test_data_that_does_not_fit_is_the_users_mistake(arithmetic: Path, batch: dict[str, np.ndarray]) -> None:
+    with pytest.raises(
+        UserError, match=r"calibration of arithmetic\.onnx: batch 1: the float model does not run: .*\w"
+    ):
+        calibrate(arithmetic, ["x"], [batch])
+
+
+def test_what_the_data_raise_is_not_blamed_on_the_model(arithmetic: Path) -> None:
+    def broken() -> Iterator[dict[str, np.ndarray]]:
+        yield _batches()[0]
+        raise ValueError("image 7 cannot be read")
+
+    with pytest.raises(ValueError, match=r"^image 7 cannot be read$"):
+        calibrate(arithmetic, ["x"], broken())
+
+
+@pytest.fixture
+def key() -> CalibrationKey:
+    return CalibrationKey(model_sha256="ab" * 32, data="images", preprocess="plain", samples=5)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "qdq-bench" / "ranges"
+
+
+def test_ranges_that_are_not_finite_are_kept_too(tmp_path: Path, cache: Path, key: CalibrationKey) -> None:
+    builder = GraphBuilder("log")
+    builder.output(builder.op("Log", builder.input("x", (3,)), outputs=["log"])[0])
+    path = builder.save(tmp_path / "log.onnx")
+    x = np.array([0.0, 1.0, 1.0], np.float32)
+    for _ in range(2):
+        ranges = cached_ranges(key, path, ["x", "log"], [{"x": x}])
+        assert ranges == {"log": (-np.inf, 0.0), "x": (0.0, 1.0)}
+    assert len(list(cache.iterdir())) == 1
+
+
+def _forbidden() -> Iterator[dict[str, np.ndarray]]:
+    raise AssertionError("the data were read")
+    yield {}
+
+
+def test_a_second_time_neither_model_nor_data_are_needed(arithmetic: Path, cache: Path, key: CalibrationKey) -> None:
+    first = cached_ranges(key, arithmetic, ["x", "r"], _batches())
+    assert cached_ranges(key, Path("gone.onnx"), ["r", "x"], _forbidden()) == first
+    assert [p.suffix for p in cache.iterdir()] == [".json"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"model_sha256": "cd" * 32}, {"data": "other"}, {"preprocess": "b"}, {"method": "entropy"}, {"samples": 4}],
+)
+def test_anything_else_is_another_key(
+    arithmetic: Path, cache: Path, key: CalibrationKey, change: dict[str, object]
+) -> None:
+    cached_ranges(key, arithmetic, ["x"], _batches())
+    cached_ranges(dataclasses.replace(key, **change), arithmetic, ["x"], _batches())  # type: ignore[arg-type]
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_percentile_counts_for_its_method_alone(arithmetic: Path, cache: Path, key: CalibrationKey) -> None:
+    for method, count in (("minmax", 1), ("percentile", 3)):
+        for percentile in (99.0, 99.9):
+            cached_ranges(
+                dataclasses.replace(key, method=method, percentile=percentile),  # type: ignore[arg-type]
+                arithmetic, ["x"], _batches(),
+            )  # fmt: skip
+        assert len(list(cache.iterdir())) == count
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"ranges": {}}',
+        '{"ranges": {"x": [0]}}',
+        '{"ranges": {"x": [0, NaN]}}',
+        '{"ranges": {"x": "ab"}}',
+    ],
+)
+def test_a_corrupt_file_is_made_again(
+    arithmetic: Path, cache: Path, key: CalibrationKey, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    first = cached_ranges(key, arithmetic, ["x"], _batches())
+    (path,) = cache.iterdir()
+    path.write_text(text)
+    with caplog.at_level(logging.WARNING):
+        assert cached_ranges(key, arithmetic, ["x"], _batches()) == first
+    assert f"{path}: calibration ranges cannot be read and are made again" in caplog.text
+    assert json.loads(path.read_text())["ranges"].keys() == {"x"}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
+def test_a_folder_that_cannot_be_written_is_done_without(
+    arithmetic: Path, cache: Path, key: CalibrationKey, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.mkdir(parents=True)
+    cache.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    assert cached_ranges(key, arithmetic, ["x"], _batches()).keys() == {"x"}
+    assert "calibration ranges are not kept" in caplog.text
+
+
+def test_a_cache_folder_that_cannot_be_made_is_done_without(
+    arithmetic: Path,
+    tmp_path: Path,
+    key: CalibrationKey,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert cached_ranges(key, arithmetic, ["x"], _batches()).keys() == {"x"}
+    assert "calibration ranges are not kept: no cache folder" in caplog.text
+
+
+def test_mistakes_name_the_model_of_the_user_and_the_data_of_the_batch(arithmetic: Path) -> None:
+    batches = [{"x": np.ones((2, 4), np.float32)}, {"x": np.full((2, 4), np.nan, np.float32)}]
+    read = Batches(count=2, make=lambda i: batches[i], place=lambda _: "feeds.npz")
+    with pytest.raises(UserError, match=r"calibration batch 2 \(feeds\.npz\): input 'x' has NaN"):
+        calibrate(arithmetic, ["r"], read)
+    wrong = Batches(count=1, make=lambda _: {"x": np.zeros(7, np.float32)}, place=lambda _: "feeds.npz")
+    with pytest.raises(UserError, match=r"calibration of mine\.onnx: batch 1 \(feeds\.npz\): the float model"):
+        calibrate(arithmetic, ["r"], wrong, source="mine.onnx")

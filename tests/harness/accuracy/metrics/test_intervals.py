@@ -1,0 +1,222 @@
+"""Intervals over images: what is computed again is what pycocotools would find, and pairs are compared with pairs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.api import Accuracy
+from harness.accuracy.metrics import intervals
+from harness.accuracy.data.decode import Detections
+from harness.accuracy.metrics.detection import _evaluated, coco_metrics
+from harness.accuracy.metrics.intervals import accuracy_of, contradiction, drop_estimate, evidence_of, metric_estimate
+from harness.accuracy.metrics.average_precision import METRICS, map_facts, resampled_map
+
+
+def scene(seed: int, images: int = 8, classes: int = 3) -> tuple[dict[str, Any], list[Detections]]:
+    """Labels with boxes of all sizes and crowds, and detections of every quality.
+
+    Scores repeat from image to image, not within one: how its ties stand among its copies in a draw is arbitrary.
+    """
+    rng = np.random.default_rng(seed)
+    annotations, found = [], []
+    for image in range(1, images + 1):
+        count = int(rng.integers(0, 5))
+        corner, size = rng.uniform(0, 300, (count, 2)), rng.choice([12.0, 60.0, 150.0], (count, 1)) * np.ones((1, 2))
+        kinds = rng.integers(0, classes, count)
+        annotations += [
+            {
+                "id": len(annotations) + 1 + k, "image_id": image, "category_id": int(kinds[k]) + 1,
+                "bbox": [*corner[k].tolist(), *size[k].tolist()], "area": float(size[k].prod()),
+                "iscrowd": int(rng.random() < 0.15),
+            }
+            for k in range(count)
+        ]  # fmt: skip
+        repeats = rng.integers(0, count, 3 * count) if count else np.zeros(0, np.int64)
+        near = corner[repeats] + rng.normal(0, 6, (len(repeats), 2))
+        boxes = np.concatenate([near, near + size[repeats]], axis=1)
+        scores = rng.choice(1000, len(repeats), replace=False) / 1000
+        kinds = np.where(rng.random(len(repeats)) < 0.8, kinds[repeats], 0) if count else repeats
+        order = np.argsort(-scores)
+        found.append(Detections(boxes=boxes[order], scores=scores[order], classes=kinds[order].astype(np.int64)))
+    categories = [{"id": k + 1} for k in range(classes)]
+    return {
+        "images": [{"id": i + 1} for i in range(images)],
+        "annotations": annotations,
+        "categories": categories,
+    }, found
+
+
+def repeated(labels: dict[str, Any], found: list[Detections], weights: np.ndarray) -> dict[str, float]:
+    """What pycocotools says of a draw: each image as often as it was drawn, under a number of its own."""
+    copies = [i for i, weight in enumerate(weights) for _ in range(weight)]
+    annotations = [
+        {**a, "id": 1000 * k + a["id"], "image_id": k + 1}
+        for k, i in enumerate(copies)
+        for a in labels["annotations"]
+        if a["image_id"] == i + 1
+    ]
+    images = [{"id": k + 1} for k in range(len(copies))]
+    return coco_metrics({**labels, "images": images, "annotations": annotations}, [found[i] for i in copies])
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_draw_has_the_figures_that_pycocotools_has_for_it(seed: int) -> None:
+    labels, found = scene(seed)
+    facts = json.loads(json.dumps(map_facts(_evaluated(labels, found))))
+    rng = np.random.default_rng(seed)
+    draws = np.vstack([np.ones(8, np.int64), rng.multinomial(8, [1 / 8] * 8, size=2)])
+    ours = {metric: resampled_map(facts, metric, draws) for metric in METRICS}
+    for k, weights in enumerate(draws):
+        expected = repeated(labels, found, weights)
+        for metric, values in ours.items():
+            if metric in expected:
+                assert values[k] == pytest.approx(expected[metric], abs=1e-9), (metric, k)
+            else:
+                assert np.isnan(values[k])
+
+
+def test_a_large_draw_is_done_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels, found = scene(3)
+    facts = map_facts(_evaluated(labels, found))
+    draws = np.random.default_rng(0).multinomial(8, [1 / 8] * 8, size=20)
+    whole = resampled_map(facts, "map", draws)
+    monkeypatch.setattr("harness.accuracy.metrics.average_precision.CELLS", 50)
+    assert resampled_map(facts, "map", draws) == pytest.approx(whole, nan_ok=True)
+
+
+def detector(seed: int, *, noise: float = 0.0) -> Accuracy:
+    labels, found = scene(seed, images=40)
+    rng = np.random.default_rng(9)
+    moved = [dataclasses.replace(f, boxes=f.boxes + rng.normal(0, noise, f.boxes.shape)) for f in found]
+    evaluation = _evaluated(labels, moved)
+    return Accuracy(metrics=coco_metrics(labels, moved), evidence=evidence_of("map", map_facts(evaluation)))
+
+
+def test_the_drop_of_map_has_a_paired_interval_from_stored_records() -> None:
+    reference, worse = (
+        accuracy_of(json.loads(json.dumps({"metrics": a.metrics, "per_item": [], "evidence": a.evidence})))
+        for a in (detector(5), detector(5, noise=6.0))
+    )
+    drop = drop_estimate(reference, worse, "map")
+    own = metric_estimate(reference, "map")
+    assert drop is not None
+    assert own is not None
+    assert drop.interval.value == pytest.approx(reference.metrics["map"] - worse.metrics["map"])
+    assert 0 < drop.interval.low < drop.interval.value < drop.interval.high
+    assert own.interval.low < own.interval.value < own.interval.high
+    assert own.images == drop.images == 40
+    assert drop.note == ""
+    same = drop_estimate(reference, reference, "map")
+    assert same is not None
+    assert (same.interval.low, same.interval.value, same.interval.high) == (0.0, 0.0, 0.0)
+    for metric in ("map50", "map75", "maps", "mapm", "mapl"):
+        assert drop_estimate(reference, worse, metric) is not None
+
+
+def hits(values: np.ndarray) -> Accuracy:
+    return Accuracy(metrics={"top1": float(values.mean())}, per_item=tuple(values.tolist()))
+
+
+def test_pairing_makes_the_interval_of_a_drop_narrow() -> None:
+    rng = np.random.default_rng(1)
+    first = (rng.random(400) < 0.7).astype(float)
+    second = np.where(rng.random(400) < 0.03, 1 - first, first)
+    drop, own = drop_estimate(hits(first), hits(second), "top1"), metric_estimate(hits(first), "top1")
+    assert drop is not None
+    assert own is not None
+    assert drop.interval.high - drop.interval.low < 0.5 * (own.interval.high - own.interval.low)
+    other_way = drop_estimate(hits(first), hits(second), "top1", higher_is_better=False)
+    assert other_way is not None
+    assert other_way.interval.value == -drop.interval.value
+
+
+def test_the_interval_of_a_mean_is_that_of_theory() -> None:
+    values = np.random.default_rng(2).normal(3.0, 2.0, 500)
+    estimate = metric_estimate(Accuracy(metrics={"m": float(values.mean())}, per_item=tuple(values.tolist())), "m")
+    assert estimate is not None
+    half = 1.96 * values.std() / np.sqrt(500)
+    assert estimate.interval.low == pytest.approx(values.mean() - half, abs=0.03)
+    assert estimate.interval.high == pytest.approx(values.mean() + half, abs=0.03)
+
+
+def test_every_metric_of_a_mean_has_its_interval_and_per_item_is_of_the_primary_one() -> None:
+    both = {"top1": [1.0, 0.0] * 15, "top5": [1.0] * 29 + [0.0]}
+    metrics = {name: float(np.mean(values)) for name, values in both.items()}
+    full = Accuracy(metrics=metrics, per_item=tuple(both["top1"]), evidence=evidence_of("mean", both))
+    top5 = metric_estimate(full, "top5", primary="top1")
+    assert top5 is not None
+    assert top5.interval.high == 1.0
+    old = dataclasses.replace(full, evidence="")
+    assert metric_estimate(old, "top1", primary="top1") is not None
+    assert metric_estimate(old, "top5", primary="top1") is None
+    assert drop_estimate(old, full, "top5", primary="top1") is None
+    assert metric_estimate(full, "map") is None
+
+
+def test_few_images_are_said() -> None:
+    estimate = metric_estimate(hits(np.array([1.0, 0.0] * 9)), "top1")
+    assert estimate is not None
+    assert estimate.note == "only 18 images: the interval is too wide to say much; score more of them"
+
+
+def test_images_that_are_not_the_same_are_no_pairs() -> None:
+    with pytest.raises(ValueError, match="a paired interval needs the same images, but there are 30 and 31"):
+        drop_estimate(hits(np.ones(30)), hits(np.ones(31)), "top1")
+
+
+@pytest.mark.parametrize("evidence", ["damaged", "Wc$|", evidence_of("mean", {"top1": [1]})[:-4]])
+def test_damaged_evidence_is_said(evidence: str) -> None:
+    with pytest.raises(ValueError, match="the evidence of a score is damaged"):
+        metric_estimate(Accuracy(metrics={"top1": 1.0}, evidence=evidence), "top1")
+
+
+def test_evidence_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    evidence = evidence_of("mean", {"top1": [0] * 100_000})
+    monkeypatch.setattr(intervals, "MAX_BYTES", 1000)
+    with pytest.raises(ValueError, match="damaged"):
+        metric_estimate(Accuracy(metrics={"top1": 1.0}, evidence=evidence), "top1")
+
+
+def test_a_figure_is_what_its_own_record_of_images_says() -> None:
+    found = detector(5)
+    for metric in METRICS:
+        assert contradiction(found, metric) == ""
+    forged = dataclasses.replace(found, metrics={**found.metrics, "map": found.metrics["map"] + 0.01})
+    assert contradiction(forged, "map").startswith(
+        f"map is {forged.metrics['map']:.6g}, but by its own evidence it is "
+    )
+    assert contradiction(dataclasses.replace(forged, evidence=""), "map") == "", "nothing is known of single images"
+    assert contradiction(hits(np.array([1.0, 0.0])), "top1") == ""
+
+
+def test_single_images_may_be_of_the_metric_that_an_evaluator_is_made_of() -> None:
+    kept = {"sqnr_db": [10.0, 20.0], "cosine": [0.9, 0.7]}
+    metrics = {name: float(np.mean(values)) for name, values in kept.items()}
+    found = Accuracy(metrics=metrics, per_item=(10.0, 20.0), evidence=evidence_of("mean", kept))
+    assert contradiction(found, "cosine") == ""
+    assert contradiction(dataclasses.replace(found, per_item=(10.0, 30.0)), "cosine") == (
+        "cosine is 0.8, but by its own per_item it is 20"
+    )
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"images": 2, "areas": [[{"truth": [2], "image": [], "hits": [], "misses": []}]]},
+        {"images": 2, "areas": [[{"truth": [0], "image": [7], "hits": [1], "misses": [0]}]]},
+        {"images": 10**15, "areas": [[]]},
+        {"images": 2},
+    ],
+)
+def test_evidence_that_does_not_hold_together_is_said(facts: dict[str, Any]) -> None:
+    forged = Accuracy(metrics={"map": 0.5}, evidence=evidence_of("map", facts))
+    with pytest.raises(ValueError, match="the evidence of a score is damaged"):
+        contradiction(forged, "map")

@@ -1,0 +1,197 @@
+"""Accuracy on arrays with labels: classes and metrics of one's own, of models with one input and with several."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness import registry
+from harness.errors import EvaluationFailed, UserError
+from harness.accuracy.data.datasets import half_of, open_data
+from harness.accuracy.metrics.base import evaluator_params, image_supplies
+from harness.accuracy.metrics.intervals import metric_estimate
+
+CLASSES = 4
+ROWS = 30
+TWO: Mapping[str, tuple[str, tuple[int, ...]]] = {"x": ("float", (1, CLASSES)), "mask": ("bool", (1, CLASSES))}
+ONE: Mapping[str, tuple[str, tuple[int, ...]]] = {"x": ("float", (1, CLASSES))}
+METRIC = "harness.accuracy.metrics.custom:Metric"
+LOSS = "harness.accuracy.metrics.custom:Loss"
+DOCS = Path(__file__).resolve().parents[3] / "docs/accuracy.md"
+
+
+def made(use: str, data: Any, folder: Path, inputs: Any = None, **params: Any) -> Any:
+    """The evaluator as the harness makes it."""
+    types = TWO if inputs is None else inputs
+    supplied = {**image_supplies(data, types), "inputs": types, "base": folder}
+    return registry.create("evaluator", use, evaluator_params(use, {"data": data, **params}, supplied))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Rows whose largest value that the mask leaves is their class, for three of four rows."""
+    rng = np.random.default_rng(0)
+    x, mask = rng.normal(size=(ROWS, CLASSES)).astype(np.float32), rng.integers(0, 2, (ROWS, CLASSES)).astype(bool)
+    mask[:, 0] = True
+    y = np.where(mask, x, -9).argmax(axis=1)
+    y[::4] = (y[::4] + 1) % CLASSES
+    np.savez(tmp_path / "two.npz", x=x, mask=mask, y=y)
+    np.savez(tmp_path / "inputs.npz", x=x, mask=mask)
+    np.save(tmp_path / "x.npy", x)
+    np.save(tmp_path / "y.npy", y)
+    np.savez(tmp_path / "y.npz", anything=y[:, None])
+    (tmp_path / "y.csv").write_text("class\n" + "".join(f"{value}\n" for value in y))
+    (tmp_path / "y.txt").write_text("".join(f"{value}.0\n" for value in y))
+    return tmp_path
+
+
+def engine(feeds: Any) -> dict[str, np.ndarray]:
+    return {"logits": np.where(feeds["mask"], feeds["x"], -9)}
+
+
+def two(labels: str = "y", path: str = "two.npz", **cut: Any) -> dict[str, Any]:
+    return {"use": path[-3:], "path": path, "labels": labels, **cut}
+
+
+@pytest.mark.parametrize(
+    "data", [two(), *(two(f"y.{kind}", "inputs.npz") for kind in ("npy", "npz", "csv", "txt"))], ids=str
+)
+def test_labels_are_an_array_of_the_file_or_a_file(data: dict[str, Any], folder: Path) -> None:
+    evaluator = made("top1", data, folder)
+    found = evaluator.score(engine)
+    assert len(evaluator) == len(found.per_item) == ROWS
+    assert found.metrics["top1"] == pytest.approx(22 / ROWS)
+    assert metric_estimate(found, "top1") is not None
+
+
+def test_batches_of_several_samples_are_scored_sample_by_sample(folder: Path) -> None:
+    eights = {name: (kind, (8, CLASSES)) for name, (kind, _) in TWO.items()}
+    evaluator = made("top1", two(), folder, eights)
+    assert evaluator.inferences == 4
+    assert evaluator.score(engine).metrics["top1"] == pytest.approx(22 / ROWS)
+
+
+def test_a_held_back_half_has_its_own_labels(folder: Path) -> None:
+    scores = [made("top1", two(half=half), folder).score(engine).per_item for half in ("search", "report")]
+    whole = made("top1", two(), folder).score(engine).per_item
+    for half, found in zip(("search", "report"), scores, strict=True):
+        assert found == tuple(hit for i, hit in enumerate(whole) if half_of(f"row {i}") == half)
+    from_file = made("top1", two("y.csv", "inputs.npz", half="report"), folder)
+    assert from_file.score(engine).per_item == scores[1]
+
+
+def test_labels_are_no_input_of_the_model(folder: Path) -> None:
+    opened = open_data(two(), folder)
+    assert set(opened.arrays) == {"x", "mask"}  # type: ignore[union-attr]
+    with pytest.raises(UserError, match=r"no input 'y'.*labels: y"):
+        made("top1", {"use": "npz", "path": "two.npz"}, folder)
+    with pytest.raises(UserError, match=r"no input 'y'.*leave it out"):
+        made("top1", two("y.csv"), folder)
+
+
+def test_classes_from_1_are_explained_where_the_model_was_not_asked_before(folder: Path) -> None:
+    np.save(folder / "y.npy", np.load(folder / "y.npy") + 1)
+    with pytest.raises(UserError, match="count from 1"):
+        made("top1", two("y.npy", "inputs.npz"), folder).score(engine)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ("two.npz", "data: a mapping such as"),
+        ({"use": "npz", "path": "inputs.npz"}, "classes are needed, from an array of the .npz file"),
+        (two("z"), "no array 'z', only 'x', 'mask', 'y', and z: no such file"),
+        (two("short.csv", "inputs.npz"), "has 2 rows, but inputs.npz has 30 samples"),
+        (two("words.csv", "inputs.npz"), "line 3: numbers are wanted, but got 'cat'"),
+        (two("x", "inputs.npz"), "one class a sample"),
+        (two("halves.csv", "inputs.npz"), "whole numbers from 0"),
+    ],
+)
+def test_labels_that_do_not_fit_are_explained(data: Any, words: str, folder: Path) -> None:
+    (folder / "short.csv").write_text("1\n2\n")
+    (folder / "words.csv").write_text("class\n1\ncat\n")
+    (folder / "halves.csv").write_text("0.5\n" * ROWS)
+    np.savez(folder / "inputs.npz", x=np.zeros((ROWS, CLASSES), np.float32), mask=np.zeros((ROWS, CLASSES), bool))
+    inputs = {"mask": TWO["mask"]} if words == "one class a sample" else None
+    with pytest.raises(UserError, match=re.escape(words)):
+        made("top1", data, folder, inputs)
+
+
+def test_labels_beside_the_data_are_sent_there(folder: Path) -> None:
+    with pytest.raises(UserError, match="labels belong to the data"):
+        made("top1", two(), folder, labels="y")
+
+
+def test_boxes_and_masks_are_of_images(folder: Path) -> None:
+    with pytest.raises(UserError, match="images are needed here"):
+        made("coco_map", two(), folder, preprocess="yolox", decode="yolox")
+
+
+FUNCTIONS = """
+import numpy as np
+
+def hits(outputs, labels):
+    return outputs.argmax(axis=1) == labels
+
+def error(outputs, labels):
+    return float(np.abs(outputs["a"] - outputs["b"]).max())
+
+def broken(outputs, labels):
+    raise KeyError("no")
+
+def wide(outputs, labels):
+    return outputs
+"""
+
+
+@pytest.fixture
+def functions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"metrics_{folder.name.replace('-', '_')}"
+    (folder / f"{name}.py").write_text(FUNCTIONS)
+    monkeypatch.syspath_prepend(str(folder))
+    return name
+
+
+def test_a_function_of_outputs_and_labels_is_a_metric(folder: Path, functions: str) -> None:
+    evaluator = made(METRIC, two(), folder, function=f"{functions}:hits")
+    found = evaluator.score(engine)
+    assert found.metrics["metric"] == pytest.approx(22 / ROWS)
+    assert metric_estimate(found, "metric") is not None
+    loss = made(LOSS, two(), folder, function=f"{functions}:error")
+    assert (loss.metric, loss.higher_is_better) == ("loss", False)
+    found = loss.score(lambda feeds: {"a": feeds["x"], "b": feeds["x"] + 2})
+    assert found.metrics["loss"] == pytest.approx(2)
+    assert found.per_item == ()
+
+
+@pytest.mark.parametrize(("name", "words"), [("broken", "KeyError"), ("wide", r"shape \(30, 4\)")])
+def test_a_function_that_breaks_is_named(name: str, words: str, folder: Path, functions: str) -> None:
+    evaluator = made(METRIC, two(), folder, function=f"{functions}:{name}")
+    with pytest.raises(EvaluationFailed, match=f"{functions}:{name}.*{words}"):
+        evaluator.score(engine)
+
+
+def test_examples_of_the_docs_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = DOCS.read_text(encoding="utf-8").partition("## A metric of your own")[2].partition("\n## ")[0]
+    for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+        file = re.match(r"# (\w+\.py)", block)
+        assert file is not None
+        (folder / file[1]).write_text(block)
+        sys.modules.pop(file[1][:-3], None)
+    monkeypatch.syspath_prepend(str(folder))
+    np.savez(folder / "test.npz", x=np.load(folder / "x.npy"), y=np.load(folder / "x.npy").sum(axis=1) + 0.5)
+    data = two("y", "test.npz")
+
+    def total(feeds: Any) -> dict[str, np.ndarray]:
+        return {"out": feeds["x"].sum(axis=1, keepdims=True)}
+
+    within = made(METRIC, data, folder, ONE, function="my_metrics:within_one").score(total)
+    assert within.metrics["metric"] == 1
+    own = made("my_evaluator:MeanError", data, folder, ONE).score(total)
+    assert own.metrics["mean_error"] == pytest.approx(0.5, abs=1e-6)

@@ -1,0 +1,142 @@
+"""How far one scoring is comes out of the worker that does it, and a scoring that takes too long still ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from harness.api import Accuracy, Candidate
+from harness.accuracy.metrics.classification import Top1
+from harness.accuracy.metrics.fidelity import Fidelity
+from harness.timing.workers import in_process
+from harness.timing.workers.engines import Built, WorkerSpec
+from harness.timing.workers.sandbox import InProcess, Sandbox
+from harness.records import Failed
+from harness.config.experiment import Limits, Use
+
+PLUGINS = """
+import time
+from contextlib import contextmanager
+from harness.api import Accuracy, Artifact
+
+class Bench:
+    def __init__(self, infer_s=0.2):
+        self.infer_s = infer_s
+
+    def build(self, candidate, workdir):
+        return Artifact(engine=None)
+
+    @contextmanager
+    def open(self, artifact):
+        yield self
+
+    def infer(self, feeds):
+        time.sleep(self.infer_s)
+        return {}
+
+    def describe(self):
+        return {"name": "bench"}
+
+class Patient:
+    metric, higher_is_better = "score", True
+
+    def __init__(self, inferences=4):
+        self.inferences = inferences
+
+    def score(self, infer):
+        for _ in range(self.inferences):
+            infer({})
+        return Accuracy(metrics={"score": 0.5}, note="a guess")
+
+    prepare = score
+
+class Mute(Patient):
+    def __init__(self):
+        super().__init__()
+        self.count, self.inferences = 4, None
+
+    def score(self, infer):
+        for _ in range(self.count):
+            infer({})
+        return Accuracy(metrics={"score": 0.5})
+"""
+
+
+@pytest.fixture
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "patient_plugins.py").write_text(PLUGINS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("patient_plugins", None)
+
+
+def spec(folder: Path, infer_s: float = 0.2, inferences: int = 4) -> WorkerSpec:
+    return WorkerSpec(
+        benchmarkers={"main": Use(use="patient_plugins:Bench", params={"infer_s": infer_s})},
+        evaluators={
+            "main": Use(use="patient_plugins:Patient", params={"inferences": inferences}),
+            "mute": Use(use="patient_plugins:Mute"),
+        },
+        workdir=folder / "work",
+    )
+
+
+def candidate(folder: Path) -> Candidate:
+    return Candidate(digest="x", edges=(), source=lambda: folder)
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_worker_tells_how_far_it_is(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    with Sandbox(spec(tmp_path), Limits()) as engines:
+        built = engines.build(candidate(tmp_path))
+        assert isinstance(built, Built)
+        found = engines.evaluate(built.handle, watch=lambda done, total: told.append((done, total)))
+        assert found == Accuracy(metrics={"score": 0.5}, note="a guess")
+        assert told == sorted(told)
+        assert told, "0.8 s are long enough for a word"
+        assert {total for _, total in told} == {4}
+        assert engines.evaluate(built.handle) == found, "nobody has to watch"
+        assert engines.prepare(built.handle, watch=lambda done, total: told.append((done, total))) is None
+
+
+@pytest.mark.usefixtures("plugins")
+def test_words_on_the_way_do_not_put_off_the_end(tmp_path: Path) -> None:
+    told: list[int] = []
+    with Sandbox(spec(tmp_path, inferences=1000), Limits(evaluate_s=1.5)) as engines:
+        built = engines.build(candidate(tmp_path))
+        assert isinstance(built, Built)
+        found = engines.evaluate(built.handle, watch=lambda done, _: told.append(done))
+    assert isinstance(found, Failed)
+    assert (found.stage, found.reason) == ("timeout", "evaluate took longer than 1.5 s")
+    assert told
+
+
+@pytest.mark.usefixtures("plugins")
+def test_an_evaluator_that_does_not_say_how_long_it_takes_works_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_process, "TELL_S", 0.0)
+    told: list[tuple[int, int]] = []
+    with InProcess(spec(tmp_path, infer_s=0.0)) as engines:
+        built = engines.build(candidate(tmp_path))
+        assert isinstance(built, Built)
+        engines.evaluate(built.handle, "mute", lambda done, total: told.append((done, total)))
+        assert told == []
+        engines.evaluate(built.handle, "main", lambda done, total: told.append((done, total)))
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_the_evaluators_here_say_how_often_they_run_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "labels.txt").write_text("".join(f"{i}.png 0\n" for i in range(5)))
+    (tmp_path / "images").mkdir()
+    for i in range(5):
+        Image.new("RGB", (4, 4)).save(tmp_path / "images" / f"{i}.png")
+    data = {"use": "images", "images": "images", "labels": "labels.txt"}
+    pairs = Top1(data, "shapes", "x", (2, 3, 4, 4), base=tmp_path)
+    assert (len(pairs), pairs.inferences) == (5, 3)
+    assert Fidelity(tmp_path / "r.npz", {"x": ("float", (1, 5))}, samples=6).inferences == 6

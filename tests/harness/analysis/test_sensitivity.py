@@ -1,0 +1,181 @@
+"""Sensitivities: what each pattern or point does alone and left out, and searches that start from that."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small import qdq, save_chain
+
+from harness.errors import UserError
+from harness.statistics import Interval
+from harness.pipeline.prior import PriorUnit, ladder, read_prior
+from harness.analysis.sensitivity import Effect, Sensitivity, units_of
+from search.space import Dimension, Edge, Space
+
+PLUGINS = """
+from contextlib import contextmanager
+import numpy as np
+from harness.runtimes.simulated import SimulatedBenchmarker
+
+class Paying:
+    "Every quantized edge gains; outputs tell how many there are."
+    in_process, dialect = True, "openvino"
+
+    def __init__(self):
+        self.simulated = SimulatedBenchmarker(seed=5, noise=0.0, wanted_share=1.0)
+
+    def build(self, candidate, workdir):
+        return self.simulated.build(candidate, workdir)
+
+    @contextmanager
+    def open(self, artifact):
+        with self.simulated.open(artifact) as probe:
+            yield Talking(probe, artifact.info["truth_ms"])
+
+    def describe(self):
+        return {**self.simulated.describe(), "name": "paying"}
+
+class Noisy(Paying):
+    "One of which no reading can be believed."
+    def __init__(self):
+        self.simulated = SimulatedBenchmarker(seed=5, noise=1.0, noise_seed=7, wanted_share=1.0)
+
+class Talking:
+    def __init__(self, probe, truth_ms):
+        self.sample, self.truth_ms = probe.sample, truth_ms
+
+    def infer(self, feeds):
+        return {"y": np.array([[1.0, 10.0 - self.truth_ms]], np.float32)}
+"""
+
+
+def test_what_cannot_be_studied_leaves_no_folder(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    (tmp_path / "cut.onnx").write_bytes(b"hello")
+    monkeypatch.chdir(tmp_path)
+    assert qdq("sensitivity", "cut.onnx") == 2
+    assert "cut.onnx: not an ONNX file" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["cut.onnx"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sensitivity")
+    save_chain(folder / "net.onnx", (8, 8, 8), size=8)
+    (folder / "paying_plugin.py").write_text(PLUGINS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def measured(folder: Path) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        arguments = ("sensitivity", "net.onnx", "--by", "point", "--backend", "paying_plugin:Paying", "--samples", "2")
+        assert qdq(*arguments, "--out", "out") == 0
+    return folder / "out"
+
+
+def test_each_point_has_both_directions_best_gain_per_noise_first(measured: Path) -> None:
+    body = json.loads((measured / "sensitivity.json").read_text())
+    assert body["kind"] == "sensitivity"
+    assert len(body["units"]) >= 4
+    ranks = []
+    for unit in body["units"]:
+        assert unit["alone"]["gain_us"] > 0, "this runtime pays for every edge"
+        assert unit["left_out"]["gain_us"] > 0, "leaving it out costs"
+        assert unit["left_out"]["sqnr_db"] > body["full_db"]["int8"], "leaving it out heals"
+        assert unit["alone"]["gain_low_us"] <= unit["alone"]["gain_us"] <= unit["alone"]["gain_high_us"]
+        ranks.append(unit["alone"]["gain_us"] * 10 ** (unit["alone"]["sqnr_db"] / 10))
+    assert ranks == sorted(ranks, reverse=True)
+    assert (measured / "sensitivity.png").read_bytes().startswith(b"\x89PNG")
+    assert not (measured / "work").exists()
+
+
+def test_of_what_loses_time_the_noisier_stands_behind() -> None:
+    def rank(gain_us: float, sqnr_db: float) -> float:
+        effect = Effect(gain_us=Interval(value=gain_us, low=gain_us, high=gain_us), sqnr_db=sqnr_db)
+        return Sensitivity(unit=None, alone=effect, left_out=effect).rank  # type: ignore[arg-type]
+
+    ranks = [rank(*each) for each in ((10.0, 40.0), (10.0, 10.0), (-10.0, 40.0), (-10.0, 10.0), (-20.0, 10.0))]
+    assert ranks == sorted(ranks, reverse=True)
+
+
+@pytest.mark.parametrize(("backend", "noisy"), [("Paying", False), ("Noisy", True)])
+def test_a_file_gets_headings_and_the_word_that_it_was_too_noisy_to_rank(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], backend: str, noisy: bool
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    out = f"../{folder.name}/{backend}"
+    arguments = ("--by", "point", "--backend", f"paying_plugin:{backend}", "--samples", "2", "--out", out)
+    assert qdq("sensitivity", "net.onnx", *arguments) == 0
+    heads, *lines = capsys.readouterr().out.splitlines()
+    assert heads.split("\t")[:5] == ["unit", "precision", "role", "edges", "alone µs [CI]"]
+    assert len(lines[0].split("\t")) == len(heads.split("\t"))
+    assert any(line.startswith("Too noisy to rank") for line in lines) == noisy
+    assert lines[-1].startswith(f"{backend}/sensitivity.json and "), "no detour in a path"
+
+
+EXPERIMENT = """
+experiment: primed
+models: [{use: net.onnx, calibration: {samples: 2}}]
+backends: [{use: 'paying_plugin:Paying', label: paying}]
+searchers: [random]
+initial: [float, {use: sensitivity, params: {path: out/sensitivity.json, limit: 3}}]
+baselines: [sensitivity]
+budget: {evaluations: [5]}
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+
+
+def test_searches_start_from_what_was_measured(measured: Path, folder: Path) -> None:
+    (folder / "primed.yaml").write_text(EXPERIMENT)
+    assert qdq("run", str(folder / "primed.yaml"), "--out", str(folder / "primed")) == 0
+    facts = json.loads((folder / "primed" / "net-paying-int8" / "cell.json").read_text())
+    placements = facts["placements"]
+    sizes = [sum(placements[name]) for name in ("float", "sensitivity", "sensitivity-2", "sensitivity-3")]
+    assert sizes == sorted(set(sizes)), "each start has more of the best points than the one before"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{", "not a file of 'qdq sensitivity' that can be read"),
+        ("[1]", "no sensitivities of schema 1"),
+        ('{"kind": "sensitivity", "schema": 1, "units": [{}]}', "'alone'"),
+    ],
+)
+def test_another_file_is_refused_beforehand(folder: Path, capsys: Any, text: str, expected: str) -> None:
+    (folder / "other.json").write_text(text)
+    (folder / "wrong.yaml").write_text(EXPERIMENT.replace("out/sensitivity.json", "other.json"))
+    assert qdq("run", str(folder / "wrong.yaml"), "--check") == 2
+    assert expected in capsys.readouterr().err
+
+
+def space() -> Space:
+    def dimension(name: str, group: str, *choices: str) -> Dimension:
+        edges = (Edge(f"t{name}", name, 0),)
+        return Dimension(name=name, group=group, kind="node_input", choices=("float", *choices), edges=edges)
+
+    return Space((dimension("a", "g", "int8", "fp8"), dimension("b", "g", "int8"), dimension("c", "h", "int8")))
+
+
+def test_units_are_patterns_or_points_at_each_precision() -> None:
+    patterns = [(unit.name, unit.precision, unit.dimensions) for unit in units_of(space(), "pattern")]
+    assert patterns == [("g", "int8", (0, 1)), ("g", "fp8", (0, 1)), ("h", "int8", (2,))]
+    assert [unit.name for unit in units_of(space(), "point")] == ["a", "a", "b", "c"]
+
+
+def test_a_ladder_takes_the_best_first_and_drops_what_the_model_does_not_have() -> None:
+    units = [PriorUnit(dimensions=("c",), precision="int8"), PriorUnit(dimensions=("gone",), precision="int8"),
+             PriorUnit(dimensions=("a", "b"), precision="fp8")]  # fmt: skip
+    assert [placement.choices for placement in ladder(units, space(), 2)] == [(0, 0, 1), (2, 0, 1)]
+    assert ladder(units[1:2], space(), 2) == []
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a file of 'qdq sensitivity'"):
+        read_prior(tmp_path / "nothing.json")

@@ -1,0 +1,76 @@
+"""The doctor always answers: for what is there, for what is missing, and for what is broken."""
+
+import pytest
+
+from harness.cli import environment
+from harness import registry
+
+GPU = {"name": "NVIDIA H100", "driver_version": "570.1", "memory.total": "81559 MiB"}
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """What the doctor says on a machine with these facts."""
+
+    def examine(**facts):
+        monkeypatch.setattr(environment, "environment", lambda: facts)
+        return {what: (state, detail) for what, state, detail in environment.examine()}
+
+    return examine
+
+
+def test_a_machine_without_gpu_and_readings_says_so(rows):
+    found = rows(cpu={"model": "x", "flags": ["avx2", "amx_int8"]})
+    assert found["gpu"][0] == "none found"
+    assert [found[name][0] for name in ("cpu.governor", "cpu.mhz", "cpu.turbo")] == ["not readable"] * 3
+    assert found["cpu.flags"] == ("", "avx2, amx_int8")
+
+
+@pytest.mark.parametrize(
+    ("flags", "warned"),
+    [(["avx2"], True), (["avx2", "avx512f"], True), (["avx2", "avx_vnni"], False), (["asimddp"], False), ([], False)],
+)
+def test_processors_whose_integer_products_saturate_are_a_warning(rows, flags, warned):
+    found = rows(cpu={"model": "x", "flags": flags})
+    assert ("int8 on this cpu" in found) == warned
+    if warned:
+        state, detail = found["int8 on this cpu"]
+        assert state == "warning"
+        assert "no VNNI" in detail
+        assert "saturate" in detail
+
+
+def test_gpus_and_clocks_are_readable(rows):
+    found = rows(cpu={"governor": "performance", "mhz": 2100, "turbo": False}, gpus=[GPU])
+    assert found["gpu 0"] == ("ok", "name NVIDIA H100, driver_version 570.1, memory.total 81559 MiB")
+    assert [found[name][1] for name in ("cpu.governor", "cpu.mhz", "cpu.turbo")] == ["performance", "2100", "off"]
+
+
+def test_two_onnx_runtimes_are_a_warning(rows, monkeypatch):
+    assert "onnxruntime twice" not in rows()
+    monkeypatch.setattr(environment, "_version", lambda name: "1.24")
+    state, detail = rows()["onnxruntime twice"]
+    assert state == "warning"
+    assert "onnxruntime 1.24 and onnxruntime-gpu 1.24 overwrite each other: pip uninstall" in detail
+
+
+def test_remedies_are_commands_for_a_checkout(rows, monkeypatch):
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
+    found = rows()
+    assert found["tensorrt"] == ("missing", "pip install -e '.[tensorrt]' (needs an NVIDIA GPU)")
+    assert found["ray"] == ("missing", "pip install -e '.[ray]'")
+
+
+def test_broken_plug_ins_stand_beside_the_working_ones(rows, monkeypatch):
+    def plugins(kind):
+        points = [p.entry_point for p in real(kind)]
+        if kind in ("benchmarker", "searcher"):
+            points.append(registry.EntryPoint(name="broken", value="broken_plug_in:X", group=registry.GROUPS[kind]))
+        return tuple(registry.Plugin(name=p.name, kind=kind, origin="o", entry_point=p) for p in points)
+
+    real = registry.plugins
+    monkeypatch.setattr(registry, "plugins", plugins)
+    found = rows()
+    assert found["benchmarker broken"][0] == found["searcher broken"][0] == "not usable"
+    assert "cannot be loaded: ModuleNotFoundError" in found["searcher broken"][1]
+    assert found["benchmarker simulated"][0] == "ok"

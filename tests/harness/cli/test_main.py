@@ -1,0 +1,256 @@
+"""What a user of `qdq` sees before anything runs, and while it does."""
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+
+import numpy as np
+import pytest
+from small import qdq
+
+from harness import registry
+from harness.cli.main import COMMANDS
+from harness.cli.list import purpose
+from harness.graph.builder import GraphBuilder
+from harness.registry import Plugin
+from harness.cli.progress import Terminal
+
+EXPERIMENT = """
+experiment: small
+models: [{use: net.onnx, calibration: {samples: 2}}]
+backends: [{use: simulated, params: {seed: 5, noise: 0.0}}]
+searchers: [random]
+initial: [float, all]
+baselines: [all]
+budget: {evaluations: [4]}
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+MODEL = "{use: net.onnx, calibration: {samples: 2}}"
+SEARCHER = """
+from harness.errors import UserError
+from search.space import Placement
+
+class Mine:
+    def __init__(self, space, *, seed):
+        self.space, self.left = space, 3
+
+    def ask(self, n):
+        self.left -= 1
+        return [Placement((1,) + (0,) * (len(self.space) - 1))] if self.left > 0 else []
+
+    def tell(self, observation):
+        pass
+
+class Broken(Mine):
+    def __init__(self, space, *, seed):
+        raise RuntimeError("no licence")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    builder = GraphBuilder("net", seed=1)
+    x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3, pad=1))
+    builder.output(builder.op("GlobalAveragePool", builder.conv(x, 4, 1)))
+    builder.save(tmp_path / "net.onnx")
+    (tmp_path / "my_searcher_of_cli.py").write_text(SEARCHER)
+    np.savez(tmp_path / "feeds.npz", x=np.zeros((2, 3, 8, 8), np.float32))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_searcher_of_cli", raising=False)
+    return tmp_path
+
+
+def model(text: str) -> tuple[str, str]:
+    return MODEL, "{use: net.onnx, " + text + "}"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (("[random]", "[{use: evolutionary, params: {population: 0}}]"), "population is at least 1, but got 0"),
+        (("[random]", "[{use: random, params: {seed: 1}}]"), "'seed' is set by the harness"),
+        (("[random]", "['my_searcher_of_cli:Broken']"), "searcher 'my_searcher_of_cli:Broken': RuntimeError: no lic"),
+        (("noise: 0.0", "noise: -1.0"), "benchmarker 'simulated': noise: 0 or more, but got -1.0"),
+        (
+            ("use: simulated, params: {seed: 5, noise: 0.0}", "use: onnxruntime}]\nprecision: [fp8] # "),
+            "precision 'fp8': backend 'onnxruntime' runs int8",
+        ),
+        ((MODEL, MODEL + ", 'zoo:resnet19'"), "models.1 (model 'resnet19'): zoo:resnet19: no such model; did you mean"),
+        ((MODEL, MODEL + ", gone.onnx"), "models.1 (model 'gone'): gone.onnx: no such file or folder"),
+        (
+            model("calibration: {data: {use: npz, path: no.npz}}"),
+            "models.0.calibration (model 'net'): no.npz: no such file",
+        ),
+        (model("preprocess: shape"), "no preprocessing is called 'shape'; did you mean 'shapes'"),
+        (
+            model("preprocess: shapes, calibration: {data: {use: images, images: none}}"),
+            "models.0.calibration (model 'net'): none: no such file or folder",
+        ),
+        (
+            model("preprocess: shapes, evaluator: {use: coco_map, params: {data: {use: shapes}, decode: shapes}}"),
+            "models.0.evaluator (model 'net'): data.split: this key is required",
+        ),
+        (
+            model("evaluator: {use: top1, params: {data: {use: npz, path: feeds.npz}}}"),
+            "top1: data.labels: classes are needed, from an array of the .npz file",
+        ),
+        (
+            model("evaluator: {use: top1, params: {data: {use: shapes, split: evaluation, count: 2}}}"),
+            "data: images need 'preprocess', the name of what turns an image into an input",
+        ),
+        (model("evaluator: {use: fidelity, params: {sample: 3}}"), "no parameter 'sample'; did you mean 'samples'"),
+        (
+            model("evaluator: {use: fidelity, params: {base: 3}}"),
+            "evaluator 'fidelity': 'base' is set by the harness, not by the experiment",
+        ),
+        (
+            model(
+                "preprocess: shapes, evaluator: {use: coco_map, "
+                "params: {data: {use: shapes, split: evaluation, count: 1}, decode: shape}}"
+            ),
+            "no decoder is called 'shape'; did you mean 'shapes'",
+        ),
+        (("baselines:", "objective: {max_drop: 0.1}\nbaselines:"), "model 'net' has no evaluator whose metric"),
+    ],
+)
+def test_check_finds_what_the_run_would_find_late(folder, capsys, change, expected):
+    file = folder / "wrong.yaml"
+    assert change[0] in EXPERIMENT
+    file.write_text(EXPERIMENT.replace(*change))
+    for more in (["--check"], ["--out", str(folder / "out")]):
+        assert qdq("run", str(file), *more) == 2
+        error = capsys.readouterr().err
+        assert expected in error
+        assert "Traceback" not in error
+    assert not (folder / "out").exists()
+
+
+def test_a_searcher_beside_the_experiment_runs_from_anywhere(folder, tmp_path_factory):
+    (folder / "mine.yaml").write_text(EXPERIMENT.replace("[random]", "['my_searcher_of_cli:Mine']"))
+    out = folder / "out"
+    command = [sys.executable, "-m", "harness.cli.main", "run", str(folder / "mine.yaml"), "--out", str(out)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path_factory.mktemp("elsewhere")
+    )
+    assert done.returncode == 0, done.stderr
+    assert "| Mine" in done.stdout
+    journal = (out / "net-simulated-int8" / "runs" / "Mine-0.jsonl").read_text().splitlines()
+    asks = [line for line in map(json.loads, journal) if line["kind"] == "asked"]
+    assert [line["origin"] for line in asks[:3]] == ["seed:float", "seed:all", "searcher"]
+    assert asks[2]["choices"] == [1] + [0] * (len(asks[2]["choices"]) - 1), "what Mine proposes"
+
+
+def test_warnings_of_our_own_parts_reach_the_user_once_and_nobody_elses(folder, capsys, monkeypatch):
+    def noisy():
+        for _ in range(3):
+            logging.getLogger("harness.graph.load").warning("operators stay float: Foo")
+        logging.getLogger("harness.graph.load").info("detail")
+        logging.getLogger("matplotlib").warning("chatter")
+        return {}
+
+    monkeypatch.setattr("harness.zoo.names", noisy)
+    assert qdq("list") == 0
+    assert capsys.readouterr().err == "operators stay float: Foo\n"
+    assert qdq("--verbose", "list") == 0
+    assert "harness.graph.load: detail" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("run", "small.yaml"), "qdq: interrupted; what was measured is kept: the same command goes on\n"),
+        (("list",), "qdq: interrupted\n"),
+    ],
+)
+def test_an_interruption_says_what_becomes_of_the_work(folder, capsys, monkeypatch, command, said):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    (folder / "small.yaml").write_text(EXPERIMENT)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("harness.pipeline.runner.run_experiment", stop)
+    monkeypatch.setattr("harness.zoo.names", stop)
+    assert qdq(*command) == 130
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_command_shows_an_example(capsys, command):
+    assert qdq(command, "--help") == 0
+    assert "Example: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["noise", "sensitivity"])
+def test_studies_say_where_data_come_from(capsys, command):
+    assert qdq(command, "--help") == 0
+    assert "an experiment file with one cell brings" in " ".join(capsys.readouterr().out.split())
+
+
+def test_list_shows_broken_plug_ins_too(capsys, monkeypatch):
+    broken = registry.EntryPoint(name="broken", value="not_installed_anywhere:X", group="qdq.searchers")
+    real = registry.entry_points
+    monkeypatch.setattr(registry, "entry_points", lambda group: [broken, *real(group=group)])
+    assert qdq("list") == 0
+    shown = capsys.readouterr().out
+    assert "searcher\tbroken" in shown
+    assert "searcher\trandom" in shown
+
+
+def test_regions_are_json_on_request(folder, capsys):
+    assert qdq("regions", str(folder / "net.onnx"), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["dialect"] == "openvino"
+    assert qdq("regions", str(folder / "net.onnx"), "--shape", "1x3") == 2
+    assert "--shape 1x3: NAME:SHAPE, for instance" in capsys.readouterr().err
+
+
+def test_without_a_terminal_long_work_says_how_far_it_is(capsys):
+    with Terminal(every_s=0.0) as terminal:
+        terminal.say("a line that is far longer than eighty columns " * 4)
+        with terminal.work("search", 3) as step:
+            step.advance("best 2 ms")
+            step.advance()
+            step.advance()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert lines[1:] == [f"search: {k}/3, about 0:00 min left, best 2 ms" for k in (1, 2)]
+
+
+def test_nobody_says_how_long_work_takes_by_its_first_step(capsys):
+    with Terminal(every_s=0.0) as terminal, terminal.work("confirmation", 40) as step:
+        step.advance()
+        step.advance()
+    assert capsys.readouterr().err.splitlines() == ["confirmation: 1/40", "confirmation: 2/40, about 0:00 min left"]
+
+
+def test_without_a_terminal_short_work_says_nothing(capsys):
+    with Terminal() as terminal, terminal.work("search", 2) as step:
+        step.advance()
+    assert capsys.readouterr().err == ""
+
+
+def test_the_version_is_told(capsys):
+    assert qdq("--version") == 0
+    assert re.fullmatch(r"qdq-bench \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
+
+
+def test_the_list_says_what_each_plug_in_does(capsys, monkeypatch, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        'class Walk:\n    """Walk about.\n\n    At random.\n    """\n\nraise RuntimeError\n'
+    )
+    (tmp_path / "broken.py").write_text("class (")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = {}
+    for name, value in (("walk", "mine:Walk"), ("broken", "broken:Walk"), ("gone", "nowhere:Walk")):
+        point = EntryPoint(name=name, value=value, group="qdq.searchers")
+        found[name] = purpose(Plugin(name=name, kind="searcher", origin="mine 1", entry_point=point))
+    assert found["walk"] == "Walk about."
+    assert all("cannot be read" in found[name] or found[name] == "" for name in ("broken", "gone"))
+    assert qdq("list") == 0
+    head, *rows = (line.split("\t") for line in capsys.readouterr().out.splitlines())
+    assert head[-1] == "what it does"
+    assert {row[0] for row in rows} >= {"searcher", "benchmarker", "evaluator", "dialect", "zoo model"}
+    assert [row for row in rows if not row[-1]] == []
+    assert any("7 bits" in row[-1] for row in rows if row[1] == "openvino_7bit")

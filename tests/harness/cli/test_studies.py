@@ -1,0 +1,95 @@
+"""What `qdq record` and `qdq noise` call their results, and what they advise where something else lies there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small import qdq, save_chain
+
+from harness.timing.workers.sandbox import InProcess
+from harness.results_dir.fingerprint import ADVICE, Changed
+from harness.studies.study_task import study_of, subject
+
+SIMULATED = ("--backend", "simulated", "--param", "noise=0.0")
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    return str(save_chain(tmp_path / "net.onnx", (4, 6, 8), size=8))
+
+
+def test_a_finished_table_is_not_taken_for_a_larger_or_another_one(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = ("record", model, *SIMULATED, "--out", "t.parquet", "--dimensions")
+    assert qdq(*table, "2") == 0
+    said = capsys.readouterr().out
+    assert "4 placements of 2 of " in said
+    assert "dimensions quantized in it: " in said
+    assert " of those that vary, " in said
+    written = Path("t.parquet").read_bytes()
+    for dimensions, more, told in (
+        ("3", (), "varied in the finished table: 2 -> 3"),
+        ("1", (), "varied in the finished table: 2 -> 1"),
+        ("2", ("--param", "seed=6"), "backend.options.seed: "),
+    ):
+        assert qdq(*table, dimensions, *more) == 2
+        error = capsys.readouterr().err
+        assert "t.parquet: this run was started with something else" in error
+        assert told in error
+        assert error.endswith("use another --out, or move away what is there to begin anew\n")
+        assert "accept-changes" not in error
+    assert qdq(*table, "2") == 0
+    assert qdq(*table[:-1]) == 0, "without --dimensions a finished table is as large as it is"
+    assert Path("t.parquet").read_bytes() == written
+
+
+@pytest.mark.parametrize("disturbed", ["", "waited for a core"])
+def test_noise_tells_of_other_work(
+    model: str, disturbed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample = InProcess.sample
+
+    def taken(self: InProcess, *args: Any) -> Any:
+        return replace(sample(self, *args), disturbed=disturbed)
+
+    monkeypatch.setattr(InProcess, "sample", taken)
+    few = ("--processes", "2", "--builds", "2", "--readings", "6", "--out", "n")
+    assert qdq("noise", model, *SIMULATED, *few) == 0
+    note = "100% of the turns were disturbed, which distorts speedups, usually upwards: close other work"
+    assert (note in capsys.readouterr().out) is bool(disturbed)
+    assert json.loads(Path("n/noise.json").read_text())["disturbed"] == float(bool(disturbed))
+
+
+def test_noise_advises_what_it_has(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def changed(*_: object) -> None:
+        raise Changed(f"float.json: backend.version: '1' -> '2'\n{ADVICE}")
+
+    monkeypatch.setattr("harness.analysis.noise_report.noise_report", changed)
+    assert qdq("noise", model, *SIMULATED) == 2
+    expected = "qdq: float.json: backend.version: '1' -> '2'\nuse another --out, or move away what is there"
+    assert capsys.readouterr().err.startswith(expected)
+
+
+def test_results_of_noise_are_called_after_what_was_measured(model: str) -> None:
+    def name(placement: str = "float", shapes: dict[str, str] | None = None, **params: object) -> str:
+        return subject(study_of(model, backend="simulated", params=params, shapes=shapes), placement)
+
+    assert name() == "net-simulated-float"
+    assert name("linear") == "net-simulated-linear-int8"
+    assert name(seed=1, noise=0.5) == "net-simulated-noise=0.5-seed=1-float"
+    assert name(noise=0.5, seed=1) == name(seed=1, noise=0.5)
+    others = {name(seed=seed, noise=noise) for seed in range(3) for noise in (0.0, 0.1)}
+    assert len(others) == 6
+    shaped = name(shapes={"x": "1x3x8x8"})
+    assert shaped == "net-simulated-x=1x3x8x8-float"
+    odd = name("../../elsewhere")
+    assert "/" not in odd
+    assert len(odd) < 60

@@ -1,0 +1,117 @@
+"""What a node of a cluster does, without a cluster: models are kept as long as there is room, and nothing is left."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.api import Candidate
+from harness.cluster import open_site
+from harness.cluster.ray_worker import Host, Order, Recent
+from harness.errors import UserError
+from harness.timing.workers.engines import MAIN, Built, WorkerSpec
+from harness.records import Failed
+from harness.config.experiment import Limits, Use
+from harness.config.executor import ExecutorSpec
+from harness.progress import Silent
+from search.space import Edge
+
+EDGES = ((Edge("x", "conv", 0), "int8"),)
+
+
+class Maker:
+    """Writes the digest of a placement in the place of its model."""
+
+    def write(self, resolved: Any, folder: Path, *, name: str | None = None) -> Path:
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{name}.onnx"
+        path.write_text(f"placement {name}")
+        return path
+
+
+class Reads:
+    """A runtime that reads its file, and refuses one that is not there."""
+
+    in_process = True
+    read: list[str] = []  # noqa: RUF012
+
+    def build(self, candidate: Candidate, workdir: Path) -> Any:
+        from harness.api import Artifact
+
+        path = candidate.source()
+        self.read.append(path.read_text())
+        beside = sorted(each.name for each in path.parent.iterdir())
+        return Artifact(engine=None, info={"beside": beside})
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "reads", "version": "1", "device": "none", "options": {}}
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Host]:
+    from harness.timing.workers import in_process as local
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(local.registry, "create", lambda *_: Reads())
+    monkeypatch.setattr(local.registry, "load", lambda *_: Reads)
+    Reads.read.clear()
+    made = Host(sys.path)
+    spec = WorkerSpec(benchmarkers={MAIN: Use(use="reads")}, workdir=tmp_path / "driver")
+    made.open(0, spec, Limits(), Maker())  # type: ignore[arg-type]
+    yield made
+    made.end()
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_files_are_asked_for_once_and_lie_beside_their_weights(host: Host) -> None:
+    order = Order(digest="float", edges=(), files="key")
+    assert isinstance(host.build(0, order, MAIN), KeyError), "they were never sent"
+    host.store_files("key", {"model.onnx": b"a model", "model.bin": b"its weights"})
+    for _ in range(2):
+        built = host.build(0, order, MAIN)
+        assert isinstance(built, Built)
+        assert built.info["beside"] == ["model.bin", "model.onnx"]
+    assert Reads.read == ["a model"] * 2
+
+
+def test_models_that_nobody_used_for_long_make_room(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_files", Recent(25, host._files._drop))
+    for name in "abc":
+        host.store_files(name, {f"{name}.onnx": b"0123456789"})
+    orders = {name: Order(digest=name, edges=(), files=name) for name in "abc"}
+    assert isinstance(host.build(0, orders["a"], MAIN), KeyError)
+    assert isinstance(host.build(0, orders["b"], MAIN), Built)
+    host.store_files("d", {"d.onnx": b"x" * 10})
+    assert isinstance(host.build(0, orders["c"], MAIN), KeyError), "b was used after it"
+    assert isinstance(host.build(0, orders["b"], MAIN), Built)
+    host.store_files("large", {"large.onnx": b"x" * 1000})
+    assert isinstance(host.build(0, Order(digest="l", edges=(), files="large"), MAIN), Built), "the newest always stays"
+
+
+def test_a_placement_is_written_where_it_is_built_and_gone_afterwards(host: Host) -> None:
+    for digest in ("aa", "bb"):
+        built = host.build(0, Order(digest=digest, edges=EDGES), MAIN)
+        assert isinstance(built, Built)
+        assert built.info["beside"] == [f"{digest}.onnx"]
+    assert Reads.read == ["placement aa", "placement bb"]
+
+
+def test_without_a_maker_a_placement_fails_with_the_reason(host: Host, tmp_path: Path) -> None:
+    host.open(1, WorkerSpec(benchmarkers={MAIN: Use(use="reads")}, workdir=tmp_path / "driver"), Limits(), None)
+    failed = host.build(1, Order(digest="aa", edges=EDGES), MAIN)
+    assert isinstance(failed, Failed)
+    assert failed.reason == "neither a file nor a candidate writer was sent"
+
+
+def test_where_ray_is_not_installed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "harness.cluster.ray_target", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with (
+        pytest.raises(UserError, match=r"executor: 'ray' needs Ray .*install it: pip install 'qdq-bench\[ray\]'"),
+        open_site(ExecutorSpec(use="ray"), Limits(), None, Silent()),
+    ):
+        pass

@@ -1,0 +1,448 @@
+"""Step by step: what each call of the autotuner promises, and what it says when the steps are out of order."""
+
+import math
+import re
+
+import onnx
+import onnx_graphsurgeon as gs
+import pytest
+
+from harness.compat.modelopt_autotune import (
+    AutotunerError,
+    AutotunerNotInitializedError,
+    Config,
+    InsertionScheme,
+    InvalidSchemeError,
+    NodeInputInsertionPoint,
+    PatternCache,
+    PatternSchemes,
+    QDQAutotuner,
+    QDQAutotunerBase,
+    Region,
+    RegionPattern,
+    RegionType,
+)
+from harness.compat.modelopt_autotune.qdq_utils import get_quantized_tensors
+from harness.errors import UserError
+from harness.graph.qdq.read_edges import delivered
+from search.algorithms.random_mutation import RandomMutationSearcher
+
+
+def begun(model, cache=None, **settings):
+    autotuner = QDQAutotuner(model)
+    autotuner.initialize(Config(**settings), cache)
+    autotuner.submit(10.0)
+    return autotuner
+
+
+def walk(autotuner, latency, limit=1000):
+    """Measure region after region; the schemes that were asked for, by region."""
+    asked = {}
+    for number, region in enumerate(autotuner.regions):
+        autotuner.set_profile_region(region, commit=number > 0)
+        while autotuner.current_profile_pattern_schemes is not None and len(asked.get(region.id, ())) < limit:
+            index = autotuner.generate()
+            if index == -1:
+                break
+            asked.setdefault(region.id, []).append(autotuner.current_profile_pattern_schemes.schemes[index].hash)
+            autotuner.submit(latency(autotuner))
+    autotuner.set_profile_region(None, commit=True)
+    return asked
+
+
+def fewer_is_slower(autotuner):
+    return 10.0 - len(autotuner.get_resolved_insertion_points(best=False)) / 10
+
+
+def test_the_first_latency_is_the_baseline_and_the_walk_ends_at_the_best_of_each_pattern(model):
+    autotuner = begun(model)
+    assert autotuner.baseline_latency_ms == 10.0
+    asked = walk(autotuner, fewer_is_slower)
+    assert 0 < len(asked) == len(autotuner.profiled_patterns) < len(autotuner.regions)
+    everything = {edge for d in autotuner.session.space.dimensions for edge in d.edges}
+    assert len(autotuner.get_resolved_insertion_points()) == len(everything)
+    assert all(each.best_scheme.latency_ms <= min(s.latency_ms for s in each.schemes)
+               for each in autotuner.profiled_patterns)  # fmt: skip
+
+
+def test_a_choice_applies_to_every_region_of_its_pattern(model):
+    autotuner = begun(model)
+    leaves = [region for region in autotuner.regions if region.type is RegionType.LEAF]
+    patterns = [autotuner.graph.pattern(region) for region in leaves]
+    twice = next(region for region, pattern in zip(leaves, patterns, strict=True) if patterns.count(pattern) == 2)
+    autotuner.set_profile_region(twice)
+    for _ in range(5):
+        autotuner.generate()
+        autotuner.submit(fewer_is_slower(autotuner))
+    proto = onnx.ModelProto.FromString(autotuner.export_onnx(best=True))
+    consumers = {edge.consumer for edge in delivered(proto)}
+    assert {name.replace("0", "#").replace("1", "#") for name in consumers if "block0" in name} == {
+        name.replace("0", "#").replace("1", "#") for name in consumers if "block1" in name
+    }  # fmt: skip
+
+
+def test_generate_says_minus_one_where_nothing_new_is_left_and_never_offers_a_known_model(model):
+    autotuner = begun(model)
+    asked, digests = walk(autotuner, lambda _: 5.0), list(autotuner.session.measured)
+    assert len(digests) == 1 + sum(map(len, asked.values())) == len(set(digests))
+    assert autotuner.session.measured[digests[0]].latency_ms == 10.0
+    autotuner.profiled_patterns.clear()
+    autotuner.set_profile_region(autotuner.regions[0])
+    assert autotuner.generate() == -1
+
+
+def test_a_scheme_that_was_generated_is_offered_until_its_latency_is_submitted(model):
+    autotuner = begun(model)
+    autotuner.set_profile_region(autotuner.regions[0])
+    index = autotuner.generate()
+    assert autotuner.generate() == index
+    autotuner.submit(4.0)
+    assert autotuner.generate() != index
+
+
+def test_a_failed_scheme_is_an_error_and_never_the_best(model):
+    autotuner = begun(model)
+    autotuner.set_profile_region(autotuner.regions[0])
+    for _ in range(3):
+        index = autotuner.generate()
+        autotuner.submit(float("inf"), success=False)
+        assert autotuner.current_profile_pattern_schemes.schemes[index].error
+    assert autotuner.current_profile_pattern_schemes.best_scheme.is_empty
+    assert autotuner.export_onnx(best=True) == autotuner.export_onnx(insert_qdq=False)
+
+
+def test_exports_carry_exactly_the_resolved_points_and_file_and_bytes_agree(model, tmp_path):
+    autotuner = begun(model)
+    autotuner.set_profile_region(autotuner.regions[0])
+    while not autotuner.get_resolved_insertion_points(best=False):
+        autotuner.generate()
+        autotuner.submit(9.0)
+    path = tmp_path / "sub" / "candidate.onnx"
+    content = autotuner.export_onnx(str(path))
+    assert path.read_bytes() == content
+    proto = onnx.ModelProto.FromString(content)
+    onnx.checker.check_model(proto)
+    index = {node.name: node.index for node in autotuner.graph.nodes}
+    found = {(edge.tensor, index[edge.consumer], edge.slot) for edge in delivered(proto)}
+    points = autotuner.get_resolved_insertion_points(best=False)
+    assert found == {(p.tensor_name, p.node_index, p.input_index) for p in points}
+    assert delivered(onnx.ModelProto.FromString(autotuner.export_onnx(insert_qdq=False))) == {}
+
+
+def test_a_transform_sees_the_model_before_it_is_written(model, tmp_path):
+    def marked(proto):
+        copy = onnx.ModelProto()
+        copy.CopyFrom(proto)
+        copy.producer_name = "transformed"
+        return copy
+
+    content = begun(model).export_onnx(None, insert_qdq=False, model_transform=marked)
+    assert onnx.ModelProto.FromString(content).producer_name == "transformed"
+
+
+def test_fp8_is_written_as_fp8(model):
+    autotuner = begun(model, default_quant_type="fp8")
+    walk(autotuner, fewer_is_slower, limit=4)
+    assert set(delivered(onnx.ModelProto.FromString(autotuner.export_onnx())).values()) == {"fp8"}
+
+
+def test_a_graph_of_graphsurgeon_is_a_model_too(model):
+    assert len(begun(gs.import_onnx(model)).regions) == len(begun(model).regions)
+
+
+def test_steps_out_of_order_are_told_with_the_step_that_is_missing(model):
+    autotuner = QDQAutotuner(model)
+    with pytest.raises(AutotunerNotInitializedError, match=r"QDQAutotuner: call initialize\(\) first"):
+        autotuner.submit(1.0)
+    autotuner.initialize()
+    with pytest.raises(AutotunerError, match="the float model has no latency"):
+        autotuner.submit(float("inf"))
+    autotuner.submit(1.0)
+    with pytest.raises(InvalidSchemeError, match=r"call set_profile_region\(\) first"):
+        autotuner.generate()
+    with pytest.raises(InvalidSchemeError, match=r"call set_profile_region\(\) and generate\(\) first"):
+        autotuner.submit(1.0)
+    with pytest.raises(ValueError, match="region 99 is none of the autotuner's regions"):
+        autotuner.set_profile_region(Region(99, 0, RegionType.LEAF))
+    with pytest.raises(TypeError, match=r"a model is an onnx.ModelProto or an onnx_graphsurgeon.Graph, but got str"):
+        QDQAutotuner("model.onnx")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"default_quant_type": "int4"}, "default_quant_type: one of int8, fp8, but got 'int4'"),
+        ({"default_dq_dtype": "double"}, "default_dq_dtype: one of float16, float32, bfloat16, but got 'double'"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, says):
+    with pytest.raises(AutotunerError, match=says):
+        Config(**settings)
+
+
+def test_a_precision_that_the_backend_lacks_is_refused(model):
+    with pytest.raises(AutotunerError, match=r"quant_type 'fp8': dialect 'onnxruntime(_7bit)?' has int8"):
+        QDQAutotuner(model).initialize(Config(default_quant_type="fp8", backend="onnxruntime"))
+
+
+def test_the_backend_decides_about_the_form_of_the_pairs(model):
+    autotuner = begun(model, backend="onnxruntime")
+    walk(autotuner, fewer_is_slower, limit=3)
+    proto = onnx.ModelProto.FromString(autotuner.export_onnx())
+    zero_points = {t.data_type for t in proto.graph.initializer if "zero" in t.name}
+    assert onnx.TensorProto.UINT8 in zero_points
+
+
+def test_the_default_type_counts_where_none_can_be_inferred(make_small):
+    builder = make_small()
+    proto = builder.build()
+    conv = next(node for node in proto.graph.node if node.op_type == "Conv")
+    proto.graph.node.insert(0, onnx.helper.make_node("Mystery", list(conv.input[:1]), ["y"], domain="acme"))
+    conv.input[0] = "y"
+    proto.opset_import.append(onnx.helper.make_opsetid("acme", 1))
+    autotuner = QDQAutotuner(proto)
+    for dtype, known in (("float16", "float16"), ("float32", "float")):
+        autotuner.initialize(Config(default_dq_dtype=dtype))
+        assert autotuner.graph.model.types["y"].dtype == known
+    region = next(r for r in autotuner.regions if any(autotuner.graph.nodes[n].name == conv.name for n in r.nodes))
+    points = autotuner.graph.full_scheme(region).node_inputs
+    assert "y" in {p.tensor_name for point in points for p in point.resolve(region, autotuner.graph)}
+    autotuner.submit(10.0)  # ONNX Runtime cannot run the model, so there are no ranges
+    walk(autotuner, fewer_is_slower, limit=5)
+    written = onnx.ModelProto.FromString(autotuner.export_onnx())
+    scales = {
+        float(onnx.numpy_helper.to_array(t)) for t in written.graph.initializer if "scale" in t.name and not t.dims
+    }
+    assert min(scales) == pytest.approx(0.1, rel=0.01)
+
+
+def test_what_an_export_already_has_is_imported_and_tried_first(model):
+    done = begun(model)
+    walk(done, fewer_is_slower)
+    tensors = get_quantized_tensors(onnx.ModelProto.FromString(done.export_onnx()))
+    autotuner = begun(model)
+    autotuner.import_insertion_points(sorted(tensors))
+    everything = done.get_resolved_insertion_points()
+    assert autotuner.get_resolved_insertion_points() == everything
+    assert autotuner.pattern_cache.num_patterns == done.pattern_cache.num_patterns
+    autotuner.set_profile_region(autotuner.regions[0])
+    autotuner.generate()
+    assert autotuner.get_resolved_insertion_points(best=False) == everything
+
+
+def test_names_of_quantized_tensors_as_other_tools_have_them_are_understood(model):
+    autotuner = begun(model)
+    autotuner.import_insertion_points({"x_QuantizeLinear_Output", "nothing_quantized", "stem.weight"})
+    assert {p.tensor_name for p in autotuner.get_resolved_insertion_points() if p.input_index == 0} == {"x"}
+
+
+def test_schemes_of_the_cache_come_first_and_are_measured_again(model):
+    done = begun(model)
+    walk(done, fewer_is_slower)
+    autotuner = begun(model, PatternCache(content=done.pattern_cache.content))
+    autotuner.set_profile_region(autotuner.regions[0])
+    first = autotuner.current_profile_pattern_schemes.schemes
+    cached = done.pattern_cache.get_pattern_schemes(autotuner.graph.pattern(autotuner.regions[0]).signature)
+    assert first[0].is_empty, "what there is competes with them"
+    assert [s.hash for s in first[1:]] == [s.hash for s in cached.schemes if not s.is_empty]
+    assert not any(scheme.is_profiled for scheme in first)
+    assert autotuner.generate() == 1, "of the float model the latency is known"
+
+
+@pytest.mark.parametrize("searcher", ["random", "random_mutation", "evolutionary", "tpe"])
+def test_what_is_slower_than_what_there_was_is_never_kept(model, searcher):
+    autotuner = begun(model, searcher=searcher)
+    autotuner.set_profile_region(autotuner.session.chart.whole)
+    for _ in range(4):
+        assert autotuner.generate() >= 0
+        autotuner.submit(12.0)
+    autotuner.set_profile_region(None, commit=True)
+    assert autotuner.placement(best=True) == autotuner.session.space.float_placement()
+
+
+def test_a_turn_of_the_whole_model_begins_with_what_its_patterns_came_to(model):
+    autotuner = begun(model)
+    walk(autotuner, fewer_is_slower)
+    reached = autotuner.get_resolved_insertion_points()
+    autotuner.set_profile_region(autotuner.session.chart.whole)
+    for _ in range(3):
+        assert autotuner.generate() >= 0
+        autotuner.submit(9.9)
+    assert autotuner.get_resolved_insertion_points() == reached
+
+
+def test_patterns_that_are_done_stay_float_where_they_may_not_be_quantized_any_more(model):
+    autotuner = begun(model)
+    walk(autotuner, fewer_is_slower)
+    assert any(autotuner.placement(best=True).choices)
+    autotuner.session.keep(())
+    assert not any(autotuner.placement(best=True).choices)
+
+
+def test_the_whole_model_can_have_its_turn_at_once(model):
+    autotuner = begun(model, searcher="evolutionary", seed=3)
+    autotuner.set_profile_region(autotuner.session.chart.whole)
+    for _ in range(15):
+        assert autotuner.generate() >= 0
+        autotuner.submit(fewer_is_slower(autotuner))
+    best = autotuner.current_profile_pattern_schemes.best_scheme
+    autotuner.set_profile_region(None, commit=True)
+    assert autotuner.placement() == next(
+        p for p in [autotuner.session.chart.decode(autotuner.profiled_patterns[0].pattern_signature, best, None)]
+    )  # fmt: skip
+    assert fewer_is_slower(autotuner) == best.latency_ms
+    assert autotuner.pattern_cache.num_patterns > 1
+
+
+def test_custom_regions_are_profiled_as_they_are(model):
+    class Custom(QDQAutotunerBase):
+        def __init__(self, model, custom_regions):
+            super().__init__(model)
+            self.regions = custom_regions
+
+    names = [node.op for node in QDQAutotunerBase(model).graph.nodes]
+    first = Region(0, 0, RegionType.LEAF)
+    first.nodes = {names.index("Conv"), names.index("Relu")}
+    second = Region(1, 0, RegionType.LEAF)
+    second.nodes = {len(names) - 1}
+    autotuner = Custom(model, [first, second])
+    autotuner.initialize(Config())
+    autotuner.submit(10.0)
+    walk(autotuner, fewer_is_slower)
+    points = autotuner.get_resolved_insertion_points()
+    assert names[2] == "MaxPool", "it reads what leaves the first region"
+    assert {p.node_index for p in points} <= {0, 1, 2, len(names) - 1}
+    assert {p.node_index for p in points} >= {0, len(names) - 1}
+
+
+def test_regions_that_overlap_or_leave_the_model_are_refused(model):
+    autotuner = QDQAutotunerBase(model)
+    first, second = Region(0, 0, RegionType.LEAF), Region(1, 0, RegionType.LEAF)
+    first.nodes, second.nodes = {0}, {0}
+    autotuner.regions = [first, second]
+    autotuner.initialize()
+    with pytest.raises(AutotunerError, match="is in 2 of them; each node belongs to one LEAF"):
+        autotuner.submit(1.0)
+    second.nodes = {1000}
+    with pytest.raises(AutotunerError, match=r"has nodes 0 to .*, but got 1000"):
+        autotuner.submit(1.0)
+
+
+def test_a_state_brings_back_what_is_done_and_an_interrupted_turn_goes_on_with_the_same_proposals(model, tmp_path):
+    path = tmp_path / "autotuner_state.yaml"
+    whole = begun(model)
+    expected = walk(whole, fewer_is_slower)
+    broken = begun(model)
+    first, second = (list(asked) for asked in list(expected.values())[:2])
+    for region, count in zip(broken.regions[:2], (1000, 3), strict=True):
+        broken.set_profile_region(region)
+        while count and broken.generate() >= 0:
+            broken.submit(fewer_is_slower(broken))
+            count -= 1
+    broken.save_state(str(path))
+    resumed = QDQAutotuner(model)
+    resumed.initialize(Config())
+    resumed.load_state(str(path))
+    assert resumed.baseline_latency_ms == 10.0
+    again = walk(resumed, fewer_is_slower)
+    assert len(first) > 3
+    assert len(second) > 3
+    assert next(iter(again.values())) == second[3:]
+    assert resumed.get_resolved_insertion_points() == whole.get_resolved_insertion_points()
+    assert (tmp_path / "autotuner_state_pattern_cache.yaml").exists()
+    assert resumed.pattern_cache.num_patterns == whole.pattern_cache.num_patterns
+
+
+def test_a_searcher_hears_how_sure_a_latency_is_and_so_it_does_after_an_interruption(model, tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(
+        RandomMutationSearcher, "tell", lambda self, observation: told.append(observation.outcome.stderr)
+    )
+    autotuner = begun(model)
+    autotuner.set_profile_region(autotuner.regions[0])
+    for stderr_ms in (0.25, 0.5):
+        assert autotuner.generate() >= 0
+        autotuner.submit(9.0, stderr_ms=stderr_ms)
+    assert told[-2:] == [0.25, 0.5]
+    autotuner.save_state(str(tmp_path / "state.yaml"))
+    told.clear()
+    resumed = QDQAutotuner(model)
+    resumed.initialize(Config())
+    resumed.load_state(str(tmp_path / "state.yaml"))
+    resumed.set_profile_region(resumed.regions[0])
+    resumed.generate()
+    assert {0.25, 0.5} <= set(told)
+
+
+def test_a_state_of_something_else_is_refused_with_what_differs(model, make_small, tmp_path):
+    path = tmp_path / "state.yaml"
+    begun(model).save_state(str(path))
+    other = begun(make_small(3).build())
+    with pytest.raises(AutotunerError, match=r"made with something else: model_sha256 was .* remove the file to start"):
+        other.load_state(str(path))
+    with pytest.raises(FileNotFoundError):
+        other.load_state(str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda text: "a: [", "not valid YAML"),
+        (lambda text: "baseline_latency_ms: 3.0\npatterns: []\n", r"no state of this autotuner \(ModelOpt's cannot"),
+        (
+            lambda text: text.replace("baseline_latency_ms: 10.0", "baseline_latency_ms: -1"),
+            "damaged .*positive number",
+        ),
+        (lambda text: text.replace("baseline_latency_ms: 10.0", "other: 1"), "damaged"),
+        (lambda text: re.sub(r"config: *(\{.*?\}|\n( .*\n)+)", "config: null\n", text), "damaged"),
+        (lambda text: text.replace("patterns: []", "patterns: [{schemes: 3}]"), "damaged .*no schemes of a pattern"),
+        (lambda text: text.replace("latency_ms: 10.0, stderr", "latency_ms: .nan, stderr"), "damaged"),
+    ],
+)
+def test_a_damaged_state_is_refused(model, tmp_path, change, says):
+    path = tmp_path / "state.yaml"
+    autotuner = begun(model)
+    autotuner.save_state(str(path))
+    text = path.read_text()
+    path.write_text(change(text))
+    assert path.read_text() != text
+    with pytest.raises(UserError, match=says):
+        autotuner.load_state(str(path))
+
+
+def test_a_state_that_cannot_be_written_says_so(model, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(AutotunerError, match=r"cannot be written: .*; make room and go on"):
+        begun(model).save_state(str(tmp_path / "file" / "state.yaml"))
+
+
+def test_schemes_and_patterns_go_through_plain_values():
+    scheme = InsertionScheme(node_inputs=[NodeInputInsertionPoint(node_index=2, input_index=0)], latency_ms=3.0)
+    unknown = InsertionScheme()
+    schemes = PatternSchemes(pattern=RegionPattern("ab" * 32, 4), schemes=[scheme, unknown])
+    again = PatternSchemes.from_dict(schemes.to_dict())
+    assert again == schemes
+    assert again.best_scheme.latency_ms == 3.0
+    assert again.pattern_size == 4
+    assert scheme.hash != unknown.hash
+    assert scheme.distance(unknown) == 1
+    assert unknown.is_empty
+    assert math.isinf(unknown.latency_ms)
+    with pytest.raises(InvalidSchemeError, match="no insertion scheme"):
+        InsertionScheme.from_dict({"nodes_insertion_points": [{"node": 1}]})
+
+
+def test_a_cache_goes_through_a_file_and_plain_values(model, tmp_path):
+    autotuner = begun(model)
+    walk(autotuner, fewer_is_slower, limit=6)
+    cache = autotuner.pattern_cache
+    cache.save(str(tmp_path / "cache.yaml"))
+    loaded = PatternCache.load(str(tmp_path / "cache.yaml"))
+    assert (loaded.num_patterns, loaded.total_schemes) == (cache.num_patterns, cache.total_schemes)
+    assert loaded.content == cache.content
+    assert PatternCache.from_dict(cache.to_dict()).num_patterns == cache.num_patterns
+    empty = PatternCache()
+    empty.merge(loaded)
+    assert empty.content.patterns == loaded.content.patterns
+    with pytest.raises(FileNotFoundError):
+        PatternCache.load(str(tmp_path / "none.yaml"))

@@ -1,0 +1,148 @@
+"""The call sequences of ModelOpt's guide, with its names and arguments, timed on OpenVINO.
+
+The models are small, so that the patterns run out of schemes before the counts of the guide are reached.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import onnx
+import pytest
+
+from harness.compat.modelopt_autotune import Config, PatternCache, QDQAutotuner, QDQAutotunerBase
+from harness.compat.modelopt_autotune.benchmark import current_benchmark
+from harness.compat.modelopt_autotune.qdq_utils import get_quantized_tensors
+from harness.compat.modelopt_autotune.workflows import (
+    benchmark_onnx_model,
+    init_benchmark_instance,
+    region_pattern_autotuning_workflow,
+)
+from harness.graph.builder import GraphBuilder
+from harness.graph.qdq.read_edges import delivered
+
+GUIDE = {"timing_cache_file": "timing.cache", "warmup_runs": 5, "timing_runs": 20}
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """A working folder with a model of two convolutions and a classifier; the benchmark is closed afterwards."""
+    monkeypatch.chdir(tmp_path)
+    builder = GraphBuilder("tiny", seed=2)
+    x = builder.input("x", (1, 3, 32, 32))
+    for _ in range(2):
+        x = builder.op("Relu", builder.conv(x, 16, 3, pad=1))
+    builder.output(builder.linear(builder.op("Flatten", builder.op("GlobalAveragePool", x)), 4))
+    builder.save(Path("model.onnx"))
+    yield tmp_path
+    if current_benchmark() is not None:
+        current_benchmark().close()
+
+
+def profile(autotuner, schemes):
+    """The loop over regions of the guide's low-level listing."""
+    for region_idx, region in enumerate(autotuner.regions):
+        autotuner.set_profile_region(region, commit=(region_idx > 0))
+        if autotuner.current_profile_pattern_schemes is None:
+            continue
+        for _ in range(schemes):
+            if autotuner.generate() == -1:
+                break
+            latency = benchmark_onnx_model(autotuner.export_onnx(None, insert_qdq=True))
+            autotuner.submit(latency, success=latency != float("inf"))
+        ps = autotuner.current_profile_pattern_schemes
+        assert ps is None or ps.best_scheme is None or ps.best_scheme.latency_ms > 0
+    autotuner.set_profile_region(None, commit=True)
+
+
+def test_step_by_step_with_state_cache_and_import(tiny):
+    init_benchmark_instance(use_trtexec=False, **GUIDE)
+    model = onnx.load("model.onnx")
+    autotuner = QDQAutotuner(model)
+    config = Config(default_quant_type="int8", verbose=True)
+    autotuner.initialize(config)
+    autotuner.export_onnx("baseline.onnx", insert_qdq=False)
+    baseline_latency = benchmark_onnx_model("baseline.onnx")
+    autotuner.submit(baseline_latency)
+    assert autotuner.baseline_latency_ms == baseline_latency > 0
+    profile(autotuner, 4)
+    autotuner.export_onnx("optimized_final.onnx", insert_qdq=True)
+    assert benchmark_onnx_model("optimized_final.onnx") < float("inf")
+    autotuner.save_state("autotuner_state.yaml")
+
+    resumed = QDQAutotuner(model)
+    resumed.initialize(config)
+    resumed.load_state("autotuner_state.yaml")
+    for region in resumed.regions:
+        resumed.set_profile_region(region, commit=False)
+        assert resumed.current_profile_pattern_schemes is None, "it was profiled before"
+    assert resumed.export_onnx() == autotuner.export_onnx()
+
+    cache = PatternCache.load("autotuner_state_pattern_cache.yaml")
+    warm = QDQAutotuner(model)
+    warm.initialize(config, pattern_cache=cache)
+    assert warm.pattern_cache.num_patterns == cache.num_patterns > 0
+
+    everything = autotuner.session.space.everywhere()
+    proto = autotuner.session.delivery.proto(autotuner.session.space.resolve(everything))
+    onnx.save(proto, "quantized_baseline.onnx")
+    fresh = QDQAutotuner(model)
+    fresh.initialize(config)
+    fresh.import_insertion_points(get_quantized_tensors(onnx.load("quantized_baseline.onnx")))
+    assert fresh.placement() == everything
+
+
+@pytest.mark.skipif(importlib.util.find_spec("modelopt") is None, reason="ModelOpt is not installed")
+def test_names_that_modelopts_own_function_gives_are_understood(tiny):
+    from modelopt.onnx.quantization.qdq_utils import get_quantized_tensors as modelopts
+
+    autotuner = QDQAutotuner(onnx.load("model.onnx"))
+    autotuner.initialize(Config())
+    session = autotuner.session
+    proto = session.delivery.proto(session.space.resolve(session.space.everywhere()))
+    autotuner.import_insertion_points(modelopts(proto))
+    assert autotuner.placement() == session.space.everywhere()
+
+
+def test_the_workflow_of_the_quick_start(tiny):
+    init_benchmark_instance(use_trtexec=False, **GUIDE)
+    autotuner = region_pattern_autotuning_workflow(
+        model_path="model.onnx", output_dir=Path("./results"), num_schemes_per_region=3, quant_type="int8"
+    )
+    assert autotuner.baseline_latency_ms > 0
+    assert len(autotuner.profiled_patterns) > 0
+    assert autotuner.pattern_cache
+    assert autotuner.pattern_cache.num_patterns > 0
+    final = onnx.load("results/optimized_final.onnx")
+    assert {p.tensor_name for p in autotuner.get_resolved_insertion_points()} == {e.tensor for e in delivered(final)}
+    assert "latency" in Path("results/logs/baseline.log").read_text()
+
+
+def test_every_setting_of_the_guide_is_one_of_ours():
+    config = Config(
+        default_quant_type="int8", default_dq_dtype="float32", default_q_scale=0.1, default_q_zero_point=0,
+        top_percent_to_mutate=0.1, minimum_schemes_to_mutate=10, maximum_mutations=3, maximum_generation_attempts=100,
+        pattern_cache_minimum_distance=4, pattern_cache_max_entries_per_pattern=32, maximum_sequence_region_size=10,
+        minimum_topdown_search_size=10, verbose=True,
+    )  # fmt: skip
+    assert Config(verbose=True) == config, "they are the defaults"
+
+
+def test_a_custom_autotuner_keeps_its_regions(tiny):
+    class CustomAutotuner(QDQAutotunerBase):
+        def __init__(self, model, custom_regions):
+            super().__init__(model)
+            self.regions = custom_regions
+
+    found = QDQAutotuner(onnx.load("model.onnx"))
+    found.initialize()
+    custom = CustomAutotuner(onnx.load("model.onnx"), found.regions[:1])
+    custom.initialize(Config())
+    assert custom.regions == found.regions[:1]
+
+
+def test_a_model_that_cannot_be_built_is_infinite_and_the_log_says_why(tiny):
+    init_benchmark_instance(warmup_runs=0, timing_runs=3)
+    assert benchmark_onnx_model(b"no model", "logs/odd.log") == float("inf")
+    assert "failed: build: OpenVINO refuses model.onnx" in Path("logs/odd.log").read_text()
+    assert benchmark_onnx_model("model.onnx", "logs/good.log", flush_timing_cache=True) > 0
+    assert "95 % interval" in Path("logs/good.log").read_text()

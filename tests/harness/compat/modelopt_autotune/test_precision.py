@@ -1,0 +1,63 @@
+"""A backend whose floats are FP16: the door casts the model once, and writes what the backend reads."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from harness.compat.modelopt_autotune.benchmark import current_benchmark, init_benchmark_instance
+from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow
+from harness.runtimes.tensorrt import benchmarker
+from harness.graph.builder import GraphBuilder
+from harness.graph.io.files import file_digest
+
+
+@pytest.fixture
+def half() -> Iterator[None]:
+    """The stand-in for TensorRT 11, at FP16."""
+    init_benchmark_instance(
+        backend="fake_machine:TensorRT11", params={"precision": "f16"}, warmup_runs=0, timing_runs=3
+    )
+    yield
+    benchmark = current_benchmark()
+    assert benchmark is not None
+    benchmark.close()
+
+
+@pytest.mark.usefixtures("half")
+def test_at_fp16_the_files_written_are_those_that_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    autocast = importlib.import_module("modelopt.onnx.autocast.convert")  # takes seconds: not while collecting
+    casts, read = [], {}
+    convert, build = autocast.convert_to_f16, benchmarker.build_plan
+
+    def counting(model: onnx.ModelProto, **options: Any) -> onnx.ModelProto:
+        casts.append(options["low_precision_type"])
+        return convert(model, **options)
+
+    def noting(library: Any, path: Path, *args: Any, **options: Any) -> Any:
+        read[path] = file_digest(path)
+        return build(library, path, *args, **options)
+
+    monkeypatch.setattr(autocast, "convert_to_f16", counting)
+    monkeypatch.setattr(benchmarker, "build_plan", noting)
+    builder = GraphBuilder("net", seed=1)
+    x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3, pad=1))
+    builder.output(builder.conv(x, 2, 1), name="y")
+    out = tmp_path / "out"
+    kept = region_pattern_autotuning_workflow(builder.save(tmp_path / "net.onnx"), out, num_schemes_per_region=1)
+    assert casts == ["fp16"], "the float model, and no candidate"
+    for name in ("baseline.onnx", "optimized_final.onnx"):
+        path = out / name
+        assert file_digest(path) in read.values(), "what is delivered is what was confirmed"
+    assert kept.session.delivery.float_file in read
+    for path in {out / "optimized_final.onnx", *read} - {out / "unproved.onnx"}:
+        proto = onnx.load(path)
+        floats = {t.data_type for t in proto.graph.initializer} - {onnx.TensorProto.INT8, onnx.TensorProto.INT64}
+        assert floats == {onnx.TensorProto.FLOAT16}, path.name
+        ends = {v.type.tensor_type.elem_type for v in (*proto.graph.input, *proto.graph.output)}
+        assert ends == {onnx.TensorProto.FLOAT}

@@ -1,0 +1,113 @@
+"""A machine that slows down and recovers while models are timed: what the autotuner believes all the same."""
+
+from __future__ import annotations
+
+import re
+import sys
+from contextlib import closing
+
+import pytest
+
+from harness.compat.modelopt_autotune.benchmark import init_benchmark_instance
+from harness.compat.modelopt_autotune.sampling_policy import restless
+from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow
+from harness.cli.main import main
+from harness.graph.pattern_cache_io import read_plain_yaml
+from harness.records import Failed, Measured
+
+BACKEND = '''
+"""Latencies by formula, on a machine whose pace jumps between 1 and 4: all that is timed at once shares it."""
+
+from contextlib import contextmanager
+
+import numpy as np
+
+from harness.api import Artifact
+from harness.runtimes.simulated import SimulatedBenchmarker
+
+PACE = np.random.default_rng(7)
+
+
+class Probe:
+    def __init__(self, truth_ms):
+        self.truth_ms = truth_ms
+
+    def sample(self, n):
+        pace = Restless.pace()
+        return [self.truth_ms * pace * float(np.exp(0.2 * PACE.standard_normal())) for _ in range(n)]
+
+
+class Restless:
+    dialect = "openvino"
+    calls = 0
+
+    @classmethod
+    def pace(cls):
+        cls.calls += 1
+        return 4.0 if cls.calls // 40 % 2 else 1.0
+
+    def build(self, candidate, workdir):
+        truth_ms = SimulatedBenchmarker(seed=5).truth_ms(candidate.edges)
+        return Artifact(engine=Probe(truth_ms), info={"truth_ms": truth_ms})
+
+    @contextmanager
+    def open(self, artifact):
+        yield artifact.engine
+
+    def describe(self):
+        return {"name": "restless", "version": "1", "device": "simulated", "float_precision": "f32"}
+'''
+
+
+@pytest.fixture
+def machine(folder, monkeypatch):
+    """A working folder with a model and a runtime on such a machine, in a worker process like any real one."""
+    (folder / "restless.py").write_text(BACKEND)
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    yield folder
+    sys.modules.pop("restless", None)
+
+
+def run(*more: str) -> None:
+    main(["autotune", "-m", "model.onnx", "--backend", "restless:Restless", "--mode", "quick", "-o", "out", *more])
+
+
+def test_on_a_restless_machine_models_are_timed_beside_the_float_model(machine, capsys):
+    run("--max_evals", "6")
+    said = capsys.readouterr().err
+    kept = read_plain_yaml(machine / "out/autotuner_state.yaml", 1 << 24)
+    scale = kept["baseline_latency_ms"]
+    assert kept["beside_float"] is True
+    assert f"timed in turns with the float model, whose {scale:.3f} ms set the scale" in said
+    logs = [path.read_text() for path in sorted((machine / "out/logs").glob("[rs]*.log"))]
+    assert len(logs) == 5
+    for log in logs:
+        found = float(log.split()[1])
+        truth = float(log.split('"truth_ms": ')[1].split("}")[0])
+        assert found / scale == pytest.approx(truth / 10.0, rel=0.25), "whatever the machine did meanwhile"
+        assert "beside_ms: [" in log
+    assert re.search(rf"^baseline {scale:.3f} ms; starts: linear \d+\.\d+ ms \(0\.\d+x\), ", said, re.M)
+    run("--max_evals", "8")
+    assert f"whose {scale:.3f} ms set the scale" in capsys.readouterr().err, "going on keeps to it"
+
+
+def test_what_is_timed_after_the_workflow_is_timed_alone_again(machine):
+    with closing(init_benchmark_instance(backend="restless:Restless")) as benchmark:
+        region_pattern_autotuning_workflow("model.onnx", "out", num_schemes_per_region=1)
+        assert read_plain_yaml(machine / "out/autotuner_state.yaml", 1 << 24)["beside_float"] is True
+        benchmark.run("model.onnx", machine / "after.log")
+    assert "beside_ms: [" in next((machine / "out/logs").glob("start_*.log")).read_text()
+    assert "beside_ms: [" not in (machine / "after.log").read_text()
+
+
+def measured(*samples_ms: float, stable: bool = True) -> Measured:
+    return Measured(samples_ms=samples_ms, build_s=0.0, measure_s=0.0, stable=stable)
+
+
+def test_readings_tell_a_restless_machine():
+    quiet = [1.0 + 0.001 * (number % 3) for number in range(50)]
+    preempted = [0.75 if number % 2 else 4.0 for number in range(50)]
+    assert not restless(measured(*quiet))
+    assert restless(measured(*preempted))
+    assert restless(measured(*quiet, stable=False))
+    assert not restless(Failed(stage="build", reason="no"))

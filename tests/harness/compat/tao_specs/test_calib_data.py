@@ -1,0 +1,65 @@
+"""`qdq calib-data`: the same inputs as at run time, in one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from harness.cli.main import app
+from harness.errors import UserError
+from harness.accuracy.data.preprocess import open_preprocess
+from harness.compat.tao_specs.calib_data import input_size, write_calibration
+
+
+def test_the_command_of_the_how_to(coco: Path, tmp_path: Path) -> None:
+    output = tmp_path / "calib.npy"
+    done = CliRunner().invoke(
+        app, ["calib-data", str(coco / "train2017"), "-o", str(output), "--preprocess", "ultralytics", "--samples", "3"]
+    )
+    assert done.exit_code == 0, done.output
+    assert "3 of 8 images, 3 x 3 x 640 x 640 float32, ultralytics" in done.output
+    assert "500 or more are advised" in done.output
+    array = np.load(output)
+    assert array.shape == (3, 3, 640, 640)
+    assert array.dtype == np.float32
+    files = sorted((coco / "train2017").iterdir())
+    for row, index in zip(array, (0, 4, 7), strict=True):  # spread over the folder
+        image = np.asarray(Image.open(files[index]).convert("RGB"))
+        assert np.array_equal(row, open_preprocess("ultralytics").prepare(image, (640, 640)).tensor)
+
+
+def test_the_size_of_the_inputs(detector: Path) -> None:
+    assert input_size("nanodet", None, None) == (320, 320)
+    assert input_size("array", "96x128", None) == (96, 128)
+    assert input_size("array", None, str(detector)) == (128, 128)
+    with pytest.raises(UserError, match=r"--preprocess array: say the size of the inputs"):
+        input_size("array", None, None)
+    with pytest.raises(UserError, match=r"no preprocessing is called 'yolo11'; did you mean 'yolox'"):
+        input_size("yolo11", None, None)
+    with pytest.raises(UserError, match=r"--size and --model: give one"):
+        input_size("array", "8x8", str(detector))
+    with pytest.raises(UserError, match=r"--size: height and width, such as 640x640, but got '1x3x8x8'"):
+        input_size("array", "1x3x8x8", None)
+
+
+def test_what_cannot_be_written(coco: Path, tmp_path: Path) -> None:
+    array = {"use": "ultralytics", "params": {}}
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"IMAGES: no images \(.*\) in .*empty"):
+        write_calibration(tmp_path / "empty", tmp_path / "c.npy", array, (32, 32), 1)
+    with pytest.raises(UserError, match=r"a .npy file is written"):
+        write_calibration(coco / "train2017", tmp_path / "c.npz", array, (32, 32), 1)
+    with pytest.raises(UserError, match=r"cannot be written"):
+        write_calibration(coco / "train2017", tmp_path / "file" / "c.npy", array, (32, 32), 1)
+    with pytest.raises(UserError, match=r"no preprocessing is called 'yolo'"):
+        write_calibration(coco / "train2017", tmp_path / "c.npy", {"use": "yolo", "params": {}}, (32, 32), 1)
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "x.png").write_bytes(b"no image")
+    with pytest.raises(UserError, match=r"x.png: cannot be read as an image"):
+        write_calibration(tmp_path / "bad", tmp_path / "c.npy", array, (32, 32), 1)
+    assert not list(tmp_path.glob("c.npy*"))

@@ -1,0 +1,317 @@
+"""What ModelOpt is told for a spec or a command line; and, slowly, that it does it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from typer.testing import CliRunner
+
+from harness.cli.main import app
+from harness.errors import UserError
+from harness.graph.builder import GraphBuilder
+from harness.graph.io.signature import read_declared
+from harness.graph.qdq.read_edges import delivered
+from harness.compat.tao_specs import modelopt_arguments as told
+from harness.compat.tao_specs import ptq as command
+from harness.compat.tao_specs.calib_data import input_size
+from harness.compat.tao_specs.presets import DEFAULT_OPS, NEVER_BY_DEFAULT, PRESETS
+from harness.compat.tao_specs.quantize import quantize
+from harness.compat.tao_specs.spec import parse_spec, section
+
+INT8 = "weights: {dtype: int8}, activations: {dtype: int8}"
+E4M3 = "weights: {dtype: fp8_e4m3fn}, activations: {dtype: fp8_e4m3fn}"
+E5M2 = "weights: {dtype: fp8_e5m2}, activations: {dtype: fp8_e5m2}"
+NATIVE = "weights: {dtype: native}, activations: {dtype: native}"
+
+
+def arguments(model: Path, layers: str, extra: str = "") -> dict[str, Any]:
+    spec = parse_spec(f"quantize:\n  model_path: {model}\n  layers: [{layers}]\n{extra}", "s")
+    found = section(spec.quantize, "quantize", "s")
+    return told.modelopt_arguments(found, found.layers, read_declared(model).nodes)
+
+
+def test_its_interface_is_read_without_importing_it() -> None:
+    from modelopt.onnx.quantization import quantize as theirs
+
+    real = inspect.signature(theirs).parameters
+    plain = {name: p.default for name, p in real.items() if p.kind is not p.VAR_KEYWORD}
+    found = dict(told.parameters())
+    assert found.keys() == plain.keys()
+    for name, default in plain.items():
+        assert found[name] == (None if default is inspect.Parameter.empty else default), name
+
+
+def test_its_defaults_are_those_that_it_tells() -> None:
+    from modelopt.onnx.quantization import quantize as theirs
+
+    text = " ".join((inspect.getmodule(theirs).__doc__ or "").split())
+    for mode, ops in DEFAULT_OPS.items():
+        assert f"{mode.upper()} mode: {', '.join(ops)}" in text
+    assert not {op for kind in ("activations", "structure") for op in NEVER_BY_DEFAULT[kind]} & set(DEFAULT_OPS["int8"])
+
+
+def test_a_section_in_its_words(small: Path) -> None:
+    found = arguments(
+        small,
+        f"{{module_name: Conv, {INT8}}}, {{module_name: Gemm, {INT8}}}, {{module_name: Add, {NATIVE}}}",
+        "  algorithm: entropy\n  skip_names: [/head]\n"
+        "  backend_kwargs: {use_external_data_format: true, calibrate_per_node: true, high_precision_dtype: fp32}\n",
+    )
+    assert found == {
+        "quantize_mode": "int8",
+        "calibration_method": "entropy",
+        "calibration_eps": ["cpu"],
+        "log_level": "WARNING",
+        "op_types_to_quantize": ["Conv", "Gemm"],
+        "op_types_to_exclude": ["Add"],
+        "nodes_to_exclude": [r"/head/fc/Gemm$", r"/head/flatten/Flatten$", r"/head/pool/GlobalAveragePool$"],
+        "use_external_data_format": True,
+        "calibrate_per_node": True,
+        "high_precision_dtype": "fp32",
+    }
+
+
+def test_native_layers_stay_native_whatever_else_is_left_out(small: Path) -> None:
+    extra = "  backend_kwargs: {op_types_to_exclude: [Relu]}\n"
+    found = arguments(small, f"{{module_name: Add, {NATIVE}}}, {{module_name: '*', {INT8}}}", extra)
+    assert found["op_types_to_exclude"] == ["Add", "Relu"]
+
+
+@pytest.mark.parametrize(("algorithm", "method"), [("minmax", "max"), ("max", "max"), ("entropy", "entropy")])
+def test_algorithms(algorithm: str, method: str, small: Path) -> None:
+    found = arguments(small, f"{{module_name: '*', {INT8}}}", f"  algorithm: {algorithm}\n")
+    assert found["calibration_method"] == method
+    assert "op_types_to_quantize" not in found  # "*": its own defaults
+
+
+def test_names_of_nodes_are_expressions_that_match_them_alone(small: Path) -> None:
+    found = arguments(small, f"{{module_name: /backbone/conv1/*, {INT8}}}")
+    assert found["op_types_to_quantize"] == ["Conv"]
+    assert found["nodes_to_quantize"] == ["/backbone/conv1/Conv$"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "mode", "said"),
+    [
+        (f"{{module_name: Conv, {INT8}}}, {{module_name: Gemm, {E4M3}}}", "int8", "it applies the first, int8, to all"),
+        (f"{{module_name: Conv, {E5M2}}}", "fp8", "ModelOpt writes FP8 as E4M3 whichever is asked"),
+        ("{module_name: Conv, weights: {dtype: int8}}", "int8", "quantizes weights and activations alike"),
+    ],
+)
+def test_what_it_cannot_do_is_said(layers: str, mode: str, said: str, small: Path, caplog: Any) -> None:
+    caplog.set_level(logging.WARNING)
+    assert arguments(small, layers)["quantize_mode"] == mode
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ("{use_external_data: true}", "has no such argument; did you mean 'use_external_data_format'"),
+        ("{quantize_mode: fp8}", r"backend_kwargs.quantize_mode: set by layers \(their dtype\) here"),
+        ("{calibrate_per_node: 'yes'}", "backend_kwargs.calibrate_per_node: a value like False, but got 'yes'"),
+        ("{high_precision_dtype: 16}", "a value like 'fp16', but got 16"),
+        ("{awqlite_alpha_step: x}", "a value like 0.0, but got 'x'"),
+    ],
+)
+def test_backend_kwargs_are_checked_before_it_starts(extra: str, said: str, small: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        arguments(small, f"{{module_name: Conv, {INT8}}}", f"  backend_kwargs: {extra}\n")
+
+
+def test_layers_that_match_nothing(small: Path) -> None:
+    with pytest.raises(UserError, match=r"no entry matches any node of the model"):
+        arguments(small, f"{{module_name: LSTM, {INT8}}}")
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "eps"),
+    [
+        ("cpu", [], ["cpu"]), ("cuda", [], ["cpu"]), ("trt", [], ["cpu"]), ("cuda", ["one"], ["cuda:0", "cpu"]),
+        ("cuda:1", ["two"], ["cuda:1", "cpu"]), ("trt", ["one"], ["trt", "cuda:0", "cpu"]),
+    ],
+)  # fmt: skip
+def test_devices(device: str, gpus: list[str], eps: list[str], monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr(told, "environment", lambda: {"gpus": gpus})
+    assert told.providers(device) == eps
+    missing = device != "cpu" and not gpus
+    assert (f"device: {device}: there is no NVIDIA GPU here" in caplog.text) == missing
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What reaches ModelOpt."""
+    found: list[dict[str, Any]] = []
+
+    def record(path: Path, target: Path, batches: Any, arguments: dict[str, Any]) -> None:
+        found.append({"target": target, "batches": len(list(batches)), **arguments})
+        target.write_bytes(path.read_bytes())
+
+    monkeypatch.setattr(command, "by_modelopt", record)
+    return found
+
+
+def test_the_command_line_of_the_how_to(small: Path, noise: Path, tmp_path: Path, given: list[dict[str, Any]]) -> None:
+    (tmp_path / "plugin.so").touch()
+    command.ptq([
+        f"--onnx_path={small}", "--quantize_mode=int8", f"--calibration_data={noise}", "--calibration_method=max",
+        f"--output_path={tmp_path}/out.onnx", "--calibration_eps", "trt", "cuda:0", "cpu",
+        f"--trt_plugins={tmp_path}/plugin.so", "--op_types_to_exclude=Add,Relu",
+        "--nodes_to_exclude", "/head.*", "/neck.*",
+        "--op_types_to_quantize", "Conv", "Gemm",
+        "--calibrate_per_node",
+    ])  # fmt: skip
+    assert given == [
+        {
+            "target": tmp_path / "out.onnx",
+            "batches": 4,
+            "quantize_mode": "int8",
+            "calibration_method": "max",
+            "calibration_eps": ["trt", "cuda:0", "cpu"],
+            "log_level": "WARNING",
+            "calibrate_per_node": True,
+            "high_precision_dtype": "fp16",
+            "op_types_to_exclude": ["Add", "Relu"],
+            "nodes_to_exclude": ["/head.*", "/neck.*"],
+            "op_types_to_quantize": ["Conv", "Gemm"],
+            "trt_plugins": [str(tmp_path / "plugin.so")],
+        }
+    ]
+
+
+def test_presets(small: Path, noise: Path, tmp_path: Path, given: list[dict[str, Any]], caplog: Any) -> None:
+    base = ["--onnx_path", str(small), "--calibration_data", str(noise), "--output_path", str(tmp_path / "o.onnx")]
+    command.ptq([*base, "--preset", "rtdetr"])
+    assert given[-1]["nodes_to_exclude"][0] == "/head/fc/Gemm$"
+    assert "preset rtdetr: '/decoder/*' matches no node" in caplog.text
+    command.ptq([*base, "--preset", "extreme_int8"])
+    assert given[-1]["op_types_to_quantize"] == ["Conv", "Add"]
+    assert "on YOLO11n mAP fell from 0.42 to 0.12" in caplog.text
+    with pytest.raises(UserError, match=r"--preset extreme_int8 is for --quantize_mode int8, but got fp8"):
+        command.ptq([*base, "--preset", "extreme_int8", "--quantize_mode", "fp8"])
+    assert PRESETS["classifier"].skip_names == ("/classifier/*", "/fc")
+
+
+def test_show_defaults() -> None:
+    done = CliRunner().invoke(app, ["ptq", "--show-defaults"])
+    assert "activations: Softmax, Sigmoid, Tanh" in done.output
+    assert "extreme_int8" in done.output
+
+
+def test_the_result_lies_beside_the_model_by_default(
+    small: Path, noise: Path, tmp_path: Path, given: list[dict[str, Any]]
+) -> None:
+    model = tmp_path / "net.onnx"
+    model.write_bytes(small.read_bytes())
+    command.ptq(["--onnx_path", str(model), "--calibration_data_path", str(noise)])
+    assert given[0]["target"] == tmp_path / "net.quant.onnx"
+    assert (given[0]["quantize_mode"], given[0]["calibration_method"]) == ("int8", "entropy")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "--onnx_path: the float model is needed"),
+        (["--onnx_path", "m.pt"], "m.pt is a PyTorch file"),
+        (["--calibration_method", "awq_clip"], "entropy or max for int8, but got 'awq_clip'"),
+        (["--quantize_mode", "int4", "--calibration_method", "max"], "awq_clip or rtn_dq for int4, but got 'max'"),
+        (
+            ["--calibration_eps", "gpu"],
+            "--calibration_eps: any of NvTensorRtRtx, trt, cuda:x, dml:x, cpu, but got 'gpu'",
+        ),
+        (["--calibration_data", "."], "is a folder; 'qdq calib-data . -o calib.npy --preprocess NAME' makes one"),
+        (["--trt_plugins", "none.so"], "none.so: no such file"),
+        (["--output_path", "o.trt"], "--output_path: a name that ends in .onnx, but got o.trt"),
+        (["--calibration_shapes", "1x3x8x8"], "--calibration_shapes: NAME:1x3x256x256"),
+    ],
+)
+def test_options_that_cannot_be(options: list[str], said: str, small: Path) -> None:
+    whole = options if "--onnx_path" in options or not options else ["--onnx_path", str(small), *options]
+    with pytest.raises(UserError, match=said):
+        command.ptq(whole)
+
+
+def test_operators_that_the_model_does_not_have(
+    small: Path, noise: Path, tmp_path: Path, given: list[dict[str, Any]], caplog: Any
+) -> None:
+    base = ["--onnx_path", str(small), "--calibration_data", str(noise), "--output_path", str(tmp_path / "o.onnx")]
+    command.ptq([*base, "--op_types_to_exclude", "Con"])
+    assert "--op_types_to_exclude: the model has no 'Con'; did you mean 'Conv'" in caplog.text
+    with pytest.raises(UserError, match=r"is the float model itself"):
+        command.ptq([*base[:4], "--output_path", str(small)])
+
+
+def test_all_samples_of_a_file_are_used(small: Path, tmp_path: Path, given: list[dict[str, Any]]) -> None:
+    np.save(tmp_path / "many.npy", np.zeros((520, 3, 8, 8), np.float32))
+    asked = ["--onnx_path", str(small), "--calibration_data", str(tmp_path / "many.npy")]
+    made = command.ptq([*asked, "--output_path", str(tmp_path / "o.onnx")])
+    assert made.calibrated_on.startswith("520 samples")
+
+
+def test_shapes_are_asked_for_by_the_name_of_the_option(tmp_path: Path) -> None:
+    g = GraphBuilder("wide", seed=1)
+    g.output(g.conv(g.input("images", ("N", 3, "H", "W")), 32, 3), name="y")
+    asked = ["--onnx_path", str(g.save(tmp_path / "wide.onnx"))]
+    with pytest.raises(
+        UserError, match=r"Nx3xHxW: say --dim H=640 --dim W=640, or --calibration_shapes images:1x3x640x640"
+    ):
+        command.ptq(asked)
+    with pytest.raises(UserError, match=r"--calibration_shapes image: the model has no such input; did you mean"):
+        command.ptq([*asked, "--calibration_shapes", "image:1x3x8x8"])
+    with pytest.raises(UserError, match=r"say its height and width instead, such as --size 640x640"):
+        input_size("array", None, str(tmp_path / "wide.onnx"))
+
+
+@pytest.mark.slow
+def test_the_first_dtype_is_applied_to_all_and_warned(small: Path, noise: Path, tmp_path: Path, caplog: Any) -> None:
+    text = f"""
+quantize:
+  model_path: {small}
+  backend: modelopt.onnx
+  layers: [{{module_name: Conv, {INT8}}}, {{module_name: Gemm, {E4M3}}}]
+  skip_names: [/backbone/conv2]
+  backend_kwargs: {{high_precision_dtype: fp32, calibrate_per_node: true}}
+dataset: {{calibration_data: {noise}, samples: 1}}
+results_dir: out
+"""
+    spec = parse_spec(text, "s")
+    found = quantize(section(spec.quantize, "", ""), spec.dataset, tmp_path, tmp_path / "out")
+    precisions = {edge.consumer: p for edge, p in delivered(onnx.load(found.path)).items()}
+    assert found.path == tmp_path / "out/quantized_model.onnx"
+    assert precisions["/backbone/conv1/Conv"] == "int8"
+    assert "/backbone/conv2/Conv" not in precisions
+    assert set(precisions.values()) == {"int8"}
+    assert "it applies the first, int8, to all" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_model_in_which_nothing_was_quantized_is_refused(tmp_path: Path) -> None:
+    g = GraphBuilder("convolution", opset=19, seed=1)
+    g.output(g.conv(g.input("x", (1, 3, 8, 8)), 8, 3), name="y")
+    model = g.save(tmp_path / "conv.onnx")
+    np.save(tmp_path / "calib.npy", np.random.default_rng(0).normal(size=(2, 3, 8, 8)).astype(np.float32))
+    with pytest.raises(UserError, match=r"quantized nothing in mode int4: .*; the model has Conv"):
+        command.ptq([
+            "--onnx_path", str(model), "--quantize_mode", "int4", "--calibration_data", str(tmp_path / "calib.npy"),
+            "--output_path", str(tmp_path / "int4.onnx"),
+        ])  # fmt: skip
+    assert not (tmp_path / "int4.onnx").exists()
+
+
+def test_int4_of_a_matmul(tmp_path: Path) -> None:
+    g = GraphBuilder("linear", opset=19, seed=1)
+    g.output(g.linear(g.input("x", (1, 8, 256)), 256, bias=False), name="y")
+    model = g.save(tmp_path / "linear.onnx")
+    np.save(tmp_path / "calib.npy", np.random.default_rng(0).normal(size=(2, 8, 256)).astype(np.float32))
+    done = CliRunner().invoke(app, [
+        "ptq", "--onnx_path", str(model), "--quantize_mode", "int4", "--calibration_method", "rtn_dq",
+        "--calibration_data", str(tmp_path / "calib.npy"), "--output_path", str(tmp_path / "int4.onnx"),
+    ], catch_exceptions=False)  # fmt: skip
+    assert done.exit_code == 0
+    assert "1 int4" in done.output

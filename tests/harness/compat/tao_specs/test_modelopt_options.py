@@ -1,0 +1,58 @@
+"""Every argument of ModelOpt's `quantize()` has a row in docs/compatibility.md, and does what the row says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from harness.errors import UserError
+from harness.compat.tao_specs.modelopt_arguments import INT4_ONLY, check_arguments, parameters
+from harness.compat.tao_specs.ptq import get_parser, ptq
+
+PAGE = (Path(__file__).resolve().parents[4] / "docs/compatibility.md").read_text(encoding="utf-8")
+SECTION = re.search(r"^## ModelOpt [^\n]*\n(.*?)^## ", PAGE, re.MULTILINE | re.DOTALL)
+assert SECTION is not None
+ROWS = [row.split("|")[1:4] for row in SECTION[1].splitlines() if row.startswith("| `")]
+NAMES = {name: (options, here) for options, here, _ in ROWS for name in re.findall(r"`(\w+)`", options)}
+
+
+def named(test: str) -> list[str]:
+    """The arguments of the rows that a test proves."""
+    return [name for options, _, tests in ROWS if test in tests for name in re.findall(r"`(\w+)`", options)]
+
+
+def test_every_argument_has_a_row() -> None:
+    assert {*parameters(), *INT4_ONLY} == NAMES.keys()
+
+
+@pytest.mark.parametrize("name", named("test_what_other_keys_set"))
+def test_what_other_keys_set(name: str) -> None:
+    with pytest.raises(UserError, match=f"{name}: set by"):
+        check_arguments({name: parameters()[name]})
+
+
+@pytest.mark.parametrize("name", named("test_what_is_passed_on"))
+def test_what_is_passed_on(name: str) -> None:
+    default = {**parameters(), **dict.fromkeys(INT4_ONLY, 0.5)}[name]
+    check_arguments({name: default})
+    options = {option for action in get_parser()._actions for option in action.option_strings}
+    assert (f"--{name}" in options) == ("*" in NAMES[name][0])
+    if f"--{name}" not in options:
+        with pytest.raises(UserError, match=f"--{name}: .*backend_kwargs"):
+            ptq([f"--{name}"])
+
+
+@pytest.mark.parametrize("name", named("test_what_is_refused_names_the_way"))
+def test_what_is_refused_names_the_way(name: str) -> None:
+    way = "qdq autotune" if name.startswith("autotune") else "python -m modelopt"
+    with pytest.raises(UserError, match=way):
+        check_arguments({name: parameters()[name]})
+    with pytest.raises(UserError, match=way):
+        ptq([f"--{name}=1"])
+
+
+def test_an_option_that_nobody_has() -> None:
+    with pytest.raises(UserError, match="--frobnicate: no option"):
+        ptq(["--frobnicate"])

@@ -1,0 +1,187 @@
+"""What a spec file may say, and what is said about one that is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from harness.errors import UserError
+from harness.compat.tao_specs.spec import parse_spec, read_spec, section
+
+SPECS = Path(__file__).resolve().parents[4] / "experiments/specs"
+LAYER = "{module_name: Conv, weights: {dtype: int8}, activations: {dtype: int8}}"
+
+
+def quantize(extra: str = "", layers: str = f"[{LAYER}]") -> str:
+    return f"quantize:\n  model_path: m.onnx\n  layers: {layers}\n{extra}"
+
+
+def refused(text: str) -> str:
+    with pytest.raises(UserError) as told:
+        parse_spec(text, "spec.yaml")
+    return str(told.value)
+
+
+@pytest.mark.parametrize("path", sorted(SPECS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_specs_to_start_from_are_valid_and_read_whole(path: Path) -> None:
+    assert read_spec(path).model_fields_set == yaml.safe_load(path.read_text(encoding="utf-8")).keys()
+
+
+def test_the_example_of_the_document_is_read() -> None:
+    text = """
+quantize:
+  model_path: "/path/to/model.onnx"
+  results_dir: "/path/to/quantized_output"
+  backend: "modelopt.onnx"
+  mode: "static_ptq"
+  algorithm: "max"
+  device: "cuda"
+  default_layer_dtype: "native"
+  default_activation_dtype: "native"
+  layers:
+    - module_name: "*"
+      weights:
+        dtype: "fp8_e5m2"
+      activations:
+        dtype: "fp8_e5m2"
+  skip_names:
+    - "/head/*"
+  backend_kwargs: {use_external_data_format: true, op_types_to_quantize: [Conv], calibrate_per_node: false}
+"""
+    found = section(parse_spec(text, "spec.yaml").quantize, "quantize", "spec.yaml")
+    assert found.algorithm == "max"
+    assert found.layers[0].weights.dtype == "fp8_e5m2"
+    assert found.skip_names == ("/head/*",)
+
+
+def test_the_engine_and_evaluation_examples_of_the_document_are_read() -> None:
+    text = """
+gen_trt_engine:
+  onnx_file: "/path/to/quantized_model.onnx"
+  trt_engine: "/path/to/output_engine.trt"
+  tensorrt: {data_type: FP16, workspace_size: 1024, min_batch_size: 1, opt_batch_size: 4, max_batch_size: 8}
+evaluate:
+  trt_engine: "/path/to/quantized_engine.trt"
+dataset:
+  test_data_sources: {image_dir: "/path/to/val/images", json_file: "/path/to/val/annotations.json"}
+  batch_size: 10
+results_dir: "/path/to/results"
+"""
+    found = parse_spec(text, "spec.yaml")
+    assert found.gen_trt_engine is not None
+    assert found.gen_trt_engine.tensorrt.opt_batch_size == 4
+    assert found.dataset.batch_size == 10
+
+
+def test_defaults_are_those_of_the_document() -> None:
+    found = section(parse_spec(quantize(), "s").quantize, "quantize", "s")
+    assert (found.backend, found.mode, found.algorithm) == ("modelopt.onnx", "static_ptq", "minmax")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("quantise: {}", "spec.yaml: quantise: unknown key; did you mean 'quantize'"),
+        (quantize("  skip_name: [a]"), "quantize.skip_name: unknown key; did you mean 'skip_names'?"),
+        (quantize(layers="[{module_name: Conv, weight: {dtype: int8}}]"), "unknown key; did you mean 'weights'?"),
+        (quantize(layers="[{module_name: Conv, weights: {type: int8}}]"), "unknown key; did you mean 'dtype'?"),
+        ("dataset: {test_data_sources: {image_dirs: x}}", "unknown key; did you mean 'image_dir'?"),
+        ("gen_trt_engine: {onnx_file: a, trt_engine: b, tensorrt: {workspace: 1}}", "did you mean 'workspace_size'?"),
+        ("quantize: {layers: []}", "quantize.model_path: this key is required"),
+        (
+            quantize(layers="[{module_name: Conv, weights: {dtype: int7}}]"),
+            "quantize.layers.0.weights.dtype: Input should be 'int8', 'fp8_e4m3fn', 'fp8_e5m2' or 'native', "
+            "but got 'int7'; did you mean 'int8'?",
+        ),
+        (
+            quantize("  algorithm: entropie"),
+            "quantize.algorithm: Input should be 'minmax', 'max' or 'entropy', but got 'entropie'; "
+            "did you mean 'entropy'?",
+        ),
+        (quantize("  mode: weight_only_ptq"), "quantize.mode: Input should be 'static_ptq'"),
+        (
+            quantize("  backend: modelopt.pytorch"),
+            "'modelopt.pytorch', which takes PyTorch modules, no ONNX files; 'qdq'",
+        ),
+        (quantize("  backend: modelopt"), "Input should be 'modelopt.onnx' or 'qdq', but got 'modelopt'; did you mean"),
+        (quantize("  device: gpu"), "quantize.device: cpu, cuda, cuda:N or trt, but got 'gpu'"),
+        (quantize("  preset: rtdter"), "no preset is called 'rtdter'; did you mean 'rtdetr'"),
+        (quantize(layers="[]"), "at least one entry is required, for instance {module_name: Conv"),
+        (quantize("  preset: extreme_int8"), "'extreme_int8' says itself what is quantized; leave layers out"),
+        (
+            "gen_trt_engine: {onnx_file: a, trt_engine: b, tensorrt: {data_type: INT8}}",
+            "FP16, BF16, TF32 or FP32, but got 'INT8': scales come with the Q/DQ pairs of the ONNX file",
+        ),
+        (
+            "gen_trt_engine: {onnx_file: a, trt_engine: b, tensorrt: {min_batch_size: 4, opt_batch_size: 2}}",
+            "min_batch_size <= opt_batch_size <= max_batch_size, but got (4, 2, 1)",
+        ),
+        (
+            quantize(layers="[{module_name: Conv, weights: int8}]"),
+            "weights: a mapping with keys such as dtype, but got 'int8'",
+        ),
+        (quantize(layers=LAYER), "quantize.layers: a list, such as [...]"),
+        ("evaluate: {}", "give either trt_engine or onnx_file"),
+        ("evaluate: {trt_engine: a, onnx_file: b}", "give either trt_engine or onnx_file"),
+        ("evaluate: {onnx_file: b}\ndataset: {batch_size: 0}", "dataset.batch_size: Input should be greater than or"),
+        ("a: [", "spec.yaml: not valid YAML"),
+        ("", "spec.yaml: a spec file is a mapping of keys, but it is empty"),
+        ("matrix: {a: [1]}", "spec.yaml: matrix: unknown key"),
+    ],
+)
+def test_a_mistake_is_named_with_its_place_and_what_is_allowed(text: str, said: str) -> None:
+    assert said in refused(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "quantize:\nmodel_path: m.onnx",
+            "model_path: unknown key; it belongs below quantize (look at the indentation)",
+        ),
+        ("evaluate: {onnx_file: m.onnx, dataset: {}}", "evaluate.dataset: unknown key; it belongs at the top level"),
+        (
+            "gen_trt_engine: {onnx_file: a, trt_engine: b, workspace_size: 1}",
+            "gen_trt_engine.workspace_size: unknown key; it belongs below gen_trt_engine.tensorrt",
+        ),
+        (
+            quantize(layers="[{module_name: Conv, dtype: int8}]"),
+            "it belongs below quantize.layers.weights or below quantize.layers.activations",
+        ),
+        (
+            "dataset:\nsamples: 4",
+            "dataset: a mapping with keys such as test_data_sources, batch_size, calibration_data",
+        ),
+    ],
+)
+def test_a_key_in_another_place_is_told_where_it_belongs(text: str, said: str) -> None:
+    assert said in refused(text)
+
+
+def test_a_command_names_the_section_that_it_misses() -> None:
+    with pytest.raises(UserError, match=r"s.yaml: there is no section 'evaluate'"):
+        section(parse_spec(quantize(), "s.yaml").evaluate, "evaluate", "s.yaml")
+
+
+def test_a_file_that_is_not_there_or_too_large(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none.yaml: cannot be read"):
+        read_spec(tmp_path / "none.yaml")
+    (tmp_path / "model.pt").write_bytes(b"PK\x03\x04\xff")
+    with pytest.raises(UserError, match=r"model.pt: is no spec file, which is YAML text; experiments/specs has one"):
+        read_spec(tmp_path / "model.pt")
+    with pytest.raises(UserError, match=r"cannot be read: Is a directory"):
+        read_spec(tmp_path)
+    large = tmp_path / "large.yaml"
+    large.write_text("# " + "x" * (1 << 20))
+    with pytest.raises(UserError, match=r"more than 1048576 bytes are no spec file"):
+        read_spec(large)
+
+
+def test_specs_survive_yaml(tmp_path: Path) -> None:
+    """What is read can be written and read again."""
+    found = read_spec(SPECS / "quantize.yaml")
+    text = yaml.safe_dump(found.model_dump(mode="json", exclude_none=True))
+    assert parse_spec(text, "again") == found

@@ -1,0 +1,217 @@
+"""What OpenVINO and ONNX Runtime make of Q/DQ models, for real; and reasons, on layers made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from harness import registry
+from harness.api import Layer
+from harness.cli.main import main
+from harness.errors import UserError
+from harness.explain.fusion import explain_layers
+from harness.explain.model_report import compare, explain_model
+from harness.explain.text_lines import lines
+from harness.graph.qdq.read_structure import read_asked
+from harness.graph.builder import GraphBuilder
+from harness.graph.rules.dialects import Dialect
+from harness.graph.qdq.insert import Inserter
+from harness.graph.load import load
+from harness.graph.qdq.space import build_space
+from harness.config.experiment import Use
+
+BACKENDS = {"openvino": {"precision": "f32"}, "onnxruntime": {}}
+
+
+def net(path: Path) -> Path:
+    builder = GraphBuilder("net", seed=1)
+    x = builder.op("Relu", builder.conv(builder.input("x", (1, 8, 16, 16)), 16, 3, pad=1))
+    x = builder.op("Add", x, builder.conv(x, 16, 3, pad=1))
+    builder.output(builder.op("GlobalAveragePool", builder.conv(x, 16, 3, pad=1)), name="y")
+    return builder.save(path)
+
+
+def quantized(folder: Path, dialect_name: str, roles: list[str] | None = None) -> Path:
+    """The net with pairs where these roles are, by default everywhere."""
+    dialect: Any = registry.load("dialect", dialect_name)
+    assert isinstance(dialect, Dialect)
+    model = load(net(folder / "net.onnx"))
+    space = build_space(model, dialect)
+    ranges = {edge.tensor: (0.0, 4.0) for d in space.dimensions for edge in d.edges}
+    placement = space.everywhere() if roles is None else space.only(roles)
+    name = f"{dialect_name}-{'-'.join(roles or ['all'])}.onnx"
+    return Inserter(model, dialect, ranges).export(space.resolve(placement), folder / name)
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_what_runs_quantized_is_counted_and_compared(backend: str, tmp_path: Path) -> None:
+    use = Use(use=backend, params=dict(BACKENDS[backend]))
+    plain = explain_model(str(net(tmp_path / "net.onnx")), use, runs=3)
+    full = explain_model(str(quantized(tmp_path, backend)), use, runs=3)
+    assert (plain.asked, plain.low) == (0, 0)
+    assert (full.asked, full.low) == (3, 3)
+    assert not [finding for finding in plain.findings if finding.what in ("float", "pair")]
+    assert {change.name for change in compare(plain, full)} == set(full.precision)
+    assert compare(full, full) == ()
+    assert sum(layer.time_ms or 0 for layer in full.layers) > 0
+    text = "\n".join(lines(full, 3))
+    assert "Linear operators: 3; quantized in the file 3, in the engine 3" in text
+    assert "Where the time goes" in text
+    if backend == "openvino":  # ONNX Runtime does not say what a node was made of
+        assert sum(full.fused.values()) > 0
+        assert plain.fused == {}
+
+
+@pytest.mark.parametrize("behind", [("Mul",), ("Add",), ("Mul", "Add"), ()])
+def test_a_matmul_is_found_that_openvino_calls_by_what_it_folded_in(behind: tuple[str, ...], tmp_path: Path) -> None:
+    builder = GraphBuilder("scaled", seed=1)
+    x = builder.input("x", (1, 64, 64))
+    for place in range(2):
+        x = builder.linear(x, 64, bias=False)
+        for op in behind:
+            x = builder.op(op, x, builder.const(np.full(64, 0.5, np.float32)))
+        x = builder.op("Relu", x) if place == 0 else x
+    builder.output(x, name="y")
+    found = explain_model(str(builder.save(tmp_path / "net.onnx")), Use(use="openvino", params={"precision": "f32"}))
+    assert len(found.precision) == 2
+    assert set(found.precision.values()) == {"f32"}
+    assert "  they run in: 2 f32" in list(lines(found, 3))
+
+
+def test_a_dynamic_model_is_explained_at_the_shape_that_is_given(tmp_path: Path, capsys: Any) -> None:
+    builder = GraphBuilder("dynamic")
+    builder.output(builder.conv(builder.input("x", ("N", 3, 16, "width")), 8, 3))
+    path = str(builder.save(tmp_path / "net.onnx"))
+    with pytest.raises(UserError, match="on the command line as --dim width=224"):
+        explain_model(path, Use(use="openvino"), runs=1)
+    main(["explain", path, "--dim", "width=16", "--runs", "1"])
+    assert "Linear operators: 1; quantized in the file 0" in capsys.readouterr().out
+
+
+def test_which_of_two_operators_in_front_of_one_add_a_layer_is_nobody_says(tmp_path: Path) -> None:
+    builder = GraphBuilder("summed", seed=1)
+    x = builder.input("x", (1, 64, 64))
+    one, other = (builder.linear(x, 64, bias=False) for _ in range(2))
+    total = builder.op("Add", one, other)
+    builder.output(total, name="y")
+    asked = read_asked(builder.save(tmp_path / "net.onnx"))
+    assert len(asked.stands_for["y"]) == 2
+    layer = Layer(name="y", kind="FullyConnected", precision="f32", time_ms=1.0, origin=("y",))
+    found = explain_layers([layer], asked, runtime="r", quantize_outputs=False, whole_ms=1.0)
+    assert set(found.precision.values()) == {""}
+    assert "  they run in: 2 that the runtime does not name" in list(lines(found, 3))
+
+
+def test_onnxruntime_says_that_an_output_is_missing(tmp_path: Path) -> None:
+    found = explain_model(str(quantized(tmp_path, "onnxruntime", ["linear"])), Use(use="onnxruntime"), runs=3)
+    reasons = [finding.reason for finding in found.findings if finding.what == "float"]
+    assert found.low < 3
+    assert any("its output is not quantized (read by Add)" in reason for reason in reasons)
+    pairs = [finding.reason for finding in found.findings if finding.what == "pair"]
+    assert any("behind it runs in float" in reason for reason in pairs)
+
+
+def test_scales_that_differ_are_the_reason(tmp_path: Path) -> None:
+    path = quantized(tmp_path, "openvino", ["linear"])
+    model = onnx.load(path)
+    pair = next(
+        node for node in model.graph.node if node.op_type == "DequantizeLinear" and node.input[0].endswith(".q")
+    )
+    other = numpy_helper.from_array(np.array(0.5, np.float32), "other_scale")
+    model.graph.initializer.append(other)
+    pair.input[1] = "other_scale"
+    onnx.save(model, path)
+    asked = read_asked(path)
+    assert asked.odd == {pair.name: "its scale differs from that of the QuantizeLinear in front of it"}
+    reader = next(node.name for node in model.graph.node if pair.output[0] in node.input)
+    layers = [Layer(name=reader, kind="Convolution", precision="f32", time_ms=1.0, origin=(reader,))]
+    found = explain_layers(layers, asked, runtime="r", quantize_outputs=False, whole_ms=1.0)
+    assert found.findings[0].reason == f"{pair.name}: its scale differs from that of the QuantizeLinear in front of it"
+
+
+def test_half_a_pair_and_patterns_that_do_not_match(tmp_path: Path) -> None:
+    path = quantized(tmp_path, "openvino", ["linear"])
+    names = [node.name for node in onnx.load(path).graph.node if node.op_type == "Conv"]
+    layers = [
+        Layer(name=name, kind="Convolution", precision="u8" if name == names[0] else "f32", origin=(name,))
+        for name in names
+    ]
+    asked = read_asked(path)
+    found = explain_layers(layers, asked, runtime="r", quantize_outputs=False, whole_ms=1.0)
+    assert {finding.reason for finding in found.findings} == {
+        "this place in the graph does not match the runtime's pattern, though 1 other Conv do"
+    }
+    model = onnx.load(path)
+    conv = next(node for node in model.graph.node if node.name == names[1])
+    conv.input[0] = conv.input[0].partition("@qdq")[0]
+    onnx.save(model, path)
+    found = explain_layers(layers, read_asked(path), runtime="r", quantize_outputs=False, whole_ms=1.0)
+    reasons = {finding.name: finding.reason for finding in found.findings}
+    assert reasons[names[1]] == "only its weight is quantized in the file"
+
+
+def test_the_command_in_words_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, full = net(tmp_path / "net.onnx"), quantized(tmp_path, "openvino")
+    main(["explain", str(full), "--runs", "3", "--param", "precision=f32"])
+    assert "quantized in the file 3, in the engine 3" in capsys.readouterr().out
+    main(["explain", str(plain), "--against", str(full), "--runs", "3", "--param", "precision=f32"])
+    assert "Difference: 0 -> 3 linear operators quantized" in capsys.readouterr().out
+    main(["explain", str(plain), "--against", str(full), "--runs", "2", "--json"])
+    assert len(json.loads(capsys.readouterr().out)["changes"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("model", "backend", "message"),
+    [
+        ("gone.onnx", "openvino", "no such file"),
+        ("README.md", "openvino", "README.md on openvino: OpenVINO refuses"),
+        ("zoo:shapes_detector", "simulated", "does not tell what became of a model"),
+        ("zoo:shapes_detector", "nobody", "no benchmarker is called 'nobody'"),
+    ],
+)
+def test_mistakes(model: str, backend: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text("no model")
+    with pytest.raises(UserError, match=message):
+        explain_model(model, Use(use=backend), runs=2)
+
+
+def test_a_results_folder_needs_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["explain", str(tmp_path)])
+    assert end.value.code == 2
+    assert "a results folder needs a row beside it" in capsys.readouterr().err
+
+
+def test_a_matmul_is_found_that_openvino_calls_by_what_quantizes_its_sum(tmp_path: Path) -> None:
+    """As in DeiT-Tiny with every point quantized: its layer has a name of OpenVINO's own, and came of the Q behind."""
+    builder = GraphBuilder("net", seed=1)
+    x = builder.linear(builder.input("x", (1, 64, 64)), 64)
+    scale, zero = builder.const(np.float32(0.1)), builder.const(np.uint8(0))
+    quantized = builder.op("QuantizeLinear", x, scale, zero)
+    builder.output(builder.op("DequantizeLinear", quantized, scale, zero), name="y")
+    asked = read_asked(builder.save(tmp_path / "net.onnx"))
+    (linear,) = asked.linear
+    (pair,) = (name for name in asked.pairs if asked.operators[name] == "QuantizeLinear")
+    layer = Layer(name="Multiply_7", kind="FullyConnected", precision="i8", time_ms=1.0, origin=("Multiply_7", pair))
+    found = explain_layers([layer], asked, runtime="r", quantize_outputs=False, whole_ms=1.0)
+    assert found.precision == {linear: "i8"}
+
+
+def test_what_is_made_of_constants_runs_once_and_takes_no_time_of_an_inference(tmp_path: Path) -> None:
+    """At BF16 OpenVINO has its weights reordered in its graph, and keeps the time of that single run."""
+    builder = GraphBuilder("wide", seed=1)
+    x = builder.input("x", (1, 64, 512))
+    for _ in range(3):
+        x = builder.op("Relu", builder.linear(x, 512))
+    builder.output(x, name="y")
+    found = explain_model(str(builder.save(tmp_path / "net.onnx")), Use(use="openvino", params={"precision": "f32"}))
+    reorders = [layer for layer in found.layers if "transpose_b" in layer.name]
+    assert all(layer.time_ms is None for layer in reorders)
+    assert sum(layer.time_ms or 0.0 for layer in found.layers) < 1.5 * found.whole_ms

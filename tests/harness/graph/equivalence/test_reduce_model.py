@@ -1,0 +1,91 @@
+"""Parts of a model, and models with integers of 7 bits."""
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from harness.graph.equivalence.reduce_model import ModelGraph, index_outputs, narrow
+
+
+@pytest.fixture
+def product(tmp_path):
+    """x and t, quantized to UINT8 with a zero point and to INT8, multiplied; then times weights, and the largest."""
+    rng = np.random.default_rng(0)
+    tensors = {
+        "s": np.float32(0.01), "z": np.uint8(130), "ts": np.float32(0.008), "tz": np.int8(0),
+        "w": rng.integers(-127, 128, (8, 6)).astype(np.int8), "ws": np.full(6, 0.01, np.float32),
+        "wz": np.zeros(6, np.int8),
+    }  # fmt: skip
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["xq"]),
+        helper.make_node("DequantizeLinear", ["xq", "s", "z"], ["xd"]),
+        helper.make_node("Tanh", ["t"], ["u"], name="tanh"),
+        helper.make_node("QuantizeLinear", ["u", "ts", "tz"], ["tq"]),
+        helper.make_node("DequantizeLinear", ["tq", "ts", "tz"], ["td"]),
+        helper.make_node("MatMul", ["xd", "td"], ["m"], name="both"),
+        helper.make_node("DequantizeLinear", ["w", "ws", "wz"], ["wd"], axis=1),
+        helper.make_node("MatMul", ["m", "wd"], ["y"], name="weights"),
+        helper.make_node("TopK", ["y", "k"], ["values", "places"], name="top"),
+        helper.make_node("Cast", ["places"], ["as_float"], to=TensorProto.FLOAT),
+    ]
+    tensors["k"] = np.array([2], np.int64)
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in (("x", [4, 8]), ("t", [8, 8]))]
+    outs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in ("y", "values", "as_float")]
+    made = [numpy_helper.from_array(np.array(array), name) for name, array in tensors.items()]
+    graph = helper.make_graph(nodes, "g", ends, outs, made)
+    path = tmp_path / "product.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return path
+
+
+@pytest.fixture
+def feeds():
+    rng = np.random.default_rng(1)
+    return {"x": rng.uniform(-1.2, 1.2, (4, 8)).astype(np.float32), "t": rng.standard_normal((8, 8)).astype(np.float32)}
+
+
+def run(path, feeds):
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    names = [value.name for value in session.get_outputs()]
+    wanted = {value.name for value in session.get_inputs()}
+    return dict(zip(names, session.run(names, {n: a for n, a in feeds.items() if n in wanted}), strict=True))
+
+
+def test_a_part_computes_what_the_whole_does(product, feeds, tmp_path):
+    graph, whole = ModelGraph(product), run(product, feeds)
+    assert graph.longest_path("y") == ["t", "u", "td", "m", "y"]
+    assert graph.sources("m") == ("xd", "td")
+    assert graph.sources("td") == ("u",)
+    assert graph.boundary("y", 1) == ("m",)
+    assert graph.boundary("m", 1) == ("x", "u")
+    assert graph.operator("td") == "Tanh 'tanh'"
+    graph.write_part(tmp_path / "front.onnx", ["m"])
+    middle = run(tmp_path / "front.onnx", feeds)
+    assert list(middle) == ["m"]
+    graph.write_part(tmp_path / "back.onnx", ["y"], middle)
+    assert [value.name for value in onnx.load(tmp_path / "back.onnx").graph.input] == ["m"]
+    np.testing.assert_array_equal(run(tmp_path / "back.onnx", middle)["y"], whole["y"])
+
+
+def test_outputs_that_depend_on_indices_are_told_from_values(product):
+    assert index_outputs(product) == (frozenset({"as_float"}), ("y",))
+
+
+@pytest.mark.parametrize("what", ["weights", "data"])
+def test_integers_of_7_bits_say_nearly_the_same(product, feeds, tmp_path, what):
+    assert narrow(product, tmp_path / "narrow.onnx", what)
+    whole, found = run(product, feeds)["y"], run(tmp_path / "narrow.onnx", feeds)["y"]
+    assert 0 < np.abs(found - whole).max() < 0.03 * np.abs(whole).max()
+    proto = onnx.load(tmp_path / "narrow.onnx")
+    weights = next(numpy_helper.to_array(tensor) for tensor in proto.graph.initializer if tensor.name == "w")
+    assert (np.abs(weights).max() <= 64) == (what == "weights")
+
+
+def test_a_float_model_has_nothing_to_narrow(tmp_path):
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", ends[:1], ends[1:])
+    onnx.save(helper.make_model(graph), tmp_path / "float.onnx")
+    assert not narrow(tmp_path / "float.onnx", tmp_path / "narrow.onnx", "weights")
+    assert not narrow(tmp_path / "float.onnx", tmp_path / "narrow.onnx", "data")

@@ -1,0 +1,122 @@
+"""Models with their external data: copied into one folder, moved, told apart; and models that have none."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from harness.errors import UserError
+from harness.graph.builder import GraphBuilder
+from harness.graph.io.files import copy_model, file_digest, move_model, parts
+
+BESIDE, BELOW = "model.onnx.data", "weights/model.bin"
+
+
+def written(folder: Path, number: float, location: str = BESIDE) -> Path:
+    """A model that adds a number, which lies outside of its file."""
+    builder = GraphBuilder("adds")
+    addend = builder.const(np.full(64, number, np.float32))
+    builder.output(builder.op("Add", builder.input("x", (64,)), addend), name="y")
+    proto = builder.build()
+    (tensor,) = proto.graph.initializer
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / location).parent.mkdir(exist_ok=True)
+    (folder / location).write_bytes(tensor.raw_data)
+    for key, value in (("location", location), ("offset", "0"), ("length", str(len(tensor.raw_data)))):
+        tensor.external_data.add(key=key, value=value)
+    tensor.ClearField("raw_data")
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    path = folder / "model.onnx"
+    path.write_bytes(proto.SerializeToString())
+    return path
+
+
+def added(path: Path) -> float:
+    """The number that a model adds."""
+    (tensor,) = onnx.load(path).graph.initializer
+    return float(numpy_helper.to_array(tensor)[0])
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_models_that_are_copied_into_one_folder_keep_their_own_data(tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    models.mkdir()
+    for name, number in (("a", 1.0), ("b", 2.0)):
+        copy_model(written(tmp_path / name, number), models, f"{name}.onnx")
+    assert names(models) == ["a.onnx", "a.onnx.data", "b.onnx", "b.onnx.data"]
+    assert [added(models / "a.onnx"), added(models / "b.onnx")] == [1.0, 2.0]
+    assert file_digest(models / "a.onnx") != file_digest(models / "b.onnx")
+
+
+@pytest.mark.parametrize("location", [BESIDE, BELOW])
+def test_external_data_come_along_wherever_they_lie(location: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "in", 1.0, location)
+    (tmp_path / "in" / "bystander.txt").write_text("")
+    (tmp_path / "out").mkdir()
+    copy = copy_model(path, tmp_path / "out", "copy.onnx")
+    assert parts(copy) == [copy, tmp_path / "out" / "copy.onnx.data"]
+    assert added(copy) == 1.0
+    move_model(copy, tmp_path / "there" / "moved.onnx")
+    assert names(tmp_path / "out") == []
+    assert names(tmp_path / "there") == ["moved.onnx", "moved.onnx.data"]
+    assert added(tmp_path / "there" / "moved.onnx") == 1.0
+
+
+def test_a_copy_has_the_digest_of_its_model_whatever_their_data_are_called(tmp_path: Path) -> None:
+    path = written(tmp_path / "in", 1.0, BELOW)
+    copy = copy_model(path, tmp_path, "copy.onnx")
+    again = copy_model(copy, tmp_path, "again.onnx")
+    assert file_digest(path) == file_digest(copy) == file_digest(again)
+
+
+@pytest.mark.parametrize("location", [BESIDE, BELOW])
+def test_a_digest_tells_models_apart_that_differ_in_their_data_alone(location: str, tmp_path: Path) -> None:
+    one, same, other = (written(tmp_path / str(n), number, location) for n, number in enumerate((1.0, 1.0, 2.0)))
+    assert one.read_bytes() == other.read_bytes()
+    assert file_digest(one) == file_digest(same)
+    assert file_digest(one) != file_digest(other)
+
+
+def test_a_copy_under_the_same_name_is_the_same_file(tmp_path: Path) -> None:
+    path = written(tmp_path / "in", 1.0)
+    (tmp_path / "out").mkdir()
+    copy = copy_model(path, tmp_path / "out")
+    assert copy.read_bytes() == path.read_bytes()
+    assert file_digest(copy) == file_digest(path)
+
+
+def test_a_model_without_external_data_is_its_file_alone(tmp_path: Path) -> None:
+    """Whatever it says: here a location, and the name of the file beside it."""
+    builder = GraphBuilder(f"location {BESIDE}")
+    builder.output(builder.op("Relu", builder.input("x", (4,))))
+    path = builder.save(tmp_path / "in" / "model.onnx")
+    (tmp_path / "in" / BESIDE).write_bytes(b"of somebody else")
+    assert parts(path) == [path]
+    assert file_digest(path) == hashlib.sha256(path.read_bytes()).hexdigest()
+    (tmp_path / "out").mkdir()
+    assert copy_model(path, tmp_path / "out").read_bytes() == path.read_bytes()
+    assert names(tmp_path / "out") == ["model.onnx"]
+
+
+def test_data_outside_of_the_folder_are_neither_copied_nor_read(tmp_path: Path) -> None:
+    for location in ("../secret.bin", str(tmp_path / "secret.bin")):
+        path = written(tmp_path / "in", 1.0, location)
+        for work in (file_digest, parts, lambda given: copy_model(given, tmp_path)):
+            with pytest.raises(UserError, match="outside of the model's folder, which is refused; save"):
+                work(path)
+    assert names(tmp_path) == ["in", "secret.bin"]
+
+
+def test_data_that_are_missing_are_named(tmp_path: Path) -> None:
+    path = written(tmp_path / "in", 1.0)
+    (tmp_path / "in" / BESIDE).unlink()
+    with pytest.raises(UserError, match=r"the external data 'model\.onnx\.data' with the weights .* is missing; put"):
+        copy_model(path, tmp_path)

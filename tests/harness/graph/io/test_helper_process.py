@@ -1,0 +1,157 @@
+"""Calls in the helper process: results, failures, and threads of the driver."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+import harness.graph.io.helper_process as helper_process
+from harness.errors import UserError
+from harness.graph.builder import GraphBuilder
+from harness.graph.io.helper_process import sturdy
+from harness.graph.passes.static_shapes import parse_shape
+from harness.graph.load import load
+
+
+def test_results_and_exceptions_are_returned() -> None:
+    assert sturdy("m.onnx", divmod, 7, 2) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        sturdy("m.onnx", divmod, 1, 0)
+    with pytest.raises(UserError, match=r"shapes\.x: a shape looks like"):
+        sturdy("m.onnx", parse_shape, "big", "shapes.x")
+
+
+def test_one_other_process_runs_all_calls() -> None:
+    assert len({os.getpid(), *(sturdy("m.onnx", os.getpid) for _ in range(3))}) == 2
+
+
+def test_a_call_that_does_not_return_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    sturdy("m.onnx", abs, -1)
+    monkeypatch.setattr(helper_process, "LIMIT_S", 0.2)
+    with pytest.raises(UserError, match=r"^m\.onnx: shape inference takes more than 0\.2 s: .* damaged"):
+        sturdy("m.onnx: shape inference", signal.pause)
+    monkeypatch.undo()
+    assert sturdy("m.onnx", abs, -2) == 2, "the next call starts another process"
+
+
+@pytest.mark.parametrize(
+    ("crash", "arguments", "how"),
+    [(os.abort, (), "was ended by SIGABRT"), (os._exit, (3,), "exited with status 3")],
+)
+def test_a_crash_is_one_message_and_the_next_call_starts_another_process(
+    crash: object, arguments: object, how: str
+) -> None:
+    before = sturdy("m.onnx", os.getpid)
+    with pytest.raises(UserError, match=rf"^m\.onnx: the upgrade {how}: .* damaged"):
+        sturdy("m.onnx: the upgrade", crash, *arguments)  # type: ignore[arg-type, misc]
+    assert sturdy("m.onnx", os.getpid) not in (before, os.getpid())
+
+
+def test_a_process_that_ended_between_calls_is_replaced() -> None:
+    process = sturdy("m.onnx", os.getpid)
+    os.kill(process, signal.SIGKILL)
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    assert sturdy("m.onnx", abs, -1) == 1
+
+
+def test_a_fork_has_a_process_of_its_own() -> None:
+    ours = sturdy("m.onnx", os.getpid)
+    child = os.fork()
+    if not child:
+        code = 1
+        with suppress(BaseException):
+            code = 0 if sturdy("m.onnx", os.getpid) not in (ours, os.getpid()) else 2
+        os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert sturdy("m.onnx", os.getpid) == ours
+
+
+DRIVER = """
+import os, signal
+import harness.graph.io.helper_process as helper_process
+from harness.graph.io.helper_process import sturdy
+print(sturdy("m.onnx", os.getpid), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_it_ends_with_the_driver() -> None:
+    done = subprocess.run([sys.executable, "-c", DRIVER], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    deadline_s = time.monotonic() + 30
+    while psutil.pid_exists(int(done.stdout)) and psutil.Process(int(done.stdout)).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline_s, "it is still running"
+        time.sleep(0.02)
+
+
+THREADS = """
+import importlib, logging, sys, threading
+from pathlib import Path
+
+import numpy as np
+
+import harness.graph.io.helper_process as helper_process
+from harness.graph.io.helper_process import sturdy
+from harness.graph.load import load
+
+def multiply():
+    square = np.ones((600, 600))  # large enough for several threads of OpenBLAS
+    while True:
+        square @ square
+
+def allocate():
+    while True:
+        [bytes(size) for size in range(0, 300_000, 1000)]
+
+def log():
+    logging.basicConfig(stream=open("/dev/null", "w"), level=logging.DEBUG)
+    while True:
+        logging.getLogger("busy").info("%s", "x" * 100)
+
+def load_module():
+    while True:
+        sys.modules.pop("this_and_that", None)
+        importlib.import_module("this_and_that")
+
+sys.setswitchinterval(1e-4)
+for work in (multiply, allocate, log, load_module) * 2:
+    threading.Thread(target=work, daemon=True).start()
+assert [sturdy("m.onnx", abs, -number) for number in range(50)] == list(range(50))
+print(len(load(Path(sys.argv[1])).nodes))
+sys.stdout.flush()
+__import__("os")._exit(0)
+"""
+
+
+def test_working_threads_do_not_block_it(tmp_path: Path) -> None:
+    """They would block a fork: before one, OpenBLAS waits for its threads to end, which working ones never do."""
+    builder = GraphBuilder("net", seed=1)
+    builder.output(builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3)))
+    builder.save(tmp_path / "net.onnx")
+    (tmp_path / "this_and_that.py").write_text("import json\nVALUES = json.loads('[1, 2]')\n")
+    command = [sys.executable, "-c", THREADS, str(tmp_path / "net.onnx")]
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+
+
+def test_a_model_is_read_without_a_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("the driver forked"))
+    builder = GraphBuilder("net", seed=1)
+    x = builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3)
+    half = builder.op("Sqrt", builder.const([0.25]))  # folded by ONNX Runtime
+    builder.output(builder.op("Mul", x, half))
+    model = load(builder.save(tmp_path / "net.onnx"))
+    assert [node.op for node in model.nodes] == ["Conv", "Mul"]
+    assert model.constants

@@ -1,0 +1,347 @@
+"""Patterns are isomorphism classes: checked against another implementation of isomorphism (VF2++, of networkx)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import networkx as nx
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.graph.builder import GraphBuilder
+from harness.graph.load import from_proto
+from harness.graph.model import Model, Node
+from harness.graph.rules.operator_sets import LINEAR
+from harness.graph.partition.patterns import Pattern, find_patterns
+from harness.graph.partition.regions import Region, RegionType, discover
+from harness.zoo import transformer
+
+Make = Callable[..., Model]
+ARITY = {
+    "Relu": 1, "Softmax.0": 1, "Softmax.1": 1, "Split.1": 1, "Add": 2, "MatMul": 2, "Concat.1": 3, "If.relu": 3,
+    "If.tanh": 3,
+}  # fmt: skip
+
+
+def nodes(last: int) -> st.SearchStrategy[tuple[str, list[int], bool]]:
+    """A node that reads what is there, an omitted input (-1), a constant of rank 1 (-2) or an integer input (-3)."""
+    return st.sampled_from(sorted(ARITY)).flatmap(
+        lambda op: st.tuples(
+            st.just(op), st.lists(st.integers(-3, last), min_size=ARITY[op], max_size=ARITY[op]), st.booleans()
+        )
+    )
+
+
+specs = st.lists(nodes(30), min_size=1, max_size=30)
+small_specs = st.lists(nodes(5), min_size=2, max_size=5)
+stacks = st.lists(st.integers(0, 99), min_size=1, max_size=6)
+"""Motifs (attention, residual, inception, ...) by number."""
+
+
+def whole(model: Model, *, children: tuple[Region, ...] = ()) -> Region:
+    """One LEAF of all nodes, however many sinks it has."""
+    return Region(
+        id=0,
+        type=RegionType.LEAF,
+        level=0,
+        nodes=tuple(range(len(model.nodes))),
+        children=children,
+        inputs=model.inputs,
+        outputs=model.outputs,
+    )
+
+
+def signature(model: Model) -> str:
+    (pattern,) = find_patterns(model, whole(model))
+    return pattern.signature
+
+
+def kinds(model: Model, node: Node) -> list[str]:
+    """What is read at each input, as far as that is no matter of wiring: constants, kinds of types, nothing."""
+    found = []
+    for slot, name in enumerate(node.inputs):
+        if name in model.constants:
+            rank = len(model.constants[name].dims) if node.op in LINEAR and slot < 2 else ""
+            found.append(f"constant {rank}")
+        else:
+            found.append(model.types[name].dtype if name else "")
+    while found and not found[-1]:  # omitted at the end is the same as not there
+        found.pop()
+    return found
+
+
+def described(model: Model, node: Node) -> str:
+    return f"{node.op} {sorted(node.attributes.items())} {node.body} {kinds(model, node)} {len(node.captures)}"
+
+
+def reads(model: Model, node: Node) -> list[str]:
+    return [name for name in (*node.inputs, *node.captures) if name and name not in model.constants]
+
+
+def is_isomorphism(first: Model, second: Model, order: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
+    """Whether nodes match position by position: operator, attributes, wiring of each input, results that leave."""
+    names: dict[str, str] = {}
+    back: dict[str, str] = {}
+    for i, j in zip(*order, strict=True):
+        one, two = first.nodes[i], second.nodes[j]
+        if described(first, one) != described(second, two):
+            return False
+        tensors = [
+            *zip(reads(first, one), reads(second, two), strict=True),
+            *zip(one.outputs, two.outputs, strict=True),
+        ]
+        for a, b in tensors:
+            if (a in first.outputs) != (b in second.outputs):
+                return False
+            if names.setdefault(a, b) != b or back.setdefault(b, a) != a:
+                return False
+    return all((a in first.producer) == (b in second.producer) for a, b in names.items())
+
+
+def plain_graph(model: Model) -> Any:
+    """The model as a graph with labels on its vertices alone: nodes, their reads and results, activations."""
+    graph = nx.DiGraph()
+    for node in model.nodes:
+        graph.add_node(node.index, label=described(model, node))
+        for slot, name in enumerate(reads(model, node)):
+            graph.add_node((node.index, "read", slot), label=f"read {slot}")
+            graph.add_node(name, label="tensor")
+            graph.add_edges_from([(name, (node.index, "read", slot)), ((node.index, "read", slot), node.index)])
+        for place, name in enumerate(node.outputs):
+            graph.add_node((node.index, "made", place), label=f"made {place} {name in model.outputs}")
+            graph.add_node(name, label="tensor")
+            graph.add_edges_from([(node.index, (node.index, "made", place)), ((node.index, "made", place), name)])
+    return graph
+
+
+def are_isomorphic(first: Model, second: Model) -> bool:
+    one, two = plain_graph(first), plain_graph(second)
+    counts = [Counter(nx.get_node_attributes(graph, "label").values()) for graph in (one, two)]
+    return counts[0] == counts[1] and bool(nx.vf2pp_is_isomorphic(one, two, node_label="label"))
+
+
+@settings(deadline=None, max_examples=150)
+@given(first=small_specs, second=small_specs)
+def test_equal_signature_means_isomorphic_and_the_reverse(make_model: Make, first: Any, second: Any) -> None:
+    one, two = make_model(first), make_model(second)
+    assert (signature(one) == signature(two)) == are_isomorphic(one, two)
+
+
+@settings(deadline=None, max_examples=150)
+@given(spec=small_specs, place=st.integers(0, 4), change=nodes(5))
+def test_one_changed_node_changes_the_signature_unless_the_graph_is_the_same(
+    make_model: Make, spec: Any, place: int, change: Any
+) -> None:
+    other = list(spec)
+    other[place % len(spec)] = change
+    one, two = make_model(spec), make_model(other)
+    assert (signature(one) == signature(two)) == are_isomorphic(one, two)
+
+
+OTHERS = {
+    "Relu": "Tanh",
+    "Softmax.1": "Softmax.0",
+    "If.tanh": "If.relu",
+    "Split.1": "Split.0",
+    "Transpose.1": "Identity",
+}
+
+
+@settings(deadline=None, max_examples=150)
+@given(chosen=stacks, change=st.tuples(st.integers(0, 99), st.integers(0, 3), st.integers(0, 9)))
+def test_one_edge_or_operator_of_a_network_changes_the_signature_unless_the_graph_is_the_same(
+    make_model: Make, make_stack: Any, motifs: list[str], chosen: list[int], change: tuple[int, int, int]
+) -> None:
+    spec = make_stack([motifs[number % len(motifs)] for number in chosen])
+    place, slot, earlier = change
+    op, references, is_output = spec[place % len(spec)]
+    if earlier:  # an input reads what was made so many results earlier, a constant, or nothing
+        references = list(references)
+        references[slot % len(references)] = max(-3, references[slot % len(references)] - earlier)
+    else:
+        op = OTHERS.get(op, "Abs")
+    changed = [*spec]
+    changed[place % len(spec)] = (op, references, is_output)
+    one, two = make_model(spec), make_model(changed, 1)
+    same = are_isomorphic(one, two)
+    assert earlier or not same
+    assert (signature(one) == signature(two)) == same
+
+
+def assert_names_and_order_do_not_matter(first: Model, second: Model) -> None:
+    assert signature(first) == signature(second)
+    found = [Counter({p.signature: len(p.regions) for p in find_patterns(m, discover(m))}) for m in (first, second)]
+    assert found[0] == found[1]
+
+
+@settings(deadline=None)
+@given(spec=specs, seed=st.integers(0, 1000))
+def test_order_and_names_in_the_file_never_change_a_signature(make_model: Make, spec: Any, seed: int) -> None:
+    assert_names_and_order_do_not_matter(make_model(spec), make_model(spec, seed))
+
+
+@settings(deadline=None)
+@given(chosen=stacks, seed=st.integers(0, 1000))
+def test_order_and_names_do_not_matter_in_networks_either(
+    make_model: Make, make_stack: Any, motifs: list[str], chosen: list[int], seed: int
+) -> None:
+    spec = make_stack([motifs[number % len(motifs)] for number in chosen])
+    assert_names_and_order_do_not_matter(make_model(spec), make_model(spec, seed))
+
+
+@settings(deadline=None)
+@given(spec=specs)
+def test_a_changed_operator_always_changes_the_signature(make_model: Make, spec: Any) -> None:
+    renamed = [("Neg", *rest) if op == "Relu" else (op, *rest) for op, *rest in spec]
+    changed = any(op == "Relu" for op, *_ in spec)
+    assert (signature(make_model(spec)) != signature(make_model(renamed))) == changed
+
+
+@settings(deadline=None)
+@given(spec=specs, seed=st.integers(0, 1000))
+def test_the_stored_order_is_the_isomorphism(make_model: Make, spec: Any, seed: int) -> None:
+    first, second = make_model(spec), make_model(spec, seed)
+    orders = [find_patterns(m, whole(m))[0].order[0] for m in (first, second)]
+    assert is_isomorphism(first, second, (orders[0], orders[1]))
+
+
+def test_sinks_that_look_alike_are_told_apart_by_search(make_model: Make) -> None:
+    """A ring of six and two rings of three: no refinement of colours tells their Adds apart (Weisfeiler, Leman)."""
+
+    def rings(*sizes: int) -> list[tuple[str, list[int], bool]]:
+        corners = sum(sizes)
+        spec = [("Relu", [0], False) for _ in range(corners)]
+        first = 0
+        for size in sizes:
+            spec += [("Add", [3 + first + i, 3 + first + (i + 1) % size], True) for i in range(size)]
+            first += size
+        return spec
+
+    assert signature(make_model(rings(6))) != signature(make_model(rings(3, 3)))
+    for shape in ((6, 3, 3), (3, 4, 5)):
+        found = {signature(make_model(rings(*shape), seed)) for seed in (None, 1, 2, 3)}
+        assert found == {signature(make_model(rings(*sorted(shape))))}
+
+
+def conv_model(x: str = "x", **attributes: Any) -> Model:
+    g = GraphBuilder("conv")
+    given = {"kernel": 3, "groups": 1, "stride": 1, **attributes}
+    y = g.conv(g.input(x, (1, 8, 8, 8)), given.pop("channels", 8), given.pop("kernel"), **given)
+    g.output(g.op("Relu", y))
+    return from_proto(g.build(), source="conv", sha256="0")
+
+
+@pytest.mark.parametrize("attributes", [{"channels": 16}, {"pad": 0}, {"dilations": [1, 1]}, {"x": "other"}])
+def test_what_does_not_matter(attributes: dict[str, Any]) -> None:
+    assert signature(conv_model(**attributes)) == signature(conv_model())
+
+
+@pytest.mark.parametrize(
+    "attributes", [{"kernel": 1}, {"stride": 2}, {"groups": 2}, {"groups": -1}, {"bias": False}, {"dilations": [2, 2]}]
+)
+def test_what_matters(attributes: dict[str, Any]) -> None:
+    assert signature(conv_model(**attributes)) != signature(conv_model())
+
+
+def test_how_many_groups_does_not_matter_but_depthwise_does() -> None:
+    assert signature(conv_model(groups=2)) == signature(conv_model(groups=4)) != signature(conv_model(groups=-1))
+
+
+def test_a_constant_operand_is_not_an_activation(make_model: Make) -> None:
+    both = make_model([("Add", [0, 1], True)])
+    assert signature(both) != signature(make_model([("Add", [0, 2], True)]))
+    assert signature(both) != signature(make_model([("Add", [0, 0], True)]))
+
+
+def test_what_leaves_the_region_matters(make_model: Make) -> None:
+    assert signature(make_model([("Relu", [0], False), ("Relu", [3], True)])) != signature(
+        make_model([("Relu", [0], True), ("Relu", [3], True)])
+    )
+
+
+def patterns_of(layers: int) -> tuple[Model, tuple[Pattern, ...]]:
+    g = transformer.encoder(layers, width=8, heads=2, tokens=4)
+    model = from_proto(g.build(), source=g.name, sha256="0")
+    return model, find_patterns(model, discover(model))
+
+
+BRANCH = """
+   <ir_version: 8, opset_import: ["": 17]>
+   m (float[4] x, float[4] y, bool flag) => (float[4] z) {
+     {p} = Relu(x)
+     {q} = Tanh(y)
+     z = If (flag) <
+       then_branch = then () => (float[4] t) { {s} = Sub({p}, {q})  t = Neg({s}) },
+       else_branch = other () => (float[4] e) { {u} = Mul({p}, {q})  {v} = Abs({p})  e = Add({u}, {v}) }
+     >
+   }"""
+NAMES = {"p": "p", "q": "q", "s": "s", "u": "u", "v": "v"}
+
+
+def branching(text: str = BRANCH, **names: str) -> str:
+    for name, own in {**NAMES, **names}.items():
+        text = text.replace(f"{{{name}}}", own)
+    return signature(from_proto(onnx.parser.parse_model(text), source="branching", sha256="0"))
+
+
+def test_names_and_order_inside_of_a_subgraph_do_not_matter() -> None:
+    assert branching(p="z9", q="a1", s="later", u="b", v="a") == branching()
+    assert branching(BRANCH.replace("{u} = Mul({p}, {q})  {v} = Abs({p})", "{v} = Abs({p})  {u} = Mul({p}, {q})")) == (
+        branching()
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("Neg(", "Abs("),  # another operator
+        ("Sub({p}, {q})", "Sub({q}, {p})"),  # another order of what comes from outside
+        ("{v} = Abs({p})", "{v} = Abs({q})"),  # another edge from outside
+        ("Add({u}, {v})", "Add({u}, {u})"),  # another edge inside
+    ],
+)
+def test_what_a_subgraph_computes_matters(before: str, after: str) -> None:
+    assert before in BRANCH
+    assert branching(BRANCH.replace(before, after)) != branching()
+
+
+def test_the_number_of_patterns_does_not_grow_with_depth() -> None:
+    found = {layers: patterns_of(layers)[1] for layers in (2, 6, 12)}
+    assert {len(patterns) for patterns in found.values()} == {11}
+    below = [{p.signature for p in patterns if p.type is not RegionType.ROOT} for patterns in found.values()]
+    assert below[0] == below[1] == below[2]
+
+
+def test_patterns_cover_the_tree_and_carry_matching_orders() -> None:
+    model, patterns = patterns_of(3)
+    root = discover(model)
+    assert sorted(r.id for p in patterns for r in p.regions) == [r.id for r in root.walk()]
+    for pattern in patterns:
+        for region, order, children in zip(pattern.regions, pattern.order, pattern.children, strict=True):
+            assert sorted(order) == list(region.members())
+            assert tuple(model.nodes[index].op for index in order) == pattern.operators
+            assert sorted(child.id for child in children) == [child.id for child in region.children]
+            first = [[pattern.order[0].index(n) for n in child.members()] for child in pattern.children[0]]
+            other = [[order.index(n) for n in child.members()] for child in children]
+            assert [sorted(c) for c in first] == [sorted(c) for c in other]
+
+
+def test_composites_of_other_children_differ() -> None:
+    """Same nodes, cut in another way: a point in a child would mean something else."""
+    model, _ = patterns_of(1)
+    found = []
+    for size in (4, 10):
+        root = discover(model, maximum_sequence_region_size=size)
+        pattern = next(p for p in find_patterns(model, root) if p.regions[0] is root.children[0])
+        found.append((pattern.signature, sorted(pattern.order[0])))
+    assert found[0][1] == found[1][1]
+    assert found[0][0] != found[1][0]
+
+
+def test_a_signature_stays_what_it_was() -> None:
+    """Pattern caches refer to it; whoever changes it also changes the number in the signed text."""
+    assert signature(conv_model()) == "c2dcecfaf921140b2b6536a299a75bcf5e73f0384a66aa5ba6b684ccc3f37832"

@@ -1,0 +1,136 @@
+"""Folding of BatchNormalization: the same results with one node fewer."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime
+import pytest
+from onnx import numpy_helper
+
+from harness.graph.builder import GraphBuilder
+from harness.graph.load import from_proto
+
+
+def run(proto: onnx.ModelProto, x: npt.NDArray[np.generic]) -> list[npt.NDArray[np.generic]]:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    found: list[npt.NDArray[np.generic]] = session.run(None, {"x": x})
+    return found
+
+
+def ops_after(builder: GraphBuilder, tolerance: float = 1e-4) -> list[str]:
+    """Return the operators after loading, which must not change the outputs."""
+    proto = builder.build()
+    model = from_proto(proto, source="m", sha256="0")
+    kind = model.types["x"]
+    x = np.random.default_rng(1).normal(size=kind.shape)
+    x = x.astype(np.float16 if kind.dtype == "float16" else np.float32)
+    for before, after in zip(run(proto, x), run(model.proto, x), strict=True):
+        np.testing.assert_allclose(after, before, rtol=0, atol=tolerance)
+    assert model.outputs == tuple(value.name for value in proto.graph.output)
+    return [node.op for node in model.nodes]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("groups", [1, 2, -1])
+def test_conv(groups: int, bias: bool) -> None:
+    builder = GraphBuilder("conv", seed=3)
+    x = builder.conv(builder.input("x", (2, 4, 6, 6)), 8, 3, groups=groups, bias=bias)
+    builder.output(builder.op("Relu", builder.batch_norm(x, epsilon=1e-2)))
+    assert ops_after(builder) == ["Conv", "Relu"]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_conv_transpose(groups: int) -> None:
+    builder = GraphBuilder("up")
+    weight = builder.const(np.random.default_rng(0).normal(size=(4, 6 // groups, 2, 2)).astype(np.float32))
+    x = builder.op("ConvTranspose", builder.input("x", (1, 4, 3, 3)), weight, group=groups, strides=[2, 2])
+    builder.output(builder.batch_norm(x))
+    assert ops_after(builder) == ["ConvTranspose"]
+
+
+@pytest.mark.parametrize("trans", [0, 1])
+@pytest.mark.parametrize("bias_shape", [None, (), (1,), (5,), (1, 5)])
+def test_gemm(trans: int, bias_shape: tuple[int, ...] | None) -> None:
+    rng, builder = np.random.default_rng(0), GraphBuilder("gemm")
+    inputs = [builder.const(rng.normal(size=(5, 7) if trans else (7, 5)).astype(np.float32))]
+    if bias_shape is not None:
+        inputs.append(builder.const(rng.normal(size=bias_shape).astype(np.float32)))
+    x = builder.op("Gemm", builder.input("x", (3, 7)), *inputs, transB=trans, alpha=0.5, beta=2.0)
+    builder.output(builder.batch_norm(x))
+    assert ops_after(builder) == ["Gemm"]
+
+
+def test_two_in_a_row() -> None:
+    builder = GraphBuilder("chain")
+    x = builder.conv(builder.input("x", (1, 3, 6, 6)), 4, 1)
+    builder.output(builder.batch_norm(builder.batch_norm(x)))
+    assert ops_after(builder) == ["Conv"]
+
+
+def test_shared_weights_are_scaled_for_one_reader_only() -> None:
+    builder = GraphBuilder("shared")
+    x = builder.input("x", (1, 4, 6, 6))
+    weight = builder.const(np.random.default_rng(0).normal(size=(4, 4, 1, 1)).astype(np.float32))
+    bias = builder.const(np.ones(4, np.float32))
+    for _ in range(2):
+        builder.output(builder.batch_norm(builder.op("Conv", x, weight, bias)))
+    builder.output(builder.op("Conv", x, weight, bias))
+    assert ops_after(builder) == ["Conv", "Conv", "Conv"]
+
+
+def test_a_second_reader_or_an_output_prevents_it() -> None:
+    builder = GraphBuilder("read twice")
+    x = builder.conv(builder.input("x", (1, 3, 6, 6)), 4, 1)
+    builder.output(builder.op("Add", builder.batch_norm(x), x))
+    assert ops_after(builder) == ["Conv", "BatchNormalization", "Add"]
+    builder = GraphBuilder("output")
+    x = builder.conv(builder.input("x", (1, 3, 6, 6)), 4, 1)
+    builder.output(x)
+    builder.output(builder.batch_norm(x))
+    assert ops_after(builder) == ["Conv", "BatchNormalization"]
+
+
+def test_a_reader_in_a_subgraph_prevents_it() -> None:
+    then, other = GraphBuilder("then"), GraphBuilder("else")
+    builder = GraphBuilder("captured")
+    x = builder.conv(builder.input("x", (1, 3, 6, 6)), 4, 1)
+    then.output(then.op("Neg", x, outputs=("then_out",))[0])
+    other.output(other.op("Abs", x, outputs=("else_out",))[0])
+    builder.output(builder.batch_norm(x))
+    condition = builder.op("Greater", builder.op("ReduceMax", "x", keepdims=0), builder.const(0.0))
+    builder.output(builder.op("If", condition, then_branch=then.graph(), else_branch=other.graph()), (1, 4, 6, 6))
+    assert "BatchNormalization" in ops_after(builder)
+
+
+def test_other_operators_before_it_prevent_it() -> None:
+    builder = GraphBuilder("alone")
+    builder.output(builder.batch_norm(builder.op("Relu", builder.input("x", (1, 3, 6, 6)))))
+    assert ops_after(builder) == ["Relu", "BatchNormalization"]
+
+
+def test_half_precision_stays_half_precision() -> None:
+    builder = GraphBuilder("half")
+    rng = np.random.default_rng(0)
+    weight = builder.const(rng.normal(size=(4, 3, 1, 1)).astype(np.float16))
+    statistics = [builder.const(rng.uniform(0.5, 1.5, 4).astype(np.float16)) for _ in range(4)]
+    x = builder.op("Conv", builder.input("x", (1, 3, 4, 4), "float16"), weight)
+    builder.output(builder.op("BatchNormalization", x, *statistics))
+    proto = builder.build()
+    model = from_proto(proto, source="m", sha256="0")
+    assert [node.op for node in model.nodes] == ["Conv"]
+    assert {numpy_helper.to_array(t).dtype for t in model.constants.values()} == {np.dtype(np.float16)}
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_an_overflow_of_half_precision_prevents_it() -> None:
+    builder = GraphBuilder("loud")
+    x = builder.input("x", (2, 1), "float16")
+    weight, scale, zero, variance = (builder.const(np.full(1, v, np.float16)) for v in (3, 4e4, 0, 2))
+    x = builder.op("Gemm", x, builder.op("Reshape", weight, builder.const(np.array([1, 1]))), beta=2.0)
+    builder.output(builder.op("BatchNormalization", x, scale, zero, zero, variance))
+    assert ops_after(builder) == ["Gemm", "BatchNormalization"]

@@ -1,0 +1,198 @@
+"""Placements read back from the outputs of ModelOpt and of ONNX Runtime."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+from harness.errors import UserError
+from harness.graph.builder import GraphBuilder
+from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
+from harness.graph.qdq.import_placement import import_qdq
+from harness.graph.qdq.insert import Inserter
+from harness.graph.load import from_proto, save
+from harness.graph.model import Model
+from harness.graph.qdq.space import build_space
+from harness.zoo import transformer
+from search.space import Edge
+
+# In a process of its own: ModelOpt patches ONNX Runtime's calibration for good.
+MODELOPT = """
+import sys
+import numpy as np
+from modelopt.onnx.quantization import quantize
+quantize(sys.argv[1], quantize_mode="int8", calibration_data={"x": np.load(sys.argv[2])}, output_path=sys.argv[3],
+         high_precision_dtype="fp32", calibration_eps=["cpu"])
+"""
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    g = GraphBuilder("residual", opset=19, seed=5)
+    x = g.input("x", (1, 3, 16, 16))
+    x = g.op("Relu", g.conv(x, 32, 3, name="stem"), name="stem_relu")
+    y = g.op("Relu", g.conv(x, 32, 3, name="inner"), name="inner_relu")
+    y = g.op("Add", g.conv(y, 32, 3, name="outer"), x, name="residual")
+    y = g.op("Flatten", g.op("GlobalAveragePool", y, name="pool"), name="flatten")
+    g.output(g.gemm(y, 32, name="head"), name="logits")
+    return from_proto(g.build(), source="residual", sha256="0")
+
+
+def images() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=(1, 3, 16, 16)).astype(np.float32) for _ in range(3)]
+
+
+class Reader(CalibrationDataReader):
+    def __init__(self) -> None:
+        self._rest: Iterator[np.ndarray] = iter(images())
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        image = next(self._rest, None)
+        return None if image is None else {"x": image}
+
+
+def ends(edges: dict[Edge, str]) -> set[tuple[str, int]]:
+    return {(edge.consumer, edge.slot) for edge in edges}
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_quantize_static_is_read_back(model: Model, tmp_path: Path, per_channel: bool) -> None:
+    path = tmp_path / "static.onnx"
+    quantize_static(
+        save(model, tmp_path), path, Reader(), quant_format=QuantFormat.QDQ, per_channel=per_channel,
+        activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
+    )  # fmt: skip
+    edges = import_qdq(path, model)
+    linear = {(name, slot) for name in ("stem", "inner", "outer", "head") for slot in (0, 1)}
+    assert linear <= ends(edges)
+    assert {("residual", 0), ("residual", 1), ("pool", 0), ("", 0)} <= ends(edges)
+    assert not {(name, 2) for name in ("stem", "head")} & ends(edges)  # biases are no edges
+    assert set(edges.values()) == {"int8"}
+    assert all(model.nodes[[n.name for n in model.nodes].index(e.consumer)].inputs[e.slot] == e.tensor
+               for e in edges if e.consumer)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_modelopt_ptq_is_read_back_and_can_be_inserted(model: Model, tmp_path: Path) -> None:
+    path, data = tmp_path / "ptq.onnx", tmp_path / "data.npy"
+    np.save(data, np.concatenate(images()))
+    arguments = [sys.executable, "-c", MODELOPT, str(save(model, tmp_path)), str(data), str(path)]
+    subprocess.run(arguments, check=True, capture_output=True, timeout=300)
+    edges = import_qdq(path, model)
+    assert {(name, slot) for name in ("inner", "outer") for slot in (0, 1)} <= ends(edges)
+    assert ("residual", 1) in ends(edges)  # the branch that the convolution is not fused with
+    assert ("residual", 0) not in ends(edges)
+    ranges = {name: (-4.0, 4.0) for name in model.types}
+    asked = tuple(sorted(edges.items()))
+    assert import_qdq(Inserter(model, OPENVINO, ranges).insert(asked), model) == edges
+
+
+def test_a_tensor_and_operator_match_where_node_names_are_lost(model: Model) -> None:
+    asked = ((Edge("x", "stem", 0), "int8"),)
+    proto = Inserter(model, OPENVINO, {"x": (-1.0, 1.0)}).insert(asked)
+    for node in proto.graph.node:
+        node.name = ""
+    assert import_qdq(proto, model) == dict(asked)
+
+
+def test_nodes_of_one_name_are_read_back_one_by_one() -> None:
+    """Loading tells them apart by numbers in the order of the file; so does whoever reads the Q/DQ model."""
+    g = GraphBuilder("twice", opset=19, seed=5)
+    x = g.conv(g.input("x", (1, 4, 8, 8)), 4, 3, name="conv")
+    g.output(g.conv(x, 4, 3, name="conv"), name="y")
+    model = from_proto(g.build(), source="twice", sha256="0")
+    space = build_space(model, OPENVINO)
+    asked = space.resolve(space.everywhere())
+    proto = Inserter(model, OPENVINO, {name: (-1.0, 1.0) for name in model.types}).insert(asked)
+    for node in proto.graph.node:
+        if node.op_type == "Conv":
+            node.name = "conv"
+    assert import_qdq(proto, model) == dict(asked)
+
+
+def renamed(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """With every node and tensor called otherwise."""
+    names: dict[str, str] = {}
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+
+    def new(name: str) -> str:
+        return names.setdefault(name, f"n{len(names)}") if name else ""
+
+    for node in copy.graph.node:
+        node.name = f"node_{new('node ' + node.name)}"
+        for field in (node.input, node.output):
+            field[:] = [new(name) for name in field]
+    for value in (*copy.graph.initializer, *copy.graph.input, *copy.graph.output):
+        value.name = new(value.name)
+    del copy.graph.value_info[:]
+    onnx.checker.check_model(copy)
+    return copy
+
+
+@pytest.mark.parametrize("dialect", [OPENVINO, ONNXRUNTIME, TENSORRT], ids=lambda d: d.name)
+@pytest.mark.parametrize("name", ["residual", "encoder"])
+def test_a_model_whose_names_all_changed_is_read_back(name: str, dialect: Dialect, model: Model) -> None:
+    if name == "encoder":
+        model = from_proto(transformer.encoder(2, width=16, heads=2, tokens=4).build(), source="encoder", sha256="0")
+    space = build_space(model, dialect)
+    inserter = Inserter(model, dialect, {tensor: (-1.0, 2.0) for tensor in model.types})
+    for seed in range(4):
+        asked = space.resolve(space.random(np.random.default_rng(seed)))
+        assert import_qdq(renamed(inserter.insert(asked)), model) == dict(asked)
+
+
+def test_weights_stored_quantized_and_scales_per_channel_are_read_back(model: Model) -> None:
+    """Q folded away by the other tool: an INT8 initializer and a DequantizeLinear alone, one scale a channel."""
+    inserter = Inserter(model, OPENVINO, {tensor: (-1.0, 2.0) for tensor in model.types})
+    asked = tuple(sorted((Edge(model.nodes[0].inputs[slot], "stem", slot), "int8") for slot in (0, 1)))
+    proto = inserter.insert(asked)
+    makers = {name: node for node in proto.graph.node for name in node.output}
+    dequantize = makers[next(node for node in proto.graph.node if node.name == "stem").input[1]]
+    stored = {tensor.name: tensor for tensor in proto.graph.initializer}
+    assert stored[dequantize.input[0]].data_type == onnx.TensorProto.INT8
+    assert list(stored[dequantize.input[1]].dims) == [32]
+    assert dequantize.input[0] not in makers
+    assert import_qdq(proto, model) == import_qdq(renamed(proto), model) == dict(asked)
+
+
+def test_qoperator_models_are_refused(model: Model, tmp_path: Path) -> None:
+    path = tmp_path / "qoperator.onnx"
+    quantize_static(save(model, tmp_path), path, Reader(), quant_format=QuantFormat.QOperator)
+    with pytest.raises(
+        UserError, match=r"qoperator\.onnx: QLinearConv '.*' is of the QOperator format.*QuantFormat\.QDQ"
+    ):
+        import_qdq(path, model)
+
+
+def test_a_model_without_matching_pairs_is_refused(model: Model) -> None:
+    with pytest.raises(UserError, match="the Q/DQ model: holds no Q/DQ pair, so there is no placement"):
+        import_qdq(model.proto, model)
+    builder = GraphBuilder("stranger")
+    x, scale, zero = builder.input("other", (1, 4)), builder.const(np.float32(0.1)), builder.const(np.uint8(0))
+    x = builder.op("DequantizeLinear", builder.op("QuantizeLinear", x, scale, zero), scale, zero)
+    builder.output(builder.op("Relu", x))
+    with pytest.raises(UserError, match="the Q/DQ model: none of its 1 quantized edges belongs to residual"):
+        import_qdq(builder.build(), model)
+
+
+def test_what_is_no_onnx_file_is_refused(model: Model, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        import_qdq(tmp_path / "missing.onnx", model)
+
+
+def test_edges_of_added_operators_are_left_out(model: Model) -> None:
+    proto = Inserter(model, OPENVINO, {"x": (-1.0, 1.0)}).insert(((Edge("x", "stem", 0), "int8"),))
+    dequantized = next(node.output[0] for node in proto.graph.node if node.op_type == "DequantizeLinear")
+    proto.graph.node.append(helper.make_node("Identity", [dequantized], ["spare"], name="extra"))
+    proto.graph.output.append(helper.make_tensor_value_info("spare", onnx.TensorProto.FLOAT, [1, 3, 16, 16]))
+    assert ends(import_qdq(proto, model)) == {("stem", 0)}

@@ -1,0 +1,516 @@
+"""Insertion: exactly the asked edges, valid models, close numbers, small files."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import openvino as ov
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from machine import SATURATES, exact_int8
+
+from harness.errors import UserError
+from harness.graph.builder import GraphBuilder
+from harness.graph.rules.dialects import ONNXRUNTIME, ONNXRUNTIME_7BIT, OPENVINO, OPENVINO_7BIT, TENSORRT, Dialect
+from harness.graph.qdq.read_edges import delivered, diff
+from harness.graph.qdq.insert import Inserter
+from harness.graph.load import from_proto, load
+from harness.graph.model import Model
+from search.space import Edge, Resolved, digest_of
+
+DIALECTS = (OPENVINO, OPENVINO_7BIT, ONNXRUNTIME, ONNXRUNTIME_7BIT, TENSORRT)
+
+
+def conv_net(opset: int = 19) -> GraphBuilder:
+    g = GraphBuilder("conv_net", opset=opset, seed=3)
+    x = g.input("x", (1, 3, 16, 16))
+    x = g.op("Relu", g.conv(x, 16, 3, name="stem"), name="stem_relu")
+    y = g.op("MaxPool", x, kernel_shape=[2, 2], strides=[2, 2], name="pool")
+    y = g.op("Relu", g.conv(y, 16, 3, groups=-1, name="depthwise"))
+    y = g.op("Add", g.conv(y, 16, 1, name="pointwise"), g.op("AveragePool", x, kernel_shape=[2, 2], strides=[2, 2]))
+    up = g.op("Resize", y, "", g.const(np.array([1, 1, 2, 2], np.float32)), mode="nearest", name="up")
+    y = g.op("Concat", up, x, axis=1, name="concat")
+    y = g.op("Sigmoid", g.conv(y, 8, 3, stride=2, bias=False, name="tail"))
+    y = g.op("ConvTranspose", y, g.const(np.random.default_rng(1).normal(size=(8, 6, 2, 2)).astype(np.float32) / 4))
+    y = g.op("Flatten", g.op("GlobalAveragePool", y), name="flatten")
+    g.output(g.gemm(y, 5, name="head"), name="logits")
+    return g
+
+
+def attention_net() -> GraphBuilder:
+    g = GraphBuilder("attention_net", opset=19, seed=4)
+    x = g.input("x", (1, 8, 32))
+    h = g.layer_norm(x)
+    k = g.op("Transpose", g.linear(h, 32, name="k"), perm=[0, 2, 1])
+    a = g.op("Softmax", g.op("MatMul", g.linear(h, 32, name="q"), k, name="qk"), axis=-1)
+    h = g.op("MatMul", a, g.linear(h, 32, name="v"), name="av")
+    x = g.op("Add", x, g.linear(h, 32, name="proj"), name="residual")
+    x = g.output(x, name="features")
+    g.output(g.op("Mul", x, x, name="square"), name="energy")
+    return g
+
+
+@cache
+def ready(net: str) -> tuple[Model, dict[str, tuple[float, float]]]:
+    """A small model and the range of each of its tensors on four random inputs."""
+    model = from_proto({"conv": conv_net, "attention": attention_net}[net]().build(), source=net, sha256="0" * 64)
+    probe = onnx.ModelProto()
+    probe.CopyFrom(model.proto)
+    names = [name for node in model.nodes for name in node.outputs if model.types[name].dtype == "float"]
+    del probe.graph.output[:]
+    probe.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    feeds = [inputs(model, seed) for seed in range(4)]
+    seen = [dict(zip(names, ort_session(probe).run(names, feed), strict=True)) | feed for feed in feeds]
+    return model, {n: (min(float(s[n].min()) for s in seen), max(float(s[n].max()) for s in seen)) for n in seen[0]}
+
+
+def inputs(model: Model, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=model.types[name].shape).astype(np.float32) for name in model.inputs}
+
+
+def ort_session(proto: onnx.ModelProto | Path, optimize: bool = True) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    if not optimize:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    source = str(proto) if isinstance(proto, Path) else proto.SerializeToString()
+    return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+
+
+def run_ort(proto: onnx.ModelProto | Path, model: Model, optimize: bool = True) -> list[np.ndarray]:
+    return ort_session(proto, optimize).run(list(model.outputs), inputs(model))
+
+
+def run_openvino(path: Path, model: Model) -> list[np.ndarray]:
+    options = {"INFERENCE_NUM_THREADS": 1, "INFERENCE_PRECISION_HINT": "f32"}
+    compiled = ov.Core().compile_model(path, "CPU", options)
+    return list(compiled(inputs(model)).values())
+
+
+def legal(model: Model, dialect: Dialect) -> list[Edge]:
+    """Float inputs of the dialect's operators, and the outputs of the model."""
+    edges = [
+        Edge(tensor, node.name, slot)
+        for node in model.nodes
+        if node.op in dialect.operators
+        for slot, tensor in enumerate(node.inputs[:2] if node.op in dialect.linear_ops else node.inputs)
+        if tensor and model.types[tensor].dtype == "float" and not (node.op == "Resize" and slot)
+    ]
+    return edges + [Edge(name, "", 0) for name in model.outputs]
+
+
+def everything(model: Model, dialect: Dialect, precision: str = "int8") -> Resolved:
+    return tuple(sorted((edge, precision) for edge in legal(model, dialect)))
+
+
+def edge(model: Model, consumer: str, slot: int = 0) -> tuple[Edge, str]:
+    node = next(n for n in model.nodes if n.name == consumer)
+    return Edge(node.inputs[slot], consumer, slot), "int8"
+
+
+def grid_of(proto: onnx.ModelProto, consumer: str, slot: int = 0) -> tuple[float, int]:
+    """Scale and zero point in front of an input."""
+    made = {name: node for node in proto.graph.node for name in node.output}
+    values = {t.name: onnx.numpy_helper.to_array(t) for t in proto.graph.initializer}
+    node = next(n for n in proto.graph.node if n.name == consumer)
+    dequantize = made[node.input[slot]]
+    return float(values[dequantize.input[1]]), int(values[dequantize.input[2]])
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+@pytest.mark.parametrize("net", ["conv", "attention"])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_subset_of_edges_is_delivered_and_runs(net: str, dialect: Dialect, data: st.DataObject) -> None:
+    model, ranges = ready(net)
+    choice = st.sampled_from(["", *sorted(dialect.precisions)])
+    choices = {edge: data.draw(choice) for edge in legal(model, dialect)}
+    asked = tuple(sorted((edge, precision) for edge, precision in choices.items() if precision))
+    proto = Inserter(model, dialect, ranges).insert(asked)
+    onnx.checker.check_model(proto, full_check=True)
+    assert delivered(proto) == dict(asked)
+    assert [v.name for v in proto.graph.input] == list(model.inputs)
+    assert [v.name for v in proto.graph.output] == list(model.outputs)
+    # ONNX Runtime runs FP8 only without its optimizers.
+    results = run_ort(proto, model, optimize=not any(precision.startswith("fp8") for _, precision in asked))
+    assert all(np.isfinite(result).all() for result in results)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+@pytest.mark.parametrize("net", ["conv", "attention"])
+def test_full_int8_stays_close_to_float_on_both_runtimes(net: str, dialect: Dialect, tmp_path: Path) -> None:
+    """Where integer kernels saturate with weights of 8 bits, as the file says it: in float arithmetic."""
+    model, ranges = ready(net)
+    path = Inserter(model, dialect, ranges).write(everything(model, dialect), tmp_path)
+    expected = run_ort(model.proto, model)
+    plain = run_ort(path, model, optimize=False)
+    exact = not SATURATES or dialect.weight_limit < 127
+    for results in (plain, run_ort(path, model), run_openvino(path, model)) if exact else (plain,):
+        for got, want in zip(results, expected, strict=True):
+            error = np.linalg.norm(got - want) / np.linalg.norm(want)
+            assert 0 < error < 0.06
+
+
+def test_fp8_stays_close_to_float(tmp_path: Path) -> None:
+    model, ranges = ready("conv")
+    path = Inserter(model, OPENVINO, ranges).write(everything(model, OPENVINO, "fp8"), tmp_path)
+    want = run_ort(model.proto, model)[0]
+    for got in (run_ort(path, model, optimize=False)[0], run_openvino(path, model)[0]):
+        assert 0 < np.linalg.norm(got - want) / np.linalg.norm(want) < 0.2  # three bits of mantissa
+
+
+def test_no_edges_give_the_float_model() -> None:
+    model, ranges = ready("conv")
+    proto = Inserter(model, OPENVINO, ranges).insert(())
+    assert proto.graph.node == model.proto.graph.node
+    assert proto.graph.initializer == model.proto.graph.initializer
+    assert proto.opset_import == model.proto.opset_import
+
+
+def test_selected_consumers_share_a_pair_and_float_consumers_keep_the_float_tensor() -> None:
+    model, ranges = ready("attention")
+    asked = tuple(sorted([edge(model, "q"), edge(model, "k")]))
+    inserter = Inserter(model, OPENVINO, ranges)
+    proto = inserter.insert(asked)
+    reads = {node.name: node.input[0] for node in proto.graph.node}
+    assert reads["q"] == reads["k"] != reads["v"] == asked[0][0].tensor
+    assert [node.op_type for node in proto.graph.node].count("QuantizeLinear") == 1
+    assert inserter.pairs(asked) == 1
+
+
+def test_pairs_count_activations_once_and_quantized_constants_once() -> None:
+    model, ranges = ready("attention")
+    weights = [edge(model, name, 1) for name in ("q", "k")]
+    asked = tuple(sorted([edge(model, "q"), edge(model, "k"), *weights, (Edge("features", "", 0), "int8")]))
+    assert Inserter(model, OPENVINO, ranges).pairs(asked) == 4
+    conv, ranges = ready("conv")
+    with_bias = tuple(sorted([edge(conv, "stem"), edge(conv, "stem", 1)]))
+    assert Inserter(conv, ONNXRUNTIME, ranges).pairs(with_bias) == 2
+
+
+def test_a_quantized_output_keeps_its_name_and_float_consumers_read_past_it() -> None:
+    model, ranges = ready("attention")
+    only_output = ((Edge("features", "", 0), "int8"),)
+    proto = Inserter(model, OPENVINO, ranges).insert(only_output)
+    made = {name: node for node in proto.graph.node for name in node.output}
+    assert made["features"].op_type == "DequantizeLinear"
+    square = next(node for node in proto.graph.node if node.name == "square")
+    assert made[square.input[0]].op_type == "Add"
+    features, energy = run_ort(proto, model)
+    exact_features, exact_energy = run_ort(model.proto, model)
+    assert 0 < np.abs(features - exact_features).max() < 0.05
+    np.testing.assert_allclose(energy, exact_energy, rtol=1e-5)
+
+
+def test_scales_are_symmetric_or_affine_as_the_dialect_says() -> None:
+    model, ranges = ready("conv")
+    low, high = ranges["x"]
+    top = ranges[edge(model, "pool")[0].tensor][1]
+    affine = (pytest.approx((high - low) / 255), round(-low * 255 / (high - low)))
+
+    def grids(dialect: Dialect) -> list[tuple[float, int]]:
+        inserter = Inserter(model, dialect, ranges)
+        return [grid_of(inserter.insert((edge(model, name),)), name) for name in ("stem", "pool")]
+
+    assert grids(TENSORRT) == [(pytest.approx(max(-low, high) / 127), 0), (pytest.approx(top / 127), 0)]
+    assert grids(ONNXRUNTIME) == grids(OPENVINO) == [affine, (pytest.approx(top / 255), 0)]
+
+
+def test_openvino_keeps_signed_symmetric_data_away_from_convolutions_alone() -> None:
+    model, ranges = ready("attention")
+    signed = edge(model, "q")
+    proto = Inserter(model, OPENVINO, ranges).insert((signed, edge(model, "av")))
+    amax = max(abs(bound) for bound in ranges[signed[0].tensor])
+    assert grid_of(proto, "q") == (pytest.approx(amax / 127), 0)
+    assert grid_of(proto, "av") == (pytest.approx(ranges["Softmax_out"][1] / 255), 0)  # never negative
+
+
+@pytest.mark.parametrize("dialect", [pytest.param(OPENVINO, marks=exact_int8), OPENVINO_7BIT], ids=lambda d: d.name)
+def test_openvino_computes_what_the_model_says_behind_a_concat(dialect: Dialect, tmp_path: Path) -> None:
+    g = GraphBuilder("join", opset=19, seed=1)
+    x = g.input("x", (1, 16, 12, 12))
+    x = g.op("Concat", g.conv(x, 16, 3), g.conv(x, 16, 3), axis=1, name="join")
+    g.output(g.conv(x, 16, 1, name="last"), name="y")
+    model = from_proto(g.build(), source="join", sha256="0")
+    bounds = {name: (-6.0, 6.0) for name in model.types}
+    path = Inserter(model, dialect, bounds).write(
+        tuple(sorted([edge(model, "last"), edge(model, "last", 1)])), tmp_path
+    )
+    exact = run_ort(path, model, optimize=False)[0]
+    np.testing.assert_allclose(run_openvino(path, model)[0], exact, atol=0.01 * np.abs(exact).max())
+
+
+def test_operators_that_move_values_keep_the_scale_of_their_input() -> None:
+    model, ranges = ready("conv")
+    ranges = ranges | {
+        edge(model, "depthwise")[0].tensor: (-100.0, 100.0)
+    }  # what a pool of the same values cannot have
+    proto = Inserter(model, TENSORRT, ranges).insert(tuple(sorted([edge(model, "pool"), edge(model, "depthwise")])))
+    assert grid_of(proto, "pool") == grid_of(proto, "depthwise")
+
+
+def test_inputs_of_a_concat_share_a_scale_only_where_all_are_quantized() -> None:
+    model, ranges = ready("conv")
+    inserter = Inserter(model, TENSORRT, ranges)
+    left, right = edge(model, "concat", 0), edge(model, "concat", 1)
+    both = inserter.insert(tuple(sorted([left, right])))
+    one = inserter.insert((right,))
+    amax = {t: max(abs(v) for v in ranges[t]) for t in (left[0].tensor, right[0].tensor)}
+    assert grid_of(both, "concat", 0) == grid_of(both, "concat", 1) == (pytest.approx(max(amax.values()) / 127), 0)
+    assert grid_of(one, "concat", 1) == (pytest.approx(amax[right[0].tensor] / 127), 0)
+
+
+def test_pools_whose_second_result_is_left_out_have_a_scale_each() -> None:
+    g = GraphBuilder("pools", opset=19)
+    small, large = (g.input(name, (1, 4, 8, 8)) for name in ("small", "large"))
+    near, far = (g.op("MaxPool", x, kernel_shape=[2, 2], strides=[2, 2]) for x in (small, large))
+    g.output(g.op("Concat", near, g.input("beside", (1, 4, 4, 4)), axis=1, name="concat"), name="joined")
+    g.output(far, name="pooled")
+    proto = g.build()
+    for pool in (node for node in proto.graph.node if node.op_type == "MaxPool"):
+        pool.output.append("")
+    model = from_proto(proto, source="pools", sha256="0")
+    ranges = {name: (-1.0, 1.0) for name in model.types} | {name: (-100.0, 100.0) for name in ("large", "pooled")}
+    asked = tuple(sorted([edge(model, "concat", 0), edge(model, "concat", 1)]))
+    proto = Inserter(model, TENSORRT, ranges).insert(asked)
+    assert grid_of(proto, "concat", 0) == grid_of(proto, "concat", 1) == (pytest.approx(1 / 127), 0)
+
+
+@pytest.mark.parametrize("none", [-np.inf, np.finfo(np.float32).min])
+def test_a_constant_that_no_scale_holds_leaves_the_scales_around_it_alone(none: float) -> None:
+    """A Concat of it stays float; what it has in common with another Concat does not."""
+    g = GraphBuilder("masked", opset=19)
+    x, y = (g.input(name, (1, 4, 8)) for name in "xy")
+    g.output(g.op("Concat", x, g.const(np.full((1, 4, 8), none, np.float32)), axis=1), name="hidden")
+    g.output(g.op("Concat", x, y, axis=1, name="concat"), name="joined")
+    model = from_proto(g.build(), source="masked", sha256="0")
+    asked = tuple(sorted([edge(model, "concat", 0), edge(model, "concat", 1)]))
+    proto = Inserter(model, TENSORRT, {"x": (-1.0, 1.0), "y": (-2.0, 2.0), "joined": (-2.0, 2.0)}).insert(asked)
+    assert grid_of(proto, "concat", 0) == grid_of(proto, "concat", 1) == (pytest.approx(2 / 127), 0)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+def test_biases_are_int32_where_the_dialect_says_so(dialect: Dialect) -> None:
+    model, ranges = ready("conv")
+    asked = tuple(sorted([edge(model, "stem"), edge(model, "stem", 1)]))
+    proto = Inserter(model, dialect, ranges).insert(asked)
+    made = {name: node for node in proto.graph.node for name in node.output}
+    values = {t.name: onnx.numpy_helper.to_array(t) for t in proto.graph.initializer}
+    _, weight, bias = (made.get(name) for name in next(n for n in proto.graph.node if n.name == "stem").input)
+    assert weight is not None
+    assert (bias is not None) == (dialect.bias == "int32")
+    if bias is not None:
+        stored, scale, _ = (values[name] for name in bias.input)
+        assert stored.dtype == np.int32
+        np.testing.assert_allclose(scale, grid_of(proto, "stem")[0] * values[weight.input[1]], rtol=1e-6)
+
+
+def test_a_bias_behind_a_dead_channel_survives_int32() -> None:
+    g = GraphBuilder("dead", opset=19)
+    x = g.input("x", (1, 2, 4, 4))
+    weight = np.array([1e-12, 1.0], np.float32).reshape(2, 1, 1, 1) * np.ones((2, 2, 1, 1), np.float32)
+    bias = np.array([0.75, -0.5], np.float32)
+    g.output(g.op("Conv", x, g.const(weight), g.const(bias), name="conv"), name="y")
+    model = from_proto(g.build(), source="dead", sha256="0")
+    asked = tuple(sorted([edge(model, "conv"), edge(model, "conv", 1)]))
+    proto = Inserter(model, ONNXRUNTIME, {"x": (-3.0, 3.0)}).insert(asked)
+    got, want = run_ort(proto, model, optimize=False)[0], run_ort(model.proto, model)[0]
+    np.testing.assert_allclose(got, want, atol=0.05)
+
+
+@pytest.mark.parametrize("alpha", [0.5, -0.5])
+@pytest.mark.parametrize(
+    "dialect", [pytest.param(ONNXRUNTIME, marks=exact_int8), ONNXRUNTIME_7BIT], ids=lambda d: d.name
+)
+def test_onnx_runtime_adds_the_whole_bias_to_a_product_that_is_scaled(dialect: Dialect, alpha: float) -> None:
+    """Its QGemm multiplies the sum of product and bias by alpha, where a Gemm multiplies the product alone."""
+    g = GraphBuilder("scaled", opset=19)
+    weight, bias = np.random.default_rng(0).normal(size=(32, 16)), np.full(16, 8.0)
+    parameters = [g.const(values.astype(np.float32)) for values in (weight, bias)]
+    g.output(g.op("Gemm", g.input("x", (4, 32)), *parameters, alpha=alpha, name="gemm"), name="y")
+    model = from_proto(g.build(), source="scaled", sha256="0")
+    proto = Inserter(model, dialect, {"x": (-4.0, 4.0), "y": (-8.0, 24.0)}).insert(everything(model, dialect))
+    exact = run_ort(model.proto, model)[0]
+    for optimize in (False, True):
+        np.testing.assert_allclose(run_ort(proto, model, optimize)[0], exact, atol=0.5)
+
+
+def test_candidates_are_small_and_share_their_weights(tmp_path: Path) -> None:
+    g = GraphBuilder("wide", opset=19)
+    x = g.op("Relu", g.linear(g.input("x", (4, 256)), 512, name="up"))
+    g.output(g.linear(x, 256, name="down"), name="y")
+    model = from_proto(g.build(), source="wide", sha256="0")
+    inserter = Inserter(model, OPENVINO, {name: (-4.0, 4.0) for name in model.types})
+    half = tuple(sorted([edge(model, "up"), edge(model, "up", 1)]))
+    full = everything(model, OPENVINO)
+    first = inserter.write(half, tmp_path)
+    written = {p: p.stat().st_mtime_ns for p in tmp_path.glob("*.weights")}
+    second = inserter.write(full, tmp_path, name="second")
+    assert first.name == f"{digest_of(half)}.onnx"
+    assert second.name == "second.onnx"
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.glob("*.weights")} == written
+    assert len(written) == 2
+    assert max(first.stat().st_size, second.stat().st_size) < 40_000
+    for path, asked in ((first, half), (second, full)):
+        proto = onnx.load(path)
+        onnx.checker.check_model(str(path))
+        assert delivered(proto) == dict(asked)
+        np.testing.assert_array_equal(run_ort(path, model)[0], run_ort(inserter.insert(asked), model)[0])
+        assert np.isfinite(run_openvino(path, model)[0]).all()
+
+
+def test_integers_that_are_multiplied_keep_no_candidate_from_being_written(tmp_path: Path) -> None:
+    """Coordinates times strides, beside a layer that is quantized."""
+    g = GraphBuilder("coordinates", opset=19)
+    g.output(g.op("MatMul", g.input("cells", (4, 2), "int64"), g.const(np.array([[16], [1]]))), name="places")
+    g.output(g.linear(g.input("x", (4, 32)), 32, name="layer"), name="y")
+    model = from_proto(g.build(), source="coordinates", sha256="0")
+    asked = tuple(sorted([edge(model, "layer"), edge(model, "layer", 1)]))
+    path = Inserter(model, OPENVINO, {"x": (-4.0, 4.0)}).write(asked, tmp_path)
+    assert delivered(onnx.load(path)) == dict(asked)
+
+
+def test_the_same_placement_gives_the_same_bytes_whatever_came_before(tmp_path: Path) -> None:
+    model, ranges = ready("conv")
+    asked = everything(model, ONNXRUNTIME)
+    warm = Inserter(model, ONNXRUNTIME, ranges)
+    warm.write(asked[::2], tmp_path / "a")
+    first = warm.write(asked, tmp_path / "a")
+    second = Inserter(model, ONNXRUNTIME, ranges).write(asked, tmp_path / "b")
+    assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+@pytest.mark.parametrize("net", ["conv", "attention"])
+def test_an_inserter_that_has_made_other_placements_makes_what_a_fresh_one_makes(net: str, dialect: Dialect) -> None:
+    model, ranges = ready(net)
+    warm, rng = Inserter(model, dialect, ranges), np.random.default_rng(0)
+    offered = ["", *sorted(dialect.precisions)]
+    for _ in range(12):
+        choices = [(edge, offered[int(rng.integers(len(offered)))]) for edge in legal(model, dialect)]
+        asked = tuple(sorted((edge, precision) for edge, precision in choices if precision))
+        assert warm.insert(asked) == Inserter(model, dialect, ranges).insert(asked)
+
+
+@pytest.mark.parametrize("other", ["int8", "fp8"])
+def test_an_edge_is_asked_for_once(other: str) -> None:
+    model, ranges = ready("attention")
+    for wanted, _ in (edge(model, "q"), edge(model, "q", 1), (Edge("features", "", 0), "int8")):
+        with pytest.raises(UserError, match="attention: the placement asks for one edge twice"):
+            Inserter(model, OPENVINO, ranges).insert(((wanted, "int8"), (wanted, other)))
+
+
+def test_an_exported_model_stands_alone(tmp_path: Path) -> None:
+    model, ranges = ready("conv")
+    asked = everything(model, OPENVINO)
+    path = Inserter(model, OPENVINO, ranges).export(asked, tmp_path / "out" / "model.onnx")
+    assert [p.name for p in path.parent.iterdir()] == ["model.onnx"]
+    assert diff(asked, onnx.load(path)) == ((), ())
+    assert load(path).outputs == model.outputs
+
+
+def test_a_tensor_that_is_always_zero_gets_a_positive_scale() -> None:
+    model, ranges = ready("conv")
+    for dialect in DIALECTS:
+        proto = Inserter(model, dialect, ranges | {"x": (0.0, 0.0)}).insert((edge(model, "stem"),))
+        assert grid_of(proto, "stem")[0] > 0
+        assert np.isfinite(run_ort(proto, model)[0]).all()
+
+
+@pytest.mark.parametrize(("data", "weight"), [(1e-3, 1.0), (1.0, 1e-3)])
+def test_half_precision_scales_may_be_subnormal(data: float, weight: float, tmp_path: Path) -> None:
+    """Below 6e-5 float16 has fewer digits, but more than 8 bits need; runtimes do not take such a scale for 0."""
+    rng = np.random.default_rng(0)
+    g = GraphBuilder("small", opset=19)
+    x = g.input("x", (1, 4, 32), dtype="float16")
+    values = rng.uniform(-weight, weight, (32, 8)).astype(np.float16)
+    g.output(g.op("MatMul", x, g.const(values), name="mm"), name="y")
+    model = from_proto(g.build(), source="small", sha256="0")
+    asked = tuple(sorted([edge(model, "mm"), edge(model, "mm", 1)]))
+    path = Inserter(model, OPENVINO_7BIT, {"x": (-data, data)}).export(asked, tmp_path / "small.onnx")
+    scales = [onnx.numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer if t.name.endswith(".scale")]
+    assert 0 < min(float(scale.min()) for scale in scales) < float(np.finfo(np.float16).smallest_normal)
+    feeds = {"x": rng.uniform(-data, data, (1, 4, 32)).astype(np.float16)}
+    wanted = feeds["x"].astype(np.float32) @ values.astype(np.float32)
+    engine = ov.Core().compile_model(path, "CPU", {"INFERENCE_NUM_THREADS": 1})
+    plain = ort_session(path, optimize=False).run(["y"], feeds)[0]
+    for got in (plain, engine(feeds)["y"]):
+        np.testing.assert_allclose(got, wanted, atol=0.02 * float(np.abs(wanted).max()))
+
+
+def test_half_precision_tensors_get_half_precision_scales() -> None:
+    g = GraphBuilder("half", opset=19)
+    x = g.input("x", (1, 8), dtype="float16")
+    g.output(g.op("MatMul", x, g.const(np.ones((8, 4), np.float16)), name="mm"), name="y")
+    model = from_proto(g.build(), source="half", sha256="0")
+    proto = Inserter(model, TENSORRT, {"x": (-1.0, 1.0)}).insert(
+        tuple(sorted([edge(model, "mm"), edge(model, "mm", 1)]))
+    )
+    onnx.checker.check_model(proto, full_check=True)
+    scales = [t for t in proto.graph.initializer if t.name.endswith(".scale")]
+    assert {t.data_type for t in scales} == {onnx.TensorProto.FLOAT16}
+    assert len(scales) == 2
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (Edge("x", "nobody", 0), "edge 'x' -> input 0 of 'nobody' is not in this model"),
+        (Edge("x", "pool", 0), "edge 'x' -> input 0 of 'pool' is not in this model"),
+        (Edge("x", "stem", 7), "edge 'x' -> input 7 of 'stem' is not in this model"),
+        (Edge("x", "", 0), "output 'x': no node of this model makes an output of that name"),
+    ],
+)
+def test_edges_of_another_model_are_refused(bad: Edge, message: str) -> None:
+    model, ranges = ready("conv")
+    with pytest.raises(UserError, match=message):
+        Inserter(model, OPENVINO, ranges).insert(((bad, "int8"),))
+
+
+def test_what_stays_float_is_refused() -> None:
+    model, ranges = ready("conv")
+    inserter = Inserter(model, OPENVINO, ranges)
+    with pytest.raises(UserError, match="input 2 of 'stem' stays float: Conv takes its bias there"):
+        inserter.insert((edge(model, "stem", 2),))
+    with pytest.raises(
+        UserError, match="precision 'int4' is not among those that openvino takes at opset 19: fp8, fp8e5m2, int8"
+    ):
+        inserter.insert(((edge(model, "stem")[0], "int4"),))
+
+
+def test_fp8_below_opset_19_is_refused() -> None:
+    model = from_proto(conv_net(opset=17).build(), source="old", sha256="0")
+    with pytest.raises(UserError, match="'fp8' is not among those that openvino takes at opset 17: int8"):
+        Inserter(model, OPENVINO, {"x": (-1.0, 1.0)}).insert(((edge(model, "stem")[0], "fp8"),))
+
+
+def test_integer_tensors_are_refused() -> None:
+    g = GraphBuilder("ids", opset=19)
+    ids = g.input("ids", (1, 4), dtype="int64")
+    table = g.const(np.ones((10, 8), np.float32))
+    g.output(g.op("Gather", table, ids, name="embed"), name="y")
+    model = from_proto(g.build(), source="ids", sha256="0")
+    with pytest.raises(UserError, match="'ids' -> input 1 of 'embed' cannot be quantized: its type is int64"):
+        Inserter(model, OPENVINO, {}).insert(((Edge("ids", "embed", 1), "int8"),))
+
+
+def test_a_missing_or_infinite_range_names_its_tensor() -> None:
+    model, ranges = ready("conv")
+    missing = {name: bounds for name, bounds in ranges.items() if name != "x"}
+    with pytest.raises(UserError, match="conv: no range is known for tensor 'x'; calibrate the model again"):
+        Inserter(model, OPENVINO, missing).insert((edge(model, "stem"),))
+    with pytest.raises(UserError, match=r"the range of tensor 'x' is \(-inf, 1.0\), not finite"):
+        Inserter(model, OPENVINO, ranges | {"x": (-np.inf, 1.0)}).insert((edge(model, "stem"),))
+
+
+def test_a_model_with_inserted_pairs_is_refused() -> None:
+    model, ranges = ready("conv")
+    quantized = from_proto(Inserter(model, OPENVINO, ranges).insert((edge(model, "stem"),)), source="q", sha256="0")
+    with pytest.raises(UserError, match=r"q: tensor 'x@qdq\.int8\.q' says that Q/DQ pairs are inserted already"):
+        Inserter(quantized, OPENVINO, ranges)

@@ -1,0 +1,51 @@
+"""Dialects are data that plug-ins can extend and that hold together."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from harness.graph.rules.dialects import (
+    ONNXRUNTIME,
+    ONNXRUNTIME_7BIT,
+    ONNXRUNTIME_S8,
+    ONNXRUNTIME_S8_7BIT,
+    OPENVINO,
+    OPENVINO_7BIT,
+    TENSORRT,
+    Dialect,
+)  # fmt: skip
+from harness.registry import load
+
+SEVEN = [ONNXRUNTIME_7BIT, ONNXRUNTIME_S8_7BIT, OPENVINO_7BIT]
+
+
+@pytest.mark.parametrize("dialect", [ONNXRUNTIME, ONNXRUNTIME_S8, OPENVINO, TENSORRT, *SEVEN], ids=lambda d: d.name)
+def test_dialects_are_found_by_name_and_never_change(dialect: Dialect) -> None:
+    assert load("dialect", dialect.name) is dialect
+    assert not dialect.linear_ops & dialect.points
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        dialect.name = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("dialect", SEVEN, ids=lambda d: d.name)
+def test_two_products_with_weights_of_seven_bits_fit_into_sixteen(dialect: Dialect) -> None:
+    assert 2 * 255 * dialect.weight_limit <= 2**15 - 1
+    assert dialect.facts["weight_limit"] == 64
+    assert "weight_limit" not in OPENVINO.facts, "what is as it always was changes no digest"
+
+
+def test_fp8_needs_opset_19() -> None:
+    assert OPENVINO.opset(["int8"]) == 13
+    assert OPENVINO.opset(["int8", "fp8"]) == 19
+
+
+def test_activations_weights_and_biases_are_what_each_runtime_is_fast_with() -> None:
+    assert [(d.activation, d.symmetric_activation, d.bias) for d in (TENSORRT, OPENVINO, ONNXRUNTIME)] == [
+        ("int8", True, "float"),
+        ("int8", True, "float"),
+        ("uint8", False, "int32"),
+    ]
+    assert not TENSORRT.unsigned_positive  # its parser refuses UINT8 and any zero point but 0
+    assert not TENSORRT.affine_ops

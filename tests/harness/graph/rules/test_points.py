@@ -1,0 +1,381 @@
+"""Which inputs may be quantized, by the name of the rule that says no; and what a point is worth."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.graph.builder import GraphBuilder
+from harness.graph.rules.dialects import ONNXRUNTIME, ONNXRUNTIME_S8, OPENVINO, TENSORRT, Dialect
+from harness.graph.rules.placement_rules import RULES, broken_rule
+from harness.graph.load import from_proto
+from harness.graph.model import Model, Node
+from harness.graph.rules.points import Point, points_of, refusals, why_none
+from harness.graph.qdq.space import build_space
+from search.space import Edge
+
+DIALECTS = [TENSORRT, OPENVINO, ONNXRUNTIME]
+
+
+def start(shape: tuple[int, ...] = (1, 8, 4, 4), dtype: str = "float") -> tuple[GraphBuilder, str]:
+    g = GraphBuilder("m")
+    return g, g.input("x", shape, dtype)
+
+
+def finish(g: GraphBuilder, *outputs: str) -> Model:
+    for output in outputs:
+        g.output(output)
+    return from_proto(g.build(), source="m", sha256="0")
+
+
+def only(model: Model, op: str, number: int = 0) -> Node:
+    return [node for node in model.nodes if node.op == op][number]
+
+
+def rule(model: Model, dialect: Dialect, op: str, slot: int = 0, *, number: int = 0, precision: str = "int8") -> str:
+    broken = broken_rule(model, dialect, only(model, op, number), slot, precision)
+    return broken.name if broken else "legal"
+
+
+def found(model: Model, dialect: Dialect, op: str, number: int = 0) -> tuple[Point, ...]:
+    return points_of(model, dialect, sorted(dialect.precisions, reverse=True))[only(model, op, number).index]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+def test_a_convolution_takes_data_and_weight_together_and_never_its_bias(dialect: Dialect) -> None:
+    g, x = start()
+    model = finish(g, g.conv(x, 4, 3))
+    (point,) = found(model, dialect, "Conv")
+    node = only(model, "Conv")
+    assert point.edges == (Edge("x", node.name, 0), Edge(node.inputs[1], node.name, 1))
+    assert (point.slot, point.role, point.macs) == (0, "linear", 4 * 4 * 4 * 8 * 9)
+    assert rule(model, dialect, "Conv", 1) == "together"
+    assert rule(model, dialect, "Conv", 2) == "bias"
+
+
+def test_a_product_of_activations_takes_both() -> None:
+    g, x = start((2, 3, 5))
+    model = finish(g, g.op("MatMul", x, g.op("Transpose", x, perm=[0, 2, 1])))
+    (point,) = found(model, OPENVINO, "MatMul")
+    assert [edge.slot for edge in point.edges] == [0, 1]
+    assert point.macs == 2 * 3 * 3 * 5
+
+
+@pytest.mark.parametrize(("transposed", "shape"), [(0, (4, 6)), (1, (6, 4))])
+def test_macs_of_gemm(transposed: int, shape: tuple[int, int]) -> None:
+    g, x = start(shape)
+    weight = g.const(np.ones((6, 7), np.float32))
+    model = finish(g, g.op("Gemm", x, weight, transA=transposed))
+    assert found(model, OPENVINO, "Gemm")[0].macs == 4 * 6 * 7
+
+
+def test_macs_of_a_transposed_convolution() -> None:
+    g, x = start((1, 8, 4, 4))
+    weight = g.const(np.ones((8, 5, 2, 2), np.float32))
+    model = finish(g, g.op("ConvTranspose", x, weight, strides=[2, 2]))
+    assert found(model, OPENVINO, "ConvTranspose")[0].macs == 8 * 4 * 4 * 5 * 2 * 2
+
+
+def test_a_convolution_with_a_computed_weight_stays_float() -> None:
+    g, x = start()
+    weight = g.op("Relu", g.input("w", (4, 8, 1, 1)))
+    model = finish(g, g.op("Conv", x, weight))
+    assert rule(model, OPENVINO, "Conv") == "operands"
+    assert found(model, OPENVINO, "Conv") == ()
+
+
+def test_integers_booleans_and_scalars_stay_as_they_are() -> None:
+    g, x = start((4, 4))
+    indices = g.op("ReduceSum", g.op("Cast", x, to=7), g.const([1]), keepdims=0)
+    picked = g.op("Gather", x, indices)
+    chosen = g.op("Where", g.op("Less", x, x), x, picked)
+    total = g.op("Mul", g.op("ReduceMean", chosen, keepdims=0), g.op("ReduceMax", chosen, keepdims=0))
+    model = finish(g, total)
+    assert rule(model, OPENVINO, "Gather", 0) == "legal"
+    assert rule(model, OPENVINO, "Gather", 1) == "type"
+    assert rule(model, OPENVINO, "ReduceSum", 0) == "type"
+    assert [rule(model, OPENVINO, "Where", slot) for slot in range(3)] == ["type", "legal", "legal"]
+    assert rule(model, OPENVINO, "Mul", 0) == "scalar"
+    assert rule(model, OPENVINO, "Less", 0) == "operator"
+
+
+def test_half_precision_is_floating_point_and_double_is_not() -> None:
+    for dtype, verdict in (("float16", "legal"), ("double", "type")):
+        g, x = start((4, 4), dtype)
+        assert rule(finish(g, g.op("Relu", x)), OPENVINO, "Relu") == verdict
+
+
+@pytest.mark.parametrize("dialect", [ONNXRUNTIME, ONNXRUNTIME_S8], ids=lambda d: d.name)
+def test_onnx_runtime_is_given_no_pairs_in_half_precision(dialect: Dialect, caplog: pytest.LogCaptureFixture) -> None:
+    g, x = start((4, 8), "float16")
+    weight = g.const(np.ones((8, 4), np.float16))
+    model = finish(g, g.op("Gemm", g.op("Relu", x), weight, g.const(np.ones(4, np.float16))))
+    assert rule(model, dialect, "Gemm") == "float16"
+    assert {broken.name for _, broken in refusals(model, dialect)} == {"float16", "together", "bias"}
+    assert not len(build_space(model, dialect))
+    assert f"m: its tensors in float16 stay as they are in dialect {dialect.name}; to quantize" in caplog.text
+    assert rule(model, OPENVINO, "Gemm") == "legal"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dialect", "says"),
+    [
+        ("float16", ONNXRUNTIME, "rule 'float16' keeps them float (The runtime computes wrong results from Q/DQ in"),
+        ("double", OPENVINO, "rule 'operands' keeps them float (A linear operator needs two float32 or float16 inputs"),
+    ],
+)
+def test_a_model_without_points_is_told_why_and_what_helps(dtype: str, dialect: Dialect, says: str) -> None:
+    g, x = start((4, 8), dtype)
+    model = finish(g, g.op("MatMul", x, g.const(np.ones((8, 4), {"float16": np.float16, "double": np.float64}[dtype]))))
+    text = why_none(model, dialect)
+    assert text.startswith(f"m: no insertion point that dialect '{dialect.name}' allows at int8: {says}")
+    assert f"its tensors are in {dtype}: export the model in float32, or take a backend of another dialect" in text
+
+
+def test_a_model_without_floating_point_is_told_where_each_rule_stands() -> None:
+    g, x = start((4, 4), "int64")
+    text = why_none(finish(g, g.op("Neg", x)), OPENVINO)
+    assert "rule 'operator' keeps them float (The dialect offers no point at this operator)" in text
+    assert text.endswith("; see 'qdq regions m --dialect openvino --verbose' for the rule of each input")
+    g, x = start((4, 4))
+    empty = replace(finish(g, g.op("Relu", x)), nodes=())
+    assert why_none(empty, OPENVINO).endswith("at int8: it has no operator that reads a tensor")
+
+
+def test_unknown_types_stay_float() -> None:
+    g, x = start((4, 4))
+    model = finish(g, g.op("Relu", x))
+    assert rule(replace(model, types={}), OPENVINO, "Relu") == "type"
+    g, x = start()
+    model = finish(g, g.conv(x, 4, 3))
+    assert rule(replace(model, types={}), OPENVINO, "Conv") == "operands"
+
+
+def test_constants_other_than_weights_stay_float() -> None:
+    g, x = start((4, 4))
+    model = finish(g, g.op("Add", x, g.const(np.ones((4, 4), np.float32))))
+    assert rule(model, OPENVINO, "Add", 1) == "constant"
+    (point,) = found(model, OPENVINO, "Add")
+    assert (point.slot, point.role) == (0, "other")
+
+
+def test_onnx_runtime_takes_constant_operands_with_the_data() -> None:
+    g, x = start((4, 4))
+    model = finish(g, g.op("Mul", g.const(np.float32(0.5)), g.op("Add", x, g.const(np.ones((4, 4), np.float32)))))
+    (add,), (mul,) = found(model, ONNXRUNTIME, "Add"), found(model, ONNXRUNTIME, "Mul")
+    assert (add.slot, [edge.slot for edge in add.edges]) == (0, [0, 1])
+    assert (mul.slot, [edge.slot for edge in mul.edges]) == (1, [0, 1])  # the point stands at the activation
+    assert rule(model, ONNXRUNTIME, "Add", 1) == rule(model, ONNXRUNTIME, "Mul", 0) == "together"
+    for dialect in (OPENVINO, TENSORRT):
+        assert [edge.slot for edge in found(model, dialect, "Add")[0].edges] == [0]
+
+
+def test_onnx_runtime_takes_all_inputs_of_concat_and_where_and_tables_of_embeddings() -> None:
+    g, x = start((4, 4))
+    table, ones = g.const(np.ones((9, 4), np.float32)), g.const(np.ones((4, 4), np.float32))
+    rows = g.op("Gather", table, g.input("ids", (4,), "int64"))
+    chosen = g.op("Where", g.input("mask", (4, 4), "bool"), ones, g.op("Add", x, rows))
+    model = finish(g, g.op("Concat", ones, x, chosen, axis=0))
+    slots = {
+        op: [[e.slot for e in p.edges] for p in found(model, ONNXRUNTIME, op)] for op in ("Gather", "Where", "Concat")
+    }
+    assert slots == {"Gather": [[0]], "Where": [[1, 2]], "Concat": [[0, 1, 2]]}
+    assert found(model, OPENVINO, "Gather") == ()
+    assert [edge.slot for edge in found(model, OPENVINO, "Concat")[0].edges] == [1, 2]
+
+
+def test_a_table_of_words_is_no_constant_that_could_be_quantized() -> None:
+    g, _ = start((4, 4))
+    table = g.const(np.array(["cat", "dog"]), "words")
+    model = finish(g, g.op("Gather", table, g.input("ids", (3,), "int64")))
+    assert {rule(model, dialect, "Gather") for dialect in DIALECTS} == {"constant"}
+
+
+def test_an_einsum_of_two_operands_is_a_product_in_openvino() -> None:
+    g, x = start((2, 4, 8))
+    weight = g.const(np.ones((8, 2, 3), np.float32))
+    y = g.op("Einsum", x, weight, equation="bti,ihd->bthd")
+    flat = g.op("Einsum", g.op("Flatten", x), g.const(np.ones((32, 5), np.float32)), equation="bi,ij->bj")
+    model = finish(g, g.op("Einsum", y, equation="bthd->dhtb"), flat)
+    (point,) = found(model, OPENVINO, "Einsum")
+    assert ([edge.slot for edge in point.edges], point.role, point.macs) == ([0, 1], "linear", 2 * 4 * 8 * 2 * 3)
+    verdicts = sorted(rule(model, OPENVINO, "Einsum", number=n) for n in range(3))
+    assert verdicts == ["bare product", "legal", "operands"]
+    assert {rule(model, dialect, "Einsum") for dialect in (TENSORRT, ONNXRUNTIME)} == {"operator"}
+
+
+def test_vectors_stay_float_and_so_do_matrices_times_weights_without_a_bias_in_openvino() -> None:
+    g, x = start((4, 8))
+    weight = g.const(np.ones((8, 8), np.float32))
+    bias, row = g.const(np.ones(8, np.float32)), g.const(np.ones((1, 8), np.float32))
+    y = g.op("Gemm", g.op("MatMul", g.op("MatMul", x, weight), g.op("Transpose", x)), x, bias)
+    y = g.op("Gemm", g.op("Gemm", y, weight, bias), weight, row)
+    model = finish(g, g.op("MatMul", g.op("ReduceMean", y, axes=[0], keepdims=0), weight))
+    found = [rule(model, OPENVINO, "MatMul", number=n) for n in range(3)]
+    assert found == ["bare product", "legal", "vector"]
+    assert [rule(model, OPENVINO, "Gemm", number=n) for n in range(3)] == ["legal", "legal", "bare product"]
+    assert rule(model, OPENVINO, "MatMul", precision="fp8") == rule(model, TENSORRT, "MatMul") == "legal"
+
+
+@pytest.mark.parametrize("none", [-np.inf, np.finfo(np.float32).min])
+def test_an_attention_mask_stays_float(none: float) -> None:
+    g, x = start((4, 4))
+    mask = g.const(np.triu(np.full((4, 4), none, np.float32), 1))
+    model = finish(g, g.op("Add", x, mask))
+    assert rule(model, ONNXRUNTIME, "Add") == "finite"
+    assert rule(model, OPENVINO, "Add") == "legal"
+
+
+@pytest.mark.parametrize("none", [-np.inf, np.finfo(np.float32).min])
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+def test_a_concat_with_a_constant_that_no_scale_holds_stays_float(dialect: Dialect, none: float) -> None:
+    g, x = start((4, 4))
+    model = finish(g, g.op("Concat", x, g.const(np.full((4, 4), none, np.float32)), axis=0))
+    assert rule(model, dialect, "Concat") == "finite"
+
+
+def test_each_operand_of_an_elementwise_operator_is_a_point() -> None:
+    g, x = start((4, 4))
+    model = finish(g, g.op("Mul", g.op("Tanh", x), x))
+    points = found(model, OPENVINO, "Mul")
+    assert [(point.slot, point.role, len(point.edges)) for point in points] == [(0, "mul", 1), (1, "mul", 1)]
+
+
+def test_the_inputs_of_a_concat_share_one_point() -> None:
+    g, x = start((4, 4))
+    first = g.const(np.ones((4, 4), np.float32))
+    model = finish(g, g.op("Concat", first, g.op("Relu", x), g.op("Tanh", x), axis=0))
+    (point,) = found(model, OPENVINO, "Concat")
+    assert [edge.slot for edge in point.edges] == [1, 2]
+    assert point.role == "concat"
+    assert rule(model, OPENVINO, "Concat", 2) == "one scale"
+
+
+def test_opaque_nodes_stay_float() -> None:
+    g, x = start((1, 4))
+    inner, other = GraphBuilder("inner"), GraphBuilder("other")
+    inner.output(inner.op("Tanh", x, outputs=["p"])[0], (1, 4))
+    other.output(other.op("Relu", x, outputs=["q"])[0], (1, 4))
+    g.op("If", g.input("flag", (), "bool"), then_branch=inner.graph(), else_branch=other.graph(), outputs=["y"])
+    g.output(g.op("Relu", "y"), (1, 4))
+    model = from_proto(g.build(), source="m", sha256="0")
+    assert rule(model, OPENVINO, "If") == "opaque"
+    assert found(model, OPENVINO, "If") == ()
+
+
+@pytest.mark.parametrize(("dialect", "verdict"), [(TENSORRT, "fusion"), (OPENVINO, "legal"), (ONNXRUNTIME, "legal")])
+@pytest.mark.parametrize("activation", ["Relu", "Sigmoid", "LeakyRelu"])
+def test_nothing_between_convolution_and_activation(activation: str, dialect: Dialect, verdict: str) -> None:
+    g, x = start()
+    model = finish(g, g.op(activation, g.conv(x, 4, 3)))
+    absorbed = activation in dialect.absorbed
+    assert rule(model, dialect, activation) == ("absorbed" if absorbed else verdict)
+
+
+def test_an_activation_is_absorbed_where_nothing_else_reads_the_tensor_in_front() -> None:
+    g, x = start()
+    y = g.conv(x, 8, 3)
+    model = finish(g, g.op("Add", g.op("Relu", y), y))
+    assert rule(model, ONNXRUNTIME, "Relu") == "legal"
+    g, x = start()
+    y = g.conv(x, 8, 3)
+    assert rule(finish(g, g.op("Relu", y), y), ONNXRUNTIME, "Relu") == "legal"  # y leaves the model
+
+
+def test_nothing_inside_convolution_and_silu() -> None:
+    g, x = start()
+    y = g.conv(x, 8, 3)
+    model = finish(g, g.op("Mul", y, g.op("Sigmoid", y)))
+    assert [rule(model, TENSORRT, "Mul", slot) for slot in (0, 1)] == ["fusion", "fusion"]
+    assert [rule(model, OPENVINO, "Mul", slot) for slot in (0, 1)] == ["legal", "legal"]
+
+
+def test_a_gate_on_something_else_is_no_activation_of_the_convolution() -> None:
+    g, x = start()
+    model = finish(g, g.op("Mul", x, g.op("Sigmoid", x)))
+    assert [rule(model, TENSORRT, "Mul", slot) for slot in (0, 1)] == ["legal", "legal"]
+
+
+def test_only_the_residual_operand_of_an_add() -> None:
+    g, x = start()
+    y = g.op("Relu", x)
+    model = finish(g, g.op("Relu", g.op("Add", g.conv(y, 8, 3), y)))
+    assert [rule(model, TENSORRT, "Add", slot) for slot in (0, 1)] == ["residual", "legal"]
+    assert [rule(model, OPENVINO, "Add", slot) for slot in (0, 1)] == ["legal", "legal"]
+    assert rule(model, TENSORRT, "Relu", number=1) == "fusion"
+    assert [point.role for point in found(model, TENSORRT, "Add")] == ["add"]
+
+
+def test_of_two_convolutions_one_stays_fusible() -> None:
+    g, x = start()
+    model = finish(g, g.op("Add", g.conv(x, 8, 3), g.conv(x, 8, 1)))
+    assert [rule(model, TENSORRT, "Add", slot) for slot in (0, 1)] == ["residual", "legal"]
+
+
+def test_a_bias_add_belongs_to_its_convolution() -> None:
+    g, x = start()
+    biased = g.op("Add", g.conv(x, 8, 3, bias=False), g.const(np.ones((1, 8, 1, 1), np.float32)))
+    model = finish(g, g.op("Add", x, biased))
+    assert [rule(model, TENSORRT, "Add", slot, number=1) for slot in (0, 1)] == ["legal", "residual"]
+
+
+def test_behind_a_matmul_both_operands_of_a_residual_add_are_legal() -> None:
+    g, x = start((1, 4, 8))
+    model = finish(g, g.op("Add", x, g.linear(x, 8)))
+    assert [rule(model, TENSORRT, "Add", slot, number=1) for slot in (0, 1)] == ["legal", "legal"]
+
+
+def test_a_convolution_that_others_read_too_does_not_fuse_with_the_add() -> None:
+    g, x = start()
+    y = g.conv(x, 8, 3)
+    model = finish(g, g.op("Add", y, x), g.op("Tanh", y))
+    assert [rule(model, TENSORRT, "Add", slot) for slot in (0, 1)] == ["legal", "legal"]
+
+
+def test_grouped_convolutions_have_no_fp8() -> None:
+    g, x = start()
+    model = finish(g, g.conv(x, 8, 3, groups=-1))
+    assert rule(model, TENSORRT, "Conv", precision="fp8") == "grouped fp8"
+    assert found(model, TENSORRT, "Conv")[0].precisions == ("int8",)
+    assert found(model, OPENVINO, "Conv")[0].precisions == ("int8", "fp8e5m2", "fp8")
+
+
+def test_a_precision_that_the_runtime_lacks() -> None:
+    g, x = start()
+    assert rule(finish(g, g.conv(x, 8, 3)), ONNXRUNTIME, "Conv", precision="fp8") == "precision"
+
+
+def test_a_mean_over_an_image_is_pooling_and_over_features_is_not() -> None:
+    for shape, axes, role in (((1, 8, 4, 4), [2, 3], "pool"), ((1, 4, 8), [2], "other")):
+        g, x = start(shape)
+        assert found(finish(g, g.op("ReduceMean", x, axes=axes)), OPENVINO, "ReduceMean")[0].role == role
+
+
+@pytest.mark.parametrize(
+    ("op", "role"),
+    [
+        ("MaxPool", "pool"),
+        ("Relu", "activation"),
+        ("Celu", "activation"),
+        ("Softsign", "activation"),
+        ("ThresholdedRelu", "activation"),
+        ("Softmax", "activation"),
+        ("Reshape", "movement"),
+        ("Sqrt", "other"),
+    ],
+)
+def test_roles(op: str, role: str) -> None:
+    g, x = start()
+    extra = {"MaxPool": {"kernel_shape": [2, 2]}}.get(op, {})
+    inputs = [x, g.const([1, -1])] if op == "Reshape" else [x]
+    assert found(finish(g, g.op(op, *inputs, **extra)), OPENVINO, op)[0].role == role
+
+
+def test_rules_have_distinct_names_and_a_sentence_and_a_row_in_the_docs() -> None:
+    assert len({r.name for r in RULES}) == len(RULES)
+    assert all(r.text.endswith(".") for r in RULES)
+    page = (Path(__file__).resolve().parents[4] / "docs/regions.md").read_text(encoding="utf-8")
+    assert [r.name for r in RULES if f"\n| `{r.name}` |" not in page] == []

@@ -1,0 +1,245 @@
+"""The pattern cache: what is kept, what merging does, what a similar model gets, and what a hostile file gets."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.errors import UserError
+from harness.graph.builder import GraphBuilder
+from harness.graph.pattern_cache import (
+    CachedPattern,
+    CachedPoint,
+    CachedScheme,
+    Origin,
+    PatternCache,
+    cache_of,
+    distance,
+    merged,
+    parse_point,
+    placements,
+    strangers,
+)
+from harness.graph.pattern_cache_io import read_cache, write_cache, write_plain_yaml
+from harness.graph.rules.dialects import OPENVINO
+from harness.graph.load import from_proto
+from harness.graph.partition.patterns import find_patterns
+from harness.graph.partition.regions import discover
+from harness.graph.qdq.space import build_space
+from search.api import Failure, Observation, Score
+
+HOME = Origin(backend="openvino", precision="int8", device="this CPU")
+AWAY = Origin(backend="tensorrt", precision="fp8", device="that GPU")
+SIGNATURE = "ab" * 32
+
+
+def scheme(*places: int, share: float | None = 0.5, origin: Origin = HOME) -> CachedScheme:
+    points = frozenset(CachedPoint("node_input", (place, 0), "int8") for place in places)
+    known = {} if share is None else {"latency_ms": 10 * share, "baseline_ms": 10.0}
+    return CachedScheme(points=points, origin=origin, **known)
+
+
+def cache(*schemes: CachedScheme, **limits: int) -> PatternCache:
+    empty = PatternCache(**limits)
+    found = {SIGNATURE: CachedPattern(signature=SIGNATURE, size=9, schemes=schemes)}
+    return merged(empty, PatternCache(patterns=found))
+
+
+def kept(found: PatternCache) -> list[set[int]]:
+    return [{point.place[0] for point in each.points} for each in found.patterns[SIGNATURE].schemes]
+
+
+def test_of_schemes_that_differ_in_less_than_four_points_the_better_one_stays():
+    found = cache(scheme(1, 2, 3, share=0.9), scheme(1, 2, 3, 4, 5, 6, share=0.5), scheme(5, 6, 7, 8, share=0.7))
+    assert kept(found) == [{1, 2, 3, 4, 5, 6}, {5, 6, 7, 8}]
+
+
+def test_at_most_so_many_schemes_of_a_pattern_and_the_best_of_them():
+    many = [scheme(*range(10 * n, 10 * n + 4), share=0.9 - n / 100) for n in range(40)]
+    assert len(cache(*many).patterns[SIGNATURE].schemes) == 32
+    assert kept(cache(*many, maximum_schemes=2)) == [set(range(390, 394)), set(range(380, 384))]
+    assert len(cache(*many, maximum_schemes=0).patterns[SIGNATURE].schemes) == 40
+
+
+def test_large_and_small_models_compare_by_share_not_by_milliseconds():
+    small = CachedScheme(points=scheme(1).points, origin=HOME, latency_ms=1.0, baseline_ms=1.1)
+    large = CachedScheme(points=scheme(2).points, origin=HOME, latency_ms=40.0, baseline_ms=100.0)
+    assert kept(cache(small, large)) == [{2}]
+
+
+def test_a_faster_device_crowds_nobody_out():
+    fast = [scheme(*range(10 * n, 10 * n + 4), share=0.1, origin=AWAY) for n in range(4)]
+    found = cache(*fast, scheme(0, 1, 2, 3, share=0.8), maximum_schemes=2)
+    assert {each.origin for each in found.patterns[SIGNATURE].schemes} == {HOME, AWAY}
+
+
+def test_an_imported_scheme_comes_last_and_gives_way_to_its_measured_self():
+    found = cache(scheme(1, 2, share=None), scheme(5, 6, 7, 8), scheme(1, 2, share=0.9))
+    assert [each.latency_ms for each in found.patterns[SIGNATURE].schemes] == [5.0, 9.0]
+
+
+schemes = st.builds(
+    lambda places, share, origin: scheme(*places, share=share, origin=origin),
+    st.sets(st.integers(0, 12), max_size=8), st.sampled_from([None, 0.2, 0.5, 0.9]), st.sampled_from([HOME, AWAY]),
+)  # fmt: skip
+
+
+@given(st.lists(schemes, max_size=12), st.lists(schemes, max_size=12))
+def test_merging_keeps_the_distance_loses_no_best_and_is_done_after_once(first, second):
+    one, two = cache(*first), cache(*second)
+    both = merged(one, two)
+    found = both.patterns[SIGNATURE].schemes
+    assert merged(both, both) == both
+    assert set(found) == set(merged(two, one).patterns[SIGNATURE].schemes)
+    for a in found:
+        assert all(distance(a, b) >= 4 for b in found if b is not a and a.origin == b.origin)
+    if first or second:
+        assert min(s.share for s in found) == min(s.share for s in (*first, *second))
+
+
+@given(st.lists(schemes, max_size=6))
+def test_what_is_written_is_read_back(tmp_path_factory, found):
+    path = tmp_path_factory.getbasetemp() / "cache.yaml"
+    write_cache(cache(*found), path)
+    assert read_cache(path) == cache(*found)
+
+
+def model(blocks: int, name: str = "m"):
+    """A chain of equal convolution blocks and a classifier."""
+    builder = GraphBuilder(name, seed=1)
+    x = builder.input("x", (1, 3, 16, 16))
+    x = builder.op("MaxPool", builder.conv(x, 8, 3, pad=1), kernel_shape=[2, 2], strides=[2, 2])
+    for _ in range(blocks):
+        y = builder.op("Relu", builder.conv(x, 8, 3, pad=1))
+        x = builder.op("Relu", builder.op("Add", builder.conv(y, 8, 3, pad=1), x))
+    builder.output(builder.linear(builder.op("Flatten", builder.op("GlobalAveragePool", x)), 4))
+    return from_proto(builder.build(), source=name, sha256=name)
+
+
+def space_and_sizes(blocks: int):
+    found = model(blocks)
+    root = discover(found)
+    sizes = {pattern.signature: len(pattern.operators) for pattern in find_patterns(found, root)}
+    return build_space(found, OPENVINO, root=root), sizes
+
+
+def observed(space, placement, latency_ms):
+    outcome = Score(objective=latency_ms) if latency_ms else Failure(stage="build", reason="no")
+    return Observation(placement=placement, digest=space.digest(placement), outcome=outcome)
+
+
+def test_a_deeper_model_begins_with_what_a_shallower_one_learned():
+    small, sizes = space_and_sizes(2)
+    best = small.only({"linear"})
+    told = [(small.float_placement(), 10.0), (best, 4.0), (small.everywhere(), 5.0)]
+    learned = cache_of([observed(small, *each) for each in told], small, sizes, 10.0, HOME)
+    large, _ = space_and_sizes(6)
+    start = placements(learned, large, HOME)[0]
+    assert start == large.only({"linear"})
+    assert placements(learned, small, HOME)[0] == best
+
+
+def test_failures_teach_nothing_and_a_strange_model_gets_nothing():
+    space, sizes = space_and_sizes(2)
+    assert cache_of([observed(space, space.everywhere(), None)], space, sizes, 10.0, HOME).patterns == {}
+    assert placements(cache(scheme(1, 2)), space) == []
+
+
+def test_the_precision_that_is_not_offered_becomes_the_one_that_is():
+    space, sizes = space_and_sizes(2)
+    learned = cache_of([observed(space, space.everywhere(), 4.0)], space, sizes, 10.0, HOME)
+    away = {
+        signature: replace(
+            pattern,
+            schemes=tuple(
+                replace(s, points=frozenset(replace(p, precision="fp8") for p in s.points)) for s in pattern.schemes
+            ),
+        )
+        for signature, pattern in learned.patterns.items()
+    }
+    assert placements(PatternCache(patterns=away), space) == [space.everywhere()]
+
+
+def test_schemes_from_elsewhere_are_named_and_come_after_our_own():
+    assert strangers(cache(scheme(1)), HOME) == ()
+    assert strangers(cache(scheme(1)), Origin(backend="openvino", precision="int8")) == ()
+    (said,) = strangers(cache(scheme(1), scheme(2, origin=AWAY)), HOME)
+    assert said == (
+        "the pattern cache has schemes measured with backend 'tensorrt' instead of 'openvino', precision 'fp8' instead "
+        "of 'int8', device 'that GPU' instead of 'this CPU': good starts at best"
+    )
+
+
+def test_our_own_schemes_are_tried_before_better_ones_from_elsewhere():
+    space, sizes = space_and_sizes(2)
+    ours = cache_of([observed(space, space.only({"linear"}), 9.0)], space, sizes, 10.0, HOME)
+    theirs = cache_of([observed(space, space.everywhere(), 1.0)], space, sizes, 10.0, AWAY)
+    assert placements(merged(theirs, ours), space, HOME)[0] == space.only({"linear"})
+    assert placements(merged(theirs, ours), space, AWAY)[0] == space.everywhere()
+
+
+HEAD = {"kind": "qdq pattern cache", "schema": 1, "minimum_distance": 4, "maximum_schemes": 32}
+SCHEME = {"backend": "b", "precision": "int8", "points": ["node_input/0.0/int8"]}
+PATTERN = {"signature": SIGNATURE, "size": 3, "schemes": [SCHEME]}
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("- 1", "a mapping of keys, but got list: this is no file of ours: name another, or move it away"),
+        ("a: [1", "not valid YAML: while parsing a flow sequence"),
+        ("a: &x [1]\nb: [*x, *x]", "line 2: aliases (*name) are not allowed here"),
+        ("a: " + "[" * 5000, "line 1: nested more than 16 levels deep"),
+        ("a: !!python/object/apply:os.system [id]", "not valid YAML: could not determine a constructor"),
+        ("\x00", "not valid YAML"),
+        ({**HEAD, "patterns": [], "extra": 1}, "no pattern cache of ours: extra: unknown key"),
+        ({**HEAD, "patterns": [], "schema": 2}, "schema: Input should be 1"),
+        ({"patterns": []}, "kind: this key is required"),
+        ({"minimum_distance": 4, "pattern_schemes": []}, "a pattern cache of ModelOpt"),
+        ({**HEAD, "patterns": [{**PATTERN, "signature": "../x"}]}, "patterns.0.signature: String should match pattern"),
+        ({**HEAD, "patterns": [PATTERN, PATTERN]}, "pattern abababababab appears twice"),
+        ({**HEAD, "patterns": [{**PATTERN, "schemes": [{**SCHEME, "latency_ms": -1.0}]}]}, "latency_ms: Input should"),
+        ({**HEAD, "patterns": [{**PATTERN, "schemes": [{**SCHEME, "latency_ms": float("nan")}]}]}, "latency_ms: Input"),
+        (
+            {**HEAD, "patterns": [{**PATTERN, "schemes": [{**SCHEME, "points": ["node_input/-1.0/int8"]}]}]},
+            "points.0: a point is KIND/PLACE.INPUT/PRECISION, such as node_input/4.0/int8, but got",
+        ),
+        ({**HEAD, "patterns": [{**PATTERN, "schemes": [{**SCHEME, "points": [3]}]}]}, "but got 3"),
+    ],
+)
+def test_a_file_that_is_no_cache_is_refused_with_the_place(tmp_path, body, says):
+    path = tmp_path / "cache.yaml"
+    if isinstance(body, str):
+        path.write_text(body)
+    else:
+        write_plain_yaml(body, path)
+    with pytest.raises(UserError) as caught:
+        read_cache(path)
+    assert str(path) in str(caught.value)
+    assert says in str(caught.value)
+
+
+def test_a_missing_and_a_huge_file_are_refused(tmp_path):
+    with pytest.raises(UserError, match="No such file"):
+        read_cache(tmp_path / "none.yaml")
+    huge = tmp_path / "huge.yaml"
+    with huge.open("wb") as file:
+        file.truncate(17 << 20)
+    with pytest.raises(UserError, match="at most 16777216 are read"):
+        read_cache(huge)
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path):
+    path = tmp_path / "cache.yaml"
+    write_cache(cache(scheme(1)), path)
+    before = path.read_bytes()
+    with pytest.raises(Exception, match="represent"):
+        write_plain_yaml({"a": object()}, path)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["cache.yaml"]
+
+
+def test_points_are_read_as_they_are_shown():
+    point = CachedPoint("child_input", (3, 1), "fp8")
+    assert parse_point(str(point)) == point

@@ -1,0 +1,430 @@
+"""Accuracy in the loop, end to end: halves, proxy, fronts, accuracy first. A made-up runtime pays speed in accuracy."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from harness.cli.main import main
+from harness.graph.builder import GraphBuilder
+from harness.graph.pattern_cache_io import read_cache
+from harness.search_loop.objective import PROXY
+from harness.results_dir.journal import read_journal
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+EXPERIMENT = """
+experiment: near
+models:
+  - use: net.onnx
+    calibration: {data: {use: npz, path: calibration.npz}, samples: 4}
+    evaluator: {use: 'near_plugins:Near', params: {data: {use: npz, path: labelled.npz}}}
+backends: [{use: 'near_plugins:Bench', label: bench}]
+objective: OBJECTIVE
+searchers: [SEARCHER]
+initial: [float, all, linear]
+baselines: [all]
+budget: {evaluations: [5, 8]}
+sampling: {warmup_ms: 0, min_samples: 3, max_samples: 3, max_ms: 20}
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+
+PLUGINS = """
+from contextlib import contextmanager
+import numpy as np
+from harness.runtimes.simulated import SimulatedBenchmarker
+from harness.accuracy.metrics.fidelity import Fidelity
+
+class Bench:
+    in_process, dialect = True, "openvino"
+
+    def __init__(self):
+        self.simulated = SimulatedBenchmarker(seed=5, noise=0.0, wanted_share=1.0)
+
+    def build(self, candidate, workdir):
+        return self.simulated.build(candidate, workdir)
+
+    @contextmanager
+    def open(self, artifact):
+        with self.simulated.open(artifact) as probe:
+            yield Talking(probe, artifact.info["truth_ms"])
+
+    def describe(self):
+        return {**self.simulated.describe(), "name": "bench"}
+
+class Talking:
+    def __init__(self, probe, truth_ms):
+        self.sample, self.truth_ms = probe.sample, truth_ms
+
+    def infer(self, feeds):
+        return {"y": np.array([[1.0, 10.0 - self.truth_ms]], np.float32)}
+
+class Near(Fidelity):
+    metric = "cosine"
+
+    def __init__(self, reference, inputs, data, base=None):
+        super().__init__(reference, inputs, data, samples=64, base=base)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("near")
+    builder = GraphBuilder("net", seed=1)
+    x = builder.input("x", (1, 3, 8, 8))
+    for _ in range(3):
+        x = builder.op("Relu", builder.conv(x, 8, 3, pad=1))
+    builder.output(builder.op("GlobalAveragePool", x))
+    builder.save(folder / "net.onnx")
+    rng = np.random.default_rng(0)
+    for name, rows in (("calibration", 4), ("labelled", 40)):
+        np.savez(folder / f"{name}.npz", x=rng.normal(size=(rows, 3, 8, 8)).astype(np.float32))
+    (folder / "near_plugins.py").write_text(PLUGINS)
+    return folder
+
+
+def qdq(*arguments: str) -> int:
+    try:
+        main(list(arguments))
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def run(folder: Path, name: str, objective: str, searcher: str = "random") -> Path:
+    file = folder / f"{name}.yaml"
+    file.write_text(EXPERIMENT.replace("OBJECTIVE", objective).replace("SEARCHER", searcher))
+    assert qdq("run", str(file), "--out", str(folder / name)) == 0
+    return folder / name / "net-bench-int8"
+
+
+def test_data_that_changed_under_their_name_are_refused(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    for file in ("net.onnx", "near_plugins.py", "calibration.npz", "labelled.npz"):
+        shutil.copy(folder / file, tmp_path)
+    file = tmp_path / "mended.yaml"
+    file.write_text(EXPERIMENT.replace("OBJECTIVE", "{max_drop: 0.5}").replace("SEARCHER", "random"))
+    command = ("run", str(file), "--out", str(tmp_path / "out"))
+    assert qdq(*command) == 0
+    rows = np.random.default_rng(9).normal(size=(40, 3, 8, 8)).astype(np.float32)
+    np.savez(tmp_path / "labelled.npz", x=rows)
+    assert qdq(*command) == 2
+    assert re.search(r"data\.main: '\w+' -> '\w+'", capsys.readouterr().err)
+    assert qdq(*command, "--accept-changes") == 0
+    assert (tmp_path / "out" / "net-bench-int8.1").is_dir()
+
+
+def test_results_of_before_data_were_noted_go_on(folder: Path, tmp_path: Path) -> None:
+    for file in ("net.onnx", "near_plugins.py", "calibration.npz", "labelled.npz"):
+        shutil.copy(folder / file, tmp_path)
+    file = tmp_path / "old.yaml"
+    file.write_text(EXPERIMENT.replace("OBJECTIVE", "{max_drop: 0.5}").replace("SEARCHER", "random"))
+    assert qdq("run", str(file), "--out", str(tmp_path / "out")) == 0
+    cell = tmp_path / "out" / "net-bench-int8"
+    (cell / "through.json").unlink()
+    facts = json.loads((cell / "cell.json").read_text())
+    assert facts.pop("data")
+    (cell / "cell.json").write_text(json.dumps(facts))
+    for path in cell.glob("runs/*.jsonl"):
+        head, _, rest = path.read_text().partition("\n")
+        header = json.loads(head)
+        del header["fingerprint"]["data"]
+        path.write_text(f"{json.dumps(header)}\n{rest}")
+    before = (cell / "accuracy.json").read_bytes()
+    assert qdq("run", str(file), "--out", str(tmp_path / "out")) == 0
+    assert (cell / "accuracy.json").read_bytes() == before, "nothing is scored a second time"
+
+
+@pytest.fixture(scope="module")
+def front(folder: Path) -> Path:
+    return run(folder, "front", "{minimize: pareto, halves: true, proxy: 2}", "nsga2")
+
+
+def journal(cell: Path) -> list[Any]:
+    (path,) = (cell / "runs").glob("*.jsonl")
+    return [entry.told.outcome for entry in read_journal(path) if entry.told is not None]
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_searches_see_one_half_and_finalists_are_scored_on_the_other(front: Path) -> None:
+    scores = read(front / "accuracy.json")
+    images = {name.partition(" ")[2]: len(score["per_item"]) for name, score in scores.items()}
+    assert images.keys() == {"main", "main search", "main proxy"}
+    assert images["main"] + images["main search"] == 40
+    assert images["main proxy"] == 2
+    seen = {len(outcome.per_item) for outcome in journal(front) if outcome.per_item}
+    assert seen == {images["main search"]}
+    goal = read(front / "cell.json")["goal"]
+    reference = next(score for name, score in scores.items() if name.endswith(" main search"))
+    assert goal["reference"] == reference["metrics"]["cosine"]
+
+
+def test_a_front_has_several_finalists_and_the_table_data_say_what_they_cost(front: Path) -> None:
+    picks = [pick for pick in read(front / "rows.json")["picks"] if pick["kind"] == "search"]
+    assert {pick["rank"] for pick in picks if pick["budget"] == 5} == {0}
+    assert len([pick for pick in picks if pick["budget"] == 8]) >= 2
+    full = sum("cosine" in outcome.metrics for outcome in journal(front))
+    assert {pick["scored"] for pick in picks if pick["budget"] == 8} == {full}
+    assert all(PROXY in outcome.metrics for outcome in journal(front))
+    assert all(pick["agreement"] is None or -1 <= pick["agreement"] <= 1 for pick in picks)
+    assert (front.parent / "report" / "main.md").exists()
+
+
+def test_accuracy_first_finds_what_is_as_fast_as_asked(folder: Path) -> None:
+    cell = run(folder, "first", "{minimize: accuracy, max_latency: 90%}")
+    goal = read(cell / "cell.json")["goal"]
+    assert goal["max_latency_ms"] == pytest.approx(9.0)
+    pick = next(p for p in read(cell / "rows.json")["picks"] if p["kind"] == "search" and p["budget"] == 8)
+    fast = [outcome.samples_ms[0] for outcome in journal(cell) if outcome.samples_ms[0] <= 9.0]
+    assert pick["search_ms"] == pytest.approx(max(fast)), "speed costs accuracy, so the slowest that is fast enough"
+    assert all(("cosine" in outcome.metrics) == (outcome.samples_ms[0] <= 9.0) for outcome in journal(cell))
+    seen = [outcome.metrics["cosine"] for outcome in journal(cell) if "cosine" in outcome.metrics]
+    assert pick["loss"] == pytest.approx(goal["reference"] - max(seen)), "by which the best of several seeds is chosen"
+    schemes = [scheme for pattern in read_cache(cell / "patterns.yaml").patterns.values() for scheme in pattern.schemes]
+    assert all(scheme.baseline_ms == pytest.approx(10.0) for scheme in schemes), (
+        "what is learned of patterns is latency"
+    )
+    assert {scheme.latency_ms for scheme in schemes} <= {outcome.samples_ms[0] for outcome in journal(cell)}
+
+
+def test_a_run_that_goes_on_asks_nobody_twice(front: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path: path.read_bytes() for path in (*front.glob("runs/*"), front / "accuracy.json")}
+    for name in ("_prepare", "_evaluate"):
+        monkeypatch.setattr(f"harness.pipeline.accuracy_store.{name}", lambda *_: pytest.fail("everything is scored already"))
+    assert qdq("run", str(folder / "front.yaml"), "--out", str(folder / "front")) == 0
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_a_run_with_more_to_do_shows_the_float_model_first(front: Path, folder: Path, tmp_path: Path) -> None:
+    """Evaluators that compare with it saw it in the earlier process, and what they kept is gone."""
+    shutil.copytree(folder / "front", tmp_path / "more")
+    (path,) = (tmp_path / "more" / front.name / "runs").glob("*.jsonl")
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-4]))
+    assert qdq("run", str(folder / "front.yaml"), "--out", str(tmp_path / "more")) == 0
+    told = [entry.told.outcome for entry in read_journal(path) if entry.asked.duplicate_of is None]
+    assert len(told) == 8
+    assert all(PROXY in outcome.metrics for outcome in told)
+
+
+def test_a_half_with_few_samples_is_named_beforehand(folder: Path, capsys: Any) -> None:
+    file = folder / "few.yaml"
+    text = EXPERIMENT.replace("OBJECTIVE", "{max_drop: 0.1, halves: true}").replace("SEARCHER", "random")
+    file.write_text(text.replace("path: labelled.npz", "path: labelled.npz, count: 30"))
+    assert qdq("run", str(file), "--check") == 0
+    said = capsys.readouterr()
+    assert "bound: cosine may drop by at most 0.1\n" in said.out
+    error = said.err
+    assert re.search(r"model 'net': evaluator, search half: only \d+ images: the interval is too wide", error)
+    assert re.search(r"model 'net': evaluator, report half: only \d+ images: the interval is too wide", error)
+
+
+@pytest.fixture
+def copy(front: Path, tmp_path: Path) -> Path:
+    shutil.copytree(front.parent, tmp_path / "front")
+    return tmp_path / "front" / front.name
+
+
+def models(cell: Path) -> dict[str, Path]:
+    return {row["id"]: cell / "models" / row["file"] for row in read(cell / "rows.json")["rows"]}
+
+
+def test_every_exported_file_is_what_the_tables_say(front: Path, folder: Path, capsys: Any) -> None:
+    found = models(front)
+    (placement,) = [row["id"] for row in read(front / "rows.json")["rows"] if row["choices"] is not None][:1]
+    for name in ("float", placement):
+        assert qdq("verify", str(found[name]), "--base", str(folder)) == 0
+        lines = capsys.readouterr().out.splitlines()
+        wanted = ["file: ok", "edges: ok", "accuracy: ok"] + (["latency: ok"] if name != "float" else [])
+        assert [line.rpartition(": ")[0].partition(": ok")[0] + ": ok" for line in lines] == wanted
+        lost = re.search(r"cosine \S+ recorded, \S+ now; drop [+-]0\.\d{4} \[.*\], no bound$", lines[2])
+        assert (lost is not None) == (name != "float")
+
+
+def changed(path: Path, change: Any) -> None:
+    body = read(path)
+    change(body)
+    path.write_text(json.dumps(body))
+
+
+@pytest.mark.parametrize(("bound", "expected"), [(0.0, "beyond the bound 0"), (0.9, "within the bound 0.9")])
+def test_what_was_lost_stands_beside_the_bound(
+    copy: Path, folder: Path, capsys: Any, bound: float, expected: str
+) -> None:
+    changed(copy / "cell.json", lambda body: body["goal"].update(max_drop=bound))
+    scores = read(copy / "accuracy.json")
+    rows = [row for row in read(copy / "rows.json")["rows"] if row["choices"] is not None]
+    worst = min(rows, key=lambda row: scores[f"{row['sha256']} main"]["metrics"]["cosine"])
+    broken = expected.startswith("beyond")
+    assert qdq("verify", str(models(copy)[worst["id"]]), "--base", str(folder)) == int(broken)
+    lines = {line.partition(":")[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert lines["accuracy"].startswith("accuracy: ok: ")
+    assert lines["accuracy"].endswith(f", {expected}")
+    assert lines["bound"].startswith(f"bound: {'BROKEN' if broken else 'ok'}: ")
+    assert lines["bound"].endswith(f", {expected}")
+
+
+@pytest.mark.parametrize(("bound", "status"), [("0", 1), ("0%", 1), ("90%", 0), ("0.9", 0), ("-1", 2), ("half", 2)])
+def test_a_bound_of_ones_own(copy: Path, folder: Path, capsys: Any, bound: str, status: int) -> None:
+    """It counts in the place of the experiment's, which has none here; one score fewer does not loosen it."""
+    scores = read(copy / "accuracy.json")
+    rows = [row for row in read(copy / "rows.json")["rows"] if row["choices"] is not None]
+    worst = min(rows, key=lambda row: scores[f"{row['sha256']} main"]["metrics"]["cosine"])
+    changed(copy / "accuracy.json", lambda body: body.pop(f"{worst['sha256']} main"))
+    file = str(models(copy)[worst["id"]])
+    assert qdq("verify", file, "--base", str(folder), "--max-drop", bound) == status
+    said = capsys.readouterr()
+    assert "--max-drop" in said.err if status == 2 else f"bound: {'BROKEN' if status else 'ok'}: drop +" in said.out
+
+
+def test_a_bound_without_an_evaluator_is_refused(copy: Path, folder: Path, capsys: Any) -> None:
+    stored = yaml.safe_load((copy.parent / "experiment.yaml").read_text())
+    stored["models"][0]["evaluator"], stored["objective"] = None, {}
+    (copy.parent / "experiment.yaml").write_text(yaml.safe_dump(stored))
+    file = str(next(path for path in models(copy).values()))
+    assert qdq("verify", file, "--base", str(folder), "--max-drop", "0.1") == 2
+    assert "--max-drop: model 'net' has no evaluator" in capsys.readouterr().err
+
+
+def test_a_row_that_cannot_be_scored_does_not_hold_the_bound(copy: Path, folder: Path, capsys: Any) -> None:
+    changed(copy / "cell.json", lambda body: body["goal"].update(max_drop=0.9))
+    placement = next(row["id"] for row in read(copy / "rows.json")["rows"] if row["choices"] is not None)
+    changed(copy / "cell.json", lambda body: body.update(metric="other"))
+    assert qdq("verify", str(models(copy)[placement]), "--base", str(folder)) == 1
+    assert "bound: BROKEN: cannot be held to 0.9" in capsys.readouterr().out
+
+
+def test_that_accuracy_was_not_measured_is_said(copy: Path, folder: Path, capsys: Any) -> None:
+    placement = next(row["id"] for row in read(copy / "rows.json")["rows"] if row["choices"] is not None)
+    (copy / "accuracy.json").write_text("{}")
+    assert qdq("verify", str(models(copy)[placement]), "--base", str(folder)) == 0
+    assert "accuracy: not measured: the folder has no score of this file\n" in capsys.readouterr().out
+    stored = yaml.safe_load((copy.parent / "experiment.yaml").read_text())
+    stored["models"][0]["evaluator"], stored["objective"] = None, {}
+    (copy.parent / "experiment.yaml").write_text(yaml.safe_dump(stored))
+    assert qdq("verify", str(models(copy)[placement]), "--base", str(folder)) == 0
+    assert "accuracy: not measured: the model has no evaluator\n" in capsys.readouterr().out
+
+
+def other_choices(body: Any) -> None:
+    row = next(row for row in body["rows"] if row["choices"] is not None)
+    row["choices"][0] = 1 - row["choices"][0]
+
+
+def other_figures(body: Any) -> None:
+    for score in body.values():
+        score["metrics"]["cosine"] -= 0.01
+        score |= {"per_item": [], "evidence": ""}  # which would deny it before anything is repeated
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "expected"),
+    [
+        ("rows.json", other_choices, "edges: MISMATCH"),
+        ("accuracy.json", other_figures, "accuracy: MISMATCH"),
+    ],
+)
+def test_what_is_not_as_recorded_ends_with_status_1(
+    copy: Path, folder: Path, capsys: Any, name: str, change: Any, expected: str
+) -> None:
+    changed(copy / name, change)
+    placement = next(row["id"] for row in read(copy / "rows.json")["rows"] if row["choices"] is not None)
+    assert qdq("verify", str(models(copy)[placement]), "--base", str(folder)) == 1
+    assert expected in capsys.readouterr().out
+
+
+def test_a_speedup_that_does_not_come_again_ends_with_status_1(copy: Path, folder: Path, capsys: Any) -> None:
+    placement = next(row["id"] for row in read(copy / "rows.json")["rows"] if row["choices"] is not None)
+    head, *lines = (copy / "confirm.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    for event in events:
+        if event["row"] == placement:
+            event["samples_ms"] = [sample / 2 for sample in event["samples_ms"]]
+    (copy / "confirm.jsonl").write_text("".join(f"{line}\n" for line in (head, *map(json.dumps, events))))
+    assert qdq("verify", str(models(copy)[placement]), "--base", str(folder)) == 1
+    checks = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert checks["latency"].startswith("MISMATCH: speedup ")
+    assert all(checks[what].startswith("ok") for what in ("file", "edges", "accuracy"))
+
+
+def test_a_file_that_was_changed_is_not_the_one_that_was_timed(copy: Path, capsys: Any) -> None:
+    file = models(copy)["all"] if "all" in models(copy) else models(copy)["float"]
+    file.write_bytes(file.read_bytes() + b"\n")
+    assert qdq("verify", str(file)) == 1
+    assert "file: MISMATCH: SHA-256" in capsys.readouterr().out
+
+
+def test_a_row_stands_for_its_file(front: Path, folder: Path, capsys: Any) -> None:
+    assert qdq("verify", str(front.parent), "1", "--base", str(folder)) == 0
+    assert "edges: ok: 0 Q/DQ pairs recorded" in capsys.readouterr().out, "the first row is the float model"
+    assert qdq("verify", str(front.parent)) == 2
+    said = capsys.readouterr().err
+    assert "name a row, or its file; there are:" in said
+    assert all(str(path) in said for path in models(front).values() if path.is_file())
+    assert qdq("verify", str(models(front)["float"]), "1") == 2
+    assert "a row is of a results folder, and this is no folder" in capsys.readouterr().err
+
+
+def test_a_row_is_checked_in_its_own_cell_though_another_has_the_same_file(
+    front: Path, copy: Path, folder: Path, capsys: Any
+) -> None:
+    """The other cell comes first, and says something else of that file."""
+    other = copy.with_name(f"a-{copy.name}")
+    shutil.copytree(copy, other)
+    changed(other / "accuracy.json", other_figures)
+    stored = yaml.safe_load((copy.parent / "experiment.yaml").read_text())
+    stored["models"].insert(0, {**deepcopy(stored["models"][0]), "label": "a-net"})
+    (copy.parent / "experiment.yaml").write_text(yaml.safe_dump(stored))
+    facts = read(other / "cell.json")
+    (other / "cell.json").write_text(json.dumps({**facts, "cell": other.name, "model": "a-net"}))
+    for cell, status in ((copy, 0), (other, 1)):
+        assert qdq("verify", str(copy.parent), f"{cell.name}/all", "--base", str(folder)) == status
+        assert f"accuracy: {'MISMATCH' if status else 'ok'}" in capsys.readouterr().out
+
+
+def test_a_row_without_a_file_says_which_have_one(copy: Path, folder: Path, capsys: Any) -> None:
+    models(copy)["float"].unlink()
+    assert qdq("verify", str(copy.parent), "1") == 2
+    assert "row '1' has no exported model; there are:" in capsys.readouterr().err
+    shutil.rmtree(copy / "models")
+    assert qdq("verify", str(copy.parent), "1") == 2
+    assert "row '1' has no exported model; nothing is exported there" in capsys.readouterr().err
+
+
+def test_where_relative_paths_start_is_said_where_one_leads_nowhere(
+    front: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert qdq("verify", str(models(front)["float"])) == 2
+    assert "were looked for from .: name the folder of its file by --base" in capsys.readouterr().err
+
+
+def test_a_file_of_nobodys_results_is_refused(front: Path, folder: Path, capsys: Any) -> None:
+    assert qdq("verify", str(folder / "nothing.onnx")) == 2
+    assert "nothing.onnx: no such file" in capsys.readouterr().err
+    assert qdq("verify", str(folder / "labelled.npz")) == 2
+    assert "lies in no results folder: name RESULTS/CELL/models/NAME.onnx" in capsys.readouterr().err
+    assert qdq("verify", str(folder / "labelled.npz"), "--results", str(front.parent)) == 2
+    assert "has no row of this file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("objective", "expected"),
+    [
+        ("{map_drop: 0.01}", "objective.map_drop: the evaluator of model 'net' gives 'cosine'; write cosine_drop"),
+        ("{max_drop: 0.01, halves: 1}", "objective.halves: Input should be a valid boolean"),
+    ],
+)
+def test_mistakes_are_named_before_anything_runs(folder: Path, capsys: Any, objective: str, expected: str) -> None:
+    file = folder / "wrong.yaml"
+    file.write_text(EXPERIMENT.replace("OBJECTIVE", objective).replace("SEARCHER", "random"))
+    assert qdq("run", str(file), "--check") == 2
+    assert expected in capsys.readouterr().err

@@ -1,0 +1,169 @@
+"""A score belongs to a file, not to a name: what was made again is scored again, and nothing twice."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from harness.api import Accuracy
+from harness.graph.io.files import file_digest
+from harness.timing.workers.engines import Built
+from harness.config.experiment import Use
+from harness.config.objective import Objective
+from harness.progress import Silent
+from harness.results_dir.artifacts import Row, Table, read_json, write_json
+from harness.pipeline.accuracy_store import ScoreBook, read_scores
+from harness.pipeline.accuracy import Scoring
+from search.space import Space
+
+
+class Engines:
+    def __init__(self, words=(), note=""):
+        self.asked, self.words, self.note = [], words, note
+
+    def build(self, candidate, benchmarker="main"):
+        self.asked.append((candidate.source().name, benchmarker))
+        return Built(handle=0, build_s=0.0)
+
+    def evaluate(self, handle, evaluator="main", watch=None):
+        for done in self.words:
+            watch(done, 4)
+        return Accuracy(metrics={"top1": float(len(self.asked))}, note=self.note)
+
+    def prepare(self, handle, evaluator="main", watch=None):
+        return None
+
+    def release(self, handle):
+        pass
+
+
+@pytest.fixture
+def score(tmp_path):
+    (tmp_path / "models").mkdir()
+
+    def score(contents, evaluator="top1"):
+        rows = []
+        for name, content in contents.items():
+            path = tmp_path / "models" / f"{name}.onnx"
+            path.write_bytes(content)
+            rows.append(Row(id=name, file=path.name, sha256=file_digest(path), pairs=0))
+        body = [{slot: getattr(row, slot) for slot in Row.__slots__} for row in rows]
+        write_json(tmp_path / "rows.json", {"rows": body, "picks": []})
+        engines = Engines()
+        ScoreBook(tmp_path, engines, Silent(), evaluator).score(
+            Table(folder=tmp_path, space=Space(()), rows=tuple(rows))
+        )
+        return engines.asked, {name: found["metrics"]["top1"] for name, found in read_scores(tmp_path).items()}
+
+    return score
+
+
+def test_a_file_is_scored_once(score):
+    assert score({"float": b"1", "abc": b"2"}) == (
+        [("float.onnx", "main"), ("abc.onnx", "main")],
+        {"float": 1, "abc": 2},
+    )
+    assert score({"float": b"1", "abc": b"2"}) == ([], {"float": 1, "abc": 2})
+
+
+def test_a_file_that_was_made_again_is_scored_again(score):
+    score({"float": b"1", "abc": b"2"})
+    assert score({"float": b"1", "abc": b"3"}) == ([("abc.onnx", "main")], {"float": 1, "abc": 1})
+
+
+def test_another_evaluator_scores_everything_again(score):
+    score({"float": b"1"})
+    assert score({"float": b"1"}, evaluator="top5")[0] == [("float.onnx", "main")]
+
+
+class Watcher:
+    """An observer that keeps what it was shown."""
+
+    def __init__(self):
+        self.said, self.bars, self.open = [], {}, []
+
+    def say(self, text):
+        self.said.append(text)
+
+    @contextmanager
+    def work(self, title, total):
+        self.bars[title] = [0, total]
+        self.open.append(title)
+        yield SimpleNamespace(advance=lambda note="": self._advance(title))
+        self.open.remove(title)
+
+    def _advance(self, title):
+        self.bars[title][0] += 1
+
+
+def test_a_long_scoring_has_a_bar_of_its_own(tmp_path):
+    (tmp_path / "float.onnx").write_bytes(b"1")
+    watcher = Watcher()
+    ScoreBook(tmp_path, Engines(words=(1, 3, 4)), watcher).float_score(tmp_path / "float.onnx")
+    assert watcher.bars == {"score the float model": [1, 1], "inferences of the float model": [4, 4]}
+    assert watcher.open == []
+
+
+def test_a_short_one_has_none(tmp_path):
+    (tmp_path / "float.onnx").write_bytes(b"1")
+    watcher = Watcher()
+    ScoreBook(tmp_path, Engines(), watcher).float_score(tmp_path / "float.onnx")
+    assert watcher.bars == {"score the float model": [1, 1]}
+
+
+def test_what_an_evaluator_has_to_say_is_said_once_and_kept(tmp_path):
+    (tmp_path / "float.onnx").write_bytes(b"1")
+    watcher = Watcher()
+    book = ScoreBook(tmp_path, Engines(note="half of it was guessed"), watcher)
+    for _ in range(2):
+        assert book.float_score(tmp_path / "float.onnx").note == "half of it was guessed"
+    again = ScoreBook(tmp_path, Engines(), watcher).float_score(tmp_path / "float.onnx")
+    assert again.note == "half of it was guessed"
+    assert watcher.said == ["half of it was guessed"] * 2, "once in each run"
+
+
+def test_a_score_without_a_remark_is_written_as_ever(tmp_path):
+    (tmp_path / "float.onnx").write_bytes(b"1")
+    ScoreBook(tmp_path, Engines(), Silent()).float_score(tmp_path / "float.onnx")
+    (kept,) = read_json(tmp_path / "accuracy.json").values()
+    assert kept == {"evaluator": "", "metrics": {"top1": 2.0}, "per_item": [], "evidence": ""}
+
+
+def scoring(metric="top1", *, higher_is_better=True, params=None):
+    return Scoring(
+        objective=Objective(),
+        evaluators={"main": Use(use="top1", params=params or {})},
+        metric=metric,
+        higher_is_better=higher_is_better,
+        facts={},
+    )
+
+
+def said_at_the_start(folder, scoring, value):
+    """Of a run whose float model scores so."""
+    model, watcher = folder / "net-openvino-int8" / "float.onnx", Watcher()
+    model.parent.mkdir(exist_ok=True)
+    model.write_bytes(b"1")
+    engines = Engines()
+    engines.evaluate = lambda handle, evaluator, watch: Accuracy(metrics={"top1": value})
+    scoring.goal(ScoreBook(model.parent, engines, watcher), model, model.parent)
+    return watcher.said
+
+
+def test_a_float_model_that_knows_nothing_is_named_with_what_may_be_wrong(tmp_path):
+    params = {"preprocess": {"use": "tf_imagenet", "params": {}}, "decode": "yolox", "input_shape": (1, 3, 8, 8)}
+    for _ in range(2):  # when the run goes on, it is said again
+        (said,) = said_at_the_start(tmp_path, scoring(params=params), 0.0)
+        assert said.startswith("net-openvino-int8: the float model itself has top1 0.0000, so no drop from there says")
+        for part in (
+            "preprocess (now 'tf_imagenet'; qdq list",
+            "decode (now 'yolox'",
+            "(now 1x3x8x8)",
+            "key 'classes'",
+        ):
+            assert part in said
+
+
+@pytest.mark.parametrize(("value", "higher_is_better"), [(0.01, True), (0.5, True), (0.0, False), (-0.7, True)])
+def test_other_figures_are_no_reason_to_doubt(tmp_path, value, higher_is_better):
+    assert said_at_the_start(tmp_path, scoring(higher_is_better=higher_is_better), value) == []

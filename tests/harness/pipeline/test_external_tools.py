@@ -1,0 +1,129 @@
+"""Models of PTQ tools: each in its form, made once."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from harness.random_inputs import random_feeds
+from harness.graph.builder import GraphBuilder
+from harness.graph.rules.dialects import ONNXRUNTIME
+from harness.graph.qdq.import_placement import import_qdq
+from harness.graph.load import load
+from harness.graph.qdq.space import build_space
+from harness.pipeline import external_tools as foreign
+from harness.config.experiment import parse_experiment
+from harness.pipeline.external_tools import Order, quantize_with, tool_remarks
+from harness.progress import Silent
+
+
+@pytest.fixture
+def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Order:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    builder = GraphBuilder("net", seed=1)
+    x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 8, 3))
+    x = builder.op("Relu", builder.op("Add", builder.conv(x, 8, 3), x))
+    builder.output(builder.op("GlobalAveragePool", x))
+    return Order(
+        model_file=builder.save(tmp_path / "net.onnx"),
+        source="net",
+        data=list(random_feeds({"x": ("float", (1, 3, 8, 8))}, 2, 0)),
+        data_key="random",
+        options={"dialect_name": "onnxruntime"},
+    )
+
+
+def activations(path: Path) -> set[str]:
+    graph = onnx.load(path).graph
+    values = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    return {values[node.input[2]].dtype.name for node in graph.node if node.op_type == "QuantizeLinear"}
+
+
+def test_quantize_static_has_a_row_with_uint8_and_one_with_int8_activations(order: Order) -> None:
+    made = {name: quantize_with(name, order, Silent()) for name in ("ort_static", "ort_static_s8")}
+    paths = {name: foreign.path for name, foreign in made.items() if foreign.path is not None}
+    assert {name: activations(path) for name, path in paths.items()} == {
+        "ort_static": {"uint8"},
+        "ort_static_s8": {"int8"},
+    }
+    assert made["ort_static"].pairs == made["ort_static_s8"].pairs > 0
+    written = {path: path.stat().st_mtime_ns for path in paths.values()}
+    assert {name: quantize_with(name, order, Silent()) for name in made} == made
+    assert {path: path.stat().st_mtime_ns for path in paths.values()} == written, "each is made once and kept"
+
+
+def test_the_placement_of_quantize_static_is_that_of_everything_though_it_removes_activations(order: Order) -> None:
+    path = quantize_with("ort_static", order, Silent()).path
+    assert path is not None
+    assert "Relu" not in {node.op_type for node in onnx.load(path).graph.node}
+    model = load(order.model_file, source="net")
+    space = build_space(model, ONNXRUNTIME)
+    assert space.nearest(import_qdq(path, model)) == space.everywhere()
+
+
+@pytest.mark.parametrize(("name", "method", "used"), [
+    ("modelopt_ptq", "mse", "entropy"),
+    ("modelopt_ptq", "percentile", "entropy"),
+    ("modelopt_ptq", "minmax", "minmax"),
+    ("ort_static", "mse", "entropy"),
+    ("ort_static_s8", "mse", "entropy"),
+    ("ort_static", "percentile", "percentile"),
+])  # fmt: skip
+def test_a_tool_without_the_calibration_method_uses_its_nearest(
+    order: Order, monkeypatch: pytest.MonkeyPatch, name: str, method: Any, used: str
+) -> None:
+    """One that no tool has left the rows of all of them empty."""
+    seen: list[str] = []
+
+    def record(model: Path, output: Path, batches: Any, **options: Any) -> None:
+        seen.append(options["method"])
+        output.write_bytes(model.read_bytes())
+
+    monkeypatch.setitem(foreign.PTQ, name, record)
+    made = quantize_with(name, replace(order, options={**order.options, "method": method}), Silent())
+    assert seen == [used]
+    assert made.path is not None
+    assert made.method == ("" if used == method else used)
+    again = quantize_with(name, replace(order, options={**order.options, "method": method}), Silent())
+    assert again == made
+    assert len(seen) == 1
+
+
+def test_quantize_static_has_a_model_for_mse(order: Order) -> None:
+    made = quantize_with("ort_static", replace(order, options={**order.options, "method": "mse"}), Silent())
+    assert made.pairs > 0
+
+
+def test_a_tool_that_cannot_run_says_so_before_it_is_started(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = quantize_with("ort_static", replace(order, options={**order.options, "precision": "fp8"}), Silent())
+    assert (made.path, made.reason) == (None, "quantizes to int8, not to fp8")
+    monkeypatch.setitem(sys.modules, "modelopt", None)
+    made = quantize_with("modelopt_ptq", order, Silent())
+    assert made.path is None
+    assert "modelopt not installed: pip install" in made.reason
+
+
+def remarks(**changes: Any) -> list[str]:
+    calibration = {"method": changes.pop("method", "minmax")}
+    body: Any = {"experiment": "e", "models": [{"use": "zoo:mlp", "calibration": calibration}], **changes}
+    return list(tool_remarks(parse_experiment(str(body).replace("'", '"'), "e.yaml")))
+
+
+def test_what_a_tool_will_not_do_as_asked_is_known_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert remarks() == remarks(initial=["float"], baselines=["all"], method="mse") == []
+    assert [line.partition(" ")[0] for line in remarks(method="mse")] == ["modelopt_ptq", "ort_static"]
+    (line,) = remarks(method="percentile")
+    assert "modelopt_ptq has no calibration method percentile and calibrates by entropy" in line
+    (line,) = remarks(precision=["int8", "fp8"])
+    assert "ort_static: cannot run at precision fp8" in line
+    assert len(remarks(precision=["mixed"])) == 2
+    monkeypatch.setitem(sys.modules, "torch", None)
+    (line,) = remarks()
+    assert "modelopt_ptq: cannot run at precision int8" in line
+    assert "torch not installed" in line

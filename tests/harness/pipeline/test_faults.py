@@ -1,0 +1,73 @@
+"""A whole experiment on a runtime that crashes, hangs, runs out of memory and lies about time: the search goes on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from small import save_chain
+
+from harness.timing.confirmation import summarise
+from harness.records import Failed, Measured
+from harness.config.experiment import parse_experiment
+from harness.selection.confirmation import read_events, read_floor
+from harness.pipeline.runner import run_experiment
+from harness.results_dir.journal import Entry, read_journal
+from harness.progress import Silent
+
+EXPERIMENT = """
+experiment: faults
+models: [{use: net.onnx, calibration: {samples: 2}}]
+backends: [{use: 'faulty:Lottery'}]
+searchers: [random]
+initial: [float]
+baselines: []
+budget: {evaluations: [30]}
+sampling: {warmup_ms: 0, min_samples: 5, max_samples: 5}
+confirmation: {builds: 3, rounds: 2, samples: 3}
+limits: {build_s: 20, measure_s: 1, memory_gb: 0.4}
+"""
+REASONS = (
+    "ended by SIGSEGV", "ended by SIGABRT", "the runtime refuses this", "exited with status 3", "ended by SIGKILL",
+    "more than 0.4 GB of memory", "no such kernel", "sample took longer than 1 s", "impossible latency of 0 ms",
+    "impossible latency of nan ms", "the clock jumped back",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cell(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("faults")
+    save_chain(folder / "net.onnx", (4, 6, 8, 10), size=8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[1] / "measure"))
+        experiment = parse_experiment(EXPERIMENT, "faults.yaml")
+        run_experiment(experiment, base=folder, out=folder / "out", observer=Silent())
+    return folder / "out" / "net-Lottery-int8"
+
+
+@pytest.fixture(scope="module")
+def entries(cell: Path) -> list[Entry]:
+    return [entry for entry in read_journal(cell / "runs" / "random-0.jsonl") if entry.told is not None]
+
+
+def test_the_search_spends_its_budget_whatever_fails(entries: list[Entry]) -> None:
+    assert len(entries) == 30
+    assert 5 <= sum(entry.told is not None and isinstance(entry.told.outcome, Measured) for entry in entries) <= 25
+
+
+def test_each_failure_says_what_happened(entries: list[Entry]) -> None:
+    failed = [entry.told.outcome for entry in entries if entry.told and isinstance(entry.told.outcome, Failed)]
+    met = Counter(reason for outcome in failed for reason in REASONS if reason in outcome.reason)
+    assert met.total() == len(failed), [outcome.reason for outcome in failed]
+    assert len(met) >= 5
+    fallen = [outcome for outcome in failed if "SIGSEGV" in outcome.reason]
+    assert all("about to fall" in outcome.log_tail for outcome in fallen)
+
+
+def test_the_winner_is_confirmed_and_the_floor_of_a_runtime_without_noise_is_zero(cell: Path) -> None:
+    summary = summarise(read_events(cell), baseline="float", floor=read_floor(cell))
+    best = max((row for row in summary.rows.values()), key=lambda row: row.speedup.value)
+    assert best.verdict == "faster"
+    assert best.recommended
+    assert (read_floor(cell), summary.floor) == (0.0, 0.0)

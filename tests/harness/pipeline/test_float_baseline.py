@@ -1,0 +1,70 @@
+"""The float precision of a cell is measured once, and what it was chosen for must still be so."""
+
+import json
+from functools import partial
+
+import pytest
+
+from harness.errors import UserError
+from harness.timing.workers.sandbox import open_engines
+from harness.config.experiment import Limits, Use
+from harness.progress import Silent
+from harness.pipeline.float_baseline import float_benchmarkers
+
+PLUG_IN = """
+from harness.runtimes.simulated import SimulatedBenchmarker
+
+class Two(SimulatedBenchmarker):
+    offered = {"f32": {"base_ms": 10.0}, "bf16": {"base_ms": 5.0}}
+
+    def describe(self):
+        return {**super().describe(), "float_open": True, "float_params": self.offered}
+"""
+
+
+@pytest.fixture
+def choose(tmp_path, monkeypatch):
+    (tmp_path / "plug_in_with_two.py").write_text(PLUG_IN)
+    (tmp_path / "model.onnx").write_bytes(b"a model")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def choose():
+        use = Use(use="plug_in_with_two:Two")
+        opened = partial(open_engines, limits=Limits())
+        return float_benchmarkers(use, tmp_path / "model.onnx", tmp_path / "cell", opened, Silent())
+
+    return choose
+
+
+def test_the_faster_one_is_the_baseline_and_stays_it(choose, tmp_path):
+    first = choose()
+    assert {name: use.params for name, use in first.items()} == {"main": {"base_ms": 5.0}, "f32": {"base_ms": 10.0}}
+    written = (tmp_path / "cell" / "float.json").read_bytes()
+    assert choose() == first
+    assert (tmp_path / "cell" / "float.json").read_bytes() == written
+
+
+def test_the_choice_for_another_model_is_refused(choose, tmp_path):
+    choose()
+    (tmp_path / "model.onnx").write_bytes(b"another model")
+    with pytest.raises(UserError, match=r"(?s)float.json: this run was started with something else.*model_sha256: '"):
+        choose()
+
+
+def test_a_precision_that_is_gone_is_refused(choose, monkeypatch):
+    import plug_in_with_two
+
+    choose()
+    monkeypatch.setattr(plug_in_with_two.Two, "offered", {"f32": {"base_ms": 10.0}, "f16": {"base_ms": 7.0}})
+    with pytest.raises(UserError, match=r"backend\.float_params\.bf16(\.base_ms)?: .* -> None"):
+        choose()
+
+
+def test_a_damaged_record_is_explained(choose, tmp_path):
+    choose()
+    (tmp_path / "cell" / "float.json").write_text("{")
+    with pytest.raises(UserError, match=r"float.json: cannot be read .*; move the file away"):
+        choose()
+    (tmp_path / "cell" / "float.json").write_text(json.dumps([]))
+    with pytest.raises(UserError, match="not a file of qdq-bench"):
+        choose()

@@ -1,0 +1,201 @@
+"""What searches start from, on a small residual net: by name, from a file, or from nothing."""
+
+import json
+
+import pytest
+
+from harness.errors import UserError
+from harness.graph.builder import GraphBuilder
+from harness.graph.pattern_cache import Origin, cache_of
+from harness.graph.pattern_cache_io import write_cache
+from harness.graph.rules.dialects import OPENVINO, TENSORRT
+from harness.graph.qdq.insert import Inserter
+from harness.graph.load import load
+from harness.graph.partition.patterns import find_patterns
+from harness.graph.partition.regions import discover
+from harness.graph.qdq.space import build_space
+from harness.report.tables.notes import main_note
+from harness.report.load.results import load as load_results
+from harness.pipeline.preflight import check_experiment
+from harness.config.experiment import load_experiment, parse_experiment
+from harness.pipeline.runner import run_experiment
+from harness.pipeline.external_tools import Foreign
+from harness.results_dir.journal import read_journal
+from harness.progress import Silent
+from harness.config.plan import plan
+from harness.pipeline.initial_design import Seeding, trt_guide
+from harness.config.initial import INITIAL
+from search.api import Observation, Score
+
+EXPERIMENT = """
+experiment: starts
+models: [{use: net.onnx, calibration: {samples: 2}}]
+backends: [{use: simulated, params: {seed: 5, noise: 0.0}}]
+searchers: [random, random_mutation, local, evolutionary, annealing, nsga2, tpe, exhaustive, per_pattern]
+initial: INITIAL
+baselines: BASELINES
+budget: {evaluations: [6]}
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("starts")
+    builder = GraphBuilder("net", seed=1)
+    x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 16, 16)), 8, 3, pad=1))
+    for _ in range(2):
+        x = builder.op("Relu", builder.op("Add", builder.conv(x, 8, 3, pad=1), x))
+    x = builder.op("Concat", x, builder.conv(x, 8, 1), axis=1)
+    builder.output(builder.op("GlobalAveragePool", x))
+    builder.save(folder / "net.onnx")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load(folder / "net.onnx", source="net")
+
+
+@pytest.fixture(scope="module")
+def space(model):
+    return build_space(model, OPENVINO)
+
+
+def written(folder, name, initial, baselines="[all]"):
+    path = folder / name
+    path.write_text(EXPERIMENT.replace("INITIAL", initial).replace("BASELINES", baselines))
+    return path
+
+
+def seeding(folder, model, space, initial, foreign=(), observer=None):
+    """The placements of what an experiment's only cell starts from."""
+    text = EXPERIMENT.replace("INITIAL", initial).replace("BASELINES", "[all]")
+    experiment = parse_experiment(text, "starts.yaml")
+    made = Seeding(
+        spec=plan(experiment)[0], space=space, model=model, base=folder, foreign=dict(foreign),
+        observer=observer or Silent(), facts={"name": "simulated", "device": "simulated"},
+    )  # fmt: skip
+    return made.placements(experiment.initial)
+
+
+class Listening(Silent):
+    """Keeps what was said."""
+
+    def __init__(self):
+        self.said = []
+
+    def say(self, text):
+        self.said.append(text)
+
+
+def run(path, out):
+    run_experiment(load_experiment(path), base=path.parent, out=out, observer=Silent())
+    return out / "net-simulated-int8"
+
+
+def roles(space, placement):
+    return {d.role for d, choice in zip(space.dimensions, placement.choices, strict=True) if choice}
+
+
+def test_names_quantize_the_operators_that_they_say(folder, model, space):
+    found = seeding(folder, model, space, "[linear, linear_add, linear_pool, linear_pool_concat, movers]")
+    found |= seeding(folder, model, space, "[float]")
+    assert {name: roles(space, placements[name]) for name, placements in found.items()} == {
+        "float": set(),
+        "linear": {"linear"},
+        "linear_add": {"linear", "add"},
+        "linear_pool": {"linear", "pool"},
+        "linear_pool_concat": {"linear", "pool", "concat"},
+        "movers": {"linear", "add", "pool", "concat"},
+    }
+
+
+def test_the_guide_quantizes_the_operand_that_skips(model, space):
+    placement = trt_guide(space, model)
+    assert roles(space, placement) == {"linear", "add", "pool"}
+    quantized = {edge for edge, _ in space.resolve(placement)}
+    for node in (node for node in model.nodes if node.op == "Add"):
+        slots = [slot for slot in (0, 1) if any(e.consumer == node.name and e.slot == slot for e in quantized)]
+        assert [model.nodes[model.producer[node.inputs[slot]]].op for slot in slots] == ["Relu"], (
+            "not the convolution's"
+        )
+
+
+def test_the_guide_takes_the_operand_that_the_dialect_offers(model):
+    space = build_space(model, TENSORRT)
+    quantized = {edge.consumer for edge, _ in space.resolve(trt_guide(space, model))}
+    assert {node.name for node in model.nodes if node.op == "Add"} <= quantized
+
+
+def test_an_imported_model_gives_its_own_placement(folder, model, space):
+    mine = space.only({"linear", "pool"})
+    ranges = {edge.tensor: (-1.0, 1.0) for d in space.dimensions for edge in d.edges}
+    Inserter(model, OPENVINO, ranges).export(space.resolve(mine), folder / "mine.onnx")
+    initial = "[float, {use: import, params: {path: mine.onnx}, label: mine}]"
+    foreign = {"mine": Foreign(name="mine", path=folder / "mine.onnx", pairs=1)}
+    found = seeding(folder, model, space, initial, foreign)
+    assert space.digest(found["mine"]["mine"]) == space.digest(mine)
+    cell = run(written(folder, "imported.yaml", initial, "[mine, linear]"), folder / "imported")
+    rows = {row["id"]: row for row in json.loads((cell / "rows.json").read_text())["rows"]}
+    assert rows["mine"]["choices"] is None, "as a baseline it is timed as it is"
+
+
+def test_a_pattern_cache_gives_its_best_schemes(folder, model, space):
+    best = space.only({"linear", "add"})
+    told = [
+        Observation(placement=placement, digest=space.digest(placement), outcome=Score(objective=latency_ms))
+        for placement, latency_ms in ((space.float_placement(), 9.0), (best, 4.0))
+    ]
+    sizes = {pattern.signature: len(pattern.order[0]) for pattern in find_patterns(model, discover(model))}
+    origin = Origin(backend="elsewhere", precision="int8")
+    write_cache(cache_of(told, space, sizes, 9.0, origin), folder / "cache.yaml")
+    listening = Listening()
+    initial = "[float, {use: pattern_cache, params: {path: cache.yaml, limit: 2}}]"
+    found = seeding(folder, model, space, initial, observer=listening)
+    assert space.digest(found["pattern_cache"]["pattern_cache"]) == space.digest(best)
+    assert any("measured with backend 'elsewhere'" in sentence for sentence in listening.said)
+    cell = run(written(folder, "cached.yaml", initial), folder / "cached")
+    marked = json.loads((cell / "cell.json").read_text())["cache_remarks"]
+    assert marked == [
+        "pattern_cache: the pattern cache has schemes measured with backend 'elsewhere' instead of 'simulated': "
+        "good starts at best"
+    ]
+    assert f"Starts of net-simulated-int8: {marked[0]}." in main_note(load_results(folder / "cached"))
+
+
+def test_what_one_run_leaves_warms_the_next_which_is_not_marked(folder):
+    first = run(written(folder, "first.yaml", "[float, all]"), folder / "first")
+    initial = "[float, {use: pattern_cache, params: {path: first/net-simulated-int8/patterns.yaml, limit: 2}}]"
+    assert (first / "patterns.yaml").exists()
+    cell = run(written(folder, "second.yaml", initial), folder / "second")
+    entries = list(read_journal(cell / "runs" / "random-0.jsonl"))
+    assert [entry.asked.origin for entry in entries[:2]] == ["seed:float", "seed:pattern_cache"]
+    assert any(entries[1].asked.choices)
+    assert json.loads((cell / "cell.json").read_text())["cache_remarks"] == []
+
+
+@pytest.mark.parametrize(
+    ("initial", "message"),
+    [
+        ("[{use: import, params: {path: gone.onnx}}]", "initial: gone.onnx: no such file or folder"),
+        ("[{use: pattern_cache, params: {path: net.onnx}}]", "initial: "),
+    ],
+)
+def test_a_file_that_is_not_there_or_is_something_else_is_named_before_anything_runs(folder, initial, message):
+    path = written(folder, "bad.yaml", initial)
+    with pytest.raises(UserError, match=message):
+        check_experiment(load_experiment(path), folder)
+
+
+def test_every_searcher_starts_cold_and_all_get_the_same_seeds_otherwise(folder):
+    for name, initial in (("cold", "none"), ("warm", "[float, linear, movers]")):
+        for journal in run(written(folder, f"{name}.yaml", initial), folder / name).glob("runs/*.jsonl"):
+            entries = list(read_journal(journal))
+            seeds = [entry.asked.origin for entry in entries if entry.asked.origin != "searcher"]
+            assert seeds == ([] if name == "cold" else ["seed:float", "seed:linear", "seed:movers"]), journal.name
+            assert len({entry.asked.digest for entry in entries}) == 6, f"{journal.name}: the seeds count"
+
+
+def test_what_searches_start_from_by_default_is_known():
+    assert INITIAL == ("float", "all", "linear", "linear_add", "movers", "modelopt_ptq", "ort_static")

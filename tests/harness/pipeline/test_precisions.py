@@ -1,0 +1,99 @@
+"""INT8, FP8 and mixtures in one experiment: what the device only emulates is scored, and never gets a speed."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small import qdq, save_chain
+
+from harness.graph.qdq.read_edges import precisions_in
+from harness.results_dir.journal import read_journal
+from harness.results_dir.artifacts import ACCURACY_ONLY
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+EXPERIMENT = """
+experiment: precisions
+models: [{use: net.onnx, calibration: {samples: 2}, evaluator: {use: fidelity, params: {samples: 2}}}]
+backends: [{use: 'here:OpenVINO', label: openvino, params: {precision: f32}}]
+precision: [int8, fp8, fp8e5m2, mixed]
+searchers: [random]
+initial: [float, all, all-fp8]
+baselines: [all, linear, linear-fp8]
+budget: {evaluations: [6]}
+sampling: {warmup_ms: 0, min_samples: 3, max_samples: 3, max_ms: 20}
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("precisions")
+    save_chain(folder / "net.onnx", (8, 8), size=8)
+    (folder / "precisions.yaml").write_text(EXPERIMENT)
+    assert qdq("run", str(folder / "precisions.yaml"), "--out", str(folder / "out")) == 0
+    return folder / "out"
+
+
+def rows(out: Path, precision: str) -> dict[str, dict[str, str]]:
+    with (out / "report" / "main.csv").open() as file:
+        found = [row for row in csv.DictReader(file) if row["cell"] == f"net-openvino-{precision}"]
+    return {row["method"]: row for row in found}
+
+
+def test_fp8_has_an_accuracy_and_never_a_speed(out: Path) -> None:
+    emulated = {"fp8": ("all", "linear", "linear-fp8"), "fp8e5m2": ("all", "linear"), "mixed": ("linear-fp8",)}
+    for precision, methods in emulated.items():
+        for method in methods:
+            row = rows(out, precision)[method]
+            assert row["verdict"] == ACCURACY_ONLY
+            assert (row["latency_ms"], row["speedup"]) == ("", "")
+            assert float(row["score"]) > 0
+    assert "| accuracy only" in (out / "report" / "main.md").read_text()
+
+
+def test_int8_keeps_its_speed_beside_fp8(out: Path) -> None:
+    for precision in ("int8", "mixed"):
+        row = rows(out, precision)["all"]
+        assert row["verdict"] in ("faster", "tie", "slower")
+        assert float(row["latency_ms"]) > 0
+
+
+def test_what_has_no_speed_is_not_confirmed(out: Path) -> None:
+    for precision in ("fp8", "fp8e5m2", "mixed"):
+        cell = out / f"net-openvino-{precision}"
+        body = json.loads((cell / "rows.json").read_text())["rows"]
+        confirmed = json.loads((cell / "confirm.jsonl").read_text().splitlines()[0])["rows"]
+        for row in body:
+            emulated = not precisions_in(cell / "models" / row["file"]) <= {"int8"}
+            assert row["timed"] != emulated
+            assert (row["id"] in confirmed) != emulated
+
+
+def test_a_search_without_a_speed_is_left_out_and_says_so(out: Path) -> None:
+    assert not list((out / "net-openvino-fp8").glob("runs/*"))
+    row = rows(out, "fp8")["random"]
+    assert row["reason"] == "accuracy only: no search without a speed"
+
+
+def test_a_search_among_both_goes_by_what_has_a_speed(out: Path) -> None:
+    entries = list(read_journal(out / "net-openvino-mixed" / "runs" / "random-0.jsonl"))
+    assert len(entries) >= 4
+    assert {choice for entry in entries for choice in entry.asked.choices} == {0, 1}
+    assert [entry.asked.origin for entry in entries[:3]] == ["seed:float", "seed:all", "searcher"]
+
+
+def test_a_placement_at_a_precision_that_a_cell_lacks_says_so(out: Path) -> None:
+    assert rows(out, "int8")["linear-fp8"]["verdict"] == "no fp8 at precision int8"
+
+
+def test_a_backend_without_the_precision_is_refused(out: Path, capsys: Any) -> None:
+    other = out.parent / "other.yaml"
+    other.write_text(
+        EXPERIMENT.replace("{use: 'here:OpenVINO', label: openvino, params: {precision: f32}}", "onnxruntime")
+    )
+    assert qdq("run", str(other), "--out", str(out.parent / "never")) == 2
+    assert "precision 'fp8': backend 'onnxruntime' runs int8" in capsys.readouterr().err

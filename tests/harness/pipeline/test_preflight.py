@@ -1,0 +1,397 @@
+"""What can be wrong with models, data and evaluators is said before anything runs; what is only odd, too."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import yaml
+from numpy.random import Generator
+from PIL import Image
+
+from harness.errors import UserError
+from harness.accuracy.metrics.sqnr import MAX_SQNR_DB
+from harness.graph.builder import GraphBuilder
+from harness.pipeline.accuracy_bound import bound_lines
+from harness.pipeline.preflight import check_experiment, check_models
+from harness.config.experiment import parse_experiment
+from harness.pipeline.model_loader import evaluator_use, open_model
+from harness.pipeline.workload import outlook
+from search.space import Space
+
+COUNT = 24
+
+
+def models(folder: Path, **changes: Any) -> Any:
+    """An experiment with the model of the folder alone."""
+    body = {"experiment": "e", "models": [{"use": "net.onnx"}], "backends": ["simulated"], **changes}
+    return parse_experiment(json.dumps(body), "e.yaml")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    builder = GraphBuilder("net")
+    x = builder.op("GlobalAveragePool", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3))
+    builder.output(builder.op("Flatten", x), name="logits")
+    builder.save(tmp_path / "net.onnx")
+    (tmp_path / "images").mkdir()
+    for i in range(COUNT):
+        Image.new("RGB", (8, 8)).save(tmp_path / "images" / f"{i}.png")
+    (tmp_path / "labels.txt").write_text("".join(f"{i}.png 0\n" for i in range(COUNT)))
+    return tmp_path
+
+
+def checked(folder: Path, evaluator: Any = None, calibration: Any = None, **objective: Any) -> tuple[str, ...]:
+    model = {"use": "net.onnx", "preprocess": "array", "evaluator": evaluator, "calibration": calibration or {}}
+    text = json.dumps({"experiment": "e", "models": [model], "backends": ["simulated"], "objective": objective})
+    return check_experiment(parse_experiment(text, "e.yaml"), folder)
+
+
+def top1(**data: Any) -> dict[str, Any]:
+    return {"use": "top1", "params": {"data": {"use": "images", "images": "images", "labels": "labels.txt", **data}}}
+
+
+IMAGES = {"data": {"use": "images", "images": "images"}}
+
+
+def test_what_is_well_has_no_remarks(folder: Path) -> None:
+    assert checked(folder, top1(), IMAGES) == ()
+
+
+def test_few_images_and_random_calibration_data_are_said(folder: Path) -> None:
+    random, few = checked(folder, top1(count=12))
+    assert random == "model 'net': no calibration data given, random data is used: do not trust any accuracy"
+    assert few == "model 'net': evaluator: only 12 images: the interval is too wide to say much; score more of them"
+
+
+@pytest.mark.parametrize(
+    ("evaluator", "message"),
+    [
+        (top1(labels=None), r"models\.0\.evaluator \(model 'net'\): top1: data.labels: classes are needed"),
+        ({"use": "miou", "params": IMAGES}, r"evaluator .*: miou: data.masks: masks are needed"),
+        (
+            {"use": "coco_map", "params": {**IMAGES, "decode": "yolox"}},
+            "evaluator .*: coco_map: data.labels: boxes are",
+        ),
+        ({"use": "top2", "params": IMAGES}, "no evaluator is called 'top2'; did you mean 'top5' or 'top1'"),
+        ({"use": "fidelity", "params": {"samples": 0}}, "evaluator .*: fidelity: samples: a whole number from 1"),
+        (top1(half="both"), r"evaluator .*: data.half: one of search, report, but got 'both'"),
+    ],
+)
+def test_evaluators_that_cannot_work_are_refused_at_once(folder: Path, evaluator: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        checked(folder, evaluator)
+
+
+@pytest.mark.parametrize(
+    ("objective", "said"),
+    [
+        (
+            {"top1_drop": 1},
+            "objective.top1_drop: 1 lets top-1 of model 'net' drop to 0, so it bounds nothing; 0.01 is ",
+        ),
+        ({"max_drop": 5}, "objective.max_drop: 5 lets top-1"),
+        ({"max_drop": "100%"}, "objective.max_drop: 100% lets top-1"),
+    ],
+)
+def test_a_bound_that_nothing_can_break_is_refused(folder: Path, objective: Any, said: str) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape(said)}"):
+        checked(folder, top1(), IMAGES, **objective)
+
+
+def test_a_decibel_is_a_bound(folder: Path) -> None:
+    assert checked(folder, {"use": "fidelity", "params": {"samples": 30}}, IMAGES, max_drop=1) == ()
+
+
+@pytest.mark.parametrize(("bound", "shown"), [(0.01, "0.01"), ("4%", "4%"), (1 / COUNT, None), ("5%", None), (0, None)])
+def test_one_image_that_is_more_than_the_bound_is_said(folder: Path, bound: Any, shown: str | None) -> None:
+    """Also of a share of the float model's figure, which is 1 at most."""
+    said = (
+        f"model 'net': evaluator: one image of 24 is 0.0417, more than the bound {shown}: a row that loses one breaks "
+        "it; use more images, or a looser bound"
+    )
+    assert checked(folder, top1(), IMAGES, top1_drop=bound) == (() if shown is None else (said,))
+
+
+def test_each_half_has_its_own_number_of_images(folder: Path) -> None:
+    said = checked(folder, top1(), IMAGES, top1_drop=0.01, halves=True)
+    counts = [int(found[2]) for line in said if (found := re.search(r"(search|report) half: one image of (\d+)", line))]
+    assert sum(counts) == COUNT
+
+
+@pytest.mark.parametrize(
+    ("classes", "said"),
+    [
+        ((0, 3), None),
+        ((1, 3), None),
+        ((1, 4), "class 4, but the model has 4 outputs, for the classes 0 to 3: they count from 1: take 1 off each"),
+        ((0, 4), "class 4, but the model has 4 outputs, for the classes 0 to 3: they are those of another model"),
+        ((1, 999), "class 999, but the model has 4 outputs, for the classes 0 to 3: they are those of another model"),
+    ],
+)
+def test_labels_that_the_model_has_no_output_for_are_refused_at_once(
+    folder: Path, classes: tuple[int, int], said: str | None
+) -> None:
+    (folder / "labels.txt").write_text("".join(f"{i}.png {classes[i % 2]}\n" for i in range(COUNT)))
+    with nullcontext() if said is None else pytest.raises(UserError, match=f"evaluator .*: top1: data.labels: {said}"):
+        assert checked(folder, top1(), IMAGES) == ()
+
+
+def test_calibration_data_that_do_not_fit_the_model_are_refused_at_once(folder: Path) -> None:
+    np.save(folder / "a.npy", np.zeros((3, 3, 8, 9), np.float32))
+    with pytest.raises(
+        UserError, match=r"models\.0\.calibration \(model 'net'\): .*a\.npy: a sample of array 'x' is 3 x 8 x 9"
+    ):
+        checked(folder, None, {"data": {"use": "npy", "path": "a.npy"}})
+
+
+def test_a_model_that_no_run_could_use_is_refused_by_the_check(folder: Path) -> None:
+    def models() -> None:
+        models = [{"use": "net.onnx"}, {"use": "zoo:resnet18"}]
+        check_models(parse_experiment(json.dumps({"experiment": "e", "models": models}), "e.yaml"), folder)
+
+    models()
+    quantized = GraphBuilder("net")
+    x = quantized.input("x", (1, 3, 8, 8))
+    scale, zero = quantized.const(np.float32(0.1)), quantized.const(np.uint8(0))
+    quantized.output(quantized.op("DequantizeLinear", quantized.op("QuantizeLinear", x, scale, zero), scale, zero))
+    quantized.save(folder / "net.onnx")
+    with pytest.raises(UserError, match=r"net\.onnx: QuantizeLinear '.*' says that this model is quantized"):
+        models()
+    (folder / "net.onnx").write_bytes(b"hello")
+    assert checked(folder) == (), "a run goes on with what else there is"
+    with pytest.raises(UserError, match=r"models\.0 \(model 'net'\): net\.onnx: "):
+        checked(folder, top1())
+    with pytest.raises(UserError, match=r"models\.0 \(model 'net'\): net\.onnx: not an ONNX file"):
+        models()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (
+            {"x": "1x4x8x8"},
+            r"models\.0 \(model 'net'\): net\.onnx: shapes\.x: the input is fixed to 1x3x8x8 in the model, but got",
+        ),
+        ({"y": "1x3x8x8"}, r"models\.0 \(model 'net'\): net\.onnx: shapes\.y: the model has no such input; known: x"),
+    ],
+)
+def test_shapes_that_do_not_fit_the_model_are_refused_at_once(folder: Path, shapes: Any, message: str) -> None:
+    text = json.dumps({"experiment": "e", "models": [{"use": "net.onnx", "shapes": shapes}]})
+    with pytest.raises(UserError, match=message):
+        check_experiment(parse_experiment(text, "e.yaml"), folder)
+
+
+def test_channels_that_no_convolution_takes_are_refused_at_once(folder: Path) -> None:
+    free = onnx.load(folder / "net.onnx")
+    for size, name in zip(free.graph.input[0].type.tensor_type.shape.dim, "nchw", strict=True):
+        size.dim_param = name
+    onnx.save(free, folder / "free.onnx")
+    for given, said in (("1x3x16x16", None), ("1x4x16x16", r"Conv '.*' takes 3 channels, but would get 1x4x16x16")):
+        text = json.dumps({"experiment": "e", "models": [{"use": "free.onnx", "shapes": {"x": given}}]})
+        with nullcontext() if said is None else pytest.raises(UserError, match=rf"free\.onnx: shapes: {said}"):
+            check_experiment(parse_experiment(text, "e.yaml"), folder)
+
+
+def test_a_model_that_is_not_there_is_said_before_what_it_lacks(folder: Path) -> None:
+    text = json.dumps({"experiment": "e", "models": ["zoo:resnet19"], "objective": {"max_drop": 0.1}})
+    with pytest.raises(UserError, match=r"zoo:resnet19: no such model; did you mean 'resnet18'"):
+        check_experiment(parse_experiment(text, "e.yaml"), folder)
+
+
+class Keeping:
+    """A searcher that keeps whatever it is given."""
+
+    def __init__(
+        self,
+        space: Space,
+        *,
+        seed: int,
+        rate: float = 0.1,
+        parts: tuple[str, ...] = (),
+        odd: Generator | None = None,
+        free=None,  # type: ignore[no-untyped-def]
+    ) -> None:
+        self.space, self.rate = space, rate
+
+    def ask(self, n: int) -> list[Any]:
+        return []
+
+    def tell(self, observation: Any) -> None:
+        pass
+
+
+KEEPING = f"{__name__}:{Keeping.__name__}"
+
+
+@pytest.mark.parametrize(
+    ("use", "params", "message"),
+    [
+        (KEEPING, {"rate": "high"}, rf"^searchers.0: searcher '{KEEPING}': rate: a valid number, but got 'high'$"),
+        (KEEPING, {"rate": True}, "rate: a valid number, but got True"),
+        (KEEPING, {"parts": "a"}, "parts: a valid array, but got 'a'"),
+        ("evolutionary", {"crossover": "high"}, "searcher 'evolutionary': crossover: a valid number, but got 'high'"),
+        ("tpe", {"n_startup_trials": 2.5}, "n_startup_trials: a valid integer"),
+        ("random", {"density": "some"}, "density: 'stratified'.*, but got 'some'"),
+    ],
+)
+def test_parameters_of_another_type_are_refused_at_once(folder: Path, use: str, params: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        with_searcher(folder, use, params)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"base_ms": "nan"}, "^backends.0: backend 'simulated': base_ms: a valid number, but got 'nan'$"),
+        ({"base_ms": math.nan}, "^backends.0: benchmarker 'simulated': base_ms: a finite number, but got nan$"),
+        ({"seed": 0.5}, "backend 'simulated': seed: a valid integer"),
+    ],
+)
+def test_parameters_of_a_backend_are_looked_at_too(folder: Path, params: Any, message: str) -> None:
+    """YAML reads nan as text and .nan as a number; neither is one."""
+    text = yaml.safe_dump({
+        "experiment": "e", "models": ["net.onnx"], "backends": [{"use": "simulated", "params": params, "label": "it"}]
+    })  # fmt: skip
+    with pytest.raises(UserError, match=message):
+        check_experiment(parse_experiment(text, "e.yaml"), folder)
+
+
+@pytest.mark.parametrize(("body", "missing"), [("pass", "ask"), ("ask = print", "tell")])
+def test_a_searcher_without_ask_or_tell_is_refused_before_anything_runs(
+    folder: Path, body: str, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / f"no_{missing}.py").write_text(
+        f"class Odd:\n    {body}\n    def __init__(self, space, *, seed):\n        pass\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    text = json.dumps({"experiment": "e", "models": ["net.onnx"], "searchers": [f"no_{missing}:Odd"]})
+    with pytest.raises(UserError, match=rf"searcher 'no_{missing}:Odd': has no {missing}\(\), but needs ask\(n\)"):
+        check_experiment(parse_experiment(text, "e.yaml"), folder)
+
+
+def test_a_module_of_another_place_is_named_where_it_has_no_such_class(folder: Path) -> None:
+    """What is installed comes before what lies beside the experiment."""
+    text = json.dumps({"experiment": "e", "models": ["net.onnx"], "searchers": ["colorsys:Mine"]})
+    with pytest.raises(UserError, match=r"has no attribute 'Mine' \(.*colorsys\.py\)"):
+        check_experiment(parse_experiment(text, "e.yaml"), folder)
+
+
+def test_parameters_that_fit_or_cannot_be_checked_pass(folder: Path) -> None:
+    assert with_searcher(folder, KEEPING, {"rate": 1, "parts": ["a"], "odd": 3, "free": {3: "x"}}) == ()
+    members = {"members": ["random", "local"], "params": {"local": {"perturbation": 0.2}}}
+    assert with_searcher(folder, "portfolio", members) == ()
+
+
+def with_searcher(folder: Path, use: str, params: Any) -> tuple[str, ...]:
+    searcher = {"use": use, "params": params, "label": "it"}
+    text = yaml.safe_dump({"experiment": "e", "models": ["net.onnx"], "searchers": [searcher]})
+    return check_experiment(parse_experiment(text, "e.yaml"), folder)
+
+
+def test_an_evaluator_can_be_made_for_each_half(folder: Path) -> None:
+    model = {"use": "net.onnx", "preprocess": "array", "evaluator": top1()}
+    spec = parse_experiment(json.dumps({"experiment": "e", "models": [model]}), "e.yaml").models[0]
+    loaded = open_model(spec, folder, folder)
+    halves = {half: evaluator_use(spec, loaded, folder, folder, half) for half in ("search", "report")}
+    assert {half: use and use.params["data"]["half"] for half, use in halves.items()} == {k: k for k in halves}
+    without = spec.model_copy(update={"evaluator": spec.evaluator.model_copy(update={"use": "fidelity", "params": {}})})
+    with pytest.raises(UserError, match=r"evaluator 'fidelity' has no 'data' of which one half could be set aside"):
+        evaluator_use(without, loaded, folder, folder, "search")
+
+
+OF_THE_CAP = f"for the float model's own counts as {MAX_SQNR_DB:g}; INT8 has 20 to 50 dB as a rule"
+
+
+@pytest.mark.parametrize(
+    ("objective", "evaluator", "said"),
+    [
+        ("{top1_drop: 0.005}", "top1", "bound: top-1 may drop by at most 0.005 (0.5 points)"),
+        ("{map_drop: 0.01}", "coco_map", "bound: mAP may drop by at most 0.01 (1 point)"),
+        ("{max_drop: 0.07}", "miou", "bound: miou may drop by at most 0.07 (7 points)"),
+        ("{top5_drop: 1%}", "top5", "bound: top5 may drop by at most 1% of the float model's own"),
+        ("{max_drop: 85}", "fidelity", f"bound: SQNR has to be 35 dB or more, {OF_THE_CAP}"),
+        ("{}", "top1", "bound: none; top-1 is scored and rules nothing out"),
+    ],
+)
+def test_the_bound_is_said_as_it_is_understood(objective: str, evaluator: str, said: str) -> None:
+    text = f"experiment: e\nmodels: [plain.onnx, {{use: net.onnx, evaluator: {evaluator}}}]\nobjective: {objective}"
+    assert list(bound_lines(parse_experiment(text, "e.yaml"))) == [said]
+
+
+def test_models_of_several_metrics_are_named_with_their_bounds() -> None:
+    models = "[{use: a.onnx, evaluator: top1}, {use: b.onnx, evaluator: coco_map}, {use: c.onnx, evaluator: top1}]"
+    text = f"experiment: e\nmodels: {models}\nobjective: {{max_drop: 0.02}}"
+    assert list(bound_lines(parse_experiment(text, "e.yaml"))) == [
+        "bound of a, c: top-1 may drop by at most 0.02 (2 points)",
+        "bound of b: mAP may drop by at most 0.02 (2 points)",
+    ]
+
+
+def test_without_an_evaluator_nothing_is_said_of_bounds() -> None:
+    assert list(bound_lines(parse_experiment("experiment: e\nmodels: [net.onnx]", "e.yaml"))) == []
+
+
+def test_what_onnx_runtime_cannot_run_is_known_before_it_calibrates(folder: Path) -> None:
+    assert check_models(models(folder), folder) == ()
+    proto = onnx.load(folder / "net.onnx")
+    proto.graph.node.append(onnx.helper.make_node("Mystery", ["logits"], ["more"], domain="plug.in"))
+    proto.opset_import.append(onnx.helper.make_opsetid("plug.in", 1))
+    proto.graph.output[0].name = "more"
+    onnx.save(proto, folder / "net.onnx")
+    (remark,) = check_models(models(folder), folder)
+    assert "ort_static" in remark
+    assert "Mystery" in remark
+
+
+def test_baselines_that_calibrate_otherwise_are_named_by_the_check(folder: Path) -> None:
+    said = check_experiment(models(folder, models=[{"use": "net.onnx", "calibration": {"method": "mse"}}]), folder)
+    assert [line for line in said if "calibrates by entropy" in line and "modelopt_ptq" in line]
+
+
+@pytest.mark.parametrize(("samples", "said"), [
+    (300, "calibration.samples: 300 are asked for, but the data have 24"),
+    (24, None),
+    (4, None),
+])  # fmt: skip
+def test_more_samples_than_there_are_are_said(folder: Path, samples: int, said: str | None) -> None:
+    found = checked(folder, top1(), {**IMAGES, "samples": samples})
+    assert found == (() if said is None else (f"model 'net': {said}",))
+
+
+def test_samples_that_a_default_leaves_out_are_said(folder: Path) -> None:
+    np.save(folder / "many.npy", np.zeros((60, 3, 8, 8), np.float32))
+    (said,) = checked(folder, None, {"data": {"use": "npy", "path": "many.npy"}})
+    assert "the first 48 of 60 samples" in said
+
+
+def test_samples_of_an_evaluator_and_of_the_proxy_are_counted_too(folder: Path) -> None:
+    np.save(folder / "few.npy", np.zeros((30, 3, 8, 8), np.float32))
+    data = {"use": "npy", "path": "few.npy"}
+    fidelity = {"use": "fidelity", "params": {"data": data, "samples": 99}}
+    found = checked(folder, fidelity, {"data": data}, max_drop=80, proxy=40)
+    assert [line.partition(": ")[2].partition(":")[0] for line in found] == [
+        "objective.proxy",
+        "evaluator.params.samples",
+    ]
+
+
+def test_the_outlook_counts_what_is_to_be_done() -> None:
+    text = "experiment: e\nmodels: [a.onnx, b.onnx]\nsearchers: [random, tpe]\nseeds: [0, 1]\n"
+    text += "budget: {evaluations: [20, 40]}\n"
+    said = outlook(parse_experiment(text, "e"))
+    assert said.startswith("ok: 2 cells, 8 searches, 320 evaluations at most; roughly ")
+    assert re.search(r"\d+ to \d+ minutes$", said)
+    slow = outlook(parse_experiment(text + "backends: [tensorrt]\n", "e"))
+    assert "hours" in slow
+    assert "(5 minutes a search at most)" in outlook(parse_experiment(text.replace("40]", "40], minutes: 5"), "e"))
+    assert "roughly a minute" in outlook(
+        parse_experiment("experiment: e\nmodels: [a.onnx]\nbackends: [simulated]", "e")
+    )

@@ -1,0 +1,79 @@
+"""`qdq reproduce`: the stored experiment once more, and how both compare."""
+
+import shutil
+
+import pytest
+from small import qdq
+
+from harness.graph.builder import GraphBuilder
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+EXPERIMENT = """
+experiment: small
+models: [{use: net.onnx, calibration: {samples: 2}}]
+backends: [{use: simulated, params: {seed: 5, noise: 0.0}}]
+searchers: [random]
+initial: [float, all]
+baselines: [all]
+budget: {evaluations: [4]}
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+
+
+@pytest.fixture
+def done(tmp_path):
+    builder = GraphBuilder("net", seed=1)
+    x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3))
+    builder.output(builder.op("GlobalAveragePool", x))
+    builder.save(tmp_path / "net.onnx")
+    (tmp_path / "small.yaml").write_text(EXPERIMENT)
+    assert qdq("run", str(tmp_path / "small.yaml"), "--out", str(tmp_path / "out")) == 0
+    return tmp_path / "out"
+
+
+def test_a_run_is_repeated_and_compared(done, tmp_path, capsys):
+    assert qdq("reproduce", str(done), "--base", str(tmp_path)) == 0
+    said = capsys.readouterr().out
+    assert (tmp_path / "out-again" / "report" / "index.html").exists()
+    assert "ratio [CI" in said
+    assert "same" in said, "the same seeds on a runtime without noise choose the same file"
+    assert "model_sha256" not in said, "what was run is what was stored"
+    assert list((tmp_path / "out-again").glob("*/optuna.journal"))
+
+
+BREAKS = '''
+class Breaks:
+    """The check of the experiment makes it too."""
+
+    def __init__(self, space, *, seed):
+        pass
+
+    def ask(self, n):
+        raise LookupError("a bug in ask")
+
+    def tell(self, observation):
+        pass
+'''
+
+
+def test_a_searcher_that_breaks_does_not_cost_the_comparison(done, tmp_path, capsys):
+    (tmp_path / "breaking.py").write_text(BREAKS)
+    (tmp_path / "small.yaml").write_text(EXPERIMENT.replace("[random]", "[random, 'breaking:Breaks']"))
+    assert qdq("run", str(tmp_path / "small.yaml"), "--out", str(done)) == 2
+    capsys.readouterr()
+    assert qdq("reproduce", str(done), "--base", str(tmp_path)) == 2
+    said = capsys.readouterr()
+    assert "same" in said.out[said.out.index("ratio [CI") :]
+    assert "LookupError: a bug in ask (traceback: " in said.err
+
+
+def test_mistakes_name_the_remedy(done, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(done)
+    assert qdq("reproduce", str(done)) == 2
+    assert "relative paths of the experiment start from" in capsys.readouterr().err
+    assert qdq("reproduce", str(done), "--out", str(done)) == 2
+    assert "is the folder to be reproduced; use another one" in capsys.readouterr().err
+    shutil.rmtree(done)
+    monkeypatch.chdir(tmp_path)
+    assert qdq("reproduce", str(done)) == 2
+    assert "no results here" in capsys.readouterr().err

@@ -1,0 +1,437 @@
+"""From the YAML to the table, on a simulated runtime: what a user sees, runs again, interrupts and gets wrong."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import onnx
+import pytest
+from small import qdq
+
+from harness.graph.builder import GraphBuilder
+from harness.graph.io.files import file_digest
+from harness.timing.confirmation import summarise
+from harness.records import Failed
+from harness.results_dir.ownership import claimed
+from harness.config.experiment import load_experiment
+from harness.selection.confirmation import read_events
+from harness.pipeline.runner import run_experiment
+from harness.results_dir.journal import read_journal
+from harness.progress import Silent
+from harness.results_dir.artifacts import read_rows
+
+EXPERIMENT = """
+experiment: small
+models: [{use: net.onnx, calibration: {samples: 2}}]
+backends: [{use: simulated, params: {seed: 5, noise: 0.0}}]
+searchers: [random, evolutionary]
+initial: [float, all, linear]
+baselines: [all, linear]
+budget: {evaluations: [6, 12]}
+seeds: [0, 1]
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experiment")
+    builder = GraphBuilder("net", seed=1)
+    x = builder.input("x", (1, 3, 16, 16))
+    for channels in (8, 8, 12, 12):
+        x = builder.op("Relu", builder.conv(x, channels, 3, pad=1))
+    x = builder.op("Add", x, builder.conv(x, 12, 1))
+    builder.output(builder.op("GlobalAveragePool", x))
+    builder.save(folder / "net.onnx")
+    (folder / "small.yaml").write_text(EXPERIMENT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def done(folder):
+    out = folder / "out"
+    assert qdq("run", str(folder / "small.yaml"), "--out", str(out)) == 0
+    return out
+
+
+def choices(out: Path) -> dict[str, list[tuple[int, ...]]]:
+    return {p.name: [e.asked.choices for e in read_journal(p)] for p in sorted(out.glob("*/runs/*.jsonl"))}
+
+
+def test_every_method_has_its_row_and_the_tables_are_written(done):
+    table = (done / "report" / "main.md").read_text()
+    rows = [line.split("|")[4].strip() for line in table.splitlines() if line.startswith("| net")]
+    assert rows == ["float", "all", "linear", "random", "evolutionary"]
+    assert "baseline" in table
+    assert {p.name for p in (done / "report").iterdir()} >= {
+        "main.md", "main.csv", "main.tex", "budget.md", "budget.csv", "budget.tex", "anytime-net-simulated-int8.png",
+    }  # fmt: skip
+    assert "Calibrated on random data (no accuracy): net" in table
+
+
+def test_a_finished_experiment_run_again_measures_nothing(done, folder):
+    before = {p: p.read_bytes() for p in done.glob("*/*.jsonl")} | {p: p.read_bytes() for p in done.glob("*/runs/*")}
+    assert qdq("run", str(folder / "small.yaml"), "--out", str(done)) == 0
+    assert before == {p: p.read_bytes() for p in before}
+    (done / "net-simulated-int8" / "through.json").unlink()  # nobody knows that it is through: it is gone over
+    assert qdq("run", str(folder / "small.yaml"), "--out", str(done)) == 0
+    assert before == {p: p.read_bytes() for p in before}
+
+
+ALONE = """
+import threading
+import time
+from contextlib import contextmanager
+from harness.runtimes.simulated import SimulatedBenchmarker
+
+BUSY = threading.Lock()
+
+class Bench(SimulatedBenchmarker):
+    dialect = "openvino"
+
+    @contextmanager
+    def open(self, artifact):
+        with super().open(artifact) as probe:
+            yield Alone(probe)
+
+class Alone:
+    def __init__(self, probe):
+        self.probe, self.infer = probe, probe.infer
+
+    def sample(self, n):
+        assert BUSY.acquire(blocking=False), "two engines are timed at once"
+        time.sleep(0.001)
+        BUSY.release()
+        return self.probe.sample(n)
+"""
+
+
+def test_searches_that_share_one_worker_time_one_engine_after_the_other(done, folder, tmp_path):
+    (folder / "alone.py").write_text(ALONE)
+    text = EXPERIMENT.replace("use: simulated", "use: 'alone:Bench', label: simulated")
+    (folder / "at_once.yaml").write_text(f"{text}executor: {{searches: 4}}\n")
+    assert qdq("run", str(folder / "at_once.yaml"), "--out", str(tmp_path / "out")) == 0
+    assert choices(tmp_path / "out") == choices(done)
+    entries = [entry for path in (tmp_path / "out").glob("*/runs/*.jsonl") for entry in read_journal(path)]
+    assert not [entry for entry in entries if entry.told and isinstance(entry.told.outcome, Failed)]
+
+
+def test_a_model_of_others_that_changed_is_timed_anew(done, folder, tmp_path):
+    best = max((done / "net-simulated-int8" / "models").glob("*.onnx"), key=lambda path: path.stat().st_size)
+    shutil.copy(best, folder / "mine.onnx")
+    mine = "{use: import, label: mine, params: {path: mine.onnx}}"
+    text = EXPERIMENT.replace("[float, all, linear]", f"[float, {mine}]").replace("[all, linear]", "[mine]")
+    (folder / "mine.yaml").write_text(text)
+    assert qdq("run", str(folder / "mine.yaml"), "--out", str(tmp_path / "out")) == 0
+    proto = onnx.load(folder / "mine.onnx")
+    proto.doc_string = "trained once more"
+    onnx.save(proto, folder / "mine.onnx")
+    assert qdq("run", str(folder / "mine.yaml"), "--out", str(tmp_path / "out")) == 0
+    row = next(row for row in read_rows(tmp_path / "out" / "net-simulated-int8")[0] if row.id == "mine")
+    assert row.sha256 == file_digest(folder / "mine.onnx")
+
+
+def test_models_of_others_whose_data_have_one_name_are_delivered_with_their_own(done, folder, tmp_path):
+    quantized = next(row.file for row in read_rows(done / "net-simulated-int8")[0] if row.pairs)
+    for label in "ab":
+        proto = onnx.load(done / "net-simulated-int8" / "models" / quantized)
+        weight = next(tensor for tensor in proto.graph.initializer if len(tensor.dims) == 4)
+        weight.raw_data = label.encode() * len(weight.raw_data)
+        (folder / label).mkdir()
+        path = folder / label / "model.onnx"
+        onnx.save(proto, path, save_as_external_data=True, location="model.onnx.data", size_threshold=0)
+    theirs = ", ".join(f"{{use: import, label: {label}, params: {{path: {label}/model.onnx}}}}" for label in "ab")
+    text = EXPERIMENT.replace("[float, all, linear]", f"[float, {theirs}]").replace("[all, linear]", "[a, b]")
+    (folder / "both.yaml").write_text(text)
+    assert qdq("run", str(folder / "both.yaml"), "--out", str(tmp_path / "out")) == 0
+    for label in "ab":
+        exported = tmp_path / "out" / "net-simulated-int8" / "models" / f"{label}.onnx"
+        assert onnx.load(exported) == onnx.load(folder / label / "model.onnx")
+
+
+def test_the_stress_test_among_the_baselines_has_its_row_and_the_cell_is_through(folder, tmp_path):
+    (folder / "stress.yaml").write_text(EXPERIMENT.replace("baselines: [all, linear]", "baselines: [extreme]"))
+    for _ in range(2):
+        assert qdq("run", str(folder / "stress.yaml"), "--out", str(tmp_path / "out")) == 0
+    assert (tmp_path / "out" / "net-simulated-int8" / "through.json").exists()
+    assert "extreme" in {row.id for row in read_rows(tmp_path / "out" / "net-simulated-int8")[0]}
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "{", '{"config": 1}'])
+def test_a_damaged_note_that_a_cell_is_through_is_not_believed(copy, folder, damage):
+    cell = copy / "net-simulated-int8"
+    (cell / "through.json").write_text(damage)
+    file = next(cell.glob("models/*.onnx"))
+    body = file.read_bytes()
+    file.unlink()
+    assert qdq("run", str(folder / "small.yaml"), "--out", str(copy)) == 0
+    assert file.read_bytes() == body
+
+
+def test_a_file_that_is_gone_is_made_again(copy, folder):
+    file = next((copy / "net-simulated-int8").glob("models/*.onnx"))
+    body = file.read_bytes()
+    file.unlink()
+    assert qdq("run", str(folder / "small.yaml"), "--out", str(copy)) == 0
+    assert file.read_bytes() == body
+
+
+def test_the_delivered_file_is_the_confirmed_one(done):
+    import hashlib
+
+    cell = done / "net-simulated-int8"
+    body = json.loads((cell / "rows.json").read_text())
+    confirmed = json.loads((cell / "confirm.jsonl").read_text().splitlines()[0])["rows"]
+    for row in body["rows"]:
+        assert hashlib.sha256((cell / "models" / row["file"]).read_bytes()).hexdigest() == row["sha256"]
+        assert confirmed[row["id"]] == row["sha256"]
+
+
+def test_confirmed_latencies_are_the_truth_of_their_placements(done):
+    """The simulated runtime has no noise here, so each search's own record tells what the confirmation must find."""
+    cell = done / "net-simulated-int8"
+    truth_ms = {
+        entry.asked.digest: entry.told.outcome.info["truth_ms"]
+        for path in cell.glob("runs/*.jsonl")
+        for entry in read_journal(path)
+        if entry.told is not None
+    }
+    rows = [row for row in read_rows(cell)[0] if row.id != "float"]
+    confirmed = summarise(read_events(cell), baseline="float").rows
+    assert len(rows) >= 3
+    for row in rows:
+        assert confirmed[row.id].latency_ms.value == pytest.approx(truth_ms[row.id])
+        assert confirmed[row.id].speedup.value == pytest.approx(10.0 / truth_ms[row.id])
+    assert max(confirmed[row.id].speedup.value for row in rows) > 1.05
+
+
+@pytest.fixture
+def copy(done, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(done, out)
+    return out
+
+
+def test_it_does_not_go_on_with_another_machine_or_another_version(copy, folder, capsys):
+    path = copy / "net-simulated-int8" / "env.json"
+    facts = json.loads(path.read_text())
+    facts["cpu"]["model"], facts["packages"]["numpy"], facts["load_average"] = "i486", "1.0", [99, 99, 99]
+    facts["cpu"]["flags"] = ["mmx"]  # processors of one name differ in what multiplies INT8
+    path.write_text(json.dumps(facts))
+    stopped = path.with_name("stopped.txt")
+    stopped.write_text("the disk was full\n")
+    assert qdq("run", str(folder / "small.yaml"), "--out", str(copy)) == 2
+    error = capsys.readouterr().err
+    assert "cpu: 'i486' -> " in error
+    assert "packages.numpy: '1.0' -> " in error
+    assert "instructions: ['mmx'] -> " in error
+    assert "load_average" not in error
+    assert json.loads(path.read_text()) == facts
+    assert stopped.read_text() == "the disk was full\n", "what is refused changes nothing"
+
+
+def test_it_does_not_go_on_with_another_cell(copy, folder, capsys):
+    path = copy / "net-simulated-int8" / "cell.json"
+    facts = json.loads(path.read_text())
+    facts["backend"]["version"] = "0"
+    path.write_text(json.dumps(facts))
+    assert qdq("run", str(folder / "small.yaml"), "--out", str(copy)) == 2
+    assert "backend.version: '0' -> '1'" in capsys.readouterr().err
+
+
+def test_a_changed_confirmation_starts_anew_and_keeps_the_old_one(copy, folder):
+    cell = copy / "net-simulated-int8"
+    lines = (cell / "confirm.jsonl").read_text().splitlines(keepends=True)
+    old = "".join([lines[0].replace('"rounds": 2', '"rounds": 9'), *lines[1:]])
+    (cell / "confirm.jsonl").write_text(old)
+    assert qdq("run", str(folder / "small.yaml"), "--out", str(copy)) == 0
+    assert (cell / "confirm.1.jsonl").read_text() == old
+    assert (cell / "confirm.jsonl").read_text().splitlines(keepends=True)[0] == lines[0]
+    assert len((cell / "confirm.jsonl").read_text().splitlines()) == len(lines)
+
+
+def test_an_interrupted_confirmation_counts_what_is_left(copy, folder):
+    path = copy / "net-simulated-int8" / "confirm.jsonl"
+    whole = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(whole[: 1 + (len(whole) - 1) // 3]))  # one build of three
+    bars = {}
+
+    class Bars(Silent):
+        def work(self, title, total):
+            bars[title.partition(":")[0]] = self.bar = [total, 0]
+            return super().work(title, total)
+
+        def advance(self, note=""):
+            self.bar[1] += 1
+
+    config = load_experiment(folder / "small.yaml")
+    run_experiment(config, base=folder, out=copy, observer=Bars())
+    assert bars["confirmation"] == [2 * (len(whole) - 1) // 3] * 2
+
+
+def test_another_experiment_does_not_write_into_these_results(done, folder, capsys):
+    other = folder / "other.yaml"
+    other.write_text(EXPERIMENT.replace("seeds: [0, 1]", "seeds: [0, 2]"))
+    assert qdq("run", str(other), "--out", str(done)) == 2
+    assert "holds results of another experiment (different: seeds); use another --out" in capsys.readouterr().err
+
+
+def test_a_folder_with_other_things_is_left_alone(folder, tmp_path, capsys):
+    (tmp_path / "letter.txt").write_text("dear")
+    assert qdq("run", str(folder / "small.yaml"), "--out", str(tmp_path)) == 2
+    assert "is not empty and holds no experiment" in capsys.readouterr().err
+
+
+def test_two_processes_do_not_write_into_one_folder(folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    with claimed(out, load_experiment(folder / "small.yaml")):
+        assert qdq("run", str(folder / "small.yaml"), "--out", str(out)) == 2
+    error = capsys.readouterr().err
+    assert f"out: process {os.getpid()} of " in error
+    assert "is running this experiment; wait for it, or use another --out" in error
+
+
+def test_a_folder_that_was_only_locked_is_still_empty(folder, tmp_path):
+    (tmp_path / ".lock").write_text("1")
+    with claimed(tmp_path, load_experiment(folder / "small.yaml")):
+        assert (tmp_path / "experiment.yaml").exists()
+        assert (tmp_path / ".lock").read_text().startswith(f"{os.getpid()} of ")
+
+
+@pytest.mark.parametrize("text", ["a: [", "just words", "\0"])
+def test_a_damaged_claim_is_explained(folder, tmp_path, capsys, text):
+    (tmp_path / "experiment.yaml").write_text(text)
+    assert qdq("run", str(folder / "small.yaml"), "--out", str(tmp_path)) == 2
+    error = capsys.readouterr().err
+    assert "experiment.yaml: " in error
+    assert "use another --out" in error
+    assert "Traceback" not in error
+
+
+def test_another_description_is_the_same_experiment(folder, tmp_path):
+    config = load_experiment(folder / "small.yaml")
+    with claimed(tmp_path / "out", config):
+        pass
+    with claimed(tmp_path / "out", config.model_copy(update={"description": "with more words"})):
+        pass
+
+
+def test_a_cell_that_cannot_be_run_does_not_stop_the_others(folder, tmp_path, capsys):
+    for name in ("bad", "worse"):
+        (folder / f"{name}.onnx").write_bytes(b"no model")
+    file = folder / "two.yaml"
+    file.write_text(EXPERIMENT.replace("models: [", "models: [bad.onnx, worse.onnx, "))
+    assert qdq("run", str(file), "--out", str(tmp_path / "out")) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"bad-simulated-int8: .*bad\.onnx", error)
+    assert re.search(r"worse-simulated-int8: .*worse\.onnx", error)
+    assert len(summarise(read_events(tmp_path / "out" / "net-simulated-int8"), baseline="float").rows) > 1
+    assert qdq("report", str(tmp_path / "out")) == 0
+    notes = (tmp_path / "out" / "report" / "main.md").read_text()
+    assert re.search(r"UNFINISHED.*bad-simulated-int8 stopped: .*bad\.onnx", notes)
+    shutil.copy(folder / "net.onnx", folder / "bad.onnx")
+    assert qdq("run", str(file), "--out", str(tmp_path / "out")) == 2
+    assert qdq("report", str(tmp_path / "out")) == 0
+    notes = (tmp_path / "out" / "report" / "main.md").read_text()
+    assert "bad-simulated-int8 stopped" not in notes
+    assert "worse-simulated-int8 stopped" in notes
+
+
+def test_the_only_cell_says_once_why_it_stops(folder, tmp_path, capsys):
+    (folder / "hello.onnx").write_bytes(b"hello")
+    file = folder / "one.yaml"
+    file.write_text(EXPERIMENT.replace("net.onnx", "hello.onnx"))
+    assert qdq("run", str(file), "--out", str(tmp_path / "out")) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "hello.onnx: " in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("qdq: ")
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from harness.errors import UserError
+from harness.pipeline.task import compose
+from harness.config.experiment import load_experiment
+from harness.progress import Silent
+from harness.config.plan import plan
+
+config, work = load_experiment(Path(sys.argv[1])), Path(sys.argv[2])
+cell = compose(config, plan(config)[0], Path(sys.argv[1]).parent, work, Silent())
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+try:
+    cell.candidate(cell.space.everywhere()).source()
+except UserError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_is_no_failure_of_the_candidate(folder, tmp_path):
+    command = [sys.executable, "-c", FULL, str(folder / "small.yaml"), str(tmp_path / "work")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "candidates: cannot be written (File too large)" in done.stdout
+    assert "make room, then run the same command again" in done.stdout
+
+
+def test_check_shows_the_plan_and_runs_nothing(folder, tmp_path, capsys):
+    out = tmp_path / "never"
+    assert qdq("run", str(folder / "small.yaml"), "--out", str(out), "--check") == 0
+    assert "net-simulated-int8: random-0, evolutionary-0, random-1, evolutionary-1" in capsys.readouterr().out
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (("random, evolutionary", "randon"), "no searcher or peer is called 'randon'; did you mean 'random'"),
+        (("[random, evolutionary]", "[{use: random, params: {speed: 1}}]"), "has no parameter 'speed'"),
+        (("use: simulated", "use: openvinno"), "no benchmarker is called 'openvinno'; did you mean 'openvino'"),
+        (("use: net.onnx", "use: not.onnx"), "not.onnx: no such file or folder"),
+        (("use: net.onnx", "use: 'zoo:resnet19'"), "did you mean 'resnet18'"),
+        (("seeds: [0, 1]", "objective: {max_drop: 0.1}"), "model 'net' has no evaluator whose metric could drop"),
+    ],
+)
+def test_mistakes_end_with_one_message_and_status_2(folder, tmp_path, capsys, change, expected):
+    file = folder / "wrong.yaml"
+    file.write_text(EXPERIMENT.replace(*change))
+    assert qdq("run", str(file), "--out", str(tmp_path / "out")) == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert "Traceback" not in error
+
+
+def test_report_of_something_else_names_the_remedy(tmp_path, capsys):
+    assert qdq("report", str(tmp_path)) == 2
+    assert "no results here (no experiment.yaml); qdq run" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_goes_on_with_the_same_asks(done, folder, tmp_path):
+    command = [sys.executable, "-m", "harness.cli.main", "run", str(folder / "small.yaml"), "--out", str(tmp_path / "out")]
+    rng = random.Random(7)
+    kills = 0
+    for _ in range(4):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ))
+        wanted = len(list(tmp_path.glob("out/*/runs/*.jsonl"))) + rng.randint(0, 1)
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            if len(list(tmp_path.glob("out/*/runs/*.jsonl"))) > wanted:
+                time.sleep(rng.random() * 0.02)
+                process.send_signal(signal.SIGKILL)
+                kills += 1
+                break
+            time.sleep(0.001)
+        process.wait()
+    assert kills
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert choices(tmp_path / "out") == choices(done)
+    budget = Path("report/budget.md")
+    assert (tmp_path / "out" / budget).read_text() == (done / budget).read_text()

@@ -1,0 +1,208 @@
+"""Whether intervals cover and claims hold where the truth is known: searches and confirmations, simulated.
+
+The tests run a few; `python tests/harness/pipeline/test_simulations.py 1000` prints the figures of docs/measurement.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness import registry
+from harness.api import Candidate
+from harness.timing.confirmation import Row, Summary, confirm, summarise
+from harness.timing.workers.engines import Engines, WorkerSpec
+from harness.timing.workers.trial_pool import Inline
+from harness.timing.workers.sandbox import InProcess
+from harness.statistics import median_ci
+from harness.records import Measured
+from harness.config.experiment import Confirmation, Sampling, Use
+from harness.search_loop.loop import Goal, SearchTask, Seed, run_search
+from harness.results_dir.journal import Journal, read_journal
+from harness.results_dir.journal_reader import reached
+from harness.search_loop.trial import attempt_with
+from search.api import Placement
+from search.space import Dimension, Edge, Space
+
+SPACE = Space(
+    tuple(
+        Dimension(
+            name=f"p{i}",
+            group=f"g{i // 2}",
+            kind="node_input",
+            choices=("float", "int8"),
+            edges=(Edge("t", f"n{i}", 0),),
+        )
+        for i in range(10)
+    )
+)
+PLAN = Confirmation()
+FLOOR_PLAN = Confirmation(builds=3, rounds=4, samples=5)
+SIMULATED = "harness.runtimes.simulated:SimulatedBenchmarker"
+"""By its place, not by its name: looking names up takes longer than the rest."""
+NOISE = {"noise": 0.02, "build_noise": 0.02}
+"""Of readings within a run and between builds: a quiet machine."""
+RESTLESS = {
+    "noise": 0.1, "build_noise": 0.05, "wander": 0.15, "wander_readings": 40.0, "outliers": 0.1, "outlier_size": 0.5,
+}  # fmt: skip
+"""As the committed tables' `variance`: tenths between readings and between turns, a twentieth between builds."""
+
+
+def candidate(placement: Placement) -> Candidate:
+    return Candidate(digest=SPACE.digest(placement), edges=SPACE.resolve(placement), source=lambda: Path("never"))
+
+
+def engines(
+    folder: Path, number: int, effect: float, noise: Mapping[str, float] = NOISE
+) -> Callable[[], AbstractContextManager[Engines]]:
+    """Opens engines with noise of their own each time, the same in each run of this file."""
+    seeds = itertools.count(number * 1000)
+
+    def open_engines() -> InProcess:
+        params = {**noise, "effect": effect, "noise_seed": next(seeds)}
+        return InProcess(WorkerSpec(benchmarkers={"main": Use(use=SIMULATED, params=params)}, workdir=folder))
+
+    return open_engines
+
+
+def confirmed(open_engines: Callable[[], AbstractContextManager[Engines]], *placements: Placement) -> Summary:
+    """The confirmation of these placements as rows "0", "1", ..., with the floor from before."""
+    float_row = Row(name="float", candidate=candidate(SPACE.float_placement()))
+    before = confirm([], float_row, open_engines=open_engines, plan=FLOOR_PLAN, rng=np.random.default_rng(0))
+    floor = summarise(before, "float").floor
+    rows = [Row(name=str(number), candidate=candidate(placement)) for number, placement in enumerate(placements)]
+    events = confirm(rows, float_row, open_engines=open_engines, plan=PLAN, rng=np.random.default_rng(0))
+    return summarise(events, "float", floor=floor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What one search on a flat landscape came to.
+
+    Attributes:
+        naive: Its own samples say that the winner is faster: intervals apart.
+        shrinkage: Its speedup by its own samples, less the confirmed one.
+    """
+
+    verdict: str
+    naive: bool
+    shrinkage: float
+    retaken: int
+    saved: int
+    samples: int
+
+
+def flat_search(folder: Path, number: int, searcher: str = "random", evaluations: int = 25) -> Found:
+    """A search where nothing is faster than anything else, and the confirmation of its winner."""
+    open_engines = engines(folder, number, effect=0.0)
+    path = folder / f"{number}.jsonl"
+    seeds = (Seed(name="float", placement=SPACE.float_placement()), Seed(name="all", placement=SPACE.everywhere()))
+    task = SearchTask(
+        space=SPACE,
+        searcher=registry.load("searcher", searcher)(SPACE, seed=number),  # type: ignore[operator]
+        seeds=seeds,
+        candidate=candidate,
+        evaluations=evaluations,
+    )
+    with open_engines() as opened, Journal(path, {}) as journal:
+        run_search(task, Inline(attempt_with(opened, Sampling())), journal, lambda _: None)
+    entries = tuple(read_journal(path))
+    outcomes = [entry.told.outcome for entry in entries if entry.told is not None]
+    measured = [outcome for outcome in outcomes if isinstance(outcome, Measured)]
+    winner = reached(entries, Goal(), [evaluations])[evaluations].leaders[0]
+    own = next(
+        m for e, m in zip((e for e in entries if e.told), measured, strict=True) if e.asked.digest == winner.digest
+    )
+    float_ms, best_ms = median_ci(measured[0].samples_ms), median_ci(own.samples_ms)
+    row = confirmed(open_engines, Placement(winner.choices)).rows["0"]
+    return Found(
+        verdict=row.verdict,
+        naive=best_ms.high < float_ms.low,
+        shrinkage=row.shrinkage(float_ms.value / best_ms.value),
+        retaken=sum(bool(m.retaken_ms) for m in measured),
+        saved=sum(m.saved for m in measured),
+        samples=sum(len(m.samples_ms) for m in measured),
+    )
+
+
+def coverage(folder: Path, runs: int) -> tuple[float, float, float]:
+    """Share of 95 % intervals that hold the truth: of the speedup, of the latency, of one engine's median."""
+    placement = SPACE.everywhere()
+    with engines(folder, 0, effect=0.05)() as opened:
+        truth_ms = float(opened.build(candidate(placement)).info["truth_ms"])  # type: ignore[union-attr]
+    hits = np.zeros(3)
+    for number in range(runs):
+        open_engines = engines(folder, number, effect=0.05)
+        row = confirmed(open_engines, placement).rows["0"]
+        hits[0] += row.speedup.low <= 10.0 / truth_ms <= row.speedup.high
+        hits[1] += row.latency_ms.low <= truth_ms <= row.latency_ms.high
+        rng = np.random.default_rng([number, 1])
+        found = median_ci(truth_ms * np.exp(NOISE["noise"] * rng.standard_normal(40)))
+        hits[2] += found.low <= truth_ms <= found.high
+    speedup, latency, median = hits / runs
+    return float(speedup), float(latency), float(median)
+
+
+def speedup_coverage(folder: Path, runs: int, noise: Mapping[str, float]) -> float:
+    """Share of 95 % intervals that hold the true speedup. (A latency has the delays in it, and no single truth.)"""
+    placement = SPACE.everywhere()
+    with engines(folder, 0, effect=0.05)() as opened:
+        truth = 10.0 / float(opened.build(candidate(placement)).info["truth_ms"])  # type: ignore[union-attr]
+    rows = (confirmed(engines(folder, n, 0.05, noise), placement).rows["0"].speedup for n in range(runs))
+    return sum(speedup.low <= truth <= speedup.high for speedup in rows) / runs
+
+
+@pytest.mark.slow
+def test_intervals_cover_on_a_restless_machine(tmp_path: Path) -> None:
+    assert 0.905 <= speedup_coverage(tmp_path, 150, RESTLESS) <= 0.995
+
+
+@pytest.mark.slow
+def test_intervals_cover(tmp_path: Path) -> None:
+    """Of 150 the standard error is 1.8 %, so 90.5 to 99.5 % is what a true 95 % gives."""
+    for share in coverage(tmp_path, 150):
+        assert 0.905 <= share <= 0.995
+
+
+@pytest.fixture(scope="module")
+def flat(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    folder = tmp_path_factory.mktemp("flat")
+    return [flat_search(folder, number) for number in range(60)]
+
+
+@pytest.mark.slow
+def test_searches_where_there_is_nothing_to_find_claim_nothing(flat: list[Found]) -> None:
+    assert sum(found.verdict == "faster" for found in flat) <= 3
+
+
+@pytest.mark.slow
+def test_what_a_search_says_of_its_winner_is_too_good(flat: list[Found]) -> None:
+    assert sum(found.naive for found in flat) > len(flat) / 2
+    assert np.mean([found.shrinkage for found in flat]) > 0.01
+
+
+def _lines(folder: Path, runs: int) -> Iterator[str]:
+    speedup, latency, median = coverage(folder, runs)
+    yield f"intervals of {runs} confirmations: speedup {speedup:.1%}, latency {latency:.1%}; of a median {median:.1%}"
+    yield f"on a restless machine: speedup {speedup_coverage(folder, runs, RESTLESS):.1%}"
+    flat = [flat_search(folder, number) for number in range(runs // 5)]
+    claims, slower = (sum(found.verdict == verdict for found in flat) for verdict in ("faster", "slower"))
+    yield f"{len(flat)} flat searches: {claims} claim faster, {slower} slower"
+    yield f"by the search's own samples: {sum(found.naive for found in flat)}"
+    yield f"mean shrinkage {np.mean([found.shrinkage for found in flat]):.3f}"
+    yield f"surprises built again: {sum(found.retaken for found in flat) / len(flat):.1f} a search"
+    yield f"inferences saved: {sum(found.saved for found in flat)} beside {sum(found.samples for found in flat)}"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        for line in _lines(Path(scratch), int(sys.argv[1]) if len(sys.argv) > 1 else 1000):
+            print(line)

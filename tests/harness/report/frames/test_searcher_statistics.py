@@ -1,0 +1,354 @@
+"""What is said of searchers over all cells, of placements that were moved, and of fronts that grew."""
+
+import json
+import shutil
+from dataclasses import asdict
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from harness.api import Layer
+from harness.records import Asked, Measured, Told
+from harness.report.frames.component_ablation import ablation_frame
+from harness.report.plots.plot_files import draw
+from harness.report.frames.layer_waterfall import waterfall_frame
+from harness.report.render import render, write_tables
+from harness.report.load.results import load
+from harness.report.page.graph_snapshots import graph_of
+from harness.report.frames.budget_frames import early_ends
+from harness.report.tables.table_layouts import tables_of
+from harness.report.frames.searcher_statistics import pair_frame, ranks, score_frame
+from harness.report.frames.transfer import likeness_frame, transfer_frame
+from harness.report.frames.hypervolume import volume_frame
+from harness.results_dir.journal import Journal
+from harness.results_dir.artifacts import Pick, write_json
+
+CELL = "net-openvino-int8"
+YAML = """
+experiment: small
+models: [{use: net.onnx, label: net}]
+backends: [{use: openvino, label: one}, {use: openvino, label: two}]
+searchers: [random, tpe, {use: tpe, label: bare, params: {n_startup_trials: 3}, without: [racing, retakes]}]
+baselines: [all]
+budget: {evaluations: [3]}
+seeds: [0, 1]
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+CHOSEN = {"random": ("bb", "bb"), "tpe": ("aa", "aa"), "bare": ("aa", "bb")}
+
+
+def write_search(path, latencies_ms):
+    with Journal(path, {}) as journal:
+        for number, ms in enumerate(latencies_ms):
+            origin = "seed:float" if not number else "searcher"
+            outcome = Measured(samples_ms=(ms,) * 7, build_s=1.0, measure_s=1.0, metrics={"top1": 0.8 - 0.01 * number})
+            digest = f"{number} at {ms:g}"  # another placement in each curve, but for the float model
+            journal.append(Asked(number=number, choices=(number,), digest=digest, origin=origin))
+            journal.append(Told(number=number, outcome=outcome, elapsed_s=10.0 * (number + 1)))
+
+
+@pytest.fixture
+def study(tmp_path, cell_maker, confirmation_maker):
+    """Two cells of one model: tpe is best everywhere; what is best on one is second on two."""
+    (tmp_path / "experiment.yaml").write_text(YAML)
+    latency_ms = {
+        "one": {"A/A twin": 8.0, "float": 8.0, "all": 5.0, "aa": 4.0, "bb": 6.0, "cc": 7.0},
+        "two": {"A/A twin": 8.0, "float": 8.0, "all": 4.0, "aa": 2.0, "bb": 4.5, "cc": 7.5},
+    }
+    for label, confirmed in latency_ms.items():
+        cell = cell_maker(tmp_path, f"net-{label}-int8", precision="int8")
+        shutil.rmtree(cell / "runs")
+        (cell / "runs").mkdir()
+        picks = [Pick(method="float", kind="float", row="float"), Pick(method="all", kind="baseline", row="all")]
+        for method, rows in CHOSEN.items():
+            for seed, row in enumerate(rows):
+                curve = [8.0, 7.0, 6.0, 5.0] if method == "random" else [8.0, 4.0, 4.0, 4.0]
+                write_search(cell / "runs" / f"{method}-{seed}.jsonl", curve)
+                search_ms = 5.0 if method == "random" else 4.0
+                picks.append(
+                    Pick(method=method, kind="search", row=row, seed=seed, budget=3, search_ms=search_ms, minutes=1.0)
+                )
+        body = json.loads((cell / "rows.json").read_text())
+        extra = {**body["rows"][-1], "id": "cc", "file": "cc.onnx", "sha256": "sha of cc"}
+        write_json(cell / "rows.json", {"rows": [*body["rows"], extra], "picks": [asdict(pick) for pick in picks]})
+        confirmation_maker(cell, confirmed)
+    return tmp_path
+
+
+def test_scores_say_how_much_of_what_random_search_leaves_was_found(study):
+    found = score_frame(load(study)).set_index(["cell", "searcher"])["score"]
+    assert found["net-one-int8", "tpe"] == pytest.approx(1.0)
+    assert "random" not in found.index.get_level_values("searcher")
+
+
+@pytest.mark.parametrize("told", [[], ["searcher"], ["seed:float", "seed:all", "searcher"]])
+def test_a_searcher_that_was_told_something_else_first_has_no_score_and_changes_nobody_elses(study, told):
+    """A peer is told nothing, and one that broke when it was made has an empty journal."""
+    before = score_frame(load(study)).set_index(["cell", "searcher"])["score"]
+    for cell in ("net-one-int8", "net-two-int8"):
+        with Journal(study / cell / "runs" / "peer-0.jsonl", {}) as journal:
+            for number, origin in enumerate(told):
+                outcome = Measured(samples_ms=(6.0 - number,) * 7, build_s=1.0, measure_s=1.0)
+                journal.append(Asked(number=number, choices=(number,), digest=f"peer's {number}", origin=origin))
+                journal.append(Told(number=number, outcome=outcome, elapsed_s=10.0))
+    assert score_frame(load(study)).set_index(["cell", "searcher"])["score"].to_dict() == before.to_dict()
+
+
+def test_cells_that_search_for_accuracy_or_a_front_are_not_compared_by_speed(study):
+    for cell, minimize in (("net-one-int8", "accuracy"), ("net-two-int8", "pareto")):
+        path = study / cell / "cell.json"
+        facts = json.loads(path.read_text())
+        path.write_text(json.dumps({**facts, "goal": {**facts["goal"], "minimize": minimize}}))
+    assert score_frame(load(study)).empty
+    assert pair_frame(load(study)).empty
+
+
+def test_a_table_that_has_no_row_any_more_goes_and_nothing_else(study):
+    out = study / "report"
+    write_tables(load(study), out)
+    assert (out / "pairs.md").exists()
+    (out / "notes.md").write_text("mine")
+    for cell in ("net-one-int8", "net-two-int8"):
+        path = study / cell / "cell.json"
+        facts = json.loads(path.read_text())
+        path.write_text(json.dumps({**facts, "goal": {**facts["goal"], "minimize": "pareto"}}))
+    write_tables(load(study), out)
+    assert not list(out.glob("pairs.*"))
+    assert (out / "main.md").exists()
+    assert (out / "notes.md").read_text() == "mine"
+
+
+def test_a_search_that_ended_early_is_named_though_it_did_not_say_why(study):
+    """Those of before ends were noted."""
+    assert early_ends(load(study)) == []
+    path = study / "net-one-int8" / "runs" / "tpe-1.jsonl"
+    path.unlink()
+    write_search(path, [8.0, 4.0])
+    assert early_ends(load(study)) == ["net-one-int8: tpe-1 ended at 2 of 3."]
+    (study / "net-one-int8" / "rows.json").unlink()
+    assert early_ends(load(study)) == [], "it goes on, or was interrupted"
+
+
+@pytest.mark.parametrize("name", ["main", "overview", "budget", "fixed", "targets", "pairs", "ablation"])
+def test_searches_that_ended_early_are_named_where_budgets_are_spoken_of(study, name):
+    path = study / "net-one-int8" / "runs" / "tpe-1.jsonl"
+    path.unlink()
+    write_search(path, [8.0, 4.0])
+    write_tables(load(study), study / "report")
+    assert "net-one-int8: tpe-1 ended at 2 of 3." in (study / "report" / f"{name}.md").read_text()
+
+
+def test_pairs_and_ranks_go_over_cells(study):
+    pairs = pair_frame(load(study)).set_index(["first", "second"])
+    assert pairs.loc[("random", "tpe"), "blocks"] == 2
+    assert pairs.loc[("random", "tpe"), "ratio"] == pytest.approx(np.sqrt(4 / 6 * 2 / 4.5))
+    assert pairs.loc[("random", "tpe"), "chance"] == 0.0
+    found = ranks(load(study))
+    assert list(found.mean) == ["tpe", "bare", "random"]
+    assert found.blocks == 2
+
+
+def test_variants_are_compared_with_the_plain_searcher(study):
+    row, *cells = ablation_frame(load(study)).to_dict("records")
+    assert (row["reference"], row["variant"], row["cells"]) == ("tpe", "bare", 2)
+    assert row["params"] == "n_startup_trials=3, without=racing and retakes"
+    assert row["ratio"] < 1
+    assert row["chance"] == pytest.approx(0.25)
+    assert [cell["cell"] for cell in cells] == ["net-one-int8", "net-two-int8"]
+
+
+def test_figures_of_a_backend_with_a_note_are_in_no_mean_with_others(study):
+    path = study / "net-two-int8" / "cell.json"
+    facts = json.loads(path.read_text())
+    note = "experimental; never pooled with TensorRT's"
+    write_json(path, {**facts, "backend": {**facts["backend"], "name": "tensorrt_rtx", "note": note}})
+    results = load(study)
+    pairs = pair_frame(results).set_index(["first", "second"])
+    assert pairs.loc[("random", "tpe"), "blocks"] == 1
+    assert pairs.loc[("random", "tpe"), "ratio"] == pytest.approx(4 / 6)
+    assert ablation_frame(results)["cells"].tolist() == [1]
+    for table in tables_of(results):
+        assert table.note.splitlines().count(f"tensorrt_rtx: {note}.") == 1, table.name
+
+
+def test_placements_are_followed_to_the_other_backend(study):
+    found = transfer_frame(load(study)).set_index(["source", "target"])
+    assert found.loc[("one", "one"), "share"] == pytest.approx(1.0)
+    assert found.loc[("one", "two"), "speedup"] == pytest.approx(4.0)
+    assert found.loc[("two", "one"), "speedup"] == pytest.approx(2.0)
+    assert set(found["row"]) == {"aa"}
+    alike = likeness_frame(load(study))
+    assert alike["rows"].item() == 4
+    assert alike["spearman"].item() == pytest.approx(1.0)
+
+
+def test_ranks_go_over_placements_and_not_over_what_a_tool_makes_of_each_runtime(study):
+    """The row of `all` is called like its method here, as the rows of tools are."""
+    path = study / "net-two-int8" / "rows.json"
+    body = json.loads(path.read_text())
+    changed = [row if row["id"] == "all" else {**row, "sha256": f"{row['sha256']} in 7 bits"} for row in body["rows"]]
+    write_json(path, {**body, "rows": changed})
+    assert likeness_frame(load(study))["rows"].item() == 4, "a placement is one whatever its files are"
+    changed = [{**row, "sha256": "of another tool's file"} if row["id"] == "all" else row for row in body["rows"]]
+    write_json(path, {**body, "rows": changed})
+    assert likeness_frame(load(study)).empty, "three that both have are too few"
+
+
+def test_what_a_tool_made_for_one_runtime_is_not_found_on_another(study):
+    """Where a search chose the file of a tool, the tool's row elsewhere has its name, and another model."""
+    for name in ("one", "two"):
+        path = study / f"net-{name}-int8" / "rows.json"
+        body = json.loads(path.read_text())
+        rows = [{**row, "sha256": f"for {name}"} if row["id"] == "all" else row for row in body["rows"]]
+        picks = [{**pick, "row": "all"} if pick["kind"] == "search" else pick for pick in body["picks"]]
+        write_json(path, {"rows": rows, "picks": picks})
+    assert transfer_frame(load(study)).empty
+
+
+def test_of_a_gain_within_the_noise_nothing_is_a_share(study, confirmation_maker):
+    """A floor of 1 % and a best gain of 0.5 % once made -1660 % of a placement that is slower than float."""
+    twin = {"A/A twin": 8.08, "float": 8.0, "all": 8.5, "aa": 7.96, "bb": 9.0, "cc": 7.5}
+    confirmation_maker(study / "net-two-int8", twin)
+    found = transfer_frame(load(study)).set_index(["source", "target"])
+    assert found.loc[("two", "two"), "verdict"] == "tie"
+    assert found["share"].isna().to_dict() == {
+        ("one", "one"): False, ("one", "two"): True, ("two", "one"): False, ("two", "two"): True,
+    }  # fmt: skip
+    write_tables(load(study), study / "report")
+    text = (study / "report" / "transfer.md").read_text()
+    assert "(100%)" in text
+    assert "none where that best is no gain beyond the noise" in text
+
+
+def test_a_placement_that_was_brought_over_by_name_is_found(study):
+    cell = study / "net-two-int8"
+    body = json.loads((cell / "rows.json").read_text())
+    body["rows"] = [row for row in body["rows"] if row["id"] != "aa"]
+    picks = [pick for pick in body["picks"] if pick["row"] != "aa"]
+    assert transfer_frame(load(study)).set_index(["source", "target"]).loc[("one", "two"), "row"] == "aa"
+    brought = asdict(Pick(method="from_one", kind="baseline", row="cc"))
+    write_json(cell / "rows.json", {"rows": body["rows"], "picks": [*picks, brought]})
+    found = transfer_frame(load(study)).set_index(["source", "target"])
+    assert found.loc[("one", "two"), "row"] == "cc"
+    assert found.loc[("one", "two"), "speedup"] == pytest.approx(8 / 7.5)
+
+
+def test_the_front_grows_and_stays_a_share_of_its_box(study):
+    found = volume_frame(load(study).cells)
+    part = found[(found["cell"] == "net-one-int8") & (found["searcher"] == "random") & (found["seed"] == 0)]
+    assert part["volume"].is_monotonic_increasing
+    assert part["volume"].tolist() == pytest.approx([0.0, 1 / 8 * 2 / 3, 1 / 8 * 2 / 3 + 1 / 8 * 1 / 3, 1 / 8])
+    assert found["volume"].between(0, 1).all()
+
+
+def test_every_table_and_picture_of_a_study_is_written(study):
+    names = {table.name for table in write_tables(load(study), study / "report")}
+    assert {"score", "pairs", "ablation", "transfer", "volume"} <= names
+    text = (study / "report" / "pairs.md").read_text()
+    assert "No test: 2 cells are too few" in text
+    assert "Mean ranks over the 2 cells" in text
+    transfer = (study / "report" / "transfer.md").read_text()
+    assert "run on two" in transfer
+    assert "rank correlation of latencies on one and two: +1.00 over 4 placements" in transfer
+    pictures = draw(load(study), study / "report")
+    names = [picture.path.name for picture in pictures]
+    assert names == ["overview.svg", "overview-2.svg", "ranks.svg", "transfer-net-int8.svg"]
+    assert pictures[2].title == (
+        "Searchers by mean rank; no test: 2 cells are too few to say anything of others (3 are needed)"
+    )
+    assert all(picture.path.with_suffix(".png").exists() for picture in pictures)
+
+
+def test_a_fresh_clone_renders_the_same_graph_without_the_models(with_models):
+    render(with_models)
+    page = (with_models / "report" / "index.html").read_text()
+    kept = (with_models / CELL / "graph.json").read_bytes()
+    shutil.rmtree(with_models / CELL / "models")
+    render(with_models)
+    assert (with_models / "report" / "index.html").read_text() == page
+    assert (with_models / CELL / "graph.json").read_bytes() == kept
+    body = json.loads(kept)
+    body["rows"]["all"] = "of another file"
+    (with_models / CELL / "graph.json").write_text(json.dumps(body))
+    render(with_models)
+    assert '"all":[[' not in (with_models / "report" / "index.html").read_text()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": 7}', '{"schema": 1, "rows": 3}'])
+def test_a_damaged_graph_costs_the_graph_alone(folder, text):
+    (folder / CELL / "graph.json").write_text(text)
+    assert graph_of(load(folder).cells[0]) is None
+
+
+def layer(name, time_ms, *origin, kind="Convolution"):
+    return Layer(name=name, kind=kind, precision="f32", time_ms=time_ms, origin=origin)
+
+
+def test_layers_that_share_a_node_are_one_part_of_the_waterfall():
+    before = [layer("c1", 3.0, "conv1", "relu1"), layer("c2", 2.0, "conv2")]
+    after = [
+        layer("q1", 1.0, "conv1", "x@qdq.s8"), layer("r1", 0.5, "relu1"), layer("c2", 0.8, "conv2"),
+        layer("re", 0.2, kind="Reorder"),
+    ]  # fmt: skip
+    found = waterfall_frame(before, after).set_index("part")
+    assert found.loc["Convolution relu1", ["before_ms", "after_ms"]].tolist() == pytest.approx([3.0, 1.5])
+    assert found.loc["added: Reorder", "change_ms"] == pytest.approx(0.2)
+    assert found["before_ms"].sum() == pytest.approx(5.0)
+    assert found["after_ms"].sum() == pytest.approx(2.5)
+    short = waterfall_frame(before, after, most=1)
+    assert short["part"].tolist()[1] == "all others (2)"
+    assert short["change_ms"].sum() == pytest.approx(-2.5)
+    assert waterfall_frame([layer("c1", None, "conv1")], after).empty
+
+
+def test_words_of_what_the_runtime_adds_fit_the_sign_of_the_change():
+    before = [layer("c1", 3.0, "conv1"), layer("r1", 0.4, kind="Reorder"), layer("s1", 0.2, kind="Subgraph")]
+    after = [
+        layer("c1", 1.0, "conv1"), layer("r1", 0.1, kind="Reorder"), layer("r2", 0.1, kind="Reorder"),
+        layer("s1", 0.5, kind="Subgraph"), layer("x", 0.1, kind="Convert"),
+    ]  # fmt: skip
+    found = waterfall_frame(before, after).set_index("part")["change_ms"]
+    assert found["removed: Reorder"] == pytest.approx(-0.2)
+    assert found["added: Subgraph"] == pytest.approx(0.3)
+    assert found["added: Convert"] == pytest.approx(0.1)
+    assert not [part for part, change in found.items() if part.startswith("added") and change < 0]
+    assert "as before: Reorder" in set(waterfall_frame(before[:2], [after[0], before[1]])["part"])
+
+
+def test_a_layer_that_got_another_running_number_is_the_same_part():
+    gru = {"kind": "RNNSeq"}
+    before = [layer("g1", 0.3, "GRUSequence_756", **gru), layer("c1", 3.0, "Conv_1"), layer("c2", 2.0, "Conv_2")]
+    after = [layer("g2", 0.8, "GRUSequence_11762", **gru), layer("c1", 1.0, "Conv_1"), layer("c3", 0.4, "Conv_3")]
+    found = waterfall_frame(before, after).set_index("part")
+    assert found.loc["RNNSeq GRUSequence_756", ["before_ms", "after_ms"]].tolist() == pytest.approx([0.3, 0.8])
+    assert "RNNSeq GRUSequence_11762" not in found.index
+    assert found.loc["Convolution Conv_2", "after_ms"] == 0.0, "which of several it would be is anybody's guess"
+
+
+def test_frames_of_a_study_are_there_in_python(study):
+    import harness.report
+
+    frames = harness.report.load(study)
+    assert isinstance(frames.transfer, pd.DataFrame)
+    assert len(frames.pairs) == 3
+    assert len(frames.scores) == 4
+    assert len(frames.ablation) == 3
+    assert frames.fixed["fixed"].unique().tolist() == [""], "the drop of all is beyond the bound"
+
+
+def test_what_a_model_learned_is_followed_to_another_model(study, cell_maker):
+    path = study / "experiment.yaml"
+    path.write_text(path.read_text().replace("label: net}]", "label: net}, {use: big.onnx, label: big}]"))
+    cell = cell_maker(study, "big-one-int8", model="big")
+    body = json.loads((cell / "rows.json").read_text())
+    brought = asdict(Pick(method="from_net", kind="baseline", row="bb"))
+    write_json(cell / "rows.json", {**body, "picks": [*body["picks"], brought]})
+    found = transfer_frame(load(study))
+    found = found[found["across"] == "models"].set_index(["source", "target"])
+    assert found.loc[("net", "big"), "speedup"] == pytest.approx(8 / 5)
+    assert found.loc[("net", "big"), "share"] == pytest.approx((1 - 5 / 8) / (1 - 4 / 8))
+    assert ("big", "net") not in found.index
+    write_tables(load(study), study / "report")
+    text = (study / "report" / "transfer_models.md").read_text()
+    assert "run in big" in text

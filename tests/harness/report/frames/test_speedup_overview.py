@@ -1,0 +1,163 @@
+"""The table of a paper: a row a model, a column a method, geometric means below."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+
+import pandas as pd
+import pytest
+
+import harness.report
+from harness.timing.turn_log import TWIN
+from harness.report.plots import study_plots
+from harness.report.plots.plot_files import draw
+from harness.report.frames.speedup_overview import MEAN
+from harness.report.plots.study_plots import speedups
+from harness.report.render import write_tables
+from harness.report.load.results import load
+from harness.report.trace import trace
+from harness.search_loop.objective import Goal
+from harness.results_dir.artifacts import write_json
+
+CELL = "net-openvino-int8"
+OTHER = "other-openvino-int8"
+TWO_BACKENDS = """
+experiment: small
+models: [{use: net.onnx, label: net}, {use: other.onnx, label: other}]
+backends: [{use: openvino, label: one}, {use: openvino, label: two}]
+searchers: [random]
+baselines: [all]
+budget: {evaluations: [3]}
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+
+
+@pytest.fixture
+def models(folder, cell_maker, confirmation_maker):
+    """Two models: random's seeds are 2.0 and 1.6, 4.5 and 1.8 times as fast as float, "linear" builds nowhere."""
+    yaml = folder / "experiment.yaml"
+    yaml.write_text(yaml.read_text().replace("models:\n", "models:\n- {use: other.onnx, label: other}\n"))
+    cell = cell_maker(folder, OTHER, model="other")
+    rows = json.loads((cell / "rows.json").read_text())
+    confirmation_maker(cell, {TWIN: 9.0, "float": 9.0, "float-bf16": 10.0, "all": 4.5, "aa": 2.0, "bb": 5.0})
+    write_json(cell / "rows.json", rows)
+    return folder
+
+
+def lines_of(folder) -> dict[str, dict[str, str]]:
+    write_tables(load(folder), folder / "report")
+    head, _, *lines = (folder / "report" / "overview.md").read_text().partition("\n\n")[0].splitlines()
+    names = [cell.strip() for cell in head.strip("|").split("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {line[0]: dict(zip(names, line, strict=True)) for line in cells}
+
+
+def test_a_row_a_model_a_column_a_method_and_the_geometric_mean(models):
+    found = lines_of(models)
+    assert set(found) == {"net", "other", "geometric mean"}
+    assert found["net"]["random"] == "**1.80 [1.60, 2.00]**", "the median of two seeds, from the lower to the higher"
+    assert found["other"]["random"] == "**3.15 [1.80, 4.50]**"
+    assert found["geometric mean"]["random"].startswith("2.38 [")
+    assert found["net"]["all"] == "4.00 [4.00, 4.00] beyond", "its drop breaks the bound of the experiment"
+    assert found["net"]["linear"] == "failed: build"
+    assert found["geometric mean"]["all"] == "2.83 [2.83, 2.83] beyond"
+    assert found["geometric mean"]["linear"] == "-", "no mean over the models that it happens to work on"
+    assert found["geometric mean"]["float bf16"] == "0.85 [0.85, 0.85]", "a float precision that is not the baseline"
+    assert "float" not in found["net"], "the baseline is 1 everywhere"
+    assert "Beyond: the drop" in (models / "report" / "overview.md").read_text()
+
+
+def test_the_picture_shows_every_model_and_method(models, monkeypatch):
+    keys = []
+    monkeypatch.setattr(study_plots, "key", lambda axes: keys.append(axes))
+    (picture,) = [each for each in draw(load(models), models / "report") if each.path.stem == "overview"]
+    assert picture.title.startswith("Speedups at a glance, int8, ")
+    assert picture.path.with_suffix(".png").exists()
+    axes = next(axes for axes in keys if "float baseline, log scale" in axes.get_xlabel())
+    *shown, last = [label.get_text() for label in axes.get_yticklabels()]
+    assert (sorted(shown), last) == (["net", "other"], "geometric mean")
+    assert {"random", "all", "linear", "float bf16"} <= set(axes.get_legend_handles_labels()[1])
+    assert "hollow: breaks the bound on accuracy" in axes.get_xlabel()
+
+
+def test_no_mean_and_no_picture_goes_over_two_backends_of_a_machine(tmp_path, cell_maker, confirmation_maker):
+    (tmp_path / "experiment.yaml").write_text(TWO_BACKENDS)
+    for model in ("net", "other"):
+        for label, latency_ms in (("one", 2.0), ("two", 4.0)):
+            cell = cell_maker(tmp_path, f"{model}-{label}-int8", model=model)
+            confirmation_maker(cell, {TWIN: 8.0, "float": 8.0, "all": latency_ms, "aa": 5.0, "bb": 6.0})
+    frame = harness.report.load(tmp_path).overview
+    means = frame[(frame["model"] == MEAN) & (frame["column"] == "all")].set_index("device")["speedup"]
+    devices = ["one on A CPU, 2 threads", "two on A CPU, 2 threads"]
+    assert means.to_dict() == pytest.approx(dict(zip(devices, (4.0, 2.0), strict=True)))
+    titles = [picture.title for picture in draw(load(tmp_path), tmp_path / "report") if not picture.cell]
+    assert [title for title in titles if "glance" in title] == [
+        f"Speedups at a glance, int8, {device}" for device in devices
+    ]
+
+
+def test_a_figure_without_an_interval_is_drawn_without_one(tmp_path):
+    limits = [(1.4, 1.6), (0.0, math.inf), (None, None)]
+    lines = [
+        {"cell": str(n), "model": "m", "column": "all", "speedup": 1.5, "speedup_low": low, "speedup_high": high}
+        for n, (low, high) in enumerate(limits)
+    ]
+    speedups(pd.DataFrame(lines).assign(beyond=False), "t", tmp_path / "picture")
+    assert (tmp_path / "picture.svg").exists()
+    nothing = pd.DataFrame(lines).assign(speedup=None, speedup_low=None, speedup_high=None, beyond=False)
+    speedups(nothing, "nothing is confirmed yet", tmp_path / "empty")
+    assert (tmp_path / "empty.svg").exists()
+
+
+def test_its_figures_can_be_traced(models):
+    results = load(models)
+    one = trace(results, "other:all", "overview")
+    assert one.shown == "2.00 [2.00, 2.00] beyond"
+    assert len(one.sources) == 1
+    seeds = trace(results, "other:random", "overview")
+    assert f"{OTHER}, random, seed 0 at 3 evaluations: aa" in seeds.lines
+    assert f"{OTHER}, random, seed 1 at 3 evaluations: bb" in seeds.lines
+    both = trace(results, "geometric mean:all", "overview")
+    assert [CELL in source.head[0] or OTHER in source.head[0] for source in both.sources] == [True, True]
+
+
+def test_a_best_of_seeds_is_no_favourite_and_the_note_says_how_many_there_were(models, confirmation_maker):
+    confirmation_maker(models / CELL, {TWIN: 8.0, "float": 8.0, "all": 4.4, "aa": 4.0, "bb": 8.0})
+    facts = json.loads((models / CELL / "cell.json").read_text())
+    write_json(models / CELL / "cell.json", {**facts, "goal": asdict(Goal())})
+    found = lines_of(models)["net"]
+    assert found["random"] == "<u>1.50 [1.00, 2.00]</u>", "its best seed alone would be 2.0, and bold"
+    assert found["all"] == "**1.82 [1.82, 1.82]**"
+    note = (models / "report" / "overview.md").read_text()
+    assert "of searchers after 3 evaluations the median over 2 seeds" in note
+    assert "The main table has the best seed of each searcher" in note
+
+
+def test_of_one_search_the_note_says_what_its_interval_does_not_hold(models):
+    for cell in (CELL, OTHER):
+        path = models / cell / "rows.json"
+        body = json.loads(path.read_text())
+        body["picks"] = [pick for pick in body["picks"] if pick["seed"] != 1]
+        write_json(path, body)
+    found = lines_of(models)
+    assert found["net"]["random"] == "**2.00 [2.00, 2.00]**"
+    assert found["geometric mean"]["random"] == "3.00 [3.00, 3.00]"
+    note = (models / "report" / "overview.md").read_text()
+    assert (
+        "what their one search had chosen after 3 evaluations [95 % interval over fresh builds of that choice" in note
+    )
+
+
+def test_one_cell_needs_no_overview(folder):
+    write_tables(load(folder), folder / "report")
+    assert not (folder / "report" / "overview.md").exists()
+    assert harness.report.load(folder).overview.empty
+
+
+def test_the_frame_has_the_figures_unrounded(models):
+    frame = harness.report.load(models).overview
+    mean = frame[(frame["model"] == "geometric mean") & (frame["column"] == "random")].iloc[0]
+    assert mean["speedup"] == pytest.approx((1.8 * 3.15) ** 0.5)
+    assert pd.isna(mean["cell"])

@@ -1,0 +1,84 @@
+"""A report that is there already is not drawn again; whatever it is made of counts."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from harness.cli.main import app
+from harness.report.load import report_cache
+
+CELL = "net-openvino-int8"
+SAID = "Nothing has changed since they were drawn"
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Counts how often plots are drawn, which takes long."""
+    monkeypatch.setattr(report_cache, "CODE", frozenset())  # which others may be editing just now
+    calls = []
+    monkeypatch.setattr(sys.modules["harness.report.render"], "draw", lambda *_: calls.append(1) or [])
+    return calls
+
+
+def report(folder) -> str:
+    done = CliRunner().invoke(app, ["report", str(folder)])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_an_unchanged_report_is_not_drawn_again_and_its_tables_are_shown(folder, drawn):
+    first = report(folder)
+    page = folder / "report" / "index.html"
+    page.write_text("as it was")
+    second = report(folder)
+    assert len(drawn) == 1
+    assert page.read_text() == "as it was"
+    assert SAID not in first
+    assert second.startswith(first.rstrip())
+    assert f"{SAID}; to draw them again all the same, remove that folder." in second
+
+
+@pytest.mark.parametrize(
+    "name", ["experiment.yaml", f"{CELL}/confirm.jsonl", f"{CELL}/runs/random-0.jsonl", f"{CELL}/accuracy.json"]
+)
+def test_a_record_that_changed_has_it_drawn_again(folder, drawn, name):
+    report(folder)
+    with (folder / name).open("a") as file:
+        file.write('{"kind' if name.endswith(".jsonl") else "\n")
+    assert SAID not in report(folder)
+    assert len(drawn) == 2
+    assert SAID in report(folder)
+
+
+def test_so_has_an_explanation_and_a_stop(folder, drawn):
+    report(folder)
+    (folder / CELL / "stopped.txt").write_text("the disk is full\n")
+    assert SAID not in report(folder)
+    (folder / CELL / "floor.json").write_text(json.dumps({"floor": 0.05}))
+    assert SAID not in report(folder)
+    assert len(drawn) == 3
+
+
+def test_so_has_other_code(folder, drawn, monkeypatch):
+    report(folder)
+    monkeypatch.setattr(report_cache, "version", lambda name: "another")
+    assert SAID not in report(folder), "another version of a library may draw otherwise"
+    monkeypatch.setattr(report_cache, "CODE", frozenset({".css"}))
+    assert SAID not in report(folder)
+    assert SAID in report(folder)
+
+
+def test_so_has_a_page_that_is_gone_and_a_folder_that_was_moved(folder, drawn, tmp_path):
+    report(folder)
+    (folder / "report" / "index.html").unlink()
+    assert SAID not in report(folder)
+    (folder / "report" / report_cache.FILE).write_bytes(b"\xff\xfe")
+    assert SAID not in report(folder)
+    moved = tmp_path.with_name(f"{tmp_path.name}-moved")
+    folder.rename(moved)
+    assert SAID not in report(moved), "the page names the folder in its commands"
+    assert len(drawn) == 4

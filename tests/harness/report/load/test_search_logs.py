@@ -1,0 +1,148 @@
+"""What reports take from journals: each evaluation in figures, however many there are; retries are none."""
+
+import json
+import math
+import tracemalloc
+from dataclasses import replace
+
+import pytest
+
+from harness.errors import UserError
+from harness.statistics import Interval
+from harness.records import Asked, Failed, Measured, Told, encode
+from harness.report.frames.main_frame import main_frame
+from harness.report.load.results import load
+from harness.report.load.search_logs import read_search
+from harness.report.frames.budget_frames import cost_frame, curve_frame, ratio_over_seeds
+from harness.report.tables.table_layouts import tables_of
+from harness.search_loop.objective import Goal
+from harness.results_dir.journal import RETRY, Journal
+
+CELL = "net-openvino-int8"
+
+
+def measured(latency_ms: float, **metrics: float) -> Measured:
+    return Measured(samples_ms=(latency_ms,) * 7, build_s=1.0, measure_s=2.0, metrics=metrics)
+
+
+def once_more(path, outcome, elapsed_s):
+    """Attempt the third proposal of a journal of `conftest` again."""
+    with Journal(path, {}) as journal:
+        journal.append(Asked(number=3, choices=(2,), digest="2", origin=RETRY))
+        journal.append(Told(number=3, outcome=outcome, elapsed_s=elapsed_s))
+
+
+def test_a_retry_is_no_evaluation_and_its_time_and_its_find_count(folder):
+    before = cost_frame(load(folder)).set_index(["searcher", "seed"]).loc[("random", 0)]
+    once_more(folder / CELL / "runs" / "random-0.jsonl", measured(2.0, top1=0.8), 90.0)
+    results = load(folder)
+    line = main_frame(results).set_index("method").loc["random"]
+    assert (line["builds_ok"], line["builds"]) == (2, 3)
+    cost = cost_frame(results).set_index(["searcher", "seed"]).loc[("random", 0)]
+    assert (cost["evaluations"], cost["total_s"]) == (3, 90.0)
+    assert cost["build_s"] == before["build_s"] + 1.0
+    curve = curve_frame(results.cells)
+    own = curve[(curve["searcher"] == "random") & (curve["seed"] == 0)]
+    assert own["evaluations"].tolist() == [1, 2, 3]
+    assert own["minutes"].tolist() == pytest.approx([10 / 60, 20 / 60, 1.5])
+    assert own["speedup"].tolist() == [1.0, 2.0, 4.0]
+
+
+def interval(value, low, high):
+    return Interval(value=value, low=low, high=high)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ([interval(1.2, 1.1, 1.3), interval(1.0, 0.9, 1.1)], interval(1.1, 0.9, 1.3)),
+        ([interval(1.0, 1.0, 1.0)], interval(1.0, 1.0, 1.0)),
+        (
+            [interval(1.0, 1.0, 1.0), interval(1.2, 0.0, math.inf), interval(1.3, 0.0, math.inf)],
+            interval(1.2, 0.0, math.inf),
+        ),
+    ],
+)
+def test_the_limits_of_a_few_seeds_hold_all_of_them(ratios, expected):
+    """Also where a seed was timed in one turn only, which gives no limits."""
+    found = ratio_over_seeds(ratios)
+    assert (found.value, found.low, found.high) == (expected.value, expected.low, expected.high)
+
+
+def test_a_search_without_an_incumbent_has_no_curve_and_its_cost(folder):
+    runs = folder / CELL / "runs"
+    with Journal(runs / "tpe-0.jsonl", {}) as journal:
+        journal.append(Asked(number=0, choices=(1,), digest="1", origin="searcher"))
+        journal.append(Told(number=0, outcome=Failed(stage="build", reason="no", wall_s=3.0), elapsed_s=4.0))
+    results = load(folder)
+    assert set(curve_frame(results.cells)["searcher"]) == {"random"}
+    cost = cost_frame(results).set_index("searcher").loc["tpe"]
+    assert (cost["evaluations"], cost["failures_s"], cost["readings"], cost["harness_s"]) == (1, 3.0, 0, 1.0)
+
+
+def test_letting_go_of_engines_counts_with_their_builds_and_not_as_overhead(folder):
+    outcome = replace(measured(2.0, top1=0.8), build_s=2.0, measure_s=3.0, release_s=0.5)
+    with Journal(folder / CELL / "runs" / "tpe-0.jsonl", {}) as journal:
+        journal.append(Asked(number=0, choices=(1,), digest="1", origin="searcher"))
+        journal.append(Told(number=0, outcome=outcome, elapsed_s=6.0 + outcome.evaluate_s))
+    cost = cost_frame(load(folder)).set_index("searcher").loc["tpe"]
+    assert (cost["build_s"], cost["sampling_s"], cost["harness_s"]) == (2.5, 3.0, 0.5)
+
+
+def test_the_searchers_own_work_is_told_from_the_harness(folder):
+    """Its time over duplicates is in it, which are no evaluations."""
+    (table,) = (table for table in tables_of(load(folder)) if table.name == "cost")
+    assert "search" not in table.cells, "a run of a version that did not record it"
+    with Journal(folder / CELL / "runs" / "tpe-0.jsonl", {}) as journal:
+        journal.append(Asked(number=0, choices=(0,), digest="0", origin="searcher", searcher_s=0.25))
+        journal.append(Told(number=0, outcome=Failed(stage="build", reason="no", wall_s=3.0), elapsed_s=4.0))
+        journal.append(Asked(number=1, choices=(0,), digest="0", origin="searcher", duplicate_of=0, searcher_s=0.25))
+        journal.append(Asked(number=2, choices=(1,), digest="1", origin="searcher", searcher_s=0.5))
+        journal.append(Told(number=2, outcome=Failed(stage="build", reason="no", wall_s=3.0), elapsed_s=10.0))
+    cost = cost_frame(load(folder)).set_index("searcher").loc["tpe"]
+    assert (cost["evaluations"], cost["harness_s"], cost["search_s"]) == (2, 4.0, 1.0)
+    (table,) = (table for table in tables_of(load(folder)) if table.name == "cost")
+    shown = table.cells.set_index("searcher")
+    assert shown.loc["tpe", ["harness", "search"]].tolist() == ["40.0%", "10.0%"]
+    assert shown.loc["random", "search"] == "-"
+
+
+def test_builds_that_were_recorded_elsewhere_take_no_share_of_the_time(folder):
+    path = folder / CELL / "cell.json"
+    facts = json.loads(path.read_text())
+    plain = cost_frame(load(folder))
+    facts["backend"]["options"]["recorded_on"] = {"name": "onnxruntime"}
+    path.write_text(json.dumps(facts))
+    cost = cost_frame(load(folder))
+    assert cost["build_s"].isna().all()
+    assert cost["harness_s"].tolist() == pytest.approx((plain["harness_s"] + plain["build_s"]).tolist())
+    (table,) = (table for table in tables_of(load(folder)) if table.name == "cost")
+    assert table.cells["build"].tolist() == ["-"]
+    assert table.cells["sampling"].item() != "-"
+    assert table.note.splitlines()[0].endswith("A dash: builds that are replayed took their time elsewhere.")
+
+
+def test_a_goal_that_is_none_is_named_with_its_file(folder):
+    path = folder / CELL / "cell.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "goal": ["x"]}))
+    with pytest.raises(UserError, match=r"cell.json: damaged \(.*move it away"):
+        load(folder)
+
+
+def test_raw_samples_stay_in_the_file(tmp_path):
+    path, count = tmp_path / "random-0.jsonl", 400
+    with Journal(path, {}):
+        pass
+    with path.open("a") as file:
+        for number in range(count):
+            asked = Asked(number=number, choices=(number % 2,) * 60, digest=str(number), origin="searcher")
+            samples_ms = tuple(5.0 + (number * sample) % 997 / 1000 for sample in range(500))
+            outcome = Measured(samples_ms=samples_ms, build_s=0.1, measure_s=0.1)
+            file.write(f"{encode(asked)}\n{encode(Told(number=number, outcome=outcome, elapsed_s=float(number)))}\n")
+    tracemalloc.start()
+    search = read_search(path, "random", 0, Goal(), None)
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (search.evaluations, search.good, search.cost["readings"]) == (count, count, 500 * count)
+    assert kept < 200 * count
+    assert peak < path.stat().st_size / 4

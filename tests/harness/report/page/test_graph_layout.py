@@ -1,0 +1,166 @@
+"""The graph as a picture: where things stand, and what `qdq regions --html` writes."""
+
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from harness.cli.main import app
+from harness.errors import UserError
+from harness.graph.builder import GraphBuilder
+from harness.graph.rules.dialects import OPENVINO
+from harness.graph.load import from_proto
+from harness.graph.partition.patterns import find_patterns
+from harness.graph.partition.regions import RegionType, discover
+from harness.graph.qdq.space import build_space
+from harness.report.page.graph_layout import marks_of, picture_page, scene_of
+from harness.zoo.transformer import encoder
+
+
+def scene(builder: GraphBuilder):
+    model = from_proto(builder.build(), source="m", sha256="0")
+    root = discover(model)
+    patterns = find_patterns(model, root)
+    space = build_space(model, OPENVINO, root=root)
+    return model, root, patterns, space, scene_of(model, root, patterns, space.dimensions)
+
+
+@pytest.fixture(scope="module")
+def made():
+    return scene(encoder(6, width=32, heads=2, tokens=8))
+
+
+def test_nodes_stand_in_their_leaf_and_regions_in_their_parent_and_none_overlap(made):
+    picture = made[-1]
+    high = picture["node_height"]
+    regions = picture["regions"]
+
+    def inside(box, frame):
+        x, y, width, height = box
+        left, top, wide, tall = frame
+        return left <= x and top <= y and x + width <= left + wide and y + height <= top + tall
+
+    for node in picture["nodes"]:
+        assert inside((*node[:3], high), regions[node[4]][:4])
+    for number, region in enumerate(regions):
+        if region[5] >= 0:
+            assert inside(region[:4], regions[region[5]][:4])
+        siblings = [other for other in regions[:number] if other[5] == region[5]]
+        for other in siblings:
+            apart = region[0] >= other[0] + other[2] or other[0] >= region[0] + region[2]
+            assert apart or region[1] >= other[1] + other[3] or other[1] >= region[1] + region[3]
+
+
+def test_within_a_leaf_what_depends_on_a_node_stands_below_it(made):
+    picture = made[-1]
+    for source, target, _ in picture["edges"]:
+        one, two = picture["nodes"][source], picture["nodes"][target]
+        if one[4] == two[4]:
+            assert one[1] < two[1]
+
+
+def test_a_long_model_is_folded_into_columns(made):
+    width, height = made[-1]["size"]
+    assert 0.8 < width / height < 4
+
+
+def test_every_leaf_has_a_colour_of_its_pattern_and_its_points(made):
+    _, root, patterns, space, picture = made
+    leaves = [pattern for pattern in picture["patterns"] if pattern["type"] == "LEAF"]
+    assert len({pattern["colour"] for pattern in leaves}) == len(leaves)
+    assert sum(len(pattern["points"]) for pattern in picture["patterns"]) == len(space)
+    assert len(picture["regions"]) == sum(region.type is not RegionType.ROOT for region in root.walk())
+    assert len(picture["patterns"]) == sum(pattern.type is not RegionType.ROOT for pattern in patterns)
+    json.dumps(picture)
+
+
+def test_quantized_edges_are_found_by_node_and_slot(made):
+    model, _, _, space, picture = made
+    edges = dict(space.resolve(space.everywhere()))
+    marks = marks_of(model, edges)
+    assert len(marks) == len(edges)
+    assert all(slot < picture["nodes"][node][5] and precision == "int8" for node, slot, precision in marks)
+    assert marks_of(model, {}) == []
+
+
+def test_a_hostile_name_stays_text():
+    g = GraphBuilder("m")
+    name = "</script><script>alert(1)</script>"
+    g.output(g.op("Relu", g.conv(g.input("x", (1, 3, 8, 8)), 4, 3, name=name), name=name))
+    text = picture_page(scene(g)[-1], "<script>.onnx & <b>")
+    assert "<script>alert" not in text
+    assert "<title>&lt;script&gt;.onnx &amp; &lt;b&gt;: regions</title>" in text
+    data = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1]
+    assert name in [node[6] for node in json.loads(data)["nodes"]]
+    assert "default-src 'none'" in text
+    assert not re.search(r"(src|href)=\"?https?:", text)
+
+
+@pytest.fixture
+def net(tmp_path):
+    """A file with a residual block and a sequence of 24 operators."""
+    g = GraphBuilder("net")
+    x = g.op("Relu", g.conv(g.input("x", (1, 3, 8, 8)), 4, 3))
+    x = g.op("Add", g.conv(x, 4, 3), x)
+    for op in ("Relu", "Sigmoid") * 12:
+        x = g.op(op, x)
+    g.output(x)
+    return str(g.save(tmp_path / "net.onnx"))
+
+
+def test_the_command_writes_the_picture_and_says_where(net, tmp_path):
+    path = tmp_path / "out.html"
+    found = CliRunner().invoke(app, ["regions", net, "--html", str(path)])
+    assert found.exit_code == 0
+    assert str(path) in found.stderr
+    assert path.read_text().startswith("<!doctype html>")
+    wrong = CliRunner().invoke(app, ["regions", net, "--html", str(tmp_path / "no" / "x.html")])
+    assert isinstance(wrong.exception, UserError)
+    assert "cannot be written (No such file or directory)" in str(wrong.exception)
+
+
+def test_the_command_prints_phases_hierarchy_coverage_and_sizes(net):
+    def regions(*options: str) -> str:
+        return CliRunner().invoke(app, ["regions", net, *options]).stdout
+
+    text = regions()
+    for line in (
+        "Loaded graph: ",
+        "Phase 1 complete: ",
+        "Phase 2 complete: ",
+        "├─ Region 0 ",
+        "(100.0%)",
+        "Size distr",
+    ):
+        assert line in text
+    assert "- Node 0: Conv" not in text
+    assert "- Node 0: Conv (Conv)" in regions("--verbose")
+    assert "max=10," in text
+    assert "max=24," in regions("--max-sequence-size", "24")
+    assert json.loads(regions("--json"))["summary"]["covered"] == 28
+    assert "--include-all-regions" not in regions("--include-all-regions")
+
+
+def test_a_click_tells_the_pattern_and_its_points(browser, tmp_path, made):
+    page = tmp_path / "regions.html"
+    page.write_text(picture_page(made[-1], "six layers"))
+    browser.open(page)
+    assert "Click a region" in browser.run("document.getElementById('facts').textContent")
+    box = browser.run(
+        "(b => [b.left, b.top, b.width, b.height])(document.querySelector('canvas').getBoundingClientRect())"
+    )
+    width, height = made[-1]["size"]
+    scale = min(1.5, (box[2] - 20) / width, (box[3] - 20) / height)
+    node = made[-1]["nodes"][0]
+    x = box[0] + (box[2] - width * scale) / 2 + (node[0] + 5) * scale
+    y = box[1] + (box[3] - height * scale) / 2 + (node[1] + 5) * scale
+    for kind in ("mousePressed", "mouseReleased"):
+        browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+    facts = browser.run("document.getElementById('facts').textContent")
+    pattern = made[-1]["patterns"][made[-1]["regions"][node[4]][4]]
+    assert f"Region {node[4]} (LEAF)" in facts
+    assert pattern["signature"] in facts
+    assert all(point["name"].partition("/")[2] in facts for point in pattern["points"])
+    browser.run("document.querySelector('.tools button').click()")
+    assert browser.errors == []

@@ -1,0 +1,311 @@
+"""The page: in a browser where there is one, and as text."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from harness.statistics import Interval
+from harness.report import render
+from harness.report.load.attribution_store import Effect, Explanation, write_explanation
+from harness.report.page.index_page import index
+from harness.report.load.results import load
+from harness.report.page.graph_snapshots import graph_of
+from harness.report.tables.table_layouts import tables_of
+
+CELL = "net-openvino-int8"
+CHARTS = "[...document.querySelectorAll('.js-plotly-plot')]"
+
+
+def page_of(folder):
+    """Write the page alone."""
+    results = load(folder)
+    path = folder / "index.html"
+    graphs = {cell.name: graph for cell in results.cells if (graph := graph_of(cell)) is not None}
+    path.write_text(index(results, list(tables_of(results)), graphs), encoding="utf-8")
+    return path
+
+
+def data_of(text: str):
+    return json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def test_one_file_that_loads_nothing(with_models, outside_addresses):
+    text = page_of(with_models).read_text()
+    assert outside_addresses(text) == []
+    assert "default-src 'none'" in text
+    assert len(text) < 5_000_000
+
+
+def test_the_verdict_stands_first_with_its_uncertainty(folder):
+    text = re.sub(r"<[^>]+>", " ", page_of(folder).read_text().partition("<main")[0])
+    assert re.search(r"random: 2.00 \[2.00, 2.00\] times the speed of the float model, 4.000 \[4.000, 4.000\] ms", text)
+    assert "top-1 0.7900 (drop +0.0100, allowed 0.02), 5 Q/DQ pairs." in text
+    assert "6 methods: 1 faster, 1 faster but beyond the bound, 1 slower, 3 without a speed." in text
+
+
+def test_where_the_float_model_is_the_best_nothing_is_called_faster(folder):
+    path = folder / CELL / "cell.json"
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps({**facts, "goal": {**facts["goal"], "max_drop": 0.001}}))
+    assert "nothing that keeps the bound is faster than float, 8.000 [8.000, 8.000] ms" in page_of(folder).read_text()
+
+
+def test_the_cloud_of_the_searches_is_said_to_be_of_other_images(folder):
+    def key_of_the_cloud() -> str:
+        charts = data_of(page_of(folder).read_text())["cells"][0]["charts"]
+        chart = next(chart for chart in charts if chart["title"].startswith("Latency against"))
+        assert chart["data"][0]["name"] in chart["title"]
+        return chart["data"][0]["name"]
+
+    assert key_of_the_cloud() == "scored in the searches"
+    path = folder / CELL / "cell.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "halves": True}))
+    assert key_of_the_cloud() == "scored in the searches, on their half of the data"
+
+
+def test_a_noisy_machine_is_said_with_the_verdict_in_the_warning_colour(folder):
+    assert "Noisy machine" not in page_of(folder).read_text()
+    (folder / CELL / "floor.json").write_text('{"floor": 0.337}')
+    verdicts = page_of(folder).read_text().partition('id="tables"')[0]
+    said = f"Noisy machine, {CELL}: the A/A floor is 33.7%. Close other work and repeat."
+    assert f'<p class="warn">{said}</p>' in verdicts
+
+
+def test_figures_are_sorted_past_a_digit_in_the_name_of_their_metric(folder, browser):
+    browser.open(page_of(folder))
+    heads = browser.run("[...document.querySelectorAll('#table-main th')].map(head => head.textContent)")
+    browser.run(f"document.querySelectorAll('#table-main th button')[{heads.index('top-1')}].click()")
+    column = (
+        f"[...document.querySelectorAll('#table-main tbody tr')].map(r => r.cells[{heads.index('top-1')}].textContent)"
+    )
+    assert browser.run(column)[:3] == ["top-1 0.7000", "top-1 0.7900", "top-1 0.8000"]
+
+
+def test_without_models_the_page_says_so(folder):
+    text = page_of(folder).read_text()
+    assert "Neither the exported models nor graph.json are in this folder" in text
+    assert data_of(text)["cells"][0]["graph"] is None
+
+
+def test_edges_are_those_of_the_exported_files(with_models):
+    marks = data_of(page_of(with_models).read_text())["cells"][0]["graph"]["marks"]
+    assert marks["float"] == []
+    assert {tuple(mark) for mark in marks["aa"]} < {tuple(mark) for mark in marks["all"]}
+
+
+@pytest.mark.parametrize("gone", ["rows.json", "confirm.jsonl", "accuracy.json", "runs", "env.json", "cell.json"])
+def test_a_run_still_going_is_partial(with_models, gone):
+    path = with_models / CELL / gone
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    text = page_of(with_models).read_text()
+    assert ('class="badge partial"' in text) == (gone in ("rows.json", "confirm.jsonl", "cell.json"))
+    assert "NaN" not in json.dumps(data_of(text))
+
+
+def test_a_single_build_leaves_no_endless_interval_in_the_data(folder):
+    path = folder / CELL / "confirm.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"build":' not in line or '"build":0' in line))
+    data = data_of(page_of(folder).read_text())
+    pareto = next(chart for chart in data["cells"][0]["charts"] if chart["title"].startswith("Latency against"))
+    assert pareto["data"][2]["customdata"][0][1] == pytest.approx(8.0)
+    render(folder)
+
+
+def test_hostile_names_are_only_text(folder, browser):
+    evil = "<script>document.title='owned'</script>"
+    path = folder / CELL / "cell.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model": evil}))
+    rows = folder / CELL / "rows.json"
+    rows.write_text(rows.read_text().replace('"tpe"', json.dumps(f"{evil}<img src=x onerror=alert(1)>")))
+    (folder / "experiment.yaml").write_text(
+        f'experiment: "{evil}"\ndescription: "</pre>{evil}"\nmodels: ["{evil}.onnx"]\n'
+    )
+    page = page_of(folder)
+    assert evil not in page.read_text()
+    browser.open(page)
+    assert browser.run("document.title") == f"{evil}: report"
+    assert browser.run("document.querySelectorAll('script').length") == 5
+    assert browser.run("document.querySelectorAll('img').length") == 0
+    assert browser.errors == []
+
+
+def test_sorting_puts_figures_in_order_and_missing_ones_last(folder, browser):
+    browser.open(page_of(folder))
+    heads = browser.run("[...document.querySelectorAll('#table-main th')].map(head => head.textContent)")
+    method, speedup = heads.index("method"), heads.index("speedup [CI]")
+    column = "[...document.querySelectorAll('#table-main tbody tr')].map(r => r.cells[{}].textContent)"
+    before = browser.run(column.format(method))
+    head = "document.querySelectorAll('#table-main th button')[{}].click()"
+    browser.run(head.format(speedup))
+    up = browser.run(column.format(speedup))
+    assert [text.split(" ")[0] for text in up] == ["0.80", "1.00", "2.00", "4.00", "-", "-", "-"]
+    browser.run(head.format(speedup))
+    assert browser.run(column.format(speedup))[0].startswith("4.00")
+    assert browser.run(column.format(speedup))[-1] == "-"
+    browser.run(head.format(method))
+    assert browser.run(column.format(method)) == sorted(before)
+    assert browser.errors == []
+
+
+def test_what_all_rows_share_is_said_once_above_the_table(folder, cell_maker):
+    text = page_of(folder).read_text()
+    assert "All rows: model: net, device: A CPU, 2 threads" in text
+    table = text.partition('id="table-main"')[2].partition("</table>")[0]
+    assert "A CPU" not in table
+    cell_maker(folder, "other-openvino-int8", model="other")
+    text = page_of(folder).read_text()
+    assert "All rows: device: A CPU, 2 threads" in text
+    assert ">other<" in text.partition('id="table-main"')[2].partition("</table>")[0]
+
+
+@pytest.mark.parametrize("width", [1300, 400])
+def test_two_rows_are_compared_and_the_page_fits_its_width(with_models, browser, width):
+    browser.open(page_of(with_models), width=width)
+    assert browser.run("document.documentElement.scrollWidth") <= width
+    assert browser.run(f"{CHARTS}.length") == 5
+    assert "</script><script>" in json.dumps(browser.run("cells[0].graph.scene.nodes.map(n => n[6])"))
+    choose = (
+        "(s => {{ s.value = '{}'; s.dispatchEvent(new Event('change')); }})(document.querySelectorAll('select')[{}])"
+    )
+    browser.run(choose.format("all", 0))
+    alone = browser.run("document.querySelector('.diff').textContent")
+    marks = browser.run("cells[0].graph.marks")
+    assert f"{len(marks['all'])} inputs at int8" in alone
+    browser.run(choose.format("aa", 1))
+    text = browser.run("document.querySelector('.diff').textContent")
+    assert f"{len(marks['aa'])} in both" in text
+    assert f"{len(marks['all']) - len(marks['aa'])} in the first alone" in text
+    assert "0 in the second alone" in text
+    browser.run("document.querySelector('.pattern-key').click()")
+    assert "Insertion points of the pattern" in browser.run("document.querySelector('.facts').textContent")
+    assert browser.errors == []
+
+
+def test_a_click_in_the_legend_switches_its_series_off(folder, browser):
+    browser.open(page_of(folder))
+    browser.run("document.querySelector('.js-plotly-plot').scrollIntoView({block: 'center'})")
+    settled(browser)
+    key = "document.querySelector('.js-plotly-plot .legendtoggle')"
+    place = middle_of(browser, key)
+    hidden = f"{CHARTS}[0].data.filter(trace => trace.visible === 'legendonly').map(trace => trace.legendgroup)"
+    assert browser.run(hidden) == []
+    mouse(browser, "mousePressed", place, button="left", clickCount=1)
+    mouse(browser, "mouseReleased", place, button="left", clickCount=1)
+    browser.run("new Promise(done => setTimeout(() => done(true), 600))")  # Plotly waits for a second click
+    assert set(browser.run(hidden)) == {"random"}, "the line, its band and what was confirmed"
+    assert len(browser.run(hidden)) > 2
+    assert browser.errors == []
+
+
+def test_the_pointer_opens_the_figures_of_a_mark(folder, browser):
+    browser.open(page_of(folder))
+    last = "[...document.querySelectorAll('.js-plotly-plot')].at(-1)"
+    browser.run(f"{last}.scrollIntoView({{block: 'center'}})")
+    settled(browser)
+    mouse(browser, "mouseMoved", middle_of(browser, f"[...{last}.querySelectorAll('.scatterlayer .point')].at(-1)"))
+    browser.run("new Promise(done => setTimeout(() => done(true), 300))")
+    assert re.search(r"ms \[.*\], top-1 0\.\d{4}", browser.run(f"{last}.querySelector('.hoverlayer').textContent"))
+    assert browser.errors == []
+
+
+def test_no_button_uploads_a_chart(folder, browser):
+    browser.open(page_of(folder))
+    titles = browser.run("[...document.querySelectorAll('.modebar-btn')].map(b => b.dataset.title)")
+    assert set(titles) == {"Download plot", "Zoom", "Pan", "Zoom in", "Zoom out", "Reset axes"}
+    assert "form-action 'none'" in page_of(folder).read_text()
+
+
+def test_names_in_charts_are_no_markup(folder):
+    rows = folder / CELL / "rows.json"
+    rows.write_text(rows.read_text().replace('"random"', '"<a href=x>random</a>"'))
+    charts = json.dumps(data_of(page_of(folder).read_text())["cells"][0]["charts"])
+    assert "&lt;a href=x&gt;random&lt;/a&gt;" in charts
+    assert "<a href" not in charts.replace('"legendgroup": "<a href', "")
+
+
+def test_what_was_explained_is_told_where_it_is_clicked(with_models, browser):
+    scene = graph_of(load(with_models).cells[0])["scene"]
+    place, pattern = next((i, p) for i, p in enumerate(scene["patterns"]) if p["points"])
+    known = {"pattern": pattern["signature"], "operators": "Conv", "pairs": 2}
+    ratio = Interval(value=1.25, low=1.2, high=1.3)
+    found = Explanation(
+        row="aa", sha256="sha of aa", method="random", pairs=5, speedup=ratio, floor=0.01, minimal=None,
+        patterns=(Effect(part=pattern["signature"], ratio=ratio, **known),),
+        points=(Effect(part=pattern["points"][0]["name"], ratio=None, reason="<b>gone</b>", **known),),
+    )  # fmt: skip
+    write_explanation(found, with_models / CELL)
+    browser.open(page_of(with_models))
+    region = next(i for i, region in enumerate(scene["regions"]) if region[4] == place)
+    facts = f"regionFacts(cells[0].graph.scene, {region}, cells[0].graph.marks.{{0}}, cells[0].effects.{{0}})"
+    said = browser.run(f"{facts.format('aa')}.map(e => e.textContent).join(' | ')")
+    assert "Effect: without it +25.0 % [+20.0, +30.0] time" in said
+    assert "not measured: <b>gone</b>" in said
+    assert "not measured for this row" in browser.run(f"{facts.format('all')}.map(e => e.textContent).join(' | ')")
+    assert browser.errors == []
+
+
+def settled(browser) -> None:
+    """Wait until what was asked for is drawn."""
+    browser.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))")
+
+
+def mouse(browser, kind: str, place: tuple[float, float], **facts) -> None:
+    browser.call("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], **facts)
+
+
+def middle_of(browser, found: str) -> tuple[float, float]:
+    box = browser.run(f"(({{x, y, width, height}}) => [x, y, width, height])({found}.getBoundingClientRect())")
+    return box[0] + box[2] / 2, box[1] + box[3] / 2
+
+
+def test_the_graph_is_zoomed_dragged_and_clicked_with_a_mouse(with_models, browser):
+    browser.open(page_of(with_models))
+    browser.run("document.querySelector('.stage').scrollIntoView({block: 'center'})")
+    settled(browser)
+    canvas = "document.querySelector('canvas.graph')"
+    box = browser.run(f"(({{x, y, width, height}}) => [x, y, width, height])({canvas}.getBoundingClientRect())")
+    middle = (box[0] + box[2] / 2, box[1] + box[3] / 2)
+    drawn = [browser.run(f"{canvas}.toDataURL()")]
+    mouse(browser, "mouseWheel", middle, deltaX=0, deltaY=-400)
+    settled(browser)
+    drawn.append(browser.run(f"{canvas}.toDataURL()"))
+    mouse(browser, "mousePressed", middle, button="left", clickCount=1)
+    mouse(browser, "mouseMoved", (middle[0] + 60, middle[1] + 30), button="left", buttons=1)
+    mouse(browser, "mouseReleased", (middle[0] + 60, middle[1] + 30), button="left", clickCount=1)
+    settled(browser)
+    drawn.append(browser.run(f"{canvas}.toDataURL()"))
+    assert len(set(drawn)) == 3, "zooming and dragging change the picture"
+    assert "Click a region" in browser.run("document.querySelector('.facts').textContent"), "dragging is no click"
+    browser.run("[...document.querySelectorAll('.tools button')].at(-1).click()")
+    settled(browser)
+    assert browser.run(f"{canvas}.toDataURL()") == drawn[0], "the whole graph again"
+    scene = browser.run("cells[0].graph.scene")
+    width, height = scene["size"]
+    scale = min(1.5, (box[2] - 20) / width, (box[3] - 20) / height)
+    node = scene["nodes"][0]
+    place = (
+        middle[0] + (node[0] + node[2] / 2 - width / 2) * scale,
+        middle[1] + (node[1] + scene["node_height"] / 2 - height / 2) * scale,
+    )
+    mouse(browser, "mousePressed", place, button="left", clickCount=1)
+    mouse(browser, "mouseReleased", place, button="left", clickCount=1)
+    said = browser.run("document.querySelector('.facts').textContent")
+    assert said.startswith(f"Region {node[4]} ")
+    assert "Effect: not measured for this row" in said
+    assert browser.errors == []
+
+
+def test_headings_sort_by_keyboard_too(folder, browser):
+    browser.open(page_of(folder))
+    browser.run("document.querySelector('#table-main th button').focus()")
+    for kind in ("rawKeyDown", "char", "keyUp"):
+        browser.call(
+            "Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r"
+        )
+    assert browser.run("document.querySelector('#table-main th').getAttribute('aria-sort')") == "ascending"

@@ -1,0 +1,117 @@
+"""What the pictures for papers are drawn from, and LaTeX that compiles."""
+
+import json
+import shutil
+import subprocess
+
+import pandas as pd
+import pytest
+
+from harness.report.plots import result_plots
+from harness.report.page.interactive_charts import charts_of
+from harness.report.plots.plot_files import draw
+from harness.report.frames.main_frame import main_frame
+from harness.report.display_names import labels_of
+from harness.report.plots.result_plots import anytime, envelope, front, latencies, look
+from harness.report.render import write_tables
+from harness.report.load.results import load
+from harness.report.frames.confirmation_samples import sample_frame
+from harness.report.frames.budget_frames import budget_frame
+from harness.report.tables.report_table import Table, write_table
+
+CELL = "net-openvino-int8"
+CURVES = pd.DataFrame(
+    {
+        "searcher": "a $x$ _y_",
+        "seed": [0, 0, 0, 1, 1],
+        "evaluations": [1, 2, 3, 1, 3],
+        "minutes": [0.1, 0.2, 0.3, 0.15, 0.4],
+        "speedup": [1.0, 1.5, 2.0, 1.0, 3.0],
+    }
+)
+
+
+def test_the_envelope_is_the_median_over_seeds_and_carries_what_was_known(tmp_path):
+    found = envelope(CURVES, "evaluations")
+    assert found["value"].tolist() == [1.0, 1.25, 2.5]
+    assert found["low"].tolist() == [1.0, 1.0, 2.0]
+    assert found["high"].tolist() == [1.0, 1.5, 3.0]
+
+
+def test_same_results_same_bytes_and_both_formats(tmp_path):
+    for name in ("one", "two"):
+        anytime(CURVES, "<t> $\\frac", tmp_path / name)
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
+    assert "<t>" not in (tmp_path / "one.svg").read_text()
+
+
+@pytest.mark.parametrize(("higher", "expected"), [(True, ["b", "c"]), (False, ["b", "a"])])
+def test_the_front_holds_what_nothing_beats(higher, expected):
+    points = pd.DataFrame({"latency_ms": [3.0, 1.0, 2.0, 2.0], "score": [0.1, 0.5, 0.9, 0.9]}, index=[*"abcd"])
+    assert list(front(points, higher).index) == expected
+
+
+def test_no_two_of_many_series_look_the_same():
+    looks = [look(index) for index in range(24)]
+    assert (
+        len({(colour, line) for colour, line, _ in looks}) == len({(colour, mark) for colour, _, mark in looks}) == 24
+    )
+
+
+def test_latencies_need_no_floor(tmp_path):
+    part = pd.DataFrame({"build": [0, 0, 1], "latency_ms": [1.0, 1.1, 1.2]})
+    long = "a very long name of many methods at once, and more"
+    latencies({"float": part, long: part}, {"float": 1.1, long: 1.12}, None, "t", tmp_path / "l")
+    assert (tmp_path / "l.png").exists()
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no LaTeX here")
+def test_latex_compiles_hostile_names_included(folder, tmp_path):
+    write_tables(load(folder), tmp_path)
+    name = "a_b%<script>|x*y* [z](u) \\input{p} `c` ~^#$&é"
+    cells = pd.DataFrame([{"model": name, "[n]": "1"}, {"model": "[q]", "[n]": "*"}])
+    write_table(
+        Table(name="hostile", cells=cells, raw=cells, note=name, underlined=frozenset({(0, "model")})), tmp_path
+    )
+    inputs = "".join(f"\\input{{{path.stem}}}\n\n" for path in sorted(tmp_path.glob("*.tex")))
+    (tmp_path / "all.tex").write_text(
+        "\\documentclass{article}\\usepackage{booktabs,graphicx}\\begin{document}\\tiny\n"
+        + inputs
+        + "\\end{document}\n"
+    )
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "-no-shell-escape", "all.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, errors="replace")
+    assert done.returncode == 0, done.stdout[-800:]
+
+
+def test_the_picture_of_latencies_shows_what_the_table_says(folder, monkeypatch):
+    path = folder / CELL / "confirm.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines[1:]:
+        if line["kind"] == "block" and line["row"] == "aa" and line["build"] == 2:
+            line["samples_ms"] = [16.0] * 3
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    results = load(folder)
+    cell, main = results.cells[0], main_frame(results)
+    table_ms = main.set_index("method").loc["random", "latency_ms"]
+    assert table_ms == pytest.approx(4 ** (2 / 3) * 16 ** (1 / 3)), "the median of all samples is 4"
+    drawn = {}
+    monkeypatch.setattr(result_plots, "latencies", lambda samples, table_ms, *_: drawn.update(table_ms))
+    draw(results, folder / "report")
+    assert drawn["random"] == pytest.approx(table_ms)
+    charts = charts_of(cell, main, budget_frame(results), sample_frame(results), labels_of(cell, main))
+    chart = next(chart for chart in charts if chart["title"].startswith("Latency of the confirmation"))
+    marks = next(trace for trace in chart["data"] if trace["name"] == "latency as in the tables")
+    assert marks["x"][marks["text"].index("random")] == pytest.approx(table_ms, rel=1e-5)
+
+
+def test_marks_that_lie_together_show_each_other(folder):
+    results = load(folder)
+    cell, main = results.cells[0], main_frame(results)
+    charts = charts_of(cell, main, budget_frame(results), sample_frame(results), labels_of(cell, main))
+    chart = next(chart for chart in charts if chart["title"].startswith("Latency against"))
+    rows = [trace for trace in chart["data"] if "error_x" in trace]
+    assert len(rows) == 4
+    assert all(trace["marker"]["color"].startswith("rgba") and trace["marker"]["size"] < 10 for trace in rows)
+    assert all(trace["name"] and "text" not in trace for trace in rows), "names stand in the key, where none overlap"

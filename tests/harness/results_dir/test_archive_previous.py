@@ -1,0 +1,219 @@
+"""--accept-changes, --retry-failed, and who holds a results folder: what a user sees when an experiment goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from small import qdq, save_chain
+
+from harness.timing.workers.trial_pool import WorkerLost
+from harness.report.frames.main_frame import main_frame
+from harness.report.load.results import load
+from harness.results_dir.ownership import claimed
+from harness.config.experiment import load_experiment
+from harness.results_dir.journal import RETRY, read_journal
+from harness.progress import Silent
+from harness.results_dir.artifacts import read_rows
+from harness.results_dir.archive_previous import LOSSES, in_sections
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+EXPERIMENT = """
+experiment: small
+models: [{use: net.onnx, calibration: {samples: 2}}]
+backends: [{use: simulated, params: {seed: 5, noise: 0.0, failure_rate: 0.3}}]
+searchers: [random]
+initial: [float, linear]
+baselines: [linear]
+budget: {evaluations: [12]}
+seeds: [0]
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+CELL = "net-simulated-int8"
+
+
+def write_model(path: Path, seed: int) -> None:
+    """Three convolutions with weights of their own."""
+    save_chain(path, (8, 8, 12), seed=seed)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sections")
+    write_model(folder / "net.onnx", seed=1)
+    (folder / "small.yaml").write_text(EXPERIMENT)
+    assert qdq("run", str(folder / "small.yaml"), "--out", str(folder / "out")) == 0
+    return folder
+
+
+@pytest.fixture
+def copy(done: Path, tmp_path: Path) -> Path:
+    shutil.copytree(done, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def age(copy: Path) -> None:
+    """As if the results were begun with another version of NumPy."""
+    path = copy / "out" / CELL / "env.json"
+    facts = json.loads(path.read_text())
+    facts["packages"]["numpy"] = "1.0"
+    path.write_text(json.dumps(facts))
+
+
+def test_changed_versions_are_refused_with_the_difference_and_the_way_on(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    age(copy)
+    assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 2
+    error = capsys.readouterr().err
+    assert "packages.numpy: '1.0' -> " in error
+    assert "--accept-changes" in error
+
+
+def test_an_accepted_change_begins_a_new_section_of_the_table(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    age(copy)
+    before = (copy / "out" / CELL / "runs" / "random-0.jsonl").read_bytes()
+    assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out"), "--accept-changes") == 0
+    assert f"accepted: {CELL}.1 keeps what was measured before" in capsys.readouterr().err
+    assert (copy / "out" / f"{CELL}.1" / "runs" / "random-0.jsonl").read_bytes() == before
+    frame = main_frame(load(copy / "out"))
+    assert set(frame["cell"]) == {CELL, f"{CELL}.1"}
+    assert (frame.groupby("cell")["method"].count() == 3).all()
+    assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0, "and it goes on without the flag"
+
+
+def test_a_changed_model_is_refused_and_begins_a_new_section_where_that_is_accepted(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(copy / "net.onnx", seed=2)
+    command = ["run", str(copy / "small.yaml"), "--out", str(copy / "out")]
+    assert qdq(*command) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert re.search(r"model_sha256: '[0-9a-f]+' -> '[0-9a-f]+'", error), error
+    assert "--accept-changes" in error
+    assert qdq(*command, "--accept-changes") == 0
+    assert set(main_frame(load(copy / "out"))["cell"]) == {CELL, f"{CELL}.1"}
+
+
+def test_more_seeds_go_on_with_what_is_there(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (copy / "small.yaml").write_text(EXPERIMENT.replace("seeds: [0]", "seeds: [0, 1]"))
+    before = (copy / "out" / CELL / "runs" / "random-0.jsonl").read_bytes()
+    assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0
+    assert "seeds: 1 added: going on with what is there" in capsys.readouterr().err
+    assert (copy / "out" / CELL / "runs" / "random-0.jsonl").read_bytes() == before
+    assert (copy / "out" / CELL / "runs" / "random-1.jsonl").exists()
+    assert not (copy / "out" / f"{CELL}.1").exists(), "nothing that was measured became another thing"
+    assert "seeds:\n- 0\n" in (copy / "out" / "experiment.1.yaml").read_text()
+
+
+def confirmed(cell: Path) -> dict[str, str]:
+    """The rows that the confirmation is of, with the hashes of their files."""
+    rows: dict[str, str] = json.loads((cell / "confirm.jsonl").read_text().splitlines()[0])["rows"]
+    return rows
+
+
+def test_a_larger_budget_goes_on_and_a_smaller_one_is_asked_about(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cell, command = copy / "out" / CELL, ["run", str(copy / "small.yaml"), "--out", str(copy / "out")]
+    journal = cell / "runs" / "random-0.jsonl"
+    before = journal.read_bytes()
+    (copy / "small.yaml").write_text(EXPERIMENT.replace("[12]", "[12, 15]"))
+    assert qdq(*command) == 0
+    assert "budget 12 -> 12, 15: going on with what is there" in capsys.readouterr().err
+    assert journal.read_bytes().startswith(before), "nothing is measured twice"
+    assert len({entry.asked.digest for entry in read_journal(journal)}) == 15
+    rows, picks = read_rows(cell)
+    assert {pick.budget for pick in picks if pick.kind == "search"} == {12, 15}
+    assert confirmed(cell) == {row.id: row.sha256 for row in rows}, "what is shown was confirmed"
+    assert not (copy / "out" / f"{CELL}.1").exists()
+    (copy / "small.yaml").write_text(EXPERIMENT)
+    assert qdq(*command) == 2
+    assert "different: budget); use another --out, or --accept-changes" in capsys.readouterr().err
+
+
+def test_one_more_searcher_and_baseline_go_on_and_are_confirmed_beside_the_others(copy: Path) -> None:
+    cell = copy / "out" / CELL
+    before = (cell / "runs" / "random-0.jsonl").read_bytes()
+    more = EXPERIMENT.replace("[random]", "[random, evolutionary]").replace(
+        "baselines: [linear]", "baselines: [linear, all]"
+    )
+    (copy / "small.yaml").write_text(more)
+    assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0
+    assert (cell / "runs" / "random-0.jsonl").read_bytes() == before
+    assert list(main_frame(load(copy / "out"))["method"]) == ["float", "linear", "all", "random", "evolutionary"]
+    assert confirmed(cell) == {row.id: row.sha256 for row in read_rows(cell)[0]}
+
+
+def test_another_executor_is_the_same_experiment_unless_the_window_differs(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(copy / "out")
+    (copy / "small.yaml").write_text(f"{EXPERIMENT}executor: {{use: local, workers: 3, window: 1}}\n")
+    assert qdq("run", str(copy / "small.yaml"), "--out", out) == 0
+    (copy / "small.yaml").write_text(f"{EXPERIMENT}executor: {{use: local, workers: 2}}\n")
+    assert qdq("run", str(copy / "small.yaml"), "--out", out) == 2
+    assert "window: None -> 3" in capsys.readouterr().err
+
+
+def test_failed_trials_are_tried_once_more_when_asked(copy: Path) -> None:
+    path = copy / "out" / CELL / "runs" / "random-0.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    failed = sum('"status":"failed"' in line for line in lines)
+    assert failed
+    assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out"), "--retry-failed") == 0
+    retried = [entry for entry in read_journal(path) if entry.asked.origin == RETRY]
+    assert len(retried) == failed
+    assert path.read_text().startswith("".join(lines)), "what was there stays there"
+    assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0
+
+
+def test_who_holds_a_folder_is_said(done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with claimed(tmp_path / "out", load_experiment(done / "small.yaml")):
+        assert qdq("run", str(done / "small.yaml"), "--out", str(tmp_path / "out")) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert re.search(rf"process {os.getpid()} of \w+ on \S+, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d", error)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system that nobody can write to")
+def test_a_read_only_folder_is_said_at_once(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert qdq("run", str(done / "small.yaml"), "--out", "/proc/self/out") == 2
+    error = capsys.readouterr().err
+    assert "/proc/self/out: cannot be written (" in error
+    assert "use another --out" in error
+
+
+def test_a_clock_that_jumps_changes_nothing(done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    now, calls = time.time(), iter(range(10**9))
+    monkeypatch.setattr(time, "time", lambda: now + (-1) ** next(calls) * 86400.0)
+    assert qdq("run", str(done / "small.yaml"), "--out", str(tmp_path / "out")) == 0
+    frames = [main_frame(load(out)).drop(columns="minutes").astype(str) for out in (done / "out", tmp_path / "out")]
+    assert frames[0].equals(frames[1])
+    minutes = main_frame(load(tmp_path / "out"))["minutes"].dropna()
+    assert ((minutes >= 0) & (minutes < 10)).all()
+
+
+@pytest.mark.parametrize(("lost", "ends"), [(LOSSES, True), (LOSSES + 1, False)])
+def test_a_cell_that_loses_its_worker_goes_on_so_often(tmp_path: Path, lost: int, ends: bool) -> None:
+    begun, said = [], []
+
+    class Loud(Silent):
+        def say(self, text: str) -> None:
+            said.append(text)
+
+    def work() -> None:
+        begun.append(1)
+        if len(begun) <= lost:
+            raise WorkerLost("the worker on node-a was lost: power cut")
+
+    with nullcontext() if ends else pytest.raises(WorkerLost, match="node-a was lost"):
+        in_sections(tmp_path / "cell", work, False, Loud())
+    assert len(begun) == LOSSES + 1
+    assert said == ["cell: the worker on node-a was lost: power cut; it goes on with what is left"] * LOSSES

@@ -1,0 +1,135 @@
+"""A whole experiment on TensorRT: searched, exported, scored and confirmed; on the fakes of both majors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import modelopt.onnx.autocast.convert as autocast
+import onnx
+import pytest
+
+from harness.runtimes.tensorrt import benchmarker
+from harness.errors import UserError
+from harness.graph.builder import GraphBuilder
+from harness.graph.io.files import file_digest
+from harness.runtimes.tensorrt.model_checks import read_structure
+from harness.pipeline.preflight import check_experiment
+from harness.config.experiment import parse_experiment
+from harness.pipeline.runner import run_experiment
+from harness.progress import Silent
+from harness.verification.verify import verify
+
+YAML = """
+experiment: trt
+models:
+  - use: {model}
+    label: net
+    evaluator: {{use: fidelity, params: {{samples: 2}}}}
+backends: [{{use: 'fake_machine:{backend}', label: tensorrt, params: {{precision: {precision}}}}}]
+precision: [int8]
+searchers: [random]
+initial: none
+baselines: [{baselines}]
+budget: {{evaluations: [3]}}
+sampling: {{warmup_ms: 0, min_samples: 3, max_samples: 3}}
+confirmation: {{builds: 3, rounds: 2, samples: 3}}
+"""
+
+
+def run(folder: Path, **choices: str) -> Path:
+    """The folder of the only cell of an experiment that was run."""
+    builder = GraphBuilder("net", seed=1)
+    x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3, pad=1))
+    builder.output(builder.conv(x, 2, 1), name="y")
+    text = YAML.format(model=builder.save(folder / "net.onnx"), **choices)
+    out = folder / "out"
+    out.mkdir(exist_ok=True)
+    (out / "experiment.yaml").write_text(text)
+    run_experiment(parse_experiment(text, "test"), base=folder, out=out, observer=Silent())
+    (cell,) = [path for path in out.iterdir() if (path / "rows.json").exists()]
+    return cell
+
+
+def rows_of(cell: Path) -> dict[str, Any]:
+    return {row["id"]: row for row in json.loads((cell / "rows.json").read_text())["rows"]}
+
+
+@pytest.mark.parametrize("major", [10, 11])
+def test_a_whole_experiment(major: int, tmp_path: Path) -> None:
+    cell = run(tmp_path, backend=f"TensorRT{major}", precision="f32", baselines="all, linear")
+    facts = json.loads((cell / "cell.json").read_text())
+    assert facts["backend"]["version"].startswith(f"{major}.")
+    events = [json.loads(line) for line in (cell / "confirm.jsonl").read_text().splitlines()]
+    assert not [event for event in events if "failed" in json.dumps(event).lower()]
+    files = {row["file"] for row in rows_of(cell).values()}
+    assert len(files) > 1
+    for name in files:
+        proto = onnx.load(cell / "models" / name)
+        zeros = {t.data_type for t in proto.graph.initializer if t.name.startswith("@qdq.zero")}
+        assert zeros <= {onnx.TensorProto.INT8}
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str]]:
+    """Each file that TensorRT was given, with its hash."""
+    found: list[tuple[Path, str]] = []
+    build = benchmarker.build_plan
+
+    def noting(library: Any, path: Path, *args: Any, **options: Any) -> Any:
+        found.append((path, file_digest(path)))
+        return build(library, path, *args, **options)
+
+    monkeypatch.setattr(benchmarker, "build_plan", noting)
+    return found
+
+
+@pytest.mark.parametrize("major", [10, 11])
+def test_at_fp16_the_delivered_files_are_those_that_tensorrt_read(
+    major: int, tmp_path: Path, parsed: list[tuple[Path, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    casts: list[str] = []
+    convert = autocast.convert_to_f16
+
+    def counting(model: onnx.ModelProto, **options: Any) -> onnx.ModelProto:
+        casts.append(options["low_precision_type"])
+        return convert(model, **options)
+
+    monkeypatch.setattr(autocast, "convert_to_f16", counting)
+    cell = run(tmp_path, backend=f"HalfAndFull{major}", precision="f16", baselines="all, linear, ort_static")
+    assert casts == ["fp16"] * 2  # the float model and the PTQ tool's; no candidate
+    rows = rows_of(cell)
+    assert {"float", "float-f32", "ort_static"} < rows.keys()
+    confirmed = {digest for path, digest in parsed if path.parent == cell / "models"}
+    assert confirmed == {row["sha256"] for row in rows.values()}
+    for name, row in rows.items():
+        file = cell / "models" / row["file"]
+        assert file_digest(file) == row["sha256"]
+        proto = read_structure(file)
+        kinds = {t.data_type for t in proto.graph.initializer} - {onnx.TensorProto.INT8, onnx.TensorProto.INT64}
+        assert kinds == {onnx.TensorProto.FLOAT if name == "float-f32" else onnx.TensorProto.FLOAT16}, name
+        ends = {v.type.tensor_type.elem_type for v in (*proto.graph.input, *proto.graph.output)}
+        assert ends == {onnx.TensorProto.FLOAT}
+
+
+def test_a_delivered_fp16_file_can_be_verified(tmp_path: Path) -> None:
+    cell = run(tmp_path, backend="TensorRT11", precision="f16", baselines="all")
+    row = next(row for row in rows_of(cell).values() if row["choices"] and any(row["choices"]))
+    checks = verify(cell / "models" / row["file"], Silent(), base=tmp_path)
+    assert {check.what: check.holds for check in checks} == dict.fromkeys([c.what for c in checks], True), checks
+    assert {"file", "edges", "accuracy"} <= {check.what for check in checks}
+
+
+def test_a_missing_driver_is_said_before_anything_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the model was opened first")
+
+    monkeypatch.setattr("harness.pipeline.task.open_model", late)
+    with pytest.raises(UserError, match=r"no NVIDIA driver is loaded on this machine; install one"):
+        run(tmp_path, backend="NoDriver", precision="auto", baselines="all, modelopt_ptq")
+
+
+def test_the_check_of_an_experiment_needs_no_driver(tmp_path: Path) -> None:
+    text = YAML.format(model="zoo:resnet18", backend="NoDriver", precision="auto", baselines="all")
+    assert check_experiment(parse_experiment(text.replace("evaluator", "# evaluator"), "test"), tmp_path) == ()

@@ -1,0 +1,131 @@
+"""The replay benchmarker answers what was recorded, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness import registry
+from harness.api import Candidate
+from harness.runtimes.replay import ReplayBenchmarker
+from harness.errors import BuildFailed, EvaluationFailed, MeasureFailed, UserError
+from harness.timing.workers.engines import MAIN, WorkerSpec
+from harness.timing.workers.sandbox import open_engines
+from harness.records import Failed, Measured
+from harness.config.experiment import Limits, Sampling, Use, parse_experiment
+from harness.config.plan import plan
+from harness.benchmark_table import Facts, Row, Subspace, write_table
+from search.synthetic_problem import planted_space
+from search.space import Edge, Placement, Resolved, Space, digest_of
+
+SPACE = Space(planted_space(4, groups=2, seed=1).dimensions)
+SUBSPACE = Subspace(SPACE, (0, 1), SPACE.float_placement())
+FAILED = {(1, 0): Failed(stage="crash", reason="the worker died"), (0, 1): Failed(stage="measure", reason="no clock")}
+
+
+def candidate(edges: Resolved) -> Candidate:
+    def source() -> Path:
+        raise AssertionError("a replay never asks for a file")
+
+    return Candidate(digest=digest_of(edges), edges=edges, source=source)
+
+
+def of(*choices: int) -> Candidate:
+    return candidate(SPACE.resolve(SUBSPACE.full(Placement(choices))))
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    rows = {}
+    for number, placement in enumerate(SUBSPACE.placements()):
+        full = SUBSPACE.full(placement)
+        measured = Measured(
+            samples_ms=(1.0, 2.0, 3.0), build_s=0.75, measure_s=0.1, metrics={}, info={"layers": {"u8": 2}}
+        )
+        outcome = FAILED.get(placement.choices, measured)
+        rows[SPACE.digest(full)] = Row(number=number, choices=full.choices, outcome=outcome)
+    facts = Facts(
+        model="m", source="m.onnx", model_sha256="0" * 64, dimensions=SPACE.dimensions,
+        varied=tuple(d.name for d in SUBSPACE.space.dimensions), base=SUBSPACE.base.choices, anchors={},
+        sensitivity=dict.fromkeys((d.name for d in SPACE.dimensions), 0.1), precision="int8", dialect="onnxruntime_s8",
+        calibrated_on="", ranges="", sampling={},
+        backend={"name": "onnxruntime", "version": "1.24", "device": "a CPU", "options": {}, "float_precision": "f32"},
+        environment={},
+    )  # fmt: skip
+    write_table(tmp_path / "t.parquet", facts, rows)
+    return tmp_path / "t.parquet"
+
+
+def test_samples_are_drawn_from_those_recorded(table: Path, tmp_path: Path) -> None:
+    replay = ReplayBenchmarker(table, noise_seed=1)
+    artifact = replay.build(of(1, 1), tmp_path)
+    assert artifact.info == {"layers": {"u8": 2}, "build_s": 0.75, "recorded": True}
+    with replay.open(artifact) as probe:
+        readings = probe.sample(600)
+        with pytest.raises(EvaluationFailed, match="recorded latencies only"):
+            probe.infer({})
+    assert set(readings) == {1.0, 2.0, 3.0}
+    assert np.mean(readings) == pytest.approx(2.0, abs=0.15)
+    again = ReplayBenchmarker(table, noise_seed=1)
+    with again.open(again.build(of(1, 1), tmp_path)) as probe:
+        assert probe.sample(600) == readings
+
+
+def test_recorded_failures_fail_again(table: Path, tmp_path: Path) -> None:
+    replay = ReplayBenchmarker(table)
+    with pytest.raises(BuildFailed, match="recorded crash: the worker died"):
+        replay.build(of(1, 0), tmp_path)
+    with pytest.raises(MeasureFailed, match="recorded measure: no clock"):
+        replay.build(of(0, 1), tmp_path)
+
+
+def test_what_is_not_there_is_refused(table: Path, tmp_path: Path) -> None:
+    replay = ReplayBenchmarker(table)
+    outside = candidate(SPACE.resolve(Placement((0, 0, 1, 0))))
+    with pytest.raises(
+        BuildFailed, match=r"is not in table t\.parquet, which has the 4 placements of 2 dimensions of m"
+    ):
+        replay.build(outside, tmp_path)
+    foreign = candidate(((Edge("other", "conv", 0), "int8"),))
+    with pytest.raises(BuildFailed, match=r"t\.parquet is of another model: m has no edge 'other' -> 'conv'"):
+        replay.build(foreign, tmp_path)
+    with pytest.raises(UserError, match="no such file"):
+        registry.create("benchmarker", "replay", {"table": str(tmp_path / "none.parquet")})
+
+
+def test_it_says_whose_latencies_these_are(table: Path) -> None:
+    replay = ReplayBenchmarker(table)
+    facts = replay.describe()
+    assert (facts["name"], facts["device"], facts["float_precision"]) == ("replay", "a CPU", "f32")
+    assert facts["options"]["recorded_on"]["name"] == "onnxruntime"
+    assert len(facts["options"]["table_sha256"]) == 64
+    assert replay.dialect == "onnxruntime_s8"
+
+
+def test_the_harness_times_it_like_any_other(table: Path, tmp_path: Path) -> None:
+    use = Use(use="replay", params={"table": str(table), "noise_seed": 0})
+    with open_engines(WorkerSpec(benchmarkers={MAIN: use}, workdir=tmp_path / "work"), Limits()) as engines:
+        built = engines.build(of(1, 1))
+        assert not isinstance(built, Failed)
+        samples = engines.sample(built.handle, Sampling(min_samples=5, max_samples=9))
+        assert not isinstance(samples, Failed)
+        assert set(samples.latency_ms) <= {1.0, 2.0, 3.0}
+        assert isinstance(engines.build(of(1, 0)), Failed)
+
+
+def test_a_relative_table_lies_beside_the_experiment(
+    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    text = f"experiment: e\nmodels: [m.onnx]\nbackends: [openvino, {{use: replay, params: {{table: {table.name}}}}}]\n"
+    experiment = parse_experiment(text, "e.yaml")
+    openvino, replay = (cell.backend for cell in plan(experiment, table.parent))
+    assert registry.create("benchmarker", replay.use, replay.params).describe()["device"] == "a CPU"
+    assert openvino == Use(use="openvino"), "only who asks is told"
+    with pytest.raises(UserError, match=r"t\.parquet: no such file"):
+        registry.create("benchmarker", "replay", plan(experiment)[1].backend.params)
+    other = f"{text}initial: [float]\nbaselines: []\n".replace("use: replay", "use: replai")
+    assert [cell.backend.use for cell in plan(parse_experiment(other, "e.yaml"), tmp_path)] == ["openvino", "replai"]

@@ -1,0 +1,214 @@
+"""What OpenVINO and ONNX Runtime have in common as benchmarkers, on small models and on one real model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from harness import registry
+from harness.api import Benchmarker, Candidate
+from harness.errors import BuildFailed, MeasureFailed, UserError
+from harness.timing.provenance import cores
+
+NAMES = ("openvino", "onnxruntime")
+
+
+def candidate(path: Path) -> Candidate:
+    return Candidate(digest="x", edges=(), source=lambda: path)
+
+
+def write(path: Path, shape: list[int | str], *, op: str = "Relu", domain: str = "", external: bool = False) -> Path:
+    """y = OP(x W), flag = ids + 1; W is 64 x 8."""
+    weights = np.random.default_rng(0).standard_normal((64, 8)).astype(np.float32)
+    graph = helper.make_graph(
+        [
+            helper.make_node("MatMul", ["x", "w"], ["xw"]),
+            helper.make_node(op, ["xw"], ["y:0"], domain=domain),
+            helper.make_node("Add", ["ids", "one"], ["flag"]),
+        ],
+        "small",
+        [
+            helper.make_tensor_value_info("x", TensorProto.FLOAT, shape),
+            helper.make_tensor_value_info("ids", TensorProto.INT64, [2]),
+        ],
+        [
+            helper.make_tensor_value_info("y:0", TensorProto.FLOAT, [shape[0], 8]),
+            helper.make_tensor_value_info("flag", TensorProto.INT64, [2]),
+        ],
+        [numpy_helper.from_array(weights, "w"), numpy_helper.from_array(np.array([1], np.int64), "one")],
+    )
+    opsets = [helper.make_opsetid("", 17), *([helper.make_opsetid(domain, 1)] if domain else [])]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    onnx.save(model, path, save_as_external_data=external, location=f"{path.name}.data", size_threshold=64)
+    return path
+
+
+@pytest.fixture(params=NAMES)
+def benchmarker(request: pytest.FixtureRequest) -> Benchmarker:
+    params = {"precision": "f32"} if request.param == "openvino" else {}
+    made: Benchmarker = registry.create("benchmarker", request.param, params)
+    return made
+
+
+def test_times_and_answers_with_the_models_own_names(benchmarker: Benchmarker, tmp_path: Path) -> None:
+    artifact = benchmarker.build(candidate(write(tmp_path / "m.onnx", [1, 64])), tmp_path)
+    feeds = {"x": np.random.default_rng(1).standard_normal((1, 64)).astype(np.float32), "ids": np.array([3, 4])}
+    weights = np.random.default_rng(0).standard_normal((64, 8)).astype(np.float32)
+    with benchmarker.open(artifact) as probe:
+        readings = probe.sample(5)
+        results = probe.infer(feeds)
+        again = probe.sample(2)
+    assert len(readings) == 5
+    assert all(0 < reading < 1000 for reading in (*readings, *again))
+    assert set(results) == {"y:0", "flag"}
+    assert results["y:0"].dtype == np.float32
+    np.testing.assert_allclose(results["y:0"], np.maximum(feeds["x"] @ weights, 0), rtol=1e-3, atol=1e-4)
+    np.testing.assert_array_equal(results["flag"], [4, 5])
+
+
+def test_results_do_not_change_with_the_next_inference(benchmarker: Benchmarker, tmp_path: Path) -> None:
+    artifact = benchmarker.build(candidate(write(tmp_path / "m.onnx", [1, 64])), tmp_path)
+    with benchmarker.open(artifact) as probe:
+        first = probe.infer({"x": np.ones((1, 64), np.float32), "ids": np.array([1, 2])})["flag"]
+        probe.infer({"x": np.ones((1, 64), np.float32), "ids": np.array([5, 6])})
+    np.testing.assert_array_equal(first, [2, 3])
+
+
+def test_wrong_feeds_are_a_failed_measurement(benchmarker: Benchmarker, tmp_path: Path) -> None:
+    artifact = benchmarker.build(candidate(write(tmp_path / "m.onnx", [1, 64])), tmp_path)
+    with benchmarker.open(artifact) as probe, pytest.raises(MeasureFailed, match="nobody"):
+        probe.infer({"nobody": np.ones((1, 64), np.float32)})
+
+
+def test_an_engine_does_not_depend_on_its_files(benchmarker: Benchmarker, tmp_path: Path) -> None:
+    path = write(tmp_path / "m.onnx", [1, 64], external=True)
+    feeds = {"x": np.ones((1, 64), np.float32), "ids": np.array([1, 2])}
+    artifact = benchmarker.build(candidate(path), tmp_path)
+    os.truncate(tmp_path / "m.onnx.data", 0)
+    path.unlink()
+    with benchmarker.open(artifact) as probe:
+        assert len(probe.sample(3)) == 3
+        assert np.isfinite(probe.infer(feeds)["y:0"]).all()
+
+
+def test_outputs_are_those_of_the_model_alone(benchmarker: Benchmarker, tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Relu", ["x"], ["before"]),
+        helper.make_node("Cast", ["before"], ["y"], to=TensorProto.FLOAT),
+        helper.make_node("Identity", ["y"], ["z"]),
+    ]
+    values = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 4]) for name in "xyz"}
+    graph = helper.make_graph(nodes, "merged", [values["x"]], [values["y"], values["z"]])
+    path = tmp_path / "merged.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    with benchmarker.open(benchmarker.build(candidate(path), tmp_path)) as probe:
+        assert set(probe.infer({"x": np.ones((1, 4), np.float32)})) == {"y", "z"}
+
+
+def test_refused_models_give_the_runtimes_own_words(benchmarker: Benchmarker, tmp_path: Path) -> None:
+    (tmp_path / "broken.onnx").write_bytes(b"nonsense")
+    with pytest.raises(BuildFailed, match=r"refuses broken\.onnx: .*(Unable to read|Protobuf parsing failed)"):
+        benchmarker.build(candidate(tmp_path / "broken.onnx"), tmp_path)
+    with pytest.raises(BuildFailed, match=r"refuses gone\.onnx: .*(Could not open|doesn't exist)"):
+        benchmarker.build(candidate(tmp_path / "gone.onnx"), tmp_path)
+    unknown = write(tmp_path / "unknown.onnx", [1, 64], op="Frobnicate", domain="my.domain")
+    with pytest.raises(BuildFailed, match=r"refuses unknown\.onnx: .*Frobnicate"):
+        benchmarker.build(candidate(unknown), tmp_path)
+    lost = write(tmp_path / "lost.onnx", [1, 64], external=True)
+    (tmp_path / "lost.onnx.data").unlink()
+    with pytest.raises(BuildFailed, match=r"refuses lost\.onnx: .*lost\.onnx\.data"):
+        benchmarker.build(candidate(lost), tmp_path)
+
+
+def test_dynamic_shapes_are_refused(benchmarker: Benchmarker, tmp_path: Path) -> None:
+    with pytest.raises(BuildFailed, match=r"m\.onnx: input 'x' has the dynamic shape .*; make it static"):
+        benchmarker.build(candidate(write(tmp_path / "m.onnx", ["batch", 64])), tmp_path)
+
+
+def test_description(benchmarker: Benchmarker) -> None:
+    facts = benchmarker.describe()
+    assert {"name", "version", "device", "options", "float_precision"} <= set(facts)
+    assert facts["options"]["threads"] == 1
+    assert facts["float_precision"] == "f32"
+    assert facts["float_precision"] in facts.get("float_params", {"f32": {}})
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("openvino", {"threads": cores() + 1}, rf"threads: 1 to {cores()} .* but got {cores() + 1}"),
+        ("onnxruntime", {"threads": 0}, rf"threads: 1 to {cores()} .* but got 0"),
+        ("openvino", {"precision": "f16"}, "precision: one of auto, f32, bf16, but got 'f16'"),
+        (
+            "onnxruntime",
+            {"optimization": "some"},
+            "one of disabled, basic, extended, all, but got 'some'",
+        ),
+        ("openvino", {"thread": 1}, "has no parameter 'thread'; did you mean 'threads'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(name: str, params: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        registry.create("benchmarker", name, params)
+
+
+@pytest.mark.parametrize(("name", "module"), [("openvino", "openvino"), ("onnxruntime", "onnxruntime")])
+def test_a_runtime_that_is_not_installed_is_named(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=f"benchmarker '{name}': .*pip install"):
+        registry.create("benchmarker", name, {})
+
+
+def has_bf16() -> bool:
+    return "bf16" in registry.create("benchmarker", "openvino", {}).describe()["float_params"]
+
+
+def test_every_float_precision_of_the_cpu_is_offered_and_runs(tmp_path: Path) -> None:
+    facts = registry.create("benchmarker", "openvino", {}).describe()
+    assert facts["float_open"]
+    if not has_bf16():
+        assert list(facts["float_params"]) == ["f32"]
+        with pytest.raises(UserError, match=r"this CPU offers .* but got 'bf16'; use 'f32' or 'auto'"):
+            registry.create("benchmarker", "openvino", {"precision": "bf16"})
+        return
+    plain, half = (registry.create("benchmarker", "openvino", facts["float_params"][p]) for p in ("f32", "bf16"))
+    assert plain.describe()["float_precision"] == "f32"
+    assert not plain.describe()["float_open"]
+    artifact = half.build(candidate(write(tmp_path / "m.onnx", [16, 64])), tmp_path)
+    assert artifact.info["layers"].get("bf16", 0) > 0
+    assert "bf16" not in plain.build(candidate(tmp_path / "m.onnx"), tmp_path).info["layers"]
+
+
+def test_openvino_reports_to_nobody(tmp_path: Path) -> None:
+    code = (
+        "import sys; from harness.runtimes.openvino import OpenVINOBenchmarker; OpenVINOBenchmarker(); "
+        "print([name for name in sys.modules if name.startswith('openvino_telemetry.')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "HOME": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.assets
+@pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
+def test_a_real_model_gives_the_same_answers_on_both(tmp_path: Path) -> None:
+    path = Path(os.environ["QDQ_ASSETS"]) / "models" / "nanodet_m_320.onnx"
+    feeds = {"input.1": np.random.default_rng(0).standard_normal((1, 3, 320, 320)).astype(np.float32)}
+    answers = []
+    for name, params in (("openvino", {"precision": "f32"}), ("onnxruntime", {})):
+        made: Benchmarker = registry.create("benchmarker", name, params)
+        with made.open(made.build(candidate(path), tmp_path)) as probe:
+            assert min(probe.sample(3)) > 0
+            answers.append(probe.infer(feeds))
+    assert set(answers[0]) == set(answers[1])
+    for output, values in answers[0].items():
+        np.testing.assert_allclose(values, answers[1][output], rtol=1e-2, atol=1e-3)

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness import registry
+from harness.api import Candidate
+from harness.runtimes.simulated import SimulatedBenchmarker
+from harness.errors import BuildFailed, EvaluationFailed, UserError
+from harness.timing.sampling import take
+from harness.statistics import median_ci
+from harness.config.experiment import Sampling
+from search.space import Edge, Resolved, digest_of
+
+EDGES = tuple(Edge(f"t{number}", f"n{number}", 0) for number in range(9))
+
+
+def resolved(edges: tuple[Edge, ...]) -> Resolved:
+    return tuple((edge, "int8") for edge in edges)
+
+
+def candidate(edges: Resolved) -> Candidate:
+    def source() -> Path:
+        raise AssertionError("a simulation never asks for a file")
+
+    return Candidate(digest=digest_of(edges), edges=edges, source=source)
+
+
+def sample(benchmarker: SimulatedBenchmarker, edges: Resolved, n: int) -> list[float]:
+    artifact = benchmarker.build(candidate(edges), Path("unused"))
+    with benchmarker.open(artifact) as probe:
+        return list(probe.sample(n))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_planted_optimum_is_the_best_of_all_placements(seed: int) -> None:
+    simulated = SimulatedBenchmarker(seed=seed)
+    subsets = [subset for size in range(len(EDGES) + 1) for subset in itertools.combinations(EDGES, size)]
+    best = min(subsets, key=lambda subset: simulated.truth_ms(resolved(subset)))
+    assert set(best) == {edge for edge in EDGES if simulated.wanted(edge, "int8")}
+    assert simulated.truth_ms(()) == pytest.approx(10.0)
+    assert 2.5 < simulated.truth_ms(resolved(best)) <= 10.0
+
+
+def test_pairs_matter() -> None:
+    simulated = SimulatedBenchmarker(seed=1, effect=0.2)
+    log = {
+        subset: np.log(simulated.truth_ms(resolved(subset)))
+        for size in (0, 1, 2)
+        for subset in itertools.combinations(EDGES, size)
+    }
+    limit = np.log(4.0)
+    shift = {subset: limit * x / (limit - abs(x)) for subset, x in ((s, v - log[()]) for s, v in log.items())}
+    gaps = [shift[(a, b)] - shift[(a,)] - shift[(b,)] for a, b in itertools.combinations(EDGES, 2)]
+    assert 0 < sum(abs(gap) > 1e-6 for gap in gaps) < len(gaps)
+
+
+def test_the_landscape_is_the_seeds_and_precisions_differ() -> None:
+    edges = resolved(EDGES)
+    assert SimulatedBenchmarker(seed=3).truth_ms(edges) == SimulatedBenchmarker(seed=3).truth_ms(edges)
+    assert SimulatedBenchmarker(seed=3).truth_ms(edges) != SimulatedBenchmarker(seed=4).truth_ms(edges)
+    other = tuple((edge, "fp8") for edge in EDGES)
+    assert SimulatedBenchmarker(seed=3).truth_ms(edges) != SimulatedBenchmarker(seed=3).truth_ms(other)
+    flat = SimulatedBenchmarker(effect=0.0)
+    assert flat.truth_ms(edges) == flat.truth_ms(()) == 10.0
+
+
+def test_readings_scatter_around_the_truth_as_told() -> None:
+    simulated = SimulatedBenchmarker(noise=0.02, noise_seed=1)
+    readings = np.log(sample(simulated, (), 4000))
+    assert np.median(readings) == pytest.approx(np.log(10.0), abs=0.002)
+    assert readings.std() == pytest.approx(0.02, rel=0.1)
+
+
+def test_intervals_of_the_harness_cover_the_truth() -> None:
+    simulated = SimulatedBenchmarker(noise=0.03, noise_seed=0)
+    sampling = Sampling(warmup_ms=0, min_samples=21, max_samples=21)
+    hits = 0
+    for _ in range(400):
+        with simulated.open(simulated.build(candidate(()), Path("unused"))) as probe:
+            found = median_ci(take(probe, sampling).latency_ms)
+        hits += found.low <= 10.0 <= found.high
+    assert hits / 400 == pytest.approx(0.95, abs=0.03)
+
+
+def test_rebuilding_and_waiting_change_what_is_measured() -> None:
+    rebuilt = SimulatedBenchmarker(noise=0.0, build_noise=0.05)
+    assert len({sample(rebuilt, (), 1)[0] for _ in range(20)}) == 20
+    drifting = sample(SimulatedBenchmarker(noise=0.0, drift=0.01), (), 3)
+    assert drifting == pytest.approx([10.0, 10.1, 10.2])
+
+
+def test_engines_of_a_process_share_its_factor_and_processes_differ() -> None:
+    factors = []
+    for noise_seed in range(400):
+        simulated = SimulatedBenchmarker(noise=0.0, process_noise=0.1, noise_seed=noise_seed)
+        one, two = (sample(simulated, edges, 1)[0] / simulated.truth_ms(edges) for edges in ((), resolved(EDGES)))
+        assert one == pytest.approx(two)
+        factors.append(np.log(one))
+    assert np.std(factors) == pytest.approx(0.1, rel=0.15)
+
+
+def test_a_machine_that_wanders_hits_all_alike_slowly() -> None:
+    simulated = SimulatedBenchmarker(noise=0.0, wander=0.1, wander_readings=50, noise_seed=3)
+    artifacts = [simulated.build(candidate(()), Path("unused")) for _ in range(2)]
+    with simulated.open(artifacts[0]) as first, simulated.open(artifacts[1]) as second:
+        turns = np.log([(first.sample(1)[0], second.sample(1)[0]) for _ in range(5000)])
+    assert turns.std() == pytest.approx(0.1, rel=0.25)
+    assert np.diff(turns, axis=1).std() < 0.03  # side by side, most of it cancels
+    apart = turns[50:, 0] - turns[:-50, 0]
+    assert apart.std() > 0.1  # far apart, nothing does
+
+
+def test_outliers_are_late_and_rare_and_warm_up_ends() -> None:
+    readings = np.array(sample(SimulatedBenchmarker(noise=0.0, outliers=0.1, noise_seed=1), (), 5000))
+    assert (readings > 10.0).mean() == pytest.approx(0.1, abs=0.02)
+    assert readings[readings > 10.0].mean() == pytest.approx(20.0, rel=0.1)
+    assert np.median(readings) == 10.0
+    warm = sample(SimulatedBenchmarker(noise=0.0, warmup=0.5), (), 60)
+    assert warm[0] == pytest.approx(15.0)
+    assert warm == sorted(warm, reverse=True)
+    assert warm[-1] == pytest.approx(10.0, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"outliers": 1.5}, "outliers: 0 to 1, but got 1.5"),
+        ({"process_noise": -0.1}, "process_noise: 0 or more, but got -0.1"),
+        ({"wander_readings": 0.0}, "wander_readings: above 0, but got 0.0"),
+    ],
+)
+def test_noise_that_cannot_be_is_refused(params: dict[str, float], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        registry.create("benchmarker", "simulated", params)
+
+
+def test_a_noise_seed_repeats_a_run() -> None:
+    one, two = (
+        [sample(simulated, (), 3) for _ in range(2)]
+        for simulated in (SimulatedBenchmarker(noise_seed=5), SimulatedBenchmarker(noise_seed=5))
+    )
+    assert one == two
+    assert one[0] != one[1]
+    assert sample(SimulatedBenchmarker(), (), 3) != sample(SimulatedBenchmarker(), (), 3)
+
+
+def test_a_share_of_placements_fails_always_in_the_same_way() -> None:
+    simulated = SimulatedBenchmarker(failure_rate=0.3)
+    fails = 0
+    for size in (1, 2, 3):
+        for subset in itertools.combinations(EDGES, size):
+            outcomes = set()
+            for _ in range(2):
+                try:
+                    simulated.build(candidate(resolved(subset)), Path("unused"))
+                    outcomes.add("built")
+                except BuildFailed as error:
+                    outcomes.add(str(error))
+            assert len(outcomes) == 1
+            fails += outcomes != {"built"}
+    assert 0.15 < fails / 129 < 0.45
+    simulated.build(candidate(()), Path("unused"))
+    everything = SimulatedBenchmarker(failure_rate=1.0)
+    with pytest.raises(BuildFailed, match="the simulated runtime refuses placement"):
+        everything.build(candidate(resolved(EDGES)), Path("unused"))
+
+
+def test_there_is_nothing_to_score() -> None:
+    simulated = SimulatedBenchmarker()
+    artifact = simulated.build(candidate(()), Path("unused"))
+    with simulated.open(artifact) as probe, pytest.raises(EvaluationFailed, match="latencies only, no outputs"):
+        probe.infer({})
+
+
+def test_description_holds_every_option() -> None:
+    facts = SimulatedBenchmarker(seed=7, noise=0.5).describe()
+    assert facts["options"]["seed"] == 7
+    assert facts["options"]["noise"] == 0.5
+    assert not any(name.startswith("_") for name in facts["options"])
+    assert "fp32_params" not in facts
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"noise": -0.1}, "noise: 0 or more, but got -0.1"),
+        ({"failure_rate": 1.5}, "failure_rate: 0 to 1, but got 1.5"),
+        ({"base_ms": math.nan}, "base_ms: a finite number, but got nan"),
+        ({"noise": math.inf}, "noise: a finite number, but got inf"),
+        ({"base_ms": 0.0}, "base_ms above 0 and max_speedup above 1, but got 0.0 and 4.0"),
+        ({"seeds": 1}, "has no parameter 'seeds'; did you mean 'seed'"),
+    ],
+)
+def test_parameters_out_of_range_are_refused(params: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        registry.create("benchmarker", "simulated", params)

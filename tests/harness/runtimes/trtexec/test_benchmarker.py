@@ -1,0 +1,276 @@
+"""The benchmarker of trtexec against a stand-in that knows the options of each major and writes its files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from fake_cuda import FakeCuda
+
+from harness import registry
+from harness.api import Candidate
+from harness.runtimes.trtexec.benchmarker import TrtexecBenchmarker
+from harness.errors import BuildFailed, MeasureFailed, UserError
+from harness.graph.builder import GraphBuilder
+from harness.runtimes.trtexec.flags import Trace, read_times, read_version
+
+FAKE = Path(__file__).parents[3] / "fakes" / "fake_trtexec.py"
+
+
+@pytest.fixture(params=[10, 11])
+def major(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
+    """A machine with a GPU and this trtexec."""
+    program = tmp_path / "bin" / "trtexec"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FAKE}" "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    monkeypatch.setenv("FAKE_TRTEXEC", str(request.param))
+    monkeypatch.setenv("FAKE_TRTEXEC_LOG", str(tmp_path / "log"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("harness.runtimes.cuda.device.import_runtime", FakeCuda)
+    return int(request.param)
+
+
+def runs(tmp_path: Path) -> list[list[str]]:
+    return [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+
+
+def candidate(path: Path) -> Candidate:
+    return Candidate(digest="x", edges=(), source=lambda: path)
+
+
+def model(path: Path, batch: int | str = 1) -> Path:
+    builder = GraphBuilder("net")
+    builder.output(builder.op("Relu", builder.input("x", (batch, 2, 2))), name="y")
+    return builder.save(path)
+
+
+def test_builds_and_gives_gpu_compute_time_without_warm_up(major: int, tmp_path: Path) -> None:
+    made = TrtexecBenchmarker(precision="f32", workspace_gb=1, optimization_level=2)
+    artifact = made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)
+    with made.open(artifact) as probe:
+        readings = [*probe.sample(3), *probe.sample(2)]
+        answer = probe.infer({"x": np.ones((1, 2, 2), np.float32)})["y"]
+    assert readings == pytest.approx([0.755, 0.756, 0.757, 0.758, 0.759])
+    np.testing.assert_array_equal(answer, np.array([[[0.5, -1.25], [3, 4.75]]], np.float32))
+    assert np.fromfile(tmp_path / "input0.bin", np.float32).tolist() == [1, 1, 1, 1]
+    _, build, times, _ = runs(tmp_path)
+    assert {"--skipInference", "--noTF32", "--memPoolSize=workspace:953M", "--builderOptimizationLevel=2"} <= {*build}
+    assert ("--stronglyTyped" in build) == (major == 10)
+    wanted = {"--noDataTransfers", "--useSpinWait", "--useCudaGraph"}
+    assert wanted <= {*times} if major == 10 else not wanted & {*times}
+
+
+def test_without_a_cuda_graph(major: int, tmp_path: Path) -> None:
+    made = TrtexecBenchmarker(precision="f32", cuda_graph=False, timing_cache="cold")
+    with made.open(made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)) as probe:
+        probe.sample(1)
+    assert not any(argument.startswith("--timingCacheFile") for argument in runs(tmp_path)[1])
+    flags = runs(tmp_path)[-1]
+    assert ("--noCudaGraph" in flags) == (major == 11)
+    assert "--useCudaGraph" not in flags
+
+
+def test_old_readings_are_not_given_later(major: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr("harness.runtimes.trtexec.benchmarker.time.monotonic", lambda: now_s[0])
+    made = TrtexecBenchmarker(precision="f32")
+    with made.open(made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)) as probe:
+        first = probe.sample(2)
+        assert probe.sample(1)[0] > first[0]
+        now_s[0] = 5.0
+        assert probe.sample(2) == first  # from a new run
+    assert len(runs(tmp_path)) == 4
+
+
+def test_precision_flags_are_never_passed_to_11(major: int, tmp_path: Path) -> None:
+    made = TrtexecBenchmarker(precision="f16", typing="weak")
+    if major == 11:
+        with pytest.raises(UserError, match=r"typing: weak: trtexec 11.1.0 has no weakly typed networks any more"):
+            made.describe()
+        with pytest.raises(UserError, match=r"extra: --fp16 is unknown to trtexec 11"):
+            TrtexecBenchmarker(extra=["--fp16"]).describe()
+        return
+    made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)
+    assert "--fp16" in runs(tmp_path)[-1]
+    assert "--int8" not in runs(tmp_path)[-1]
+
+
+def test_an_fp16_engine_comes_from_an_fp16_file(major: int, tmp_path: Path) -> None:
+    builder = GraphBuilder("net", seed=0)
+    builder.output(builder.conv(builder.input("x", (1, 2, 4, 4)), 2, 1), name="y")
+    made = TrtexecBenchmarker(precision="f16")
+    made.build(candidate(builder.save(tmp_path / "m.onnx")), tmp_path)
+    parsed = next(a.partition("=")[2] for a in runs(tmp_path)[-1] if a.startswith("--onnx"))
+    kinds = {tensor.data_type for tensor in onnx.load(parsed).graph.initializer}
+    assert kinds == {onnx.TensorProto.FLOAT16}
+
+
+@pytest.mark.usefixtures("major")
+def test_profiles_and_further_arguments(tmp_path: Path) -> None:
+    shapes = {"x": {"min": "1x2x2", "opt": "2x2x2", "max": "4x2x2"}}
+    remote = ["--safe", "--remoteAutoTuningConfig=ssh://user@board"]
+    made = TrtexecBenchmarker(precision="f32", profiles=shapes, extra=[*remote, "--maxAuxStreams=0"])
+    with made.open(made.build(candidate(model(tmp_path / "m.onnx", "batch")), tmp_path)) as probe:
+        probe.sample(1)
+    _, build, times = runs(tmp_path)
+    assert {"--minShapes='x':1x2x2", "--optShapes='x':2x2x2", "--maxShapes='x':4x2x2", *remote} <= {*build}
+    assert {"--shapes='x':2x2x2", *remote, "--maxAuxStreams=0"} <= {*times}
+
+
+@pytest.mark.usefixtures("major")
+def test_a_static_model_gets_no_shapes_which_trtexec_would_refuse(tmp_path: Path) -> None:
+    shapes = {"x": {"min": "1x2x2", "opt": "2x2x2", "max": "4x2x2"}}
+    made = TrtexecBenchmarker(precision="f32", profiles=shapes)
+    with made.open(made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)) as probe:
+        probe.sample(1)
+    assert not any("hapes=" in argument for run in runs(tmp_path) for argument in run)
+    with pytest.raises(BuildFailed, match=r"profile of 'x': 1x2x2 to 4x2x2 does not cover 8x2x2, the shape that"):
+        made.build(candidate(model(tmp_path / "m8.onnx", 8)), tmp_path)
+    with pytest.raises(BuildFailed, match=r"input 'x' has the dynamic shape -1x2x2; make it static, or give a profile"):
+        TrtexecBenchmarker(precision="f32").build(candidate(model(tmp_path / "d.onnx", "batch")), tmp_path)
+
+
+@pytest.mark.usefixtures("major")
+def test_timing_caches_by_policy(tmp_path: Path) -> None:
+    path = model(tmp_path / "m.onnx")
+    with pytest.raises(UserError, match=r"a frozen cache is never made"):
+        TrtexecBenchmarker(precision="f32", timing_cache="frozen").build(candidate(path), tmp_path)
+    TrtexecBenchmarker(precision="f32").build(candidate(path), tmp_path)
+    (file,) = (tmp_path / "cache" / "qdq-bench" / "tensorrt").iterdir()
+    assert file.read_bytes() == b"+"
+    TrtexecBenchmarker(precision="f32", timing_cache="frozen").build(candidate(path), tmp_path)
+    assert file.read_bytes() == b"+"
+
+
+@pytest.mark.usefixtures("major")
+def test_failures_have_trtexecs_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = model(tmp_path / "m.onnx")
+    odd = onnx.load(path)
+    odd.graph.node[0].op_type = "Frobnicate"
+    onnx.save(odd, tmp_path / "odd.onnx")
+    made = TrtexecBenchmarker(precision="f32")
+    with pytest.raises(BuildFailed, match=r"trtexec failed with status 1: .*Plugin not found: Frobnicate"):
+        made.build(candidate(tmp_path / "odd.onnx"), tmp_path)
+    artifact = made.build(candidate(path), tmp_path)
+    with made.open(artifact) as probe, pytest.raises(MeasureFailed, match=r"inputs are x, but got nobody"):
+        probe.infer({"nobody": np.ones(1)})
+    with pytest.raises(BuildFailed, match=r"Unknown option: --frobnicate"):
+        TrtexecBenchmarker(precision="f32", extra=["--frobnicate"]).build(candidate(path), tmp_path)
+    slow = TrtexecBenchmarker(precision="f32", timeout_s=0.5)
+    slow.describe()
+    monkeypatch.setenv("FAKE_TRTEXEC_HANGS", "1")
+    with pytest.raises(BuildFailed, match=r"trtexec took longer than 0.5 s \(timeout_s\)"):
+        slow.build(candidate(path), tmp_path)
+
+
+def test_layers_and_their_times(major: int, tmp_path: Path) -> None:
+    made = TrtexecBenchmarker(precision="f32", profile=True)
+    artifact = made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)
+    (layer,) = made.layers(artifact)
+    assert (layer.name, layer.time_ms) == ("conv", 0.1)
+    assert "--profilingVerbosity=detailed" in runs(tmp_path)[1]
+    assert ("--separateProfileRun" in runs(tmp_path)[-1]) == (major == 10)
+
+
+def test_description(major: int) -> None:
+    facts = TrtexecBenchmarker().describe()
+    assert facts["version"] == {10: "10.16.1", 11: "11.1.0"}[major]
+    assert facts["options"]["compute_capability"] == "8.9"
+    assert facts["float_open"]
+    assert list(facts["float_params"]) == ["f32", "tf32", "f16", "bf16"]
+    json.dumps(facts)
+
+
+@pytest.mark.usefixtures("major")
+def test_precisions_beyond_the_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.runtimes.cuda.device.import_runtime", lambda: FakeCuda(capability=(7, 5)))
+    assert list(TrtexecBenchmarker().describe()["float_params"]) == ["f32", "f16"]
+    with pytest.raises(UserError, match=r"precision: bf16 needs compute capability 8.0, Fake GPU has 7.5"):
+        TrtexecBenchmarker(precision="bf16").describe()
+
+
+def test_no_trtexec_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.runtimes.cuda.device.import_runtime", FakeCuda)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UserError, match=r"no program trtexec on PATH; it comes with TensorRT's archive.*not with pip"):
+        TrtexecBenchmarker().describe()
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"precision": "int8"}, "precision: one of auto, f32, tf32, f16, bf16, but got 'int8'"),
+        ({"optimization_level": 7}, "optimization_level: one of None, 0, 1"),
+        ({"workspace_gb": -1}, "workspace_gb: a positive number, but got -1"),
+        ({"extra": ["fast"]}, "extra: arguments such as --maxAuxStreams=0, but got 'fast'"),
+        ({"extra": ["--exportTimes=x"]}, "extra: --exportTimes is set by the benchmarker"),
+        ({"extra": ["--remoteAutoTuningConfig=x"]}, "extra: --remoteAutoTuningConfig needs --safe beside it"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        registry.create("benchmarker", "trtexec", params)
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("&&&& RUNNING TensorRT.trtexec [TensorRT v101601] [b11] # trtexec", "10.16.1"),
+        ("&&&& RUNNING TensorRT.trtexec [TensorRT v110100] [b106] # trtexec", "11.1.0"),
+        ("&&&& RUNNING TensorRT.trtexec [TensorRT v8601] # trtexec", "8.6.1"),
+    ],
+)
+def test_versions_are_read(text: str, version: str) -> None:
+    assert read_version(text) == version
+
+
+def test_times_are_those_of_the_gpu_and_not_the_latency(tmp_path: Path) -> None:
+    """As samples/common/sampleReporting.cpp writes them; 10 has transfers by default, older ones export the warm-up."""
+    file = tmp_path / "times.json"
+    file.write_text(
+        """[
+  { "startEnqMs" : 120.1, "endEnqMs" : 120.2, "startH2dMs" : 120.0, "endH2dMs" : 120.6, "startComputeMs" : 120.6,
+    "endComputeMs" : 124.6, "startD2hMs" : 124.6, "endD2hMs" : 124.9, "h2dMs" : 0.6, "computeMs" : 4, "d2hMs" : 0.3,
+    "latencyMs" : 4.9 },
+  { "startEnqMs" : 205.1, "endEnqMs" : 205.2, "startH2dMs" : 205.0, "endH2dMs" : 205.6, "startComputeMs" : 205.6,
+    "endComputeMs" : 207.1, "startD2hMs" : 207.1, "endD2hMs" : 207.4, "h2dMs" : 0.6, "computeMs" : 1.5, "d2hMs" : 0.3,
+    "latencyMs" : 2.4 }
+]
+"""
+    )
+    assert read_times(file, 200) == (Trace(start_ms=205.6, compute_ms=1.5, latency_ms=2.4),)
+    assert len(read_times(file, 0)) == 2
+
+
+def test_damaged_times_are_a_failed_measurement(tmp_path: Path) -> None:
+    file = tmp_path / "times.json"
+    for content, message in (
+        ("nonsense", "times cannot be read"),
+        ("[{}]", "times cannot be read: KeyError"),
+        ("[]", "wrote 0 times, none of them after its warm-up of 200 ms"),
+    ):
+        file.write_text(content)
+        with pytest.raises(MeasureFailed, match=message):
+            read_times(file, 200)
+    with pytest.raises(BuildFailed, match=r"does not tell its version: 'hello'"):
+        read_version("hello")
+
+
+@pytest.mark.gpu
+def test_a_real_trtexec(tmp_path: Path) -> None:
+    made = TrtexecBenchmarker(precision="f32")
+    try:
+        made.describe()
+    except UserError as error:
+        pytest.skip(str(error))
+    with made.open(made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)) as probe:
+        assert min(probe.sample(20)) > 0
+        answer = probe.infer({"x": np.array([[[-1, 2], [3, -4]]], np.float32)})["y"]
+    np.testing.assert_allclose(answer, [[[0, 2], [3, 0]]])

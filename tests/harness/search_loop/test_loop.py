@@ -1,0 +1,355 @@
+"""The loop of a search: budget, duplicates, failures, constraint, and a resumed run that is the same run."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.api import Candidate
+from harness.errors import UserError
+from harness.timing.workers.trial_pool import Inline
+from harness.records import Failed, Measured
+from harness.search_loop.loop import Ending, Goal, SearchTask, Seed, run_search
+from harness.results_dir.journal import Journal, read_journal
+from harness.results_dir.journal_reader import incumbents, reached
+from search.api import Failure, Observation, Placement, Score
+from search.space import Dimension, Edge, Space
+
+
+def space_of(size: int) -> Space:
+    return Space(
+        tuple(
+            Dimension(
+                name=f"p{i}",
+                group="g",
+                kind="node_input",
+                choices=("float", "int8"),
+                edges=(Edge(f"t{i}", f"n{i}", 0),),
+            )
+            for i in range(size)
+        )
+    )
+
+
+class Uniform:
+    """The smallest searcher; what it was told moves its random numbers, so a lost tell would show."""
+
+    def __init__(self, space, seed):
+        self.space = space
+        self.rng = np.random.default_rng(seed)
+        self.told = []
+
+    def ask(self, n):
+        return [self.space.random(self.rng)]
+
+    def tell(self, observation: Observation):
+        self.told.append(observation)
+        if isinstance(observation.outcome, Score):
+            self.rng.random(int(observation.outcome.objective * 1000) % 7)
+
+
+def latency(candidate: Candidate, incumbent=None):
+    value = 10.0 - len(candidate.edges) * 0.5
+    return Measured(samples_ms=(value, value + 0.01, value + 0.02), build_s=0.1, measure_s=0.1)
+
+
+class Run:
+    def __init__(self, folder: Path, *, size=6, evaluations=20, attempt=latency, goal=Goal(), seeds=("float", "all")):  # noqa: B008
+        self.space = space_of(size)
+        self.path = folder / "run.jsonl"
+        self.evaluations = evaluations
+        self.attempt = attempt
+        self.goal = goal
+        known = {"float": self.space.float_placement(), "all": self.space.everywhere()}
+        self.seeds = tuple(Seed(name=name, placement=known[name]) for name in seeds)
+        self.attempts = 0
+
+    def go(self, *, seed=3, stop_after=None):
+        self.searcher = Uniform(self.space, seed)
+
+        def attempt(candidate, incumbent):
+            if stop_after is not None and self.attempts >= stop_after:
+                raise KeyboardInterrupt
+            self.attempts += 1
+            return self.attempt(candidate, incumbent)
+
+        def candidate(placement):
+            edges = self.space.resolve(placement)
+            return Candidate(digest=self.space.digest(placement), edges=edges, source=lambda: Path("never"))
+
+        task = SearchTask(
+            space=self.space, searcher=self.searcher, seeds=self.seeds, candidate=candidate, goal=self.goal,
+            evaluations=self.evaluations,
+        )  # fmt: skip
+        trials = []
+        with Journal(self.path, {"run": 1}) as journal:
+            run_search(task, Inline(attempt), journal, trials.append)
+        return trials
+
+    def choices(self):
+        return [entry.asked.choices for entry in read_journal(self.path)]
+
+
+def test_budget_counts_unique_placements_and_seeds(tmp_path):
+    run = Run(tmp_path, evaluations=20)
+    trials = run.go()
+    assert run.attempts == 20 == trials[-1].evaluations
+    assert [t.asked.origin for t in trials[:2]] == ["seed:float", "seed:all"]
+
+
+def test_a_duplicate_is_free_told_again_and_logged(tmp_path):
+    run = Run(tmp_path, size=2, evaluations=4)
+    trials = run.go()
+    again = [t for t in trials if t.asked.duplicate_of is not None]
+    assert again
+    assert run.attempts == 4
+    assert len(run.searcher.told) == len(trials)
+
+
+def test_a_searcher_that_only_repeats_itself_ends(tmp_path):
+    run = Run(tmp_path, size=2, evaluations=50)
+    run.go()
+    assert run.attempts == 4
+
+
+@pytest.mark.parametrize("stop_after", [0, 1, 2, 5, 11, 19])
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, stop_after):
+    whole = Run(tmp_path / "whole")
+    whole.go()
+    run = Run(tmp_path / "cut")
+    with pytest.raises(KeyboardInterrupt):
+        run.go(stop_after=stop_after)
+    run.go()
+    assert run.attempts == 20, "nothing that was measured is measured again"
+    assert run.choices() == whole.choices()
+    with pytest.raises(UserError, match="use another --out"):
+        run.go(seed=4)
+
+
+def test_a_changed_searcher_is_refused_on_resume(tmp_path):
+    run = Run(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run.go(stop_after=8)
+    with pytest.raises(UserError, match=r"resume refused at proposal 2.*use another --out"):
+        run.go(seed=99)
+
+
+def test_failures_are_data_and_the_search_goes_on(tmp_path):
+    def fails_on_odd(candidate, incumbent):
+        if len(candidate.edges) % 2:
+            return Failed(stage="build", reason="odd", log_tail="tail")
+        return latency(candidate)
+
+    run = Run(tmp_path, attempt=fails_on_odd)
+    trials = run.go()
+    assert trials[-1].evaluations == 20
+    failures = [o.outcome for o in run.searcher.told if isinstance(o.outcome, Failure)]
+    assert failures[0] == Failure(stage="build", reason="odd")
+    assert all(
+        entry.told.outcome.log_tail == "tail"
+        for entry in read_journal(run.path)
+        if entry.told and isinstance(entry.told.outcome, Failed)
+    )
+
+
+def test_a_search_that_cannot_start_stops_after_the_seeds_with_the_first_reason(tmp_path):
+    run = Run(tmp_path, attempt=lambda *_: Failed(stage="build", reason="no such operator", log_tail="the log"))
+    with pytest.raises(UserError, match=r"(?s)no seed could be measured.*build: no such operator.*the log"):
+        run.go()
+    assert run.attempts == 2
+
+
+def test_only_candidates_that_can_win_are_scored_and_the_bound_decides_the_incumbent(tmp_path):
+    scored = []
+
+    def attempt(candidate, incumbent):
+        outcome = latency(candidate)
+        value = outcome.samples_ms[1]
+        if incumbent is not None and value >= incumbent.value:
+            return outcome
+        scored.append(candidate.digest)
+        return Measured(
+            samples_ms=outcome.samples_ms,
+            build_s=0.1,
+            measure_s=0.1,
+            metrics={"map": 0.5 - 0.02 * len(candidate.edges)},
+        )
+
+    goal = Goal(metric="map", reference=0.5, max_drop=0.07)
+    run = Run(tmp_path, attempt=attempt, goal=goal, evaluations=40)
+    trials = run.go()
+    entries = list(read_journal(run.path))
+    winner = reached(entries, goal, [40])[40].leaders[0]
+    assert sum(winner.choices) == 3, "three pairs cost 0.06, a fourth would break the bound"
+    assert trials[-1].best_ms == pytest.approx(8.51)
+    assert len(scored) < 40
+    values = [t.score.objective for t in incumbents(entries, goal)]
+    assert values == sorted(values, reverse=True)
+
+
+def test_wall_clock_is_a_budget_of_its_own(tmp_path):
+    run = Run(tmp_path)
+    task_seconds = SearchTask(
+        space=run.space, searcher=Uniform(run.space, 1), seeds=run.seeds,
+        candidate=lambda p: Candidate(digest=run.space.digest(p), edges=run.space.resolve(p), source=lambda: Path("x")),
+        evaluations=1000, seconds=0.0,
+    )  # fmt: skip
+    trials = []
+    with Journal(run.path, {"run": 1}) as journal:
+        run_search(task_seconds, Inline(latency), journal, trials.append)
+    assert trials == []
+
+
+def test_constraint_of_a_metric_where_less_is_better():
+    goal = Goal(metric="error", reference=0.1, higher_is_better=False, max_drop=0.02)
+    assert goal.violation({"error": 0.11}) == 0.0
+    assert goal.violation({"error": 0.15}) == pytest.approx(0.03)
+    assert goal.violation({}) == 0.0
+
+
+def ended(run: Run, searcher, *, evaluations=20, window=1):
+    task = SearchTask(
+        space=run.space, searcher=searcher, seeds=run.seeds,
+        candidate=lambda p: Candidate(digest=run.space.digest(p), edges=run.space.resolve(p), source=lambda: Path("x")),
+        evaluations=evaluations, window=window,
+    )  # fmt: skip
+    told = []
+    with Journal(run.path, {"run": 1}) as journal:
+        return run_search(task, Inline(latency), journal, told.append), told
+
+
+def test_placement_of_the_wrong_size_ends_its_search_as_the_searchers_fault(tmp_path):
+    class Wrong(Uniform):
+        def ask(self, n):
+            return [Placement((0,))]
+
+    run = Run(tmp_path)
+    ending, told = ended(run, Wrong(run.space, 1))
+    assert ending.evaluations == len(told) == 2
+    assert ending.reason == "ValueError: a placement here has 6 choices, but got 1"
+    assert "Traceback" in ending.broken.log_tail
+
+
+@pytest.mark.parametrize("proposal", [(0.0,) * 6, ("1",) * 6, None])
+def test_what_is_no_placement_is_the_searchers_fault_too(tmp_path, proposal):
+    class Wrong(Uniform):
+        def ask(self, n):
+            return [proposal and Placement(proposal)]
+
+    run = Run(tmp_path)
+    assert "Error: " in ended(run, Wrong(run.space, 1))[0].broken.reason
+    assert len(run.choices()) == 2
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("broken", ["ask", "tell"])
+def test_what_is_under_way_when_a_searcher_breaks_is_kept_and_a_mended_one_goes_on(tmp_path, window, broken):
+    class Breaks(Uniform):
+        mended = False
+        asked = 0
+
+        def ask(self, n):
+            self.asked += 1
+            if broken == "ask" and self.asked == 6 and not self.mended:
+                raise LookupError("a bug")
+            return super().ask(n)
+
+        def tell(self, observation):
+            if broken == "tell" and len(self.told) == 6 and not self.mended:
+                raise LookupError("a bug")
+            super().tell(observation)
+
+    run, whole = Run(tmp_path / "run"), Run(tmp_path / "whole")
+    ending, told = ended(run, Breaks(run.space, 1), window=window)
+    assert ending.reason == "LookupError: a bug"
+    assert ending.evaluations == told[-1].evaluations < 20
+    entries = list(read_journal(run.path))
+    assert all(entry.told is not None or entry.asked.duplicate_of is not None for entry in entries)
+    Breaks.mended = True
+    assert ended(run, Breaks(run.space, 1), window=window)[0] == Ending(evaluations=20)
+    ended(whole, Breaks(run.space, 1), window=window)
+    assert run.choices() == whole.choices()
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_what_an_earlier_part_spent_counts_where_a_searcher_ends_while_it_repeats_its_proposals(tmp_path, window):
+    class Changed(Uniform):
+        def ask(self, n):
+            if len(self.told) < 5:
+                return super().ask(n)
+            if broken:
+                raise LookupError("a bug")
+            return []
+
+    run = Run(tmp_path)
+    assert ended(run, Uniform(run.space, 1), evaluations=12, window=window)[0] == Ending(evaluations=12)
+    before = run.path.read_bytes()
+    broken = True
+    ending, told = ended(run, Changed(run.space, 1), window=window)
+    assert told[-1].evaluations < 12 == ending.evaluations
+    assert ending.reason == "LookupError: a bug"
+    broken = False
+    silent = Ending(evaluations=12, reason="it had nothing more to propose")
+    assert ended(run, Changed(run.space, 1), window=window)[0] == silent
+    assert run.path.read_bytes() == before
+
+
+def test_a_searcher_that_could_not_be_made_spends_nothing(tmp_path):
+    failed = Failed(stage="search", reason="ValueError: no", log_tail="where")
+    ending, told = ended(Run(tmp_path), failed)
+    assert (ending, told) == (Ending(evaluations=0, reason="ValueError: no", broken=failed), [])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, UserError])
+@pytest.mark.parametrize("method", ["ask", "tell"])
+def test_an_interruption_and_a_mistake_of_the_user_end_the_run(tmp_path, error, method):
+    def raises(*_):
+        raise error("stop")
+
+    run = Run(tmp_path)
+    searcher = Uniform(run.space, 1)
+    setattr(searcher, method, raises)
+    with pytest.raises(error, match="stop"):
+        ended(run, searcher)
+
+
+def test_why_a_search_spent_less_than_its_budget(tmp_path):
+    small = Run(tmp_path / "small", size=2)
+    assert ended(small, Uniform(small.space, 1), evaluations=4)[0] == Ending(evaluations=4)
+    many = "it proposed only placements that were proposed before, 200 in a row"
+    assert ended(small, Uniform(small.space, 1), evaluations=9)[0] == Ending(evaluations=4, reason=many)
+    silent = Uniform(small.space, 1)
+    silent.ask = lambda n: []
+    few = Run(tmp_path / "few")
+    assert ended(few, silent)[0] == Ending(evaluations=2, reason="it had nothing more to propose")
+
+
+def test_what_was_not_looked_at_is_no_incumbent_and_a_violator_is_nothing_to_beat(tmp_path):
+    """First a fast seed that breaks the bound, then the float model: the second is scored and becomes the incumbent."""
+    asked = []
+
+    def attempt(candidate, incumbent):
+        asked.append(incumbent)
+        outcome = latency(candidate)
+        metrics = (
+            {}
+            if incumbent is not None and outcome.samples_ms[1] >= incumbent.value
+            else {"map": 0.5 - 0.1 * len(candidate.edges)}
+        )
+        return Measured(samples_ms=outcome.samples_ms, build_s=0.1, measure_s=0.1, metrics=metrics)
+
+    goal = Goal(metric="map", reference=0.5, max_drop=0.05)
+    run = Run(tmp_path, attempt=attempt, goal=goal, evaluations=2, seeds=("all", "float"))
+    trials = run.go()
+    assert asked == [None, None]
+    assert [t.best_ms for t in trials] == [None, pytest.approx(10.01)]
+    assert [o.outcome.assumed for o in run.searcher.told] == [False, False]
+
+
+def test_a_placement_that_nobody_looked_at_ranks_behind_those_that_hold_the_bound():
+    held, assumed, broken = (
+        Score(objective=9.0),
+        Score(objective=8.0, assumed=True),
+        Score(objective=1.0, violation=0.1),
+    )
+    assert sorted([broken, assumed, held], key=lambda s: s.rank) == [held, assumed, broken]

@@ -1,0 +1,208 @@
+"""One trial: what is scored, what is taken again before it is believed, and what its record says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.api import Accuracy, Candidate
+from harness.timing.workers.engines import MAIN, Built
+from harness.timing.sampling import Samples
+from harness.statistics import Interval
+from harness.records import Failed, Measured, Outcome, Told, decode, encode
+from harness.config.experiment import Sampling
+from harness.search_loop.objective import Goal
+from harness.search_loop.accuracy_gate import Judge
+from harness.search_loop.trial import Care, attempt_with
+
+CANDIDATE = Candidate(digest="d", edges=(), source=lambda: Path("never"))
+SAMPLING = Sampling()
+JUDGE = Judge(goal=Goal(metric="map", reference=0.5))
+INCUMBENT = Interval(value=10.0, low=9.9, high=10.1)
+
+
+class Bench:
+    """Engines whose builds have these latencies, one after the other; text is a failure of that stage.
+
+    The readings of builds whose number is in `disturbed` have a wide interval and are not stable.
+    """
+
+    def __init__(self, *builds: float | str, score: float | None = 0.5, disturbed: Container[int] = ()) -> None:
+        self.builds = list(builds)
+        self.disturbed = disturbed
+        self.sampled = 0
+        self.score = score
+        self.diary: list[str] = []
+
+    def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
+        self.diary.append("build")
+        if self.builds[0] == "build":
+            return Failed(stage="build", reason="no")
+        return Built(handle=0, build_s=0.5, info={"left": len(self.builds)})
+
+    def sample(
+        self, handle: int, sampling: Sampling, rival: Interval | None = None, level_ms: float | None = None
+    ) -> Samples | Failed:
+        value = self.builds.pop(0)
+        if isinstance(value, str):
+            return Failed(stage="measure", reason="no")
+        stable = self.sampled not in self.disturbed
+        self.sampled += 1
+        spread = 0.001 if stable else 0.99
+        readings = (value * (1 - spread), value, value * (1 + spread))
+        return Samples(latency_ms=readings, warmup=3, measure_s=0.25, stable=stable, saved=4, conditions={"load": 1.0})
+
+    def evaluate(self, handle: int, evaluator: str = MAIN) -> Accuracy | Failed:
+        self.diary.append("evaluate")
+        if self.score is None:
+            return Failed(stage="evaluate", reason="no")
+        return Accuracy(metrics={"map": self.score}, per_item=(1.0, 0.0))
+
+    def prepare(self, handle: int, evaluator: str = MAIN) -> Failed | None:
+        return None
+
+    def release(self, handle: int) -> None:
+        self.diary.append("release")
+
+    def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
+        return {}
+
+
+def measured(outcome: Outcome) -> Measured:
+    assert isinstance(outcome, Measured), outcome
+    return outcome
+
+
+def test_the_first_candidate_has_nobody_to_beat() -> None:
+    bench = Bench(5.0)
+    found = measured(attempt_with(bench, SAMPLING)(CANDIDATE, None))
+    assert (found.samples_ms[1], found.retaken_ms, found.saved, found.conditions) == (5.0, (), 4, {"load": 1.0})
+    assert bench.diary == ["build", "release"]
+
+
+def test_letting_go_of_each_engine_counts_as_the_engines_time() -> None:
+    class Slow(Bench):
+        def release(self, handle: int) -> None:
+            time.sleep(0.01)
+
+    found = measured(attempt_with(Slow(5.0, 5.1), SAMPLING)(CANDIDATE, INCUMBENT))
+    assert found.release_s >= 0.02, "two builds"
+
+
+@pytest.mark.parametrize("latency_ms", [9.95, 10.0, 30.0])
+def test_what_does_not_beat_the_incumbent_by_more_than_noise_is_taken_once(latency_ms: float) -> None:
+    bench = Bench(latency_ms)
+    assert measured(attempt_with(bench, SAMPLING)(CANDIDATE, INCUMBENT)).retaken_ms == ()
+    assert bench.diary == ["build", "release"]
+
+
+def test_a_surprise_that_a_fresh_build_repeats_is_believed_with_the_fresh_readings() -> None:
+    bench = Bench(5.0, 5.1)
+    found = measured(attempt_with(bench, SAMPLING)(CANDIDATE, INCUMBENT))
+    assert found.samples_ms[1] == 5.1
+    assert [readings[1] for readings in found.retaken_ms] == [5.0]
+    assert bench.diary == ["build", "release", "build", "release"]
+    assert (found.build_s, found.measure_s, found.saved) == (1.0, 0.5, 8)
+
+
+@pytest.mark.parametrize(("third", "believed"), [(5.2, 5.2), (12.0, 12.0), (11.0, 11.0)])
+def test_where_the_fresh_build_disagrees_a_third_decides(third: float, believed: float) -> None:
+    found = measured(attempt_with(Bench(5.0, 13.0, third), SAMPLING)(CANDIDATE, INCUMBENT))
+    assert found.samples_ms[1] == believed
+    assert len(found.retaken_ms) == 2
+    assert found.build_s == 1.5
+
+
+def test_one_lucky_reading_never_becomes_the_incumbent() -> None:
+    found = measured(attempt_with(Bench(2.0, 10.0, 10.05), SAMPLING)(CANDIDATE, INCUMBENT))
+    assert found.samples_ms[1] == 10.0
+
+
+@pytest.mark.parametrize(
+    ("builds", "disturbed", "believed"),
+    [
+        ((5.0, 12.0), (0,), 12.0),
+        ((5.0, 9.99), (0,), 9.99),
+        ((5.0, 4.0, 12.0), (0, 1), 12.0),
+        ((5.0, 4.0, 4.5), (0, 1, 2), 4.5),
+        ((5.0, 4.5, 12.0), (1,), 12.0),
+        ((5.0, 13.0, 12.0), (1, 2), 12.0),
+    ],
+)
+def test_a_disturbed_reading_never_becomes_the_incumbent_unseen(
+    builds: tuple[float, ...], disturbed: tuple[int, ...], believed: float
+) -> None:
+    bench = Bench(*builds, disturbed=disturbed)
+    found = measured(attempt_with(bench, SAMPLING)(CANDIDATE, INCUMBENT))
+    assert found.samples_ms[1] == believed
+    assert bench.diary.count("build") == len(builds)
+
+
+def test_disturbed_readings_are_kept_with_the_discarded_and_widen_nothing() -> None:
+    found = measured(attempt_with(Bench(5.0, 9.0, disturbed=(0,)), SAMPLING)(CANDIDATE, INCUMBENT))
+    assert found.retaken_ms == ()
+    assert found.discarded_ms[1] == 5.0
+
+
+def test_a_disturbed_reading_that_is_no_better_is_left_as_it_is() -> None:
+    bench = Bench(10.0, disturbed=(0,))
+    assert not measured(attempt_with(bench, SAMPLING)(CANDIDATE, INCUMBENT)).stable
+    assert bench.diary.count("build") == 1
+
+
+def test_without_retakes_a_disturbed_reading_is_believed() -> None:
+    bench = Bench(5.0, disturbed=(0,))
+    assert measured(attempt_with(bench, SAMPLING, care=Care(builds=1))(CANDIDATE, INCUMBENT)).samples_ms[1] == 5.0
+    assert bench.diary.count("build") == 1
+
+
+def test_a_gain_within_the_floor_is_not_worth_a_second_look() -> None:
+    bench = Bench(9.5)
+    attempt_with(bench, SAMPLING, care=Care(floor=0.1))(CANDIDATE, INCUMBENT)
+    assert bench.diary.count("build") == 1
+
+
+@pytest.mark.parametrize("builds", [("build",), ("sample",), (5.0, "build"), (5.0, "sample"), (5.0, 12.0, "build")])
+def test_a_failure_of_any_build_is_the_outcome_and_every_engine_is_released(builds: tuple[float | str, ...]) -> None:
+    bench = Bench(*builds)
+    found = attempt_with(bench, SAMPLING)(CANDIDATE, INCUMBENT)
+    assert isinstance(found, Failed)
+    assert bench.diary.count("release") == bench.diary.count("build") - (builds[-1] == "build")
+
+
+def test_only_what_can_win_is_scored_and_only_once() -> None:
+    slow, fast = Bench(11.0), Bench(5.0, 5.0)
+    assert measured(attempt_with(slow, SAMPLING, judge=JUDGE)(CANDIDATE, INCUMBENT)).metrics == {}
+    found = measured(attempt_with(fast, SAMPLING, judge=JUDGE)(CANDIDATE, INCUMBENT))
+    assert (found.metrics, found.per_item) == ({"map": 0.5}, (1.0, 0.0))
+    assert fast.diary.count("evaluate") == 1
+
+
+def test_what_breaks_the_bound_cannot_win_and_is_not_taken_again() -> None:
+    bench = Bench(5.0)
+    attempt = attempt_with(bench, SAMPLING, judge=Judge(goal=Goal(metric="map", reference=0.7, max_drop=0.1)))
+    assert measured(attempt(CANDIDATE, INCUMBENT)).samples_ms[1] == 5.0
+    assert bench.diary == ["build", "evaluate", "release"]
+
+
+def test_an_evaluation_that_fails_is_the_outcome() -> None:
+    found = attempt_with(Bench(5.0, score=None), SAMPLING, judge=JUDGE)(CANDIDATE, None)
+    assert isinstance(found, Failed)
+    assert found.stage == "evaluate"
+
+
+def test_the_record_survives_the_journal() -> None:
+    outcome = attempt_with(Bench(5.0, 13.0, 6.0), SAMPLING, judge=JUDGE)(CANDIDATE, INCUMBENT)
+    told = Told(number=3, outcome=outcome, elapsed_s=1.5)
+    assert decode(encode(told)) == told
+
+
+def test_journals_from_before_racing_are_read() -> None:
+    outcome = '{"status":"measured","samples_ms":[1.5],"build_s":0.1,"measure_s":0.2}'
+    told = decode(f'{{"kind":"told","number":0,"outcome":{outcome},"elapsed_s":1}}')
+    assert isinstance(told, Told)
+    assert measured(told.outcome).retaken_ms == ()

@@ -1,0 +1,140 @@
+"""The best of each search meet before one of them is its choice: the lowest of many noisy readings is a lucky one."""
+
+import json
+import shutil
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from small import qdq, save_chain
+
+from harness.timing.turn_log import TWIN, Readings
+from harness.timing.racing_test import HEATS
+from harness.selection.paired_timing import ratios_of, read_contest
+from harness.results_dir.journal import read_journal
+from harness.results_dir.artifacts import Pick, favourite, read_rows
+
+CELL = "net-simulated-int8"
+EXPERIMENT = """
+experiment: runoff
+models: [{use: net.onnx, calibration: {samples: 2}}]
+backends: [{use: simulated, params: {seed: 5, effect: 0.01, wander: 0.15, wander_readings: 3, noise_seed: 7}}]
+searchers: [{use: random, without: [retakes, racing]}]
+initial: none
+baselines: []
+budget: {evaluations: [10, 40]}
+sampling: {warmup_ms: 0.0, min_samples: 3, max_samples: 3, beside: never}
+seeds: [0, 1, 2]
+confirmation: {builds: 3, rounds: 2, samples: 3, contenders: CONTENDERS}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runoff")
+    save_chain(folder / "net.onnx", (8, 8, 12, 12, 12, 8))
+    for contenders in (1, 6):
+        path = folder / f"{contenders}.yaml"
+        path.write_text(EXPERIMENT.replace("CONTENDERS", str(contenders)))
+        assert qdq("run", str(path), "--out", str(folder / f"out{contenders}")) == 0
+    return folder
+
+
+def truth_ms(cell):
+    """Of everything that the searches looked at."""
+    entries = [entry for path in cell.glob("runs/*.jsonl") for entry in read_journal(path)]
+    return {entry.asked.digest: entry.told.outcome.info["truth_ms"] for entry in entries if entry.told}
+
+
+def chosen_ms(cell):
+    """True latency of each search's choice."""
+    truth = truth_ms(cell)
+    return [truth[pick.row] for pick in read_rows(cell)[1] if pick.kind == "search" and pick.row in truth]
+
+
+def test_the_choice_is_closer_to_the_best_than_the_lowest_reading_is(folder):
+    lowest, winners = (np.mean(chosen_ms(folder / out / CELL)) for out in ("out1", "out6"))
+    assert winners < lowest
+
+
+def test_one_contender_means_the_lowest_reading_and_no_runoff(folder):
+    cell = folder / "out1" / CELL
+    assert not (cell / "runoff.jsonl").exists()
+    for pick in read_rows(cell)[1]:
+        if pick.kind == "search":
+            entries = read_journal(cell / "runs" / f"{pick.method}-{pick.seed}.jsonl")
+            readings = [
+                np.median(entry.told.outcome.samples_ms) for entry in list(entries)[: pick.budget] if entry.told
+            ]
+            assert pick.search_ms == pytest.approx(min(readings))
+
+
+def test_the_row_of_a_method_is_the_seed_that_did_best_in_the_runoff(folder):
+    cell = folder / "out6" / CELL
+    picks = [pick for pick in read_rows(cell)[1] if pick.kind == "search" and pick.budget == 40]
+    assert len(picks) == 3
+    table = pd.read_csv(folder / "out6" / "report" / "main.csv").set_index("method")
+    assert table.loc["random", "row"] == max(picks, key=lambda pick: (not pick.beaten, pick.runoff)).row
+    assert not all(pick.beaten for pick in picks)
+
+
+def test_a_choice_that_another_seed_has_beaten_stands_behind_it_whatever_its_few_turns_say():
+    few = Pick(method="random", kind="search", row="few", search_ms=1.0, runoff=2.1)
+    many = replace(few, row="many", runoff=2.08)
+    lost = Pick(method="random", kind="search", row="failed", search_ms=0.5)
+    assert favourite([few, many]) is few
+    assert favourite([replace(few, beaten=True), many]) is many
+    assert favourite([lost, many]) is many, "the lowest reading of one that failed in the runoff"
+    assert favourite([lost]) is lost
+    assert favourite([]) is None
+
+
+def test_only_the_winners_are_confirmed_and_delivered(folder):
+    cell = folder / "out6" / CELL
+    rows, picks = read_rows(cell)
+    met = set(json.loads((cell / "runoff.jsonl").read_text().splitlines()[0])["rows"])
+    assert {row.id for row in rows} - {"float"} < met
+    assert len(picks) == 1 + 3 * 2  # the float model, and one choice a seed and budget
+    assert {path.stem for path in (cell / "models").iterdir()} == {row.id for row in rows}
+
+
+def test_what_is_close_is_timed_for_longer_and_what_is_not_is_not(folder):
+    """Each heat has a build of its own; whoever may still be a search's choice goes on."""
+    path = folder / "out6" / CELL / "runoff.jsonl"
+    truth = truth_ms(folder / "out6" / CELL)
+    heats = defaultdict(set)
+    for event in read_contest(path):
+        heats[event.build].add(event.row)
+    rows = {heat: names - {"float", TWIN} for heat, names in heats.items()}
+    assert set(rows) == set(range(len(HEATS)))
+    assert rows[0] > rows[1] >= rows[2]
+    turns = {name: len(ratios) for name, ratios in ratios_of(Readings(read_contest(path)), "float").items()}
+    assert {turns[name] for name in rows[2]} == {sum(HEATS)}
+    assert {turns[name] for name in rows[0] - rows[1]} == {HEATS[0]}
+    assert np.mean([truth[name] for name in rows[2]]) < np.mean([truth[name] for name in rows[0] - rows[2]])
+
+
+def test_an_interrupted_runoff_goes_on_and_picks_from_the_same_readings(folder, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(folder / "out6", out)
+    path = out / CELL / "runoff.jsonl"
+    whole = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(whole[: len(whole) // 2]) + whole[-1][:40])
+    assert qdq("run", str(folder / "6.yaml"), "--out", str(out)) == 0
+    again = path.read_text().splitlines(keepends=True)
+    assert again[: len(whole) // 2] == whole[: len(whole) // 2]
+    assert len(again) >= len(whole)
+    shown = (out / "report" / "main.md").read_text()
+    assert "random" in shown
+
+
+def test_a_damaged_record_is_refused_with_the_remedy(folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(folder / "out6", out)
+    path = out / CELL / "runoff.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], '{"kind": "block"}\n', *lines[2:]]))
+    assert qdq("run", str(folder / "6.yaml"), "--out", str(out)) == 2
+    assert "move the file away to have it timed anew" in capsys.readouterr().err.replace("\n", " ")

@@ -1,0 +1,170 @@
+"""A race of fresh builds: who goes on follows from the heats so far, whatever the record says of later ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from turns import Instant, Listening, row
+
+from harness.api import Candidate
+from harness.compat.modelopt_autotune.runoff import Runoff, fastest
+from harness.timing.workers.engines import MAIN, Built, Engines
+from harness.timing.racing_test import HEATS
+from harness.timing.sampling import Samples
+from harness.records import Failed
+from harness.config.experiment import Sampling
+from harness.selection.paired_timing import Contest, read_speedups
+from harness.selection.racing import FIRST, race
+from harness.progress import Silent
+
+FLOAT = "float"
+
+
+class Machine(Instant):
+    """Engines with true latencies, of which each build is off by something and each turn by something.
+
+    Attributes:
+        broken: Whether a row's build of this number (from 0) fails.
+        rows: What was built in each worker, in order.
+    """
+
+    def __init__(
+        self,
+        true_ms: Mapping[str, float],
+        *,
+        by_builds: float = 0.0,
+        by_turns: float = 0.0,
+        seed: int = 0,
+        broken: Callable[[str, int], bool] = lambda row, number: False,
+    ) -> None:
+        self._true_ms = {FLOAT: 2.0, **true_ms}
+        self._by_builds, self._by_turns = by_builds, by_turns
+        self._rng = np.random.default_rng(seed)
+        self.broken = broken
+        self.rows: list[list[str]] = []
+        self._handles: list[float] = []
+
+    def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
+        if self.broken(candidate.digest, len(self.rows) - 1):
+            return Failed(stage="build", reason="out of memory")
+        self.rows[-1].append(candidate.digest)
+        self._handles.append(self._true_ms[candidate.digest] * np.exp(self._by_builds * self._rng.standard_normal()))
+        return Built(handle=len(self._handles) - 1, build_s=0.1)
+
+    def sample(self, handle: int, sampling: Sampling) -> Samples:
+        read_ms = float(self._handles[handle] * np.exp(self._by_turns * self._rng.standard_normal()))
+        return Samples(latency_ms=(read_ms,) * 3, warmup=0, measure_s=0.0, stable=True)
+
+    @contextmanager
+    def open(self) -> Iterator[Engines]:
+        self.rows.append([])
+        yield self  # type: ignore[misc]
+
+
+def contest(path: Path, names: str) -> Contest:
+    return Contest(
+        name="runoff", path=path / "runoff.jsonl", header={}, baseline=row(FLOAT),
+        rows=tuple(row(name) for name in names), plan=FIRST,
+    )  # fmt: skip
+
+
+def test_a_race_that_is_held_again_times_nothing_and_ends_the_same(tmp_path: Path) -> None:
+    """Later turns say otherwise of who is behind; whoever was out after the first heat stays out of it."""
+    true_ms = dict(zip("abcde", (1.0, 1.004, 1.02, 1.03, 1.2), strict=True))
+    lots = {"first": list("abcd"), "second": list("bcde")}
+    for seed in range(30):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        held = contest(folder, "abcde")
+        left = race(held, lots, 1, Machine(true_ms, by_builds=0.01, by_turns=0.02, seed=seed).open, Silent())
+        written = held.path.read_bytes()
+        again = Machine(true_ms)
+        assert race(held, lots, 1, again.open, Silent()) == left
+        assert (held.path.read_bytes(), again.rows) == (written, []), f"seed {seed}"
+
+
+def test_an_interrupted_heat_does_not_decide_the_one_before(tmp_path: Path) -> None:
+    """What is there of the second heat has b far behind; the first one left it in, so its second build begins anew."""
+
+    class Interrupted(Machine):
+        left = 4 * 7
+
+        def sample(self, handle: int, sampling: Sampling) -> Samples:
+            if len(self.rows) == 2:
+                self.left -= 1
+                if not self.left:
+                    raise KeyboardInterrupt
+            return super().sample(handle, sampling)
+
+        def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
+            if len(self.rows) == 2:
+                self._true_ms["b"] = 1.3
+            return super().build(candidate, benchmarker)
+
+    held, true_ms = contest(tmp_path, "abc"), {"a": 1.0, "b": 1.003, "c": 1.5}
+    with pytest.raises(KeyboardInterrupt):
+        race(held, {"all": list("abc")}, 1, Interrupted(true_ms).open, Silent())
+    machine = Machine(true_ms)
+    assert race(held, {"all": list("abc")}, 1, machine.open, Silent()) == {"all": ["a", "b"]}
+    assert [sorted(names) for names in machine.rows] == [["a", "b", FLOAT, FLOAT]] * 2
+
+
+@pytest.mark.parametrize("heat", range(len(HEATS)))
+def test_whoever_fails_in_any_heat_is_out(tmp_path: Path, heat: int) -> None:
+    """However fast it was before; b, which stays close, wins."""
+    held = contest(tmp_path, "abc")
+    machine = Machine({"a": 1.0, "b": 1.001, "c": 1.5}, broken=lambda name, number: name == "a" and number == heat)
+    assert race(held, {"all": list("abc")}, 1, machine.open, Silent())["all"] == ["b"]
+    speedups = read_speedups(held.path, FLOAT)
+    assert "a" not in speedups
+    assert max(speedups, key=speedups.__getitem__) == "b"
+
+
+def test_what_the_twins_of_a_race_differ_by_keeps_rivals_in(tmp_path: Path) -> None:
+    """The float model's own builds differ by 10 %, so rows that are 3 % apart are not told apart by one build each."""
+
+    class Uneven(Machine):
+        def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
+            self._true_ms[FLOAT] = 2.2 if FLOAT in self.rows[-1] else 2.0
+            return super().build(candidate, benchmarker)
+
+    for machine, heats in ((Machine({"a": 1.0, "b": 1.03}), 1), (Uneven({"a": 1.0, "b": 1.03}), 3)):
+        folder = tmp_path / type(machine).__name__
+        folder.mkdir()
+        race(contest(folder, "ab"), {"all": ["a", "b"]}, 1, machine.open, Silent())
+        assert len(machine.rows) == heats
+
+
+def test_a_known_noise_floor_keeps_rivals_in(tmp_path: Path) -> None:
+    machine = Machine({"a": 1.0, "b": 1.03})
+    race(replace(contest(tmp_path, "ab"), floor=0.1), {"all": ["a", "b"]}, 1, machine.open, Silent())
+    assert len(machine.rows) == len(HEATS)
+
+
+@pytest.mark.parametrize(("broken", "won"), [("", "a"), ("a", "b"), ("ab", "c"), ("abc", "")])
+def test_autotune_delivers_whoever_came_through(tmp_path: Path, broken: str, won: str) -> None:
+    """Of a and b, which stay close, either may fail in the second heat; c was beaten in the first."""
+    machine = Machine(
+        {"a": 1.0, "b": 1.001, "c": 1.5},
+        broken=lambda name, number: name in broken and (number == 1 or name == "c"),
+    )
+    rivals = [row(name).candidate for name in "abc"]
+    runoff = Runoff(path=tmp_path / "runoff.jsonl", facts={}, open_engines=machine.open, observer=Silent())
+    found, speedup = fastest(rivals, replace(row(FLOAT).candidate, digest=FLOAT), runoff)
+    assert found == won
+    assert speedup == pytest.approx({"a": 2.0, "b": 2.0 / 1.001, "c": 2.0 / 1.5, "": 0.0}[won])
+
+
+def test_other_work_on_the_machine_is_told_once(tmp_path: Path) -> None:
+    class Disturbed(Machine):
+        def sample(self, handle: int, sampling: Sampling) -> Samples:
+            return replace(super().sample(handle, sampling), disturbed="waited for a core 50% of the time")
+
+    observer = Listening()
+    race(contest(tmp_path, "ab"), {"all": ["a", "b"]}, 1, Disturbed({"a": 1.0, "b": 1.0}).open, observer)
+    assert [text.count("close other work") for text in observer.said] == [1]

@@ -1,0 +1,117 @@
+"""Replayed searches are of the code that they were replayed with, and of no other."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import pytest
+
+import search
+from harness.studies.code_digest import code_digest, imported_by, meaning_of
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(Path(search.__file__).parent, tmp_path / "search"))
+
+
+def changes(package: Path, searcher: str, module: str) -> bool:
+    """Whether the digest of a searcher changes with a module."""
+    file, changed = package / "algorithms" / searcher, package / module
+    before = code_digest(file, package)
+    changed.write_text(changed.read_text() + "CHANGED = 1\n")
+    return code_digest(file, package) != before
+
+
+@pytest.mark.parametrize(
+    ("searcher", "module", "expected"),
+    [
+        ("auto.py", "algorithms/auto.py", True),
+        ("auto.py", "acquisition.py", True),
+        ("auto.py", "models.py", True),  # by way of acquisition
+        ("random.py", "algorithms/auto.py", False),
+        ("random.py", "acquisition.py", False),
+        ("random.py", "pareto.py", True),  # by way of archive
+        ("portfolio.py", "algorithms/random.py", True),  # runs searchers by their names
+    ],
+)
+def test_a_searcher_is_its_own_file_and_what_it_imports(
+    package: Path, searcher: str, module: str, expected: bool
+) -> None:
+    assert changes(package, searcher, module) is expected
+
+
+def test_somebody_elses_searcher_counts_with_what_it_imports_of_ours(package: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("import json\nimport search.archive as archive\nfrom . import missing\nimport unknown.module\n")
+    before = code_digest(mine, package)
+    for name, changed in (("moves.py", False), ("archive.py", True)):
+        (package / name).write_text((package / name).read_text() + "CHANGED = 1\n")
+        assert (code_digest(mine, package) != before) is changed
+
+
+def test_a_searcher_without_a_file_changes_with_any_of_ours(package: Path) -> None:
+    before = code_digest(None, package)
+    (package / "algorithms" / "tpe.py").write_text("# gone\n")
+    assert code_digest(None, package) != before
+
+
+@pytest.mark.parametrize(
+    ("place", "line", "helper", "expected"),
+    [
+        ("mine.py", "import helpers", "helpers.py", True),
+        ("mine.py", "from helpers import one", "helpers.py", True),
+        ("mine.py", "import helpers.deep", "helpers/deep.py", True),
+        ("mine.py", "import other", "helpers.py", False),
+        ("pack/mine.py", "from . import helpers", "pack/helpers.py", True),
+        ("pack/mine.py", "from .helpers import one", "pack/helpers.py", True),
+        ("pack/deep/mine.py", "from ..helpers import one", "pack/helpers.py", True),
+        ("pack/mine.py", "from pack.helpers import one", "pack/helpers.py", True),
+        ("site-packages/pack/mine.py", "from pack.helpers import one", "site-packages/pack/helpers.py", True),
+        ("site-packages/pack/mine.py", "import library", "site-packages/library/__init__.py", False),
+    ],
+)
+def test_what_lies_beside_somebody_elses_searcher_is_of_it(
+    package: Path, tmp_path: Path, place: str, line: str, helper: str, expected: bool
+) -> None:
+    """A helper that changed is a searcher that changed; libraries have a version of their own."""
+    mine, other = tmp_path / place, tmp_path / helper
+    for path in (mine, other):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in path.relative_to(tmp_path).parents:
+            if folder.name not in ("", "site-packages"):
+                (tmp_path / folder / "__init__.py").touch()
+    mine.write_text(f"{line}\n")
+    other.write_text("one = 1\n")
+    before = code_digest(mine, package)
+    other.write_text("one = 2\n")
+    assert (code_digest(mine, package) != before) is expected
+
+
+def test_every_python_reads_the_same_meaning() -> None:
+    """What other people replayed with another version is of the same code; `ast.dump` would differ."""
+    code = b"""
+import numpy as np
+class Mine(Base, metaclass=Meta):
+    '''Text.'''
+    def ask(self, n: int = 1, *rest, **more) -> list[int]: ...
+def f(x, /, y=(), *, z=None):
+    with open(x) as file, other: pass
+    try: return f"{x!r:>{y}} {z}"
+    except (A, B) as error: raise
+    match x:
+        case [1, *_]: yield from y
+    return lambda: [a async for a in b if not c] or {**d, "e": -1j}
+"""
+    assert hashlib.sha256(meaning_of(code)).hexdigest()[:16] == "4a1f7a42303245bc"
+
+
+def test_what_a_searcher_imports_decides_which_libraries_count(package: Path) -> None:
+    found = {
+        name: imported_by(package / "algorithms" / f"{name}.py", package) for name in ("random", "surrogate", "tpe")
+    }
+    assert "optuna" in found["tpe"]
+    assert not {"optuna", "sklearn"} & found["random"]
+    assert "sklearn" in found["surrogate"]

@@ -1,0 +1,75 @@
+"""What a search hands over is what a runoff of its best readings chooses, and never what failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from harness.studies.simulated_selection import CONTENDERS, TURNS, Walks, chosen
+from harness.studies.recorded_landscape import Floats, Landscape
+from harness.benchmark_table import Table
+
+INF = float("inf")
+
+
+def settled(readings: Floats, runoff: Floats) -> np.ndarray:
+    """What is chosen where every turn of a runoff reads the same."""
+
+    def log_ms_of(rows: np.ndarray, evaluations: np.ndarray) -> np.ndarray:
+        return np.repeat(np.log(runoff[rows[:, None], evaluations])[..., None], TURNS, axis=-1)
+
+    return chosen(readings, log_ms_of)
+
+
+@pytest.mark.parametrize(
+    ("readings", "runoff", "expected"),
+    [
+        ([3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [0, 1, 2]),
+        ([1.0, 2.0, 3.0], [2.5, 2.0, 3.0], [0, 1, 1]),  # the lowest reading was a lucky one
+        ([INF, 2.0, INF], [INF, 2.0, INF], [-1, 1, 1]),
+        ([INF, INF], [INF, INF], [-1, -1]),
+        (
+            [5.0, 1.0, 2.0, 3.0, 4.0],
+            [0.5, 1.0, 2.0, 3.0, 4.0],
+            [0, 0, 0, 0, 1],
+        ),  # four read lower
+    ],
+)
+def test_by_hand(readings: list[float], runoff: list[float], expected: list[int]) -> None:
+    assert settled(np.array([readings]), np.array([runoff]))[0].tolist() == expected
+
+
+figures = arrays(float, (3, 12), elements=st.sampled_from([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, INF]))
+
+
+@given(figures, figures)
+def test_it_is_the_best_in_the_runoff_of_the_best_readings(readings: Floats, runoff: Floats) -> None:
+    runoff = np.where(np.isfinite(runoff), runoff, 9.0)
+    found = settled(readings, runoff)
+    for search, latest in np.ndindex(found.shape):
+        so_far = [n for n in range(latest + 1) if np.isfinite(readings[search, n])]
+        leading = sorted(so_far, key=lambda n: (readings[search, n], n))[:CONTENDERS]
+        wanted = min(leading, key=lambda n: (runoff[search, n], readings[search, n], n), default=-1)
+        assert found[search, latest] == wanted
+
+
+def test_a_search_that_ended_keeps_its_choice_and_its_clock(make_table: Callable[..., Table]) -> None:
+    landscape = Landscape(make_table(dimensions=2))
+    walks = Walks(seeds=(0,), indices=np.array([[0, 1, -1]]), readings_ms=np.array([[10.0, 13.0, INF]]))
+    latency_ms, elapsed_s = walks.latency_ms(landscape), walks.elapsed_s(landscape)
+    assert latency_ms[0].tolist() == [landscape.latency_ms[0]] * 3
+    assert walks.found_ms(landscape)[0].tolist() == np.minimum.accumulate(landscape.latency_ms[[0, 1, 1]]).tolist()
+    assert elapsed_s[0, 0] > 0
+    assert elapsed_s[0, 1] == elapsed_s[0, 2] > elapsed_s[0, 0]
+
+
+def test_what_may_not_be_chosen_counts_as_slow_as_the_slowest(make_table: Callable[..., Table]) -> None:
+    landscape = Landscape(make_table(dimensions=2))
+    walks = Walks(seeds=(0,), indices=np.array([[1, 0]]), readings_ms=np.array([[INF, 10.0]]))
+    assert walks.latency_ms(landscape)[0].tolist() == [landscape.latency_ms.max(), landscape.latency_ms[0]]
+    assert walks.found_ms(landscape)[0].tolist() == [landscape.latency_ms.max(), landscape.latency_ms[0]]

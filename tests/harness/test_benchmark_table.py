@@ -1,0 +1,222 @@
+"""A replay table comes back as it was written, and anything else is refused with a reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from harness import benchmark_table
+from harness.errors import UserError
+from harness.records import Failed, Measured
+from harness.benchmark_table import COLUMNS, KEY, Facts, Row, Subspace, read_table, write_table
+from search.synthetic_problem import planted_space
+from search.space import Placement, Space
+
+SPACE = Space(planted_space(5, groups=2, seed=1).dimensions)
+SUBSPACE = Subspace(SPACE, (1, 3), Placement((1, 0, 0, 0, 1)))
+MEASURED = Measured(
+    samples_ms=(1.5, 1.25, 1.75), discarded_ms=(2.0,), build_s=0.5, measure_s=0.25, warmup=4, stable=False,
+    metrics={"sqnr_db": 21.5}, trouble="drift", conditions={"load": 0.5}, info={"layers": {"u8": 3}},
+)  # fmt: skip
+
+
+SENSITIVITY = dict.fromkeys((dimension.name for dimension in SPACE.dimensions), 0.5)
+
+
+def facts(**changes: Any) -> Facts:
+    backend = {"name": "openvino", "version": "1", "device": "a CPU", "float_precision": "f32"}
+    plain: dict[str, Any] = {
+        "model": "m", "source": "m.onnx", "model_sha256": "0" * 64, "dimensions": SPACE.dimensions,
+        "varied": tuple(SPACE.dimensions[i].name for i in SUBSPACE.varied), "base": SUBSPACE.base.choices,
+        "anchors": {"linear": SUBSPACE.base.choices}, "sensitivity": SENSITIVITY, "precision": "int8",
+        "dialect": "openvino", "backend": backend, "calibrated_on": "random data", "ranges": "", "sampling": {},
+        "environment": {},
+    }  # fmt: skip
+    return Facts(**{**plain, **changes})
+
+
+def rows() -> dict[str, Row]:
+    found = {}
+    for number, placement in enumerate(SUBSPACE.placements()):
+        full = SUBSPACE.full(placement)
+        outcome = Failed(stage="timeout", reason="too slow", wall_s=2.0) if number == 2 else MEASURED
+        found[SPACE.digest(full)] = Row(number=number, choices=full.choices, outcome=outcome)
+    return found
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "some" / "table.parquet"
+
+
+def test_what_is_written_is_read(path: Path) -> None:
+    write_table(path, facts(), rows())
+    table = read_table(path)
+    assert table.facts == facts()
+    assert table.rows == rows()
+    assert table.subspace.space.dimensions == (SPACE.dimensions[1], SPACE.dimensions[3])
+    assert table.row(Placement((1, 0))).outcome == Failed(stage="timeout", reason="too slow", wall_s=2.0)
+    assert table.row(Placement((1, 1))).choices == (1, 1, 0, 1, 1)
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_samples_are_kept_as_single_precision_and_compressed(path: Path) -> None:
+    write_table(path, facts(), rows())
+    with pq.ParquetFile(path) as file:
+        assert file.schema_arrow.field("samples_ms").type == pa.list_(pa.float32())
+        assert file.metadata.row_group(0).column(3).compression == "ZSTD"
+        assert b'"model_sha256"' in file.schema_arrow.metadata[KEY]
+
+
+def test_2048_placements_stay_far_below_5_mb(path: Path) -> None:
+    space = planted_space(60, groups=8, seed=1)
+    subspace = Subspace(space, tuple(range(0, 22, 2)), space.float_placement())
+    samples = Measured(samples_ms=tuple(1.0 + i / 7919 for i in range(15)), build_s=0.3, measure_s=0.2)
+    found = {
+        space.digest(full): Row(number=i, choices=full.choices, outcome=samples)
+        for i, full in enumerate(subspace.full(p) for p in subspace.placements())
+    }
+    changes: dict[str, Any] = {"dimensions": space.dimensions, "base": subspace.base.choices, "anchors": {}}
+    changes["sensitivity"] = dict.fromkeys((dimension.name for dimension in space.dimensions), 0.5)
+    write_table(path, facts(**changes, varied=tuple(d.name for d in subspace.space.dimensions)), found)
+    assert path.stat().st_size < 1e6
+    assert len(read_table(path).subspace) == 2048
+
+
+def missing_row(found: dict[str, Row]) -> dict[str, Row]:
+    return dict(list(found.items())[1:])
+
+
+def renamed_row(found: dict[str, Row]) -> dict[str, Row]:
+    first, *rest = found.items()
+    return {"0" * 16: first[1], **dict(rest)}
+
+
+def zero_latency(found: dict[str, Row]) -> dict[str, Row]:
+    first, *rest = found.items()
+    bad = Measured(samples_ms=(0.0,), build_s=0.1, measure_s=0.1)
+    return {first[0]: Row(number=0, choices=first[1].choices, outcome=bad), **dict(rest)}
+
+
+def with_first(**changes: Any) -> Callable[[dict[str, Row]], dict[str, Row]]:
+    """The rows with the first one's outcome changed."""
+
+    def change(found: dict[str, Row]) -> dict[str, Row]:
+        first, *rest = found.items()
+        return {first[0]: replace(first[1], outcome=replace(MEASURED, **changes)), **dict(rest)}
+
+    return change
+
+
+def endless_failure(found: dict[str, Row]) -> dict[str, Row]:
+    return {
+        digest: replace(row, outcome=replace(row.outcome, wall_s=math.nan)) if isinstance(row.outcome, Failed) else row
+        for digest, row in found.items()
+    }
+
+
+def one_number(found: dict[str, Row]) -> dict[str, Row]:
+    return {digest: replace(row, number=0) for digest, row in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (one_number, "two rows have one number"),
+        (with_first(metrics={"sqnr_db": math.nan}), "row 0 has a metric that is no number"),
+        (with_first(build_s=math.nan), "row 0 has a time that is no number of seconds"),
+        (with_first(measure_s=-1.0), "row 0 has a time that is no number of seconds"),
+        (endless_failure, "row 2 has a time that is no number of seconds"),
+        (missing_row, "incomplete: 1 of 4 placements have no row; record it again"),
+        (renamed_row, "row 0 is not the placement 0000000000000000 that it says"),
+        (zero_latency, "row 0 has a latency that is no positive number"),
+    ],
+)
+def test_rows_that_cannot_be_are_refused(path: Path, change: Any, message: str) -> None:
+    write_table(path, facts(), change(rows()))
+    with pytest.raises(UserError, match=f"table.parquet: damaged: {message}"):
+        read_table(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"base": (0, 0)}, "a placement here has 5 choices, but got 2"),
+        ({"base": (0, 0, 0, 0, 7)}, "choice 0 to 1, but got 7"),
+        ({"varied": ("nobody",)}, "'nobody' is not in list"),
+        ({"varied": (SPACE.dimensions[1].name,) * 2}, "a dimension is varied twice|share one name"),
+        ({"anchors": {"float": (0,) * 5}}, "damaged: incomplete: no row is of 'float'; record it again"),
+        ({"sensitivity": {}}, "its sensitivity is not one number for each dimension"),
+        ({"backend": {"name": "x"}}, "its backend has no 'version'"),
+        ({"dimensions": SPACE.dimensions[:1] * 5}, "two dimensions of a space share one name"),
+    ],
+)
+def test_descriptions_that_do_not_fit_are_refused(path: Path, changes: dict[str, Any], message: str) -> None:
+    write_table(path, facts(**changes), rows())
+    with pytest.raises(UserError, match=message):
+        read_table(path)
+
+
+def test_what_is_no_table_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"table\.parquet: cannot be read: No such file"):
+        read_table(path)
+    path.parent.mkdir()
+    with pytest.raises(UserError, match=r"cannot be read|no replay table"):
+        read_table(path.parent)
+    path.write_bytes(b"nonsense")
+    with pytest.raises(UserError, match="no replay table, or damaged"):
+        read_table(path)
+    pq.write_table(pa.table({"a": [1]}), path)
+    with pytest.raises(UserError, match="a Parquet file, but no replay table; 'qdq record MODEL' makes one"):
+        read_table(path)
+    pq.write_table(pa.table({"a": [1]}).replace_schema_metadata({KEY: facts().model_dump_json()}), path)
+    with pytest.raises(UserError, match="its columns are not those of a replay table"):
+        read_table(path)
+    empty = COLUMNS.empty_table().replace_schema_metadata({KEY: '{"version": 1}'})
+    pq.write_table(empty, path)
+    with pytest.raises(UserError, match="its description does not fit this version: model: this key is required"):
+        read_table(path)
+    newer = facts().model_dump_json().replace('"version":1', '"version":9', 1)
+    pq.write_table(COLUMNS.empty_table().replace_schema_metadata({KEY: newer}), path)
+    with pytest.raises(UserError, match="does not fit this version: version: Input should be less than or equal to 1"):
+        read_table(path)
+    write_table(path, facts(), rows())
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match="no replay table, or damaged"):
+        read_table(path)
+    write_table(path, facts(), rows())
+    body = pq.read_table(path)
+    for name, value, message in (
+        ("info", "[" * 200_000, "damaged: maximum recursion depth exceeded|damaged: .*recursion"),
+        ("number", None, "has no number; record it again"),
+        ("build_s", None, "damaged: "),
+    ):
+        column = pa.array([value] * len(body), COLUMNS.field(name).type)
+        pq.write_table(body.set_column(body.column_names.index(name), COLUMNS.field(name), column), path)
+        with pytest.raises(UserError, match=message):
+            read_table(path)
+    write_table(path, facts(), rows())
+    monkeypatch.setattr(benchmark_table, "MAX_LINES", 3)
+    with pytest.raises(UserError, match="4 lines, more than the 3 of the largest table"):
+        read_table(path)
+    monkeypatch.setattr(benchmark_table, "MAX_BYTES", 10)
+    with pytest.raises(UserError, match="larger than the 0 MiB that a replay table may have"):
+        read_table(path)
+
+
+def test_what_is_small_only_because_its_values_are_equal_is_refused_before_it_is_unpacked(path: Path) -> None:
+    write_table(path, facts(), rows())
+    first = pq.read_table(path).slice(0, 1)
+    text = pa.array(["x" * 100_000], pa.string())
+    large = first.set_column(first.column_names.index("info"), "info", text)
+    pq.write_table(pa.concat_tables([large] * 4_000).combine_chunks(), path, compression="zstd")
+    assert path.stat().st_size < 2**20
+    with pytest.raises(UserError, match="unpacks to more than 256 MiB; no replay table does"):
+        read_table(path)

@@ -1,0 +1,163 @@
+"""Models that were searched at fixed sizes, delivered with their dynamic axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import numpy_helper
+
+from harness.accuracy.calibration.ranges import calibrate, finite_ranges
+from harness.cli.main import main
+from harness.random_inputs import random_feeds
+from harness.graph.builder import GraphBuilder
+from harness.graph.qdq.read_edges import delivered
+from harness.graph.qdq.insert import Inserter
+from harness.graph.load import load, save
+from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialect_lookup import dialect_called
+from harness.verification.dynamic_delivery import Delivered, deliver_dynamic
+from harness.verification.dynamic_check import other_shapes
+from search.space import Placement
+
+DIM, HEADS = 16, 2
+
+
+def linear(g: GraphBuilder, x: str, width: int, rng: np.random.Generator) -> str:
+    weight = rng.standard_normal((DIM, width)).astype(np.float32) / 4
+    return g.op("Add", g.op("MatMul", x, g.const(weight)), g.const(rng.standard_normal(width).astype(np.float32)))
+
+
+def transformer(g: GraphBuilder) -> None:
+    """One attention layer that computes the shapes of its Reshapes from those of its inputs, as PyTorch exports it."""
+    rng = np.random.default_rng(0)
+    x = g.input("x", ("batch", "time", DIM))
+    batch, time = (g.op("Gather", g.op("Shape", x), g.const(np.array([axis]))) for axis in (0, 1))
+    x = g.op("Add", x, g.op("Slice", g.const(rng.standard_normal((1, 40, DIM)).astype(np.float32)),
+                            g.const(np.array([0])), time, g.const(np.array([1]))))  # fmt: skip
+    x = g.op("LayerNormalization", x, g.const(np.ones(DIM, np.float32)), g.const(np.zeros(DIM, np.float32)))
+    split = g.op("Concat", batch, time, g.const(np.array([HEADS, DIM // HEADS])), axis=0)
+    heads = [g.op("Reshape", linear(g, x, DIM, rng), split) for _ in range(3)]
+    perms = ([0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3])
+    q, k, v = (g.op("Transpose", each, perm=perm) for each, perm in zip(heads, perms, strict=True))
+    mixed = g.op("Transpose", g.op("MatMul", g.op("Softmax", g.op("MatMul", q, k), axis=-1), v), perm=[0, 2, 1, 3])
+    joined = g.op("Reshape", mixed, g.op("Concat", batch, time, g.const(np.array([DIM])), axis=0))
+    g.output(g.op("Add", x, linear(g, joined, DIM, rng)), ("batch", "time", DIM), name="y")
+
+
+def convolutions(g: GraphBuilder) -> None:
+    """Two convolutions, and a Resize back to the size of the input."""
+    x = g.input("x", ("N", 3, 16, "width"))
+    weight = g.const(np.random.default_rng(0).standard_normal((3, 8, 1, 1)).astype(np.float32) / 3)
+    y = g.op("Conv", g.op("Relu", g.batch_norm(g.conv(x, 8, 3, stride=2))), weight)
+    sizes = g.op("Concat", g.op("Shape", y, end=2), g.op("Shape", x, start=2), axis=0)
+    y = g.op("Add", g.op("Resize", y, "", "", sizes, mode="nearest"), x)
+    g.output(g.op("Conv", y, g.const(np.ones((4, 3, 1, 1), np.float32))), ("N", 4, 16, "width"), name="y")
+
+
+def recurrent(g: GraphBuilder) -> None:
+    """An LSTM whose states have the batch as their second dimension."""
+    rng = np.random.default_rng(0)
+    x, h, c = g.input("x", ("batch", "time", DIM)), g.input("h", (1, "batch", 8)), g.input("c", (1, "batch", 8))
+    x = g.op("Transpose", linear(g, x, DIM, rng), perm=[1, 0, 2])
+    w, r = (g.const(rng.standard_normal((1, 32, width)).astype(np.float32) / 4) for width in (DIM, 8))
+    y, h, c = g.op("LSTM", x, w, r, "", "", h, c, outputs=3, hidden_size=8)
+    weight = g.const(rng.standard_normal((8, 4)).astype(np.float32))
+    g.output(g.op("MatMul", g.op("Squeeze", y, g.const(np.array([1]))), weight), ("time", "batch", 4), name="y")
+    g.output(h, (1, "batch", 8), name="hn")
+
+
+def positions(g: GraphBuilder) -> None:
+    """A matrix product with position embeddings that are cut to the length of the input."""
+    rng = np.random.default_rng(0)
+    x = g.input("x", ("batch", "time", DIM))
+    time = g.op("Gather", g.op("Shape", x), g.const(np.array([1])))
+    table = g.const(rng.standard_normal((DIM, 40)).astype(np.float32))
+    cut = g.op("Slice", table, g.const(np.array([0])), time, g.const(np.array([1])))
+    g.output(g.op("MatMul", x, cut, name="product"), ("batch", "time", "time"), name="y")
+
+
+def quantized(build: Callable[[GraphBuilder], None], folder: Path, dialect: str, **dims: int) -> Delivered | None:
+    """Quantize all insertion points of a model at fixed sizes, and deliver it with dynamic axes."""
+    builder = GraphBuilder("net", seed=0)
+    build(builder)
+    model, rules = load(builder.save(folder / "net.onnx"), dims=dims), dialect_called(dialect)
+    space = build_space(model, rules)
+    resolved = space.resolve(Placement(tuple(len(d.choices) - 1 for d in space.dimensions)))
+    types = {name: (model.types[name].dtype, model.types[name].shape) for name in model.inputs}
+    tensors = {edge.tensor for edge, _ in resolved if edge.tensor not in model.constants}
+    ranges = finite_ranges(calibrate(save(model, folder / "float"), tensors, random_feeds(types, 8)))
+    Inserter(model, rules, ranges).export(resolved, folder / "q.onnx")
+    return deliver_dynamic(model, folder / "q.onnx", dialect)
+
+
+@pytest.mark.parametrize("dialect", ["openvino", "onnxruntime"])
+@pytest.mark.parametrize(
+    ("build", "dims"), [(transformer, {"time": 8}), (convolutions, {"width": 20}), (recurrent, {"time": 6})]
+)
+def test_same_edges_scales_names_and_outputs(
+    build: Callable[[GraphBuilder], None], dims: dict[str, int], dialect: str, tmp_path: Path
+) -> None:
+    made = quantized(build, tmp_path, dialect, **dims)
+    assert made is not None
+    assert made.file == tmp_path / "q.dynamic.onnx", made.said
+    assert all(word in made.said for word in ("checked at", "onnxruntime", "openvino"))
+    given, fixed, dynamic = (onnx.load(tmp_path / name) for name in ("net.onnx", "q.onnx", "q.dynamic.onnx"))
+    assert list(dynamic.graph.input) == list(given.graph.input)
+    assert list(dynamic.graph.output) == list(given.graph.output)
+    assert delivered(dynamic) == delivered(fixed)
+    assert delivered(fixed)
+    before = {tensor.name: tensor for tensor in fixed.graph.initializer if "@qdq" in tensor.name}
+    after = {tensor.name: tensor for tensor in dynamic.graph.initializer if "@qdq" in tensor.name}
+    positions_cut = {name for name in before if name.startswith("Slice_out@") and before[name].dims}  # computed now
+    assert after == {name: tensor for name, tensor in before.items() if name not in positions_cut}
+    assert any(numpy_helper.to_array(tensor).dtype == np.float32 for tensor in before.values())
+    session = onnxruntime.InferenceSession(made.file)
+    shape = [5, 11, DIM] if build is not convolutions else [5, 3, 16, 26]
+    feeds = {"x": np.ones(shape, np.float32)}
+    feeds |= {value.name: np.zeros((1, 5, 8), np.float32) for value in session.get_inputs()[1:]}
+    assert session.run(["y"], feeds)[0].size > 0
+
+
+def test_an_edge_that_is_a_constant_at_fixed_shapes_alone_is_named(tmp_path: Path) -> None:
+    made = quantized(positions, tmp_path, "openvino", time=8)
+    assert made is not None
+    assert made.file is None
+    assert "-> input 1 of 'product'" in made.said
+    assert not (tmp_path / "q.dynamic.onnx").exists()
+
+
+def test_a_static_model_has_none(tmp_path: Path) -> None:
+    assert quantized(lambda g: g.output(g.conv(g.input("x", (1, 3, 8, 8)), 4, 3)), tmp_path, "openvino") is None
+
+
+def test_sizes_that_are_tried_agree_by_symbol_and_expression() -> None:
+    axes = {"x": ("batch", "time"), "past": (3, "batch", "past"), "mask": ("batch", "past + time")}
+    for made in other_shapes(axes, {"x": (1, 8), "past": (3, 1, 4), "mask": (1, 12)}):
+        (batch, time), (three, same, past), mask = made["x"], made["past"], made["mask"]
+        assert (three, same, mask) == (3, batch, (batch, past + time))
+
+
+def test_autotune_and_run_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
+    monkeypatch.chdir(tmp_path)
+    builder = GraphBuilder("net", seed=0)
+    convolutions(builder)
+    builder.save(tmp_path / "net.onnx")
+    main(["autotune", "-m", "net.onnx", "-o", "tuned", "--dim", "width=20", "--max_evals", "3"])
+    tuned = onnx.load("tuned/optimized_final.dynamic.onnx")
+    assert list(tuned.graph.input) == list(onnx.load("net.onnx").graph.input)
+    assert "optimized_final.dynamic.onnx keeps the dynamic axes" in Path("tuned/logs/final.log").read_text()
+    Path("e.yaml").write_text(
+        "experiment: e\nmodels: [{use: net.onnx, dims: {width: 20}}]\nsearchers: [random]\ninitial: [float, linear]\n"
+        "baselines: [linear]\nbudget: {evaluations: [4]}\nconfirmation: {builds: 3, rounds: 3, samples: 3}\n"
+    )
+    main(["run", "e.yaml", "--out", "out"])
+    models = next(Path("out").glob("*/models"))
+    names = {path.name for path in models.glob("*.onnx")}
+    fixed = {name for name in names if not name.endswith(".dynamic.onnx") and name != "float.onnx"}
+    assert fixed
+    assert {name.replace(".onnx", ".dynamic.onnx") for name in fixed} <= names

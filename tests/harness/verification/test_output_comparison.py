@@ -1,0 +1,423 @@
+"""A runtime that computes something else than the file says is found without labels, and its rows are not delivered."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import onnx
+import onnxruntime
+import pandas as pd
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from small import qdq, save_chain
+
+from harness.api import Candidate
+from harness.timing.workers.engines import Built
+from harness.records import Failed
+from harness.report.load.results import load
+from harness.config.experiment import Limits
+from harness.progress import Silent
+from harness.results_dir.artifacts import read_rows
+from harness.verification.output_comparison import compare_float, compare_with_file
+from harness.verification.runtime_checker import CheckPlan, RuntimeChecker
+from search.space import digest_of
+
+PLUGINS = """
+import onnx
+import onnxruntime
+from onnx import helper
+from harness.runtimes.simulated import SimulatedBenchmarker
+
+
+class Faulty(SimulatedBenchmarker):
+    '''Computes what the file says, but for one convolution, whose sign is wrong where its data are quantized.'''
+
+    in_process = False
+
+    def build(self, candidate, workdir):
+        built = super().build(candidate, workdir)
+        proto = onnx.load(candidate.source())
+        built.engine._latency_ms = self.base_ms / (1 + len(candidate.edges))
+        made_by = {name: node.op_type for node in proto.graph.node for name in node.output}
+        for index, node in enumerate(proto.graph.node):
+            if node.name == "BAD" and made_by.get(node.input[0]) == "DequantizeLinear":
+                output, node.output[0] = node.output[0], node.output[0] + "_right"
+                proto.graph.node.insert(index + 1, helper.make_node("Neg", [node.output[0]], [output]))
+                break
+        session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+        names = [value.name for value in session.get_outputs()]
+        built.engine.infer = lambda feeds: dict(zip(names, session.run(names, feeds)))
+        return built
+
+    def describe(self):
+        return {**super().describe(), "name": "faulty"}
+"""
+EXPERIMENT = """
+experiment: faulty
+models: [{use: net.onnx, calibration: {samples: 4}}]
+backends: [{use: 'check_plugins:Faulty', label: bench, params: {noise: 0.0}}]
+searchers: [random]
+initial: [float, all, linear]
+baselines: [all]
+budget: {evaluations: [12]}
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+CELL = "net-bench-int8"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("faulty")
+    save_chain(folder / "net.onnx", (8, 8, 12, 12))
+    proto = onnx.load(folder / "net.onnx")
+    convolutions = [node for node in proto.graph.node if node.op_type == "Conv"]
+    convolutions[2].name = "BAD"
+    onnx.save(proto, folder / "net.onnx")
+    (folder / "check_plugins.py").write_text(PLUGINS)
+    (folder / "faulty.yaml").write_text(EXPERIMENT)
+    assert qdq("run", str(folder / "faulty.yaml"), "--out", str(folder / "out")) == 0
+    return folder
+
+
+def test_a_wrong_row_has_its_own_verdict_and_is_never_shipped(folder):
+    table = pd.read_csv(folder / "out" / "report" / "main.csv").set_index("method")
+    assert table.loc["all", "verdict"] == "wrong result in faulty"
+    assert table.loc["all", "decision"] == "not shipped: wrong result in faulty"
+    assert not table.loc["all", "best"]
+    assert table.loc["all", "speedup"] > table.loc["random", "speedup"] > 1, "it is the fastest by far"
+    note = (folder / "out" / "report" / "main.md").read_text()
+    assert "Conv 'BAD'" in note
+    assert "wrong_result" in note
+
+
+def test_the_next_right_placement_is_the_choice_of_the_search(folder):
+    rows, picks = read_rows(folder / "out" / CELL)
+    chosen = next(pick.row for pick in picks if pick.kind == "search")
+    cell = load(folder / "out").cell(CELL)
+    assert cell.checks[chosen].verdict == "right"
+    assert cell.summaries[chosen].verdict == "faster"
+    assert sum(search.good for search in cell.searches) > 3
+    assert chosen != next(row.id for row in rows if cell.wrong(row.id))
+
+
+def test_a_model_of_few_operators_shows_the_fault(folder):
+    cell = load(folder / "out").cell(CELL)
+    (found,) = [check for row, check in cell.checks.items() if cell.wrong(row)]
+    assert found.operator == "Conv 'BAD'"
+    assert found.engine_db < found.file_db - 6
+    model = onnx.load(folder / "out" / CELL / found.model)
+    operators = [node for node in model.graph.node if node.op_type not in ("QuantizeLinear", "DequantizeLinear")]
+    assert [node.name for node in operators] == ["BAD"]
+    arrays = np.load((folder / "out" / CELL / found.model).with_suffix(".npz"))
+    assert {key.partition(":")[0] for key in arrays} == {"input", "expected", "found"}
+    text = (folder / "out" / CELL / found.model).with_suffix(".txt").read_text()
+    assert "Conv 'BAD'" in text
+    assert "faulty" in text
+
+
+def test_verify_says_so(folder, capsys):
+    rows, _ = read_rows(folder / "out" / CELL)
+    cell = load(folder / "out").cell(CELL)
+    for wrong, status in ((True, 1), (False, 0)):
+        row = next(row for row in rows if cell.wrong(row.id) == wrong and row.pairs)
+        file = folder / "out" / CELL / "models" / row.file
+        assert qdq("verify", str(file), "--base", str(folder)) == status
+        assert ("wrong result" in capsys.readouterr().out) == wrong
+
+
+def test_a_run_that_goes_on_has_the_same_winners_and_times_nothing_again(folder):
+    cell = folder / "out" / CELL
+    kept = {name: (cell / name).read_bytes() for name in ("rows.json", "runoff.jsonl", "runtime_check.json")}
+    (cell / "through.json").unlink()
+    assert qdq("run", str(folder / "faulty.yaml"), "--out", str(folder / "out")) == 0
+    assert {name: (cell / name).read_bytes() for name in kept} == kept
+    assert (cell / "through.json").exists()
+
+
+def test_results_of_before_the_check_are_read_as_they_were(folder, tmp_path):
+    import shutil
+
+    shutil.copytree(folder / "out", tmp_path / "out")
+    (tmp_path / "out" / CELL / "runtime_check.json").unlink()
+    cell = load(tmp_path / "out").cell(CELL)
+    assert not cell.checks
+    assert cell.summaries["all" if "all" in cell.summaries else next(iter(cell.summaries))].verdict
+
+
+def noisy(rng, arrays, db):
+    """The arrays with noise of so many dB below them."""
+    scale = 10 ** (-db / 20)
+    return [{"y": a["y"] + scale * np.std(a["y"]) * rng.standard_normal(a["y"].shape)} for a in arrays]
+
+
+@pytest.mark.parametrize(
+    ("file_db", "engine_db", "precision", "verdict"),
+    [
+        (30, 120, "f32", "right"),
+        (30, 26, "f32", "right"),  # rounding ties
+        (30, 22, "f32", "wrong result"),
+        (30, 0, "f32", "wrong result"),
+        (80, 60, "f32", "wrong result"),
+        (110, 90, "f32", "right"),  # round-off
+        (80, 42, "bf16", "right"),  # the noise of BF16
+        (80, 20, "bf16", "wrong result"),
+    ],
+)
+def test_how_far_an_engine_may_be_from_its_file(file_db, engine_db, precision, verdict):
+    rng = np.random.default_rng(0)
+    floats = [{"y": rng.standard_normal((1, 500))} for _ in range(4)]
+    file = noisy(rng, floats, file_db)
+    engine, own = noisy(rng, file, engine_db), noisy(rng, floats, 110 if precision == "f32" else 40)
+    assert compare_with_file(floats, file, engine, own, precision=precision).verdict == verdict
+
+
+def test_an_engine_with_nan_is_wrong_and_a_file_with_nan_is_not_compared():
+    rng = np.random.default_rng(0)
+    floats = [{"y": rng.standard_normal((1, 500))}]
+    nan = [{"y": np.full((1, 500), np.nan)}]
+    assert compare_with_file(floats, floats, nan).verdict == "wrong result"
+    found = compare_with_file(floats, nan, floats)
+    assert found.verdict == "not checked"
+    assert "NaN" in found.reason
+
+
+def test_places_that_are_infinite_in_the_file_are_left_out():
+    rng = np.random.default_rng(0)
+    floats = [{"y": rng.standard_normal((1, 500))}]
+    floats[0]["y"][0, 3] = np.inf
+    engine = [{"y": np.nan_to_num(floats[0]["y"], posinf=3.0)}]
+    assert compare_with_file(floats, floats, engine).verdict == "right"
+    assert compare_float(floats, engine, "f32").verdict == "right"
+    engine[0]["y"][0, 4] = np.inf
+    assert compare_with_file(floats, floats, engine).verdict == "wrong result"
+
+
+def test_an_output_that_the_engine_does_not_give_is_wrong():
+    rng = np.random.default_rng(0)
+    floats = [{"y": rng.standard_normal((1, 500)), "z": rng.standard_normal((1, 20))}]
+    flat = [{"y": floats[0]["y"].ravel(), "z": floats[0]["z"]}]
+    assert compare_with_file(floats, floats, flat).verdict == "right"
+    for engine in ({"y": floats[0]["y"]}, {"y": floats[0]["y"], "z": np.zeros((1, 20))}, {**flat[0], "z": np.zeros(5)}):
+        found = compare_with_file(floats, floats, [engine])
+        assert (found.verdict, found.output) == ("wrong result", "z")
+
+
+def test_a_float_model_that_is_computed_wrongly_is_wrong():
+    rng = np.random.default_rng(0)
+    floats = [{"y": rng.standard_normal((1, 500))}]
+    assert compare_float(floats, noisy(rng, floats, 90), "f32").verdict == "right"
+    assert compare_float(floats, noisy(rng, floats, 20), "f32").verdict == "wrong result"
+    assert compare_float(floats, noisy(rng, floats, 20), "bf16").verdict == "right"
+
+
+def test_what_has_no_output_of_floating_type_is_not_checked():
+    indices = [{"y": np.arange(5)}]
+    assert compare_with_file(indices, indices, indices).verdict == "not checked"
+
+
+class Saturating:
+    """An engine of one product as a processor without VNNI computes it: pairs of products add up in 16 bits."""
+
+    def __init__(self, *, broken=False):
+        self._broken = broken
+        self._models = {}
+
+    def build(self, candidate, benchmarker="main"):
+        handle = len(self._models)
+        self._models[handle] = onnx.load(candidate.source())
+        return Built(handle=handle, build_s=0.0)
+
+    def infer(self, handle, feeds):
+        proto = self._models[handle]
+        known = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
+        x = feeds["x"]
+        if not any(node.op_type == "MatMul" for node in proto.graph.node):
+            return Failed(stage="evaluate", reason="it has products alone")
+        if not any(node.op_type == "DequantizeLinear" for node in proto.graph.node):
+            return {"y": x @ known["w"]}
+        weight = next(
+            node for node in proto.graph.node if node.op_type == "DequantizeLinear" and node.input[0] in known
+        )
+        data = next(node for node in proto.graph.node if node.op_type == "QuantizeLinear")
+        scale, w, w_scale = known[data.input[1]], known[weight.input[0]].astype(np.int32), known[weight.input[1]]
+        q = np.clip(np.round(x / scale), 0, 255).astype(np.int32)
+        pairs = q[:, 0::2, None] * w[None, 0::2] + q[:, 1::2, None] * w[None, 1::2]
+        total = np.clip(pairs, -32768, 32767).sum(axis=1)
+        return {"y": (-1 if self._broken else 1) * (total * scale * w_scale).astype(np.float32)}
+
+    def release(self, handle):
+        pass
+
+    def describe(self, benchmarker="main"):
+        return {"name": "openvino", "version": "1", "float_precision": "f32", "options": {}, "device": "a processor"}
+
+
+def product(path, *, quantized):
+    """A product of positive data with large weights, float or with UINT8 data and INT8 weights."""
+    rng = np.random.default_rng(3)
+    q = rng.choice([-1, 1], (64, 1)) * rng.integers(110, 128, (64, 8))
+    weights = {"w": (q * 0.01).astype(np.float32)}
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"], name="product")]
+    if quantized:
+        scales = {"s": np.float32(1 / 255), "z": np.uint8(0), "ws": np.float32(0.01), "wz": np.int8(0)}
+        weights = {"w": q.astype(np.int8), **{name: np.array(value) for name, value in scales.items()}}
+        nodes = [
+            helper.make_node("QuantizeLinear", ["x", "s", "z"], ["xq"]),
+            helper.make_node("DequantizeLinear", ["xq", "s", "z"], ["xd"]),
+            helper.make_node("DequantizeLinear", ["w", "ws", "wz"], ["wd"]),
+            helper.make_node("MatMul", ["xd", "wd"], ["y"], name="product"),
+        ]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, n]) for name, n in (("x", 64), ("y", 8))]
+    tensors = [numpy_helper.from_array(array, name) for name, array in weights.items()]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], tensors)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("without_vnni", "broken", "verdict"),
+    [(True, False, "saturates"), (False, False, "wrong result"), (True, True, "wrong result")],
+)
+def test_saturation_has_a_verdict_of_its_own(tmp_path, without_vnni, broken, verdict):
+    floating = product(tmp_path / "float.onnx", quantized=False)
+    quantized = product(tmp_path / "quantized.onnx", quantized=True)
+    rng = np.random.default_rng(0)
+    plan = CheckPlan(
+        float_file=floating,
+        floats={"main": floating},
+        feeds=[{"x": rng.uniform(0.5, 1, (4, 64)).astype(np.float32)} for _ in range(2)],
+        folder=tmp_path,
+        work=tmp_path / "work",
+        limits=Limits(),
+        saturates=without_vnni,
+    )
+    with RuntimeChecker(plan, Saturating(broken=broken), Silent()) as checker:
+        found = checker.check(Candidate(digest="q", edges=(), source=lambda: quantized))
+        own = checker.check(Candidate(digest=digest_of(()), edges=(), source=lambda: floating))
+    assert own.verdict == "right"
+    assert found.verdict == verdict
+    assert found.label == {"saturates": "saturates", "wrong result": "wrong result in openvino"}[verdict]
+    stored = json.loads((tmp_path / "runtime_check.json").read_text())["checks"]["q main"]
+    assert stored["verdict"] == verdict
+    if verdict == "wrong result":
+        assert found.operator == "MatMul 'product'"
+        text = (tmp_path / found.model).with_suffix(".txt").read_text()
+        script = text[text.index("import numpy") :].replace("import openvino as ov", "raise SystemExit('to openvino')")
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=(tmp_path / found.model).parent,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert "to openvino" in done.stderr, "the reference part of the script runs"
+
+
+class Indexing:
+    """ONNX Runtime as it is, but for the sign of what ArgMax reads."""
+
+    def build(self, candidate, benchmarker="main"):
+        proto = onnx.load(candidate.source())
+        for node in proto.graph.node:
+            if node.name == "scores" and any(name.endswith("d") for name in node.input):
+                node.op_type = "Neg"
+        self._session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+        return Built(handle=0, build_s=0.0)
+
+    def infer(self, handle, feeds):
+        names = [value.name for value in self._session.get_outputs()]
+        return dict(zip(names, self._session.run(names, dict(feeds)), strict=True))
+
+    def release(self, handle):
+        pass
+
+    def describe(self, benchmarker="main"):
+        return {"name": "indexing", "version": "1", "float_precision": "f32"}
+
+
+def indices(path, *, quantized):
+    """The place of the largest value, which is an integer."""
+    nodes, data = [], "x"
+    if quantized:
+        nodes = [
+            helper.make_node("QuantizeLinear", ["x", "s", "z"], ["xq"]),
+            helper.make_node("DequantizeLinear", ["xq", "s", "z"], ["xd"]),
+        ]
+        data = "xd"
+    nodes.append(helper.make_node("Abs", [data], ["scored"], name="scores"))
+    nodes.append(helper.make_node("ArgMax", ["scored"], ["y"], axis=1))
+    ends = [
+        helper.make_tensor_value_info("x", TensorProto.FLOAT, [4, 64]),
+        helper.make_tensor_value_info("y", TensorProto.INT64, [4, 1]),
+    ]
+    tensors = [
+        numpy_helper.from_array(np.array(np.float32(1 / 32)), "s"),
+        numpy_helper.from_array(np.array(np.int8(0)), "z"),
+    ]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], tensors if quantized else [])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return path
+
+
+def test_where_every_output_is_an_index_the_scores_behind_it_are_compared(tmp_path):
+    floating = indices(tmp_path / "float.onnx", quantized=False)
+    quantized = indices(tmp_path / "quantized.onnx", quantized=True)
+    rng = np.random.default_rng(0)
+    plan = CheckPlan(
+        float_file=floating,
+        floats={"main": floating},
+        feeds=[{"x": rng.standard_normal((4, 64)).astype(np.float32)} for _ in range(2)],
+        folder=tmp_path,
+        work=tmp_path / "work",
+        limits=Limits(),
+    )
+    with RuntimeChecker(plan, Indexing(), Silent()) as checker:
+        found = checker.check(Candidate(digest="q", edges=(), source=lambda: quantized))
+        assert checker.check(Candidate(digest=digest_of(()), edges=(), source=lambda: floating)).verdict == "right"
+    assert (found.verdict, found.output, found.operator) == ("wrong result", "scored", "Abs 'scores'")
+
+
+def test_a_model_that_the_reference_cannot_run_is_not_checked(tmp_path):
+    floating = product(tmp_path / "float.onnx", quantized=False)
+    proto = onnx.load(product(tmp_path / "quantized.onnx", quantized=True))
+    proto.graph.node[-1].op_type, proto.graph.node[-1].domain = "Secret", "plug.in"
+    proto.opset_import.append(helper.make_opsetid("plug.in", 1))
+    onnx.save(proto, tmp_path / "plugin.onnx")
+    feeds = [{"x": np.ones((4, 64), np.float32)}]
+    plan = CheckPlan(
+        float_file=floating,
+        floats={"main": floating},
+        feeds=feeds,
+        folder=tmp_path,
+        work=tmp_path / "w",
+        limits=Limits(),
+    )
+    with RuntimeChecker(plan, Saturating(), Silent()) as checker:
+        found = checker.check(Candidate(digest="q", edges=(), source=lambda: tmp_path / "plugin.onnx"))
+    assert found.verdict == "not checked"
+    assert "Secret" in found.reason
+
+
+def test_autotune_delivers_no_model_that_is_computed_wrongly(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    command = [
+        "--onnx_path",
+        "net.onnx",
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--max_evals",
+        "12",
+        "--timing_runs",
+        "3",
+    ]
+    assert qdq("autotune", *command, "--backend", "check_plugins:Faulty", "--searcher", "random") == 0
+    record = json.loads((tmp_path / "out" / "runtime_check.json").read_text())["checks"]
+    assert "wrong result" in {found["verdict"] for found in record.values()}
+    final = onnx.load(tmp_path / "out" / "optimized_final.onnx")
+    made_by = {name: node.op_type for node in final.graph.node for name in node.output}
+    bad = next(node for node in final.graph.node if node.name == "BAD")
+    assert made_by[bad.input[0]] != "DequantizeLinear"
+    assert "DequantizeLinear" in made_by.values(), "the next right one"
+    assert "left out" in (tmp_path / "out" / "logs" / "final.log").read_text()
+    assert list((tmp_path / "out" / "wrong_result").glob("*.onnx"))

@@ -1,0 +1,215 @@
+"""Features know the graph that a placement makes, and models learn from few of them."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from search.acquisition import Advisor, signed_violations
+from search.algorithms.surrogate import Forest
+from search.api import Dimension, Edge, Failure, Observation, Placement, Score, Space
+from search.archive import Archive
+from search.placement_features import Features
+from search.gaussian_process import GaussianProcess
+from search.move_sets import followers, stages
+from search.testing import PlantedObjective, planted_space
+
+SPACE = planted_space(24, groups=5, precisions=("int8", "fp8"), seed=2)
+
+
+def told(space, placements, outcomes):
+    archive = Archive()
+    for placement, outcome in zip(placements, outcomes, strict=True):
+        archive.tell(Observation(placement=placement, digest=space.digest(placement), outcome=outcome))
+    return archive
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
+def test_two_placements_have_one_key_exactly_where_they_make_one_graph(first, second):
+    a, b = (SPACE.random(np.random.default_rng(seed)) for seed in (first, second))
+    later = Placement((*a.choices[:-1], b.choices[-1]))
+    described = Features(SPACE)([a, b, later])
+    keys = described.keys()
+    for i, j, same in ((0, 1, SPACE.digest(a) == SPACE.digest(b)), (0, 2, SPACE.digest(a) == SPACE.digest(later))):
+        assert (keys[i] == keys[j]) == same
+    assert np.isfinite(described.roles).all()
+
+
+def test_a_follower_is_the_next_node_input_and_blocks_hold_what_follows_a_role():
+    roles = ("linear", "other", "linear", "add")
+    space = Space(
+        tuple(
+            Dimension(
+                name=f"d{i}", group="g", kind="node_input", choices=("float", "int8"),
+                edges=(Edge(f"t{i}", f"n{i}", 0),), role=role, cost=0.5 * (role == "linear"),
+            )
+            for i, role in enumerate(roles)
+        )
+    )  # fmt: skip
+    assert followers(space) == {0: 1, 1: 2, 2: 3}
+    wide, _, points = stages(space)
+    assert {(0, 2), (1, 3), (0, 1, 2, 3)} <= set(wide), "linear, what reads its results, both"
+    everything = [block for stage in stages(space) for block in stage]
+    assert len(everything) == len(set(everything)), "no block comes twice"
+    assert all(block in everything for block in ((0,), (1,), (2,), (3,)))
+    assert len(points) < 4, "a role with one point is a block already"
+
+
+def test_what_follows_an_input_is_no_other_input_of_the_same_node():
+    """Both inputs of an addition are followed by what comes after it."""
+    consumers = ("conv", "add", "add", "concat", "concat", "concat", "last")
+    space = Space(
+        tuple(
+            Dimension(
+                name=f"d{i}", group="g", kind="node_input", choices=("float", "int8"), edges=(Edge(f"t{i}", node, i),)
+            )
+            for i, node in enumerate(consumers)
+        )
+    )  # fmt: skip
+    assert followers(space) == {0: 1, 1: 3, 2: 3, 3: 6, 4: 6, 5: 6}
+
+
+def test_the_model_predicts_held_out_latency_and_is_surer_near_what_it_saw():
+    space = planted_space(24, groups=6, seed=1)
+    objective = PlantedObjective(space, seed=1)
+    rng = np.random.default_rng(0)
+    placements = [space.random(rng) for _ in range(90)]
+    values = np.log([objective.latency_ms(p) for p in placements])
+    features, model = Features(space), GaussianProcess()
+    model.fit(features(placements[:60]), values[:60], np.full(60, 0.01))
+    mean, deviation = model.predict(features(placements[60:]))
+    assert np.corrcoef(mean, values[60:])[0, 1] > 0.8
+    assert np.abs((mean - values[60:]) / deviation).mean() < 2
+    _, known = model.predict(features(placements[:60]))
+    assert known.mean() < deviation.mean()
+
+
+@pytest.mark.parametrize("order", [range(40), range(39, -1, -1), [*range(20), *range(30, 40)], range(10)])
+def test_what_a_model_learned_before_leaves_no_trace(order):
+    space = planted_space(24, groups=6, seed=1)
+    rng = np.random.default_rng(0)
+    rows = Features(space)([space.random(rng) for _ in range(40)])
+    values, errors = rng.normal(size=40), np.full(40, 0.1)
+    again, fresh = GaussianProcess(), GaussianProcess()
+    again.fit(rows[:25], values[:25], errors[:25])
+    chosen = list(order)
+    smooth = again.fit(rows[chosen], values[chosen], errors[chosen])
+    assert smooth == pytest.approx(fresh.fit(rows[chosen], values[chosen], errors[chosen]))
+    assert smooth == pytest.approx(again.predict(rows[chosen])[0]), "what a fit expects is what it predicts"
+    assert np.array(again.predict(rows)) == pytest.approx(np.array(fresh.predict(rows)))
+
+
+def test_a_model_without_a_fit_says_so():
+    with pytest.raises(ValueError, match="predict needs a fit first"):
+        GaussianProcess().predict(Features(SPACE)([SPACE.float_placement()]))
+
+
+def test_the_bound_behind_violations_is_found_among_the_metrics():
+    scores = [
+        Score(objective=9.0, metrics={"loss": 1.0, "top1": 0.75}),
+        Score(objective=5.0, violation=0.04, metrics={"loss": 1.3, "top1": 0.70}),
+        Score(objective=4.0, violation=0.14, metrics={"loss": 1.1, "top1": 0.60}),
+        Score(objective=9.5, assumed=True),
+    ]
+    signed = signed_violations(scores)
+    assert signed[:3] == pytest.approx([-0.01, 0.04, 0.14]), "float has 0.01 to spare: the bound is 0.74"
+    assert np.isnan(signed[3])
+
+
+def test_what_a_proxy_ruled_out_hides_the_bound_of_nothing_else():
+    scores = [
+        Score(objective=9.0, metrics={"proxy": 30.0, "top1": 0.75}),
+        Score(objective=5.0, violation=0.04, metrics={"proxy": 22.0, "top1": 0.70}),
+        Score(objective=4.0, violation=0.14, metrics={"proxy": 21.0, "top1": 0.60}),
+        Score(objective=3.0, violation=0.30, metrics={"proxy": 4.0, "believed": 0.44}),
+    ]
+    assert signed_violations(scores) == pytest.approx([-0.01, 0.04, 0.14, 0.30])
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [
+        (Score(objective=4.0, assumed=True), [0.0, 0.05]),  # either may be behind it
+        (Score(objective=4.0, violation=0.10, metrics={"proxy": 19.0, "top1": 0.65}), [-0.05, 0.05]),
+    ],
+)
+def test_one_violation_does_not_tell_which_of_two_metrics_is_bounded(second, expected):
+    scores = [
+        Score(objective=9.0, metrics={"proxy": 30.0, "top1": 0.80}),
+        Score(objective=5.0, violation=0.05, metrics={"proxy": 22.0, "top1": 0.70}),
+        second,
+    ]
+    assert signed_violations(scores)[:2] == pytest.approx(expected)
+
+
+def test_violations_are_taken_as_told_where_no_metric_explains_them():
+    scores = [Score(objective=1.0), Score(objective=1.0, violation=0.3), Score(objective=1.0, violation=0.1)]
+    assert signed_violations(scores).tolist() == [0.0, 0.3, 0.1]
+
+
+def test_advice_stays_away_from_what_fails_and_from_what_breaks_the_constraint():
+    space = planted_space(20, groups=4, seed=0)
+    rng = np.random.default_rng(0)
+    placements = [space.float_placement(), *(space.random(rng) for _ in range(40))]
+    first, second = [int(d.kind == "node_input") for d in space.dimensions].index(1), len(space) - 1
+
+    def outcome(p):
+        if p.choices[first]:
+            return Failure(stage="build", reason="no")
+        return Score(objective=5.0, violation=0.1 * p.choices[second], metrics={"top1": 0.9 - 0.1 * p.choices[second]})
+
+    advisor = Advisor(space)
+    advisor.learn(told(space, placements, [outcome(p) for p in placements]))
+    assert advisor.constrained
+    fresh = [space.random(rng) for _ in range(60)]
+    advice = advisor.advise(fresh)
+    best = [fresh[index] for index in advice.order[:10]]
+    assert sum(p.choices[first] for p in best) <= 2
+    assert sum(p.choices[second] for p in best) <= 2
+
+
+def test_what_waits_for_its_outcome_is_worth_less_than_before():
+    space = planted_space(20, groups=4, seed=0)
+    objective = PlantedObjective(space, seed=0)
+    rng = np.random.default_rng(0)
+    placements = [space.random(rng) for _ in range(20)]
+    archive = told(space, placements, [objective.observe(p).outcome for p in placements])
+    candidate = space.random(rng)
+    advisor = Advisor(space)
+    advisor.learn(archive)
+    before = advisor.advise([candidate]).worth[0]
+    archive.ask(1, lambda: candidate, space)
+    advisor.learn(archive)
+    assert advisor.advise([candidate]).worth[0] < before
+
+
+def test_a_forest_goes_by_readings_however_many_are_awaited():
+    """An error of 0 is one that is not known, and must not outweigh those that are."""
+    space = planted_space(20, groups=4, seed=0)
+    rng = np.random.default_rng(0)
+    rows = Features(space)([space.random(rng) for _ in range(30)])
+    values, errors = np.array([0.0] * 10 + [1.0] * 20), np.array([0.01] * 10 + [0.0] * 20)
+    assert Forest(0).fit(rows, values, errors)[:10].mean() < 0.4
+
+
+class Counting:
+    """Believes that each quantized atom saves the same, whatever it is told."""
+
+    def fit(self, rows, values, errors):
+        return self.predict(rows)[0]
+
+    def predict(self, rows):
+        return -0.1 * rows.states.sum(axis=1).astype(float), np.full(len(rows.states), 0.1)
+
+
+def test_a_faster_one_that_is_awaited_raises_what_must_be_beaten():
+    space = planted_space(20, groups=4, seed=2)
+    archive = told(space, [space.float_placement()], [Score(objective=1.0)])
+    awaited, other = space.everywhere(), space.random(np.random.default_rng(0))
+    advisor = Advisor(space, Counting)
+    advisor.learn(archive)
+    before = advisor.advise([other]).worth[0]
+    archive.ask(1, lambda: awaited, space)
+    advisor.learn(archive)
+    assert 0 < advisor.advise([other]).worth[0] < before

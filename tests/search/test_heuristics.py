@@ -1,0 +1,57 @@
+"""Placements by rule: what each takes, at which precision, and which of them experts try where."""
+
+import pytest
+
+from search.api import Dimension, Edge, Placement, Space
+from search.heuristics import RULES, expert_rules
+
+ROLES = ("linear", "activation", "mul", "pool", "movement", "normalization")
+"""A chain in which each node reads what the one before gives."""
+
+
+def chain(*, output: bool = False, precisions: tuple[str, ...] = ("int8",)) -> Space:
+    dimensions = [
+        Dimension(
+            name=f"d{i}", group="g", kind="node_input", choices=("float", *precisions), role=role,
+            edges=(Edge(f"t{i}", f"n{i}", 0),),
+        )
+        for i, role in enumerate(ROLES)
+    ]  # fmt: skip
+    end = Dimension(name="end", group="g", kind="output", choices=("float", "int8"), edges=(Edge("z", "", 0),))
+    return Space((*dimensions, end) if output else tuple(dimensions))
+
+
+@pytest.mark.parametrize(
+    ("name", "taken"),
+    [
+        ("linear", (1, 0, 0, 0, 0, 0)),
+        ("linear_pool_concat", (1, 0, 0, 1, 0, 0)),
+        ("linear_movement", (1, 0, 0, 0, 1, 0)),
+        ("linear_io", (1, 1, 0, 0, 0, 0)),
+        ("movers_io", (1, 1, 0, 1, 1, 0)),
+        ("gates_io", (1, 1, 1, 1, 1, 0)),
+    ],
+)
+def test_a_rule_takes_its_roles_and_with_io_what_reads_their_results(name: str, taken: tuple[int, ...]) -> None:
+    assert RULES[name](chain(), None) == Placement(taken)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_at_a_precision_leaves_float_what_does_not_have_it(name: str) -> None:
+    both, one = chain(precisions=("int8", "fp8")), chain()
+    at_int8, at_fp8 = RULES[name](both, "int8"), RULES[name](both, "fp8")
+    assert at_int8 == RULES[name](both, None)
+    assert at_fp8.choices == tuple(2 * choice for choice in at_int8.choices)
+    assert RULES[name](one, "fp8") == one.float_placement()
+
+
+@pytest.mark.parametrize(
+    ("output", "names"),
+    [
+        (False, ["linear_pool_concat", "linear_movement", "linear_add", "movers"]),
+        (True, ["movers_io", "linear_io", "gates_io"]),
+    ],
+)
+def test_experts_go_by_whether_results_can_be_quantized(output: bool, names: list[str]) -> None:
+    space = chain(output=output)
+    assert list(expert_rules(space)) == [RULES[name](space, None) for name in names]
