@@ -18,7 +18,7 @@ import numpy.typing as npt
 from search.space import Resolved
 
 __all__ = [
-    "Accuracy", "Array", "Artifact", "Benchmarker", "Candidate", "Evaluator", "Infer", "Layer", "Peer", "PeerTask",
+    "Accuracy", "Array", "Artifact", "Benchmarker", "Candidate", "Evaluator", "Infer", "Layer", "ExternalSearcher", "ExternalSearchTask",
     "Probe",
 ]  # fmt: skip
 
@@ -132,7 +132,7 @@ class Benchmarker(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeerTask:
+class ExternalSearchTask:
     """What a peer is given.
 
     Attributes:
@@ -151,7 +151,7 @@ class PeerTask:
     find: Callable[[str], Path]
 
 
-class Peer(Protocol):
+class ExternalSearcher(Protocol):
     """Somebody else's search, which brings whole models and not placements; the factory gives its context manager.
 
     1. `ask` gives the file of the next model, None where there is none left; the file is the harness' from then on.

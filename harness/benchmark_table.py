@@ -22,33 +22,33 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.errors import UserError
-from harness.config.validation_errors import refusal
+from harness.config.validation_errors import to_user_error
 from harness.records import Failed, Measured, Outcome
 from search.space import Dimension, Placement, Space
 
 __all__ = [
-    "MAX_BYTES",
+    "MAX_TABLE_BYTES",
     "MAX_PLACEMENTS",
-    "Facts",
-    "Row",
-    "Subspace",
-    "Table",
+    "TableMetadata",
+    "TableEntry",
+    "TableSubspace",
+    "BenchmarkTable",
     "read_table",
     "space_digest",
     "write_table",
 ]
 
-SCHEMA = 1
-KEY = b"qdq-bench replay table"
-MAX_BYTES = 32 * 2**20
+TABLE_VERSION = 1
+METADATA_KEY = b"qdq-bench replay table"
+MAX_TABLE_BYTES = 32 * 2**20
 """A table's file is no larger, and neither is what is written down about it."""
-MAX_DECODED = 2**28
+MAX_DECODED_BYTES = 2**28
 MAX_PLACEMENTS = 2**16
-MAX_LINES = 2 * MAX_PLACEMENTS
+MAX_TABLE_ROWS = 2 * MAX_PLACEMENTS
 """Beside the placements there are those that sensitivities were measured with."""
-AT_ONCE = 32
+READ_BATCH_ROWS = 32
 """Lines that are unpacked at once."""
-COLUMNS = pa.schema([
+TABLE_SCHEMA = pa.schema([
     ("digest", pa.string()),
     ("number", pa.int32()),
     ("choices", pa.list_(pa.int8())),
@@ -68,13 +68,13 @@ COLUMNS = pa.schema([
     ("failed_stage", pa.string()),
     ("failed_reason", pa.string()),
 ])  # fmt: skip
-READINGS = ("samples_ms", "discarded_ms", "raw_ms", "beside_ms")
-PLAIN = (*READINGS, "trouble", "warmup", "stable", "build_s", "measure_s", "evaluate_s")
+LATENCY_COLUMNS = ("samples_ms", "discarded_ms", "raw_ms", "beside_ms")
+MEASURED_COLUMNS = (*LATENCY_COLUMNS, "trouble", "warmup", "stable", "build_s", "measure_s", "evaluate_s")
 """Fields of `Measured` that are columns as they stand. What one engine has no use for is not kept: readings of other
 builds, which are taken only where there is an incumbent."""
 
 
-class Facts(BaseModel):
+class TableMetadata(BaseModel):
     """What a table says about itself.
 
     Attributes:
@@ -98,7 +98,7 @@ class Facts(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    version: Annotated[int, Field(ge=SCHEMA, le=SCHEMA)] = SCHEMA
+    version: Annotated[int, Field(ge=TABLE_VERSION, le=TABLE_VERSION)] = TABLE_VERSION
     model: str
     source: str
     model_sha256: str
@@ -117,7 +117,7 @@ class Facts(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class TableEntry:
     """One placement: its choices over the whole space, its place in the order of first readings, what became of it."""
 
     number: int
@@ -126,7 +126,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Subspace:
+class TableSubspace:
     """Some dimensions of a space, with the others fixed.
 
     Attributes:
@@ -135,16 +135,16 @@ class Subspace:
         base: Choices over the whole space; those at other indices stay.
     """
 
-    whole: Space
+    full_space: Space
     varied: tuple[int, ...]
     base: Placement
 
     @cached_property
     def space(self) -> Space:
         """What searchers see."""
-        return Space(tuple(self.whole.dimensions[index] for index in self.varied))
+        return Space(tuple(self.full_space.dimensions[index] for index in self.varied))
 
-    def full(self, placement: Placement) -> Placement:
+    def to_full_space(self, placement: Placement) -> Placement:
         """The placement of the whole space that a placement of the subspace stands for."""
         choices = list(self.base.choices)
         for index, choice in zip(self.varied, placement.choices, strict=True):
@@ -161,7 +161,7 @@ class Subspace:
 
 
 @dataclass(frozen=True)
-class Table:
+class BenchmarkTable:
     """A table that was read: complete, and consistent with itself.
 
     Attributes:
@@ -170,20 +170,20 @@ class Table:
     """
 
     path: Path
-    facts: Facts
-    rows: Mapping[str, Row]
+    metadata: TableMetadata
+    rows: Mapping[str, TableEntry]
 
     @cached_property
-    def subspace(self) -> Subspace:
+    def subspace(self) -> TableSubspace:
         """What the table enumerates."""
-        space = Space(self.facts.dimensions)
+        space = Space(self.metadata.dimensions)
         names = [dimension.name for dimension in space.dimensions]
-        varied = tuple(names.index(name) for name in self.facts.varied)
-        return Subspace(space, varied, Placement(self.facts.base))
+        varied = tuple(names.index(name) for name in self.metadata.varied)
+        return TableSubspace(space, varied, Placement(self.metadata.base))
 
-    def row(self, placement: Placement) -> Row:
+    def row(self, placement: Placement) -> TableEntry:
         """The row of a placement of the subspace."""
-        return self.rows[self.subspace.whole.digest(self.subspace.full(placement))]
+        return self.rows[self.subspace.full_space.digest(self.subspace.to_full_space(placement))]
 
 
 def space_digest(space: Space) -> str:
@@ -191,92 +191,92 @@ def space_digest(space: Space) -> str:
     return hashlib.sha256(repr(space.dimensions).encode()).hexdigest()[:16]
 
 
-def write_table(path: Path, facts: Facts, rows: Mapping[str, Row]) -> None:
+def write_table(path: Path, facts: TableMetadata, rows: Mapping[str, TableEntry]) -> None:
     """Write a table; it appears whole or not at all.
 
     Args:
         rows: By digest.
     """
     text = facts.model_dump_json()
-    body = pa.Table.from_pylist([_encoded(digest, row) for digest, row in rows.items()], schema=COLUMNS)
+    body = pa.Table.from_pylist([_encode_entry(digest, row) for digest, row in rows.items()], schema=TABLE_SCHEMA)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(body.replace_schema_metadata({KEY: text}), part, compression="zstd", compression_level=9)
+    pq.write_table(body.replace_schema_metadata({METADATA_KEY: text}), part, compression="zstd", compression_level=9)
     part.replace(path)
 
 
-def read_table(path: Path) -> Table:
+def read_table(path: Path) -> BenchmarkTable:
     """Read a table and check it whole.
 
     Raises:
         UserError: No such file, no replay table, damaged, incomplete, or larger than a table can be.
     """
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise UserError(f"{path}: larger than the {MAX_BYTES >> 20} MiB that a replay table may have")
+        if path.stat().st_size > MAX_TABLE_BYTES:
+            raise UserError(f"{path}: larger than the {MAX_TABLE_BYTES >> 20} MiB that a replay table may have")
         with pq.ParquetFile(path) as file:
-            facts = _facts(path, (file.schema_arrow.metadata or {}).get(KEY))
-            if not file.schema_arrow.remove_metadata().equals(COLUMNS):
+            facts = _read_metadata(path, (file.schema_arrow.metadata or {}).get(METADATA_KEY))
+            if not file.schema_arrow.remove_metadata().equals(TABLE_SCHEMA):
                 raise UserError(f"{path}: its columns are not those of a replay table; record it again")
             decoded = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
-            if decoded > MAX_DECODED:
-                raise UserError(f"{path}: unpacks to more than {MAX_DECODED >> 20} MiB; no replay table does")
-            listed = list(_lines(path, file))
+            if decoded > MAX_DECODED_BYTES:
+                raise UserError(f"{path}: unpacks to more than {MAX_DECODED_BYTES >> 20} MiB; no replay table does")
+            listed = list(_read_rows(path, file))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (pa.ArrowException, ValueError) as error:
         raise UserError(f"{path}: no replay table, or damaged ({error}); 'qdq record MODEL' makes one") from error
     try:
-        table = Table(path, facts, {line["digest"]: _decoded(line) for line in listed})
-        _check(table)
+        table = BenchmarkTable(path, facts, {line["digest"]: _decode_entry(line) for line in listed})
+        _check_table(table)
     except (ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: damaged: {error}; record it again") from error
     return table
 
 
-def _lines(path: Path, file: pq.ParquetFile) -> Iterator[dict[str, Any]]:
+def _read_rows(path: Path, file: pq.ParquetFile) -> Iterator[dict[str, Any]]:
     """All lines, as long as they are few and small: equal values are stored once, so the file does not tell."""
-    if file.metadata.num_rows > MAX_LINES:
-        raise UserError(f"{path}: {file.metadata.num_rows} lines, more than the {MAX_LINES} of the largest table")
+    if file.metadata.num_rows > MAX_TABLE_ROWS:
+        raise UserError(f"{path}: {file.metadata.num_rows} lines, more than the {MAX_TABLE_ROWS} of the largest table")
     decoded = 0
-    for batch in file.iter_batches(batch_size=AT_ONCE):
+    for batch in file.iter_batches(batch_size=READ_BATCH_ROWS):
         decoded += batch.nbytes
-        if decoded > MAX_DECODED:
-            raise UserError(f"{path}: unpacks to more than {MAX_DECODED >> 20} MiB; no replay table does")
+        if decoded > MAX_DECODED_BYTES:
+            raise UserError(f"{path}: unpacks to more than {MAX_DECODED_BYTES >> 20} MiB; no replay table does")
         yield from batch.to_pylist()
 
 
-def _facts(path: Path, text: bytes | None) -> Facts:
+def _read_metadata(path: Path, text: bytes | None) -> TableMetadata:
     if text is None:
         raise UserError(f"{path}: a Parquet file, but no replay table; 'qdq record MODEL' makes one")
     try:
-        return Facts.model_validate_json(text)
+        return TableMetadata.model_validate_json(text)
     except ValidationError as error:
-        raise refusal(Facts, f"{path}: its description does not fit this version", error) from error
+        raise to_user_error(TableMetadata, f"{path}: its description does not fit this version", error) from error
 
 
-def _check(table: Table) -> None:
+def _check_table(table: BenchmarkTable) -> None:
     """Whatever a reader relies on.
 
     Raises:
         ValueError: What does not hold.
     """
-    _check_facts(table.facts, table.subspace.whole)
-    whole, anchors = table.subspace.whole, table.facts.anchors
+    _check_metadata(table.metadata, table.subspace.full_space)
+    whole, anchors = table.subspace.full_space, table.metadata.anchors
     for digest, row in table.rows.items():
         _check_row(whole, digest, row)
     if len({row.number for row in table.rows.values()}) != len(table.rows):
         raise ValueError("two rows have one number")
     if len(table.subspace) > MAX_PLACEMENTS:
         raise ValueError(f"{len(table.subspace)} placements, more than the {MAX_PLACEMENTS} of the largest table")
-    missing = sum(whole.digest(table.subspace.full(p)) not in table.rows for p in table.subspace.placements())
+    missing = sum(whole.digest(table.subspace.to_full_space(p)) not in table.rows for p in table.subspace.placements())
     if missing:
         raise ValueError(f"incomplete: {missing} of {len(table.subspace)} placements have no row")
     if nowhere := [name for name, choices in anchors.items() if whole.digest(Placement(choices)) not in table.rows]:
         raise ValueError(f"incomplete: no row is of {', '.join(map(repr, nowhere))}")
 
 
-def _check_facts(facts: Facts, whole: Space) -> None:
+def _check_metadata(facts: TableMetadata, whole: Space) -> None:
     if len(set(facts.varied)) != len(facts.varied):
         raise ValueError("a dimension is varied twice")
     for choices in (facts.base, *facts.anchors.values()):
@@ -288,7 +288,7 @@ def _check_facts(facts: Facts, whole: Space) -> None:
             raise ValueError(f"its backend has no {key!r}")
 
 
-def _check_row(whole: Space, digest: str, row: Row) -> None:
+def _check_row(whole: Space, digest: str, row: TableEntry) -> None:
     if not isinstance(row.number, int):
         raise ValueError(f"the row of the placement {digest} has no number")
     if whole.digest(whole.validate(Placement(row.choices))) != digest:
@@ -306,22 +306,22 @@ def _check_row(whole: Space, digest: str, row: Row) -> None:
         raise ValueError(f"row {row.number} has a time that is no number of seconds")
 
 
-def _encoded(digest: str, row: Row) -> dict[str, Any]:
+def _encode_entry(digest: str, row: TableEntry) -> dict[str, Any]:
     line: dict[str, Any] = {"digest": digest, "number": row.number, "choices": row.choices}
     if isinstance(row.outcome, Failed):
         failed = row.outcome
         return line | {"failed_stage": failed.stage, "failed_reason": failed.reason, "build_s": failed.wall_s}
     kept = asdict(row.outcome)
     maps = {name: list(kept[name].items()) for name in ("metrics", "conditions")}
-    return line | {name: kept[name] for name in PLAIN} | maps | {"info": json.dumps(kept["info"])}
+    return line | {name: kept[name] for name in MEASURED_COLUMNS} | maps | {"info": json.dumps(kept["info"])}
 
 
-def _decoded(line: dict[str, Any]) -> Row:
+def _decode_entry(line: dict[str, Any]) -> TableEntry:
     choices = tuple(line["choices"])
     if line["failed_stage"] is not None:
         failed = Failed(stage=line["failed_stage"], reason=line["failed_reason"] or "", wall_s=line["build_s"] or 0.0)
-        return Row(number=line["number"], choices=choices, outcome=failed)
-    plain: dict[str, Any] = {name: tuple(line[name]) if name in READINGS else line[name] for name in PLAIN}
+        return TableEntry(number=line["number"], choices=choices, outcome=failed)
+    plain: dict[str, Any] = {name: tuple(line[name]) if name in LATENCY_COLUMNS else line[name] for name in MEASURED_COLUMNS}
     maps: dict[str, Any] = {name: dict(line[name]) for name in ("metrics", "conditions")}
     measured = Measured(**plain, **maps, info=json.loads(line["info"]))
-    return Row(number=line["number"], choices=choices, outcome=measured)
+    return TableEntry(number=line["number"], choices=choices, outcome=measured)

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 __all__ = [
-    "BuildFailed", "CandidateError", "EvaluationFailed", "MeasureFailed", "UserError", "at_key", "got", "in_file",
-    "nearest",
+    "BuildFailed", "CandidateError", "EvaluationFailed", "MeasureFailed", "UserError", "prefix_key", "describe_type", "prefix_file",
+    "suggest_names",
 ]  # fmt: skip
 
 
@@ -44,16 +44,16 @@ class EvaluationFailed(CandidateError):
     stage = "evaluate"
 
 
-class _Placed(UserError):
+class _KeyedError(UserError):
     """A mistake at a key of a file; keys are added from the inside to the outside."""
 
     def __init__(self, keys: tuple[str, ...], note: str, words: str) -> None:
         super().__init__(f"{'.'.join(keys)}{f' ({note})' if note else ''}: {words}")
-        self.keys, self.note, self.words = keys, note, words
+        self.keys, self.note, self.message = keys, note, words
 
 
 @contextmanager
-def at_key(key: str, note: str = "") -> Iterator[None]:
+def prefix_key(key: str, note: str = "") -> Iterator[None]:
     """Begin messages of mistakes with a key of the file; nested ones make a dotted path.
 
     Args:
@@ -66,12 +66,12 @@ def at_key(key: str, note: str = "") -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        inner = error if isinstance(error, _Placed) else _Placed((), "", str(error))
-        raise _Placed((key, *inner.keys), note or inner.note, inner.words) from error
+        inner = error if isinstance(error, _KeyedError) else _KeyedError((), "", str(error))
+        raise _KeyedError((key, *inner.keys), note or inner.note, inner.message) from error
 
 
 @contextmanager
-def in_file(name: object) -> Iterator[None]:
+def prefix_file(name: object) -> Iterator[None]:
     """Begin each line of the messages of mistakes with the name of the file that they are in.
 
     Raises:
@@ -86,12 +86,12 @@ def in_file(name: object) -> Iterator[None]:
         ) from error
 
 
-def got(body: object) -> str:
+def describe_type(body: object) -> str:
     """What a file holds in place of what belongs there, after "but"."""
     return "it is empty" if body is None else f"got {type(body).__name__}"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest_names(name: str, known: Iterable[str]) -> str:
     """A half-sentence that helps with a mistyped name: the nearest known names, or all of them."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)

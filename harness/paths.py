@@ -7,14 +7,14 @@ from pathlib import Path
 
 from harness.errors import UserError
 
-__all__ = ["Absent", "cache_folder", "locate"]
+__all__ = ["RelativePathMissing", "cache_dir", "resolve_path"]
 
 
-class Absent(UserError):
+class RelativePathMissing(UserError):
     """Nothing is where a relative path leads."""
 
 
-def locate(text: str, base: Path | None = None) -> Path:
+def resolve_path(text: str, base: Path | None = None) -> Path:
     """The absolute path of an existing file or folder.
 
     Args:
@@ -37,11 +37,11 @@ def locate(text: str, base: Path | None = None) -> Path:
         path = ((base or Path.cwd()) / Path(text).expanduser()).resolve()
     if not path.exists():
         relative = not (text.startswith("assets:") or Path(text).expanduser().is_absolute())
-        raise (Absent if relative else UserError)(f"{text}: no such file or folder ({path})")
+        raise (RelativePathMissing if relative else UserError)(f"{text}: no such file or folder ({path})")
     return path
 
 
-def cache_folder() -> Path:
+def cache_dir() -> Path:
     """The folder for things that can be made again (calibration ranges, drawn images)."""
     root = os.environ.get("XDG_CACHE_HOME", "")
     folder = (Path(root) if root else Path.home() / ".cache") / "qdq-bench"

@@ -12,18 +12,18 @@ import numpy.typing as npt
 
 from harness.errors import UserError
 
-__all__ = ["Types", "check_types", "feeds_digest", "random_feeds"]
+__all__ = ["InputTypes", "check_types", "feeds_digest", "random_feeds"]
 
 _NUMPY_NAMES: Mapping[str, str] = {"float": "float32", "double": "float64"}
-LARGEST = 2**28
+MAX_INPUT_ELEMENTS = 2**28
 """Elements of an input at most, a gigabyte of FP32: who declares more is mistaken, or wants the memory."""
 
 
-Types = Mapping[str, tuple[str, tuple[int, ...]]]
+InputTypes = Mapping[str, tuple[str, tuple[int, ...]]]
 """Element type, by its ONNX name in lower case or by NumPy's, and static shape of each input."""
 
 
-def random_feeds(types: Types, count: int, seed: int = 0) -> Iterator[dict[str, npt.NDArray[Any]]]:
+def random_feeds(types: InputTypes, count: int, seed: int = 0) -> Iterator[dict[str, npt.NDArray[Any]]]:
     """Inputs drawn at random: enough for a latency, never for an accuracy.
 
     Floats are standard normal, integers and booleans 0 or 1, which are valid as token ids, masks and indices alike.
@@ -42,7 +42,7 @@ def random_feeds(types: Types, count: int, seed: int = 0) -> Iterator[dict[str, 
     dtypes = check_types(types)
     for index in range(count):
         rng = np.random.default_rng([seed, index])
-        yield {name: _draw(rng, dtype, types[name][1]) for name, dtype in dtypes.items()}
+        yield {name: _draw_array(rng, dtype, types[name][1]) for name, dtype in dtypes.items()}
 
 
 def feeds_digest(feeds: Iterable[Mapping[str, npt.NDArray[Any]]]) -> str:
@@ -55,17 +55,17 @@ def feeds_digest(feeds: Iterable[Mapping[str, npt.NDArray[Any]]]) -> str:
     return found.hexdigest()
 
 
-def check_types(types: Types) -> dict[str, np.dtype[Any]]:
+def check_types(types: InputTypes) -> dict[str, np.dtype[Any]]:
     """NumPy's type of each input, in the order of their names.
 
     Raises:
         UserError: An input is neither number nor boolean, or larger than anybody means it: it cannot be timed.
     """
     for name, (_, shape) in types.items():
-        if math.prod(shape) > LARGEST:
+        if math.prod(shape) > MAX_INPUT_ELEMENTS:
             raise UserError(
                 f"input {name!r} has {math.prod(shape):,} elements by its shape {list(shape)}, but at most "
-                f"{LARGEST:,} are made up to time a model; give it a smaller shape (key shapes of the model)"
+                f"{MAX_INPUT_ELEMENTS:,} are made up to time a model; give it a smaller shape (key shapes of the model)"
             )
     return {name: _numpy_type(name, kind) for name, (kind, _) in sorted(types.items())}
 
@@ -83,6 +83,6 @@ def _numpy_type(name: str, kind: str) -> np.dtype[Any]:
     return found
 
 
-def _draw(rng: np.random.Generator, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+def _draw_array(rng: np.random.Generator, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
     values = rng.standard_normal(shape) if dtype.kind == "f" else rng.integers(0, 2, shape)
     return np.asarray(values, dtype=dtype)

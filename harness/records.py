@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-__all__ = ["SCHEMA", "Asked", "Failed", "Line", "Measured", "Outcome", "Told", "decode", "encode"]
+__all__ = ["SCHEMA_VERSION", "Proposal", "Failed", "JournalLine", "Measured", "Outcome", "TrialResult", "decode_line", "encode_line"]
 
-SCHEMA = 1
+SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ Outcome = Measured | Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Proposal:
     """A proposal, numbered from 0 in ask order.
 
     Attributes:
@@ -98,7 +98,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class TrialResult:
     """What became of the proposal with this number.
 
     Attributes:
@@ -110,27 +110,27 @@ class Told:
     elapsed_s: float
 
 
-Line = Asked | Told
-_KINDS: dict[str, type[Any]] = {"asked": Asked, "told": Told}
-_OUTCOMES: dict[str, type[Any]] = {"measured": Measured, "failed": Failed}
+JournalLine = Proposal | TrialResult
+_LINE_CLASSES: dict[str, type[Any]] = {"asked": Proposal, "told": TrialResult}
+_OUTCOME_CLASSES: dict[str, type[Any]] = {"measured": Measured, "failed": Failed}
 
 
-def encode(line: Line) -> str:
+def encode_line(line: JournalLine) -> str:
     """One line of the journal, without the newline."""
-    body = _body(line)
-    kind = "asked" if isinstance(line, Asked) else "told"
-    if isinstance(line, Told):
+    body = _field_values(line)
+    kind = "asked" if isinstance(line, Proposal) else "told"
+    if isinstance(line, TrialResult):
         status = "measured" if isinstance(line.outcome, Measured) else "failed"
-        body["outcome"] = {"status": status, **_body(line.outcome)}
+        body["outcome"] = {"status": status, **_field_values(line.outcome)}
     return json.dumps({"kind": kind, **body}, separators=(",", ":"), allow_nan=False)
 
 
-def _body(record: Line | Outcome) -> dict[str, Any]:
+def _field_values(record: JournalLine | Outcome) -> dict[str, Any]:
     """Its fields as they are; `dataclasses.asdict` would copy every sample, which took longer than all the rest."""
     return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
-def decode(text: str) -> Line:
+def decode_line(text: str) -> JournalLine:
     """Read one line back.
 
     Raises:
@@ -140,27 +140,27 @@ def decode(text: str) -> Line:
         body = json.loads(text)
     except RecursionError as error:
         raise ValueError(f"nested too deep: {text[:80]}") from error
-    if not isinstance(body, dict) or body.get("kind") not in _KINDS:
-        raise ValueError(f"not a journal line of schema {SCHEMA}: {text[:80]}")
+    if not isinstance(body, dict) or body.get("kind") not in _LINE_CLASSES:
+        raise ValueError(f"not a journal line of schema {SCHEMA_VERSION}: {text[:80]}")
     kind = body.pop("kind")
     try:
         if kind == "told":
             outcome = body["outcome"]
             status = outcome.pop("status")
-            body["outcome"] = _OUTCOMES[status](**_tuples(outcome))
-        return _KINDS[kind](**_tuples(body))  # type: ignore[no-any-return]
+            body["outcome"] = _OUTCOME_CLASSES[status](**_lists_to_tuples(outcome))
+        return _LINE_CLASSES[kind](**_lists_to_tuples(body))  # type: ignore[no-any-return]
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"journal line of schema {SCHEMA} lacks or adds a field ({error}): {text[:80]}") from error
+        raise ValueError(f"journal line of schema {SCHEMA_VERSION} lacks or adds a field ({error}): {text[:80]}") from error
 
 
-def _tuples(body: dict[str, Any]) -> dict[str, Any]:
+def _lists_to_tuples(body: dict[str, Any]) -> dict[str, Any]:
     for key, value in body.items():
         if type(value) is list:
-            body[key] = _tuple(value)
+            body[key] = _list_to_tuple(value)
     return body
 
 
-def _tuple(value: list[Any]) -> tuple[Any, ...]:
+def _list_to_tuple(value: list[Any]) -> tuple[Any, ...]:
     if value and type(value[0]) is list:
-        return tuple(_tuple(entry) for entry in value)
+        return tuple(_list_to_tuple(entry) for entry in value)
     return tuple(value)

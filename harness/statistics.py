@@ -17,21 +17,21 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "CLAIM_FLOOR",
+    "MIN_CLAIMED_GAIN",
     "Floats",
     "Interval",
     "Verdict",
     "block_ci",
-    "floor_from",
+    "noise_floor_from_ratios",
     "median_ci",
     "paired_ratio_ci",
     "rebuilt_ci",
-    "stderr_of",
+    "stderr_from_interval",
     "stderr_of_median",
-    "verdict",
+    "speedup_verdict",
 ]  # fmt: skip
 
-CLAIM_FLOOR = 0.01  # as a share; smaller gains are ties even on a quiet machine
+MIN_CLAIMED_GAIN = 0.01  # as a share; smaller gains are ties even on a quiet machine
 _Z95 = NormalDist().inv_cdf(0.975)
 
 Floats = Sequence[float] | npt.NDArray[np.floating]
@@ -64,7 +64,7 @@ def median_ci(samples: Floats, confidence: float = 0.95) -> Interval:
     count = len(values)
     if not count:
         raise ValueError("a median needs at least one sample")
-    rank, weight = _ranks(count, confidence)
+    rank, weight = _interval_ranks(count, confidence)
     low, high = values[rank - 1], values[count - rank]
     if weight:
         low += weight * (values[rank] - low)
@@ -74,7 +74,7 @@ def median_ci(samples: Floats, confidence: float = 0.95) -> Interval:
 
 
 @lru_cache(maxsize=4096)
-def _ranks(count: int, confidence: float) -> tuple[int, float]:
+def _interval_ranks(count: int, confidence: float) -> tuple[int, float]:
     """Return the outer rank d (from 1) of the interval, and the weight of rank d + 1.
 
     The interval from rank d to n - d + 1 covers the median with 1 - 2 P(B < d), B binomial (n, 1/2).
@@ -94,7 +94,7 @@ def _ranks(count: int, confidence: float) -> tuple[int, float]:
     return 1, 0.0
 
 
-def stderr_of(median: Interval) -> float:
+def stderr_from_interval(median: Interval) -> float:
     """Return the standard error of a median from the width of its 95 % interval, in its unit.
 
     McKean and Schrader, "A comparison of methods for studentizing the sample median", Communications in Statistics 13,
@@ -105,7 +105,7 @@ def stderr_of(median: Interval) -> float:
 
 def stderr_of_median(samples: Floats) -> float:
     """Return the standard error of the median of samples; see `stderr_of`."""
-    return stderr_of(median_ci(samples))
+    return stderr_from_interval(median_ci(samples))
 
 
 def rebuilt_ci(samples: Floats, earlier: Sequence[Floats]) -> Interval:
@@ -152,7 +152,7 @@ def paired_ratio_ci(baseline: Sequence[Floats], candidate: Sequence[Floats], con
     return block_ci([b / c for b, c in pairs], confidence)
 
 
-def floor_from(aa_ratios: Floats, quantile: float = 0.95) -> float:
+def noise_floor_from_ratios(aa_ratios: Floats, quantile: float = 0.95) -> float:
     """Return the noise floor: a quantile of the gain of the baseline over its twin, from one A/A ratio per build."""
     ratios = np.asarray(aa_ratios, dtype=float)
     if not len(ratios):
@@ -160,9 +160,9 @@ def floor_from(aa_ratios: Floats, quantile: float = 0.95) -> float:
     return float(np.quantile(np.maximum(ratios, 1 / ratios) - 1, quantile, method="higher"))
 
 
-def verdict(speedup: Interval, floor: float) -> Verdict:
+def speedup_verdict(speedup: Interval, floor: float) -> Verdict:
     """Return "faster" or "slower" if the interval excludes 1 and the gain exceeds 1 % and the noise floor, or "tie"."""
     gain = max(speedup.value, 1 / speedup.value) - 1
-    if speedup.low <= 1 <= speedup.high or gain < max(CLAIM_FLOOR, floor):
+    if speedup.low <= 1 <= speedup.high or gain < max(MIN_CLAIMED_GAIN, floor):
         return "tie"
     return "faster" if speedup.value > 1 else "slower"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from harness.errors import UserError, nearest
-from harness.timing.workers.engines import MAIN
+from harness.errors import UserError, suggest_names
+from harness.timing.workers.engines import MAIN_BENCHMARKER
 from harness.timing.turn_log import disturbance_note
-from harness.timing.provenance import environment
+from harness.timing.provenance import describe_environment
 from harness.timing.workers.sandbox import open_engines
-from harness.registry import create
-from harness.results_dir.journal import writing
+from harness.registry import create_plugin
+from harness.results_dir.journal import explain_write_errors
 from harness.progress import Observer
 from harness.results_dir.artifacts import write_json
 from harness.studies.study_task import Study, open_study
@@ -35,17 +35,17 @@ def noise_report(
     Raises:
         UserError: An unknown placement, or anything in the study cannot be used or measured.
     """
-    with writing(out):
+    with explain_write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
     cell, worker = open_study(study, out, observer)
     if placement not in cell.placements:
-        raise UserError(f"--placement: {placement!r} is none; {nearest(placement, cell.placements)}")
+        raise UserError(f"--placement: {placement!r} is none; {suggest_names(placement, cell.placements)}")
     candidate = cell.candidate(cell.placements[placement])
-    limits, use = study.experiment.limits, worker.benchmarkers[MAIN]
+    limits, use = study.experiment.limits, worker.benchmarkers[MAIN_BENCHMARKER]
     occasion = measure_noise(lambda: open_engines(worker, limits), candidate, design, observer)
     latency_ms = occasion.latency_ms
     found = components(latency_ms)
-    backend = dict(create("benchmarker", use.use, use.params).describe())
+    backend = dict(create_plugin("benchmarker", use.use, use.params).describe())
     title = f"{study.spec.model.name}, {placement}, {backend['name']}, {backend['float_precision']}"
     record = {
         "model": study.spec.model.use,
@@ -57,9 +57,9 @@ def noise_report(
         "components": asdict(found),
         "disturbed": occasion.disturbed,
         "latency_ms": latency_ms.tolist(),
-        "environment": environment(),
+        "environment": describe_environment(),
     }
-    with writing(out):
+    with explain_write_errors(out):
         write_json(out / "noise.json", record)
         draw_noise(latency_ms, found, title, out / "noise.png")
     processes, builds, readings = latency_ms.shape

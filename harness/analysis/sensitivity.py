@@ -10,10 +10,10 @@ from typing import Any, Literal
 import numpy as np
 
 from harness.errors import UserError
-from harness.timing.workers.engines import MAIN, Engines, WorkerSpec
+from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
 from harness.statistics import Interval, paired_ratio_ci
-from harness.records import SCHEMA, Failed
+from harness.records import SCHEMA_VERSION, Failed
 from harness.pipeline.task import Cell
 from harness.config.experiment import Sampling
 from harness.progress import Observer
@@ -143,7 +143,7 @@ def measure(study: Study, by: By, folder: Path, observer: Observer, *, samples: 
     cell, worker = open_study(study, folder, observer)
     proxy = proxy_use(samples, study.spec.model, cell.model, study.base, cell.work)
     worker = WorkerSpec(
-        benchmarkers={MAIN: worker.benchmarkers[MAIN]}, workdir=worker.workdir, evaluators={PROXY_EVALUATOR: proxy}
+        benchmarkers={MAIN_BENCHMARKER: worker.benchmarkers[MAIN_BENCHMARKER]}, workdir=worker.workdir, evaluators={PROXY_EVALUATOR: proxy}
     )
     units = units_of(cell.space, by)
     with open_engines(worker, study.experiment.limits) as engines:
@@ -267,7 +267,7 @@ def to_json(found: Sensitivities, path: Path) -> None:
         for each in found.units
     ]
     facts = {"cell": found.name, "backend": found.backend, "calibrated_on": found.calibrated_on}
-    write_json(path, {"schema": SCHEMA, "kind": "sensitivity", **facts, "full_db": dict(found.full_db), "units": units})
+    write_json(path, {"schema": SCHEMA_VERSION, "kind": "sensitivity", **facts, "full_db": dict(found.full_db), "units": units})
 
 
 def _effect_facts(effect: Effect | Failed) -> dict[str, Any]:

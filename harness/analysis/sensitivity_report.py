@@ -9,7 +9,7 @@ from pathlib import Path
 from harness.errors import UserError
 from harness.statistics import Interval
 from harness.records import Failed
-from harness.results_dir.journal import writing
+from harness.results_dir.journal import explain_write_errors
 from harness.progress import Observer
 from harness.studies.study_task import Study
 from harness.studies.plots import draw_sensitivities
@@ -29,7 +29,7 @@ def sensitivity_report(
         UserError: Anything in the study that cannot be used, or the folder cannot be written.
     """
     fresh = not folder.exists()
-    with writing(folder):
+    with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     try:
         found = measure(study, by, folder, observer, samples=samples)
@@ -38,7 +38,7 @@ def sensitivity_report(
             shutil.rmtree(folder, ignore_errors=True)
         raise
     to_json(found, folder / "sensitivity.json")
-    with writing(folder):
+    with explain_write_errors(folder):
         draw_sensitivities(found, folder / "sensitivity.png")
     shutil.rmtree(folder / "work", ignore_errors=True)
     return HEADER, [_row(found, index) for index in range(len(found.units))], list(_notes(found, folder))

@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.errors import UserError
-from harness.paths import Absent
-from harness.results_dir.fingerprint import ADVICE
+from harness.paths import RelativePathMissing
+from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE
 
 __all__ = [
     "DimOption", "ShapeOption", "SizeOptions", "advised", "based", "beside", "importable", "param_option",
@@ -54,9 +54,9 @@ def advised() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if ADVICE not in str(error):
+        if CHANGED_RUN_ADVICE not in str(error):
             raise
-        raise UserError(str(error).replace(ADVICE, ELSEWHERE)) from error
+        raise UserError(str(error).replace(CHANGED_RUN_ADVICE, ELSEWHERE)) from error
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def based(folder: Path) -> Iterator[None]:
         yield
     except UserError as error:
         cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, Absent):
+        while cause is not None and not isinstance(cause, RelativePathMissing):
             cause = cause.__cause__
         if cause is None:
             raise

@@ -11,7 +11,7 @@ from typing import Any
 
 from harness import registry
 from harness.errors import CandidateError, UserError
-from harness.timing.provenance import environment, saturates
+from harness.timing.provenance import describe_environment, lacks_vnni
 
 __all__ = ["examine"]
 
@@ -68,10 +68,10 @@ def _version(distribution: str) -> str | None:
 
 
 def _benchmarkers() -> Iterator[tuple[str, str, str]]:
-    for plugin in registry.plugins("benchmarker"):
+    for plugin in registry.installed_plugins("benchmarker"):
         what = f"benchmarker {plugin.name}"
         try:
-            facts = registry.guarded(what, lambda name=plugin.name: _describe(name))  # type: ignore[misc]
+            facts = registry.call_plugin(what, lambda name=plugin.name: _describe(name))  # type: ignore[misc]
         except (UserError, CandidateError) as error:
             yield (what, "not usable", _line(error, what))
             continue
@@ -80,16 +80,16 @@ def _benchmarkers() -> Iterator[tuple[str, str, str]]:
 
 
 def _describe(benchmarker: str) -> dict[str, Any]:
-    return dict(registry.create("benchmarker", benchmarker, {}).describe())
+    return dict(registry.create_plugin("benchmarker", benchmarker, {}).describe())
 
 
 def _broken() -> Iterator[tuple[str, str, str]]:
     """Other plug-ins that cannot be loaded."""
-    for kind in registry.GROUPS:
-        for plugin in registry.plugins(kind):
+    for kind in registry.ENTRY_POINT_GROUPS:
+        for plugin in registry.installed_plugins(kind):
             try:
                 if kind != "benchmarker":
-                    registry.load(kind, plugin.name)
+                    registry.load_plugin(kind, plugin.name)
             except UserError as error:
                 yield (f"{kind} {plugin.name}", "not usable", _line(error))
 
@@ -108,13 +108,13 @@ def _tools() -> Iterator[tuple[str, str, str]]:
 
 
 def _machine() -> Iterator[tuple[str, str, str]]:
-    facts = environment()
+    facts = describe_environment()
     gpus = facts.pop("gpus", [])
     if not gpus:
         yield ("gpu", "none found", "nvidia-smi is missing or lists none; not needed for CPU backends")
     for index, gpu in enumerate(gpus):
         yield (f"gpu {index}", "ok", ", ".join(f"{field} {value}" for field, value in gpu.items()))
-    if saturates(facts):
+    if lacks_vnni(facts):
         yield ("int8 on this cpu", "warning", SATURATING)
     flat = dict(_flat(facts))
     for key in READINGS:

@@ -47,10 +47,10 @@ def explain(
         return
     from harness.explain.model_report import compare, explain_model
     from harness.explain.text_lines import change_lines, data, lines
-    from harness.config.experiment import Use
+    from harness.config.experiment import PluginSpec
 
     importable(Path.cwd())
-    use = Use(use=backend, params=dict(param_option(text) for text in param or []))
+    use = PluginSpec(use=backend, params=dict(param_option(text) for text in param or []))
     sizes = sizes_option(shape, dim)
     found = explain_model(model, use, runs, **sizes)
     if against is None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from harness.errors import in_file
+from harness.errors import prefix_file
 
 __all__ = ["gen_trt_engine"]
 
@@ -28,7 +28,7 @@ def gen_trt_engine(
     Example: `qdq gen-trt-engine experiments/specs/gen_trt_engine.yaml --backend openvino`
     """
     from harness.cli.common import importable, param_option, tidy
-    from harness.config.experiment import Use
+    from harness.config.experiment import PluginSpec
     from harness.compat.tao_specs.engine import build_engine
     from harness.compat.tao_specs.engine_file import TENSORRT, engine_path
     from harness.compat.tao_specs.spec import read_spec, section
@@ -36,8 +36,8 @@ def gen_trt_engine(
     found, base = read_spec(spec), spec.resolve().parent
     importable(base)
     chosen = section(found.gen_trt_engine, "gen_trt_engine", str(spec))
-    use = Use(use=backend, params=dict(param_option(text) for text in param or []))
-    with in_file(spec):
+    use = PluginSpec(use=backend, params=dict(param_option(text) for text in param or []))
+    with prefix_file(spec):
         facts = build_engine(chosen, found.dataset, base, use)
     kept = f"Q/DQ found ({', '.join(facts.precisions)})" if facts.precisions else "float"
     typed = f"{kept}: strongly typed" if facts.precisions and facts.backend == TENSORRT else kept

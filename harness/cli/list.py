@@ -19,9 +19,9 @@ def listing() -> None:
     Example: `qdq list | grep searcher`
     """
     from harness import zoo
-    from harness.registry import GROUPS, plugins
+    from harness.registry import ENTRY_POINT_GROUPS, installed_plugins
 
-    rows = [(kind, plugin.name, plugin.origin, purpose(plugin)) for kind in GROUPS for plugin in plugins(kind)]
+    rows = [(kind, plugin.name, plugin.origin, purpose(plugin)) for kind in ENTRY_POINT_GROUPS for plugin in installed_plugins(kind)]
     rows += [("zoo model", name, "", what) for name, what in zoo.names().items()]
     table(("kind", "name", "origin", "what it does"), rows)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from harness.errors import in_file
+from harness.errors import prefix_file
 
 __all__ = ["quantize"]
 
@@ -26,7 +26,7 @@ def quantize(
     found, base = read_spec(spec), spec.resolve().parent
     importable(base)
     chosen = section(found.quantize, "quantize", str(spec))
-    with in_file(spec):
+    with prefix_file(spec):
         done = run(chosen, found.dataset, base, base / (chosen.results_dir or found.results_dir))
     for op, counts in done.layers.items():
         typer.echo(f"{op}\t{', '.join(f'{count} {precision}' for precision, count in counts.items())}")

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from harness.cli.common import show, tidy
-from harness.results_dir.termination import SearchesBroke
+from harness.results_dir.termination import SearcherFailures
 
 __all__ = ["followed", "report", "reported", "show_report"]
 
@@ -31,7 +31,7 @@ def followed(show_found: Callable[[], None]) -> Iterator[None]:
     """Show what is found by what is run within; searches that broke are no reason not to, and are said behind it."""
     try:
         yield
-    except SearchesBroke:
+    except SearcherFailures:
         show_found()
         raise
     show_found()

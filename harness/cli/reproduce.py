@@ -10,7 +10,7 @@ import typer
 from harness.cli.compare import compare
 from harness.cli.report import followed, reported
 from harness.cli.common import advised, importable
-from harness.errors import UserError, in_file
+from harness.errors import UserError, prefix_file
 
 __all__ = ["reproduce"]
 
@@ -42,7 +42,7 @@ def reproduce(
     config, start = load_experiment(folder / "experiment.yaml"), (base or Path.cwd()).resolve()
     importable(start)
     try:
-        with in_file(folder / "experiment.yaml"):
+        with prefix_file(folder / "experiment.yaml"):
             remarks = check_experiment(config, start)
     except UserError as error:
         raise UserError(f"{error}\nrelative paths of the experiment start from {start}; see --base") from error

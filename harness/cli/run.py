@@ -9,7 +9,7 @@ import typer
 
 from harness.cli.report import reported
 from harness.cli.common import importable
-from harness.errors import in_file
+from harness.errors import prefix_file
 
 __all__ = ["run"]
 
@@ -37,33 +37,33 @@ def run(
     """
     from harness.pipeline.accuracy_bound import bound_lines
     from harness.pipeline.preflight import check_experiment, check_models
-    from harness.results_dir.ownership import check_claim
+    from harness.results_dir.ownership import check_ownership
     from harness.config.experiment import load_experiment
     from harness.pipeline.runner import run_experiment
-    from harness.pipeline.workload import outlook
-    from harness.config.plan import plan
+    from harness.pipeline.workload import describe_workload
+    from harness.config.plan import plan_tasks
     from harness.cli.progress import Terminal
 
     config = load_experiment(experiment)
     base = experiment.resolve().parent
     importable(base)
-    with in_file(experiment):
+    with prefix_file(experiment):
         remarks = check_experiment(config, base)
     for remark in remarks:
         typer.echo(remark, err=True)
     folder = out or Path("results") / config.experiment
     if check:
-        with in_file(experiment):
+        with prefix_file(experiment):
             remarks = check_models(config, base)
         for remark in remarks:
             typer.echo(remark, err=True)
-        if grown := check_claim(folder, config, accept_changes):
+        if grown := check_ownership(folder, config, accept_changes):
             typer.echo(f"{folder}: {grown}: would go on with what is there")
-        for cell in plan(config):
+        for cell in plan_tasks(config):
             typer.echo(f"{cell.name}: {', '.join(search.name for search in cell.runs)}")
         for line in bound_lines(config):
             typer.echo(line)
-        typer.echo(outlook(config))
+        typer.echo(describe_workload(config))
         return
     with reported(folder), Terminal() as terminal:
         run_experiment(

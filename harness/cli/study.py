@@ -50,7 +50,7 @@ def study(
 
     Example: `qdq study experiments/studies/budgets.yaml --out out/budgets`
     """
-    from harness.timing.provenance import cores
+    from harness.timing.provenance import count_cores
     from harness.report.tables.report_table import markdown, note_markdown
     from harness.cli.progress import Terminal
     from harness.studies.budget_study import study_budgets
@@ -64,7 +64,7 @@ def study(
     }
     planned = _planned(what, {name: said for name, said in options.items() if said})
     with Terminal() as terminal:
-        found = study_budgets(planned, out, terminal, workers=workers or cores())
+        found = study_budgets(planned, out, terminal, workers=workers or count_cores())
     for table in found:
         typer.echo(f"{markdown(table)}\n\n{note_markdown(table)}\n")
 

@@ -49,7 +49,7 @@ def verify(
 
     Example: `qdq verify out/mine auto`, or `qdq verify out/mine/resnet18-openvino-int8/models/0123456789abcdef.onnx`
     """
-    from harness.config.objective import bound_of
+    from harness.config.objective import parse_bound
     from harness.verification.verify import exported
     from harness.verification.verify import verify as repeat
     from harness.cli.progress import Terminal
@@ -60,7 +60,7 @@ def verify(
     if model is file and row is not None:
         raise UserError(f"{file} {row}: a row is of a results folder, and this is no folder")
     try:
-        bound = None if max_drop is None else bound_of(max_drop)
+        bound = None if max_drop is None else parse_bound(max_drop)
     except ValueError as error:
         raise UserError(f"--max-drop: {error}, but got {max_drop!r}") from error
     start = (base or Path.cwd()).resolve()

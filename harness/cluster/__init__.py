@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from harness.errors import UserError
-from harness.timing.workers.execution_target import LocalSite, Site
+from harness.timing.workers.execution_target import LocalTarget, ExecutionTarget
 from harness.config.experiment import Limits
 from harness.config.executor import ExecutorSpec
 from harness.progress import Observer
 
-__all__ = ["SETTINGS", "open_site"]
+__all__ = ["RAY_ENVIRONMENT", "open_execution_target"]
 
 # Variables that Ray reads when it is imported; those that are already set keep their value.
-SETTINGS = {
+RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent anywhere
     "RAY_worker_niceness": "0",  # of a cluster that is started here; Ray's default of 15 makes timings useless
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # workers without a GPU keep the GPUs that they see
@@ -24,9 +24,9 @@ SETTINGS = {
 
 
 @contextmanager
-def open_site(
+def open_execution_target(
     executor: ExecutorSpec, limits: Limits, known: Mapping[str, Any] | None, observer: Observer
-) -> Iterator[Site]:
+) -> Iterator[ExecutionTarget]:
     """Open the execution target of an experiment.
 
     Args:
@@ -34,13 +34,13 @@ def open_site(
             None: the first worker's environment is used.
     """
     if executor.use == "local":
-        yield LocalSite(executor, limits)
+        yield LocalTarget(executor, limits)
         return
-    for name, value in SETTINGS.items():
+    for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
-        from harness.cluster.ray_target import open_ray_site
+        from harness.cluster.ray_target import open_ray_target
     except ModuleNotFoundError as error:
         raise UserError(f"executor: 'ray' needs Ray ({error}); install it: pip install 'qdq-bench[ray]'") from error
-    with open_ray_site(executor, limits, known, observer) as target:
+    with open_ray_target(executor, limits, known, observer) as target:
         yield target

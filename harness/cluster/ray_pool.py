@@ -15,25 +15,25 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from harness.cluster.ray_worker import KEPT_BYTES, Files, Host, Recent
+from harness.cluster.ray_worker import FILE_CACHE_BYTES, ModelFiles, RayWorker, LRUByteCache
 from harness.errors import UserError
 from harness.graph.io.files import parts
 from harness.timing.workers.trial_pool import WorkerLost
-from harness.timing.provenance import decisive
-from harness.results_dir.fingerprint import changes
+from harness.timing.provenance import comparability_key
+from harness.results_dir.fingerprint import diff_leaves
 from harness.progress import Observer
 
-__all__ = ["WAITING", "WORKING", "Fleet", "Member"]
+__all__ = ["TASK_LOAD", "SEARCH_LOAD", "RayPool", "RayWorkerHandle"]
 
-WAITING, WORKING = 1, 1000  # weights of engines of a task, which mostly wait, and of a search's worker
-START_S = 120.0  # a worker imports the harness, on a machine that may be busy starting others
-END_S = 5.0  # workers that have not removed their files by then are killed
-GLANCE_S = 1.0  # between two checks whether the pool was closed during a call
+TASK_LOAD, SEARCH_LOAD = 1, 1000  # weights of engines of a task, which mostly wait, and of a search's worker
+RAY_START_LIMIT_S = 120.0  # a worker imports the harness, on a machine that may be busy starting others
+RAY_SHUTDOWN_LIMIT_S = 5.0  # workers that have not removed their files by then are killed
+RAY_POLL_INTERVAL_S = 1.0  # between two checks whether the pool was closed during a call
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class RayWorkerHandle:
     """Worker as the driver sees it.
 
     Attributes:
@@ -49,7 +49,7 @@ class Member:
     load: int = 0
 
 
-class Fleet:
+class RayPool:
     """Workers on the cluster that Ray is connected to.
 
     Args:
@@ -63,26 +63,26 @@ class Fleet:
         self, count: int, resources: Mapping[str, float], known: Mapping[str, Any] | None, observer: Observer
     ) -> None:
         self._count = count
-        self._options = _options(resources)
+        self._options = _actor_options(resources)
         self._known = known
         self._observer = observer
         self._lock = threading.RLock()
         self._starting: dict[Any, Any] = {}
-        self._workers: list[Member] = []
+        self._workers: list[RayWorkerHandle] = []
         self._rejected: list[Any] = []
         self._facts: dict[str, Mapping[str, Any]] = {}
         self._numbers = itertools.count()
-        self._uploaded: Recent[Any] = Recent(KEPT_BYTES, lambda _: None)
+        self._uploaded: LRUByteCache[Any] = LRUByteCache(FILE_CACHE_BYTES, lambda _: None)
         self.closed = False
 
     def start(self) -> None:
         """Start the workers, and wait for as many as the cluster has resources for now."""
         for _ in range(self._count):
-            self._ask_for_one()
-        available = min(self._count, _room(self._options))
-        ray.wait(list(self._starting), num_returns=max(1, available), timeout=START_S)
+            self._request_worker()
+        available = min(self._count, _cluster_capacity(self._options))
+        ray.wait(list(self._starting), num_returns=max(1, available), timeout=RAY_START_LIMIT_S)
         with self._lock:
-            self._await_one()
+            self._require_worker()
         if len(self._workers) < self._count:
             self._observer.say(
                 f"{len(self._workers)} of {self._count} workers: the cluster has no room for more that are like the "
@@ -94,10 +94,10 @@ class Fleet:
         with self._lock:
             return self._known or self._workers[0].environment
 
-    def pick(self, load: int) -> Member:
+    def pick(self, load: int) -> RayWorkerHandle:
         """Return the worker with the lowest load, and add to its load."""
         with self._lock:
-            self._await_one()
+            self._require_worker()
             worker = min(self._workers, key=lambda worker: worker.load)
             worker.load += load
             return worker
@@ -113,32 +113,32 @@ class Fleet:
                 "executor.resources: engines run on a GPU, and each worker needs one to itself: resources: {GPU: 1}"
             )
 
-    def alike(self, worker: Member, benchmarkers: str, facts: Mapping[str, Any]) -> bool:
+    def check_alike(self, worker: RayWorkerHandle, benchmarkers: str, facts: Mapping[str, Any]) -> bool:
         """Return whether benchmarkers give the same facts on this worker as on the others; reject the worker if not."""
         with self._lock:
-            different = list(changes(self._facts.setdefault(benchmarkers, facts), facts))
+            different = list(diff_leaves(self._facts.setdefault(benchmarkers, facts), facts))
             if different and worker in self._workers:
                 self._workers.remove(worker)
-                self._refuse(worker.actor, worker.node, different)
+                self._reject(worker.actor, worker.node, different)
         return not different
 
-    def number(self) -> int:
+    def next_session_number(self) -> int:
         """Return a new session number."""
         return next(self._numbers)
 
-    def send(self, path: Path) -> tuple[str, Any]:
+    def upload_model(self, path: Path) -> tuple[str, Any]:
         """Return a key to a model's files and their reference in the object store, which sends them once per node."""
         status = path.stat()
         key = repr((str(path), status.st_size, status.st_mtime_ns))
         with self._lock:
             reference = self._uploaded.get(key)
             if reference is None:
-                files: Files = {part.name: part.read_bytes() for part in parts(path)}
+                files: ModelFiles = {part.name: part.read_bytes() for part in parts(path)}
                 reference = ray.put(files)
                 self._uploaded.put(key, reference, sum(map(len, files.values())))
             return key, reference
 
-    def call(self, worker: Member, reference: Any) -> Any:
+    def call(self, worker: RayWorkerHandle, reference: Any) -> Any:
         """Wait for the result of a call.
 
         Raises:
@@ -146,7 +146,7 @@ class Fleet:
             UserError: Raised by the worker; its name is added.
         """
         try:
-            while not ray.wait([reference], timeout=GLANCE_S)[0]:
+            while not ray.wait([reference], timeout=RAY_POLL_INTERVAL_S)[0]:
                 if self.closed:
                     raise WorkerLost("the run is being ended")
             return ray.get(reference)
@@ -155,10 +155,10 @@ class Fleet:
                 raise UserError(f"{error.cause} (on {worker.node})") from None
             raise
         except RayError as error:
-            self._lose(worker, error)
+            self._remove_lost(worker, error)
             raise WorkerLost(f"the worker on {worker.node} was lost: {_first_line(error)}") from error
 
-    def release(self, worker: Member, load: int) -> None:
+    def release(self, worker: RayWorkerHandle, load: int) -> None:
         """Subtract from the load of a worker."""
         with self._lock:
             worker.load -= load
@@ -170,26 +170,26 @@ class Fleet:
             actors = [*(worker.actor for worker in self._workers), *self._starting.values(), *self._rejected]
             ending = [worker.actor.end.remote() for worker in self._workers]
             self._workers, self._starting = [], {}
-            self._uploaded = Recent(KEPT_BYTES, lambda _: None)
+            self._uploaded = LRUByteCache(FILE_CACHE_BYTES, lambda _: None)
         if ending:
             with suppress(RayError):
-                ray.wait(ending, num_returns=len(ending), timeout=END_S)
+                ray.wait(ending, num_returns=len(ending), timeout=RAY_SHUTDOWN_LIMIT_S)
         for actor in actors:
             _kill(actor)
 
-    def _await_one(self) -> None:
+    def _require_worker(self) -> None:
         """Admit all workers that are ready; raise `UserError` if there is none, and none starts in time."""
-        self._welcome(0.0)
+        self._admit_ready(0.0)
         if not self._workers:
-            self._welcome(START_S)
+            self._admit_ready(RAY_START_LIMIT_S)
         if not self._workers or self.closed:
-            raise UserError(self._nobody())
+            raise UserError(self._explain_no_worker())
 
-    def _ask_for_one(self) -> None:
-        actor = ray.remote(Host).options(**self._options).remote(sys.path)
+    def _request_worker(self) -> None:
+        actor = ray.remote(RayWorker).options(**self._options).remote(sys.path)
         self._starting[actor.describe.remote(None)] = actor
 
-    def _welcome(self, timeout_s: float) -> None:
+    def _admit_ready(self, timeout_s: float) -> None:
         """Admit the workers that are ready, after waiting for the first."""
         while self._starting:
             ready, _ = ray.wait(list(self._starting), num_returns=1, timeout=timeout_s)
@@ -215,37 +215,37 @@ class Fleet:
             )
         if self._known is None:
             self._known = environment
-        different = list(changes(decisive(self._known), decisive(environment)))
+        different = list(diff_leaves(comparability_key(self._known), comparability_key(environment)))
         if different:
-            self._refuse(actor, node, different)
+            self._reject(actor, node, different)
         else:
-            self._workers.append(Member(actor=actor, node=node, environment=environment))
+            self._workers.append(RayWorkerHandle(actor=actor, node=node, environment=environment))
         return not different
 
-    def _refuse(self, actor: Any, node: str, different: Sequence[str]) -> None:
+    def _reject(self, actor: Any, node: str, different: Sequence[str]) -> None:
         """Reject a worker: figures of different devices or libraries are never compared directly."""
         lines = "\n".join(f"  {line}" for line in different)
         self._observer.say(f"the worker on {node} is refused because it differs from the baseline's:\n{lines}")
         self._rejected.append(actor)  # kept alive: it holds its device, so that the next worker starts elsewhere
-        self._ask_for_one()
+        self._request_worker()
 
-    def _lose(self, worker: Member, error: RayError) -> None:
+    def _remove_lost(self, worker: RayWorkerHandle, error: RayError) -> None:
         with self._lock:
             if worker not in self._workers:
                 return
             self._workers.remove(worker)
             left = len(self._workers)
-            self._ask_for_one()
+            self._request_worker()
         _kill(worker.actor)
         self._observer.say(f"the worker on {worker.node} was lost ({_first_line(error)}); {left} left")
 
-    def _nobody(self) -> str:
-        requested, resources = _wanted(self._options), ray.cluster_resources()
+    def _explain_no_worker(self) -> str:
+        requested, resources = _requested_resources(self._options), ray.cluster_resources()
         offered = {name: resources.get(name, 0) for name in requested}
         rejected = f"; {len(self._rejected)} were refused" if self._rejected else ""
         return (
-            f"executor: no worker can be used: each requests {_shown(requested)}, the cluster has "
-            f"{_shown(offered)} in all{rejected}; all results are saved: add nodes, then run the same command "
+            f"executor: no worker can be used: each requests {_format_amounts(requested)}, the cluster has "
+            f"{_format_amounts(offered)} in all{rejected}; all results are saved: add nodes, then run the same command "
             "again to resume"
         )
 
@@ -255,7 +255,7 @@ def _kill(actor: Any) -> None:
         ray.kill(actor)
 
 
-def _options(resources: Mapping[str, float]) -> dict[str, Any]:
+def _actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
     """Return resources under Ray's names; SPREAD uses as many nodes as there are."""
     own = dict(resources)
     return {
@@ -268,14 +268,14 @@ def _options(resources: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
-def _wanted(options: Mapping[str, Any]) -> dict[str, float]:
+def _requested_resources(options: Mapping[str, Any]) -> dict[str, float]:
     requested = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **options["resources"]}
     return {name: amount for name, amount in requested.items() if amount}
 
 
-def _room(options: Mapping[str, Any]) -> int:
+def _cluster_capacity(options: Mapping[str, Any]) -> int:
     """Return the number of workers that the nodes have resources for."""
-    requested = _wanted(options)
+    requested = _requested_resources(options)
     nodes: Sequence[Mapping[str, Any]] = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     capacities = (
         min((int(node.get(name, 0) // amount) for name, amount in requested.items()), default=1) for node in nodes
@@ -283,7 +283,7 @@ def _room(options: Mapping[str, Any]) -> int:
     return sum(capacities)
 
 
-def _shown(amounts: Mapping[str, float]) -> str:
+def _format_amounts(amounts: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items()) or "nothing"
 
 

@@ -16,41 +16,41 @@ import ray
 
 from harness import registry
 from harness.api import Candidate
-from harness.cluster.ray_pool import WAITING, WORKING, Fleet, Member
-from harness.cluster.ray_worker import Order
+from harness.cluster.ray_pool import TASK_LOAD, SEARCH_LOAD, RayPool, RayWorkerHandle
+from harness.cluster.ray_worker import BuildRequest
 from harness.errors import UserError
-from harness.timing.workers.engines import MAIN, Built, Engines, Watch, WorkerSpec
-from harness.timing.workers.trial_pool import Pool, WorkerLost
-from harness.timing.workers.timing_policy import Gate
-from harness.timing.workers.in_process import attempt
-from harness.timing.workers.execution_target import Maker, QueueFactory, Site
+from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, Engines, ScoringCallback, WorkerSpec
+from harness.timing.workers.trial_pool import ThreadedExecutor, WorkerLost
+from harness.timing.workers.timing_policy import TimingPolicy
+from harness.timing.workers.in_process import as_outcome
+from harness.timing.workers.execution_target import CandidateWriter, QueueFactory, ExecutionTarget
 from harness.records import Failed
-from harness.config.experiment import Limits, Use
+from harness.config.experiment import Limits, PluginSpec
 from harness.config.executor import ExecutorSpec
 from harness.progress import Observer
 
-__all__ = ["RaySite", "RemoteEngines", "open_ray_site", "prepare"]
+__all__ = ["RayTarget", "RemoteEngines", "open_ray_target", "prepare_evaluators"]
 
 
 @contextmanager
-def open_ray_site(
+def open_ray_target(
     executor: ExecutorSpec, limits: Limits, known: Mapping[str, Any] | None, observer: Observer
-) -> Iterator[RaySite]:
+) -> Iterator[RayTarget]:
     """Connect to the cluster and start the workers; end them and disconnect on exit.
 
     For the arguments see `harness.cluster.open_site`.
     """
-    with _connected(executor.address):
-        pool = Fleet(executor.workers, executor.resources, known, observer)
+    with _ray_connection(executor.address):
+        pool = RayPool(executor.workers, executor.resources, known, observer)
         try:
             pool.start()
-            yield RaySite(pool, executor, limits)
+            yield RayTarget(pool, executor, limits)
         finally:
             pool.close()
 
 
 @contextmanager
-def _connected(address: str) -> Iterator[None]:
+def _ray_connection(address: str) -> Iterator[None]:
     """Hold a connection to the cluster; an existing connection is used and stays open."""
     if ray.is_initialized():
         yield
@@ -71,10 +71,10 @@ def _connected(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-class RaySite(Site):
+class RayTarget(ExecutionTarget):
     """Workers of a Ray cluster."""
 
-    def __init__(self, pool: Fleet, executor: ExecutorSpec, limits: Limits) -> None:
+    def __init__(self, pool: RayPool, executor: ExecutorSpec, limits: Limits) -> None:
         self._pool = pool
         self._executor = executor
         self._limits = limits
@@ -82,15 +82,15 @@ class RaySite(Site):
     def environment(self, commit: str | None) -> dict[str, Any]:
         return {**self._pool.environment(), **({} if commit is None else {"git_commit": commit})}
 
-    def describe(self, backend: Use, workdir: Path) -> Mapping[str, Any]:
-        with self.open(WorkerSpec(benchmarkers={MAIN: backend}, workdir=workdir)) as engines:
+    def describe(self, backend: PluginSpec, workdir: Path) -> Mapping[str, Any]:
+        with self.open(WorkerSpec(benchmarkers={MAIN_BENCHMARKER: backend}, workdir=workdir)) as engines:
             return engines.describe()
 
     def open(self, spec: WorkerSpec) -> RemoteEngines:
         return RemoteEngines(self._pool, spec, self._limits)
 
     @contextmanager
-    def workers(self, spec: WorkerSpec, engines: Engines, writer: Maker, baseline: Candidate) -> Iterator[QueueFactory]:
+    def workers(self, spec: WorkerSpec, engines: Engines, writer: CandidateWriter, baseline: Candidate) -> Iterator[QueueFactory]:
         """Open a task's share of the workers."""
         stored_writer = ray.put(writer)
 
@@ -98,12 +98,12 @@ class RaySite(Site):
         def open_worker() -> Iterator[Engines]:
             with RemoteEngines(self._pool, spec, self._limits, stored_writer) as worker:
                 if spec.evaluators:
-                    prepare(worker, spec, baseline)
+                    prepare_evaluators(worker, spec, baseline)
                 yield worker
 
         share = max(1, self._executor.workers // self._executor.cells)
-        with Pool(open_worker, share, Gate()) as pool:
-            yield pool.lane
+        with ThreadedExecutor(open_worker, share, TimingPolicy()) as pool:
+            yield pool.open_queue
 
 
 class RemoteEngines(Engines):
@@ -116,20 +116,20 @@ class RemoteEngines(Engines):
             sent as files.
     """
 
-    def __init__(self, pool: Fleet, spec: WorkerSpec, limits: Limits, writer: Any = None) -> None:
+    def __init__(self, pool: RayPool, spec: WorkerSpec, limits: Limits, writer: Any = None) -> None:
         self._pool = pool
         self._spec = spec
         self._limits = limits
         self._writer = writer
-        self._load = WAITING if writer is None else WORKING
-        plugin = spec.benchmarkers[MAIN]
-        self._needs_files = not getattr(registry.load("benchmarker", plugin.use), "in_process", False)
-        self._number = pool.number()
+        self._load = TASK_LOAD if writer is None else SEARCH_LOAD
+        plugin = spec.benchmarkers[MAIN_BENCHMARKER]
+        self._needs_files = not getattr(registry.load_plugin("benchmarker", plugin.use), "in_process", False)
+        self._number = pool.next_session_number()
         self._facts: Mapping[str, Mapping[str, Any]] = {}
 
     def __enter__(self) -> RemoteEngines:
         while True:
-            self._worker: Member = self._pool.pick(self._load)
+            self._worker: RayWorkerHandle = self._pool.pick(self._load)
             try:
                 self._facts, gpus = self._remote("open", self._spec, self._limits, self._writer)
                 self._pool.check_reserved(gpus)
@@ -140,26 +140,26 @@ class RemoteEngines(Engines):
             except BaseException:
                 self._pool.release(self._worker, self._load)
                 raise
-            if self._pool.alike(self._worker, str(self._spec.benchmarkers), self._facts):
+            if self._pool.check_alike(self._worker, str(self._spec.benchmarkers), self._facts):
                 return self
 
     def __exit__(self, *_: object) -> None:
         self._pool.release(self._worker, self._load)
         self._worker.actor.close.remote(self._number)
 
-    def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
+    def describe(self, benchmarker: str = MAIN_BENCHMARKER) -> Mapping[str, Any]:
         return self._facts[benchmarker]
 
-    def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
+    def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
         """Build an engine: a placement is written by the worker, any other model is sent as files."""
-        request = Order(digest=candidate.digest, edges=candidate.edges)
+        request = BuildRequest(digest=candidate.digest, edges=candidate.edges)
         if not self._needs_files or (candidate.edges and self._writer is not None):
             return self._remote("build", request, benchmarker)  # type: ignore[no-any-return]
-        path = attempt("build", candidate.source)
+        path = as_outcome("build", candidate.source)
         if isinstance(path, Failed):
             return path
-        key, files = self._pool.send(path)
-        request = Order(digest=candidate.digest, edges=candidate.edges, files=key)
+        key, files = self._pool.upload_model(path)
+        request = BuildRequest(digest=candidate.digest, edges=candidate.edges, files_key=key)
         built = self._remote("build", request, benchmarker)
         if isinstance(built, KeyError):  # the worker does not have these files, or not any more
             self._pool.call(self._worker, self._worker.actor.store_files.remote(key, files))
@@ -170,7 +170,7 @@ class RemoteEngines(Engines):
         """Close an engine without waiting for it."""
         self._worker.actor.call.remote(self._number, "release", handle)
 
-    def _call(self, method: str, *args: Any, on_progress: Watch | None = None) -> Any:
+    def _call(self, method: str, *args: Any, on_progress: ScoringCallback | None = None) -> Any:
         return self._remote("call", method, *args)
 
     def _remote(self, method: str, *args: Any) -> Any:
@@ -178,11 +178,11 @@ class RemoteEngines(Engines):
         return self._pool.call(self._worker, reference)
 
 
-def prepare(engines: Engines, spec: WorkerSpec, baseline: Candidate) -> None:
+def prepare_evaluators(engines: Engines, spec: WorkerSpec, baseline: Candidate) -> None:
     """Prepare evaluators with the float model on the machine where they run; their files are not transferred."""
     built = engines.build(baseline)
     failed = built if isinstance(built, Failed) else None
-    if isinstance(built, Built):
+    if isinstance(built, BuiltEngine):
         outcomes = [engines.prepare(built.handle, name) for name in spec.evaluators]
         failed = next((outcome for outcome in outcomes if outcome is not None), None)
         engines.release(built.handle)

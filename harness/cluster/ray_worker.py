@@ -21,22 +21,22 @@ from typing import Any, Generic, TypeVar
 from harness.api import Candidate
 from harness.errors import BuildFailed
 from harness.timing.workers.engines import Engines, WorkerSpec
-from harness.timing.provenance import environment
+from harness.timing.provenance import describe_environment
 from harness.timing.workers.sandbox import open_engines
-from harness.timing.workers.execution_target import Maker
-from harness.config.experiment import Limits, Use
-from harness.results_dir.journal import writing
+from harness.timing.workers.execution_target import CandidateWriter
+from harness.config.experiment import Limits, PluginSpec
+from harness.results_dir.journal import explain_write_errors
 from search.space import Resolved
 
-__all__ = ["KEPT_BYTES", "Files", "Host", "Order", "Recent"]
+__all__ = ["FILE_CACHE_BYTES", "ModelFiles", "RayWorker", "BuildRequest", "LRUByteCache"]
 
-Files = Mapping[str, bytes]
+ModelFiles = Mapping[str, bytes]
 """A model's file, first, and its external data by name."""
-KEPT_BYTES = 4_000_000_000  # of models in the object store, and as files on each worker's disk
+FILE_CACHE_BYTES = 4_000_000_000  # of models in the object store, and as files on each worker's disk
 T = TypeVar("T")
 
 
-class Recent(Generic[T]):
+class LRUByteCache(Generic[T]):
     """Cache with a capacity in bytes that evicts the least recently used values, but never the newest.
 
     Args:
@@ -65,7 +65,7 @@ class Recent(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class BuildRequest:
     """Candidate as the driver sends it: its edges, or a key to files that were sent before.
 
     Attributes:
@@ -74,18 +74,18 @@ class Order:
 
     digest: str
     edges: Resolved
-    files: str = ""
+    files_key: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Session:
+class _EngineSession:
     engines: Engines
-    writer: Maker | None
+    writer: CandidateWriter | None
     folder: Path
     closing: ExitStack
 
 
-class Host:
+class RayWorker:
     """Actor that holds its node's device as long as it lives.
 
     Args:
@@ -96,42 +96,42 @@ class Host:
         sys.path.extend(entry for entry in path if entry not in sys.path)
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order of nvidia-smi, which gives the GPU's name
         self._folder = Path(tempfile.mkdtemp(prefix="qdq-host-"))
-        self._sessions: dict[int, _Session] = {}
-        self._files: Recent[Path] = Recent(KEPT_BYTES, lambda file: shutil.rmtree(file.parent, ignore_errors=True))
+        self._sessions: dict[int, _EngineSession] = {}
+        self._files: LRUByteCache[Path] = LRUByteCache(FILE_CACHE_BYTES, lambda file: shutil.rmtree(file.parent, ignore_errors=True))
 
     def describe(self, commit: str | None) -> dict[str, Any]:
         """Return the node's name, this process's niceness and the environment."""
-        return {"node": socket.gethostname(), "niceness": os.nice(0), "environment": environment(commit)}
+        return {"node": socket.gethostname(), "niceness": os.nice(0), "environment": describe_environment(commit)}
 
     def open(
-        self, number: int, spec: WorkerSpec, limits: Limits, writer: Maker | None
+        self, number: int, spec: WorkerSpec, limits: Limits, writer: CandidateWriter | None
     ) -> tuple[dict[str, Any], frozenset[str]]:
         """Open engines as a session; return the benchmarkers' facts and the GPUs that they run on."""
         folder = self._folder / str(number)
         folder.mkdir()
         with ExitStack() as stack:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            engines = stack.enter_context(open_engines(_moved(spec, folder), limits))
+            engines = stack.enter_context(open_engines(_relocate_paths(spec, folder), limits))
             facts = {name: dict(engines.describe(name)) for name in spec.benchmarkers}
             closing = stack.pop_all()
-        self._sessions[number] = _Session(engines=engines, writer=writer, folder=folder, closing=closing)
+        self._sessions[number] = _EngineSession(engines=engines, writer=writer, folder=folder, closing=closing)
         return facts, engines.gpus
 
-    def store_files(self, key: str, files: Files) -> None:
+    def store_files(self, key: str, files: ModelFiles) -> None:
         """Keep a model's files for later build requests."""
-        with writing(self._folder):
+        with explain_write_errors(self._folder):
             folder = Path(tempfile.mkdtemp(prefix="files-", dir=self._folder))
             for name, content in files.items():
                 (folder / Path(name).name).write_bytes(content)
         self._files.put(key, folder / Path(next(iter(files))).name, sum(map(len, files.values())))
 
-    def build(self, number: int, request: Order, benchmarker: str) -> Any:
+    def build(self, number: int, request: BuildRequest, benchmarker: str) -> Any:
         """Build a candidate; return a `KeyError` if its files are not here, or not any more."""
         session = self._sessions[number]
         written = session.folder / "candidates" / f"{request.digest}.onnx"
-        path = self._files.get(request.files) if request.files else None
-        if request.files and path is None:
-            return KeyError(request.files)
+        path = self._files.get(request.files_key) if request.files_key else None
+        if request.files_key and path is None:
+            return KeyError(request.files_key)
 
         def source() -> Path:
             if path is not None:
@@ -163,7 +163,7 @@ class Host:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _moved(spec: WorkerSpec, folder: Path) -> WorkerSpec:
+def _relocate_paths(spec: WorkerSpec, folder: Path) -> WorkerSpec:
     """Return the specification with the driver's scratch folder replaced by this worker's, also in parameters."""
 
     def relocate(value: Any) -> Any:
@@ -175,7 +175,7 @@ def _moved(spec: WorkerSpec, folder: Path) -> WorkerSpec:
             return {key: relocate(each) for key, each in value.items()}
         return value
 
-    def relocate_all(plugins: Mapping[str, Use]) -> dict[str, Use]:
+    def relocate_all(plugins: Mapping[str, PluginSpec]) -> dict[str, PluginSpec]:
         return {name: each.model_copy(update={"params": relocate(each.params)}) for name, each in plugins.items()}
 
     return replace(

@@ -36,12 +36,12 @@ class ExecutorSpec(BaseModel):
     resources: dict[str, Annotated[float, Field(ge=0, strict=False)]] = {}
 
     @property
-    def width(self) -> int:
+    def max_pending(self) -> int:
         """Proposals of one search that may await their outcomes."""
         return self.window or max(1, 3 * self.workers // (2 * self.searches * self.cells))
 
     @model_validator(mode="after")
-    def _fitting(self) -> ExecutorSpec:
+    def _check_target(self) -> ExecutorSpec:
         if self.use == "local":
             for name in ("cells", "address", "resources"):
                 if getattr(self, name) != type(self).model_fields[name].default:

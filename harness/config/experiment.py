@@ -14,39 +14,39 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from harness.errors import UserError
-from harness.config.validation_errors import refusal
-from harness.config.yaml_loader import MAX_BYTES, read_document
+from harness.config.validation_errors import to_user_error
+from harness.config.yaml_loader import MAX_FILE_BYTES, read_experiment_yaml
 from harness.config.executor import ExecutorSpec
-from harness.config.sampling import Confirmation, Limits, Rounds, Sampling
+from harness.config.sampling import Confirmation, Limits, TurnSchedule, Sampling
 from harness.config.objective import Objective
-from harness.config.initial import BASELINES, INITIAL, check_baselines, check_starts, listed, seeds_of
-from harness.graph.rules.precision_names import FLOATS, float_precision
+from harness.config.initial import DEFAULT_BASELINES, DEFAULT_INITIAL, check_baselines, check_initial, as_list, initial_count
+from harness.graph.rules.precision_names import FLOAT_PRECISION_NAMES, normalize_float_precision
 
 __all__ = [
-    "Budget", "Calibration", "Confirmation", "Experiment", "Limits", "Method", "ModelSpec", "Objective", "Rounds",
-    "Sampling", "Use", "load_experiment", "parse_experiment", "to_yaml",
+    "Budget", "Calibration", "Confirmation", "Experiment", "Limits", "SearcherSpec", "ModelSpec", "Objective", "TurnSchedule",
+    "Sampling", "PluginSpec", "load_experiment", "parse_experiment", "to_yaml",
 ]  # fmt: skip
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """Names become files and folders."""
 
 
-def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    for value in _twice(values):
+def _require_distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    for value in _duplicates(values):
         raise ValueError(f"{value!r} appears twice")
     return values
 
 
-def _twice(values: Iterable[Any]) -> list[Any]:
+def _duplicates(values: Iterable[Any]) -> list[Any]:
     listed = list(values)
     return [value for value in dict.fromkeys(listed) if listed.count(value) > 1]
 
 
-class _Frozen(BaseModel):
+class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class Use(_Frozen):
+class PluginSpec(_Section):
     """A plug-in by name with its parameters; a bare string means: no parameters."""
 
     use: str
@@ -64,10 +64,10 @@ class Use(_Frozen):
         return {"use": value} if isinstance(value, str) else value
 
 
-Part = Literal["seeds", "sharing", "racing", "retakes"]
+AblatedPart = Literal["seeds", "sharing", "racing", "retakes"]
 
 
-class Method(Use):
+class SearcherSpec(PluginSpec):
     """A searcher or a peer.
 
     Attributes:
@@ -76,15 +76,15 @@ class Method(Use):
             end. "retakes": a reading that beats the incumbent is believed at once.
     """
 
-    without: Annotated[tuple[Part, ...], Field(strict=False), AfterValidator(_distinct)] = ()
+    without: Annotated[tuple[AblatedPart, ...], Field(strict=False), AfterValidator(_require_distinct)] = ()
 
 
-def _as_text(shape: Any) -> Any:
+def _shape_text(shape: Any) -> Any:
     """[1, 3, 224, 224] as 1x3x224x224."""
     return "x".join(map(str, shape)) if isinstance(shape, list) else shape
 
 
-def _data_set(value: Any) -> Any:
+def _require_mapping(value: Any) -> Any:
     """A bare name is no data set: the same file may hold inputs, or images that are to be prepared."""
     if isinstance(value, str):
         key = {".npz": "use: npz, path", ".npy": "use: npy, path"}.get(Path(value).suffix, "use: images, images")
@@ -92,7 +92,7 @@ def _data_set(value: Any) -> Any:
     return value
 
 
-class Calibration(_Frozen):
+class Calibration(_Section):
     """Where activation ranges come from.
 
     Attributes:
@@ -102,13 +102,13 @@ class Calibration(_Frozen):
         samples: Number of images at most.
     """
 
-    data: Annotated[dict[str, Any] | None, BeforeValidator(_data_set)] = None
+    data: Annotated[dict[str, Any] | None, BeforeValidator(_require_mapping)] = None
     method: Literal["minmax", "max", "entropy", "percentile", "mse"] = "minmax"
     percentile: Annotated[float, Field(gt=50, le=100)] = 99.99
     samples: Annotated[int, Field(ge=1)] = 48
 
 
-class ModelSpec(_Frozen):
+class ModelSpec(_Section):
     """One model with the data that belongs to it; a bare string means: random data, latency only.
 
     Attributes:
@@ -118,11 +118,11 @@ class ModelSpec(_Frozen):
 
     use: str
     label: str | None = None
-    shapes: dict[str, Annotated[str, BeforeValidator(_as_text)]] = {}
+    shapes: dict[str, Annotated[str, BeforeValidator(_shape_text)]] = {}
     dims: dict[str, Annotated[int, Field(ge=1)]] = {}
-    preprocess: Use | None = None
+    preprocess: PluginSpec | None = None
     calibration: Calibration = Calibration()
-    evaluator: Use | None = None
+    evaluator: PluginSpec | None = None
 
     @property
     def name(self) -> str:
@@ -135,14 +135,14 @@ class ModelSpec(_Frozen):
         return {"use": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _complete(self) -> ModelSpec:
+    def _require_preprocess(self) -> ModelSpec:
         data = self.calibration.data
         if data is not None and self.preprocess is None and data.get("use") not in ("npz", "npy"):
             raise ValueError("calibration.data needs 'preprocess', the name of what turns an image into an input")
         return self
 
 
-class Budget(_Frozen):
+class Budget(_Section):
     """What one search may spend; the seeds count.
 
     Attributes:
@@ -151,29 +151,29 @@ class Budget(_Frozen):
     """
 
     evaluations: Annotated[
-        tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, strict=False), AfterValidator(_distinct)
+        tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, strict=False), AfterValidator(_require_distinct)
     ] = (25, 50)
     minutes: Annotated[float, Field(gt=0)] | None = None
 
 
-def _not_empty(value: Any) -> Any:
+def _require_entries(value: Any) -> Any:
     if isinstance(value, list) and not value:
         raise ValueError("a list here needs at least one entry")
     return value
 
 
-def _some(kind: Any) -> Any:
-    return Annotated[tuple[kind, ...], BeforeValidator(_not_empty), Field(strict=False)]
+def _non_empty(kind: Any) -> Any:
+    return Annotated[tuple[kind, ...], BeforeValidator(_require_entries), Field(strict=False)]
 
 
-def _various(kind: Any) -> Any:
-    return Annotated[_some(kind), AfterValidator(_distinct)]
+def _non_empty_distinct(kind: Any) -> Any:
+    return Annotated[_non_empty(kind), AfterValidator(_require_distinct)]
 
 
-def _quantized(value: Any) -> Any:
+def _require_quantized_precision(value: Any) -> Any:
     """Refuse a float precision where one to quantize to belongs."""
-    found = float_precision(value) if isinstance(value, str) else None
-    if found in FLOATS:
+    found = normalize_float_precision(value) if isinstance(value, str) else None
+    if found in FLOAT_PRECISION_NAMES:
         raise ValueError(
             f"int8, fp8, fp8e5m2 or mixed, but got {value!r}, a float precision; what stays float has that of the "
             f"backend: {{use: ..., params: {{precision: {found}}}}}"
@@ -181,26 +181,26 @@ def _quantized(value: Any) -> Any:
     return value
 
 
-Quantized = Annotated[Literal["int8", "fp8", "fp8e5m2", "mixed"], BeforeValidator(_quantized)]
+QuantizedPrecision = Annotated[Literal["int8", "fp8", "fp8e5m2", "mixed"], BeforeValidator(_require_quantized_precision)]
 
 
-class Experiment(_Frozen):
+class Experiment(_Section):
     """One experiment file; docs/experiment.md shows every key."""
 
     experiment: str
     description: str = ""
-    models: _some(ModelSpec)  # type: ignore[valid-type]
-    backends: _some(Use) = (Use(use="openvino"),)  # type: ignore[valid-type]
-    precision: _various(Quantized) = ("int8",)  # type: ignore[valid-type]
+    models: _non_empty(ModelSpec)  # type: ignore[valid-type]
+    backends: _non_empty(PluginSpec) = (PluginSpec(use="openvino"),)  # type: ignore[valid-type]
+    precision: _non_empty_distinct(QuantizedPrecision) = ("int8",)  # type: ignore[valid-type]
     sharing: Literal["pattern", "region"] = "pattern"
     objective: Objective = Objective()
-    searchers: _some(Method) = (Method(use="auto"),)  # type: ignore[valid-type]
-    seeds: _various(Annotated[int, Field(ge=0)]) = (0,)  # type: ignore[valid-type]
-    initial: Annotated[tuple[Use, ...], BeforeValidator(listed), Field(strict=False)] = tuple(
-        Use(use=name) for name in INITIAL
+    searchers: _non_empty(SearcherSpec) = (SearcherSpec(use="auto"),)  # type: ignore[valid-type]
+    seeds: _non_empty_distinct(Annotated[int, Field(ge=0)]) = (0,)  # type: ignore[valid-type]
+    initial: Annotated[tuple[PluginSpec, ...], BeforeValidator(as_list), Field(strict=False)] = tuple(
+        PluginSpec(use=name) for name in DEFAULT_INITIAL
     )
-    baselines: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_distinct)] = BASELINES
-    transfer: Annotated[tuple[Literal["backends", "models"], ...], Field(strict=False), AfterValidator(_distinct)] = ()
+    baselines: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_require_distinct)] = DEFAULT_BASELINES
+    transfer: Annotated[tuple[Literal["backends", "models"], ...], Field(strict=False), AfterValidator(_require_distinct)] = ()
     budget: Budget = Budget()
     sampling: Sampling = Sampling()
     confirmation: Confirmation = Confirmation()
@@ -208,8 +208,8 @@ class Experiment(_Frozen):
     executor: ExecutorSpec = ExecutorSpec()
 
     @model_validator(mode="after")
-    def _names(self) -> Experiment:
-        lists: tuple[tuple[str, tuple[ModelSpec | Use, ...]], ...] = (
+    def _check_names(self) -> Experiment:
+        lists: tuple[tuple[str, tuple[ModelSpec | PluginSpec, ...]], ...] = (
             ("models", self.models),
             ("searchers", self.searchers),
             ("backends", self.backends),
@@ -219,15 +219,15 @@ class Experiment(_Frozen):
         for what, entries in lists:
             for entry in entries:
                 _check_name(what, entry.name)
-            if twice := _twice(entry.name for entry in entries):
+            if twice := _duplicates(entry.name for entry in entries):
                 raise ValueError(f"{what}: {', '.join(twice)} appears twice; tell them apart by 'label'")
         return self
 
     @model_validator(mode="after")
-    def _starts(self) -> Experiment:
-        check_starts(self.initial)
+    def _check_initial(self) -> Experiment:
+        check_initial(self.initial)
         check_baselines(self.baselines, self.initial)
-        seeds, most = sum(map(seeds_of, self.initial)), max(self.budget.evaluations)
+        seeds, most = sum(map(initial_count, self.initial)), max(self.budget.evaluations)
         if most <= seeds:
             raise ValueError(
                 f"budget.evaluations: initial has {seeds} starts, which count: ask for more, but got {most}; "
@@ -237,7 +237,7 @@ class Experiment(_Frozen):
 
 
 def _check_name(what: str, name: str) -> None:
-    if not NAME.fullmatch(name):
+    if not FOLDER_NAME.fullmatch(name):
         raise ValueError(
             f"{what}: {name!r} is no folder name; use at most 100 letters, digits, '.', '_', '-', "
             f"a letter or digit first{'' if what == 'experiment' else ' (set by label)'}"
@@ -250,17 +250,17 @@ def load_experiment(path: Path) -> Experiment:
     Raises:
         UserError: With file, key, value and what is allowed.
     """
-    return parse_experiment(_text(path), str(path))
+    return parse_experiment(_read_experiment_file(path), str(path))
 
 
-def _text(path: Path) -> str:
+def _read_experiment_file(path: Path) -> str:
     try:
         if path.suffix == ".onnx" and path.is_file():
             raise UserError(
                 f"{path}: this is a model by its name, not an experiment file; name it below 'models' of one"
             )
-        if (size := path.stat().st_size) > MAX_BYTES:
-            raise UserError(f"{path}: {size} bytes, but at most {MAX_BYTES} for an experiment")
+        if (size := path.stat().st_size) > MAX_FILE_BYTES:
+            raise UserError(f"{path}: {size} bytes, but at most {MAX_FILE_BYTES} for an experiment")
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file ({path.resolve()})") from error
@@ -275,9 +275,9 @@ def _text(path: Path) -> str:
 def parse_experiment(text: str, source: str) -> Experiment:
     """Check an experiment given as YAML text; `source` names it in messages."""
     try:
-        return Experiment.model_validate(read_document(text, source))
+        return Experiment.model_validate(read_experiment_yaml(text, source))
     except ValidationError as error:
-        raise refusal(Experiment, source, error, beside=["matrix"]) from error
+        raise to_user_error(Experiment, source, error, beside=["matrix"]) from error
 
 
 def to_yaml(experiment: Experiment) -> str:

@@ -10,40 +10,40 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from harness.errors import UserError
 
-__all__ = ["Minimize", "Objective", "absolute", "bound_of", "check_objective"]
+__all__ = ["Minimize", "Objective", "absolute_bound", "parse_bound", "check_objective"]
 
 Minimize = Literal["latency", "pareto", "accuracy"]
-SHARE = re.compile(r"(\d+(?:\.\d+)?) ?%")
-NAMED = "_drop"
+PERCENTAGE = re.compile(r"(\d+(?:\.\d+)?) ?%")
+DROP_SUFFIX = "_drop"
 
 
-def _bound(value: Any) -> float | str:
+def _validate_bound(value: Any) -> float | str:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and math.isfinite(value) and value >= 0:
         return float(value)
-    if isinstance(value, str) and SHARE.fullmatch(value):
+    if isinstance(value, str) and PERCENTAGE.fullmatch(value):
         return value
     raise ValueError("a number from 0, or a share of the float model's such as '1%'")
 
 
-def bound_of(text: str) -> float | str:
+def parse_bound(text: str) -> float | str:
     """Return a bound that a command line gives: a number, or a share such as "1%".
 
     Raises:
         ValueError: It is neither.
     """
     try:
-        return _bound(float(text))
+        return _validate_bound(float(text))
     except ValueError:
-        return _bound(text)
+        return _validate_bound(text)
 
 
-Bound = Annotated[float | str, BeforeValidator(_bound)]
+Bound = Annotated[float | str, BeforeValidator(_validate_bound)]
 
 
-def absolute(bound: float | str, reference: float) -> float:
+def absolute_bound(bound: float | str, reference: float) -> float:
     """A bound as a number: "1%" is a hundredth of the reference, a number is itself."""
-    share = SHARE.fullmatch(bound) if isinstance(bound, str) else None
+    share = PERCENTAGE.fullmatch(bound) if isinstance(bound, str) else None
     return abs(reference) * float(share[1]) / 100 if share is not None else float(bound)
 
 
@@ -74,26 +74,26 @@ class Objective(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _named_metric(cls, value: Any) -> Any:
+    def _split_metric_drop(cls, value: Any) -> Any:
         """`map_drop: 0.01` is `max_drop: 0.01` with `metric: map`."""
         if not isinstance(value, dict):
             return value
-        named = [key for key in value if isinstance(key, str) and key.endswith(NAMED) and key != f"max{NAMED}"]
+        named = [key for key in value if isinstance(key, str) and key.endswith(DROP_SUFFIX) and key != f"max{DROP_SUFFIX}"]
         if not named:
             return value
-        if len(named) > 1 or {f"max{NAMED}", "metric"} & value.keys():
+        if len(named) > 1 or {f"max{DROP_SUFFIX}", "metric"} & value.keys():
             raise ValueError(f"one bound on one metric, but got {', '.join(k for k in value if 'drop' in str(k))}")
         rest = {key: entry for key, entry in value.items() if key != named[0]}
-        return {**rest, f"max{NAMED}": value[named[0]], "metric": named[0].removesuffix(NAMED)}
+        return {**rest, f"max{DROP_SUFFIX}": value[named[0]], "metric": named[0].removesuffix(DROP_SUFFIX)}
 
     @model_validator(mode="after")
-    def _fits(self) -> Objective:
+    def _check_max_latency(self) -> Objective:
         if (self.minimize == "accuracy") != (self.max_latency is not None):
             raise ValueError("'minimize: accuracy' and 'max_latency' go together: the best accuracy of what is so fast")
         return self
 
     @property
-    def scored(self) -> bool:
+    def uses_accuracy(self) -> bool:
         """Whether searches look at accuracy at all."""
         return self.minimize != "latency" or self.max_drop is not None
 
@@ -110,7 +110,7 @@ def check_objective(objective: Objective, metric: str | None, model: str) -> Non
     """
     named = objective.metric
     key = f"{named}_drop" if named is not None else "max_drop"
-    if metric is None and objective.scored:
+    if metric is None and objective.uses_accuracy:
         what = f"objective.{key}" if objective.minimize == "latency" else f"objective.minimize: {objective.minimize}"
         raise UserError(f"{what}: model {model!r} has no evaluator whose metric could drop")
     if metric is None and objective.halves:

@@ -7,19 +7,19 @@ from pathlib import Path
 
 from harness import registry
 from harness.errors import UserError
-from harness.config.experiment import Experiment, Method, ModelSpec, Use
+from harness.config.experiment import Experiment, SearcherSpec, ModelSpec, PluginSpec
 
-__all__ = ["CellSpec", "RunSpec", "based", "plan", "precisions_of"]
+__all__ = ["TaskSpec", "SearchSpec", "with_base_dir", "plan_tasks", "quantized_precisions"]
 
-MIXED = ("int8", "fp8")
+MIXED_PRECISIONS = ("int8", "fp8")
 """What "mixed" offers at each point beside float."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSpec:
+class SearchSpec:
     """One search: a searcher or a peer with a seed."""
 
-    searcher: Method
+    searcher: SearcherSpec
     seed: int
 
     @property
@@ -29,13 +29,13 @@ class RunSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CellSpec:
+class TaskSpec:
     """Everything that is compared with each other: one model, one backend, one precision setting."""
 
     model: ModelSpec
-    backend: Use
+    backend: PluginSpec
     precision: str
-    runs: tuple[RunSpec, ...]
+    runs: tuple[SearchSpec, ...]
 
     @property
     def name(self) -> str:
@@ -45,15 +45,15 @@ class CellSpec:
     @property
     def precisions(self) -> tuple[str, ...]:
         """What its points may take beside float."""
-        return precisions_of(self.precision)
+        return quantized_precisions(self.precision)
 
 
-def precisions_of(precision: str) -> tuple[str, ...]:
+def quantized_precisions(precision: str) -> tuple[str, ...]:
     """What a precision setting of an experiment offers at each point beside float."""
-    return MIXED if precision == "mixed" else (precision,)
+    return MIXED_PRECISIONS if precision == "mixed" else (precision,)
 
 
-def plan(experiment: Experiment, base: Path | None = None) -> tuple[CellSpec, ...]:
+def plan_tasks(experiment: Experiment, base: Path | None = None) -> tuple[TaskSpec, ...]:
     """The cells of an experiment, in the order of its lists; seeds outermost within a cell.
 
     A run that is cut short then has every searcher at the first seeds, not one searcher at all.
@@ -64,10 +64,10 @@ def plan(experiment: Experiment, base: Path | None = None) -> tuple[CellSpec, ..
     Raises:
         UserError: Two cells would share a folder.
     """
-    backends = tuple(based(backend, base) for backend in experiment.backends)
-    runs = tuple(RunSpec(searcher=s, seed=seed) for seed in experiment.seeds for s in experiment.searchers)
+    backends = tuple(with_base_dir(backend, base) for backend in experiment.backends)
+    runs = tuple(SearchSpec(searcher=s, seed=seed) for seed in experiment.seeds for s in experiment.searchers)
     cells = tuple(
-        CellSpec(model=model, backend=backend, precision=precision, runs=runs)
+        TaskSpec(model=model, backend=backend, precision=precision, runs=runs)
         for model in experiment.models
         for backend in backends
         for precision in experiment.precision
@@ -80,12 +80,12 @@ def plan(experiment: Experiment, base: Path | None = None) -> tuple[CellSpec, ..
     return cells
 
 
-def based(backend: Use, base: Path | None) -> Use:
+def with_base_dir(backend: PluginSpec, base: Path | None) -> PluginSpec:
     """A backend that is told where relative paths among its parameters start from, if its constructor asks (`base`)."""
     if base is None:
         return backend
     try:
-        wanted = registry.signature("benchmarker", backend.use).parameters
+        wanted = registry.plugin_signature("benchmarker", backend.use).parameters
     except UserError:  # said where the cell is run, and stops no other
         return backend
     if "base" not in wanted or "base" in backend.params:

@@ -6,14 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["Confirmation", "Limits", "Rounds", "Sampling"]
+__all__ = ["Confirmation", "Limits", "TurnSchedule", "Sampling"]
 
 
-class _Section(BaseModel):
+class _TimingSection(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class Sampling(_Section):
+class Sampling(_TimingSection):
     """How long one engine is timed during a search; one that is clearly slower than the incumbent gets less.
 
     Attributes:
@@ -35,7 +35,7 @@ class Sampling(_Section):
     beside: Literal["auto", "always", "never"] = "auto"
 
 
-class Rounds(_Section):
+class TurnSchedule(_TimingSection):
     """How often rows are built afresh and timed in turns.
 
     Attributes:
@@ -49,7 +49,7 @@ class Rounds(_Section):
     samples: Annotated[int, Field(ge=3)] = 3
 
 
-class Confirmation(Rounds):
+class Confirmation(TurnSchedule):
     """How winners and baselines are timed again: fresh processes, fresh builds, interleaved.
 
     Attributes:
@@ -64,7 +64,7 @@ class Confirmation(Rounds):
     contenders: Annotated[int, Field(ge=1)] = 4
 
 
-class Limits(_Section):
+class Limits(_TimingSection):
     """What one candidate, or the worker that has it, may take before it counts as failed; 1 GB is 10^9 bytes."""
 
     build_s: Annotated[float, Field(gt=0)] = 300.0

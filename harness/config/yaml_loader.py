@@ -12,21 +12,21 @@ from typing import Any
 
 import yaml
 
-from harness.errors import UserError, got
+from harness.errors import UserError, describe_type
 
-__all__ = ["MAX_BYTES", "read_document", "read_mapping"]
+__all__ = ["MAX_FILE_BYTES", "read_experiment_yaml", "read_yaml_mapping"]
 
-VARIED = ("models", "backends", "searchers")
-MAX_BYTES = 4_000_000
+MATRIX_LISTS = ("models", "backends", "searchers")
+MAX_FILE_BYTES = 4_000_000
 """Of a file with an experiment; nobody writes as much."""
-MAX_DEPTH = 50
-MAX_COPIES = 10_000
+MAX_NESTING_LEVELS = 50
+MAX_MATRIX_ENTRIES = 10_000
 """Of one list that `matrix` may come to: a few lines can ask for more than there is memory."""
-EXPONENT = re.compile(r"([-+]?\d+)\.?(\d*)[eE]([-+]?)(\d+)")
+EXPONENT_NUMBER = re.compile(r"([-+]?\d+)\.?(\d*)[eE]([-+]?)(\d+)")
 """Numbers as everybody writes them; YAML 1.1 wants a dot before the exponent and a sign in it."""
 
 
-def read_document(text: str, source: str) -> dict[str, Any]:
+def read_experiment_yaml(text: str, source: str) -> dict[str, Any]:
     """Read an experiment's YAML text, `matrix` written out.
 
     Args:
@@ -37,10 +37,10 @@ def read_document(text: str, source: str) -> dict[str, Any]:
         UserError: Not YAML, an alias, a duplicate key, nesting without end, no mapping, or a `matrix`
             that does not fit.
     """
-    return _expand(read_mapping(text, source, "an experiment"), source)
+    return _expand_matrix(read_yaml_mapping(text, source, "an experiment"), source)
 
 
-def read_mapping(text: str, source: str, kind: str) -> dict[str, Any]:
+def read_yaml_mapping(text: str, source: str, kind: str) -> dict[str, Any]:
     """Read YAML text as the mapping that it is, `matrix` or not.
 
     Args:
@@ -61,7 +61,7 @@ def read_mapping(text: str, source: str, kind: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a tagged number that is none
         raise UserError(f"{source}: not valid YAML: {error}") from error
     if not isinstance(raw, dict):
-        raise UserError(f"{source}: {kind} is a mapping of keys, but {got(raw)}")
+        raise UserError(f"{source}: {kind} is a mapping of keys, but {describe_type(raw)}")
     return raw
 
 
@@ -80,8 +80,8 @@ class _StrictLoader(yaml.SafeLoader):
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         if self.check_event(yaml.AliasEvent):
             raise yaml.constructor.ConstructorError(None, None, "aliases (*name) are not allowed here", mark)
-        if self._depth >= MAX_DEPTH:
-            raise yaml.constructor.ConstructorError(None, None, f"nested more than {MAX_DEPTH} levels deep", mark)
+        if self._depth >= MAX_NESTING_LEVELS:
+            raise yaml.constructor.ConstructorError(None, None, f"nested more than {MAX_NESTING_LEVELS} levels deep", mark)
         self._depth += 1
         node = super().compose_node(parent, index)
         self._depth -= 1
@@ -101,7 +101,7 @@ class _StrictLoader(yaml.SafeLoader):
 
     def construct_text(self, node: Any) -> Any:
         """A text, unless it is a number that YAML 1.1 does not know for one."""
-        match = EXPONENT.fullmatch(node.value)
+        match = EXPONENT_NUMBER.fullmatch(node.value)
         if node.style is None and match is not None:
             whole, fraction, sign, exponent = match.groups()
             problem = f"{node.value} is text to YAML, no number; quote it, or write {whole}.{fraction or 0}e"
@@ -112,7 +112,7 @@ class _StrictLoader(yaml.SafeLoader):
 _StrictLoader.add_constructor("tag:yaml.org,2002:str", _StrictLoader.construct_text)
 
 
-def _expand(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+def _expand_matrix(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Apply `matrix`: of each entry of `models`, `backends` or `searchers`, one copy per combination."""
     body = {key: value for key, value in raw.items() if key != "matrix"}
     matrix = raw.get("matrix", {})
@@ -121,7 +121,7 @@ def _expand(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     axes: dict[str, dict[str, list[Any]]] = {}
     for path, values in matrix.items():
         head, _, tail = str(path).partition(".")
-        if head not in VARIED or not tail or "" in tail.split("."):
+        if head not in MATRIX_LISTS or not tail or "" in tail.split("."):
             raise UserError(
                 f"{source}: matrix.{path}: a path below models, backends or searchers, such as "
                 "backends.params.threads ('seeds', 'precision' and 'budget.evaluations' are lists already)"
@@ -134,13 +134,13 @@ def _expand(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
         if not isinstance(entries, list):
             raise UserError(f"{source}: matrix.{head}.*: there is no list {head!r} to vary")
         copies = len(entries) * math.prod(len(values) for values in changes.values())
-        if copies > MAX_COPIES:
-            raise UserError(f"{source}: matrix.{head}.*: asks for {copies} {head}, but at most {MAX_COPIES}")
-        body[head] = [each for entry in entries for each in _copies(entry, changes, f"{source}: matrix.{head}")]
+        if copies > MAX_MATRIX_ENTRIES:
+            raise UserError(f"{source}: matrix.{head}.*: asks for {copies} {head}, but at most {MAX_MATRIX_ENTRIES}")
+        body[head] = [each for entry in entries for each in _expand_entry(entry, changes, f"{source}: matrix.{head}")]
     return body
 
 
-def _copies(entry: Any, changes: Mapping[str, list[Any]], where: str) -> Iterator[dict[str, Any]]:
+def _expand_entry(entry: Any, changes: Mapping[str, list[Any]], where: str) -> Iterator[dict[str, Any]]:
     if not isinstance(entry, str | dict):
         raise UserError(f"{where}: the entries to vary are names or mappings, but one is {entry!r}")
     whole = {"use": entry} if isinstance(entry, str) else entry
@@ -149,14 +149,14 @@ def _copies(entry: Any, changes: Mapping[str, list[Any]], where: str) -> Iterato
         varied = copy.deepcopy(whole)
         parts = [base]
         for path, (index, value) in zip(changes, combination, strict=True):
-            _put(varied, path, value, where)
+            _set_path(varied, path, value, where)
             shown = index if isinstance(value, list | dict) else value
             parts.append(f"{path.rpartition('.')[2]}-{shown}")
         varied["label"] = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts))
         yield varied
 
 
-def _put(entry: dict[str, Any], path: str, value: Any, where: str) -> None:
+def _set_path(entry: dict[str, Any], path: str, value: Any, where: str) -> None:
     """Set what a dotted path leads to, making mappings on the way."""
     *parents, last = path.split(".")
     target = entry

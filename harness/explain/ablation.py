@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from harness.api import Candidate
-from harness.timing.confirmation import Row, Summary, confirm, summarise
+from harness.timing.confirmation import Contender, ConfirmationSummary, confirm, summarize_turns
 from harness.timing.workers.engines import Engines
-from harness.timing.turn_log import TWIN, Readings
-from harness.statistics import CLAIM_FLOOR, Interval, floor_from
+from harness.timing.turn_log import TWIN, TurnMatrix
+from harness.statistics import MIN_CLAIMED_GAIN, Interval, noise_floor_from_ratios
 from harness.config.experiment import Confirmation
 from harness.progress import Observer
 from search.space import Placement, Space
@@ -65,7 +65,7 @@ class Bench:
     @property
     def tolerance(self) -> float:
         """Smaller losses of speed are none."""
-        return max(CLAIM_FLOOR, floor_from(self.aa))
+        return max(MIN_CLAIMED_GAIN, noise_floor_from_ratios(self.aa))
 
     def time(self, placements: Mapping[str, Placement], title: str) -> dict[str, Timed]:
         """Each placement against the whole one; those that build the same graph are timed once."""
@@ -77,30 +77,30 @@ class Bench:
         timed = {digest: _timed(summary, digest) for digest in wanted}
         return {name: timed.get(digest, same) for name, digest in digests.items()}
 
-    def _confirm(self, placements: Mapping[str, Placement], title: str) -> Summary:
-        rows = [Row(name=digest, candidate=self.candidate(placement)) for digest, placement in placements.items()]
+    def _confirm(self, placements: Mapping[str, Placement], title: str) -> ConfirmationSummary:
+        rows = [Contender(name=digest, candidate=self.candidate(placement)) for digest, placement in placements.items()]
         plan = self.plan
         with self.observer.work(title, plan.builds * plan.rounds * len(rows)) as step:
             events = []
             for event in confirm(
                 rows,
-                Row(name=WHOLE, candidate=self.candidate(self.whole)),
+                Contender(name=WHOLE, candidate=self.candidate(self.whole)),
                 open_engines=self.open_engines,
-                plan=plan,
+                schedule=plan,
                 rng=np.random.default_rng(SEED),
             ):
                 events.append(event)
                 if event.row in placements:
                     step.advance()
-        summary = summarise(events, baseline=WHOLE)
-        own, twins = Readings(events).paired(TWIN, WHOLE)
+        summary = summarize_turns(events, baseline=WHOLE)
+        own, twins = TurnMatrix(events).paired_samples(TWIN, WHOLE)
         self.aa += [float(np.median(np.divide(one, two))) for one, two in zip(own, twins, strict=True)]
         if self.whole_ms is None and WHOLE in summary.rows:
             self.whole_ms = summary.rows[WHOLE].latency_ms.value
         return summary
 
 
-def _timed(summary: Summary, digest: str) -> Timed:
+def _timed(summary: ConfirmationSummary, digest: str) -> Timed:
     if digest in summary.failed:
         failed = summary.failed[digest]
         return Timed(reason=f"{failed.stage}: {failed.reason}")

@@ -14,7 +14,7 @@ from harness.statistics import Interval
 from harness.records import Failed
 from harness.pipeline.task import Cell
 from harness.progress import Observer
-from harness.results_dir.artifacts import Row
+from harness.results_dir.artifacts import ExportedModel
 from harness.pipeline.accuracy_store import ScoreBook
 from search.space import Placement
 
@@ -57,7 +57,7 @@ class Accountant:
 
     def _score(self, book: ScoreBook, placement: Placement, flat: Accuracy | Failed) -> Accuracy | None:
         candidate = self.cell.candidate(placement)
-        row = Row(id=candidate.digest, file="", sha256=candidate.digest, pairs=len(candidate.edges))
+        row = ExportedModel(id=candidate.digest, file="", sha256=candidate.digest, pairs=len(candidate.edges))
         found = book.row_score(candidate, row) if candidate.edges else flat
         if isinstance(found, Failed):
             logger.warning("%s is not scored: %s: %s", candidate.digest, found.stage, found.reason)

@@ -17,7 +17,7 @@ from harness.explain.edge_fusion import fates_of, layers_of
 from harness.explain.ablation import Bench, Timed, fewer_points, quantized, without
 from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover
-from harness.timing.workers.engines import MAIN, WorkerSpec
+from harness.timing.workers.engines import MAIN_BENCHMARKER, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
 from harness.statistics import Interval
 from harness.records import Failed
@@ -25,11 +25,11 @@ from harness.report.load.attribution_store import Effect, Explanation, Kept
 from harness.report.load.results import CellResults, load
 from harness.report.trace import row_of
 from harness.pipeline.task import Cell, compose
-from harness.config.experiment import Confirmation, Experiment, Use, load_experiment
+from harness.config.experiment import Confirmation, Experiment, PluginSpec, load_experiment
 from harness.progress import Observer
-from harness.config.plan import plan
+from harness.config.plan import plan_tasks
 from harness.pipeline.accuracy import Scoring, scoring_of
-from harness.config.initial import TOOLS
+from harness.config.initial import PTQ_TOOLS
 from search.space import Placement
 
 __all__ = ["explain_row"]
@@ -62,7 +62,7 @@ def explain_row(folder: Path, where: str, *, base: Path, observer: Observer) -> 
             f"{where}: nothing faster was found, so this row is the float model itself, without a placement to explain"
         )
     experiment = load_experiment(folder / "experiment.yaml")
-    tools = {*TOOLS, *(start.name for start in experiment.initial if start.use == "import")}
+    tools = {*PTQ_TOOLS, *(start.name for start in experiment.initial if start.use == "import")}
     if row is not None and row.id in tools and row.id != line["method"]:
         raise UserError(
             f"{where}: its choice is the file of {row.id} as that tool made it, of which we can leave out no part: "
@@ -72,16 +72,16 @@ def explain_row(folder: Path, where: str, *, base: Path, observer: Observer) -> 
         raise UserError(f"{where}: this row has no placement of ours ({line['method']}): explain another one")
     if not row.timed:
         raise UserError(f"{where}: this device only emulates {line['precision']}, so no part of it has a speed")
-    spec = next((spec for spec in plan(experiment, base) if spec.name == cell_results.name), None)
+    spec = next((spec for spec in plan_tasks(experiment, base) if spec.name == cell_results.name), None)
     if spec is None:
         raise UserError(f"{folder / 'experiment.yaml'}: has no cell {cell_results.name!r}")
-    bare = experiment.model_copy(update={"initial": (Use(use="float"),), "baselines": ()})
+    bare = experiment.model_copy(update={"initial": (PluginSpec(use="float"),), "baselines": ()})
     with tempfile.TemporaryDirectory(prefix="qdq-explain-") as work:
         cell = compose(bare, spec, base, Path(work), observer)
         _refuse_another(cell, cell_results)
         asked = _Asked(
             experiment=experiment,
-            cell=cell.at({MAIN: _backend(spec.backend, cell_results)}),
+            cell=cell.at({MAIN_BENCHMARKER: _backend(spec.backend, cell_results)}),
             scoring=scoring_of(experiment.objective, spec.model, cell.model, base, cell.work),
             whole=Placement(row.choices),
             observer=observer,
@@ -103,9 +103,9 @@ def _refuse_another(cell: Cell, results: CellResults) -> None:
             )
 
 
-def _backend(use: Use, results: CellResults) -> Use:
+def _backend(use: PluginSpec, results: CellResults) -> PluginSpec:
     """The backend at the float precision that the row was compared at."""
-    facts = registry.create("benchmarker", use.use, use.params).describe()
+    facts = registry.create_plugin("benchmarker", use.use, use.params).describe()
     strongest = str(results.facts["backend"].get("float_precision"))
     pinned: Mapping[str, Any] = facts.get("float_params", {}).get(strongest, {})
     return use.model_copy(update={"params": {**use.params, **pinned}})
@@ -255,7 +255,7 @@ class _Asked:
         return Kept(points=names, pairs=self._pairs(placement), ratio=ratio, speedup=speedup, tests=tests)
 
     def _layers(self, placement: Placement, name: str) -> tuple[Any, ...]:
-        backend = self.cell.benchmarkers[MAIN]
+        backend = self.cell.benchmarkers[MAIN_BENCHMARKER]
         found = layers_of(backend, self.cell.candidate(placement), self.cell.work / f"layers-{name}")
         if isinstance(found, Failed):
             logger.warning("no layers: %s: %s", found.stage, found.reason)

@@ -10,10 +10,10 @@ from harness.api import Candidate, Layer
 from harness.explain.layer_timing import counted
 from harness.explain.layer_kinds import is_low
 from harness.graph.model import Model
-from harness.timing.workers.in_process import attempt
+from harness.timing.workers.in_process import as_outcome
 from harness.records import Failed
 from harness.report.load.attribution_store import Fate
-from harness.config.experiment import Use
+from harness.config.experiment import PluginSpec
 from search.space import Resolved
 
 __all__ = ["fates_of", "layers_of"]
@@ -21,7 +21,7 @@ __all__ = ["fates_of", "layers_of"]
 READINGS = 50
 
 
-def layers_of(backend: Use, candidate: Candidate, workdir: Path) -> tuple[Layer, ...] | Failed:
+def layers_of(backend: PluginSpec, candidate: Candidate, workdir: Path) -> tuple[Layer, ...] | Failed:
     """The layers of a candidate's engine with their times, where the runtime tells; none where it does not.
 
     Args:
@@ -29,11 +29,11 @@ def layers_of(backend: Use, candidate: Candidate, workdir: Path) -> tuple[Layer,
         candidate: What is built, in this process.
         workdir: A scratch folder.
     """
-    counting = {"profile": True} if "profile" in registry.signature("benchmarker", backend.use).parameters else {}
-    benchmarker = registry.create("benchmarker", backend.use, {**backend.params, **counting})
+    counting = {"profile": True} if "profile" in registry.plugin_signature("benchmarker", backend.use).parameters else {}
+    benchmarker = registry.create_plugin("benchmarker", backend.use, {**backend.params, **counting})
     if not hasattr(benchmarker, "layers"):
         return ()
-    return attempt("build", lambda: counted(benchmarker, candidate, workdir, READINGS).layers)
+    return as_outcome("build", lambda: counted(benchmarker, candidate, workdir, READINGS).layers)
 
 
 def fates_of(resolved: Resolved, model: Model, layers: Sequence[Layer]) -> Iterator[Fate]:

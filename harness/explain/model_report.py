@@ -15,13 +15,13 @@ from harness.errors import CandidateError, UserError
 from harness.explain.layer_timing import counted
 from harness.explain.fusion import Explanation, explain_layers
 from harness.graph.qdq.read_structure import read_asked
-from harness.graph.passes.dimension_sizes import Sizes
+from harness.graph.passes.dimension_sizes import InputSizes
 from harness.graph.io.signature import with_static_inputs
 from harness.graph.io.files import file_digest
 from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
-from harness.timing.provenance import options_said
-from harness.paths import locate
-from harness.config.experiment import Use
+from harness.timing.provenance import format_options
+from harness.paths import resolve_path
+from harness.config.experiment import PluginSpec
 
 __all__ = ["Change", "compare", "explain_model"]
 
@@ -42,7 +42,7 @@ class Change:
 
 def explain_model(
     use: str,
-    backend: Use,
+    backend: PluginSpec,
     runs: int = RUNS,
     shapes: Mapping[str, str] = _NONE,
     dims: Mapping[str, int] = _NO_DIMS,
@@ -61,11 +61,11 @@ def explain_model(
     """
     with tempfile.TemporaryDirectory(prefix="qdq-explain-") as work:
         path = _file(use, Path(work))
-        path = with_static_inputs(path, Sizes(shapes=shapes, dims=dims), Path(work) / "static.onnx")
+        path = with_static_inputs(path, InputSizes(shapes=shapes, dims=dims), Path(work) / "static.onnx")
         params = dict(backend.params)
-        if "profile" in registry.signature("benchmarker", backend.use).parameters:
+        if "profile" in registry.plugin_signature("benchmarker", backend.use).parameters:
             params.setdefault("profile", True)
-        made: Any = registry.create("benchmarker", backend.use, params)
+        made: Any = registry.create_plugin("benchmarker", backend.use, params)
         if not hasattr(made, "layers"):
             raise UserError(f"backend {backend.use!r} does not tell what became of a model: it has no layers()")
         try:
@@ -98,10 +98,10 @@ def _explain(made: Any, use: str, path: Path, work: Path, runs: int) -> Explanat
 def _runtime(facts: Mapping[str, Any]) -> str:
     """Name, version and options, without that of the profile, which is asked for here."""
     options = {name: value for name, value in facts.get("options", {}).items() if name != "profile"}
-    return ", ".join(filter(None, (f"{facts['name']} {facts['version']}", options_said(options))))
+    return ", ".join(filter(None, (f"{facts['name']} {facts['version']}", format_options(options))))
 
 
 def _file(use: str, work: Path) -> Path:
     if use.startswith("zoo:"):
         return zoo.write(use.removeprefix("zoo:"), work / "model.onnx")
-    return locate(use, Path.cwd())
+    return resolve_path(use, Path.cwd())

@@ -15,7 +15,7 @@ from harness.report.load.attribution_store import Effect, Explanation, Fate, wri
 from harness.report.frames.layer_waterfall import waterfall_frame
 from harness.report.display_names import CAPPED, cut, metric_name, shown_drop
 from harness.report.tables.report_table import MISSING, Table, interval, markdown, markdown_text
-from harness.results_dir.journal import writing
+from harness.results_dir.journal import explain_write_errors
 from harness.progress import Observer
 from harness.results_dir.artifacts import write_text
 
@@ -45,7 +45,7 @@ def explain_into(folder: Path, where: str, *, base: Path, observer: Observer) ->
     path = write_explanation(found, cell)
     lines = list(explanation_lines(found))
     write_text(path.with_suffix(".md"), "\n".join([*lines, ""]))
-    with writing(folder / "report"):
+    with explain_write_errors(folder / "report"):
         drawn = list(draw_explained(cell.name, found, folder / "report"))
     pictures = ", ".join(str(picture.path) for picture in drawn)
     shown = f"pictures: {pictures}; qdq report {folder} puts them on the page" if drawn else "there is nothing to draw"

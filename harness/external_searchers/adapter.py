@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from harness.api import Candidate, Peer
+from harness.api import Candidate, ExternalSearcher
 from harness.errors import BuildFailed, CandidateError
 from harness.graph.io.files import file_digest, move_model
-from harness.timing.workers.in_process import attempt
+from harness.timing.workers.in_process import as_outcome
 from harness.records import Failed
 from search.api import Failure, Observation, Score
 from search.space import Dimension, Placement, Resolved, Space
@@ -82,12 +82,12 @@ class PeerSearcher:
         left: What the peer raised as it was left; None where it did not, or has not been left yet.
     """
 
-    def __init__(self, make: Callable[[], AbstractContextManager[Peer]], folder: Path, keep: int) -> None:
+    def __init__(self, make: Callable[[], AbstractContextManager[ExternalSearcher]], folder: Path, keep: int) -> None:
         self.space = Models()
         self.left: Failed | None = None
         self._make = make
         self._opened = ExitStack()
-        self._peer: Peer | None = None
+        self._peer: ExternalSearcher | None = None
         self._folder = folder
         self._keep = keep
         self._waiting = False
@@ -101,7 +101,7 @@ class PeerSearcher:
         return self
 
     def __exit__(self, *_: object) -> None:
-        left = attempt("search", self._opened.close)
+        left = as_outcome("search", self._opened.close)
         self.left = left if isinstance(left, Failed) else None
 
     def ask(self, n: int) -> Sequence[Placement]:

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
-from harness.api import PeerTask
+from harness.api import ExternalSearchTask
 from harness.errors import BuildFailed
 
 __all__ = ["ModelOptAutotune"]
@@ -44,7 +44,7 @@ class ModelOptAutotune:
 
     def __init__(
         self,
-        task: PeerTask,
+        task: ExternalSearchTask,
         *,
         schemes_per_region: int = 30,
         qdq_baseline: str | None = None,

@@ -17,8 +17,8 @@ import onnx
 
 from harness.errors import UserError
 from harness.graph.io.reader import read_model
-from harness.graph.passes.dimension_sizes import Axes, Sizes, axes_of
-from harness.graph.io.writer import write
+from harness.graph.passes.dimension_sizes import Axes, InputSizes, axes_of
+from harness.graph.io.writer import write_model
 from harness.graph.load import prepared
 from harness.graph.model import Model, captures
 
@@ -53,7 +53,7 @@ def load_dynamic(model: Model) -> Model | None:
     proto = original(model)
     if model.origin is None or proto is None:
         return None
-    sizes = Sizes(keep_dynamic=True)
+    sizes = InputSizes(keep_dynamic=True)
     return prepared(proto, proto, model.source, model.sha256, sizes, model.origin.min_opset)
 
 
@@ -83,9 +83,9 @@ def write_dynamic(model: Model, file: Path, target: Path) -> tuple[Path, dict[st
                 raise NotCarried(
                     f"{own.name!r} would have another name, type or shape than {value.name!r} of the model"
                 )
-    write(made, target)
+    write_model(made, target)
     source = model.origin.model
-    floating = source if isinstance(source, Path) else write(given, target.with_name("float.onnx"))
+    floating = source if isinstance(source, Path) else write_model(given, target.with_name("float.onnx"))
     return floating, {value.name: axes_of(value) for value in inputs if value.name in model.types}
 
 

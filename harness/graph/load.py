@@ -9,22 +9,22 @@ from pathlib import Path
 import onnx
 
 from harness.errors import UserError
-from harness.graph.passes.rebatch import rebatched
-from harness.graph.passes.normalize import densify, replace_field
-from harness.graph.equivalence.check import Interface, Original, check_equivalent
+from harness.graph.passes.rebatch import with_batch_size
+from harness.graph.passes.normalize import densify_sparse_initializers, replace_field
+from harness.graph.equivalence.check import ModelInterface, OriginalModel, check_equivalent
 from harness.graph.passes.pipeline import ModelDraft, prepare_passes, run_passes
 from harness.graph.io.reader import read_model
-from harness.graph.passes.static_shapes import fix_inputs, has_dynamic_inputs, types_of
-from harness.graph.passes.dimension_sizes import Sizes
-from harness.graph.io.writer import write
+from harness.graph.passes.static_shapes import fix_inputs, has_dynamic_inputs, static_types
+from harness.graph.passes.dimension_sizes import InputSizes
+from harness.graph.io.writer import write_model
 from harness.graph.model import Model, Origin
 from harness.graph.partition.nodes import nodes_of
 
-__all__ = ["from_proto", "load", "prepared", "save", "write"]
+__all__ = ["from_proto", "load", "prepared", "save", "write_model"]
 
 _DAMAGE_ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 Shapes = Mapping[str, str | tuple[int, ...]]
-_NO_SIZES = Sizes()
+_NO_SIZES = InputSizes()
 
 
 def load(
@@ -54,7 +54,7 @@ def load(
     source = source or str(path)
     proto, sha256 = read_model(path, source)
     origin = Origin(model=path, min_opset=min_opset) if has_dynamic_inputs(proto.graph) else None
-    model = prepared(proto, path.absolute(), source, sha256, Sizes(shapes=shapes, dims=dims), min_opset)
+    model = prepared(proto, path.absolute(), source, sha256, InputSizes(shapes=shapes, dims=dims), min_opset)
     return replace(model, origin=origin)
 
 
@@ -71,22 +71,22 @@ def from_proto(
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
     origin = Origin(model=proto, min_opset=min_opset) if has_dynamic_inputs(proto.graph) else None
-    sizes = Sizes(shapes=shapes, dims=dims)
-    return replace(_prepare(Original.of(proto, proto), copy, source, sha256, sizes, min_opset), origin=origin)
+    sizes = InputSizes(shapes=shapes, dims=dims)
+    return replace(_prepare(OriginalModel.of(proto, proto), copy, source, sha256, sizes, min_opset), origin=origin)
 
 
 def save(model: Model, folder: Path) -> Path:
     """Write the model to `model.onnx` in a folder, which is created if necessary; see `write`."""
-    return write(model.proto, folder / "model.onnx")
+    return write_model(model.proto, folder / "model.onnx")
 
 
 def prepared(
-    proto: onnx.ModelProto, file: Path | onnx.ModelProto, source: str, sha256: str, sizes: Sizes, min_opset: int
+    proto: onnx.ModelProto, file: Path | onnx.ModelProto, source: str, sha256: str, sizes: InputSizes, min_opset: int
 ) -> Model:
     """Prepare a model; report any exception that a damaged file causes as a `UserError`."""
     try:
         key = f"{sha256} {sorted(sizes.shapes.items())} {sorted(sizes.dims.items())} {min_opset}"
-        original = Original.of(proto, file, key if isinstance(file, Path) else "")
+        original = OriginalModel.of(proto, file, key if isinstance(file, Path) else "")
         return _prepare(original, proto, source, sha256, sizes, min_opset)
     except _DAMAGE_ERRORS as error:  # files can be invalid in more ways than there are checks
         text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -97,27 +97,27 @@ def prepared(
 
 
 def _prepare(
-    original: Original, proto: onnx.ModelProto, source: str, sha256: str, sizes: Sizes, min_opset: int
+    original: OriginalModel, proto: onnx.ModelProto, source: str, sha256: str, sizes: InputSizes, min_opset: int
 ) -> Model:
-    densify(proto.graph)
+    densify_sparse_initializers(proto.graph)
     _remove_constants_from_inputs(proto.graph)
-    proto = rebatched(proto, sizes.shapes, source)
+    proto = with_batch_size(proto, sizes.shapes, source)
     declared = _output_types(proto.graph)
     if not sizes.keep_dynamic:
         fix_inputs(proto, sizes, source)
-    interface = Interface.of(proto.graph)
+    interface = ModelInterface.from_graph(proto.graph)
     draft = ModelDraft(proto=proto, source=source)
     run_passes(draft, prepare_passes(min_opset))
     proto = draft.proto
-    types = types_of(proto.graph)
+    types = static_types(proto.graph)
     for value in proto.graph.output:
         if value.name in declared:
             _restore_declared_type(value.type, declared[value.name], whole=sizes.keep_dynamic)
-    interface.check(proto.graph, {}, source)
+    interface.check_unchanged(proto.graph, {}, source)
     model = Model(proto=proto, source=source, sha256=sha256, nodes=nodes_of(proto), types=types)
     # The comparison looks at shapes of results, not at declared ones; dynamic models are compared elsewhere.
     if not sizes.keep_dynamic and not check_equivalent(original, model):
-        interface.check(proto.graph, draft.types_before_upgrade, source)
+        interface.check_unchanged(proto.graph, draft.types_before_upgrade, source)
     return model
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from harness.errors import UserError, got
+from harness.errors import UserError, describe_type
 from harness.graph.pattern_cache import (
     MAXIMUM_SCHEMES,
     MINIMUM_DISTANCE,
@@ -22,7 +22,7 @@ from harness.graph.pattern_cache import (
     merged,
     parse_point,
 )
-from harness.config.validation_errors import refusal
+from harness.config.validation_errors import to_user_error
 
 __all__ = ["read_cache", "read_plain_yaml", "write_cache", "write_plain_yaml"]
 
@@ -48,7 +48,7 @@ def read_cache(path: Path) -> PatternCache:
     try:
         return _File.model_validate(body).cache()
     except ValidationError as error:
-        raise refusal(_File, f"{path}: no pattern cache of ours", error) from error
+        raise to_user_error(_File, f"{path}: no pattern cache of ours", error) from error
 
 
 def write_cache(cache: PatternCache, path: Path) -> None:
@@ -84,7 +84,7 @@ def read_plain_yaml(path: Path, max_bytes: int) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read: {error}") from error
     if not isinstance(body, dict):
         raise UserError(
-            f"{path}: a mapping of keys, but {got(body)}: this is no file of ours: name another, or move it away"
+            f"{path}: a mapping of keys, but {describe_type(body)}: this is no file of ours: name another, or move it away"
         )
     return body
 

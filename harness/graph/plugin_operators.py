@@ -12,9 +12,9 @@ import onnx
 from google.protobuf.message import Message
 
 from harness.errors import BuildFailed
-from harness.graph.passes.normalize import is_known
-from harness.graph.passes.static_shapes import infer
-from harness.graph.io.writer import write
+from harness.graph.passes.normalize import is_standard_op
+from harness.graph.passes.static_shapes import infer_types
+from harness.graph.io.writer import write_model
 from harness.graph.load import from_proto
 from harness.graph.model import captures, subgraphs
 
@@ -32,7 +32,7 @@ def plugin_nodes(proto: onnx.ModelProto, known: Collection[tuple[str, str]] = fr
     opsets = {opset.domain: opset.version for opset in proto.opset_import}
 
     def unknown(node: onnx.NodeProto) -> bool:
-        if not is_known(node, opsets) and (node.domain, node.op_type) not in known:
+        if not is_standard_op(node, opsets) and (node.domain, node.op_type) not in known:
             return True
         return any(unknown(inner) for graph in subgraphs(node) for inner in graph.node)
 
@@ -97,7 +97,7 @@ class Behind:
         if _opset(cut) != _opset(proto) and len(nodes) > len(plugins):
             proto = from_proto(proto, source=self.source, sha256="", min_opset=_opset(cut)).proto
             nodes = _dependents(proto, plugin_nodes(proto, self.known))
-        write(with_plugins(cut, proto, nodes), file)
+        write_model(with_plugins(cut, proto, nodes), file)
 
 
 def take_behind(file: Path, known: Collection[tuple[str, str]], source: str) -> Behind | None:
@@ -118,7 +118,7 @@ def take_behind(file: Path, known: Collection[tuple[str, str]], source: str) -> 
     behind = Behind(proto, _dependents(proto, plugins), known, source)
     if len(behind.nodes) == len(proto.graph.node):
         raise BuildFailed(f"{source}: every node lies behind plug-in operator {behind.operators}")
-    write(without_plugins(proto, behind.nodes, source), file)
+    write_model(without_plugins(proto, behind.nodes, source), file)
     return behind
 
 
@@ -131,7 +131,7 @@ def without_plugins(proto: onnx.ModelProto, plugins: Mapping[int, onnx.NodeProto
     Raises:
         BuildFailed: Type or shape of such a tensor is not known.
     """
-    cut = infer(proto, source)
+    cut = infer_types(proto, source)
     graph = cut.graph
     kept = [node for index, node in enumerate(graph.node) if index not in plugins]
     made = {name for node in plugins.values() for name in node.output if name}

@@ -12,15 +12,15 @@ from harness.api import Accuracy
 from harness.errors import UserError
 from harness.accuracy.metrics.base import doubt
 from harness.graph.model import Model
-from harness.timing.workers.engines import MAIN
+from harness.timing.workers.engines import MAIN_BENCHMARKER
 from harness.records import Failed
 from harness.results_dir.fingerprint import facts_digest
-from harness.config.experiment import ModelSpec, Use
+from harness.config.experiment import ModelSpec, PluginSpec
 from harness.selection.confirmation import float_latency
 from harness.search_loop.objective import Goal
 from harness.search_loop.accuracy_gate import Judge
-from harness.pipeline.model_loader import evaluator_use
-from harness.config.objective import Objective, absolute, check_objective
+from harness.pipeline.model_loader import evaluator_spec
+from harness.config.objective import Objective, absolute_bound, check_objective
 from harness.pipeline.accuracy_store import ScoreBook
 
 __all__ = ["PROXY_EVALUATOR", "SEARCH", "Scoring", "proxy_use", "scoring_of"]
@@ -43,7 +43,7 @@ class Scoring:
     """
 
     objective: Objective
-    evaluators: Mapping[str, Use]
+    evaluators: Mapping[str, PluginSpec]
     metric: str | None
     higher_is_better: bool
     facts: Mapping[str, Any]
@@ -52,7 +52,7 @@ class Scoring:
     @property
     def searching(self) -> str:
         """Name of the evaluator that searches score with."""
-        return SEARCH if SEARCH in self.evaluators else MAIN
+        return SEARCH if SEARCH in self.evaluators else MAIN_BENCHMARKER
 
     def goal(self, book: ScoreBook, model_file: Path, folder: Path) -> Goal:
         """The goal of the searches; the float model, the reference of every drop, is scored where it was not before.
@@ -76,7 +76,7 @@ class Scoring:
             book.observer.say(f"{folder.name}: {said}")
         own = known[self.searching]
         objective = self.objective
-        if not objective.scored or own is None:
+        if not objective.uses_accuracy or own is None:
             return Goal()
         reference = own.metrics[self.metric]
         float_ms = None if objective.minimize == "latency" else float_latency(folder)
@@ -85,9 +85,9 @@ class Scoring:
             metric=self.metric,
             reference=reference,
             higher_is_better=self.higher_is_better,
-            max_drop=None if bound is None else absolute(bound, reference),
+            max_drop=None if bound is None else absolute_bound(bound, reference),
             minimize=objective.minimize,
-            max_latency_ms=None if limit is None or float_ms is None else absolute(limit, float_ms),
+            max_latency_ms=None if limit is None or float_ms is None else absolute_bound(limit, float_ms),
             float_ms=float_ms,
         )
 
@@ -133,15 +133,15 @@ def scoring_of(objective: Objective, spec: ModelSpec, model: Model, base: Path, 
     }
     if objective.halves:
         facts["halves"] = True
-    main = evaluator_use(spec, model, base, work, "report" if objective.halves else None)
+    main = evaluator_spec(spec, model, base, work, "report" if objective.halves else None)
     if main is None:
         return Scoring(objective=objective, evaluators={}, metric=None, higher_is_better=True, facts=facts)
-    factory: Any = registry.load("evaluator", main.use)
+    factory: Any = registry.load_plugin("evaluator", main.use)
     check_objective(objective, factory.metric, spec.name)
-    evaluators = {MAIN: main}
+    evaluators = {MAIN_BENCHMARKER: main}
     if objective.halves:
-        evaluators[SEARCH] = _there(evaluator_use(spec, model, base, work, "search"))
-    if objective.scored and objective.proxy and main.use != "fidelity":
+        evaluators[SEARCH] = _there(evaluator_spec(spec, model, base, work, "search"))
+    if objective.uses_accuracy and objective.proxy and main.use != "fidelity":
         evaluators[PROXY_EVALUATOR] = proxy_use(objective.proxy, spec, model, base, work)
     return Scoring(
         objective=objective,
@@ -153,21 +153,21 @@ def scoring_of(objective: Objective, spec: ModelSpec, model: Model, base: Path, 
     )
 
 
-def _gone_by(use: Use) -> str:
+def _gone_by(use: PluginSpec) -> str:
     """Digest of the data and the preparation that an evaluator goes by; "" where it does not tell."""
-    made = registry.guarded(f"evaluator {use.use!r}", lambda: registry.create("evaluator", use.use, use.params))
+    made = registry.call_plugin(f"evaluator {use.use!r}", lambda: registry.create_plugin("evaluator", use.use, use.params))
     told = getattr(made, "fingerprint", None)
     return facts_digest(told) if isinstance(told, str) else ""
 
 
-def proxy_use(samples: int, spec: ModelSpec, model: Model, base: Path, work: Path) -> Use:
+def proxy_use(samples: int, spec: ModelSpec, model: Model, base: Path, work: Path) -> PluginSpec:
     """The evaluator of fidelity on a few samples of the calibration data, which no figure of a table is made of."""
     data = spec.calibration.data
     params = {"samples": samples, **({} if data is None else {"data": data})}
-    proxied = spec.model_copy(update={"evaluator": Use(use="fidelity", params=params)})
-    return _there(evaluator_use(proxied, model, base, work / "proxy"))
+    proxied = spec.model_copy(update={"evaluator": PluginSpec(use="fidelity", params=params)})
+    return _there(evaluator_spec(proxied, model, base, work / "proxy"))
 
 
-def _there(use: Use | None) -> Use:
+def _there(use: PluginSpec | None) -> PluginSpec:
     assert use is not None  # the model has an evaluator
     return use

@@ -15,13 +15,13 @@ from harness.report.display_names import CAPPED, METRICS, metric_name, shown_dro
 from harness.report.load.results import CellResults
 from harness.config.experiment import Experiment
 from harness.search_loop.objective import Goal
-from harness.config.objective import Objective, absolute
+from harness.config.objective import Objective, absolute_bound
 
-__all__ = ["bound_lines", "check_bound", "held", "too_fine"]
+__all__ = ["bound_lines", "check_bound", "bound_status", "bound_resolution_note"]
 
-SHARES = frozenset({"map", "miou", "top1", "top5"})
+UNIT_INTERVAL_METRICS = frozenset({"map", "miou", "top1", "top5"})
 """Metrics that end at 1, so that 0.01 is one point of a hundred."""
-COUNTED = frozenset({"top1", "top5"})
+IMAGE_COUNT_METRICS = frozenset({"top1", "top5"})
 """Metrics that count images: each is right or wrong, so one of n moves the figure by 1/n."""
 
 
@@ -39,21 +39,21 @@ def check_bound(objective: Objective, metric: str | None, model: str) -> None:
     bound = objective.max_drop
     key = "max_drop" if objective.metric is None else f"{objective.metric}_drop"
     most = CAPPED.get(metric or "")
-    if bound is not None and most is not None and absolute(bound, most) >= most:
+    if bound is not None and most is not None and absolute_bound(bound, most) >= most:
         raise UserError(
-            f"objective.{key}: {_number(bound)} asks for {metric_name(metric)} of {most - absolute(bound, most):g} dB "
+            f"objective.{key}: {_format_bound(bound)} asks for {metric_name(metric)} of {most - absolute_bound(bound, most):g} dB "
             f"of model {model!r}; at 0 dB the error is as large as the outputs, so it bounds nothing: the float model "
             f"has {most:g} dB, and max_drop: {most - 35:g} keeps 35 dB"
         )
-    if bound is None or metric not in SHARES or absolute(bound, 1.0) < 1.0:
+    if bound is None or metric not in UNIT_INTERVAL_METRICS or absolute_bound(bound, 1.0) < 1.0:
         return
     raise UserError(
-        f"objective.{key}: {_number(bound)} lets {metric_name(metric)} of model {model!r} drop to 0, so it bounds "
+        f"objective.{key}: {_format_bound(bound)} lets {metric_name(metric)} of model {model!r} drop to 0, so it bounds "
         "nothing; 0.01 is one point of a hundred, '1%' a hundredth of the float model's figure"
     )
 
 
-def too_fine(objective: Objective, metric: str | None, images: int) -> str:
+def bound_resolution_note(objective: Objective, metric: str | None, images: int) -> str:
     """What has to be said where one image weighs more than the bound; "" where it does not.
 
     Nothing of a bound of 0, which means that none may be lost, nor of metrics that do not count images.
@@ -64,11 +64,11 @@ def too_fine(objective: Objective, metric: str | None, images: int) -> str:
         images: How many are scored.
     """
     bound = objective.max_drop
-    most = 0.0 if bound is None else absolute(bound, 1.0)
-    if not most or not images or metric not in COUNTED or 1 / images <= most:
+    most = 0.0 if bound is None else absolute_bound(bound, 1.0)
+    if not most or not images or metric not in IMAGE_COUNT_METRICS or 1 / images <= most:
         return ""
     return (
-        f"one image of {images} is {1 / images:.4f}, more than the bound {_number(bound)}: a row that loses one "
+        f"one image of {images} is {1 / images:.4f}, more than the bound {_format_bound(bound)}: a row that loses one "
         "breaks it; use more images, or a looser bound"
     )
 
@@ -78,14 +78,14 @@ def bound_lines(experiment: Experiment) -> Iterator[str]:
     found: dict[str, list[str]] = {}
     for model in experiment.models:
         if model.evaluator is not None:
-            evaluator: Any = registry.load("evaluator", model.evaluator.use)
-            words = _words(experiment.objective, evaluator.metric, evaluator.higher_is_better)
+            evaluator: Any = registry.load_plugin("evaluator", model.evaluator.use)
+            words = _describe_bound(experiment.objective, evaluator.metric, evaluator.higher_is_better)
             found.setdefault(words, []).append(model.name)
     for words, names in found.items():
         yield f"bound: {words}" if len(found) == 1 else f"bound of {', '.join(names)}: {words}"
 
 
-def held(
+def bound_status(
     bound: float | str, reference: Accuracy | Failed, found: Accuracy | Failed, results: CellResults
 ) -> tuple[bool, str]:
     """Return whether a model keeps a bound on the loss of accuracy, and the figures in words.
@@ -105,7 +105,7 @@ def held(
             return False, f"cannot be held to {bound}: {why}"
         values.append(value)
     base, value = values
-    limit = absolute(bound, base)
+    limit = absolute_bound(bound, base)
     goal = Goal(metric=metric, reference=base, higher_is_better=results.higher_is_better, max_drop=limit)
     loss = goal.loss(value)
     within = goal.excess(loss) == 0
@@ -118,7 +118,7 @@ def held(
     return within, said
 
 
-def _words(objective: Objective, metric: str, higher_is_better: bool) -> str:
+def _describe_bound(objective: Objective, metric: str, higher_is_better: bool) -> str:
     bound, name = objective.max_drop, metric_name(metric)
     if bound is None:
         return f"none; {name} is scored and rules nothing out"
@@ -127,17 +127,17 @@ def _words(objective: Objective, metric: str, higher_is_better: bool) -> str:
             f"{name} has to be {CAPPED[metric] - bound:g} dB or more, for the float model's own counts as "
             f"{CAPPED[metric]:g}; INT8 has 20 to 50 dB as a rule"
         )
-    return f"{name} may {'drop' if higher_is_better else 'rise'} by at most {_amount(bound, metric)}"
+    return f"{name} may {'drop' if higher_is_better else 'rise'} by at most {_format_drop(bound, metric)}"
 
 
-def _amount(bound: float | str, metric: str) -> str:
+def _format_drop(bound: float | str, metric: str) -> str:
     if isinstance(bound, str):
         return f"{bound} of the float model's own"
-    if metric not in SHARES:
+    if metric not in UNIT_INTERVAL_METRICS:
         return f"{bound:g}{METRICS.get(metric, ('', 4, ''))[2]}"
     points = f"{100 * bound:g}"
     return f"{bound:g} ({points} point{'' if points == '1' else 's'})"
 
 
-def _number(bound: float | str | None) -> str:
+def _format_bound(bound: float | str | None) -> str:
     return f"{bound:g}" if isinstance(bound, float) else str(bound)

@@ -9,10 +9,10 @@ from typing import Any
 
 from harness.api import Accuracy, Candidate
 from harness.graph.io.files import file_digest
-from harness.timing.workers.engines import MAIN, Engines, Watch
+from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, ScoringCallback
 from harness.records import Failed
 from harness.progress import Observer, Step
-from harness.results_dir.artifacts import Row, Table, read_json, read_rows, write_json
+from harness.results_dir.artifacts import ExportedModel, FinalistSet, read_json, read_finalists, write_json
 from search.space import digest_of
 
 __all__ = ["SCORES", "ScoreBook", "read_scores", "watching"]
@@ -41,17 +41,17 @@ class ScoreBook:
         self._scores = _stored(folder)
         self._shown: set[str] = set()
 
-    def known_float_score(self, model_file: Path, evaluator: str = MAIN) -> Accuracy | None:
+    def known_float_score(self, model_file: Path, evaluator: str = MAIN_BENCHMARKER) -> Accuracy | None:
         """`float_score` where it is known, without an engine: before others are scored the evaluator must see one."""
-        return self._known(_key(file_digest(model_file), MAIN, evaluator))
+        return self._known(_key(file_digest(model_file), MAIN_BENCHMARKER, evaluator))
 
-    def float_score(self, model_file: Path, evaluator: str = MAIN) -> Accuracy | Failed:
+    def float_score(self, model_file: Path, evaluator: str = MAIN_BENCHMARKER) -> Accuracy | Failed:
         """Accuracy of the float model, the reference of every drop; an evaluator sees its engine once, and first."""
         candidate = Candidate(digest=digest_of(()), edges=(), source=lambda: model_file)
         known = evaluator in self._shown
         with self.observer.work("score the float model", 1) as step:
             unprepared = None if known else self._shown_to(evaluator, candidate)
-            found = unprepared or self._score(candidate, _key(file_digest(model_file), MAIN, evaluator), evaluator)
+            found = unprepared or self._score(candidate, _key(file_digest(model_file), MAIN_BENCHMARKER, evaluator), evaluator)
             step.advance()
         if unprepared is None:
             self._shown.add(evaluator)
@@ -59,15 +59,15 @@ class ScoreBook:
             self.observer.say(found.note)
         return found
 
-    def lacks(self, table: Table) -> bool:
+    def lacks(self, table: FinalistSet) -> bool:
         """Whether a row is still to be scored."""
         return any(self._known(_key(row.sha256, row.benchmarker)) is None for row in table.rows)
 
-    def row_score(self, candidate: Candidate, row: Row) -> Accuracy | Failed:
+    def row_score(self, candidate: Candidate, row: ExportedModel) -> Accuracy | Failed:
         """Accuracy of a row, given as something that can be built."""
         return self._score(candidate, _key(row.sha256, row.benchmarker), row=row)
 
-    def score(self, table: Table) -> None:
+    def score(self, table: FinalistSet) -> None:
         """Score the rows where that is still to do."""
         with self.observer.work("score finalists", len(table.rows)) as step:
             for row in table.rows:
@@ -75,12 +75,12 @@ class ScoreBook:
                 step.advance(f"{row.id}: {found.reason}" if isinstance(found, Failed) else row.id)
 
     def _score(
-        self, candidate: Candidate, key: str, evaluator: str = MAIN, *, row: Row | None = None
+        self, candidate: Candidate, key: str, evaluator: str = MAIN_BENCHMARKER, *, row: ExportedModel | None = None
     ) -> Accuracy | Failed:
         known = self._known(key)
         if known is not None:
             return known
-        name, benchmarker = ("the float model", MAIN) if row is None else (row.id, row.benchmarker)
+        name, benchmarker = ("the float model", MAIN_BENCHMARKER) if row is None else (row.id, row.benchmarker)
         with watching(self.observer, f"inferences of {name}") as watch:
             found = _evaluate(self._engines, candidate, benchmarker, evaluator, watch)
         if isinstance(found, Failed):
@@ -109,7 +109,7 @@ class ScoreBook:
 def read_scores(folder: Path) -> Mapping[str, Mapping[str, Any]]:
     """Scores by row id, of the files that are the rows now; none where nothing was scored yet."""
     scores = _stored(folder)
-    rows, _ = read_rows(folder)
+    rows, _ = read_finalists(folder)
     found = {row.id: scores.get(_key(row.sha256, row.benchmarker)) for row in rows}
     return {row: score for row, score in found.items() if score is not None}
 
@@ -119,11 +119,11 @@ def _stored(folder: Path) -> dict[str, dict[str, Any]]:
     return read_json(path) if path.exists() else {}
 
 
-def _key(sha256: str, benchmarker: str, evaluator: str = MAIN) -> str:
-    return f"{sha256} {benchmarker}" if evaluator == MAIN else f"{sha256} {benchmarker} {evaluator}"
+def _key(sha256: str, benchmarker: str, evaluator: str = MAIN_BENCHMARKER) -> str:
+    return f"{sha256} {benchmarker}" if evaluator == MAIN_BENCHMARKER else f"{sha256} {benchmarker} {evaluator}"
 
 
-def _prepare(engines: Engines, candidate: Candidate, evaluator: str, watch: Watch) -> Failed | None:
+def _prepare(engines: Engines, candidate: Candidate, evaluator: str, watch: ScoringCallback) -> Failed | None:
     built = engines.build(candidate)
     if isinstance(built, Failed):
         return built
@@ -134,7 +134,7 @@ def _prepare(engines: Engines, candidate: Candidate, evaluator: str, watch: Watc
 
 
 def _evaluate(
-    engines: Engines, candidate: Candidate, benchmarker: str, evaluator: str, watch: Watch
+    engines: Engines, candidate: Candidate, benchmarker: str, evaluator: str, watch: ScoringCallback
 ) -> Accuracy | Failed:
     built = engines.build(candidate, benchmarker)
     if isinstance(built, Failed):
@@ -146,7 +146,7 @@ def _evaluate(
 
 
 @contextmanager
-def watching(observer: Observer, title: str) -> Iterator[Watch]:
+def watching(observer: Observer, title: str) -> Iterator[ScoringCallback]:
     """What shows how far one scoring is: a bar, from the first word of it on."""
     with ExitStack() as stack:
         bar: Step | None = None

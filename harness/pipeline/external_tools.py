@@ -19,12 +19,12 @@ from harness.graph.qdq.read_edges import pairs_in
 from harness.graph.qdq.insert import Inserter
 from harness.graph.model import Model
 from harness.graph.rules.dialect_lookup import dialect_called
-from harness.paths import cache_folder
+from harness.paths import cache_dir
 from harness.config.experiment import Experiment
-from harness.results_dir.journal import writing
+from harness.results_dir.journal import explain_write_errors
 from harness.progress import Observer
-from harness.config.plan import precisions_of
-from harness.config.initial import EXTREME
+from harness.config.plan import quantized_precisions
+from harness.config.initial import FULLY_QUANTIZED
 from search.space import Space
 
 __all__ = ["PTQ", "Foreign", "Order", "extreme_form", "method_note", "quantize_with", "refusal", "tool_remarks"]
@@ -114,9 +114,9 @@ def quantize_with(name: str, order: Order, observer: Observer) -> Foreign:
     instead = method if method != asked else ""
     if instead:
         observer.say(f"{order.source}: {method_note(name, asked)}")
-    path = cache_folder() / "ptq" / _key(name, options, order.data_key) / f"{name}.onnx"
+    path = cache_dir() / "ptq" / _key(name, options, order.data_key) / f"{name}.onnx"
     if not path.exists():
-        with observer.work(f"{order.source}: quantize with {name}", 1) as step, writing(path):
+        with observer.work(f"{order.source}: quantize with {name}", 1) as step, explain_write_errors(path):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 PTQ[name](order.model_file, path, order.data, **options)
@@ -148,10 +148,10 @@ def tool_remarks(experiment: Experiment) -> Iterator[str]:
     named = (*(start.use for start in experiment.initial), *experiment.baselines)
     for name in dict.fromkeys(each for each in named if each in PTQ):
         for setting in experiment.precision:
-            if reason := refusal(name, precisions_of(setting)[0]):
+            if reason := refusal(name, quantized_precisions(setting)[0]):
                 yield f"{name}: cannot run at precision {setting}, so its row will be empty: {reason}"
             elif setting == "mixed":
-                yield f"{name}: at precision mixed it quantizes to {precisions_of(setting)[0]} alone"
+                yield f"{name}: at precision mixed it quantizes to {quantized_precisions(setting)[0]} alone"
         for method in dict.fromkeys(model.calibration.method for model in experiment.models):
             if note := method_note(name, method):
                 yield note
@@ -170,9 +170,9 @@ def extreme_form(
     )
     resolved, path = space.resolve(space.everywhere()), work / "extreme.onnx"
     inserter = Inserter(model, plain, ranges)
-    with writing(path):
+    with explain_write_errors(path):
         inserter.export(resolved, path)
-    return Foreign(name=EXTREME, path=path, pairs=inserter.pairs(resolved))
+    return Foreign(name=FULLY_QUANTIZED, path=path, pairs=inserter.pairs(resolved))
 
 
 def _signed(dialect_name: str) -> str:

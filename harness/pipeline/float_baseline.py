@@ -24,13 +24,13 @@ from harness.graph.load import load, save
 from harness.graph.model import Model
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
-from harness.timing.confirmation import Row, confirm, summarise
-from harness.timing.workers.engines import MAIN, WorkerSpec
-from harness.timing.turn_log import encode_event
-from harness.timing.workers.execution_target import OpenEngines
-from harness.results_dir.fingerprint import refuse_changes
-from harness.config.experiment import Confirmation, Use
-from harness.results_dir.journal import writing
+from harness.timing.confirmation import Contender, confirm, summarize_turns
+from harness.timing.workers.engines import MAIN_BENCHMARKER, WorkerSpec
+from harness.timing.turn_log import encode_turn_event
+from harness.timing.workers.execution_target import SpecEngineFactory
+from harness.results_dir.fingerprint import require_same_fingerprint
+from harness.config.experiment import Confirmation, PluginSpec
+from harness.results_dir.journal import explain_write_errors
 from harness.progress import Observer
 from harness.results_dir.artifacts import read_json, write_json
 from search.space import digest_of
@@ -42,7 +42,7 @@ CAST = "cast"
 """Folder, in a cell's scratch folder, of what `parsed` makes."""
 
 
-def parsed(use: Use, path: Path, folder: Path) -> Path:
+def parsed(use: PluginSpec, path: Path, folder: Path) -> Path:
     """The file that a benchmarker reads where it is given this one: to deliver it is to deliver what was measured.
 
     Args:
@@ -51,17 +51,17 @@ def parsed(use: Use, path: Path, folder: Path) -> Path:
     Returns:
         The file itself where there is no other, or none can be made: its build fails then, and says why.
     """
-    cast = getattr(registry.create("benchmarker", use.use, use.params), "cast", None)
+    cast = getattr(registry.create_plugin("benchmarker", use.use, use.params), "cast", None)
     if cast is None:
         return path
     try:
-        with writing(folder):
+        with explain_write_errors(folder):
             return Path(cast(path, folder))
     except BuildFailed:
         return path
 
 
-def cast_problems(use: Use, model: Model, precisions: Sequence[str]) -> dict[str, str]:
+def cast_problems(use: PluginSpec, model: Model, precisions: Sequence[str]) -> dict[str, str]:
     """Return why candidates cannot be made in a float form that a backend reads, by its precision; nothing is built.
 
     Args:
@@ -69,7 +69,7 @@ def cast_problems(use: Use, model: Model, precisions: Sequence[str]) -> dict[str
         model: The float model.
         precisions: What may be offered beside float.
     """
-    made = registry.create("benchmarker", use.use, use.params)
+    made = registry.create_plugin("benchmarker", use.use, use.params)
     if getattr(made, "cast", None) is None:
         return {}
     space = build_space(model, dialect_called(dialect_name(made, use.use, {})), precisions=precisions)
@@ -79,7 +79,7 @@ def cast_problems(use: Use, model: Model, precisions: Sequence[str]) -> dict[str
         file = save(model, Path(scratch))
         for precision, offered in _offered(use).items():
             try:
-                read = Path(registry.create("benchmarker", offered.use, offered.params).cast(file, file.parent))
+                read = Path(registry.create_plugin("benchmarker", offered.use, offered.params).cast(file, file.parent))
                 if read != file:
                     refuse_lost_nodes(edges, load(read, source=model.source))
             except (BuildFailed, UserError) as error:
@@ -87,16 +87,16 @@ def cast_problems(use: Use, model: Model, precisions: Sequence[str]) -> dict[str
     return problems
 
 
-def _offered(use: Use) -> dict[str, Use]:
+def _offered(use: PluginSpec) -> dict[str, PluginSpec]:
     """Return the backend at each float precision that it may run at; "" as precision where it is not open."""
     try:
-        facts = registry.create("benchmarker", use.use, use.params).describe()
+        facts = registry.create_plugin("benchmarker", use.use, use.params).describe()
     except UserError:  # the device is not here
         facts = {}
     return _at_precisions(use, facts) if facts.get("float_open", False) else {"": use}
 
 
-def _at_precisions(use: Use, facts: Mapping[str, Any]) -> dict[str, Use]:
+def _at_precisions(use: PluginSpec, facts: Mapping[str, Any]) -> dict[str, PluginSpec]:
     return {
         precision: use.model_copy(update={"params": {**use.params, **params}})
         for precision, params in facts.get("float_params", {}).items()
@@ -104,13 +104,13 @@ def _at_precisions(use: Use, facts: Mapping[str, Any]) -> dict[str, Use]:
 
 
 def float_benchmarkers(
-    backend: Use,
+    backend: PluginSpec,
     model_file: Path,
     folder: Path,
-    open_engines: OpenEngines,
+    open_engines: SpecEngineFactory,
     observer: Observer,
     facts: Mapping[str, Any] | None = None,
-) -> Mapping[str, Use]:
+) -> Mapping[str, PluginSpec]:
     """The backend at its strongest float precision as `MAIN`, and by precision at each other one.
 
     The choice and its readings are kept in `float.json`, so that a resumed run of the same model on the same
@@ -127,10 +127,10 @@ def float_benchmarkers(
         UserError: The choice was made for another model, runtime or device, or none can be made.
     """
     if facts is None:
-        facts = registry.create("benchmarker", backend.use, backend.params).describe()
+        facts = registry.create_plugin("benchmarker", backend.use, backend.params).describe()
     offered = _at_precisions(backend, facts)
     if not offered:
-        return {MAIN: backend}
+        return {MAIN_BENCHMARKER: backend}
     if facts.get("float_open", False) and len(offered) > 1:
         basis = {"model_sha256": file_digest(model_file), "backend": dict(facts)}
         strongest = _recorded(folder, basis)
@@ -141,7 +141,7 @@ def float_benchmarkers(
     else:
         strongest = str(facts["float_precision"])
     others = {precision: use for precision, use in offered.items() if precision != strongest}
-    return {MAIN: offered[strongest], **others}
+    return {MAIN_BENCHMARKER: offered[strongest], **others}
 
 
 def _recorded(folder: Path, basis: Mapping[str, Any]) -> str | None:
@@ -149,36 +149,36 @@ def _recorded(folder: Path, basis: Mapping[str, Any]) -> str | None:
     if not path.exists():
         return None
     record = read_json(path)
-    refuse_changes(path, {key: record.get(key) for key in basis}, basis)
+    require_same_fingerprint(path, {key: record.get(key) for key in basis}, basis)
     return str(record["strongest"])
 
 
 def _measure(
-    offered: Mapping[str, Use], model_file: Path, folder: Path, open_engines: OpenEngines, observer: Observer
+    offered: Mapping[str, PluginSpec], model_file: Path, folder: Path, open_engines: SpecEngineFactory, observer: Observer
 ) -> dict[str, Any]:
     first, *others = offered
     files = {name: parsed(use, model_file, folder / "work" / CAST) for name, use in offered.items()}
-    rows = {name: Row(name=name, candidate=_candidate(file), benchmarker=name) for name, file in files.items()}
-    worker = WorkerSpec(benchmarkers={**offered, MAIN: offered[first]}, workdir=folder / "work")
+    rows = {name: Contender(name=name, candidate=_candidate(file), benchmarker=name) for name, file in files.items()}
+    worker = WorkerSpec(benchmarkers={**offered, MAIN_BENCHMARKER: offered[first]}, workdir=folder / "work")
     with observer.work(f"float at {', '.join(offered)}", PLAN.builds * PLAN.rounds * (len(offered) + 1)) as step:
         events = []
         for event in confirm(
             [rows[precision] for precision in others],
             rows[first],
             open_engines=lambda: open_engines(worker),
-            plan=PLAN,
+            schedule=PLAN,
             rng=np.random.default_rng(0),
         ):
             events.append(event)
             step.advance()
-    latency_ms = {name: row.latency_ms.value for name, row in summarise(events, baseline=first).rows.items()}
+    latency_ms = {name: row.latency_ms.value for name, row in summarize_turns(events, baseline=first).rows.items()}
     strongest = min(latency_ms, key=lambda name: latency_ms[name])
     shown = ", ".join(f"{name} {value:.3f} ms" for name, value in latency_ms.items())
     observer.say(f"float model: {shown}; the baseline is {strongest}")
     return {
         "strongest": strongest,
         "latency_ms": latency_ms,
-        "events": [json.loads(encode_event(event)) for event in events],
+        "events": [json.loads(encode_turn_event(event)) for event in events],
     }
 
 

@@ -12,11 +12,11 @@ from harness.errors import UserError
 from harness.accuracy.data.datasets import KEYS
 from harness.accuracy.metrics.base import doubt
 from harness.graph.model import Model
-from harness.timing.workers.engines import MAIN, Engines, WorkerSpec
+from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, WorkerSpec
 from harness.timing.workers.sandbox import Sandbox
 from harness.records import Failed
-from harness.config.experiment import Limits, ModelSpec, Use
-from harness.pipeline.model_loader import evaluator_use
+from harness.config.experiment import Limits, ModelSpec, PluginSpec
+from harness.pipeline.model_loader import evaluator_spec
 from harness.progress import Observer
 from search.space import digest_of
 
@@ -50,25 +50,25 @@ class Tryout:
         Raises:
             UserError: The float model cannot be scored.
         """
-        asked = evaluator_use(spec, model, self._base, self._work)
+        asked = evaluator_spec(spec, model, self._base, self._work)
         use = None if asked is None else _shortened(asked)
         if use is None:
             return
-        runtime = Use(use="onnxruntime", params={"optimization": "basic"})
-        worker = WorkerSpec(benchmarkers={MAIN: runtime}, workdir=self._work, evaluators={MAIN: use})
+        runtime = PluginSpec(use="onnxruntime", params={"optimization": "basic"})
+        worker = WorkerSpec(benchmarkers={MAIN_BENCHMARKER: runtime}, workdir=self._work, evaluators={MAIN_BENCHMARKER: use})
         title = f"{model.source}: try the evaluator on a few samples"
         with self._observer.work(title, 1) as step, Sandbox(worker, self._limits) as engines:
             found = _scored(engines, file, compares="reference" in use.params)
             step.advance()
         if isinstance(found, Failed):
             raise UserError(f"evaluator {use.use!r}: the float model cannot be scored; {found.stage}: {found.reason}")
-        factory = registry.load("evaluator", use.use)
+        factory = registry.load_plugin("evaluator", use.use)
         metric, higher = getattr(factory, "metric", ""), getattr(factory, "higher_is_better", True)
         if found is not None and (said := doubt(found, metric, higher, use.params)):
             self._observer.say(f"{spec.name}, on the first samples: {said}")
 
 
-def _shortened(use: Use) -> Use | None:
+def _shortened(use: PluginSpec) -> PluginSpec | None:
     """Return the evaluator on as few samples of its data as it can be made for; None where its data are its own."""
     data = use.params.get("data")
     if not isinstance(data, Mapping) or data.get("use") not in KEYS:
@@ -79,7 +79,7 @@ def _shortened(use: Use) -> Use | None:
             return use
         short = use.model_copy(update={"params": {**use.params, "data": {**data, "count": count}}})
         with suppress(UserError):  # there are fewer samples, or none of them has a label
-            registry.create("evaluator", use.use, short.params)
+            registry.create_plugin("evaluator", use.use, short.params)
             return short
     return use
 

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from harness import registry
-from harness.api import Candidate, PeerTask
+from harness.api import Candidate, ExternalSearchTask
 from harness.errors import BuildFailed
 from harness.graph.qdq.read_edges import precisions_in
 from harness.graph.qdq.space import build_space
-from harness.timing.workers.in_process import attempt
-from harness.paths import locate
+from harness.timing.workers.in_process import as_outcome
+from harness.paths import resolve_path
 from harness.external_searchers.adapter import PeerSearcher, model_in
 from harness.records import Failed
 from harness.pipeline.task import Cell
-from harness.config.experiment import Method
+from harness.config.experiment import SearcherSpec
 from harness.search_loop.loop import Seed
-from harness.config.plan import RunSpec
+from harness.config.plan import SearchSpec
 from search.api import Searcher
 from search.space import Placement, Space
 
@@ -47,16 +47,16 @@ class Search:
         return self.searcher.left if isinstance(self.searcher, PeerSearcher) else None
 
 
-def is_peer(method: Method) -> bool:
+def is_peer(method: SearcherSpec) -> bool:
     """Whether a method brings models of its own.
 
     Raises:
         UserError: No searcher and no peer is called so.
     """
-    return registry.kind_of(method.use, ("searcher", "peer")) == "peer"
+    return registry.plugin_kind(method.use, ("searcher", "peer")) == "peer"
 
 
-def seen_by(cell: Cell, method: Method) -> Cell:
+def seen_by(cell: Cell, method: SearcherSpec) -> Cell:
     """The cell as a method sees it: what is searched, with the seeds that lie in it.
 
     Or, as far as the method has to do without, no seeds, or a choice for each region by itself.
@@ -86,7 +86,7 @@ class ToldModel:
     pairs: int
 
 
-def told_models(cell: Cell, method: Method) -> tuple[ToldModel, ...]:
+def told_models(cell: Cell, method: SearcherSpec) -> tuple[ToldModel, ...]:
     """Those of a method that have a speed on the device and are of the cell's precisions; a peer is told none."""
     if is_peer(method):
         return ()
@@ -101,7 +101,7 @@ def told_models(cell: Cell, method: Method) -> tuple[ToldModel, ...]:
 
 
 @contextmanager
-def open_search(run: RunSpec, cell: Cell, base: Path, keep: int) -> Iterator[Search]:
+def open_search(run: SearchSpec, cell: Cell, base: Path, keep: int) -> Iterator[Search]:
     """A method that is ready to search.
 
     Args:
@@ -112,22 +112,22 @@ def open_search(run: RunSpec, cell: Cell, base: Path, keep: int) -> Iterator[Sea
         with _open_peer(run, cell, base, keep) as search:
             yield search
         return
-    make: Any = registry.load("searcher", run.searcher.use)
+    make: Any = registry.load_plugin("searcher", run.searcher.use)
     own = seen_by(cell, run.searcher)
-    searcher: Searcher | Failed = attempt("search", lambda: make(own.space, seed=run.seed, **run.searcher.params))
+    searcher: Searcher | Failed = as_outcome("search", lambda: make(own.space, seed=run.seed, **run.searcher.params))
     yield Search(space=own.space, searcher=searcher, seeds=own.seeds, candidate=own.candidate)
 
 
-def peer_model(run: RunSpec, cell: Cell, digest: str) -> Path:
+def peer_model(run: SearchSpec, cell: Cell, digest: str) -> Path:
     """The file of a model that a peer brought and that was among its best."""
     return model_in(_folder(run, cell) / "models", digest)
 
 
 @contextmanager
-def _open_peer(run: RunSpec, cell: Cell, base: Path, keep: int) -> Iterator[Search]:
+def _open_peer(run: SearchSpec, cell: Cell, base: Path, keep: int) -> Iterator[Search]:
     folder = _folder(run, cell)
-    make: Any = registry.load("peer", run.searcher.use)
-    task = PeerTask(
+    make: Any = registry.load_plugin("peer", run.searcher.use)
+    task = ExternalSearchTask(
         model=cell.float_file,
         workdir=folder / "work",
         precision=cell.spec.precisions[0],
@@ -141,14 +141,14 @@ def _open_peer(run: RunSpec, cell: Cell, base: Path, keep: int) -> Iterator[Sear
         shutil.rmtree(task.workdir, ignore_errors=True)
 
 
-def _folder(run: RunSpec, cell: Cell) -> Path:
+def _folder(run: SearchSpec, cell: Cell) -> Path:
     return cell.work / "peers" / run.name
 
 
 def _found(name: str, cell: Cell, base: Path) -> Path:
     foreign = cell.foreign.get(name)
     if foreign is None:
-        return locate(name, base)
+        return resolve_path(name, base)
     if foreign.path is None:
         raise BuildFailed(f"{name} made no model: {foreign.reason}")
     return foreign.path

@@ -13,16 +13,16 @@ from harness.accuracy.metrics.base import evaluator_params, image_supplies
 from harness.random_inputs import check_types
 from harness.graph.load import load
 from harness.graph.model import Model
-from harness.paths import locate
-from harness.config.experiment import ModelSpec, Use
+from harness.paths import resolve_path
+from harness.config.experiment import ModelSpec, PluginSpec
 
-__all__ = ["OPSET", "evaluator_use", "file_name", "input_types", "open_model"]
+__all__ = ["MIN_OPSET", "evaluator_spec", "safe_file_name", "input_types", "open_model"]
 
-OPSET = 17
+MIN_OPSET = 17
 """Per-channel Q/DQ needs 13; runtimes read 17 best today, and a dialect may ask for more."""
 
 
-def open_model(spec: ModelSpec, base: Path, work: Path, min_opset: int = OPSET) -> Model:
+def open_model(spec: ModelSpec, base: Path, work: Path, min_opset: int = MIN_OPSET) -> Model:
     """Load the model that a specification names (`zoo:NAME`, `assets:PATH` or a path).
 
     Args:
@@ -36,13 +36,13 @@ def open_model(spec: ModelSpec, base: Path, work: Path, min_opset: int = OPSET) 
     """
     if spec.use.startswith("zoo:"):
         name = spec.use.removeprefix("zoo:")
-        path = zoo.write(name, work / f"{file_name(name)}.onnx")
+        path = zoo.write(name, work / f"{safe_file_name(name)}.onnx")
     else:
-        path = locate(spec.use, base)
+        path = resolve_path(spec.use, base)
     return load(path, source=spec.use, shapes=spec.shapes, dims=spec.dims, min_opset=min_opset)
 
 
-def evaluator_use(spec: ModelSpec, model: Model, base: Path, work: Path, half: str | None = None) -> Use | None:
+def evaluator_spec(spec: ModelSpec, model: Model, base: Path, work: Path, half: str | None = None) -> PluginSpec | None:
     """The evaluator of a model with what the harness knows filled in.
 
     Args:
@@ -65,12 +65,12 @@ def evaluator_use(spec: ModelSpec, model: Model, base: Path, work: Path, half: s
     inputs = input_types(model)
     reference = work / f"reference{'' if half is None else f'-{half}'}.npz"
     supplied = {"inputs": inputs, "reference": reference, "base": base}
-    wanted = inspect.signature(registry.load("evaluator", use)).parameters
+    wanted = inspect.signature(registry.load_plugin("evaluator", use)).parameters
     if wanted.keys() & {"input_name", "input_shape"}:
         supplied |= image_supplies(params.get("data"), inputs)
     if spec.preprocess is not None and "preprocess" in wanted:
         params.setdefault("preprocess", {"use": spec.preprocess.use, "params": spec.preprocess.params})
-    return Use(use=use, params=evaluator_params(use, params, supplied), label=spec.evaluator.label)
+    return PluginSpec(use=use, params=evaluator_params(use, params, supplied), label=spec.evaluator.label)
 
 
 def input_types(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -90,6 +90,6 @@ def input_types(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:
     return types
 
 
-def file_name(text: str) -> str:
+def safe_file_name(text: str) -> str:
     """A name as a file can have it."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text)

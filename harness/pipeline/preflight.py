@@ -16,9 +16,9 @@ from typing import Any
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from harness import registry, zoo
-from harness.api import PeerTask
+from harness.api import ExternalSearchTask
 from harness.accuracy.calibration.ranges import unrunnable
-from harness.errors import CandidateError, EvaluationFailed, UserError, at_key, nearest
+from harness.errors import CandidateError, EvaluationFailed, UserError, prefix_key, suggest_names
 from harness.accuracy.data.datasets import HALVES, Arrays, Dataset, open_data
 from harness.accuracy.data.batching import batches
 from harness.accuracy.metrics.base import evaluator_params
@@ -28,22 +28,22 @@ from harness.graph.qdq.import_placement import refuse_quantized
 from harness.graph.load import save
 from harness.graph.model import Model
 from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
-from harness.paths import locate
-from harness.pipeline.accuracy_bound import check_bound, too_fine
-from harness.config.experiment import Experiment, Method, ModelSpec, Use
+from harness.paths import resolve_path
+from harness.pipeline.accuracy_bound import check_bound, bound_resolution_note
+from harness.config.experiment import Experiment, SearcherSpec, ModelSpec, PluginSpec
 from harness.pipeline.external_tools import PTQ, tool_remarks
-from harness.pipeline.model_loader import evaluator_use, input_types, open_model
+from harness.pipeline.model_loader import evaluator_spec, input_types, open_model
 from harness.config.objective import Objective, check_objective
-from harness.config.plan import based, plan, precisions_of
+from harness.config.plan import with_base_dir, plan_tasks, quantized_precisions
 from harness.pipeline.initial_design import check_files
-from harness.config.initial import TOOLS
+from harness.config.initial import PTQ_TOOLS
 from harness.pipeline.float_baseline import cast_problems
 from search.api import CONTRACT
 from search.synthetic_problem import planted_space
 
 __all__ = ["check_experiment", "check_models"]
 
-SUPPLIED = ("input_name", "input_shape", "inputs", "reference", "base")
+SUPPLIED_PARAMS = ("input_name", "input_shape", "inputs", "reference", "base")
 """What the harness gives an evaluator that names it; see `harness.accuracy.metrics.base.evaluator_params`."""
 
 
@@ -59,26 +59,26 @@ def check_experiment(experiment: Experiment, base: Path) -> tuple[str, ...]:
     Raises:
         UserError: The first thing that does not fit, with what would.
     """
-    plan(experiment)
-    precisions = _precisions(experiment)
+    plan_tasks(experiment)
+    precisions = _offered_precisions(experiment)
     for i, method in enumerate(experiment.searchers):
-        with at_key(f"searchers.{i}"):
-            if registry.kind_of(method.use, ("searcher", "peer")) == "peer":
-                _check_peer(method, experiment, base)
+        with prefix_key(f"searchers.{i}"):
+            if registry.plugin_kind(method.use, ("searcher", "peer")) == "peer":
+                _check_external_searcher(method, experiment, base)
             else:
                 _check_searcher(method, precisions)
     for i, backend in enumerate(experiment.backends):
-        with at_key(f"backends.{i}"):
-            _check_backend(based(backend, base), precisions)
-    with at_key("initial"):
+        with prefix_key(f"backends.{i}"):
+            _check_backend(with_base_dir(backend, base), precisions)
+    with prefix_key("initial"):
         check_files(experiment.initial, base)
-    data, remarks = _Data(base), list(tool_remarks(experiment))
+    data, remarks = DatasetCache(base), list(tool_remarks(experiment))
     for i, model in enumerate(experiment.models):
-        with at_key(f"models.{i}", f"model {model.name!r}"):
+        with prefix_key(f"models.{i}", f"model {model.name!r}"):
             _check_model(model, base, data)
         _check_objective(experiment.objective, model)
-        with at_key(f"models.{i}", f"model {model.name!r}"):
-            found = _remarks(model, base, data, experiment.objective)
+        with prefix_key(f"models.{i}", f"model {model.name!r}"):
+            found = _model_remarks(model, base, data, experiment.objective)
             remarks += [f"model {model.name!r}: {remark}" for remark in found]
     return tuple(remarks)
 
@@ -99,15 +99,15 @@ def check_models(experiment: Experiment, base: Path) -> tuple[str, ...]:
         UserError: What is wrong with each that cannot be used, a line each.
     """
     wrong, remarks = list[str](), list[str]()
-    precisions = _precisions(experiment)
+    precisions = _offered_precisions(experiment)
     for i, model in enumerate(experiment.models):
         if model.use.startswith("zoo:"):  # is made by code
             continue
         try:
-            with at_key(f"models.{i}", f"model {model.name!r}"):
+            with prefix_key(f"models.{i}", f"model {model.name!r}"):
                 loaded = open_model(model, base, base)
                 refuse_quantized(loaded)
-                found = [*_cast_remarks(experiment, loaded, base, precisions), *_unrunnable(loaded)]
+                found = [*_cast_remarks(experiment, loaded, base, precisions), *_ort_remarks(loaded)]
                 remarks += [f"model {model.name!r}: {remark}" for remark in found]
         except UserError as error:
             wrong.append(str(error))
@@ -116,8 +116,8 @@ def check_models(experiment: Experiment, base: Path) -> tuple[str, ...]:
     return tuple(remarks)
 
 
-def _precisions(experiment: Experiment) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(each for setting in experiment.precision for each in precisions_of(setting)))
+def _offered_precisions(experiment: Experiment) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(each for setting in experiment.precision for each in quantized_precisions(setting)))
 
 
 def _cast_remarks(experiment: Experiment, model: Model, base: Path, precisions: Sequence[str]) -> Iterator[str]:
@@ -127,14 +127,14 @@ def _cast_remarks(experiment: Experiment, model: Model, base: Path, precisions: 
         UserError: A backend is set to such a precision.
     """
     for backend in experiment.backends:
-        for precision, problem in cast_problems(based(backend, base), model, precisions).items():
+        for precision, problem in cast_problems(with_base_dir(backend, base), model, precisions).items():
             message = f"backend {backend.use!r}: {problem}"
             if not precision:
                 raise UserError(message)
             yield f"no {precision} where the precision is open: {message}"
 
 
-def _unrunnable(model: Model) -> Iterator[str]:
+def _ort_remarks(model: Model) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
         if reason := unrunnable(save(model, Path(scratch))):
             tools = ", ".join(PTQ)
@@ -142,44 +142,44 @@ def _unrunnable(model: Model) -> Iterator[str]:
 
 
 def _check_objective(objective: Objective, model: ModelSpec) -> None:
-    evaluator: Any = None if model.evaluator is None else registry.load("evaluator", model.evaluator.use)
+    evaluator: Any = None if model.evaluator is None else registry.load_plugin("evaluator", model.evaluator.use)
     metric = getattr(evaluator, "metric", None)
     check_objective(objective, metric, model.name)
     check_bound(objective, metric, model.name)
 
 
-def _check_searcher(searcher: Use, precisions: tuple[str, ...]) -> None:
+def _check_searcher(searcher: PluginSpec, precisions: tuple[str, ...]) -> None:
     space = planted_space(6, groups=2, precisions=precisions[:1])
     for name in ("space", "seed"):
         if name in searcher.params:
             raise UserError(f"searcher {searcher.use!r}: {name!r} is set by the harness, not by the experiment")
     make = registry.check_params("searcher", searcher.use, searcher.params, given=("space", "seed"))
-    _check_types(f"searcher {searcher.use!r}", make, searcher.params)
+    _check_param_types(f"searcher {searcher.use!r}", make, searcher.params)
     params = {"space": space, "seed": 0, **searcher.params}
-    made = registry.guarded(f"searcher {searcher.use!r}", lambda: registry.create("searcher", searcher.use, params))
-    registry.require(f"searcher {searcher.use!r}", made, CONTRACT)
+    made = registry.call_plugin(f"searcher {searcher.use!r}", lambda: registry.create_plugin("searcher", searcher.use, params))
+    registry.require_methods(f"searcher {searcher.use!r}", made, CONTRACT)
 
 
-def _check_peer(peer: Method, experiment: Experiment, base: Path) -> None:
+def _check_external_searcher(peer: SearcherSpec, experiment: Experiment, base: Path) -> None:
     what = f"peer {peer.use!r}"
     if "task" in peer.params:
         raise UserError(f"{what}: 'task' is set by the harness, not by the experiment")
     for part in {"seeds", "sharing"}.intersection(peer.without):
         raise UserError(f"{what}: it has points of its own, so there are no {part} that it could do without")
-    _check_types(what, registry.check_params("peer", peer.use, peer.params, given=("task",)), peer.params)
+    _check_param_types(what, registry.check_params("peer", peer.use, peer.params, given=("task",)), peer.params)
     made = {*experiment.baselines, *(start.name for start in experiment.initial)}
 
     def find(name: str) -> Path:
-        if name in TOOLS and name not in made:
+        if name in PTQ_TOOLS and name not in made:
             raise UserError(f"{what}: {name!r} is made where initial or baselines has it; add it there")
-        return Path(name) if name in made else locate(name, base)
+        return Path(name) if name in made else resolve_path(name, base)
 
-    precision = precisions_of(experiment.precision[0])[0]
-    task = PeerTask(model=Path("model.onnx"), workdir=Path("work"), precision=precision, seed=0, find=find)
-    registry.guarded(what, lambda: registry.create("peer", peer.use, {"task": task, **peer.params}))
+    precision = quantized_precisions(experiment.precision[0])[0]
+    task = ExternalSearchTask(model=Path("model.onnx"), workdir=Path("work"), precision=precision, seed=0, find=find)
+    registry.call_plugin(what, lambda: registry.create_plugin("peer", peer.use, {"task": task, **peer.params}))
 
 
-def _check_types(what: str, factory: Callable[..., Any], params: Mapping[str, Any]) -> None:
+def _check_param_types(what: str, factory: Callable[..., Any], params: Mapping[str, Any]) -> None:
     """Refuse values of another type than a plug-in annotates: it might keep them, and break only when it searches.
 
     What has no annotation, or one that says nothing about text and numbers, is let through.
@@ -201,11 +201,11 @@ def _check_types(what: str, factory: Callable[..., Any], params: Mapping[str, An
             raise UserError(f"{what}: {name}: {wanted}, but got {value!r}") from error
 
 
-def _check_backend(backend: Use, precisions: tuple[str, ...]) -> None:
+def _check_backend(backend: PluginSpec, precisions: tuple[str, ...]) -> None:
     what = f"backend {backend.use!r}"
-    _check_types(what, registry.check_params("benchmarker", backend.use, backend.params), backend.params)
+    _check_param_types(what, registry.check_params("benchmarker", backend.use, backend.params), backend.params)
     try:
-        made = registry.guarded(what, lambda: registry.create("benchmarker", backend.use, backend.params))
+        made = registry.call_plugin(what, lambda: registry.create_plugin("benchmarker", backend.use, backend.params))
     except CandidateError as error:
         raise UserError(f"{what}: {error}") from error
     dialect = dialect_called(dialect_name(made, backend.use, {}))
@@ -214,34 +214,34 @@ def _check_backend(backend: Use, precisions: tuple[str, ...]) -> None:
             raise UserError(f"precision {precision!r}: {what} runs {', '.join(sorted(dialect.precisions))}")
 
 
-def _check_model(model: ModelSpec, base: Path, data: _Data) -> None:
+def _check_model(model: ModelSpec, base: Path, data: DatasetCache) -> None:
     if model.use.startswith("zoo:"):
         name = model.use.removeprefix("zoo:")
         if name not in zoo.names():
-            raise UserError(f"{model.use}: no such model; {nearest(name, zoo.names())}")
+            raise UserError(f"{model.use}: no such model; {suggest_names(name, zoo.names())}")
     else:
-        locate(model.use, base)
+        resolve_path(model.use, base)
     if model.preprocess is not None:
         used = model.preprocess
-        with at_key("preprocess"):
-            registry.guarded("preprocess", lambda: registry.create("preprocessing", used.use, used.params))
+        with prefix_key("preprocess"):
+            registry.call_plugin("preprocess", lambda: registry.create_plugin("preprocessing", used.use, used.params))
     if model.calibration.data is not None:
-        with at_key("calibration"):
-            data.check(model.calibration.data)
+        with prefix_key("calibration"):
+            data.open(model.calibration.data)
     if model.evaluator is not None:
-        with at_key("evaluator"):
+        with prefix_key("evaluator"):
             _check_evaluator(model.evaluator, model.preprocess, data)
 
 
-def _check_evaluator(evaluator: Use, preprocess: Use | None, data: _Data) -> None:
+def _check_evaluator(evaluator: PluginSpec, preprocess: PluginSpec | None, data: DatasetCache) -> None:
     use, params = evaluator.use, dict(evaluator.params)
-    wanted = registry.signature("evaluator", use).parameters
+    wanted = registry.plugin_signature("evaluator", use).parameters
     if preprocess is not None and "preprocess" in wanted:
         params.setdefault("preprocess", {"use": preprocess.use, "params": preprocess.params})
-    evaluator_params(use, params, dict.fromkeys(SUPPLIED))
+    evaluator_params(use, params, dict.fromkeys(SUPPLIED_PARAMS))
     # By the names that the built-in evaluators use: another one's may be of other kinds.
     if isinstance(params.get("data"), Mapping):
-        data.check(params["data"])
+        data.open(params["data"])
     if isinstance(params.get("preprocess"), str | Mapping):
         open_preprocess(params["preprocess"])
     if isinstance(params.get("decode"), str | Mapping):
@@ -249,7 +249,7 @@ def _check_evaluator(evaluator: Use, preprocess: Use | None, data: _Data) -> Non
         registry.check_params("decoder", name, settings, given=("outputs", "prepared", "size"))
 
 
-def _remarks(model: ModelSpec, base: Path, data: _Data, objective: Objective) -> Iterator[str]:
+def _model_remarks(model: ModelSpec, base: Path, data: DatasetCache, objective: Objective) -> Iterator[str]:
     """Give the model its shapes and its data, where there are some.
 
     Args:
@@ -268,12 +268,12 @@ def _remarks(model: ModelSpec, base: Path, data: _Data, objective: Objective) ->
         if model.calibration.data is not None:
             used = model.preprocess
             preprocess = None if used is None else open_preprocess(used.model_dump(include={"use", "params"}))
-            with at_key("calibration"):
-                batches(data.check(model.calibration.data), preprocess, input_types(loaded), model.calibration.samples)
+            with prefix_key("calibration"):
+                batches(data.open(model.calibration.data), preprocess, input_types(loaded), model.calibration.samples)
         yield from _sample_remarks(model, data, objective)
-        with at_key("evaluator"):
-            uses = [evaluator_use(model, loaded, base, Path(scratch), half) for half in halves]
-            made = [_made(use) for use in uses if use is not None]
+        with prefix_key("evaluator"):
+            uses = [evaluator_spec(model, loaded, base, Path(scratch), half) for half in halves]
+            made = [_create_evaluator(use) for use in uses if use is not None]
             for evaluator in made:
                 _check_outputs(evaluator, loaded)
     if not made:
@@ -283,15 +283,15 @@ def _remarks(model: ModelSpec, base: Path, data: _Data, objective: Objective) ->
     for half, evaluator in zip(halves, made, strict=True):
         if isinstance(evaluator, Sized):
             where, count = f"evaluator{'' if half is None else f', {half} half'}", len(evaluator)
-            said = (too_few(count), too_fine(objective, getattr(evaluator, "metric", None), count))
+            said = (too_few(count), bound_resolution_note(objective, getattr(evaluator, "metric", None), count))
             yield from (f"{where}: {note}" for note in said if note)
 
 
-def _sample_remarks(model: ModelSpec, data: _Data, objective: Objective) -> Iterator[str]:
+def _sample_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) -> Iterator[str]:
     """Yield where more samples are asked for than there are, or where a default leaves some out."""
     calibration = model.calibration
     if calibration.data is not None:
-        asked, there = calibration.samples, len(data.check(calibration.data))
+        asked, there = calibration.samples, len(data.open(calibration.data))
         if "samples" in calibration.model_fields_set and asked > there:
             yield f"calibration.samples: {asked} are asked for, but the data have {there}"
         elif "samples" not in calibration.model_fields_set and asked < there:
@@ -301,7 +301,7 @@ def _sample_remarks(model: ModelSpec, data: _Data, objective: Objective) -> Iter
     params: Mapping[str, Any] = {} if model.evaluator is None else model.evaluator.params
     wanted = params.get("samples")
     if isinstance(wanted, int) and isinstance(params.get("data"), Mapping):
-        there = len(data.check(params["data"]))
+        there = len(data.open(params["data"]))
         if wanted > there:
             yield f"evaluator.params.samples: {wanted} are asked for, but the data have {there}"
 
@@ -340,18 +340,18 @@ def _check_outputs(evaluator: Any, model: Model) -> None:
         raise UserError(str(error)) from error
 
 
-def _made(use: Use) -> Any:
-    return registry.guarded(f"evaluator {use.use!r}", lambda: registry.create("evaluator", use.use, use.params))
+def _create_evaluator(use: PluginSpec) -> Any:
+    return registry.call_plugin(f"evaluator {use.use!r}", lambda: registry.create_plugin("evaluator", use.use, use.params))
 
 
-class _Data:
+class DatasetCache:
     """Opens each data set once, however many models name it."""
 
     def __init__(self, base: Path) -> None:
         self._base = base
         self._seen: list[tuple[Mapping[str, Any], Dataset | Arrays]] = []
 
-    def check(self, spec: Mapping[str, Any]) -> Dataset | Arrays:
+    def open(self, spec: Mapping[str, Any]) -> Dataset | Arrays:
         """See `harness.accuracy.data.datasets.open_data`."""
         for known, opened in self._seen:
             if known == spec:

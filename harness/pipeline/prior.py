@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError
-from harness.records import SCHEMA
+from harness.records import SCHEMA_VERSION
 from search.space import Placement, Space
 
 __all__ = ["PriorUnit", "ladder", "read_prior"]
@@ -36,8 +36,8 @@ def read_prior(path: Path) -> tuple[PriorUnit, ...]:
         if path.stat().st_size > MAX_BYTES:
             raise ValueError(f"it has more than {MAX_BYTES} bytes")
         body = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(body, dict) or (body.get("kind"), body.get("schema")) != ("sensitivity", SCHEMA):
-            raise ValueError(f"no sensitivities of schema {SCHEMA}")
+        if not isinstance(body, dict) or (body.get("kind"), body.get("schema")) != ("sensitivity", SCHEMA_VERSION):
+            raise ValueError(f"no sensitivities of schema {SCHEMA_VERSION}")
         return tuple(_gained(body["units"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: not a file of 'qdq sensitivity' that can be read: {error}") from error

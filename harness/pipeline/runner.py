@@ -34,31 +34,31 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from harness.cluster import open_site
+from harness.cluster import open_execution_target
 from harness.errors import UserError
-from harness.timing.workers.engines import MAIN, Engines, WorkerSpec
-from harness.timing.workers.trial_pool import at_once
-from harness.timing.provenance import decisive, git_commit, saturates
-from harness.timing.workers.execution_target import Site
-from harness.results_dir.ownership import claimed
-from harness.results_dir.fingerprint import Changed, facts_digest, refuse_changes
+from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, WorkerSpec
+from harness.timing.workers.trial_pool import run_concurrently
+from harness.timing.provenance import comparability_key, git_commit, lacks_vnni
+from harness.timing.workers.execution_target import ExecutionTarget
+from harness.results_dir.ownership import owned_results_dir
+from harness.results_dir.fingerprint import FingerprintMismatch, facts_digest, require_same_fingerprint
 from harness.pipeline.task import Cell, compose
 from harness.config.experiment import Experiment
 from harness.selection.confirmation import confirm_rows, noise_floor
 from harness.verification.dynamic_delivery import deliver_rows
 from harness.selection.export import choose
 from harness.progress import Observer
-from harness.config.plan import CellSpec, plan
+from harness.config.plan import TaskSpec, plan_tasks
 from harness.results_dir.artifacts import read_json, write_json
 from harness.pipeline.task_run import Running
 from harness.selection.final_selection import run_off
 from harness.verification.runtime_checker import RuntimeChecker, check_plan, computes_nothing
 from harness.pipeline.accuracy_store import ScoreBook
 from harness.pipeline.accuracy import scoring_of
-from harness.results_dir.archive_previous import in_sections
-from harness.results_dir.termination import SearchesBroke, forget_stop, note_stop, read_end
+from harness.results_dir.archive_previous import run_with_recovery
+from harness.results_dir.termination import SearcherFailures, clear_task_error, write_task_error, read_termination
 from harness.pipeline.float_baseline import float_benchmarkers
-from harness.results_dir.completion import is_through, note_through
+from harness.results_dir.completion import is_complete, mark_complete
 from harness.pipeline.transfer import guests, remember
 
 __all__ = ["run_experiment"]
@@ -90,11 +90,11 @@ def run_experiment(
     """
     commit = git_commit()
     stopped: dict[str, list[str]] = {}
-    cells = plan(experiment, base)
+    cells = plan_tasks(experiment, base)
     alone = len(cells) == 1
     known = None if accept_changes else _machine(cells, out)
 
-    def run(spec: CellSpec, site: Site, searching: bool = False) -> None:
+    def run(spec: TaskSpec, site: ExecutionTarget, searching: bool = False) -> None:
         observer.say(spec.name)
         folder = out / spec.name
         place = _Place(
@@ -107,48 +107,48 @@ def run_experiment(
             searching=searching,
         )
         try:
-            in_sections(folder, lambda: _run_cell(place, experiment, observer), accept_changes, observer)
+            run_with_recovery(folder, lambda: _run_cell(place, experiment, observer), accept_changes, observer)
         except UserError as error:
             stopped.setdefault(str(error), []).append(spec.name)
-            if not isinstance(error, Changed):  # what is refused leaves everything as it was
-                note_stop(folder, str(error))
+            if not isinstance(error, FingerprintMismatch):  # what is refused leaves everything as it was
+                write_task_error(folder, str(error))
             if not alone:  # the reason itself is printed at the end, once
                 observer.say(f"{spec.name} stopped; the reason is printed at the end")
 
     with (
-        claimed(out, experiment, accept_changes) as grown,
-        open_site(experiment.executor, experiment.limits, known, observer) as site,
+        owned_results_dir(out, experiment, accept_changes) as grown,
+        open_execution_target(experiment.executor, experiment.limits, known, observer) as site,
     ):
         if grown:
             observer.say(f"{grown}: going on with what is there")
         if experiment.transfer:  # every cell has searched before the first looks at what others found
-            at_once([partial(run, spec, site, searching=True) for spec in cells], experiment.executor.cells)
+            run_concurrently([partial(run, spec, site, searching=True) for spec in cells], experiment.executor.cells)
             cells = tuple(spec for spec in cells if spec.name not in chain(*stopped.values()))
-        at_once([partial(run, spec, site) for spec in cells], experiment.executor.cells)
+        run_concurrently([partial(run, spec, site) for spec in cells], experiment.executor.cells)
     if stopped:
         raise UserError("\n".join(text if alone else f"{', '.join(names)}: {text}" for text, names in stopped.items()))
     _refuse_broken(cells, out)
 
 
-def _refuse_broken(cells: Iterable[CellSpec], out: Path) -> None:
+def _refuse_broken(cells: Iterable[TaskSpec], out: Path) -> None:
     """Name the searches whose searcher broke, and where their tracebacks stand.
 
     Raises:
         SearchesBroke: There is one.
     """
     ends = {
-        f"{spec.name} {run.name}": read_end(out / spec.name / "runs" / f"{run.name}.jsonl")
+        f"{spec.name} {run.name}": read_termination(out / spec.name / "runs" / f"{run.name}.jsonl")
         for spec in cells
         for run in spec.runs
     }
     broken = [
-        f"{name} {end.said}" + (f" (traceback: {end.trace})" if end.trace else "")
+        f"{name} {end.reason}" + (f" (traceback: {end.traceback_file})" if end.traceback_file else "")
         for name, end in ends.items()
-        if end and end.broken
+        if end and end.failed
     ]
     if broken:
         named = broken[:NAMED] + ([f"and {len(broken) - NAMED} more"] if len(broken) > NAMED else [])
-        raise SearchesBroke("\n".join(named) + "; all else was done: mend it and give the same command again")
+        raise SearcherFailures("\n".join(named) + "; all else was done: mend it and give the same command again")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,18 +162,18 @@ class _Place:
         searching: Stop where the finalists are picked; what other cells find is not among them yet.
     """
 
-    spec: CellSpec
+    spec: TaskSpec
     base: Path
     folder: Path
     commit: str | None
-    site: Site
+    site: ExecutionTarget
     retry_failed: bool
     searching: bool
 
 
 def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None:
     spec, folder, site = place.spec, place.folder, place.site
-    _begun(folder / "env.json", site.environment(place.commit), decisive)
+    _begun(folder / "env.json", site.environment(place.commit), comparability_key)
     facts = site.describe(spec.backend, folder / "work")
     cell = compose(experiment, spec, place.base, folder / "work", observer, facts)
     scoring = scoring_of(experiment.objective, spec.model, cell.model, place.base, cell.work)
@@ -201,9 +201,9 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
         _begun(
             folder / "cell.json", running.facts(), lambda facts: {key: facts.get(key) for key in running.fingerprint()}
         )
-        forget_stop(folder)
+        clear_task_error(folder)
         asked = running.asked_for()  # before anything is measured: what somebody changes meanwhile is not through
-        if not (experiment.transfer or place.retry_failed) and is_through(folder, asked):
+        if not (experiment.transfer or place.retry_failed) and is_complete(folder, asked):
             observer.say(f"{spec.name}: nothing is left to do")
             shutil.rmtree(cell.work, ignore_errors=True)
             return
@@ -212,15 +212,15 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
             scoring.show_float(book, cell.model_file)
         with site.workers(worker, engines, cell.inserter, cell.candidate(cell.space.float_placement())) as workers:
             searches = [partial(running.search, run, workers, place.retry_failed) for run in runs]
-            at_once(searches, experiment.executor.searches)
+            run_concurrently(searches, experiment.executor.searches)
         remember(cell, goal, folder)
-        others = [name for name in benchmarkers if name != MAIN]
+        others = [name for name in benchmarkers if name != MAIN_BENCHMARKER]
         found = run_off(running, lambda: site.open(worker), place.retry_failed)
         if place.searching:
             choose(running, found, others)
             return
         table = choose(
-            running, found, others, guests(experiment.transfer, cell, plan(experiment, place.base), folder.parent)
+            running, found, others, guests(experiment.transfer, cell, plan_tasks(experiment, place.base), folder.parent)
         )
         if scoring.evaluators:
             if book.lacks(table):
@@ -229,11 +229,11 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
         if checker is not None:
             checker.check_rows(table, place.retry_failed)
         backend = engines.describe()
-    confirm_rows(experiment.confirmation, site.open, worker, table.timed, backend, observer, place.retry_failed)
+    confirm_rows(experiment.confirmation, site.open, worker, table.with_latency, backend, observer, place.retry_failed)
     deliver_rows(cell.model, table, spec.backend.use, observer)
     shutil.rmtree(cell.work, ignore_errors=True)
-    if not any(end.broken for run in runs if (end := running.end(run))):  # else the same command tries it again
-        note_through(folder, asked)
+    if not any(end.failed for run in runs if (end := running.end(run))):  # else the same command tries it again
+        mark_complete(folder, asked)
 
 
 @contextmanager
@@ -244,12 +244,12 @@ def _checker(
     if computes_nothing(cell.spec.backend):
         yield None
         return
-    plan = check_plan(cell, folder, experiment.limits, saturates(read_json(folder / "env.json")))
+    plan = check_plan(cell, folder, experiment.limits, lacks_vnni(read_json(folder / "env.json")))
     with RuntimeChecker(plan, engines, observer) as checker:
         yield checker
 
 
-def _machine(cells: Sequence[CellSpec], out: Path) -> Mapping[str, Any] | None:
+def _machine(cells: Sequence[TaskSpec], out: Path) -> Mapping[str, Any] | None:
     """Environment of the machine that the results were begun on; None where nothing has begun."""
     begun = (path for spec in cells if (path := out / spec.name / "env.json").exists())
     return next(map(read_json, begun), None)
@@ -262,6 +262,6 @@ def _begun(path: Path, facts: dict[str, Any], decisive: Callable[[Mapping[str, A
         UserError: A decisive fact is not what it was.
     """
     if path.exists():
-        refuse_changes(path, decisive(read_json(path)), decisive(facts))
+        require_same_fingerprint(path, decisive(read_json(path)), decisive(facts))
     else:
         write_json(path, facts)

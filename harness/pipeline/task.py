@@ -32,22 +32,22 @@ from harness.graph.model import Model
 from harness.graph.rules.points import why_none
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
-from harness.timing.workers.engines import MAIN
-from harness.config.experiment import Experiment, ModelSpec, Use
+from harness.timing.workers.engines import MAIN_BENCHMARKER
+from harness.config.experiment import Experiment, ModelSpec, PluginSpec
 from harness.search_loop.loop import Seed
 from harness.pipeline.external_tools import PTQ, Foreign, Order, extreme_form, quantize_with
-from harness.results_dir.journal import writing
-from harness.pipeline.model_loader import OPSET, evaluator_use, input_types, open_model
+from harness.results_dir.journal import explain_write_errors
+from harness.pipeline.model_loader import MIN_OPSET, evaluator_spec, input_types, open_model
 from harness.progress import Observer
-from harness.config.plan import CellSpec
+from harness.config.plan import TaskSpec
 from harness.pipeline.accuracy_store import SCORES
 from harness.pipeline.initial_design import Seeding, imported
-from harness.config.initial import EXTREME
+from harness.config.initial import FULLY_QUANTIZED
 from harness.pipeline.float_baseline import CAST, parsed
 from harness.pipeline.float_trial import Tryout
 from search.space import Placement, Resolved, Space
 
-__all__ = ["OPSET", "Cell", "compose", "dialect_use", "evaluator_use", "open_model"]
+__all__ = ["MIN_OPSET", "Cell", "compose", "dialect_use", "evaluator_spec", "open_model"]
 
 Facts = Mapping[str, Any]
 UNCALIBRATED = 12.7
@@ -77,7 +77,7 @@ class Cell:
         feeds: Calibration batches.
     """
 
-    spec: CellSpec
+    spec: TaskSpec
     model: Model
     float_file: Path
     model_file: Path
@@ -93,12 +93,12 @@ class Cell:
     work: Path
     accuracy_only: frozenset[str] = frozenset()
     cache_remarks: tuple[str, ...] = ()
-    benchmarkers: Mapping[str, Use] = field(default_factory=dict)
+    benchmarkers: Mapping[str, PluginSpec] = field(default_factory=dict)
     cast: Model | None = None
     facts: Facts = field(default_factory=dict)
     feeds: Iterable[Mapping[str, Array]] = ()
 
-    def at(self, benchmarkers: Mapping[str, Use]) -> Cell:
+    def at(self, benchmarkers: Mapping[str, PluginSpec]) -> Cell:
         """The cell with the backend at its float precisions.
 
         Where that reads another form of files than float32 (see `harness.api.Benchmarker.cast`), the float model is
@@ -111,12 +111,12 @@ class Cell:
         file = cell.parsed(self.float_file)
         if file == self.float_file:
             return cell
-        cast = load(file, source=self.model.source, min_opset=OPSET)
+        cast = load(file, source=self.model.source, min_opset=MIN_OPSET)
         refuse_lost_nodes((edge for dimension in self.space.dimensions for edge in dimension.edges), cast)
         inserter = CastInserter(cast, self.dialect, self.ranges, self.model)
         return replace(cell, model_file=file, cast=cast, inserter=inserter)
 
-    def parsed(self, path: Path, benchmarker: str = MAIN) -> Path:
+    def parsed(self, path: Path, benchmarker: str = MAIN_BENCHMARKER) -> Path:
         """The file that a benchmarker reads where it is given this one."""
         use = self.benchmarkers.get(benchmarker)
         return path if use is None else parsed(use, path, self.work / CAST)
@@ -149,14 +149,14 @@ class Cell:
         folder = self.work / "candidates"
 
         def source() -> Path:
-            with writing(folder):
+            with explain_write_errors(folder):
                 return self.inserter.write(resolved, folder, name=digest)
 
         return Candidate(digest=digest, edges=resolved, source=source)
 
 
 def compose(
-    experiment: Experiment, spec: CellSpec, base: Path, work: Path, observer: Observer, facts: Facts | None = None
+    experiment: Experiment, spec: TaskSpec, base: Path, work: Path, observer: Observer, facts: Facts | None = None
 ) -> Cell:
     """Load, calibrate, and prepare the space, the seeds and the baselines of one cell.
 
@@ -168,17 +168,17 @@ def compose(
     Raises:
         UserError: Anything in the specification that cannot be used.
     """
-    with writing(work):
+    with explain_write_errors(work):
         work.mkdir(parents=True, exist_ok=True)
     dialect, accuracy_only, facts, made_up = _runtime(spec.backend, facts)
     if not dialect.precisions.issuperset(spec.precisions):
         raise UserError(
             f"precision {spec.precision!r}: backend {spec.backend.use!r} runs {', '.join(sorted(dialect.precisions))}"
         )
-    model = open_model(spec.model, base, work, max(OPSET, dialect.opset(spec.precisions)))
+    model = open_model(spec.model, base, work, max(MIN_OPSET, dialect.opset(spec.precisions)))
     if facts.get("model_sha256", model.sha256) != model.sha256:
         raise UserError(f"backend {spec.backend.use!r} answers for another model than {model.source}: see 'qdq record'")
-    with writing(work):
+    with explain_write_errors(work):
         model_file = save(model, work)
     space = build_space(model, dialect, precisions=spec.precisions, sharing=experiment.sharing)
     if not len(space):
@@ -199,8 +199,8 @@ def compose(
     )
     foreign = {start.name: quantize_with(start.name, order, observer) for start in starts if start.use in PTQ}
     foreign |= imported(starts, base)
-    if any(start.use == EXTREME for start in starts):
-        foreign[EXTREME] = extreme_form(model, dialect, ranges, work, space)
+    if any(start.use == FULLY_QUANTIZED for start in starts):
+        foreign[FULLY_QUANTIZED] = extreme_form(model, dialect, ranges, work, space)
     seeding = Seeding(spec=spec, space=space, model=model, base=base, foreign=foreign, observer=observer, facts=facts)
     found = seeding.placements(starts)
     return Cell(
@@ -283,18 +283,18 @@ class _Feeds:
         )
 
 
-def dialect_use(backend: Use, facts: Facts) -> str:
+def dialect_use(backend: PluginSpec, facts: Facts) -> str:
     """The dialect that a backend has on the device whose facts these are, by the name that the registry has for it."""
-    return dialect_name(registry.create("benchmarker", backend.use, backend.params), backend.use, facts)
+    return dialect_name(registry.create_plugin("benchmarker", backend.use, backend.params), backend.use, facts)
 
 
-def _runtime(backend: Use, facts: Facts | None) -> tuple[Dialect, frozenset[str], Facts, bool]:
+def _runtime(backend: PluginSpec, facts: Facts | None) -> tuple[Dialect, frozenset[str], Facts, bool]:
     """Return a benchmarker's dialect, the precisions that it only emulates, its facts, and whether it runs no model.
 
     Raises:
         UserError: It names no dialect, or its runtime or device is missing: nobody calibrates for minutes to hear that.
     """
-    benchmarker = registry.create("benchmarker", backend.use, backend.params)
+    benchmarker = registry.create_plugin("benchmarker", backend.use, backend.params)
     facts = benchmarker.describe() if facts is None else facts
     dialect = dialect_called(dialect_name(benchmarker, backend.use, facts))
     emulated = frozenset(getattr(benchmarker, "accuracy_only", ()))
@@ -327,7 +327,7 @@ def _ranges(space: Space, model: Model, model_file: Path, feeds: _Feeds, observe
     return ranges
 
 
-def _starts(experiment: Experiment) -> list[Use]:
+def _starts(experiment: Experiment) -> list[PluginSpec]:
     """Whatever searches start from or are compared with, once."""
     named = {start.name: start for start in experiment.initial}
-    return list({**named, **{name: named.get(name, Use(use=name)) for name in experiment.baselines}}.values())
+    return list({**named, **{name: named.get(name, PluginSpec(use=name)) for name in experiment.baselines}}.values())

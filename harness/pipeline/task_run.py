@@ -12,9 +12,9 @@ from typing import Any
 
 from harness.graph.io.files import file_digest
 from harness.timing.workers.engines import Engines
-from harness.timing.workers.trial_pool import Attempt, AttemptWith
+from harness.timing.workers.trial_pool import TrialFn, TrialFnFactory
 from harness.timing.workers.execution_target import QueueFactory
-from harness.records import SCHEMA
+from harness.records import SCHEMA_VERSION
 from harness.results_dir.fingerprint import facts_digest
 from harness.pipeline.task import Cell, dialect_use
 from harness.config.experiment import Experiment
@@ -26,11 +26,11 @@ from harness.search_loop.accuracy_gate import Judge
 from harness.search_loop.optuna_mirror import LIVE, live_study
 from harness.pipeline.methods import open_search
 from harness.progress import Observer, Step, best_note
-from harness.config.plan import RunSpec
+from harness.config.plan import SearchSpec
 from harness.verification.runtime_checker import RuntimeChecker
 from harness.pipeline.accuracy import Scoring
-from harness.results_dir.archive_previous import put_aside
-from harness.results_dir.termination import End, forget_end, note_end, read_end
+from harness.results_dir.archive_previous import archive_existing
+from harness.results_dir.termination import Termination, clear_termination, write_termination, read_termination
 from harness.search_loop.trial import BUILDS, Care, attempt_with
 
 __all__ = ["Running"]
@@ -58,31 +58,31 @@ class Running:
     observer: Observer
     checker: RuntimeChecker | None = None
 
-    def search(self, run: RunSpec, workers: QueueFactory, retry_failed: bool) -> None:
+    def search(self, run: SearchSpec, workers: QueueFactory, retry_failed: bool) -> None:
         """Run one search, or what is left of it; where it ends before its budget is spent, say and keep why.
 
         One whose searcher broke goes on, or begins anew where the searcher proposes something else by now.
         """
         journal, named = self._journal(run), f"{self.cell.spec.name} {run.name}"
-        before = read_end(journal)  # forgotten only where it no longer holds: what interrupts this run changes nothing
+        before = read_termination(journal)  # forgotten only where it no longer holds: what interrupts this run changes nothing
         try:
             ending = self._search(run, workers, retry_failed)
         except Strayed:
-            if before is None or not before.broken:
+            if before is None or not before.failed:
                 raise
-            kept = put_aside(journal)
-            forget_end(journal)
+            kept = archive_existing(journal)
+            clear_termination(journal)
             self.observer.say(f"{named} broke, and proposes something else now: it begins anew, beside {kept.name}")
             ending = self._search(run, workers, retry_failed)
         if ending.reason:
             what, most = "ended" if ending.broken is None else "broke", max(self.experiment.budget.evaluations)
-            end = note_end(journal, f"{what} at {ending.evaluations} of {most}: {ending.reason}", ending.broken)
-            self.observer.say(f"{named} {end.said}")
+            end = write_termination(journal, f"{what} at {ending.evaluations} of {most}: {ending.reason}", ending.broken)
+            self.observer.say(f"{named} {end.reason}")
         else:
-            forget_end(journal)
+            clear_termination(journal)
 
-    def _search(self, run: RunSpec, workers: QueueFactory, retry_failed: bool) -> Ending:
-        budget, window = self.experiment.budget, self.experiment.executor.width
+    def _search(self, run: SearchSpec, workers: QueueFactory, retry_failed: bool) -> Ending:
+        budget, window = self.experiment.budget, self.experiment.executor.max_pending
         most = max(budget.evaluations)
         confirmation, one_winner = self.experiment.confirmation, self.experiment.objective.minimize == "latency"
         keep = max(confirmation.top_k, confirmation.contenders) if one_winner else most
@@ -112,11 +112,11 @@ class Running:
             return ending
         return replace(ending, reason=f"on leaving: {search.left.reason}", broken=search.left)
 
-    def _attempts(self, run: RunSpec) -> AttemptWith:
+    def _attempts(self, run: SearchSpec) -> TrialFnFactory:
         """What workers do with the candidates of a search."""
         without, level_ms = run.searcher.without, self._level_ms
 
-        def attempt(engines: Engines) -> Attempt:
+        def attempt(engines: Engines) -> TrialFn:
             return attempt_with(
                 engines,
                 self.experiment.sampling,
@@ -136,24 +136,24 @@ class Running:
         """See `level`."""
         return level(self.folder, self.cell.spec.backend, self.experiment.sampling.beside)
 
-    def _begun_with(self, run: RunSpec) -> dict[str, Any]:
+    def _begun_with(self, run: SearchSpec) -> dict[str, Any]:
         """Fingerprint of a search; what was not written down in former times is there only where it says something."""
-        window = self.experiment.executor.width
+        window = self.experiment.executor.max_pending
         method = run.searcher.model_dump(exclude=None if run.searcher.without else {"without"})
         fingerprint = {**self.fingerprint(), "searcher": method, "seed": run.seed}
         return fingerprint if window == 1 else {**fingerprint, "window": window}
 
-    def _journal(self, run: RunSpec) -> Path:
+    def _journal(self, run: SearchSpec) -> Path:
         return self.folder / "runs" / f"{run.name}.jsonl"
 
-    def end(self, run: RunSpec) -> End | None:
+    def end(self, run: SearchSpec) -> Termination | None:
         """How a search ended before its budget was spent; None where it did not."""
-        return read_end(self._journal(run))
+        return read_termination(self._journal(run))
 
-    def unfinished(self, run: RunSpec) -> bool:
+    def unfinished(self, run: SearchSpec) -> bool:
         """Whether a search may have something left to measure; one that had nothing more to ask counts as such."""
         path = self._journal(run)
-        told = {entry.asked.digest for entry in read_journal(path) if entry.told} if path.exists() else ()
+        told = {entry.proposal.digest for entry in read_journal(path) if entry.result} if path.exists() else ()
         return len(told) < max(self.experiment.budget.evaluations)
 
     @property
@@ -189,7 +189,7 @@ class Running:
     def facts(self) -> dict[str, Any]:
         """What readers of the results need to know about the cell."""
         return {
-            "schema": SCHEMA,
+            "schema": SCHEMA_VERSION,
             "config": self.config,
             "cell": self.cell.spec.name,
             "model": self.cell.spec.model.name,

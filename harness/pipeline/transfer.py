@@ -18,11 +18,11 @@ from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover
 from harness.pipeline.task import Cell
 from harness.search_loop.objective import Goal
-from harness.results_dir.journal import read_journal, writing
+from harness.results_dir.journal import read_journal, explain_write_errors
 from harness.pipeline.methods import is_peer
-from harness.config.plan import CellSpec
-from harness.results_dir.journal_reader import evaluated
-from harness.results_dir.artifacts import favourite, read_rows
+from harness.config.plan import TaskSpec
+from harness.results_dir.journal_reader import iter_evaluations
+from harness.results_dir.artifacts import best_choice, read_finalists
 from harness.verification.output_comparison import read_checks
 from search.api import Observation
 from search.space import Placement
@@ -45,11 +45,11 @@ def remember(cell: Cell, goal: Goal, folder: Path) -> None:
     sizes = {p.signature: len(p.operators) for p in find_patterns(cell.model, discover(cell.model))}
     cache = cache_of(_observations(cell, goal, folder), cell.space, sizes, None, _origin(cell))
     if cache.patterns:
-        with writing(folder / PATTERNS):
+        with explain_write_errors(folder / PATTERNS):
             write_cache(cache, folder / PATTERNS)
 
 
-def guests(kinds: Sequence[str], cell: Cell, cells: Sequence[CellSpec], out: Path) -> Mapping[str, Guest]:
+def guests(kinds: Sequence[str], cell: Cell, cells: Sequence[TaskSpec], out: Path) -> Mapping[str, Guest]:
     """What the siblings of a cell found, by the name of its row.
 
     Args:
@@ -73,15 +73,15 @@ def _observations(cell: Cell, goal: Goal, folder: Path) -> Iterator[Observation]
         path = folder / "runs" / f"{run.name}.jsonl"
         if is_peer(run.searcher) or "sharing" in run.searcher.without or not path.exists():
             continue
-        for trial in evaluated(read_journal(path), goal):
+        for trial in iter_evaluations(read_journal(path), goal):
             score = replace(trial.score, objective=trial.latency_ms)  # whatever the search minimised
             yield Observation(placement=Placement(trial.choices), digest=trial.digest, outcome=score)
 
 
 def _moved(cell: Cell, folder: Path) -> Guest:
-    rows, picks = read_rows(folder)
+    rows, picks = read_finalists(folder)
     checks = read_checks(folder, {row.id: row for row in rows})
-    best = favourite(pick for pick in picks if pick.row not in checks or not checks[pick.row].wrong)
+    best = best_choice(pick for pick in picks if pick.row not in checks or not checks[pick.row].wrong)
     if best is None:
         return f"{folder.name} found nothing"
     row = next(row for row in rows if row.id == best.row)

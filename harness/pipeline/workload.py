@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 from harness.config.experiment import Experiment
-from harness.config.plan import CellSpec, plan
+from harness.config.plan import TaskSpec, plan_tasks
 
-__all__ = ["outlook"]
+__all__ = ["describe_workload"]
 
-_MADE_UP = ("simulated", "replay")
-_SLOW_BUILDS = ("tensorrt", "trtexec")
+_SIMULATED_BACKENDS = ("simulated", "replay")
+_SLOW_BUILD_PREFIXES = ("tensorrt", "trtexec")
 """How names of backends begin that time kernels while they build."""
-_BUILD_S, _SLOW_BUILD_S = (0.2, 2.0), (5.0, 60.0)
+_BUILD_RANGE_S, _SLOW_BUILD_RANGE_S = (0.2, 2.0), (5.0, 60.0)
 """Of models of some ten milliseconds: least and most."""
-_COMPOSE_S = (5.0, 60.0)
+_PREPARE_RANGE_S = (5.0, 60.0)
 """Loading, calibration, and the models of the PTQ tools of one cell."""
-_TURN_S = (0.01, 0.1)
+_TURN_RANGE_S = (0.01, 0.1)
 """One turn of a row in the confirmation."""
-Span = tuple[float, float]
+TimeRange = tuple[float, float]
 
 
-def outlook(experiment: Experiment) -> str:
+def describe_workload(experiment: Experiment) -> str:
     """Return the number of cells, searches and evaluations, and roughly how long they take, in words."""
-    cells = plan(experiment)
+    cells = plan_tasks(experiment)
     searches = sum(len(cell.runs) for cell in cells)
     evaluations = searches * max(experiment.budget.evaluations)
-    low, high = (sum(ends) for ends in zip(*(_cell_s(cell, experiment) for cell in cells), strict=True))
+    low, high = (sum(ends) for ends in zip(*(_task_range_s(cell, experiment) for cell in cells), strict=True))
     more = ", and accuracy is scored besides" if any(model.evaluator for model in experiment.models) else ""
-    counts = f"{_count(len(cells), 'cell')}, {_count(searches, 'search', 'searches')}"
+    counts = f"{_format_count(len(cells), 'cell')}, {_format_count(searches, 'search', 'searches')}"
     limit = f" ({experiment.budget.minutes:g} minutes a search at most)" if experiment.budget.minutes else ""
-    return f"ok: {counts}, {_count(evaluations, 'evaluation')} at most; roughly {_duration(low, high)}{limit}{more}"
+    return f"ok: {counts}, {_format_count(evaluations, 'evaluation')} at most; roughly {_format_duration(low, high)}{limit}{more}"
 
 
-def _cell_s(cell: CellSpec, experiment: Experiment) -> Span:
+def _task_range_s(cell: TaskSpec, experiment: Experiment) -> TimeRange:
     """Return the least and the most time that a cell takes as a rule."""
     name = cell.backend.use.rpartition(":")[2]
-    if name in _MADE_UP:
-        return _COMPOSE_S[0], _COMPOSE_S[1]
-    builds = _SLOW_BUILD_S if name.startswith(_SLOW_BUILDS) else _BUILD_S
+    if name in _SIMULATED_BACKENDS:
+        return _PREPARE_RANGE_S[0], _PREPARE_RANGE_S[1]
+    builds = _SLOW_BUILD_RANGE_S if name.startswith(_SLOW_BUILD_PREFIXES) else _BUILD_RANGE_S
     sampling, confirmation = experiment.sampling, experiment.confirmation
     longest_s = (sampling.warmup_ms + sampling.max_ms) / 1000 * (1 if sampling.beside == "never" else 2)
     samples = (longest_s / 4, longest_s)
@@ -45,17 +45,17 @@ def _cell_s(cell: CellSpec, experiment: Experiment) -> Span:
 
     def end_s(end: int) -> float:
         search_s = min(limit_s, max(experiment.budget.evaluations) * (builds[end] + samples[end]))
-        again_s = confirmation.builds * rows * (builds[end] + confirmation.rounds * _TURN_S[end])
-        return _COMPOSE_S[end] + len(cell.runs) * search_s + again_s
+        again_s = confirmation.builds * rows * (builds[end] + confirmation.rounds * _TURN_RANGE_S[end])
+        return _PREPARE_RANGE_S[end] + len(cell.runs) * search_s + again_s
 
     return end_s(0), end_s(1)
 
 
-def _count(number: int, noun: str, plural: str = "") -> str:
+def _format_count(number: int, noun: str, plural: str = "") -> str:
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
-def _duration(low_s: float, high_s: float) -> str:
+def _format_duration(low_s: float, high_s: float) -> str:
     """Return a span of time, in minutes or hours."""
     if high_s < 90:
         return "a minute"

@@ -30,7 +30,7 @@ from harness.report.tables.terminal_table import Drawn
 from harness.report.frames.transfer import transfer_frame
 from harness.report.load.report_cache import digest_of, is_current, keep_digest
 from harness.report.frames.hypervolume import volume_frame
-from harness.results_dir.journal import writing
+from harness.results_dir.journal import explain_write_errors
 from harness.results_dir.artifacts import write_text
 
 __all__ = ["Frames", "current_report", "drawing_of", "load", "render", "text_of", "write_report", "write_tables"]
@@ -134,7 +134,7 @@ def write_report(folder: Path) -> tuple[Results, list[Table]]:
     """
     digest, results = digest_of(folder), load_results(folder)
     out = folder / "report"
-    with writing(out):
+    with explain_write_errors(out):
         graphs = {cell.name: graph for cell in results.cells if (graph := graph_of(cell)) is not None}
         for cell in results.cells:
             if cell.name in graphs:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from harness.statistics import CLAIM_FLOOR, Interval, block_ci
+from harness.statistics import MIN_CLAIMED_GAIN, Interval, block_ci
 from harness.report.tables.report_table import several
 
 __all__ = [
@@ -262,7 +262,7 @@ def score_against_random(latency_ms: Floats, random_ms: Floats, best_ms: float, 
     start = rest[max(first - 1, 0)]
     reached = rest[first:] <= (1 - CUTOFF) * start
     span = slice(first, first + int(np.argmax(reached)) if reached.any() else len(rest))
-    if start <= CLAIM_FLOOR * best_ms or span.stop <= span.start or not np.all(rest[span] > 0):
+    if start <= MIN_CLAIMED_GAIN * best_ms or span.stop <= span.start or not np.all(rest[span] > 0):
         return np.full(len(latency_ms), np.nan)
     scores: Floats = ((random_ms[span] - latency_ms[:, span]) / rest[span]).mean(axis=1)
     return scores

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.errors import UserError, nearest
+from harness.errors import UserError, suggest_names
 from harness.report.load import provenance_lines
 from harness.report.frames.main_frame import main_frame
 from harness.report.frames.speedup_overview import MEAN
@@ -95,7 +95,7 @@ def _table(results: Results, name: str) -> Table:
         if table.name == name:
             return table
         others.append(table.name)
-    raise UserError(f"{results.folder}: no table {name!r}; {nearest(name, others)}")
+    raise UserError(f"{results.folder}: no table {name!r}; {suggest_names(name, others)}")
 
 
 def row_of(results: Results, where: str) -> dict[Any, Any]:
@@ -133,7 +133,7 @@ def _row(lines: Sequence[Mapping[Any, Any]], where: str, name: str) -> int:
         return found[0]
     if not found:
         known = {name for line in lines for name in _labels(line)[-1:]}
-        raise UserError(f"no row {where!r} in the {name} table of {len(lines)} rows; {nearest(where, known)}")
+        raise UserError(f"no row {where!r} in the {name} table of {len(lines)} rows; {suggest_names(where, known)}")
     choices = ", ".join(f"{n + 1} ({_place(lines[n])})" for n in found)
     raise UserError(f"{where!r} is several rows of the {name} table; take a row's number: {choices}")
 

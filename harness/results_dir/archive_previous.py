@@ -7,17 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harness.timing.workers.trial_pool import WorkerLost
-from harness.results_dir.fingerprint import Changed
-from harness.results_dir.journal import writing
+from harness.results_dir.fingerprint import FingerprintMismatch
+from harness.results_dir.journal import explain_write_errors
 from harness.progress import Observer
 
-__all__ = ["LOSSES", "free_name", "in_sections", "put_aside"]
+__all__ = ["MAX_WORKER_LOSSES", "next_backup_path", "run_with_recovery", "archive_existing"]
 
-LOSSES = 3
+MAX_WORKER_LOSSES = 3
 """So often a cell goes on after it lost a worker while it had no other that could take over."""
 
 
-def in_sections(folder: Path, work: Callable[[], None], accept_changes: bool, observer: Observer) -> None:
+def run_with_recovery(folder: Path, work: Callable[[], None], accept_changes: bool, observer: Observer) -> None:
     """Do a cell's work; it can be begun again at any time, and then goes on where it was.
 
     Args:
@@ -34,29 +34,29 @@ def in_sections(folder: Path, work: Callable[[], None], accept_changes: bool, ob
             return work()
         except WorkerLost as error:
             losses += 1
-            if losses > LOSSES:
+            if losses > MAX_WORKER_LOSSES:
                 raise
             observer.say(f"{folder.name}: {error}; it goes on with what is left")
-        except Changed as error:
+        except FingerprintMismatch as error:
             if not accept_changes:
                 raise
-            kept = put_aside(folder)
+            kept = archive_existing(folder)
             observer.say(f"{error}\naccepted: {kept.name} keeps what was measured before; {folder.name} begins anew")
 
 
-def put_aside(path: Path) -> Path:
+def archive_existing(path: Path) -> Path:
     """Give a file or folder the next name of `free_name`.
 
     Raises:
         UserError: It cannot be renamed.
     """
-    kept = free_name(path)
-    with writing(path):
+    kept = next_backup_path(path)
+    with explain_write_errors(path):
         path.rename(kept)
     return kept
 
 
-def free_name(path: Path) -> Path:
+def next_backup_path(path: Path) -> Path:
     """The next free name NAME.<n> beside a file or folder, before the suffix of a file."""
     stem, suffix = (path.stem, path.suffix) if path.is_file() else (path.name, "")
     names = (path.with_name(f"{stem}.{number}{suffix}") for number in itertools.count(1))

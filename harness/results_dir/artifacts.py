@@ -11,24 +11,24 @@ from typing import Any
 
 from harness.api import Candidate
 from harness.errors import UserError
-from harness.timing.workers.engines import MAIN
-from harness.results_dir.journal import writing
+from harness.timing.workers.engines import MAIN_BENCHMARKER
+from harness.results_dir.journal import explain_write_errors
 from search.space import Placement, Space, digest_of
 
 __all__ = [
-    "ACCURACY_ONLY", "DYNAMIC", "FLOAT_ROW", "Pick", "Row", "Table", "favourite", "read_json", "read_rows",
+    "ACCURACY_ONLY_VERDICT", "DYNAMIC_AXES_FILE", "FLOAT_ROW", "Choice", "ExportedModel", "FinalistSet", "best_choice", "read_json", "read_finalists",
     "write_json", "write_text",
 ]  # fmt: skip
 
 FLOAT_ROW = "float"
-DYNAMIC = "dynamic.json"
+DYNAMIC_AXES_FILE = "dynamic.json"
 """By row: the file with the dynamic axes of the original model, where it was checked, or why there is none."""
-ACCURACY_ONLY = "accuracy only"
+ACCURACY_ONLY_VERDICT = "accuracy only"
 """What tables say in the place of a verdict where the device has no speed at a row's precision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ExportedModel:
     """One model file that is timed and scored.
 
     Attributes:
@@ -46,7 +46,7 @@ class Row:
     file: str
     sha256: str
     pairs: int
-    benchmarker: str = MAIN
+    benchmarker: str = MAIN_BENCHMARKER
     choices: tuple[int, ...] | None = None
     timed: bool = True
 
@@ -64,7 +64,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pick:
+class Choice:
     """A method's choice of a row.
 
     Attributes:
@@ -98,7 +98,7 @@ class Pick:
     agreement: float | None = None
 
 
-def favourite(picks: Iterable[Pick]) -> Pick | None:
+def best_choice(picks: Iterable[Choice]) -> Choice | None:
     """The searches' choice that did best before the confirmation, which reports and must not choose.
 
     By the loss of accuracy where that was minimised, the faster of equal ones; else by the runoff where any of them
@@ -114,7 +114,7 @@ def favourite(picks: Iterable[Pick]) -> Pick | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class FinalistSet:
     """The rows of a cell, as something that can be built.
 
     Attributes:
@@ -124,14 +124,14 @@ class Table:
 
     folder: Path
     space: Space
-    rows: tuple[Row, ...]
+    rows: tuple[ExportedModel, ...]
 
     @property
-    def timed(self) -> Table:
+    def with_latency(self) -> FinalistSet:
         """The rows that have a speed."""
         return replace(self, rows=tuple(row for row in self.rows if row.timed))
 
-    def candidate(self, row: Row) -> Candidate:
+    def candidate(self, row: ExportedModel) -> Candidate:
         """The row's exported file, with the edges that are quantized in it: simulation and replay go by these."""
         resolved = () if row.choices is None else self.space.resolve(Placement(row.choices))
         return Candidate(
@@ -141,18 +141,18 @@ class Table:
         )
 
 
-def read_rows(folder: Path) -> tuple[tuple[Row, ...], tuple[Pick, ...]]:
+def read_finalists(folder: Path) -> tuple[tuple[ExportedModel, ...], tuple[Choice, ...]]:
     """What `choose` wrote; nothing where the searches are still going on."""
     path = folder / "rows.json"
     if not path.exists():
         return (), ()
     body = read_json(path)
-    return tuple(_row(r) for r in body["rows"]), tuple(Pick(**p) for p in body["picks"])
+    return tuple(_decode_row(r) for r in body["rows"]), tuple(Choice(**p) for p in body["picks"])
 
 
-def _row(body: dict[str, Any]) -> Row:
+def _decode_row(body: dict[str, Any]) -> ExportedModel:
     choices = body.pop("choices", None)
-    return Row(**body, choices=None if choices is None else tuple(choices))
+    return ExportedModel(**body, choices=None if choices is None else tuple(choices))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def write_text(path: Path, text: str) -> None:
         UserError: It cannot be written; the old one stands.
     """
     temporary = path.with_suffix(".tmp")
-    with writing(path):
+    with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             temporary.write_text(text, encoding="utf-8")

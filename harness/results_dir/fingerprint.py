@@ -10,21 +10,21 @@ from typing import Any
 
 from harness.errors import UserError
 
-__all__ = ["ADVICE", "Changed", "changes", "facts_digest", "refuse_changes", "same"]
+__all__ = ["CHANGED_RUN_ADVICE", "FingerprintMismatch", "diff_leaves", "facts_digest", "require_same_fingerprint", "json_equal"]
 
-ADVICE = "use another --out, or --accept-changes to begin a new section of the table here"
+CHANGED_RUN_ADVICE = "use another --out, or --accept-changes to begin a new section of the table here"
 
-ADDED = frozenset({"data"})
+KEYS_ADDED_LATER = frozenset({"data"})
 """Keys that records of before 2026-11-23 lack; those are compared without them."""
-SHOWN = 100
+MAX_VALUE_CHARS = 100
 """Characters of a value; lists of placements are long."""
 
 
-class Changed(UserError):
+class FingerprintMismatch(UserError):
     """What was begun cannot go on as it is now; results of before and after are not to be mixed."""
 
 
-def changes(there: Any, here: Any, where: str = "") -> Iterator[str]:
+def diff_leaves(old: Any, new: Any, path: str = "") -> Iterator[str]:
     """Each leaf that differs, for instance "backend.version: '2026.3' -> '2026.4'"; absent is None.
 
     Args:
@@ -32,14 +32,14 @@ def changes(there: Any, here: Any, where: str = "") -> Iterator[str]:
         here: As it is now, through JSON as well, so that a tuple equals the list that it became.
         where: Path of both within the whole.
     """
-    if isinstance(there, Mapping) and isinstance(here, Mapping):
-        for key in sorted({*there, *here}):
-            yield from changes(there.get(key), here.get(key), f"{where}.{key}" if where else str(key))
-    elif not same(there, here):
-        yield f"{where}: {_short(there)} -> {_short(here)}"
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in sorted({*old, *new}):
+            yield from diff_leaves(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
+    elif not json_equal(old, new):
+        yield f"{path}: {_truncate_repr(old)} -> {_truncate_repr(new)}"
 
 
-def same(one: Any, other: Any) -> bool:
+def json_equal(one: Any, other: Any) -> bool:
     """Whether two values that JSON can hold are equal; a NaN, wherever it stands, equals itself."""
     return bool(one == other) or json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
@@ -53,7 +53,7 @@ def facts_digest(facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=plain).encode()).hexdigest()[:16]
 
 
-def refuse_changes(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def require_same_fingerprint(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Refuse to go on with something else than what was begun.
 
     Args:
@@ -62,16 +62,16 @@ def refuse_changes(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]
     Raises:
         Changed: With each leaf that differs.
     """
-    told = {key: value for key, value in here.items() if key not in ADDED or there.get(key) is not None}
-    changed = [f"  {line}" for line in changes(there, json.loads(json.dumps(told)))]
+    told = {key: value for key, value in here.items() if key not in KEYS_ADDED_LATER or there.get(key) is not None}
+    changed = [f"  {line}" for line in diff_leaves(there, json.loads(json.dumps(told)))]
     if changed:
-        raise Changed(
+        raise FingerprintMismatch(
             f"{path}: this run was started with something else; results would not be comparable:\n"
             + "\n".join(changed)
-            + f"\n{ADVICE}"
+            + f"\n{CHANGED_RUN_ADVICE}"
         )
 
 
-def _short(value: Any) -> str:
+def _truncate_repr(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."

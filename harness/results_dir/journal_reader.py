@@ -8,16 +8,16 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.statistics import rebuilt_ci
-from harness.records import Failed, Measured, Told
+from harness.records import Failed, Measured, TrialResult
 from harness.search_loop.objective import PROXY, Goal, eligible, score_at
-from harness.results_dir.journal import RETRY, Entry
+from harness.results_dir.journal import RETRY_ORIGIN, JournalEntry
 from search.api import Score
 
-__all__ = ["Evaluated", "Looks", "Reached", "counted", "evaluated", "first_told", "improves", "incumbents", "reached"]
+__all__ = ["Evaluation", "MetricUsage", "BudgetState", "iter_counted", "iter_evaluations", "evaluations_until_result", "is_new_incumbent", "iter_incumbents", "state_at_budgets"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated:
+class Evaluation:
     """One evaluation that worked, as the search saw it.
 
     Attributes:
@@ -35,64 +35,64 @@ class Evaluated:
     score: Score
 
 
-def counted(entries: Iterable[Entry]) -> Iterator[tuple[int, Entry, Told]]:
+def iter_counted(entries: Iterable[JournalEntry]) -> Iterator[tuple[int, JournalEntry, TrialResult]]:
     """The entries that have an outcome, with the evaluations spent until then: duplicates and retries cost none."""
     spent = 0
     for entry in entries:
-        if entry.told is not None:
-            spent += entry.asked.origin != RETRY
-            yield spent, entry, entry.told
+        if entry.result is not None:
+            spent += entry.proposal.origin != RETRY_ORIGIN
+            yield spent, entry, entry.result
 
 
-def evaluated(entries: Iterable[Entry], goal: Goal) -> Iterator[Evaluated]:
+def iter_evaluations(entries: Iterable[JournalEntry], goal: Goal) -> Iterator[Evaluation]:
     """The evaluations that worked, in order; duplicates are free and left out."""
     elapsed_s = 0.0
-    for spent, entry, told in counted(entries):
+    for spent, entry, told in iter_counted(entries):
         elapsed_s = max(elapsed_s, told.elapsed_s)
         if isinstance(told.outcome, Measured):
-            yield _evaluated(entry, told.outcome, goal, spent, elapsed_s)
+            yield _to_evaluation(entry, told.outcome, goal, spent, elapsed_s)
 
 
-def _evaluated(entry: Entry, outcome: Measured, goal: Goal, spent: int, elapsed_s: float) -> Evaluated:
+def _to_evaluation(entry: JournalEntry, outcome: Measured, goal: Goal, spent: int, elapsed_s: float) -> Evaluation:
     latency = rebuilt_ci(outcome.samples_ms, outcome.retaken_ms)
-    return Evaluated(
+    return Evaluation(
         evaluations=spent,
         elapsed_s=elapsed_s,
-        digest=entry.asked.digest,
-        choices=entry.asked.choices,
-        origin=entry.asked.origin,
+        digest=entry.proposal.digest,
+        choices=entry.proposal.choices,
+        origin=entry.proposal.origin,
         latency_ms=latency.value,
         score=score_at(latency, outcome.metrics, goal),
     )
 
 
-def first_told(entries: Iterable[Entry], digests: Collection[str]) -> dict[str, int]:
+def evaluations_until_result(entries: Iterable[JournalEntry], digests: Collection[str]) -> dict[str, int]:
     """How many evaluations were spent when each of these placements had first been told, failures included."""
     found: dict[str, int] = {}
-    for spent, entry, _ in counted(entries):
-        if entry.asked.digest in digests:
-            found.setdefault(entry.asked.digest, spent)
+    for spent, entry, _ in iter_counted(entries):
+        if entry.proposal.digest in digests:
+            found.setdefault(entry.proposal.digest, spent)
             if len(found) == len(digests):
                 break
     return found
 
 
-def incumbents(entries: Iterable[Entry], goal: Goal) -> Iterator[Evaluated]:
+def iter_incumbents(entries: Iterable[JournalEntry], goal: Goal) -> Iterator[Evaluation]:
     """Each evaluation that became the incumbent, in order."""
-    best: Evaluated | None = None
-    for trial in evaluated(entries, goal):
-        if improves(trial, best):
+    best: Evaluation | None = None
+    for trial in iter_evaluations(entries, goal):
+        if is_new_incumbent(trial, best):
             best = trial
             yield trial
 
 
-def improves(trial: Evaluated, best: Evaluated | None) -> bool:
+def is_new_incumbent(trial: Evaluation, best: Evaluation | None) -> bool:
     """Whether an evaluation becomes the incumbent in place of `best`."""
     return eligible(trial.score) and (best is None or trial.score.objective < best.score.objective)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Looks:
+class MetricUsage:
     """How much a search looked at accuracy.
 
     Attributes:
@@ -102,13 +102,13 @@ class Looks:
             puts them in the metric's order; None where fewer than three have both, or all are alike.
     """
 
-    full: int
+    measured: int
     proxied: int
     agreement: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reached:
+class BudgetState:
     """How far a search had come when a budget was spent.
 
     Attributes:
@@ -120,19 +120,19 @@ class Reached:
         failed: The last failure; None where nothing failed.
     """
 
-    leaders: tuple[Evaluated, ...]
-    looks: Looks
+    best: tuple[Evaluation, ...]
+    metric_usage: MetricUsage
     minutes: float
-    failed: Failed | None
+    last_failure: Failed | None
 
 
-def reached(
-    entries: Iterable[Entry],
+def state_at_budgets(
+    entries: Iterable[JournalEntry],
     goal: Goal,
     budgets: Iterable[int],
     count: int = 1,
-    without: Collection[str] = (),
-) -> dict[int, Reached]:
+    excluded: Collection[str] = (),
+) -> dict[int, BudgetState]:
     """How far a search had come after so many evaluations, for each of several budgets.
 
     Args:
@@ -140,68 +140,68 @@ def reached(
         count: Leaders at most.
         without: Digests of placements that are no leaders.
     """
-    found, left = dict[int, Reached](), deque(sorted(budgets))
-    progress = _Progress(goal, count, without)
-    for spent, entry, told in counted(entries):
+    found, left = dict[int, BudgetState](), deque(sorted(budgets))
+    progress = _SearchTally(goal, count, excluded)
+    for spent, entry, told in iter_counted(entries):
         while left and spent > left[0]:
-            found[left.popleft()] = progress.reached()
+            found[left.popleft()] = progress.state()
         if not left:
             break
         progress.add(spent, entry, told)
-    return found | {budget: progress.reached() for budget in left}
+    return found | {budget: progress.state() for budget in left}
 
 
-class _Progress:
+class _SearchTally:
     """What is kept of the entries that have passed by."""
 
     def __init__(self, goal: Goal, count: int, without: Collection[str]) -> None:
         self._goal = goal
         self._count = count
-        self._without = without
-        self._ahead: list[Evaluated] = []
-        self._full, self._proxied = 0, 0
-        self._both: list[tuple[float, float]] = []
+        self._excluded = without
+        self._best: list[Evaluation] = []
+        self._measured, self._proxied = 0, 0
+        self._proxy_metric_pairs: list[tuple[float, float]] = []
         self._elapsed_s = 0.0
         self._failed: Failed | None = None
 
-    def add(self, spent: int, entry: Entry, told: Told) -> None:
+    def add(self, spent: int, entry: JournalEntry, told: TrialResult) -> None:
         """Take in an entry with its outcome."""
         self._elapsed_s = max(self._elapsed_s, told.elapsed_s)
         if isinstance(told.outcome, Failed):
             self._failed = told.outcome
             return
-        trial = _evaluated(entry, told.outcome, self._goal, spent, self._elapsed_s)
-        self._look(trial)
-        if not eligible(trial.score) or trial.digest in self._without:
+        trial = _to_evaluation(entry, told.outcome, self._goal, spent, self._elapsed_s)
+        self._count_metric_use(trial)
+        if not eligible(trial.score) or trial.digest in self._excluded:
             return
         if self._goal.minimize == "pareto":
-            _enter(self._ahead, trial)
+            _insert_nondominated(self._best, trial)
         else:
-            insort(self._ahead, trial, key=lambda known: (known.score.objective, known.latency_ms))
-            del self._ahead[self._count :]
+            insort(self._best, trial, key=lambda known: (known.score.objective, known.latency_ms))
+            del self._best[self._count :]
 
-    def reached(self) -> Reached:
+    def state(self) -> BudgetState:
         """All of it."""
-        best = self._ahead
+        best = self._best
         if self._goal.minimize == "pareto":
-            best = sorted(best, key=lambda trial: -_area(trial, self._goal))[: self._count]
-        return Reached(
-            leaders=tuple(best),
-            looks=Looks(full=self._full, proxied=self._proxied, agreement=_agreement(self._both)),
+            best = sorted(best, key=lambda trial: -_dominated_area(trial, self._goal))[: self._count]
+        return BudgetState(
+            best=tuple(best),
+            metric_usage=MetricUsage(measured=self._measured, proxied=self._proxied, agreement=_rank_correlation(self._proxy_metric_pairs)),
             minutes=self._elapsed_s / 60,
-            failed=self._failed,
+            last_failure=self._failed,
         )
 
-    def _look(self, trial: Evaluated) -> None:
+    def _count_metric_use(self, trial: Evaluation) -> None:
         proxy = trial.score.metrics.get(PROXY)
         value = trial.score.metrics.get(self._goal.metric or "")
         self._proxied += proxy is not None
-        self._full += value is not None
+        self._measured += value is not None
         if proxy is not None and value is not None:
-            self._both.append((proxy, -self._goal.loss(value)))
+            self._proxy_metric_pairs.append((proxy, -self._goal.loss(value)))
 
 
-def _agreement(both: Sequence[tuple[float, float]]) -> float | None:
+def _rank_correlation(both: Sequence[tuple[float, float]]) -> float | None:
     """Rank correlation of proxy and metric, see `Looks`."""
     if len(both) < 3 or any(len(set(column)) < 2 for column in zip(*both, strict=True)):
         return None
@@ -210,19 +210,19 @@ def _agreement(both: Sequence[tuple[float, float]]) -> float | None:
     return float(spearmanr(both).statistic)
 
 
-def _enter(front: list[Evaluated], trial: Evaluated) -> None:
+def _insert_nondominated(front: list[Evaluation], trial: Evaluation) -> None:
     """Let a trial into a front, unless it is dominated; those that it dominates leave."""
     if not any(_dominates(known, trial) for known in front):
         front[:] = [*(known for known in front if not _dominates(trial, known)), trial]
 
 
-def _dominates(one: Evaluated, other: Evaluated) -> bool:
+def _dominates(one: Evaluation, other: Evaluation) -> bool:
     """Nowhere larger and somewhere smaller; see `search.pareto.fronts`."""
     pairs = list(zip(one.score.objectives, other.score.objectives, strict=True))
     return all(own <= theirs for own, theirs in pairs) and any(own < theirs for own, theirs in pairs)
 
 
-def _area(trial: Evaluated, goal: Goal) -> float:
+def _dominated_area(trial: Evaluation, goal: Goal) -> float:
     latency_ms, loss = trial.score.objectives
     most = goal.max_drop or abs(goal.reference)
     return max(0.0, (goal.float_ms or 0.0) - latency_ms) * max(0.0, most - loss)

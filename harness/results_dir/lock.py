@@ -15,14 +15,14 @@ from pathlib import Path
 
 from harness.errors import UserError
 
-__all__ = ["LOCK", "held"]
+__all__ = ["LOCK_FILE", "exclusive_lock"]
 
-LOCK = ".lock"
+LOCK_FILE = ".lock"
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def held(folder: Path, what: str) -> Iterator[None]:
+def exclusive_lock(folder: Path, what: str) -> Iterator[None]:
     """Hold a folder, made where missing; the kernel lets go of it when this process ends, however it ends.
 
     Args:
@@ -33,15 +33,15 @@ def held(folder: Path, what: str) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("ab+", buffering=0)
+        lock = (folder / LOCK_FILE).open("ab+", buffering=0)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); use another --out") from error
     with lock:
-        _hold(lock, folder, what)
+        _acquire_lock(lock, folder, what)
         yield
 
 
-def _hold(lock: FileIO, folder: Path, what: str) -> None:
+def _acquire_lock(lock: FileIO, folder: Path, what: str) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -53,10 +53,10 @@ def _hold(lock: FileIO, folder: Path, what: str) -> None:
         return
     with suppress(OSError):  # the name is a courtesy; a full disk shows where something is lost by it
         lock.truncate(0)
-        lock.write(_owner().encode())
+        lock.write(_describe_process().encode())
 
 
-def _owner() -> str:
+def _describe_process() -> str:
     """Who holds the lock, for whoever finds it held."""
     with suppress(KeyError, OSError):  # containers may run as users that have no name
         return f"{os.getpid()} of {getpass.getuser()} on {socket.gethostname()}, since {time.strftime('%F %T %Z')}"

@@ -10,21 +10,21 @@ from harness.errors import UserError
 from harness.records import Failed
 from harness.results_dir.artifacts import write_text
 
-__all__ = ["End", "SearchesBroke", "forget_end", "forget_stop", "note_end", "note_stop", "read_end", "read_stop"]
+__all__ = ["Termination", "SearcherFailures", "clear_termination", "clear_task_error", "write_termination", "write_task_error", "read_termination", "read_task_error"]
 
-NAME = "stopped.txt"
-ENDED, BROKEN = ".ended.txt", ".broken.txt"
+TASK_ERROR_FILE = "stopped.txt"
+TERMINATED_SUFFIX, FAILED_SUFFIX = ".ended.txt", ".broken.txt"
 """Beside the journal of a search; the latter, of one whose searcher broke, may have the end of the traceback below."""
-LONGEST = 4000
+MAX_REASON_CHARS = 4000
 """Characters that are read back: a reason, not a log."""
 
 
-class SearchesBroke(UserError):
+class SearcherFailures(UserError):
     """Searchers raised what they should not; everything else was done, and its results are there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class End:
+class Termination:
     """How a search ended before its budget was spent.
 
     Attributes:
@@ -33,28 +33,28 @@ class End:
         trace: The file with the traceback of that; None where there is none, as of what a plug-in raises as a reason.
     """
 
-    said: str
-    broken: bool = False
-    trace: Path | None = None
+    reason: str
+    failed: bool = False
+    traceback_file: Path | None = None
 
 
-def note_stop(folder: Path, reason: str) -> None:
+def write_task_error(folder: Path, reason: str) -> None:
     """Keep why a cell stopped; where even that cannot be written, the terminal alone says it."""
     with suppress(UserError):
-        write_text(folder / NAME, f"{reason}\n")
+        write_text(folder / TASK_ERROR_FILE, f"{reason}\n")
 
 
-def forget_stop(folder: Path) -> None:
+def clear_task_error(folder: Path) -> None:
     """The cell goes on."""
-    _forget(folder / NAME)
+    _remove_file(folder / TASK_ERROR_FILE)
 
 
-def read_stop(folder: Path) -> str:
+def read_task_error(folder: Path) -> str:
     """Why the last run of a cell stopped; "" where it did not, or nobody knows."""
-    return _read(folder / NAME)
+    return _read_text(folder / TASK_ERROR_FILE)
 
 
-def note_end(journal: Path, said: str, broken: Failed | None) -> End:
+def write_termination(journal: Path, reason: str, failure: Failed | None) -> Termination:
     """Keep, beside its journal, how a search ended before its budget was spent, instead of how it did before.
 
     Args:
@@ -64,39 +64,39 @@ def note_end(journal: Path, said: str, broken: Failed | None) -> End:
     Raises:
         UserError: It cannot be written.
     """
-    said = said.encode(errors="backslashreplace").decode()  # what plug-ins raise may hold anything
-    suffix, other = (ENDED, BROKEN) if broken is None else (BROKEN, ENDED)
-    path, trace = journal.with_suffix(suffix), "" if broken is None else broken.log_tail
+    reason = reason.encode(errors="backslashreplace").decode()  # what plug-ins raise may hold anything
+    suffix, other = (TERMINATED_SUFFIX, FAILED_SUFFIX) if failure is None else (FAILED_SUFFIX, TERMINATED_SUFFIX)
+    path, trace = journal.with_suffix(suffix), "" if failure is None else failure.log_tail
     below = f"\n{trace}\n".encode(errors="backslashreplace").decode() if trace else ""
-    write_text(path, f"{said}\n{below}")
-    _forget(journal.with_suffix(other))
-    return End(said=said, broken=broken is not None, trace=path if trace else None)
+    write_text(path, f"{reason}\n{below}")
+    _remove_file(journal.with_suffix(other))
+    return Termination(reason=reason, failed=failure is not None, traceback_file=path if trace else None)
 
 
-def forget_end(journal: Path) -> None:
+def clear_termination(journal: Path) -> None:
     """The search has spent its budget, or begins anew."""
-    for suffix in (ENDED, BROKEN):
-        _forget(journal.with_suffix(suffix))
+    for suffix in (TERMINATED_SUFFIX, FAILED_SUFFIX):
+        _remove_file(journal.with_suffix(suffix))
 
 
-def read_end(journal: Path) -> End | None:
+def read_termination(journal: Path) -> Termination | None:
     """How a search ended before its budget was spent; None where it did not, or nobody knows."""
-    for suffix in (BROKEN, ENDED):
+    for suffix in (FAILED_SUFFIX, TERMINATED_SUFFIX):
         path = journal.with_suffix(suffix)
-        said, _, trace = _read(path).partition("\n")
+        said, _, trace = _read_text(path).partition("\n")
         if said:
-            return End(said=said, broken=suffix == BROKEN, trace=path if trace else None)
+            return Termination(reason=said, failed=suffix == FAILED_SUFFIX, traceback_file=path if trace else None)
     return None
 
 
-def _forget(path: Path) -> None:
+def _remove_file(path: Path) -> None:
     with suppress(OSError):
         path.unlink(missing_ok=True)
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            return file.read(LONGEST).strip()
+            return file.read(MAX_REASON_CHARS).strip()
     except OSError:
         return ""

@@ -20,10 +20,10 @@ from pydantic import BeforeValidator
 from harness.api import Array, Artifact, Candidate, Layer
 from harness.errors import BuildFailed, MeasureFailed, UserError
 from harness.graph.qdq.upcast import UPCAST, upcast
-from harness.timing.host_clock import plain, refuse_dynamic, said, timed, words
-from harness.timing.provenance import checked_threads, environment, processor, saturates_here
-from harness.timing.sampling import fixed_inputs
-from harness.graph.rules.precision_names import float_precision
+from harness.timing.host_clock import to_float32, require_static_shapes, translate_errors, time_calls, one_line_error
+from harness.timing.provenance import validate_threads, describe_environment, machine_processor_label, machine_lacks_vnni
+from harness.timing.sampling import make_fixed_inputs
+from harness.graph.rules.precision_names import normalize_float_precision
 
 __all__ = ["ONNXRuntimeBenchmarker"]
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 Provider = Literal["cpu", "cuda", "tensorrt"]
 Optimization = Literal["disabled", "basic", "extended", "all"]
 Activation = Literal["uint8", "int8"]
-Precision = Annotated[Literal["auto", "f32", "f16"], BeforeValidator(float_precision)]
+Precision = Annotated[Literal["auto", "f32", "f16"], BeforeValidator(normalize_float_precision)]
 PROVIDERS: Mapping[str, tuple[str, ...]] = {
     "cpu": ("CPUExecutionProvider",),
     "cuda": ("CUDAExecutionProvider", "CPUExecutionProvider"),
@@ -81,7 +81,7 @@ class ONNXRuntimeBenchmarker:
         profile: bool = False,
         reduce_range: bool | None = None,
     ) -> None:
-        precision = float_precision(precision)
+        precision = normalize_float_precision(precision)
         if activation is None:
             activation = "int8" if provider == "tensorrt" else "uint8"
         _check("optimization", optimization, LEVELS)
@@ -90,9 +90,9 @@ class ONNXRuntimeBenchmarker:
         _check("precision", precision, ("auto", "f32", "f16") if provider == "tensorrt" else ("auto", "f32"))
         if reduce_range and provider == "tensorrt":
             raise ValueError("reduce_range: TensorRT computes with weights of 8 bits as they are; leave it out")
-        self._reduced = provider == "cpu" and saturates_here() if reduce_range is None else reduce_range
+        self._reduced = provider == "cpu" and machine_lacks_vnni() if reduce_range is None else reduce_range
         self.dialect = "tensorrt" if provider == "tensorrt" else DIALECTS[activation] + "_7bit" * self._reduced
-        self._threads = checked_threads(threads)
+        self._threads = validate_threads(threads)
         self._optimization, self._provider, self._activation = optimization, provider, activation
         self._profile = profile
         self._open = precision == "auto" and provider == "tensorrt"
@@ -113,10 +113,10 @@ class ONNXRuntimeBenchmarker:
         """
         path = candidate.source()
         wide = self._upcast(candidate, workdir)
-        with said(BuildFailed, f"ONNX Runtime refuses {path.name}", self._errors):
+        with translate_errors(BuildFailed, f"ONNX Runtime refuses {path.name}", self._errors):
             quantized = self._provider == "tensorrt" and _has_qdq(path)
             session = self._session(str(wide or path), quantized=quantized, profile=workdir if self._profile else None)
-        refuse_dynamic(path.name, {value.name: value.shape for value in session.get_inputs()})
+        require_static_shapes(path.name, {value.name: value.shape for value in session.get_inputs()})
         return Artifact(engine=session, info={} if wide is None else {"arithmetic": UPCAST})
 
     def save(self, candidate: Candidate, path: Path) -> None:
@@ -129,7 +129,7 @@ class ONNXRuntimeBenchmarker:
         quantized = self._provider == "tensorrt" and _has_qdq(source)
         with (
             tempfile.TemporaryDirectory(prefix="qdq-save-") as scratch,
-            said(BuildFailed, f"ONNX Runtime refuses {source.name}", self._errors),
+            translate_errors(BuildFailed, f"ONNX Runtime refuses {source.name}", self._errors),
         ):
             wide = self._upcast(candidate, Path(scratch))
             self._session(str(wide or source), quantized=quantized, optimized=path)
@@ -142,7 +142,7 @@ class ONNXRuntimeBenchmarker:
         """
         with (
             tempfile.TemporaryDirectory(prefix="qdq-load-") as scratch,
-            said(BuildFailed, f"ONNX Runtime cannot load {path.name}", self._errors),
+            translate_errors(BuildFailed, f"ONNX Runtime cannot load {path.name}", self._errors),
         ):
             wide = self._upcast(Candidate(digest=path.stem, edges=(), source=lambda: path), Path(scratch))
             session = self._session((wide or path).read_bytes())
@@ -173,7 +173,7 @@ class ONNXRuntimeBenchmarker:
         return {
             "name": "onnxruntime",
             "version": self._ort.__version__,
-            "device": processor() if self._provider == "cpu" else _gpu_name(),
+            "device": machine_processor_label() if self._provider == "cpu" else _gpu_name(),
             "options": {
                 "threads": self._threads,
                 **({"spinning": "within a run"} if self._threads != 1 else {}),
@@ -198,7 +198,7 @@ class ONNXRuntimeBenchmarker:
         if self._provider != "cpu" or candidate.edges:
             return None
         path = candidate.source()
-        with said(BuildFailed, f"ONNX Runtime refuses {path.name}", (UserError,)):
+        with translate_errors(BuildFailed, f"ONNX Runtime refuses {path.name}", (UserError,)):
             wide = upcast(path, folder)
         if wide is not None:
             logger.warning("%s: %s", path.name, UPCAST)
@@ -241,7 +241,7 @@ class ONNXRuntimeBenchmarker:
         try:
             found = self._session(builder.build().SerializeToString()).get_providers()
         except self._errors as error:
-            found, why = [], words(error)
+            found, why = [], one_line_error(error)
         finally:
             self._ort.set_default_logger_severity(WARNING)
         if wanted not in found:
@@ -259,7 +259,7 @@ class _Probe:
     def __init__(self, session: Any, ort: Any, errors: tuple[type[Exception], ...], device: str) -> None:
         self._session = session
         self._errors = errors
-        arrays = fixed_inputs({v.name: (_dtype(v), tuple(v.shape)) for v in session.get_inputs()})
+        arrays = make_fixed_inputs({v.name: (_dtype(v), tuple(v.shape)) for v in session.get_inputs()})
         self._inputs = {name: ort.OrtValue.ortvalue_from_numpy(array, device, 0) for name, array in arrays.items()}
         self._binding = session.io_binding()
         for name, value in self._inputs.items():
@@ -269,15 +269,15 @@ class _Probe:
 
     def sample(self, n: int) -> Sequence[float]:
         """Time n synchronous runs on memory bound beforehand; on a GPU a run ends when the GPU is done."""
-        with said(MeasureFailed, "ONNX Runtime", self._errors):
-            return timed(partial(self._session.run_with_iobinding, self._binding), n)
+        with translate_errors(MeasureFailed, "ONNX Runtime", self._errors):
+            return time_calls(partial(self._session.run_with_iobinding, self._binding), n)
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """Outputs by name; floating-point ones as float32."""
         names = [value.name for value in self._session.get_outputs()]
-        with said(MeasureFailed, "ONNX Runtime", self._errors):
+        with translate_errors(MeasureFailed, "ONNX Runtime", self._errors):
             results = self._session.run(names, dict(feeds))
-        return {name: plain(array) for name, array in zip(names, results, strict=True)}
+        return {name: to_float32(array) for name, array in zip(names, results, strict=True)}
 
 
 def _check(name: str, value: object, allowed: Mapping[str, object] | tuple[str, ...]) -> None:
@@ -286,7 +286,7 @@ def _check(name: str, value: object, allowed: Mapping[str, object] | tuple[str, 
 
 
 def _gpu_name() -> str:
-    gpus = environment().get("gpus", ())
+    gpus = describe_environment().get("gpus", ())
     return str(gpus[0]["name"]) if gpus else "NVIDIA GPU"
 
 

@@ -16,15 +16,15 @@ from pydantic import BeforeValidator
 
 from harness.api import Array, Artifact, Candidate, Layer
 from harness.errors import BuildFailed, MeasureFailed, UserError
-from harness.timing.host_clock import plain, refuse_dynamic, said, timed
-from harness.timing.provenance import checked_threads, processor, saturates_here
-from harness.timing.sampling import fixed_inputs
-from harness.graph.rules.precision_names import float_precision
+from harness.timing.host_clock import to_float32, require_static_shapes, translate_errors, time_calls
+from harness.timing.provenance import validate_threads, machine_processor_label, machine_lacks_vnni
+from harness.timing.sampling import make_fixed_inputs
+from harness.graph.rules.precision_names import normalize_float_precision
 
 __all__ = ["OpenVINOBenchmarker"]
 
 PRECISIONS = ("auto", "f32", "bf16")
-Precision = Annotated[Literal["auto", "f32", "bf16"], BeforeValidator(float_precision)]
+Precision = Annotated[Literal["auto", "f32", "bf16"], BeforeValidator(normalize_float_precision)]
 NOT_LAYERS = ("Const", "Input", "Output")
 REFUSALS = (RuntimeError,)
 WRONG_FEEDS = (RuntimeError, TypeError, ValueError, KeyError)
@@ -52,10 +52,10 @@ class OpenVINOBenchmarker:
     def __init__(
         self, threads: int = 1, precision: Precision = "auto", profile: bool = False, reduce_range: bool | None = None
     ) -> None:
-        precision = float_precision(precision)
+        precision = normalize_float_precision(precision)
         if precision not in PRECISIONS:
             raise ValueError(f"precision: one of {', '.join(PRECISIONS)}, but got {precision!r}")
-        self._threads = checked_threads(threads)
+        self._threads = validate_threads(threads)
         self._ov = _import_openvino()
         self._core = self._ov.Core()
         offered = self._core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
@@ -65,7 +65,7 @@ class OpenVINOBenchmarker:
         self._float = "f32" if self._open else precision
         self._offered = ("f32", "bf16") if "BF16" in offered else ("f32",)
         self._profile = profile
-        self._reduced = saturates_here() if reduce_range is None else reduce_range
+        self._reduced = machine_lacks_vnni() if reduce_range is None else reduce_range
         self.dialect = "openvino_7bit" if self._reduced else "openvino"
 
     @property
@@ -86,11 +86,11 @@ class OpenVINOBenchmarker:
             BuildFailed: OpenVINO refuses the model, or an input's shape is not static.
         """
         path = candidate.source()
-        with said(BuildFailed, f"OpenVINO refuses {path.name}", REFUSALS):
+        with translate_errors(BuildFailed, f"OpenVINO refuses {path.name}", REFUSALS):
             # External weights would stay mapped in the engine, and rewriting their file would end it (SIGBUS).
             model = self._core.read_model(path, config={"ENABLE_MMAP": False})
             compiled = self._core.compile_model(model, "CPU", self._options)
-        refuse_dynamic(path.name, {port.any_name: _sizes(port.partial_shape) for port in compiled.inputs})
+        require_static_shapes(path.name, {port.any_name: _sizes(port.partial_shape) for port in compiled.inputs})
         counts = Counter(layer.precision for layer in _executed(compiled))
         return Artifact(engine=compiled, info={"layers": dict(sorted(counts.items()))})
 
@@ -111,7 +111,7 @@ class OpenVINOBenchmarker:
         Raises:
             BuildFailed: OpenVINO refuses it.
         """
-        with said(BuildFailed, f"OpenVINO cannot load {path.name}", REFUSALS):
+        with translate_errors(BuildFailed, f"OpenVINO cannot load {path.name}", REFUSALS):
             return Artifact(engine=self._core.import_model(path.read_bytes(), "CPU", self._options))
 
     @contextmanager
@@ -136,7 +136,7 @@ class OpenVINOBenchmarker:
         return {
             "name": "openvino",
             "version": self._ov.__version__,
-            "device": processor(self._core.get_property("CPU", "FULL_DEVICE_NAME")),
+            "device": machine_processor_label(self._core.get_property("CPU", "FULL_DEVICE_NAME")),
             "options": {"threads": self._threads, "precision": self._float, **profiled},
             "float_precision": self._float,
             "float_open": self._open,
@@ -153,22 +153,22 @@ class _Probe:
         self._timed = compiled.create_infer_request()
         self._scored: Any = None
         types = {port.any_name: (_dtype(port), tuple(int(size) for size in port.shape)) for port in compiled.inputs}
-        self._inputs = fixed_inputs(types)
+        self._inputs = make_fixed_inputs(types)
         for port in compiled.inputs:
             self._timed.set_tensor(port, ov.Tensor(self._inputs[port.any_name], shared_memory=True))
 
     def sample(self, n: int) -> Sequence[float]:
         """Time n synchronous inferences on inputs bound beforehand; outputs are not copied."""
-        with said(MeasureFailed, "OpenVINO", REFUSALS):
-            return timed(partial(self._timed.infer, share_outputs=True), n)
+        with translate_errors(MeasureFailed, "OpenVINO", REFUSALS):
+            return time_calls(partial(self._timed.infer, share_outputs=True), n)
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """Outputs by the names that the model gives them; floating-point ones as float32."""
         if self._scored is None:
             self._scored = self._compiled.create_infer_request()
-        with said(MeasureFailed, "OpenVINO", WRONG_FEEDS):
+        with translate_errors(MeasureFailed, "OpenVINO", WRONG_FEEDS):
             results = self._scored.infer(dict(feeds))
-        return {name: plain(results[port]) for port in self._compiled.outputs for name in _names(port)}
+        return {name: to_float32(results[port]) for port in self._compiled.outputs for name in _names(port)}
 
 
 def _names(port: Any) -> list[str]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from harness.api import Array, Artifact, Candidate
 from harness.errors import BuildFailed, CandidateError, EvaluationFailed, MeasureFailed
-from harness.paths import locate
+from harness.paths import resolve_path
 from harness.records import Failed
 from harness.benchmark_table import read_table
 
@@ -36,13 +36,13 @@ class ReplayBenchmarker:
     in_process = True
 
     def __init__(self, table: str | Path, noise_seed: int | None = None, base: str | Path | None = None) -> None:
-        path = locate(str(table), None if base is None else Path(base))
+        path = resolve_path(str(table), None if base is None else Path(base))
         self._table = read_table(path)
         self._sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-        self._edges = {edge for dimension in self._table.facts.dimensions for edge in dimension.edges}
+        self._edges = {edge for dimension in self._table.metadata.dimensions for edge in dimension.edges}
         self._noise_seed = noise_seed
         self._rng = np.random.default_rng(noise_seed)
-        self.dialect = self._table.facts.dialect
+        self.dialect = self._table.metadata.dialect
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
         """The recorded engine.
@@ -51,7 +51,7 @@ class ReplayBenchmarker:
             BuildFailed: The table does not have this placement, or its build failed when it was recorded.
             MeasureFailed, EvaluationFailed: It failed later then.
         """
-        facts, row = self._table.facts, self._table.rows.get(candidate.digest)
+        facts, row = self._table.metadata, self._table.rows.get(candidate.digest)
         foreign = next((edge for edge, _ in candidate.edges if edge not in self._edges), None)
         if foreign is not None:
             raise BuildFailed(
@@ -76,14 +76,14 @@ class ReplayBenchmarker:
 
     def describe(self) -> Mapping[str, Any]:
         """The recorded backend's facts under this name: latencies are those of its device, not of this one."""
-        backend = self._table.facts.backend
+        backend = self._table.metadata.backend
         return {
             "name": "replay",
             "version": "1",
             "device": backend["device"],
             "options": {"table_sha256": self._sha256, "noise_seed": self._noise_seed, "recorded_on": backend},
             "float_precision": backend["float_precision"],
-            "model_sha256": self._table.facts.model_sha256,
+            "model_sha256": self._table.metadata.model_sha256,
         }
 
 

@@ -21,8 +21,8 @@ from harness.runtimes.cuda.clocks import Clocks
 from harness.runtimes.cuda.device import Cuda, Device, open_device
 from harness.runtimes.cuda.timing import GpuTimer, flush_bytes
 from harness.errors import BuildFailed, MeasureFailed, UserError
-from harness.timing.host_clock import plain, refuse_dynamic, said
-from harness.timing.sampling import fixed_inputs
+from harness.timing.host_clock import to_float32, require_static_shapes, translate_errors
+from harness.timing.sampling import make_fixed_inputs
 
 __all__ = ["TensorRTRTXBenchmarker"]
 
@@ -116,10 +116,10 @@ class TensorRTRTXBenchmarker:
             "user_compute_stream": str(int(ready.stream)),
             "enable_cuda_graph": "1" if self._graph else "0",
         }
-        with said(BuildFailed, f"TensorRT-RTX refuses {path.name}", ready.errors):
+        with translate_errors(BuildFailed, f"TensorRT-RTX refuses {path.name}", ready.errors):
             options.add_provider_for_devices(list(ready.devices), settings)
             session = ready.ort.InferenceSession(str(path), options)
-        refuse_dynamic(path.name, {value.name: value.shape for value in session.get_inputs()})
+        require_static_shapes(path.name, {value.name: value.shape for value in session.get_inputs()})
         return Artifact(engine=session)
 
     @contextmanager
@@ -166,8 +166,8 @@ class _Bound:
         self._run.add_run_config_entry("disable_synchronize_execution_providers", "1")
         inputs = {value.name: (_dtype(value), tuple(value.shape)) for value in session.get_inputs()}
         values, place = ready.ort.OrtValue, ("gpu", ready.device.index, NVIDIA)
-        with said(MeasureFailed, "TensorRT-RTX", ready.errors):
-            for name, array in fixed_inputs(inputs).items():
+        with translate_errors(MeasureFailed, "TensorRT-RTX", ready.errors):
+            for name, array in make_fixed_inputs(inputs).items():
                 self._binding.bind_ortvalue_input(name, values.ortvalue_from_numpy(array, *place))
             for value in session.get_outputs():
                 made = values.ortvalue_from_shape_and_type(_static(value), _dtype(value), *place)
@@ -176,7 +176,7 @@ class _Bound:
 
     def enqueue(self, stream: int) -> None:
         """Queue one inference on the session's stream."""
-        with said(MeasureFailed, "TensorRT-RTX", self._ready.errors):
+        with translate_errors(MeasureFailed, "TensorRT-RTX", self._ready.errors):
             self._session.run_with_iobinding(self._binding, self._run)
 
     def close(self) -> None:
@@ -208,9 +208,9 @@ class _Probe:
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """Outputs by name; floating-point ones as float32."""
         names = [value.name for value in self._session.get_outputs()]
-        with said(MeasureFailed, "TensorRT-RTX", self._ready.errors):
+        with translate_errors(MeasureFailed, "TensorRT-RTX", self._ready.errors):
             results = self._session.run(names, dict(feeds))
-        return {name: plain(array) for name, array in zip(names, results, strict=True)}
+        return {name: to_float32(array) for name, array in zip(names, results, strict=True)}
 
 
 def _import() -> tuple[Any, Any]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from harness.timing.workers.engines import MAIN, Engines
+from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines
 from harness.statistics import Interval, median_ci
 from harness.records import Failed, Measured, Outcome
 from harness.search_loop.objective import BELIEVED, PROXY, Goal, Scored, Standing
@@ -27,7 +27,7 @@ class Judge:
     """
 
     goal: Goal = field(default_factory=Goal)
-    evaluator: str = MAIN
+    evaluator: str = MAIN_BENCHMARKER
     proxy: str | None = None
 
     def rival(self, incumbent: Interval | None) -> Interval | None:

@@ -22,11 +22,11 @@ from harness.api import Candidate
 from harness.errors import UserError
 from harness.timing.workers.trial_pool import Executor
 from harness.statistics import Interval, median_ci
-from harness.records import Asked, Failed, Measured, Outcome, Told
-from harness.results_dir.fingerprint import ADVICE, Changed
+from harness.records import Proposal, Failed, Measured, Outcome, TrialResult
+from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
 from harness.search_loop.objective import Goal, Scored, eligible, score_of, scored_of, standing
 from harness.search_loop.searcher_guard import Guarded
-from harness.results_dir.journal import RETRY, Entry, Journal
+from harness.results_dir.journal import RETRY_ORIGIN, JournalEntry, Journal
 from search.api import Observation, Score, Searcher
 from search.space import Placement, Space
 
@@ -83,7 +83,7 @@ class Trial:
         resumed: The outcome was known: from the journal, or of an earlier proposal of the same graph.
     """
 
-    asked: Asked
+    asked: Proposal
     outcome: Outcome
     evaluations: int
     best_ms: float | None
@@ -106,7 +106,7 @@ class Ending:
     broken: Failed | None = None
 
 
-def _reason(broken: Failed | None, spent: bool, duplicates_in_a_row: int, known: dict[str, Told]) -> str:
+def _reason(broken: Failed | None, spent: bool, duplicates_in_a_row: int, known: dict[str, TrialResult]) -> str:
     """See `Ending`; `known` has the outcomes by digest."""
     if broken is not None:
         return broken.reason
@@ -119,7 +119,7 @@ def _reason(broken: Failed | None, spent: bool, duplicates_in_a_row: int, known:
     return f"it had nothing more to propose{after}"
 
 
-class Strayed(Changed):
+class Strayed(FingerprintMismatch):
     """A searcher proposes something else than it did before."""
 
 
@@ -151,9 +151,9 @@ class _Search:
         self._counted_s = 0.0  # of what the searcher took for itself
         self._asked = 0
         self._numbers: dict[str, int] = {}
-        self._waiting: deque[tuple[Asked, Placement]] = deque()
-        self._come: dict[int, Told] = {}
-        self._seen: dict[str, Told] = {}
+        self._waiting: deque[tuple[Proposal, Placement]] = deque()
+        self._come: dict[int, TrialResult] = {}
+        self._seen: dict[str, TrialResult] = {}
         self._failures: dict[str, tuple[Placement, Failed]] = {}
         self._duplicates_in_a_row = 0
         self._best: Interval | None = None
@@ -168,7 +168,7 @@ class _Search:
             self._tell_next()
             self._fill()
         left = self._journal.entries[self._asked :]  # where a searcher ends sooner than it did before
-        known = self._seen | {entry.asked.digest: entry.told for entry in left if entry.told}
+        known = self._seen | {entry.proposal.digest: entry.result for entry in left if entry.result}
         spent = len(known) >= self._task.evaluations or self._late()
         reason = _reason(self._searcher.broken, spent, self._duplicates_in_a_row, known)
         return Ending(evaluations=len(known), reason=reason, broken=self._searcher.broken)
@@ -184,8 +184,8 @@ class _Search:
         if self._searcher.broken is not None:
             return []
         recorded = self._recorded(self._asked)
-        if recorded is not None and recorded.asked.origin == RETRY:
-            return [(Placement(recorded.asked.choices), RETRY)] if self._settled(RETRY) else []
+        if recorded is not None and recorded.proposal.origin == RETRY_ORIGIN:
+            return [(Placement(recorded.proposal.choices), RETRY_ORIGIN)] if self._settled(RETRY_ORIGIN) else []
         if recorded is None and (self._again is None or self._again):
             return self._retries(free)
         left = self._task.evaluations - len(self._numbers)
@@ -195,18 +195,18 @@ class _Search:
             return [self._seeds.popleft() for _ in range(min(free, left, len(self._seeds)))]
         if self._waiting and self._waiting[-1][0].origin.startswith("seed:"):
             return []  # a searcher's first proposal comes after all that it is told beforehand
-        if not any(asked.origin == RETRY for asked, _ in self._waiting):  # else there may still be one that works
+        if not any(asked.origin == RETRY_ORIGIN for asked, _ in self._waiting):  # else there may still be one that works
             self._check_start()
         return [(placement, "searcher") for placement in self._searcher.ask(min(free, left))]
 
     def _retries(self, free: int) -> Sequence[_Proposal]:
         """What failed so far, once more, when everything before has been told; replaying meets it at the same place."""
-        if not self._settled(RETRY):
+        if not self._settled(RETRY_ORIGIN):
             return []
         if self._again is None:
             under_way = {asked.digest for asked, _ in self._waiting}  # of a run that was interrupted
             failed = ((digest, placement) for digest, (placement, _) in self._failures.items())
-            self._again = deque((placement, RETRY) for digest, placement in failed if digest not in under_way)
+            self._again = deque((placement, RETRY_ORIGIN) for digest, placement in failed if digest not in under_way)
         return [self._again.popleft() for _ in range(min(free, len(self._again)))] or self._propose(free)
 
     def _settled(self, origin: str) -> bool:
@@ -233,8 +233,8 @@ class _Search:
 
     def _ask(self, placement: Placement, origin: str) -> None:
         digest = self._task.space.digest(placement)
-        earlier = None if origin == RETRY else self._numbers.get(digest)
-        asked = Asked(
+        earlier = None if origin == RETRY_ORIGIN else self._numbers.get(digest)
+        asked = Proposal(
             number=self._asked,
             choices=placement.choices,
             digest=digest,
@@ -249,18 +249,18 @@ class _Search:
         self._duplicates_in_a_row = 0 if earlier is None else self._duplicates_in_a_row + 1
         self._waiting.append((asked, placement))
         recorded = self._recorded(asked.number)
-        if earlier is None and (recorded is None or recorded.told is None):
+        if earlier is None and (recorded is None or recorded.result is None):
             self._executor.submit(asked.number, self._task.candidate(placement), standing(self._best, self._scored))
 
-    def _record(self, asked: Asked) -> None:
+    def _record(self, asked: Proposal) -> None:
         recorded = self._recorded(asked.number)
         if recorded is None:
             self._journal.append(asked)
-        elif recorded.asked != asked:
+        elif recorded.proposal != asked:
             raise Strayed(
-                f"resume refused at proposal {asked.number}: the journal has {recorded.asked.digest} "
-                f"({recorded.asked.origin}), the searcher now proposes {asked.digest} ({asked.origin}); its code or "
-                f"a library changed: {ADVICE}"
+                f"resume refused at proposal {asked.number}: the journal has {recorded.proposal.digest} "
+                f"({recorded.proposal.origin}), the searcher now proposes {asked.digest} ({asked.origin}); its code or "
+                f"a library changed: {CHANGED_RUN_ADVICE}"
             )
 
     def _tell_next(self) -> None:
@@ -291,19 +291,19 @@ class _Search:
         )
         self._watch(trial)
 
-    def _outcome(self, asked: Asked) -> tuple[Told, bool]:
+    def _outcome(self, asked: Proposal) -> tuple[TrialResult, bool]:
         """The outcome of a proposal, and whether it was known before; waits where it is not."""
         if asked.duplicate_of is not None:
             return self._seen[asked.digest], True
         recorded = self._recorded(asked.number)
-        if recorded is not None and recorded.told is not None:
-            return recorded.told, True
+        if recorded is not None and recorded.result is not None:
+            return recorded.result, True
         while asked.number not in self._come:
             number, outcome = self._executor.collect()
-            told = Told(number=number, outcome=outcome, elapsed_s=self._elapsed_s())
+            told = TrialResult(number=number, outcome=outcome, elapsed_s=self._elapsed_s())
             self._journal.append(told)
             self._come[number] = told
         return self._come.pop(asked.number), False
 
-    def _recorded(self, number: int) -> Entry | None:
+    def _recorded(self, number: int) -> JournalEntry | None:
         return self._journal.entries[number] if number < len(self._journal.entries) else None

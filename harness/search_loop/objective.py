@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from harness.statistics import Interval, median_ci, rebuilt_ci, stderr_of
+from harness.statistics import Interval, median_ci, rebuilt_ci, stderr_from_interval
 from harness.records import Failed, Measured, Outcome
 from harness.config.objective import Minimize
 from search.api import Failure, Score
@@ -95,7 +95,7 @@ def score_at(latency: Interval, metrics: Mapping[str, float], goal: Goal) -> Sco
     """
     latency_ms, value = latency.value, metrics.get(goal.metric or "")
     violation = goal.violation(metrics) + goal.too_slow(latency_ms)
-    objective, stderr = latency_ms, stderr_of(latency)
+    objective, stderr = latency_ms, stderr_from_interval(latency)
     objectives: tuple[float, ...] = ()
     if goal.minimize == "pareto" and value is not None:
         objectives = (latency_ms, goal.loss(value))

@@ -28,7 +28,7 @@ from harness.statistics import median_ci
 from harness.records import Measured
 from harness.search_loop.loop import Trial
 from harness.search_loop.objective import Goal
-from harness.results_dir.journal import append_line, cut_torn_line
+from harness.results_dir.journal import append_line, truncate_partial_line
 from search.space import Space
 
 __all__ = ["LIVE", "live_study"]
@@ -68,7 +68,7 @@ def live_study(path: Path, name: str, space: Space, goal: Goal, *, fresh: bool) 
 def _opened(path: Path, name: str, fresh: bool) -> tuple[int, int]:
     """Number of the study, made where it is missing, and how many trials it has."""
     with _held(path) as file:
-        cut_torn_line(path)
+        truncate_partial_line(path)
         names, trials = _studies(path)
         if fresh and name in names:
             _append(path, file, _DELETE_STUDY, {"study_id": names.index(name)})

@@ -13,7 +13,7 @@ from operator import index
 
 from threadpoolctl import ThreadpoolController
 
-from harness.timing.workers.in_process import attempt
+from harness.timing.workers.in_process import as_outcome
 from harness.records import Failed
 from search.api import Observation, Searcher
 from search.space import Placement, Space
@@ -48,7 +48,7 @@ class Guarded:
         if self.broken is not None or isinstance(searcher, Failed):
             return []
         with self._its_turn():
-            found = attempt("search", lambda: _checked(searcher.ask(n), n, self._space))
+            found = as_outcome("search", lambda: _checked(searcher.ask(n), n, self._space))
         if isinstance(found, Failed):
             self.broken = found
             return []
@@ -60,7 +60,7 @@ class Guarded:
         if self.broken is not None or isinstance(searcher, Failed):
             return
         with self._its_turn():
-            done = attempt("search", lambda: searcher.tell(observation))
+            done = as_outcome("search", lambda: searcher.tell(observation))
         self.broken = done if isinstance(done, Failed) else None
 
     @contextmanager

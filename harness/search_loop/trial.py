@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from harness.api import Candidate
-from harness.timing.workers.engines import Built, Engines
-from harness.timing.workers.trial_pool import Attempt
+from harness.timing.workers.engines import BuiltEngine, Engines
+from harness.timing.workers.trial_pool import TrialFn
 from harness.statistics import Interval, median_ci
 from harness.records import Failed, Measured, Outcome
 from harness.config.experiment import Sampling
@@ -44,7 +44,7 @@ def attempt_with(
     *,
     judge: Judge | None = None,
     care: Care = Care(),
-) -> Attempt:
+) -> TrialFn:
     """An attempt that uses these engines.
 
     A candidate that may win and beats the incumbent by more than noise is built and sampled again before anyone
@@ -110,7 +110,7 @@ class _Trial:
             release_s = time.perf_counter() - started_s
         return replace(outcome, release_s=release_s) if isinstance(outcome, Measured) else outcome
 
-    def _timed(self, built: Built, rival: Interval | None, then: _Then) -> Outcome:
+    def _timed(self, built: BuiltEngine, rival: Interval | None, then: _Then) -> Outcome:
         samples = self.engines.sample(
             built.handle, self.sampling, rival if self.care.racing else None, self.care.level_ms
         )

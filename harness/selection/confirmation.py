@@ -15,16 +15,16 @@ import numpy as np
 from harness import registry
 from harness.api import Candidate
 from harness.graph.io.files import file_digest
-from harness.timing.confirmation import GROUP, confirm, summarise
-from harness.timing.confirmation import Row as Turn
+from harness.timing.confirmation import MAX_GROUP_ROWS, confirm, summarize_turns
+from harness.timing.confirmation import Contender as Turn
 from harness.timing.workers.engines import WorkerSpec
-from harness.timing.turn_log import Block, Event, decode_event, disturbance_note, encode_event
-from harness.timing.workers.execution_target import OpenEngines
-from harness.results_dir.fingerprint import refuse_changes
-from harness.config.experiment import Confirmation, Use
+from harness.timing.turn_log import Turn, TurnEvent, decode_turn_event, disturbance_note, encode_turn_event
+from harness.timing.workers.execution_target import SpecEngineFactory
+from harness.results_dir.fingerprint import require_same_fingerprint
+from harness.config.experiment import Confirmation, PluginSpec
 from harness.selection.paired_timing import SEED, Contest, advise, hold, read_contest
 from harness.progress import Observer
-from harness.results_dir.artifacts import FLOAT_ROW, Row, Table, read_json, write_json
+from harness.results_dir.artifacts import FLOAT_ROW, ExportedModel, FinalistSet, read_json, write_json
 from search.space import digest_of
 
 __all__ = ["confirm_rows", "float_latency", "level", "noise_floor", "read_events", "read_floor"]
@@ -37,7 +37,7 @@ RESTLESS = 0.02
 
 
 def noise_floor(
-    open_engines: OpenEngines,
+    open_engines: SpecEngineFactory,
     worker: WorkerSpec,
     model_file: Path,
     backend: Mapping[str, Any],
@@ -59,7 +59,7 @@ def noise_floor(
     basis = {"model_sha256": file_digest(model_file), "backend": dict(backend)}
     if path.exists():
         record = read_json(path)
-        refuse_changes(path, {key: record.get(key) for key in basis}, basis)
+        require_same_fingerprint(path, {key: record.get(key) for key in basis}, basis)
         return float(record["floor"])
     baseline = Turn(name=FLOAT_ROW, candidate=Candidate(digest=digest_of(()), edges=(), source=lambda: model_file))
     with observer.work("A/A check", FLOOR_PLAN.builds * FLOOR_PLAN.rounds * 2) as step:
@@ -68,12 +68,12 @@ def noise_floor(
             [],
             baseline,
             open_engines=lambda: open_engines(worker),
-            plan=FLOOR_PLAN,
+            schedule=FLOOR_PLAN,
             rng=np.random.default_rng(SEED),
         ):
             events.append(event)
             step.advance()
-    found = summarise(events, baseline=FLOAT_ROW)
+    found = summarize_turns(events, baseline=FLOAT_ROW)
     floor, note = found.floor, disturbance_note(found.disturbed)
     observer.say(
         f"A/A check before the searches: the float model, rebuilt, differs from itself by up to {floor:.1%} (the A/A "
@@ -81,7 +81,7 @@ def noise_floor(
     )
     if note:
         observer.say(f"A/A check: {note}: close other work and repeat")
-    write_json(path, {"floor": floor, **basis, "events": [json.loads(encode_event(event)) for event in events]})
+    write_json(path, {"floor": floor, **basis, "events": [json.loads(encode_turn_event(event)) for event in events]})
     return floor
 
 
@@ -91,7 +91,7 @@ def read_floor(folder: Path) -> float:
     return float(read_json(path).get("floor", 0.0)) if path.exists() else 0.0
 
 
-def level(folder: Path, backend: Use, beside: Literal["auto", "always", "never"]) -> float | None:
+def level(folder: Path, backend: PluginSpec, beside: Literal["auto", "always", "never"]) -> float | None:
     """The baseline's latency in milliseconds where candidates are to be timed beside it; None: each alone.
 
     Args:
@@ -100,10 +100,10 @@ def level(folder: Path, backend: Use, beside: Literal["auto", "always", "never"]
             `RESTLESS` (standard deviation on the log scale). Not where the floor is above it: turns of the floor are
             paired, so it stays low on a machine whose pace changes, and readings one by one do not.
     """
-    if not getattr(registry.load("benchmarker", backend.use), "in_turns", True):
+    if not getattr(registry.load_plugin("benchmarker", backend.use), "in_turns", True):
         return None
-    events = [decode_event(json.dumps(event)) for event in read_json(folder / "floor.json")["events"]]
-    turns_ms = [float(np.median(event.samples_ms)) for event in events if isinstance(event, Block)]
+    events = [decode_turn_event(json.dumps(event)) for event in read_json(folder / "floor.json")["events"]]
+    turns_ms = [float(np.median(event.samples_ms)) for event in events if isinstance(event, Turn)]
     if beside == "never" or (beside == "auto" and float(np.std(np.log(turns_ms), ddof=1)) <= RESTLESS):
         return None
     return float_latency(folder)
@@ -111,15 +111,15 @@ def level(folder: Path, backend: Use, beside: Literal["auto", "always", "never"]
 
 def float_latency(folder: Path) -> float:
     """The baseline's latency in milliseconds before a cell's searches: the one scale of readings, bounds and notes."""
-    events = [decode_event(json.dumps(event)) for event in read_json(folder / "floor.json")["events"]]
-    return summarise(events, baseline=FLOAT_ROW).rows[FLOAT_ROW].latency_ms.value
+    events = [decode_turn_event(json.dumps(event)) for event in read_json(folder / "floor.json")["events"]]
+    return summarize_turns(events, baseline=FLOAT_ROW).rows[FLOAT_ROW].latency_ms.value
 
 
 def confirm_rows(  # noqa: PLR0913 - what, where, and how
     plan: Confirmation,
-    open_engines: OpenEngines,
+    open_engines: SpecEngineFactory,
     worker: WorkerSpec,
-    table: Table,
+    table: FinalistSet,
     backend: Mapping[str, Any],
     observer: Observer,
     retry_failed: bool = False,
@@ -142,7 +142,7 @@ def confirm_rows(  # noqa: PLR0913 - what, where, and how
     header = {
         "rows": {row.id: row.sha256 for row in table.rows},
         "plan": plan.model_dump(mode="json", exclude={"contenders"}),  # the rows tell who won the runoff
-        "group": GROUP,
+        "group": MAX_GROUP_ROWS,
         "backend": dict(backend),
     }
     turns = {row.id: _turn(row, table) for row in table.rows}
@@ -153,7 +153,7 @@ def confirm_rows(  # noqa: PLR0913 - what, where, and how
     advise(contest, observer)
 
 
-def read_events(folder: Path) -> tuple[Event, ...]:
+def read_events(folder: Path) -> tuple[TurnEvent, ...]:
     """Events of a cell's confirmation.
 
     Raises:
@@ -162,5 +162,5 @@ def read_events(folder: Path) -> tuple[Event, ...]:
     return read_contest(folder / CONFIRM)
 
 
-def _turn(row: Row, table: Table) -> Turn:
+def _turn(row: ExportedModel, table: FinalistSet) -> Turn:
     return Turn(name=row.id, candidate=table.candidate(row), benchmarker=row.benchmarker)

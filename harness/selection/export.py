@@ -10,21 +10,21 @@ from harness.graph.qdq.read_edges import pairs_in, precisions_in
 from harness.graph.io.files import copy_model, file_digest
 from harness.pipeline.task import Cell
 from harness.config.experiment import Experiment
-from harness.results_dir.journal import writing
+from harness.results_dir.journal import explain_write_errors
 from harness.pipeline.methods import ToldModel, is_peer, peer_model, seen_by
-from harness.config.plan import RunSpec
-from harness.results_dir.journal_reader import Evaluated, Reached
-from harness.results_dir.artifacts import ACCURACY_ONLY, FLOAT_ROW, Pick, Row, Table, write_json
+from harness.config.plan import SearchSpec
+from harness.results_dir.journal_reader import Evaluation, BudgetState
+from harness.results_dir.artifacts import ACCURACY_ONLY_VERDICT, FLOAT_ROW, Choice, ExportedModel, FinalistSet, write_json
 from harness.pipeline.task_run import Running
 from harness.selection.final_selection import Found, Leader
-from harness.config.initial import placed
+from harness.config.initial import split_rule_precision
 from harness.pipeline.transfer import Guest
 from search.space import Placement, Resolved, digest_of
 
 __all__ = ["choose"]
 
 
-def choose(running: Running, found: Found, others: Sequence[str], brought: Mapping[str, Guest] | None = None) -> Table:
+def choose(running: Running, found: Found, others: Sequence[str], brought: Mapping[str, Guest] | None = None) -> FinalistSet:
     """Pick and export the finalists of a cell; the same journals and the same runoff give the same files.
 
     Args:
@@ -41,7 +41,7 @@ def choose(running: Running, found: Found, others: Sequence[str], brought: Mappi
     picks = [*fixed, *_found(running, found, exporter)]
     rows = tuple(exporter.rows.values())
     write_json(folder / "rows.json", {"rows": [asdict(r) for r in rows], "picks": [asdict(p) for p in picks]})
-    return Table(folder=folder, space=cell.space, rows=rows)
+    return FinalistSet(folder=folder, space=cell.space, rows=rows)
 
 
 class _Exporter:
@@ -50,7 +50,7 @@ class _Exporter:
     def __init__(self, cell: Cell, models: Path) -> None:
         self._cell = cell
         self._models = models
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[str, ExportedModel] = {}
         models.mkdir(parents=True, exist_ok=True)
 
     def placement(self, placement: Placement) -> str:
@@ -64,7 +64,7 @@ class _Exporter:
             return self.file(FLOAT_ROW, self._cell.model_file, 0)
         if digest not in self.rows:
             path = self._models / f"{digest}.onnx"
-            with writing(path):
+            with explain_write_errors(path):
                 self._cell.inserter.export(resolved, path)
             nearest = space.nearest(dict(resolved))
             choices = nearest.choices if space.resolve(nearest) == resolved else None
@@ -74,7 +74,7 @@ class _Exporter:
     def file(self, row: str, path: Path, pairs: int) -> str:
         """Row of a model that is there already."""
         if row not in self.rows:
-            with writing(self._models / f"{row}.onnx"):
+            with explain_write_errors(self._models / f"{row}.onnx"):
                 target = copy_model(self._cell.parsed(path), self._models, f"{row}.onnx")
             self._add(row, target, pairs)
         return row
@@ -84,7 +84,7 @@ class _Exporter:
         name, path = f"{FLOAT_ROW}-{precision}", self._cell.parsed(self._cell.float_file, precision)
         row = replace(self.rows[FLOAT_ROW], id=name, benchmarker=precision)
         if path != self._cell.model_file:  # a runtime that reads files of another type at each precision
-            with writing(self._models / f"{name}.onnx"):
+            with explain_write_errors(self._models / f"{name}.onnx"):
                 target = copy_model(path, self._models, f"{name}.onnx")
             row = replace(row, file=target.name, sha256=file_digest(target))
         self.rows[name] = row
@@ -94,30 +94,30 @@ class _Exporter:
         emulated = self._cell.accuracy_only
         timed = not emulated or emulated.isdisjoint(precisions_in(path))
         digest = file_digest(path)
-        self.rows[row] = Row(id=row, file=path.name, sha256=digest, pairs=pairs, choices=choices, timed=timed)
+        self.rows[row] = ExportedModel(id=row, file=path.name, sha256=digest, pairs=pairs, choices=choices, timed=timed)
 
 
-def _fixed(experiment: Experiment, cell: Cell, exporter: _Exporter, others: Sequence[str]) -> Iterator[Pick]:
-    yield Pick(method="float", kind="float", row=exporter.file(FLOAT_ROW, cell.model_file, 0))
+def _fixed(experiment: Experiment, cell: Cell, exporter: _Exporter, others: Sequence[str]) -> Iterator[Choice]:
+    yield Choice(method="float", kind="float", row=exporter.file(FLOAT_ROW, cell.model_file, 0))
     for precision in others:
-        yield Pick(method="float", kind="float", row=exporter.float_at(precision))
+        yield Choice(method="float", kind="float", row=exporter.float_at(precision))
     for name in experiment.baselines:
         row, reason = _baseline(name, cell, exporter)
         timed = not row or exporter.rows[row].timed
-        yield Pick(method=name, kind="baseline", row=row, reason=reason if timed else ACCURACY_ONLY)
+        yield Choice(method=name, kind="baseline", row=row, reason=reason if timed else ACCURACY_ONLY_VERDICT)
 
 
-def _brought(brought: Mapping[str, Guest], exporter: _Exporter) -> Iterator[Pick]:
+def _brought(brought: Mapping[str, Guest], exporter: _Exporter) -> Iterator[Choice]:
     for name, guest in brought.items():
         if isinstance(guest, str):
-            yield Pick(method=name, kind="baseline", row="", reason=guest)
+            yield Choice(method=name, kind="baseline", row="", reason=guest)
         else:
-            yield Pick(method=name, kind="baseline", row=exporter.placement(guest))
+            yield Choice(method=name, kind="baseline", row=exporter.placement(guest))
 
 
 def _baseline(name: str, cell: Cell, exporter: _Exporter) -> tuple[str, str]:
     """Row of a fixed baseline, or why there is none."""
-    foreign, precision = cell.foreign.get(name), placed(name)[1]
+    foreign, precision = cell.foreign.get(name), split_rule_precision(name)[1]
     if foreign is not None:
         return ("", foreign.reason) if foreign.path is None else (exporter.file(name, foreign.path, foreign.pairs), "")
     if precision is not None and precision not in cell.spec.precisions:
@@ -125,18 +125,18 @@ def _baseline(name: str, cell: Cell, exporter: _Exporter) -> tuple[str, str]:
     return exporter.placement(cell.placements[name]), ""
 
 
-def _found(running: Running, found: Found, exporter: _Exporter) -> Iterator[Pick]:
+def _found(running: Running, found: Found, exporter: _Exporter) -> Iterator[Choice]:
     budgets, by_loss = running.experiment.budget.evaluations, running.judge.goal.minimize == "accuracy"
     largest = max(budgets)
     for run in running.cell.spec.runs:
         if run.name not in found.reached:
-            yield _nothing(run, largest, f"{ACCURACY_ONLY}: no search without a speed")
+            yield _nothing(run, largest, f"{ACCURACY_ONLY_VERDICT}: no search without a speed")
             continue
         for budget in budgets:
             there, leaders = found.reached[run.name][budget], found.leaders[run.name][budget]
             for rank, leader in enumerate(leaders if budget == largest else leaders[:1]):
-                own = leader if isinstance(leader, Evaluated) else None  # its search has evaluated it
-                yield Pick(
+                own = leader if isinstance(leader, Evaluation) else None  # its search has evaluated it
+                yield Choice(
                     method=run.searcher.name,
                     kind="search",
                     row=_row(run, leader, running.cell, exporter),
@@ -148,14 +148,14 @@ def _found(running: Running, found: Found, exporter: _Exporter) -> Iterator[Pick
                     loss=own.score.objective if own is not None and by_loss else None,
                     runoff=found.speedups.get(leader.digest),
                     beaten=bool(found.speedups) and leader.digest not in found.unbeaten[run.searcher.name, budget],
-                    scored=there.looks.full or None,
-                    agreement=there.looks.agreement,
+                    scored=there.metric_usage.measured or None,
+                    agreement=there.metric_usage.agreement,
                 )
             if not leaders:
                 yield _nothing(run, budget, _reason(there))
 
 
-def _row(run: RunSpec, leader: Leader, cell: Cell, exporter: _Exporter) -> str:
+def _row(run: SearchSpec, leader: Leader, cell: Cell, exporter: _Exporter) -> str:
     """Row of what a search chose, in the form in which its method has it."""
     if isinstance(leader, ToldModel):
         return exporter.file(leader.digest, leader.path, leader.pairs)
@@ -166,11 +166,11 @@ def _row(run: RunSpec, leader: Leader, cell: Cell, exporter: _Exporter) -> str:
     return exporter.file(leader.digest, path, pairs) if pairs else exporter.placement(cell.space.float_placement())
 
 
-def _reason(there: Reached) -> str:
+def _reason(there: BudgetState) -> str:
     """Why a search has no incumbent."""
-    last = there.failed
+    last = there.last_failure
     return "nothing measured" if last is None else f"nothing measured; {last.stage}: {last.reason}"
 
 
-def _nothing(run: RunSpec, budget: int, reason: str) -> Pick:
-    return Pick(method=run.searcher.name, kind="search", row="", seed=run.seed, budget=budget, reason=reason)
+def _nothing(run: SearchSpec, budget: int, reason: str) -> Choice:
+    return Choice(method=run.searcher.name, kind="search", row="", seed=run.seed, budget=budget, reason=reason)

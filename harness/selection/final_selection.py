@@ -20,16 +20,16 @@ from pathlib import Path
 
 from harness.api import Candidate
 from harness.graph.io.files import file_digest
-from harness.timing.confirmation import GROUP, Row
+from harness.timing.confirmation import MAX_GROUP_ROWS, Contender
 from harness.timing.workers.engines import Engines
-from harness.timing.racing_test import HEATS
+from harness.timing.racing_test import TURNS_PER_RACING_ROUND
 from harness.pipeline.task import Cell
 from harness.selection.paired_timing import RUNOFF, Contest, read_speedups
 from harness.selection.racing import FIRST, TURN, race
 from harness.results_dir.journal import read_journal
 from harness.pipeline.methods import ToldModel, is_peer, peer_model, seen_by, told_models
-from harness.config.plan import RunSpec
-from harness.results_dir.journal_reader import Evaluated, Reached, first_told, reached
+from harness.config.plan import SearchSpec
+from harness.results_dir.journal_reader import Evaluation, BudgetState, evaluations_until_result, state_at_budgets
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.pipeline.task_run import Running
 from search.space import Placement
@@ -38,10 +38,10 @@ __all__ = ["Found", "Leader", "in_order", "run_off"]
 
 FRONT = 8
 """Placements of a front that are confirmed at most, unless more are asked for."""
-Leader = Evaluated | ToldModel
+Leader = Evaluation | ToldModel
 """What a search may choose: something that it evaluated, or the very model that a start of it was taken from."""
 _Lot = tuple[str | int, ...]
-_Budgets = Mapping[str, Mapping[int, Reached]]
+_Budgets = Mapping[str, Mapping[int, BudgetState]]
 _Led = Mapping[str, Mapping[int, tuple[Leader, ...]]]
 
 
@@ -83,7 +83,7 @@ def run_off(
     return found
 
 
-def _is_wrong(running: Running, run: RunSpec, leader: Leader, look: bool = True) -> bool:
+def _is_wrong(running: Running, run: SearchSpec, leader: Leader, look: bool = True) -> bool:
     """Return whether the runtime computes something else than a leader's file says; see `_right`."""
     if running.checker is None:
         return False
@@ -102,7 +102,7 @@ def _held(
     found, told = _right(running, look)
     led: dict[str, dict[int, tuple[Leader, ...]]] = {
         run.name: {
-            budget: (*there.leaders, *(told.get(run.name, {}).get(budget, ()) if there.leaders else ()))
+            budget: (*there.best, *(told.get(run.name, {}).get(budget, ()) if there.best else ()))
             for budget, there in found.get(run.name, {}).items()
         }
         for run in running.cell.spec.runs
@@ -143,7 +143,7 @@ def _right(running: Running, look: bool) -> tuple[_Budgets, Mapping[str, Mapping
         found = _searched(running, wrong)
         before = len(wrong)
         for run in running.cell.spec.runs if found else ():
-            leaders: list[Leader] = [leader for there in found[run.name].values() for leader in there.leaders]
+            leaders: list[Leader] = [leader for there in found[run.name].values() for leader in there.best]
             leaders += chain.from_iterable(told.get(run.name, {}).values())
             for leader in (each for each in leaders if each.digest not in seen):
                 seen.add(leader.digest)
@@ -165,7 +165,7 @@ def _shown(running: Running, led: _Led) -> _Led:
     found = _searched(running)
     return {
         name: {
-            budget: leaders or (found[name][budget].leaders[:1] if name in found else ())
+            budget: leaders or (found[name][budget].best[:1] if name in found else ())
             for budget, leaders in budgets.items()
         }
         for name, budgets in led.items()
@@ -184,7 +184,7 @@ def _told(running: Running) -> dict[str, dict[int, tuple[ToldModel, ...]]]:
     found: dict[str, dict[int, tuple[ToldModel, ...]]] = {}
     for run, journal in _journals(running):
         if models := told_models(cell, run.searcher):
-            spent = first_told(read_journal(journal), {model.told_as for model in models})
+            spent = evaluations_until_result(read_journal(journal), {model.told_as for model in models})
             found[run.name] = {
                 budget: tuple(model for model in models if spent.get(model.told_as, math.inf) <= budget)
                 for budget in budgets
@@ -205,12 +205,12 @@ def _shared(running: Running, led: _Led) -> dict[_Lot, list[str]]:
 def _searched(running: Running, without: Collection[str] = ()) -> _Budgets:
     budgets, goal = running.experiment.budget.evaluations, running.judge.goal
     return {
-        run.name: reached(read_journal(journal), goal, budgets, _count(running), without)
+        run.name: state_at_budgets(read_journal(journal), goal, budgets, _count(running), without)
         for run, journal in _journals(running)
     }
 
 
-def _journals(running: Running) -> Iterator[tuple[RunSpec, Path]]:
+def _journals(running: Running) -> Iterator[tuple[SearchSpec, Path]]:
     """The searches with their journals; none where nothing is searched."""
     for run in running.cell.spec.runs if len(running.cell.searched) else ():
         yield run, running.folder / "runs" / f"{run.name}.jsonl"
@@ -229,7 +229,7 @@ def _contest(running: Running, led: _Led) -> Contest:
     contested = running.experiment.confirmation.contenders > 1
     runs = [run for run in cell.spec.runs if contested and led[run.name]]  # none where nothing is searched: emulated
     rows = {
-        leader.digest: Row(name=leader.digest, candidate=candidate(leader))
+        leader.digest: Contender(name=leader.digest, candidate=candidate(leader))
         for run in runs
         for candidate in [_built_again(run, cell)]
         for leaders in led[run.name].values()
@@ -245,9 +245,9 @@ def _contest(running: Running, led: _Led) -> Contest:
         "model_sha256": file_digest(cell.model_file),
         "rows": sorted(rows),
         **({"told": told} if told else {}),  # a placement's digest says what is in its file
-        "heats": list(HEATS),
+        "heats": list(TURNS_PER_RACING_ROUND),
         "samples": TURN,
-        "group": GROUP,
+        "group": MAX_GROUP_ROWS,
         "backend": dict(running.engines.describe()),
     }
     unquantized = cell.candidate(cell.space.float_placement())
@@ -255,14 +255,14 @@ def _contest(running: Running, led: _Led) -> Contest:
         name="runoff",
         path=running.folder / RUNOFF,
         header=header,
-        baseline=Row(name=FLOAT_ROW, candidate=unquantized),
+        baseline=Contender(name=FLOAT_ROW, candidate=unquantized),
         rows=tuple(rows.values()),
         plan=FIRST,
         floor=running.floor,
     )
 
 
-def _built_again(run: RunSpec, cell: Cell) -> Callable[[Leader], Candidate]:
+def _built_again(run: SearchSpec, cell: Cell) -> Callable[[Leader], Candidate]:
     """What makes a search's candidates anew."""
     own = None if is_peer(run.searcher) else seen_by(cell, run.searcher)
 
@@ -284,8 +284,8 @@ def in_order(leaders: Sequence[Leader], close: Sequence[str], speedups: Mapping[
     Whoever failed in it comes last; a model of another tool, whose speed nobody has seen then, is left out. It is the
     choice where it beats all that was evaluated, not where it cannot be told from it: a placement can be explained.
     """
-    evaluated = any(isinstance(leader, Evaluated) and leader.digest in close for leader in leaders)
-    there = (leader for leader in leaders if isinstance(leader, Evaluated) or leader.digest in speedups)
+    evaluated = any(isinstance(leader, Evaluation) and leader.digest in close for leader in leaders)
+    there = (leader for leader in leaders if isinstance(leader, Evaluation) or leader.digest in speedups)
     return tuple(
         sorted(
             there,

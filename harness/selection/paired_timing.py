@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from harness.errors import UserError
-from harness.timing.confirmation import GROUP, OpenEngines, Row, confirm
-from harness.timing.turn_log import TWIN, Dropped, Event, Readings, decode_event, disturbance_note, encode_event
-from harness.config.experiment import Rounds
-from harness.results_dir.journal import append_line, cut_torn_line
+from harness.timing.confirmation import MAX_GROUP_ROWS, EngineFactory, Contender, confirm
+from harness.timing.turn_log import TWIN, RowFailure, TurnEvent, TurnMatrix, decode_turn_event, disturbance_note, encode_turn_event
+from harness.config.experiment import TurnSchedule
+from harness.results_dir.journal import append_line, truncate_partial_line
 from harness.progress import Observer
-from harness.results_dir.archive_previous import put_aside
+from harness.results_dir.archive_previous import archive_existing
 
 __all__ = ["RUNOFF", "SEED", "Contest", "advise", "hold", "ratios_of", "read_contest", "read_speedups"]
 
@@ -42,14 +42,14 @@ class Contest:
     name: str
     path: Path
     header: dict[str, Any]
-    baseline: Row
-    rows: tuple[Row, ...]
-    plan: Rounds
+    baseline: Contender
+    rows: tuple[Contender, ...]
+    plan: TurnSchedule
     floor: float = 0.0
     first: int = 0
 
 
-def hold(contest: Contest, open_engines: OpenEngines, observer: Observer, retry_failed: bool = False) -> None:
+def hold(contest: Contest, open_engines: EngineFactory, observer: Observer, retry_failed: bool = False) -> None:
     """Time what is not yet timed.
 
     A record that was made with another header is kept as `NAME.<n>.jsonl`, and the contest starts anew.
@@ -63,7 +63,7 @@ def hold(contest: Contest, open_engines: OpenEngines, observer: Observer, retry_
     path, plan = contest.path, contest.plan
     text = json.dumps({"kind": "header", **contest.header}, sort_keys=True)
     _keep_another(path, text)
-    done = tuple(event for event in read_contest(path) if not (retry_failed and isinstance(event, Dropped)))
+    done = tuple(event for event in read_contest(path) if not (retry_failed and isinstance(event, RowFailure)))
     own = (replace(event, build=event.build - contest.first) for event in done if event.build >= contest.first)
     left = _left(contest, done)
     title = f"{contest.name}: {len(contest.rows)} rows"
@@ -74,13 +74,13 @@ def hold(contest: Contest, open_engines: OpenEngines, observer: Observer, retry_
             contest.rows,
             contest.baseline,
             open_engines=open_engines,
-            plan=plan,
+            schedule=plan,
             rng=np.random.default_rng(SEED + contest.first),
             done=own,
         )
         for event in (replace(event, build=event.build + contest.first) for event in events):
-            append_line(file, encode_event(event), path, sync=False)
-            if isinstance(event, Dropped):
+            append_line(file, encode_turn_event(event), path, sync=False)
+            if isinstance(event, RowFailure):
                 observer.say(f"{contest.name}: {event.row} failed: {event.failed.stage}: {event.failed.reason}")
             for key in _keys(event, plan.rounds) & left:
                 left.discard(key)
@@ -93,11 +93,11 @@ def advise(contest: Contest, observer: Observer) -> None:
     Raises:
         UserError: A damaged line.
     """
-    if note := disturbance_note(Readings(read_contest(contest.path)).disturbed_share):
+    if note := disturbance_note(TurnMatrix(read_contest(contest.path)).disturbed_share):
         observer.say(f"{contest.name}: {note}: close other work and repeat")
 
 
-def read_contest(path: Path) -> tuple[Event, ...]:
+def read_contest(path: Path) -> tuple[TurnEvent, ...]:
     """Events of a contest; a torn last line is left out.
 
     Raises:
@@ -107,12 +107,12 @@ def read_contest(path: Path) -> tuple[Event, ...]:
         return ()
     lines = path.read_bytes().splitlines(keepends=True)[1:]
     try:
-        return tuple(decode_event(line.decode()) for line in lines if line.endswith(b"\n"))
+        return tuple(decode_turn_event(line.decode()) for line in lines if line.endswith(b"\n"))
     except ValueError as error:
         raise UserError(f"{path}: {error}; move the file away to have it timed anew") from error
 
 
-def ratios_of(readings: Readings, baseline: str) -> dict[str, dict[tuple[int, int], float]]:
+def ratios_of(readings: TurnMatrix, baseline: str) -> dict[str, dict[tuple[int, int], float]]:
     """Of each row of a contest that came through, its speedup over the baseline in each turn, by build and round.
 
     A row that failed in any build did not come through.
@@ -131,7 +131,7 @@ def ratios_of(readings: Readings, baseline: str) -> dict[str, dict[tuple[int, in
     return {name: ratios for name, ratios in found.items() if ratios}
 
 
-def _failed(readings: Readings, row: str) -> bool:
+def _failed(readings: TurnMatrix, row: str) -> bool:
     """Whether a row failed in any build; where that was tried again it may have had other neighbours."""
     came_through = {build for (build, _), turns in readings.turns[row].items() if turns}
     return any(build not in came_through for build, _ in readings.failed.get(row, {}))
@@ -143,7 +143,7 @@ def read_speedups(path: Path, baseline: str) -> dict[str, float]:
     Raises:
         UserError: A damaged line.
     """
-    found = ratios_of(Readings(read_contest(path)), baseline)
+    found = ratios_of(TurnMatrix(read_contest(path)), baseline)
     return {name: float(np.median([*ratios.values()])) for name, ratios in found.items()}
 
 
@@ -151,16 +151,16 @@ def _keep_another(path: Path, header: str) -> None:
     """Cut a torn last line off an earlier record; keep it under another name where it has another header."""
     if not path.exists():
         return
-    cut_torn_line(path)
+    truncate_partial_line(path)
     there = path.read_text(encoding="utf-8").partition("\n")[0]
     if there and there != header:
-        put_aside(path)
+        archive_existing(path)
 
 
-def _left(contest: Contest, done: Iterable[Event]) -> set[_Key]:
+def _left(contest: Contest, done: Iterable[TurnEvent]) -> set[_Key]:
     """The turns still to come; a worker that did not come to its end starts again."""
     names, plan = [row.name for row in contest.rows], contest.plan
-    groups: list[Sequence[str]] = [names[start : start + GROUP] for start in range(0, len(names), GROUP)] or [()]
+    groups: list[Sequence[str]] = [names[start : start + MAX_GROUP_ROWS] for start in range(0, len(names), MAX_GROUP_ROWS)] or [()]
     whole = {
         (build, group, row, number)
         for build in range(contest.first, contest.first + plan.builds)
@@ -173,7 +173,7 @@ def _left(contest: Contest, done: Iterable[Event]) -> set[_Key]:
     return {key for key in whole if key[:2] in again}
 
 
-def _keys(event: Event, rounds: int) -> set[_Key]:
+def _keys(event: TurnEvent, rounds: int) -> set[_Key]:
     """The turns that an event stands for: one, or all that a row loses with its failure."""
-    numbers = range(rounds) if isinstance(event, Dropped) else (event.round,)
+    numbers = range(rounds) if isinstance(event, RowFailure) else (event.round,)
     return {(event.build, event.group, event.row, number) for number in numbers}

@@ -11,10 +11,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from harness.timing.confirmation import OpenEngines, floor_of
-from harness.timing.turn_log import Readings
-from harness.timing.racing_test import HEATS, by_builds, unbeaten
-from harness.config.experiment import Rounds
+from harness.timing.confirmation import EngineFactory, noise_floor
+from harness.timing.turn_log import TurnMatrix
+from harness.timing.racing_test import TURNS_PER_RACING_ROUND, build_variance_slack, surviving
+from harness.config.experiment import TurnSchedule
 from harness.selection.paired_timing import Contest, advise, hold, ratios_of, read_contest
 from harness.progress import Observer
 
@@ -22,7 +22,7 @@ __all__ = ["FIRST", "TURN", "race"]
 
 TURN = 3
 """Inferences of a turn, at least."""
-FIRST = Rounds(builds=1, rounds=HEATS[0], samples=TURN)
+FIRST = TurnSchedule(builds=1, rounds=TURNS_PER_RACING_ROUND[0], samples=TURN)
 K = TypeVar("K")
 
 
@@ -30,7 +30,7 @@ def race(
     contest: Contest,
     lots: Mapping[K, Sequence[str]],
     wanted: int,
-    open_engines: OpenEngines,
+    open_engines: EngineFactory,
     observer: Observer,
     retry_failed: bool = False,
 ) -> dict[K, list[str]]:
@@ -51,11 +51,11 @@ def race(
     """
     left = {key: list(lot) for key, lot in lots.items()}
     rows = contest.rows
-    for number, turns in enumerate(HEATS):
+    for number, turns in enumerate(TURNS_PER_RACING_ROUND):
         heat = replace(contest, rows=rows, plan=contest.plan.model_copy(update={"rounds": turns}), first=number)
         hold(heat, open_engines, observer, retry_failed)
-        readings = Readings(event for event in read_contest(contest.path) if event.build <= number)
-        slack = by_builds(number + 1, max(contest.floor, floor_of(readings, contest.baseline.name)))
+        readings = TurnMatrix(event for event in read_contest(contest.path) if event.build <= number)
+        slack = build_variance_slack(number + 1, max(contest.floor, noise_floor(readings, contest.baseline.name)))
         ratios = ratios_of(readings, contest.baseline.name)
         left = {key: _unbeaten(lot, ratios, wanted, slack) for key, lot in left.items()}
         close = {name for lot in left.values() if len(lot) > wanted for name in lot}
@@ -75,4 +75,4 @@ def _unbeaten(
     if not turns:
         return timed
     log_ms = -np.log([[ratios[name].get(turn, np.nan) for turn in turns] for name in timed])
-    return [name for name, stays in zip(timed, unbeaten(log_ms, wanted, slack), strict=True) if stays]
+    return [name for name, stays in zip(timed, surviving(log_ms, wanted, slack), strict=True) if stays]

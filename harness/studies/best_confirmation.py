@@ -8,17 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.timing.confirmation import GROUP, OpenEngines
-from harness.timing.confirmation import Row as Turn
-from harness.timing.turn_log import Readings
+from harness.timing.confirmation import MAX_GROUP_ROWS, EngineFactory
+from harness.timing.confirmation import Contender as Turn
+from harness.timing.turn_log import TurnMatrix
 from harness.statistics import median_ci
 from harness.records import Failed
 from harness.pipeline.task import Cell
-from harness.config.experiment import Rounds
+from harness.config.experiment import TurnSchedule
 from harness.selection.paired_timing import Contest, advise, hold, read_contest
 from harness.progress import Observer
 from harness.results_dir.artifacts import FLOAT_ROW
-from harness.benchmark_table import Row
+from harness.benchmark_table import TableEntry
 from search.space import Placement
 
 __all__ = ["Meeting", "latencies"]
@@ -26,13 +26,13 @@ __all__ = ["Meeting", "latencies"]
 FASTEST = 16
 """How many of the fastest meet at a time."""
 LOST = "it was measured once and did not come through the runoff, so that nothing is known of it but a lucky reading"
-TURNS = Rounds(builds=1, rounds=20, samples=3)
+TURNS = TurnSchedule(builds=1, rounds=20, samples=3)
 """Of those that meet: the table's optimum, and what it fixes, deserve more than a few readings."""
 PACE = 0.15
 """By how much the float model may be off what it took before the table without a word."""
 
 
-def latencies(rows: Mapping[str, Row]) -> dict[str, float]:
+def latencies(rows: Mapping[str, TableEntry]) -> dict[str, float]:
     """Median latency in ms by digest, of the rows that could be measured."""
     return {
         digest: median_ci(row.outcome.samples_ms).value
@@ -54,13 +54,13 @@ class Meeting:
     """
 
     cell: Cell
-    open_engines: OpenEngines
+    open_engines: EngineFactory
     folder: Path
     observer: Observer
     float_ms: float
     level_ms: float | None = None
 
-    def settled(self, name: str, digests: Iterable[str], rows: Mapping[str, Row]) -> dict[str, Row]:
+    def settled(self, name: str, digests: Iterable[str], rows: Mapping[str, TableEntry]) -> dict[str, TableEntry]:
         """Rows that have met others, with their readings: the fastest of all is among them.
 
         The least of a thousand noisy readings is a lucky one, and would decide what is fixed in a table, or be its
@@ -72,7 +72,7 @@ class Meeting:
             digests: Of the rows that are looked at.
             rows: All rows.
         """
-        asked, met = list(digests), dict[str, Row]()
+        asked, met = list(digests), dict[str, TableEntry]()
         while latency_ms := latencies({digest: met.get(digest, rows[digest]) for digest in asked}):
             fastest = sorted(latency_ms, key=latency_ms.__getitem__)[:FASTEST]
             if fastest[0] in met:
@@ -81,13 +81,13 @@ class Meeting:
             met |= self._met(f"{name}-runoff-{len(met)}", {digest: rows[digest] for digest in fresh})
         return met
 
-    def _met(self, name: str, rows: Mapping[str, Row]) -> dict[str, Row]:
+    def _met(self, name: str, rows: Mapping[str, TableEntry]) -> dict[str, TableEntry]:
         """The rows with readings taken in turns; one that does not come through has failed, however fast it seemed."""
         cell = self.cell
         contest = Contest(
             name=f"{cell.spec.name} runoff",
             path=self.folder / f"{name}.jsonl",
-            header={"rows": sorted(rows), "plan": TURNS.model_dump(mode="json"), "group": GROUP},
+            header={"rows": sorted(rows), "plan": TURNS.model_dump(mode="json"), "group": MAX_GROUP_ROWS},
             baseline=Turn(name=FLOAT_ROW, candidate=cell.candidate(cell.space.float_placement())),
             rows=tuple(
                 Turn(name=digest, candidate=cell.candidate(Placement(row.choices))) for digest, row in rows.items()
@@ -96,11 +96,11 @@ class Meeting:
         )
         hold(contest, self.open_engines, self.observer)
         advise(contest, self.observer)
-        readings = Readings(read_contest(contest.path))
+        readings = TurnMatrix(read_contest(contest.path))
         self._say_pace(contest.name, readings)
-        return {digest: self._timed_anew(row, *readings.paired(digest, FLOAT_ROW)) for digest, row in rows.items()}
+        return {digest: self._timed_anew(row, *readings.paired_samples(digest, FLOAT_ROW)) for digest, row in rows.items()}
 
-    def _say_pace(self, name: str, readings: Readings) -> None:
+    def _say_pace(self, name: str, readings: TurnMatrix) -> None:
         """Tell where the machine went at another pace than before the table, and what that does to its rows."""
         turns_ms = [value for turns in readings.turns[FLOAT_ROW].values() for value in turns.values()]
         now_ms = float(np.median(turns_ms))
@@ -111,7 +111,7 @@ class Meeting:
             alone = "its rows are on another scale than the others; record the table anew with sampling.beside: always"
         self.observer.say(f"{name}: the float model takes {now_ms:.4g} ms, it took {self.float_ms:.4g} ms; {alone}")
 
-    def _timed_anew(self, row: Row, bases: list[list[float]], owns: list[list[float]]) -> Row:
+    def _timed_anew(self, row: TableEntry, bases: list[list[float]], owns: list[list[float]]) -> TableEntry:
         """A row with a sample a turn; beside the float model, where all are timed so."""
         if isinstance(row.outcome, Failed):
             return row

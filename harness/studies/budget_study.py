@@ -12,8 +12,8 @@ import pandas as pd
 from harness.errors import UserError
 from harness.report.statistics import Ranks, ranks_of
 from harness.report.tables.report_table import Table, several, write_table
-from harness.results_dir.journal import writing
-from harness.results_dir.lock import held
+from harness.results_dir.journal import explain_write_errors
+from harness.results_dir.lock import exclusive_lock
 from harness.progress import Observer
 from harness.studies.budget_tables import Block, Curves, budget_tables, seeds_said
 from harness.studies.path_cache import FILE, MAX_EVALUATIONS, Kept, Series
@@ -58,7 +58,7 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
     most = study.most * sum((named[name].seeds or study.seeds) for _, name in series)
     if most > MAX_EVALUATIONS:
         raise UserError(f"{most} evaluations are more than one folder keeps; ask for fewer seeds or tables at a time")
-    with held(out, "replaying a study"), writing(out):
+    with exclusive_lock(out, "replaying a study"), explain_write_errors(out):
         kept = Kept(out)
         missing = [
             chunk

@@ -19,18 +19,18 @@ import numpy as np
 from harness import registry
 from harness.errors import UserError
 from harness.timing.workers.engines import Engines
-from harness.timing.workers.trial_pool import Attempt, Inline
-from harness.timing.provenance import decisive, environment
-from harness.timing.sampling import STEADY
+from harness.timing.workers.trial_pool import TrialFn, SyncExecutor
+from harness.timing.provenance import comparability_key, describe_environment
+from harness.timing.sampling import STEADY_TOLERANCE
 from harness.timing.workers.sandbox import open_engines
 from harness.records import Failed
-from harness.results_dir.ownership import claimed
-from harness.results_dir.fingerprint import refuse_changes
+from harness.results_dir.ownership import owned_results_dir
+from harness.results_dir.fingerprint import require_same_fingerprint
 from harness.pipeline.task import Cell
 from harness.selection.confirmation import float_latency, level, noise_floor
 from harness.search_loop.loop import COLD_START, SearchTask, Seed, Trial, run_search
 from harness.search_loop.objective import Goal
-from harness.results_dir.journal import Journal, writing
+from harness.results_dir.journal import Journal, explain_write_errors
 from harness.search_loop.accuracy_gate import Judge
 from harness.progress import Observer
 from harness.results_dir.artifacts import read_json, write_json
@@ -39,7 +39,7 @@ from harness.search_loop.trial import Care, attempt_with
 from harness.studies.study_task import Study, open_study
 from harness.studies.best_confirmation import Meeting, latencies
 from harness.studies.dimension_screening import most_telling, neighbours, sensitivity
-from harness.benchmark_table import MAX_PLACEMENTS, Facts, Row, Subspace, read_table, space_digest, write_table
+from harness.benchmark_table import MAX_PLACEMENTS, TableMetadata, TableEntry, TableSubspace, read_table, space_digest, write_table
 from search.api import Observation, Searcher
 from search.space import Placement, Space
 
@@ -51,7 +51,7 @@ DIMENSIONS = 11
 """Two thousand placements: an evening's work for a model of some milliseconds."""
 LIMIT_MB = 5
 """A committed table is no larger."""
-Rows = dict[str, Row]
+Rows = dict[str, TableEntry]
 
 
 def record(study: Study, out: Path, dimensions: int | None, observer: Observer, *, search: int = 0) -> Path:
@@ -75,9 +75,9 @@ def record(study: Study, out: Path, dimensions: int | None, observer: Observer, 
             _refuse_another(study, out, dimensions, Path(scratch), observer)
         return out
     folder = out.with_name(f"{out.name}.recording")
-    with claimed(folder, study.experiment):
-        machine = environment()
-        _begun(folder / "env.json", decisive(machine))
+    with owned_results_dir(folder, study.experiment):
+        machine = describe_environment()
+        _begun(folder / "env.json", comparability_key(machine))
         cell, worker = open_study(study, folder, observer)
         most = DIMENSIONS if dimensions is None else dimensions
         _refuse_nothing(cell.space, most)
@@ -99,8 +99,8 @@ def record(study: Study, out: Path, dimensions: int | None, observer: Observer, 
             if worker.evaluators:
                 recording.prepare()
             rows, facts = recording.run(most, meeting, search)
-    with writing(out):
-        write_table(out, Facts(**facts, environment=machine), rows)
+    with explain_write_errors(out):
+        write_table(out, TableMetadata(**facts, environment=machine), rows)
         read_table(out)
     size_mb = out.stat().st_size / 1e6
     if size_mb > LIMIT_MB:
@@ -152,9 +152,9 @@ class _Recording:
         best = self._best(meeting, "sensitivity", around, rows)
         found = sensitivity(space, anchors, latencies(rows))
         varied = most_telling(space, found, dimensions)
-        subspace = Subspace(space, varied, best)
+        subspace = TableSubspace(space, varied, best)
         order = np.random.default_rng(0).permutation(len(subspace))
-        listed = [subspace.full(placement) for placement in subspace.placements()]
+        listed = [subspace.to_full_space(placement) for placement in subspace.placements()]
         facts |= {"varied": tuple(space.dimensions[i].name for i in varied), "base": best.choices}
         self.observer.say(f"{len(varied)} of {len(space)} dimensions, {len(listed)} placements")
         self._measure("table", [listed[index] for index in order], rows, facts)
@@ -168,7 +168,7 @@ class _Recording:
         least_ms = latency_ms[digest(optimum)]
         for name, placement in self.cell.placements.items():
             own_ms = latency_ms.get(digest(placement), math.inf)
-            if own_ms < least_ms * (1 - STEADY):
+            if own_ms < least_ms * (1 - STEADY_TOLERANCE):
                 self.observer.say(
                     f"{name} takes {own_ms:.4g} ms, less than the {least_ms:.4g} ms of the table's optimum: what the "
                     "table leaves fixed is not the best; use more --dimensions, or --search 200"
@@ -178,7 +178,7 @@ class _Recording:
         """What a search finds that is told the anchors first and goes by no rules of experts; nothing for none."""
         if evaluations:
             seeds = tuple(Seed(name=name, placement=p) for name, p in self.cell.placements.items())
-            searcher: Searcher = registry.load("searcher", FINDER)(self.cell.space, seed=0)
+            searcher: Searcher = registry.load_plugin("searcher", FINDER)(self.cell.space, seed=0)
             self._search("search", searcher, rows, facts, evaluations, seeds)
             yield self._best(meeting, "search", [Placement(row.choices) for row in rows.values()], rows)
 
@@ -247,14 +247,14 @@ class _Recording:
 
             def watch(trial: Trial) -> None:
                 asked = trial.asked
-                rows.setdefault(asked.digest, Row(number=len(rows), choices=asked.choices, outcome=trial.outcome))
+                rows.setdefault(asked.digest, TableEntry(number=len(rows), choices=asked.choices, outcome=trial.outcome))
                 step.advance("" if trial.best_ms is None else f"best {trial.best_ms:.3f} ms")
 
-            ending = run_search(task, Inline(self._attempt()), journal, watch)
+            ending = run_search(task, SyncExecutor(self._attempt()), journal, watch)
         if ending.broken is not None:
             raise UserError(f"{name}: the searcher broke: {ending.reason}\n{ending.broken.log_tail}")
 
-    def _attempt(self) -> Attempt:
+    def _attempt(self) -> TrialFn:
         """An attempt that scores everything, for a table knows no incumbent that could not be beaten."""
         evaluator = self.study.spec.model.evaluator
         judge = None if evaluator is None else Judge(goal=Goal(metric=evaluator.use, max_drop=None))
@@ -283,7 +283,7 @@ class _Listed:
 
 def _begun(path: Path, facts: dict[str, Any]) -> None:
     if path.exists():
-        refuse_changes(path, read_json(path), facts)
+        require_same_fingerprint(path, read_json(path), facts)
     else:
         write_json(path, facts)
 
@@ -294,7 +294,7 @@ def _refuse_another(study: Study, out: Path, dimensions: int | None, scratch: Pa
     Raises:
         UserError: With each leaf that differs.
     """
-    there = read_table(out).facts
+    there = read_table(out).metadata
     cell, worker = open_study(study, scratch, observer)
     with open_engines(worker, study.experiment.limits) as engines:
         here = _Recording(study=study, cell=cell, engines=engines, folder=scratch, observer=observer).facts()
@@ -305,4 +305,4 @@ def _refuse_another(study: Study, out: Path, dimensions: int | None, scratch: Pa
         told = np.array([there.sensitivity[dimension.name] for dimension in there.dimensions])
         known["varied in the finished table"] = len(there.varied)
         here["varied in the finished table"] = len(most_telling(Space(there.dimensions), told, dimensions))
-    refuse_changes(out, json.loads(json.dumps(known)), here)
+    require_same_fingerprint(out, json.loads(json.dumps(known)), here)

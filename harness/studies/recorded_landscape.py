@@ -10,10 +10,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from harness.errors import UserError, nearest
+from harness.errors import UserError, suggest_names
 from harness.statistics import median_ci, stderr_of_median
 from harness.records import Measured
-from harness.benchmark_table import Table
+from harness.benchmark_table import BenchmarkTable
 from search.api import Failure, Score
 from search.space import Placement
 
@@ -50,7 +50,7 @@ class Landscape:
         UserError: No placement is allowed, or the table does not have the metric.
     """
 
-    def __init__(self, table: Table, bound: Bound | None = None) -> None:
+    def __init__(self, table: BenchmarkTable, bound: Bound | None = None) -> None:
         self.table = table
         self.sizes = table.subspace.space.sizes
         self.outcomes = [table.row(placement).outcome for placement in table.subspace.placements()]
@@ -60,7 +60,7 @@ class Landscape:
             known = {name for o in self.outcomes if isinstance(o, Measured) for name in o.metrics}
             if bound.metric not in known:
                 raise UserError(
-                    f"{table.path}: no metric {bound.metric!r} was recorded; {nearest(bound.metric, known)}"
+                    f"{table.path}: no metric {bound.metric!r} was recorded; {suggest_names(bound.metric, known)}"
                 )
         self.scores = [self._score(index) for index in range(len(self.outcomes))]
         self.allowed = np.array([isinstance(s, Score) and s.violation == 0 for s in self.scores])
@@ -116,8 +116,8 @@ class Landscape:
     @cached_property
     def anchors_ms(self) -> Mapping[str, float]:
         """Latency of the named placements that could be measured."""
-        whole, found = self.table.subspace.whole, {}
-        for name, choices in self.table.facts.anchors.items():
+        whole, found = self.table.subspace.full_space, {}
+        for name, choices in self.table.metadata.anchors.items():
             outcome = self.table.rows[whole.digest(Placement(choices))].outcome
             if isinstance(outcome, Measured):
                 found[name] = median_ci(outcome.samples_ms).value

@@ -14,15 +14,15 @@ import numpy.typing as npt
 from threadpoolctl import threadpool_limits
 
 from harness import registry
-from harness.errors import UserError, nearest
-from harness.timing.workers.in_process import attempt
+from harness.errors import UserError, suggest_names
+from harness.timing.workers.in_process import as_outcome
 from harness.records import Failed
 from harness.pipeline.task import open_model
-from harness.config.experiment import ModelSpec, Use
+from harness.config.experiment import ModelSpec, PluginSpec
 from harness.search_loop.loop import DUPLICATES_IN_A_ROW
 from harness.studies.simulated_selection import Walks
 from harness.studies.recorded_landscape import NEAR, Landscape
-from harness.benchmark_table import Table
+from harness.benchmark_table import BenchmarkTable
 from search.api import Failure, Observation, Placement, Score, Searcher
 
 __all__ = [
@@ -63,7 +63,7 @@ class Replayed:
 
 
 def replay(
-    landscape: Landscape, use: Use, *, seeds: Sequence[int], budget: int, initial: Sequence[str] = ()
+    landscape: Landscape, use: PluginSpec, *, seeds: Sequence[int], budget: int, initial: Sequence[str] = ()
 ) -> Replayed:
     """Run a searcher once for each seed; see `replay_walks`, which takes and raises the same."""
     started_s = time.perf_counter()
@@ -79,7 +79,7 @@ def replay(
 
 
 def replay_walks(
-    landscape: Landscape, use: Use, *, seeds: Sequence[int], budget: int, initial: Sequence[str] = ()
+    landscape: Landscape, use: PluginSpec, *, seeds: Sequence[int], budget: int, initial: Sequence[str] = ()
 ) -> dict[int, npt.NDArray[np.int32]]:
     """What a searcher evaluates: by seed, the indices in order.
 
@@ -98,11 +98,11 @@ def replay_walks(
     factory = registry.check_params("searcher", use.use, use.params, given=("space", "seed"))
 
     def searcher(seed: int) -> Any:
-        return registry.guarded(f"searcher {use.use!r}", lambda: factory(space, seed=seed, **use.params))
+        return registry.call_plugin(f"searcher {use.use!r}", lambda: factory(space, seed=seed, **use.params))
 
     def run(seed: int) -> list[int]:
         made = searcher(seed)
-        found = attempt("search", lambda: replay_once(landscape, made, budget=budget, seed=seed, first=first))
+        found = as_outcome("search", lambda: replay_once(landscape, made, budget=budget, seed=seed, first=first))
         if isinstance(found, Failed):
             raise UserError(f"searcher {use.name!r}, seed {seed}, broke; {found.reason}\n{found.log_tail}")
         return found
@@ -164,7 +164,7 @@ def first_placements(landscape: Landscape, initial: Sequence[str]) -> list[Place
     }
     for name in initial:
         if name not in simple:
-            raise UserError(f"initial: {name!r} is no placement of a replay; {nearest(name, simple)}")
+            raise UserError(f"initial: {name!r} is no placement of a replay; {suggest_names(name, simple)}")
     return [simple[name]() for name in initial]
 
 
@@ -207,15 +207,15 @@ def replay_once(
     return walk
 
 
-def check_table(table: Table, spec: ModelSpec, work: Path) -> None:
+def check_table(table: BenchmarkTable, spec: ModelSpec, work: Path) -> None:
     """Refuse a table of another model.
 
     Raises:
         UserError: The table's model is another one than this, or this cannot be loaded.
     """
     model = open_model(spec, Path.cwd(), work)
-    if model.sha256 != table.facts.model_sha256:
+    if model.sha256 != table.metadata.model_sha256:
         raise UserError(
-            f"{table.path} is of another model: it was recorded of {table.facts.source} "
-            f"({table.facts.model_sha256[:12]}), but {spec.use} is {model.sha256[:12]}"
+            f"{table.path} is of another model: it was recorded of {table.metadata.source} "
+            f"({table.metadata.model_sha256[:12]}), but {spec.use} is {model.sha256[:12]}"
         )

@@ -21,8 +21,8 @@ from typing import Any
 import search
 from harness.errors import UserError
 from harness.statistics import stderr_of_median
-from harness.registry import load
-from harness.config.experiment import Use
+from harness.registry import load_plugin
+from harness.config.experiment import PluginSpec
 from harness.search_loop.loop import DUPLICATES_IN_A_ROW
 from harness.progress import Observer
 from harness.studies.budget_tables import Curves
@@ -31,7 +31,7 @@ from harness.studies.recorded_landscape import Landscape
 from harness.studies.replay import first_placements, is_walk, replay_walks, walks_of
 from harness.studies.code_digest import code_digest, imported_by, meaning_of
 from harness.studies.study_file import BudgetStudy, Contender
-from harness.benchmark_table import Table, read_table
+from harness.benchmark_table import BenchmarkTable, read_table
 from search.space import Space
 
 __all__ = ["Chunk", "curves_of", "missing_of", "replay_all", "series_of"]
@@ -56,7 +56,7 @@ class Chunk:
 
     series: Series
     table: Path
-    searcher: Use
+    searcher: PluginSpec
     seeds: tuple[int, ...]
     budget: int
     initial: tuple[str, ...]
@@ -228,7 +228,7 @@ def _code(use: str) -> bytes:
 def _file(use: str) -> Path | None:
     """Where a searcher is written; None where nobody can tell."""
     try:
-        file = inspect.getsourcefile(load("searcher", use))
+        file = inspect.getsourcefile(load_plugin("searcher", use))
     except TypeError:
         return None
     return None if file is None else Path(file)
@@ -237,5 +237,5 @@ def _file(use: str) -> Path | None:
 @lru_cache(maxsize=1)
 def _told_by() -> tuple[bytes, ...]:
     """The code that decides what a searcher is told."""
-    files = (inspect.getsourcefile(told_by) for told_by in (Landscape, Space, Table, replay_walks, stderr_of_median))
+    files = (inspect.getsourcefile(told_by) for told_by in (Landscape, Space, BenchmarkTable, replay_walks, stderr_of_median))
     return tuple(meaning_of(Path(str(file)).read_bytes()) for file in files)

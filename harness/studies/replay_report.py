@@ -14,15 +14,15 @@ import pandas as pd
 from harness.errors import UserError
 from harness.report.statistics import quartiles
 from harness.report.tables.report_table import interval
-from harness.config.experiment import ModelSpec, Use
-from harness.results_dir.journal import writing
+from harness.config.experiment import ModelSpec, PluginSpec
+from harness.results_dir.journal import explain_write_errors
 from harness.studies.budget_tables import RISES
 from harness.studies.landscape_metrics import difficulty_of, drift_of
 from harness.studies.recorded_landscape import NEAR, Bound, Floats, Landscape
 from harness.studies.random_search import RANDOM, random_search
 from harness.studies.replay import Replayed, check_table, first_placements, replay, told_optimum
 from harness.studies.study_file import MOST_EVALUATIONS, MOST_SEEDS
-from harness.benchmark_table import Table
+from harness.benchmark_table import BenchmarkTable
 
 __all__ = ["ReplayOrder", "replay_all", "table_lines"]
 
@@ -49,9 +49,9 @@ class ReplayOrder:
     model: str | None = None
 
 
-def table_lines(table: Table, bound: Bound | None = None) -> list[str]:
+def table_lines(table: BenchmarkTable, bound: Bound | None = None) -> list[str]:
     """What a table is, its optimum, and how hard it is to search."""
-    facts, landscape = table.facts, Landscape(table, bound)
+    facts, landscape = table.metadata, Landscape(table, bound)
     backend, hard, (drift, drift_se) = facts.backend, difficulty_of(landscape), drift_of(landscape)
     space, best = table.subspace.space, list(table.subspace.placements())[landscape.optimum]
     quantized = [f"{d.name}={d.choices[c]}" for d, c in zip(space.dimensions, best.choices, strict=True) if c]
@@ -74,7 +74,7 @@ def table_lines(table: Table, bound: Bound | None = None) -> list[str]:
     ]
 
 
-def replay_all(table: Table, searchers: Sequence[str], order: ReplayOrder, out: Path | None) -> Lines:
+def replay_all(table: BenchmarkTable, searchers: Sequence[str], order: ReplayOrder, out: Path | None) -> Lines:
     """Replay searchers beside random search from the same start.
 
     Args:
@@ -95,11 +95,11 @@ def replay_all(table: Table, searchers: Sequence[str], order: ReplayOrder, out: 
     landscape = Landscape(table, None if order.at_least is None else _bound(order.at_least))
     random_ms = random_search(landscape, order.budget, first_placements(landscape, order.initial))
     replayed = [
-        replay(landscape, Use(use=name), seeds=range(order.seeds), budget=order.budget, initial=order.initial)
+        replay(landscape, PluginSpec(use=name), seeds=range(order.seeds), budget=order.budget, initial=order.initial)
         for name in searchers
     ]
     if out is not None:
-        with writing(out):
+        with explain_write_errors(out):
             _write(landscape, random_ms, replayed, out)
     marks = [n for n in (5, 10, 20, 50, 100, 200, 500, 1000) if n < order.budget] + [order.budget]
     header = ("searcher", *(str(mark) for mark in marks))
@@ -161,7 +161,7 @@ def _write(landscape: Landscape, random_ms: Floats, replayed: Sequence[Replayed]
     frames = [_frame(RANDOM, [-1], random_ms.mean(axis=0, keepdims=True), optimum_ms)]
     frames += [_frame(found.searcher, found.walks.seeds, found.latency_ms, optimum_ms) for found in replayed]
     pd.concat(frames).to_csv(out / "curves.csv", index=False)
-    draw_curves(landscape, random_ms, replayed, landscape.table.facts.model, out / "curves.png")
+    draw_curves(landscape, random_ms, replayed, landscape.table.metadata.model, out / "curves.png")
 
 
 def _frame(searcher: str, seeds: Sequence[int], latency_ms: Floats, optimum_ms: float) -> pd.DataFrame:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from harness.timing.racing_test import HEATS, winner
+from harness.timing.racing_test import TURNS_PER_RACING_ROUND, race_winner
 from harness.records import Failed, Outcome
 from harness.selection.racing import TURN
 from harness.config.sampling import Confirmation
@@ -25,7 +25,7 @@ Indices = npt.NDArray[np.intp]
 CONTENDERS = Confirmation().contenders
 AT_ONCE = 2**24
 """Turns that are drawn at once."""
-TURNS = sum(HEATS)
+TURNS = sum(TURNS_PER_RACING_ROUND)
 """Of one contender in a runoff, if it is there to the end."""
 
 
@@ -104,7 +104,7 @@ def chosen(readings_ms: Floats, log_ms_of: Callable[[Indices, Indices], npt.NDAr
         rows = np.flatnonzero((led != before).any(axis=1))  # else the same race again
         if len(rows):
             met = np.where((led[rows] >= 0)[..., None], log_ms_of(rows, np.maximum(led[rows], 0)), np.inf)
-            wins[rows] = led[rows, winner(met)]
+            wins[rows] = led[rows, race_winner(met)]
         place[:, latest] = wins
     return place
 

@@ -9,11 +9,11 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from harness.errors import UserError
-from harness.config.validation_errors import refusal
-from harness.registry import plugins
-from harness.config.experiment import Use
-from harness.config.yaml_loader import read_document
-from harness.config.initial import listed
+from harness.config.validation_errors import to_user_error
+from harness.registry import installed_plugins
+from harness.config.experiment import PluginSpec
+from harness.config.yaml_loader import read_experiment_yaml
+from harness.config.initial import as_list
 
 __all__ = ["MOST_EVALUATIONS", "MOST_SEEDS", "BudgetStudy", "Contender", "everybody", "load_study"]
 
@@ -34,7 +34,7 @@ def _rising(budgets: tuple[int, ...]) -> tuple[int, ...]:
     return budgets
 
 
-class Contender(Use):
+class Contender(PluginSpec):
     """A searcher of a study.
 
     Attributes:
@@ -69,7 +69,7 @@ class BudgetStudy(BaseModel):
         Field(strict=False, min_length=1),
         AfterValidator(_rising),
     ] = (10, 25, 50, 100, 200)
-    initial: Annotated[tuple[str, ...], BeforeValidator(listed), Field(strict=False)] = ("float", "all", "linear")
+    initial: Annotated[tuple[str, ...], BeforeValidator(as_list), Field(strict=False)] = ("float", "all", "linear")
 
     @property
     def most(self) -> int:
@@ -79,7 +79,7 @@ class BudgetStudy(BaseModel):
 
 def everybody() -> tuple[Contender, ...]:
     """Every installed searcher but `LEFT_OUT`."""
-    return tuple(Contender(use=plugin.name) for plugin in plugins("searcher") if plugin.name not in LEFT_OUT)
+    return tuple(Contender(use=plugin.name) for plugin in installed_plugins("searcher") if plugin.name not in LEFT_OUT)
 
 
 def load_study(path: Path) -> BudgetStudy:
@@ -91,13 +91,13 @@ def load_study(path: Path) -> BudgetStudy:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise UserError(f"{path}: more than {MAX_BYTES} bytes are no study, which is YAML text")
-        document = read_document(path.read_text(encoding="utf-8"), str(path))
+        document = read_experiment_yaml(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
     try:
         study = BudgetStudy.model_validate(document)
     except ValidationError as error:
-        raise refusal(BudgetStudy, str(path), error) from error
+        raise to_user_error(BudgetStudy, str(path), error) from error
     return study.model_copy(update={"tables": tuple(_files(path, study.tables))})
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import yaml
 
 from harness.errors import UserError
-from harness.timing.workers.engines import MAIN, WorkerSpec
+from harness.timing.workers.engines import MAIN_BENCHMARKER, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
 from harness.pipeline.preflight import check_experiment
-from harness.pipeline.task import Cell, compose, evaluator_use
+from harness.pipeline.task import Cell, compose, evaluator_spec
 from harness.config.experiment import Experiment, load_experiment, parse_experiment
 from harness.progress import Observer
-from harness.config.plan import CellSpec, plan
+from harness.config.plan import TaskSpec, plan_tasks
 from harness.pipeline.float_baseline import float_benchmarkers
 
 __all__ = ["Study", "open_study", "study_of", "subject"]
@@ -46,7 +46,7 @@ class Study:
     """
 
     experiment: Experiment
-    spec: CellSpec
+    spec: TaskSpec
     base: Path
 
 
@@ -92,7 +92,7 @@ def study_of(  # noqa: PLR0913 - sizes come by input and by symbol
         ]
     experiment = _parse(described)
     check_experiment(experiment, base)
-    cells = plan(experiment, base)
+    cells = plan_tasks(experiment, base)
     if len(cells) > 1:
         names = ", ".join(cell.name for cell in cells)
         raise UserError(f"{text}: a study has one cell, but this experiment has {len(cells)}: {names}; keep one")
@@ -127,10 +127,10 @@ def open_study(study: Study, folder: Path, observer: Observer) -> tuple[Cell, Wo
     open_worker = partial(open_engines, limits=study.experiment.limits)
     found = float_benchmarkers(study.spec.backend, cell.float_file, folder, open_worker, observer)
     cell = cell.at(found)
-    evaluator = evaluator_use(study.spec.model, cell.model, study.base, cell.work)
-    evaluators = {} if evaluator is None else {MAIN: evaluator}
+    evaluator = evaluator_spec(study.spec.model, cell.model, study.base, cell.work)
+    evaluators = {} if evaluator is None else {MAIN_BENCHMARKER: evaluator}
     return cell, WorkerSpec(
-        benchmarkers={MAIN: found[MAIN]}, workdir=cell.work, evaluators=evaluators, reference=cell.model_file
+        benchmarkers={MAIN_BENCHMARKER: found[MAIN_BENCHMARKER]}, workdir=cell.work, evaluators=evaluators, reference=cell.model_file
     )
 
 

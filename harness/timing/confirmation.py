@@ -16,45 +16,45 @@ import numpy as np
 
 from harness.api import Candidate
 from harness.errors import UserError
-from harness.timing.workers.engines import MAIN, Engines
-from harness.timing.turn_log import TWIN, Block, Dropped, Event, Key, Readings
-from harness.statistics import Interval, block_ci, floor_from, paired_ratio_ci, verdict
+from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines
+from harness.timing.turn_log import TWIN, Turn, RowFailure, TurnEvent, BuildKey, TurnMatrix
+from harness.statistics import Interval, block_ci, noise_floor_from_ratios, paired_ratio_ci, speedup_verdict
 from harness.records import Failed
-from harness.config.experiment import Rounds, Sampling
+from harness.config.experiment import TurnSchedule, Sampling
 
 __all__ = [
-    "OpenEngines",
-    "Row",
-    "RowSummary",
-    "Summary",
+    "EngineFactory",
+    "Contender",
+    "ContenderSummary",
+    "ConfirmationSummary",
     "confirm",
-    "floor_of",
-    "summarise",
+    "noise_floor",
+    "summarize_turns",
 ]  # fmt: skip
 
-GROUP = 10  # rows that are open at once with the baseline and its twin; more would only cost memory
+MAX_GROUP_ROWS = 10  # rows that are open at once with the baseline and its twin; more would only cost memory
 # Machines change their speed within a second (a sibling thread that works, another cloud guest): many short turns see
 # the same mixture for every row, a few long ones do not.
-TURN_MS = 50.0
-WARMUP_MS = 10.0  # before each turn: loads an engine that others evicted back into the caches
-MOST = 200
-NEVER = 1e-9  # turns end by time, so that all rows get the same
-_LOST = ("crash", "timeout")
+MIN_CONFIRMATION_TURN_MS = 50.0
+TURN_WARMUP_MS = 10.0  # before each turn: loads an engine that others evicted back into the caches
+MAX_TURN_SAMPLES = 200
+UNREACHABLE_TARGET = 1e-9  # turns end by time, so that all rows get the same
+_WORKER_LOSS_STAGES = ("crash", "timeout")
 
-OpenEngines = Callable[[], AbstractContextManager[Engines]]
+EngineFactory = Callable[[], AbstractContextManager[Engines]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Contender:
     """Row of a comparison: a model on one of the workers' benchmarkers."""
 
     name: str
     candidate: Candidate
-    benchmarker: str = MAIN
+    benchmarker: str = MAIN_BENCHMARKER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowSummary:
+class ContenderSummary:
     """Result of the confirmation for one row.
 
     Attributes:
@@ -83,7 +83,7 @@ class RowSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class ConfirmationSummary:
     """Result of a confirmation.
 
     Attributes:
@@ -96,20 +96,20 @@ class Summary:
 
     floor: float
     builds: int
-    rows: Mapping[str, RowSummary]
+    rows: Mapping[str, ContenderSummary]
     failed: Mapping[str, Failed]
     disturbed: float = 0.0
 
 
 def confirm(
-    rows: Sequence[Row],
-    baseline: Row,
+    rows: Sequence[Contender],
+    baseline: Contender,
     *,
-    open_engines: OpenEngines,
-    plan: Rounds,
+    open_engines: EngineFactory,
+    schedule: TurnSchedule,
     rng: np.random.Generator,
-    done: Iterable[Event] = (),
-) -> Iterator[Event]:
+    done: Iterable[TurnEvent] = (),
+) -> Iterator[TurnEvent]:
     """Time the rows against the baseline, and yield each event as it happens.
 
     For each of `plan.builds` and each group of rows, a fresh worker builds all rows, then each is timed once in
@@ -127,63 +127,63 @@ def confirm(
     names = [baseline.name, TWIN, *(row.name for row in rows)]
     if len(set(names)) != len(names):
         raise ValueError(f"rows of a confirmation need different names, but got {', '.join(names)}")
-    groups = [rows[start : start + GROUP] for start in range(0, len(rows), GROUP)] or [()]
-    known = Readings(done)
-    finished = _finished(known, plan.rounds)
-    for build, streams in enumerate(rng.spawn(plan.builds)):
+    groups = [rows[start : start + MAX_GROUP_ROWS] for start in range(0, len(rows), MAX_GROUP_ROWS)] or [()]
+    known = TurnMatrix(done)
+    finished = _finished_rows(known, schedule.rounds)
+    for build, streams in enumerate(rng.spawn(schedule.builds)):
         for group, (members, stream) in enumerate(zip(groups, streams.spawn(len(groups)), strict=True)):
             if finished[build, group].issuperset({baseline.name, TWIN, *(row.name for row in members)}):
                 continue
             worker = known.workers.get((build, group), -1) + 1
-            yield from _Turns((build, group), worker, baseline, plan, stream).run(members, open_engines)
+            yield from BuildTurns((build, group), worker, baseline, schedule, stream).run(members, open_engines)
 
 
-class _Turns:
+class BuildTurns:
     """Turns of one group of rows in one build.
 
     Attributes:
         worker: See `Block.worker`.
     """
 
-    def __init__(self, key: Key, worker: int, baseline: Row, plan: Rounds, rng: np.random.Generator) -> None:
+    def __init__(self, key: BuildKey, worker: int, baseline: Contender, plan: TurnSchedule, rng: np.random.Generator) -> None:
         self.worker = worker
         self._key = {"build": key[0], "group": key[1]}
         self._bases = (baseline, replace(baseline, name=TWIN))
         self._rounds = plan.rounds
         count = max(3, plan.samples)
         self._sampling = Sampling(
-            warmup_ms=WARMUP_MS,
+            warmup_ms=TURN_WARMUP_MS,
             min_samples=count,
-            max_samples=max(count, MOST),
-            max_ms=TURN_MS,
-            target=NEVER,
+            max_samples=max(count, MAX_TURN_SAMPLES),
+            max_ms=MIN_CONFIRMATION_TURN_MS,
+            target=UNREACHABLE_TARGET,
         )
         self._rng = rng
-        self._alive: dict[str, Row] = {}
+        self._alive: dict[str, Contender] = {}
 
-    def run(self, members: Sequence[Row], open_engines: OpenEngines) -> Iterator[Event]:
+    def run(self, members: Sequence[Contender], open_engines: EngineFactory) -> Iterator[TurnEvent]:
         """Yield the events of this group, over as many workers as its rows crash."""
         self._alive = {row.name: row for row in (*self._bases, *members)}
         complete = False
         while not complete:
             with open_engines() as engines:
-                complete = yield from self._worker(engines)
+                complete = yield from self._run_worker(engines)
             self.worker += 1
 
-    def _worker(self, engines: Engines) -> Generator[Event, None, bool]:
+    def _run_worker(self, engines: Engines) -> Generator[TurnEvent, None, bool]:
         """Yield the events of one worker; return False if it died early."""
         handles: dict[str, int] = {}
-        for row in self._shuffled():
+        for row in self._shuffle_rows():
             built = engines.build(self._alive[row].candidate, self._alive[row].benchmarker)
             if isinstance(built, Failed):
-                yield self._drop(row, built)
-                if built.stage in _LOST:
+                yield self._drop_row(row, built)
+                if built.stage in _WORKER_LOSS_STAGES:
                     return False
             else:
                 handles[row] = built.handle
-        withheld: dict[int, Sequence[Block]] = {}
+        withheld: dict[int, Sequence[Turn]] = {}
         for number in range(self._rounds):
-            turns = yield from self._round(number, engines, handles)
+            turns = yield from self._run_round(number, engines, handles)
             if turns is None:
                 return False
             if any(turn.disturbed for turn in turns):
@@ -195,26 +195,26 @@ class _Turns:
         for number, first in withheld.items():
             turns = first
             if not permanent:
-                again = yield from self._round(number, engines, handles)
+                again = yield from self._run_round(number, engines, handles)
                 if again is None:
                     return False
                 turns = _merge_repetition(again, first)
             yield from (turn for turn in turns if turn.row in self._alive)
         return True
 
-    def _round(
+    def _run_round(
         self, number: int, engines: Engines, handles: Mapping[str, int]
-    ) -> Generator[Event, None, Sequence[Block] | None]:
+    ) -> Generator[TurnEvent, None, Sequence[Turn] | None]:
         """Time each row once, in random order; yield failures, return the turns, or None if the worker died."""
-        turns: list[Block] = []
-        for row in self._shuffled():
+        turns: list[Turn] = []
+        for row in self._shuffle_rows():
             samples = engines.sample(handles[row], self._sampling)
             if isinstance(samples, Failed):
-                yield self._drop(row, samples)
-                if samples.stage in _LOST:
+                yield self._drop_row(row, samples)
+                if samples.stage in _WORKER_LOSS_STAGES:
                     return None
                 continue
-            turn = Block(
+            turn = Turn(
                 **self._key,
                 worker=self.worker,
                 round=number,
@@ -226,41 +226,41 @@ class _Turns:
             turns.append(turn)
         return turns
 
-    def _drop(self, row: str, failed: Failed) -> Dropped:
+    def _drop_row(self, row: str, failed: Failed) -> RowFailure:
         if row in [base.name for base in self._bases]:
             why = f"{failed.stage}: {failed.reason}\n{failed.log_tail}"
             raise UserError(f"the baseline failed in the confirmation, so there is nothing to compare with; {why}")
         del self._alive[row]
-        return Dropped(**self._key, row=row, failed=failed)
+        return RowFailure(**self._key, row=row, failed=failed)
 
-    def _shuffled(self) -> list[str]:
+    def _shuffle_rows(self) -> list[str]:
         names = list(self._alive)
         return [names[index] for index in self._rng.permutation(len(names))]
 
 
-def _merge_repetition(turns: Iterable[Block], first: Iterable[Block]) -> list[Block]:
+def _merge_repetition(turns: Iterable[Turn], first: Iterable[Turn]) -> list[Turn]:
     """Return the turns of a repeated round, with the readings of the first attempt as discarded ones."""
     earlier = {turn.row: (*turn.discarded_ms, *turn.samples_ms) for turn in first}
     return [replace(turn, discarded_ms=(*earlier.get(turn.row, ()), *turn.discarded_ms)) for turn in turns]
 
 
-def summarise(events: Iterable[Event], baseline: str, floor: float = 0.0) -> Summary:
+def summarize_turns(events: Iterable[TurnEvent], baseline: str, floor: float = 0.0) -> ConfirmationSummary:
     """Return latency, speedup and verdict of each row; `floor` is used if it exceeds the noise floor of the events."""
-    matrix = Readings(events)
-    floor = max(floor, floor_of(matrix, baseline))
+    matrix = TurnMatrix(events)
+    floor = max(floor, noise_floor(matrix, baseline))
     rows = {}
     for name in matrix.turns:
-        base, own = matrix.paired(name, baseline)
+        base, own = matrix.paired_samples(name, baseline)
         if own and name != TWIN:
             speedup = paired_ratio_ci(base, own)
-            rows[name] = RowSummary(
+            rows[name] = ContenderSummary(
                 latency_ms=block_ci(own),
                 speedup=speedup,
-                verdict=verdict(speedup, floor),
+                verdict=speedup_verdict(speedup, floor),
                 builds=len(own) + len(matrix.failed[name]),
                 builds_ok=len(own),
             )
-    return Summary(
+    return ConfirmationSummary(
         floor=floor,
         builds=_complete_builds(matrix),
         rows=rows,
@@ -269,16 +269,16 @@ def summarise(events: Iterable[Event], baseline: str, floor: float = 0.0) -> Sum
     )
 
 
-def floor_of(matrix: Readings, baseline: str) -> float:
+def noise_floor(matrix: TurnMatrix, baseline: str) -> float:
     """Return the A/A noise floor: the gain of the baseline over its twin, see `harness.statistics`."""
-    bases, twins = matrix.paired(TWIN, baseline)
+    bases, twins = matrix.paired_samples(TWIN, baseline)
     ratios = [float(np.median(np.divide(base, twin))) for base, twin in zip(bases, twins, strict=True)]
-    return floor_from(ratios)
+    return noise_floor_from_ratios(ratios)
 
 
-def _finished(matrix: Readings, rounds: int) -> Mapping[Key, set[str]]:
+def _finished_rows(matrix: TurnMatrix, rounds: int) -> Mapping[BuildKey, set[str]]:
     """Return the rows that completed all rounds, or failed, by worker."""
-    finished: dict[Key, set[str]] = defaultdict(set)
+    finished: dict[BuildKey, set[str]] = defaultdict(set)
     for row in {*matrix.turns, *matrix.failed}:
         complete = [key for key, turns in matrix.turns[row].items() if len(turns) >= rounds]
         for key in (*complete, *matrix.failed[row]):
@@ -286,10 +286,10 @@ def _finished(matrix: Readings, rounds: int) -> Mapping[Key, set[str]]:
     return finished
 
 
-def _complete_builds(matrix: Readings) -> int:
+def _complete_builds(matrix: TurnMatrix) -> int:
     """Return the number of builds that all rows finished."""
     rounds = max((len(turns) for workers in matrix.turns.values() for turns in workers.values()), default=0)
     rows: dict[int, set[str]] = defaultdict(set)
-    for (build, _), names in _finished(matrix, rounds).items():
+    for (build, _), names in _finished_rows(matrix, rounds).items():
         rows[build] |= names
     return sum(names == set().union(*rows.values()) for names in rows.values())

@@ -11,10 +11,10 @@ import numpy as np
 from harness.api import Array
 from harness.errors import BuildFailed, CandidateError
 
-__all__ = ["plain", "refuse_dynamic", "said", "timed", "words"]
+__all__ = ["to_float32", "require_static_shapes", "translate_errors", "time_calls", "one_line_error"]
 
 
-def timed(run: Callable[[], object], n: int) -> list[float]:
+def time_calls(run: Callable[[], object], n: int) -> list[float]:
     """Return the latency of each of n calls in ms, with nothing else between two calls."""
     clock = time.perf_counter_ns
     readings = np.empty(n)
@@ -26,12 +26,12 @@ def timed(run: Callable[[], object], n: int) -> list[float]:
     return latency_ms
 
 
-def plain(array: Array) -> Array:
+def to_float32(array: Array) -> Array:
     """Return a floating-point output as float32, and any other output unchanged."""
     return array.astype(np.float32, copy=False) if np.issubdtype(array.dtype, np.floating) else array
 
 
-def refuse_dynamic(file: str, shapes: Mapping[str, Sequence[object]]) -> None:
+def require_static_shapes(file: str, shapes: Mapping[str, Sequence[object]]) -> None:
     """Raise `BuildFailed` if an input has a dynamic shape, which has a size that is no integer."""
     for name, shape in shapes.items():
         if not all(isinstance(size, int) for size in shape):
@@ -40,15 +40,15 @@ def refuse_dynamic(file: str, shapes: Mapping[str, Sequence[object]]) -> None:
 
 
 @contextmanager
-def said(failure: type[CandidateError], what: str, errors: tuple[type[Exception], ...]) -> Iterator[None]:
+def translate_errors(failure: type[CandidateError], what: str, errors: tuple[type[Exception], ...]) -> Iterator[None]:
     """Raise a runtime's exceptions as `failure`, with its text after "WHAT: "."""
     try:
         yield
     except errors as error:
-        raise failure(f"{what}: {words(error)}") from error
+        raise failure(f"{what}: {one_line_error(error)}") from error
 
 
-def words(error: BaseException) -> str:
+def one_line_error(error: BaseException) -> str:
     """Return a runtime's message on one line, without the source locations that raised it."""
     lines = [line.strip() for line in str(error).splitlines()]
     text = [line for line in lines if line and not line.startswith(("Exception from ", "Check '"))]

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["Conditions", "Machine", "disturbance"]
+__all__ = ["MachineSnapshot", "MachineMonitor", "describe_disturbance"]
 
 T = TypeVar("T")
-CLOCK_FALLS = 0.9  # smaller changes of the clock are the governor's normal operation
-WAITING = 0.1  # of the time, waiting for a core; the median is robust against less
-STOLEN = 0.03  # of the cores' time, given to other guests; an idle hypervisor takes less than 1 %
-OTHERS = 0.25  # of the time of our cores and their sibling threads, used by other processes
-GRAIN_S = 0.02  # two of Linux' ticks of 10 ms, which show nothing
-CORES = 4  # enough to see the core that works, few enough on machines with hundreds
+THROTTLED_CLOCK_RATIO = 0.9  # smaller changes of the clock are the governor's normal operation
+MAX_WAIT_SHARE = 0.1  # of the time, waiting for a core; the median is robust against less
+MAX_STEAL_SHARE = 0.03  # of the cores' time, given to other guests; an idle hypervisor takes less than 1 %
+MAX_OTHER_LOAD_SHARE = 0.25  # of the time of our cores and their sibling threads, used by other processes
+CPU_TIME_RESOLUTION_S = 0.02  # two of Linux' ticks of 10 ms, which show nothing
+MAX_CLOCKS_READ = 4  # enough to see the core that works, few enough on machines with hundreds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conditions:
+class MachineSnapshot:
     """State of the machine at one moment; None for values that cannot be read.
 
     The watched cores are those that this process may use, and their sibling threads. A process with cores of its own
@@ -58,7 +58,7 @@ class Conditions:
         return {name: round(value, 2) for name, value in values.items() if value is not None}
 
 
-class Machine:
+class MachineMonitor:
     """Reader of machine snapshots; finds the files once, because that takes longer than reading them.
 
     Args:
@@ -66,29 +66,29 @@ class Machine:
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
-        folders = {core: root / f"sys/devices/system/cpu/cpu{core}" for core in _own_cores()}
-        siblings = {sibling for folder in folders.values() for sibling in _siblings(folder)}
+        folders = {core: root / f"sys/devices/system/cpu/cpu{core}" for core in _allowed_cores()}
+        siblings = {sibling for folder in folders.values() for sibling in _sibling_threads(folder)}
         self._watched = {f"cpu{core}" for core in folders.keys() | siblings}
-        cores = list(folders.values())[:CORES]
-        self._clocks = _readable(core / "cpufreq/scaling_cur_freq" for core in cores)
-        self._sensors = _readable(sorted((root / "sys/class/thermal").glob("thermal_zone*/temp")))
+        cores = list(folders.values())[:MAX_CLOCKS_READ]
+        self._clocks = _readable_paths(core / "cpufreq/scaling_cur_freq" for core in cores)
+        self._sensors = _readable_paths(sorted((root / "sys/class/thermal").glob("thermal_zone*/temp")))
         names = ("core_throttle_count", "package_throttle_count")
-        self._throttles = _readable(core / "thermal_throttle" / name for core in cores for name in names)
+        self._throttles = _readable_paths(core / "thermal_throttle" / name for core in cores for name in names)
         # The container's own control group, if Docker or Kubernetes shows it here: version 2, version 1.
-        self._quotas = _readable(root / "sys/fs/cgroup" / name for name in ("cpu.stat", "cpu/cpu.stat"))
+        self._quotas = _readable_paths(root / "sys/fs/cgroup" / name for name in ("cpu.stat", "cpu/cpu.stat"))
         self._tasks = root / "proc/self/task"
         self._stat = root / "proc/stat"
 
-    def read(self) -> Conditions:
+    def read(self) -> MachineSnapshot:
         """Return the current state; takes a tenth of a millisecond."""
-        cores, busy_s, stolen_s = _soft(self._core_times) or (None, None, None)
-        return Conditions(
+        cores, busy_s, stolen_s = _or_none(self._core_times) or (None, None, None)
+        return MachineSnapshot(
             at_s=time.monotonic(),
-            mhz=max((_number(path) / 1000 for path in self._clocks), default=None),
-            temperature_c=max((_number(path) / 1000 for path in self._sensors), default=None),
-            load=_soft(lambda: os.getloadavg()[0]),
+            mhz=max((_read_number(path) / 1000 for path in self._clocks), default=None),
+            temperature_c=max((_read_number(path) / 1000 for path in self._sensors), default=None),
+            load=_or_none(lambda: os.getloadavg()[0]),
             throttled=self._throttled(),
-            waited_s=_soft(self._waited_s),
+            waited_s=_or_none(self._waited_s),
             cores=cores,
             busy_s=busy_s,
             stolen_s=stolen_s,
@@ -96,8 +96,8 @@ class Machine:
         )
 
     def _throttled(self) -> int | None:
-        counts = [int(_number(path)) for path in self._throttles]
-        periods = (_soft(lambda path=path: _periods(path)) for path in self._quotas)  # type: ignore[misc]
+        counts = [int(_read_number(path)) for path in self._throttles]
+        periods = (_or_none(lambda path=path: _throttled_periods(path)) for path in self._quotas)  # type: ignore[misc]
         counts += [count for count in periods if count is not None]
         return sum(counts) if counts else None
 
@@ -119,62 +119,62 @@ class Machine:
         return len(ticks), busy / ticks_per_s, sum(core[7] for core in ticks) / ticks_per_s
 
 
-def disturbance(before: Conditions, after: Conditions) -> str:
+def describe_disturbance(before: MachineSnapshot, after: MachineSnapshot) -> str:
     """Describe why readings between two snapshots are not reliable; "" if no disturbance was seen."""
     spent_s = after.at_s - before.at_s
     if before.throttled is not None and after.throttled is not None and after.throttled > before.throttled:
         return f"throttled {after.throttled - before.throttled} times, by heat or by the container's CPU quota"
-    if before.mhz and after.mhz and after.mhz < CLOCK_FALLS * before.mhz:
+    if before.mhz and after.mhz and after.mhz < THROTTLED_CLOCK_RATIO * before.mhz:
         return f"the clock fell from {before.mhz:.0f} to {after.mhz:.0f} MHz"
     if before.waited_s is not None and after.waited_s is not None and spent_s > 0:
         share = (after.waited_s - before.waited_s) / spent_s
-        if share > WAITING:
+        if share > MAX_WAIT_SHARE:
             return f"waited for a core {share:.0%} of the time: something else runs on this machine"
-    return _neighbours(before, after, spent_s)
+    return _describe_other_load(before, after, spent_s)
 
 
-def _neighbours(before: Conditions, after: Conditions, spent_s: float) -> str:
+def _describe_other_load(before: MachineSnapshot, after: MachineSnapshot, spent_s: float) -> str:
     """Describe the load of other processes on this machine, or of other guests on its host."""
     if not after.cores or spent_s <= 0:
         return ""
     total_s = spent_s * after.cores
     stolen_s, busy_s, own_s = (getattr(after, name) - getattr(before, name) for name in ("stolen_s", "busy_s", "own_s"))
-    if stolen_s > STOLEN * total_s + GRAIN_S:
+    if stolen_s > MAX_STEAL_SHARE * total_s + CPU_TIME_RESOLUTION_S:
         return f"the hypervisor took {stolen_s / total_s:.0%} of the cores' time: other guests run on this host"
     others_s = busy_s - own_s
-    if others_s > OTHERS * total_s + GRAIN_S:
+    if others_s > MAX_OTHER_LOAD_SHARE * total_s + CPU_TIME_RESOLUTION_S:
         return f"other processes kept {others_s / total_s:.0%} of its cores busy: something else runs on this machine"
     return ""
 
 
-def _own_cores() -> list[int]:
+def _allowed_cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
-def _siblings(core: Path) -> list[int]:
+def _sibling_threads(core: Path) -> list[int]:
     """Return the threads of a core from Linux' list ("0,64" or "0-1"), or none if there is no such list."""
-    text = _soft((core / "topology/thread_siblings_list").read_text) or ""
+    text = _or_none((core / "topology/thread_siblings_list").read_text) or ""
     bounds = [part.split("-") for part in text.strip().split(",") if part]
-    return _soft(lambda: [cpu for bound in bounds for cpu in range(int(bound[0]), int(bound[-1]) + 1)]) or []
+    return _or_none(lambda: [cpu for bound in bounds for cpu in range(int(bound[0]), int(bound[-1]) + 1)]) or []
 
 
-def _readable(paths: Iterable[Path]) -> tuple[Path, ...]:
-    return tuple(path for path in paths if _soft(path.read_bytes) is not None)
+def _readable_paths(paths: Iterable[Path]) -> tuple[Path, ...]:
+    return tuple(path for path in paths if _or_none(path.read_bytes) is not None)
 
 
-def _number(path: Path) -> float:
-    return _soft(lambda: float(path.read_text())) or 0.0
+def _read_number(path: Path) -> float:
+    return _or_none(lambda: float(path.read_text())) or 0.0
 
 
-def _periods(path: Path) -> int:
+def _throttled_periods(path: Path) -> int:
     """Return the number of periods in which a control group exhausted its quota; 0 if it has none."""
     fields = dict(line.split()[:2] for line in path.read_text().splitlines())
     return int(fields.get("nr_throttled", 0))
 
 
-def _soft(probe: Callable[[], T]) -> T | None:
+def _or_none(probe: Callable[[], T]) -> T | None:
     try:
         return probe()
     except (OSError, ValueError, IndexError, AttributeError):  # the last: Windows has no sysconf

@@ -14,33 +14,33 @@ from typing import Any
 import psutil
 
 __all__ = [
-    "checked_threads",
-    "cores",
-    "cpu_model",
-    "decisive",
-    "environment",
+    "validate_threads",
+    "count_cores",
+    "cpu_model_name",
+    "comparability_key",
+    "describe_environment",
     "git_commit",
-    "options_said",
-    "processor",
-    "saturates",
-    "saturates_here",
-    "with_instructions",
+    "format_options",
+    "machine_processor_label",
+    "lacks_vnni",
+    "machine_lacks_vnni",
+    "processor_label",
 ]  # fmt: skip
 
-PACKAGES = (
+RECORDED_PACKAGES = (
     "qdq-bench", "numpy", "onnx", "onnxruntime-gpu", "onnxruntime", "openvino", "nvidia-modelopt", "tensorrt", "torch",
     "optuna", "scikit-learn", "scipy",
 )  # fmt: skip
-FLAGS = (
+RECORDED_CPU_FLAGS = (
     "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16",
     "asimddp", "i8mm", "bf16", "sve", "sve2",
 )  # fmt: skip
 # CPU flags of instructions that multiply INT8, with their names, the fastest first.
-INTEGER = (
+INT8_INSTRUCTION_SETS = (
     ("amx_int8", "AMX"), ("avx512_vnni", "AVX512-VNNI"), ("avx_vnni", "AVX-VNNI"), ("avx512f", "AVX512"),
     ("avx2", "AVX2"), ("i8mm", "I8MM"), ("asimddp", "DotProd"),
 )  # fmt: skip
-GPU_FIELDS = (
+NVIDIA_SMI_FIELDS = (
     "name", "driver_version", "compute_cap", "memory.total", "clocks.sm", "clocks.max.sm", "temperature.gpu",
     "power.draw",
 )  # fmt: skip
@@ -51,40 +51,40 @@ CONTAINER_MARKS = {
 _CPU_FOLDER = "/sys/devices/system/cpu"
 
 
-def environment(commit: str | None = None) -> dict[str, Any]:
+def describe_environment(commit: str | None = None) -> dict[str, Any]:
     """Return facts about this machine and this installation; `commit` defaults to `git_commit()`."""
     probes: Mapping[str, Callable[[], Any]] = {
         "python": platform.python_version,
         "system": lambda: f"{platform.system()} {platform.release()} {platform.machine()}",
-        "packages": _packages,
-        "cpu": _cpu,
-        "limits": _limits,
+        "packages": _package_versions,
+        "cpu": _cpu_facts,
+        "limits": _process_limits,
         "load_average": lambda: [round(load, 2) for load in os.getloadavg()],
         "memory_gib": lambda: round(psutil.virtual_memory().total / 2**30, 1),
-        "gpus": _gpus,
+        "gpus": _gpu_facts,
         "git_commit": lambda: commit or git_commit(),
     }
     return {name: value for name, value in _run_probes(probes).items() if value not in ({}, [], "")}
 
 
-def decisive(facts: Mapping[str, Any]) -> dict[str, Any]:
+def comparability_key(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts of an environment that must be equal for figures to be compared."""
     return {
         "python": facts.get("python"),
         "packages": facts.get("packages"),
         "cpu": facts.get("cpu", {}).get("model"),
         "instructions": facts.get("cpu", {}).get("flags"),  # clouds give different processors the same name
-        "gpus": _kinds(facts.get("gpus", ())),
+        "gpus": _gpu_kinds(facts.get("gpus", ())),
     }
 
 
-def _kinds(gpus: Iterable[Mapping[str, str]]) -> list[dict[str, str | None]]:
+def _gpu_kinds(gpus: Iterable[Mapping[str, str]]) -> list[dict[str, str | None]]:
     """Return each kind of GPU once: an engine runs on one, so their number does not matter."""
     kinds = {(gpu.get("name"), gpu.get("driver_version")) for gpu in gpus}
     return [{"name": name, "driver_version": driver} for name, driver in sorted(kinds, key=repr)]
 
 
-def saturates(facts: Mapping[str, Any]) -> bool:
+def lacks_vnni(facts: Mapping[str, Any]) -> bool:
     """Return whether an environment's processor adds products of UINT8 and INT8 in 16 bits, which saturate.
 
     These are x86 processors with AVX2 (VPMADDUBSW) and without VNNI or AMX. There, runtimes compute something else than
@@ -94,9 +94,9 @@ def saturates(facts: Mapping[str, Any]) -> bool:
     return "avx2" in flags and not flags & {"avx_vnni", "avx512_vnni", "amx_int8"}
 
 
-def saturates_here() -> bool:
+def machine_lacks_vnni() -> bool:
     """Return `saturates` for this machine; False if its processor cannot be read."""
-    return saturates({"cpu": _soft(_cpu) or {}})
+    return lacks_vnni({"cpu": _or_none(_cpu_facts) or {}})
 
 
 def git_commit() -> str | None:
@@ -107,7 +107,7 @@ def git_commit() -> str | None:
     here = Path(__file__).resolve()
 
     def git(*arguments: str) -> str:
-        return _run("git", "-C", str(here.parent), *arguments)
+        return _run_command("git", "-C", str(here.parent), *arguments)
 
     def probe() -> str | None:
         if shutil.which("git") is None or here.name not in git("ls-files", here.name):
@@ -115,51 +115,51 @@ def git_commit() -> str | None:
         changed = git("status", "--porcelain", "--untracked-files=no")
         return f"{git('rev-parse', 'HEAD')}{'+changes' if changed else ''}"
 
-    commit: str | None = _soft(probe)
+    commit: str | None = _or_none(probe)
     return commit
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Return the number of CPU cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def checked_threads(threads: object) -> int:
+def validate_threads(threads: object) -> int:
     """Return a number of threads; raise `ValueError` above the number of cores, where the scheduler is timed."""
-    if not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= cores():
-        raise ValueError(f"threads: 1 to {cores()} (the cores that this process may use), but got {threads!r}")
+    if not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= count_cores():
+        raise ValueError(f"threads: 1 to {count_cores()} (the cores that this process may use), but got {threads!r}")
     return threads
 
 
-def cpu_model() -> str:
+def cpu_model_name() -> str:
     """Return the processor's name, or the architecture if it has none."""
-    fields = _soft(_cpuinfo) or {}
+    fields = _or_none(_cpuinfo) or {}
     return fields.get("model name") or fields.get("Model") or platform.processor() or platform.machine()
 
 
-def processor(name: str | None = None) -> str:
+def machine_processor_label(name: str | None = None) -> str:
     """Return `with_instructions` for this machine, with the name that a runtime gives or the processor's own."""
-    return with_instructions(name or cpu_model(), {"cpu": _soft(_cpu) or {}})
+    return processor_label(name or cpu_model_name(), {"cpu": _or_none(_cpu_facts) or {}})
 
 
-def with_instructions(name: str, facts: Mapping[str, Any]) -> str:
+def processor_label(name: str, facts: Mapping[str, Any]) -> str:
     """Return a processor's name with the fastest INT8 instructions of an environment: "AMD EPYC (AVX512-VNNI)".
 
     These decide the gain of quantization, and processors with the same name differ in them.
     """
     flags = facts.get("cpu", {}).get("flags", ())
-    instructions = next((label for flag, label in INTEGER if flag in flags), None)
+    instructions = next((label for flag, label in INT8_INSTRUCTION_SETS if flag in flags), None)
     return name if instructions is None else f"{name} ({instructions})"
 
 
-def options_said(options: Mapping[str, Any]) -> str:
+def format_options(options: Mapping[str, Any]) -> str:
     """Return an engine's options as text: "threads 1, precision f32"."""
     return ", ".join(f"{name} {value}" for name, value in options.items())
 
 
-def _soft(probe: Callable[[], Any]) -> Any:
+def _or_none(probe: Callable[[], Any]) -> Any:
     """Return the probe's value, or None if this machine does not offer it."""
     try:
         return probe()
@@ -169,13 +169,13 @@ def _soft(probe: Callable[[], Any]) -> Any:
 
 def _run_probes(probes: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
     """Return the values of the probes that have one."""
-    values = {name: _soft(probe) for name, probe in probes.items()}
+    values = {name: _or_none(probe) for name, probe in probes.items()}
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _packages() -> dict[str, str]:
+def _package_versions() -> dict[str, str]:
     versions = {}
-    for name in PACKAGES:
+    for name in RECORDED_PACKAGES:
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
@@ -190,35 +190,35 @@ def _cpuinfo() -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-def _cpu() -> dict[str, Any]:
-    fields = _soft(_cpuinfo) or {}
+def _cpu_facts() -> dict[str, Any]:
+    fields = _or_none(_cpuinfo) or {}
     present = set((fields.get("flags") or fields.get("Features") or "").split())
     return _run_probes(
         {
-            "model": cpu_model,
+            "model": cpu_model_name,
             "cores": lambda: psutil.cpu_count(logical=False),
             "threads": psutil.cpu_count,
-            "flags": lambda: [flag for flag in FLAGS if flag in present],
+            "flags": lambda: [flag for flag in RECORDED_CPU_FLAGS if flag in present],
             "virtual": lambda: "hypervisor" in present or None,
             "governor": lambda: _read_text(f"{_CPU_FOLDER}/cpu0/cpufreq/scaling_governor"),
-            "turbo": _turbo,
+            "turbo": _turbo_enabled,
             "mhz": lambda: round(psutil.cpu_freq().current),
-            "temperature_c": _temperature,
+            "temperature_c": _max_temperature_c,
         }
     )
 
 
-def _turbo() -> bool:
+def _turbo_enabled() -> bool:
     no_turbo = Path(f"{_CPU_FOLDER}/intel_pstate/no_turbo")
     return _read_text(no_turbo) == "0" if no_turbo.exists() else _read_text(f"{_CPU_FOLDER}/cpufreq/boost") == "1"
 
 
-def _temperature() -> float | None:
+def _max_temperature_c() -> float | None:
     readings = [sensor.current for group in psutil.sensors_temperatures().values() for sensor in group]
     return max(readings, default=None)
 
 
-def _limits() -> dict[str, Any]:
+def _process_limits() -> dict[str, Any]:
     """Return the limits of the container or the user: affinity, CPU quota (cores), memory, address space, variables."""
     probes: Mapping[str, Callable[[], Any]] = {
         "affinity": lambda: sorted(os.sched_getaffinity(0)),
@@ -232,25 +232,25 @@ def _limits() -> dict[str, Any]:
 
 
 def _cgroup_cores() -> float | None:
-    if _unified():
-        quota, period = _cgroup("", "cpu.max").split()
+    if _has_cgroup_v2():
+        quota, period = _read_cgroup_file("", "cpu.max").split()
     else:
-        quota, period = (_cgroup("cpu", f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        quota, period = (_read_cgroup_file("cpu", f"cpu.cfs_{name}_us") for name in ("quota", "period"))
     return None if int(quota) < 0 else int(quota) / int(period)
 
 
 def _cgroup_memory_gib() -> float | None:
-    controller, name = ("", "memory.max") if _unified() else ("memory", "memory.limit_in_bytes")
-    limit = int(_cgroup(controller, name))
+    controller, name = ("", "memory.max") if _has_cgroup_v2() else ("memory", "memory.limit_in_bytes")
+    limit = int(_read_cgroup_file(controller, name))
     return None if limit >= psutil.virtual_memory().total else round(limit / 2**30, 1)
 
 
-def _unified() -> bool:
+def _has_cgroup_v2() -> bool:
     """Return whether control groups form one tree (version 2) and not one for each controller (version 1)."""
     return Path("/sys/fs/cgroup/cgroup.controllers").exists()
 
 
-def _cgroup(controller: str, name: str) -> str:
+def _read_cgroup_file(controller: str, name: str) -> str:
     """Return the text of a file of this process's control group; the controller of version 2 is ""."""
     groups = (line.split(":", 2) for line in _read_text("/proc/self/cgroup").splitlines())
     own = next(path for _, controllers, path in groups if controller in controllers.split(","))
@@ -266,16 +266,16 @@ def _address_space_gib() -> float | None:
     return None if soft == resource.RLIM_INFINITY else round(soft / 2**30, 1)
 
 
-def _gpus() -> list[dict[str, str]]:
+def _gpu_facts() -> list[dict[str, str]]:
     if shutil.which("nvidia-smi") is None:
         return []
-    query = f"--query-gpu={','.join(GPU_FIELDS)}"
-    rows = _run("nvidia-smi", query, "--format=csv,noheader").splitlines()
+    query = f"--query-gpu={','.join(NVIDIA_SMI_FIELDS)}"
+    rows = _run_command("nvidia-smi", query, "--format=csv,noheader").splitlines()
     cells = ([cell.strip() for cell in row.split(",")] for row in rows)
-    return _visible([dict(zip(GPU_FIELDS, row, strict=True)) for row in cells])
+    return _visible_gpus([dict(zip(NVIDIA_SMI_FIELDS, row, strict=True)) for row in cells])
 
 
-def _visible(gpus: list[dict[str, str]]) -> list[dict[str, str]]:
+def _visible_gpus(gpus: list[dict[str, str]]) -> list[dict[str, str]]:
     """Return the GPUs that CUDA shows to this process; all of them if CUDA_VISIBLE_DEVICES contains UUIDs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else []
@@ -288,6 +288,6 @@ def _read_text(path: str | Path) -> str:
     return Path(path).read_text(encoding="utf-8").strip()
 
 
-def _run(*command: str) -> str:
+def _run_command(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     return done.stdout.strip()

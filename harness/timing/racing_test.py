@@ -16,18 +16,18 @@ import numpy as np
 import numpy.typing as npt
 from scipy.stats import t as student
 
-from harness.statistics import CLAIM_FLOOR
+from harness.statistics import MIN_CLAIMED_GAIN
 
-__all__ = ["HEATS", "by_builds", "unbeaten", "winner"]
+__all__ = ["TURNS_PER_RACING_ROUND", "build_variance_slack", "surviving", "race_winner"]
 
-HEATS = (8, 8, 16)  # each as long as all before it, which cuts the remaining noise by a third
-SURE = 0.95  # of one one-sided test between two contenders that were not selected by their readings
+TURNS_PER_RACING_ROUND = (8, 8, 16)  # each as long as all before it, which cuts the remaining noise by a third
+RACING_CONFIDENCE = 0.95  # of one one-sided test between two contenders that were not selected by their readings
 
 FloatArray = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
+BoolArray = npt.NDArray[np.bool_]
 
 
-def by_builds(rounds: int, floor: float = 0.0) -> float:
+def build_variance_slack(rounds: int, floor: float = 0.0) -> float:
     """Return the difference of mean log latencies that builds of equal models may have.
 
     Args:
@@ -35,10 +35,10 @@ def by_builds(rounds: int, floor: float = 0.0) -> float:
         floor: A/A noise floor, as a share: the difference between builds of the float model. At least the smallest gain
             that a verdict claims is used.
     """
-    return math.log1p(max(CLAIM_FLOOR, floor)) / math.sqrt(rounds)
+    return math.log1p(max(MIN_CLAIMED_GAIN, floor)) / math.sqrt(rounds)
 
 
-def unbeaten(log_ms: FloatArray, best: int = 1, slack: float = 0.0) -> Flags:
+def surviving(log_ms: FloatArray, best: int = 1, slack: float = 0.0) -> BoolArray:
     """Return which contenders noise may still put among the best.
 
     A contender is eliminated if its turns are slower than those of the `best`-th (by the median over all turns) by more
@@ -55,7 +55,7 @@ def unbeaten(log_ms: FloatArray, best: int = 1, slack: float = 0.0) -> Flags:
     """
     timed = np.isfinite(log_ms)
     takes_part = timed.any(axis=-1)
-    median = np.where(takes_part, _median(log_ms, timed), np.inf)
+    median = np.where(takes_part, _masked_median(log_ms, timed), np.inf)
     order = np.argsort(median, axis=-1, kind="stable")
     last = order[..., min(best, median.shape[-1]) - 1, None]
     last_ms = np.take_along_axis(log_ms, last[..., None], axis=-2)
@@ -65,13 +65,13 @@ def unbeaten(log_ms: FloatArray, best: int = 1, slack: float = 0.0) -> Flags:
     mean = gap.sum(axis=-1) / np.maximum(turns, 1)
     spread = np.sqrt(np.where(both, (gap - mean[..., None]) ** 2, 0.0).sum(axis=-1) / np.maximum(turns - 1, 1))
     with np.errstate(invalid="ignore"):  # one turn has no spread and an infinite quantile
-        slower = mean - slack > _limits(log_ms.shape[-1])[turns] * spread / np.sqrt(np.maximum(turns, 1))
+        slower = mean - slack > _student_quantiles(log_ms.shape[-1])[turns] * spread / np.sqrt(np.maximum(turns, 1))
     is_behind = median > np.take_along_axis(median, last, axis=-1)
-    survives: Flags = takes_part & ~(slower & is_behind)
+    survives: BoolArray = takes_part & ~(slower & is_behind)
     return survives
 
 
-def winner(log_ms: FloatArray) -> npt.NDArray[np.intp]:
+def race_winner(log_ms: FloatArray) -> npt.NDArray[np.intp]:
     """Return the winner of a complete race.
 
     Args:
@@ -81,14 +81,14 @@ def winner(log_ms: FloatArray) -> npt.NDArray[np.intp]:
         [...]: index of the contender; the first of equal ones, also if none takes part.
     """
     remaining = np.array(log_ms)
-    for rounds, turns in enumerate(np.cumsum(HEATS), 1):
-        eliminated = ~unbeaten(remaining[..., :turns], slack=by_builds(rounds))
+    for rounds, turns in enumerate(np.cumsum(TURNS_PER_RACING_ROUND), 1):
+        eliminated = ~surviving(remaining[..., :turns], slack=build_variance_slack(rounds))
         remaining[eliminated] = np.inf
     winner: npt.NDArray[np.intp] = np.median(remaining, axis=-1).argmin(axis=-1)
     return winner
 
 
-def _median(values: FloatArray, mask: Flags) -> FloatArray:
+def _masked_median(values: FloatArray, mask: BoolArray) -> FloatArray:
     """Return the median of the masked values over the last axis; infinite without any."""
     ordered = np.sort(np.where(mask, values, np.inf), axis=-1)
     count = np.maximum(mask.sum(axis=-1, keepdims=True), 1)
@@ -99,6 +99,6 @@ def _median(values: FloatArray, mask: Flags) -> FloatArray:
 
 
 @lru_cache
-def _limits(most: int) -> FloatArray:
+def _student_quantiles(most: int) -> FloatArray:
     """Return Student's quantile by number of turns; infinite below two, which have no spread."""
-    return np.array([np.inf, np.inf, *student.ppf(SURE, np.arange(1, most))][: most + 1])
+    return np.array([np.inf, np.inf, *student.ppf(RACING_CONFIDENCE, np.arange(1, most))][: most + 1])

@@ -16,29 +16,29 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.api import Probe
-from harness.timing.machine_noise import Machine
+from harness.timing.machine_noise import MachineMonitor
 from harness.timing.sampling import (
-    FIRST_LOOK,
-    Readings,
+    MIN_RACE_SAMPLES,
+    SampleRun,
     Samples,
     is_clearly_slower,
-    read,
-    refuse_jumps,
-    settle,
+    read_checked,
+    check_clock_jumps,
+    sample_with_retry,
 )
 from harness.statistics import Interval, median_ci
 from harness.config.experiment import Sampling
 
-__all__ = ["Reference", "take_beside"]
+__all__ = ["ReferenceEngine", "sample_against_reference"]
 
-TURN_MS = 10.0  # many short turns beat few long ones, but each needs an inference to warm the caches
-TURN = 2  # inferences of a turn, without the one that warms the caches
-MOST = 200
-SHARE = 2.0  # time limit of both engines together, in units of a candidate's limit alone
+MIN_REFERENCE_TURN_MS = 10.0  # many short turns beat few long ones, but each needs an inference to warm the caches
+MIN_TURN_SAMPLES = 2  # inferences of a turn, without the one that warms the caches
+MAX_TURN_SAMPLES = 200
+PAIRED_TIME_FACTOR = 2.0  # time limit of both engines together, in units of a candidate's limit alone
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ReferenceEngine:
     """Engine that candidates are timed against.
 
     Attributes:
@@ -50,13 +50,13 @@ class Reference:
     level_ms: float
 
 
-def take_beside(
+def sample_against_reference(
     probe: Probe,
-    reference: Reference,
+    reference: ReferenceEngine,
     sampling: Sampling,
     rival: Interval | None = None,
     *,
-    machine: Machine | None = None,
+    machine: MachineMonitor | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Samples:
     """Time an engine in turns with a fixed reference.
@@ -67,26 +67,26 @@ def take_beside(
 
     Arguments and errors are those of `harness.timing.sampling.take`, with `rival` on the reference's scale.
     """
-    return settle(lambda: _turns(probe, reference, sampling, rival), probe, sampling, machine, clock)
+    return sample_with_retry(lambda: _alternate_turns(probe, reference, sampling, rival), probe, sampling, machine, clock)
 
 
-def _turns(probe: Probe, reference: Reference, sampling: Sampling, rival: Interval | None) -> Readings:
+def _alternate_turns(probe: Probe, reference: ReferenceEngine, sampling: Sampling, rival: Interval | None) -> SampleRun:
     """Make one attempt.
 
     A speed that both engines share cancels. Another process on the same core does not: it takes whole time slices,
     which more of the longer inferences meet, so the slower of two engines loses more than its share.
     """
-    candidate, other = _Side(probe), _Side(reference.probe)
-    reference_ms = [other.turn()]
+    candidate, other = PairedEngine(probe), PairedEngine(reference.probe)
+    reference_ms = [other.take_turn()]
     clock_ms: list[float] = []
     latency_ms: list[float] = []
-    cap_ms = SHARE * sampling.max_ms
+    cap_ms = PAIRED_TIME_FACTOR * sampling.max_ms
     saved = 0
-    while len(clock_ms) < FIRST_LOOK or candidate.spent_ms + other.spent_ms < cap_ms:
-        clock_ms.append(candidate.turn())
-        reference_ms.append(other.turn())
+    while len(clock_ms) < MIN_RACE_SAMPLES or candidate.spent_ms + other.spent_ms < cap_ms:
+        clock_ms.append(candidate.take_turn())
+        reference_ms.append(other.take_turn())
         latency_ms.append(clock_ms[-1] * reference.level_ms / (0.5 * (reference_ms[-2] + reference_ms[-1])))
-        if len(clock_ms) < FIRST_LOOK:
+        if len(clock_ms) < MIN_RACE_SAMPLES:
             continue
         median = median_ci(latency_ms)
         if median.relative_width <= sampling.target:
@@ -95,11 +95,11 @@ def _turns(probe: Probe, reference: Reference, sampling: Sampling, rival: Interv
             share_left = max(0.0, cap_ms / (candidate.spent_ms + other.spent_ms) - 1)
             saved = math.floor(share_left * candidate.counted)
             break
-    refuse_jumps(clock_ms)
-    return Readings(latency_ms=latency_ms, raw_ms=clock_ms, beside_ms=reference_ms, saved=saved)
+    check_clock_jumps(clock_ms)
+    return SampleRun(latency_ms=latency_ms, raw_ms=clock_ms, beside_ms=reference_ms, saved=saved)
 
 
-class _Side:
+class PairedEngine:
     """One of the two engines that take turns.
 
     Attributes:
@@ -112,16 +112,16 @@ class _Side:
         self._fastest_ms = math.inf
         self.spent_ms, self.counted = 0.0, 0
 
-    def turn(self) -> float:
+    def take_turn(self) -> float:
         """Return the median latency of one turn, whose first inference only warms the caches.
 
         The number of inferences depends on the fastest one up to now, so that an interrupted one does not cut the turn
         short.
         """
-        (first,) = read(self._probe, 1)
+        (first,) = read_checked(self._probe, 1)
         self._fastest_ms = min(self._fastest_ms, first)
-        count = math.ceil(TURN_MS / self._fastest_ms)
-        readings = read(self._probe, min(MOST, max(TURN, count)))
+        count = math.ceil(MIN_REFERENCE_TURN_MS / self._fastest_ms)
+        readings = read_checked(self._probe, min(MAX_TURN_SAMPLES, max(MIN_TURN_SAMPLES, count)))
         self._fastest_ms = min(self._fastest_ms, *readings)
         self.spent_ms += first + sum(readings)
         self.counted += len(readings)

@@ -13,30 +13,30 @@ import numpy as np
 from harness.api import Array, Probe
 from harness.errors import MeasureFailed, UserError
 from harness.random_inputs import random_feeds
-from harness.timing.machine_noise import Machine, disturbance
+from harness.timing.machine_noise import MachineMonitor, describe_disturbance
 from harness.statistics import Interval, median_ci
 from harness.config.experiment import Sampling
 
 __all__ = [
-    "FIRST_LOOK",
-    "STEADY",
-    "Readings",
+    "MIN_RACE_SAMPLES",
+    "STEADY_TOLERANCE",
+    "SampleRun",
     "Samples",
-    "fixed_inputs",
-    "read",
-    "refuse_jumps",
-    "settle",
-    "take",
+    "make_fixed_inputs",
+    "read_checked",
+    "check_clock_jumps",
+    "sample_with_retry",
+    "sample_engine",
     "warm_up",
 ]  # fmt: skip
 
-WINDOW = 5  # inferences whose medians are compared to detect warm-up
-LONGEST_WARMUP = 5  # times `warmup_ms`, after which an engine that is not steady is sampled as it is
-STEADY = 0.02  # relative difference below which medians are equal for warm-up, drift and races
-FIRST_LOOK = 6  # the fewest readings whose range covers the median with 95 %, so that a race can be lost
-JUMP = 1000.0  # no inference differs from its engine's median by this factor
-JUMP_MS = 10_000.0  # a slow reading below this is not a clock error: machines do pause
-LONGEST_MS = 3.6e6
+WARMUP_WINDOW_SAMPLES = 5  # inferences whose medians are compared to detect warm-up
+MAX_WARMUP_FACTOR = 5  # times `warmup_ms`, after which an engine that is not steady is sampled as it is
+STEADY_TOLERANCE = 0.02  # relative difference below which medians are equal for warm-up, drift and races
+MIN_RACE_SAMPLES = 6  # the fewest readings whose range covers the median with 95 %, so that a race can be lost
+CLOCK_JUMP_FACTOR = 1000.0  # no inference differs from its engine's median by this factor
+MIN_CLOCK_JUMP_MS = 10_000.0  # a slow reading below this is not a clock error: machines do pause
+MAX_INFERENCE_MS = 3.6e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class Samples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Readings:
+class SampleRun:
     """Readings of one attempt; fields as in `Samples`.
 
     Attributes:
@@ -91,12 +91,12 @@ class Readings:
         return self.disturbed or self.drift
 
 
-def take(
+def sample_engine(
     probe: Probe,
     sampling: Sampling,
     rival: Interval | None = None,
     *,
-    machine: Machine | None = None,
+    machine: MachineMonitor | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Samples:
     """Time an engine.
@@ -112,22 +112,22 @@ def take(
     Raises:
         MeasureFailed: A reading is not a positive finite number, the clock jumped, or the probe returned too few.
     """
-    return settle(lambda: _collect(probe, sampling, rival), probe, sampling, machine, clock)
+    return sample_with_retry(lambda: _sample_until_target(probe, sampling, rival), probe, sampling, machine, clock)
 
 
-def settle(
-    attempt: Callable[[], Readings],
+def sample_with_retry(
+    attempt: Callable[[], SampleRun],
     probe: Probe,
     sampling: Sampling,
-    machine: Machine | None,
+    machine: MachineMonitor | None,
     clock: Callable[[], float],
 ) -> Samples:
     """Warm an engine up and make an attempt to time it, and a second one if the first was disturbed or drifted."""
     started_s = clock()
     warmup, steady = warm_up(probe, sampling)
-    run, discarded = _watched(attempt, probe, machine), None
+    run, discarded = _run_monitored(attempt, probe, machine), None
     if run.trouble:
-        run, discarded = _watched(attempt, probe, machine), run
+        run, discarded = _run_monitored(attempt, probe, machine), run
     return Samples(
         latency_ms=tuple(run.latency_ms),
         raw_ms=tuple(run.raw_ms),
@@ -143,7 +143,7 @@ def settle(
     )
 
 
-def _watched(attempt: Callable[[], Readings], probe: Probe, machine: Machine | None) -> Readings:
+def _run_monitored(attempt: Callable[[], SampleRun], probe: Probe, machine: MachineMonitor | None) -> SampleRun:
     if machine is None:
         return attempt()
     before = machine.read()
@@ -152,10 +152,10 @@ def _watched(attempt: Callable[[], Readings], probe: Probe, machine: Machine | N
     probe_conditions: Callable[[], Mapping[str, float]] = getattr(probe, "conditions", dict)
     own = {name: float(value) for name, value in probe_conditions().items() if math.isfinite(value)}  # for JSON
     conditions = {**after.facts(), **own}
-    return replace(run, disturbed=disturbance(before, after), conditions=conditions)
+    return replace(run, disturbed=describe_disturbance(before, after), conditions=conditions)
 
 
-def fixed_inputs(types: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], seed: int = 0) -> dict[str, Array]:
+def make_fixed_inputs(types: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], seed: int = 0) -> dict[str, Array]:
     """Return the inputs that engines are timed on, which are the same for every candidate of a model."""
     try:
         return next(random_feeds({name: (dtype.name, shape) for name, (dtype, shape) in types.items()}, 1, seed))
@@ -170,37 +170,37 @@ def warm_up(probe: Probe, sampling: Sampling) -> tuple[int, bool]:
         spent_ms, count = sum(readings), len(readings)
         missing = math.ceil((sampling.warmup_ms - spent_ms) * count / spent_ms) if count else 1
         if missing <= 0 and count > 1:
-            width = min(WINDOW, count // 2)
+            width = min(WARMUP_WINDOW_SAMPLES, count // 2)
             last, previous = np.median(readings[-width:]), np.median(readings[-2 * width : -width])
-            if last >= previous * (1 - STEADY):  # a rising latency is no warm-up but drift, checked later
+            if last >= previous * (1 - STEADY_TOLERANCE):  # a rising latency is no warm-up but drift, checked later
                 break
-            if spent_ms >= LONGEST_WARMUP * sampling.warmup_ms:
+            if spent_ms >= MAX_WARMUP_FACTOR * sampling.warmup_ms:
                 return count, False
-            missing = WINDOW
+            missing = WARMUP_WINDOW_SAMPLES
         # Doubling takes few calls for a fast engine and overshoots by at most one inference of a slow one.
-        readings += read(probe, max(1, min(count, missing)))
+        readings += read_checked(probe, max(1, min(count, missing)))
     return len(readings), True
 
 
-def _collect(probe: Probe, sampling: Sampling, rival: Interval | None) -> Readings:
+def _sample_until_target(probe: Probe, sampling: Sampling, rival: Interval | None) -> SampleRun:
     """Sample until the race is lost, the median is known well enough, or a cap is reached."""
-    least = sampling.min_samples if rival is None else min(FIRST_LOOK, sampling.min_samples)
-    readings, saved = read(probe, least), 0
-    while missing := _missing(readings, median := median_ci(readings), sampling):
-        if len(readings) >= FIRST_LOOK and is_clearly_slower(median, rival):
-            saved = _expected(readings, median, sampling) - len(readings)
+    least = sampling.min_samples if rival is None else min(MIN_RACE_SAMPLES, sampling.min_samples)
+    readings, saved = read_checked(probe, least), 0
+    while missing := _samples_needed(readings, median := median_ci(readings), sampling):
+        if len(readings) >= MIN_RACE_SAMPLES and is_clearly_slower(median, rival):
+            saved = _samples_without_racing(readings, median, sampling) - len(readings)
             break
-        readings += read(probe, missing)
-    refuse_jumps(readings)
-    return Readings(latency_ms=readings, saved=saved, drift=_drift(readings))
+        readings += read_checked(probe, missing)
+    check_clock_jumps(readings)
+    return SampleRun(latency_ms=readings, saved=saved, drift=_describe_drift(readings))
 
 
 def is_clearly_slower(median: Interval, rival: Interval | None) -> bool:
     """Return whether an engine has lost the race against the incumbent."""
-    return rival is not None and median.low > rival.high * (1 + STEADY)
+    return rival is not None and median.low > rival.high * (1 + STEADY_TOLERANCE)
 
 
-def _missing(readings: list[float], median: Interval, sampling: Sampling) -> int:
+def _samples_needed(readings: list[float], median: Interval, sampling: Sampling) -> int:
     """Return the number of readings to add before the next check; 0 if these suffice."""
     count, spent_ms = len(readings), sum(readings)
     if count < sampling.min_samples:
@@ -211,7 +211,7 @@ def _missing(readings: list[float], median: Interval, sampling: Sampling) -> int
     return min(max(1, count // 4), fits, sampling.max_samples - count)
 
 
-def _expected(readings: list[float], median: Interval, sampling: Sampling) -> int:
+def _samples_without_racing(readings: list[float], median: Interval, sampling: Sampling) -> int:
     """Return the number of readings that would have sufficed: widths shrink with the root of the count."""
     count = len(readings)
     needed = math.ceil(count * min(1e6, (median.relative_width / sampling.target) ** 2))
@@ -219,40 +219,40 @@ def _expected(readings: list[float], median: Interval, sampling: Sampling) -> in
     return max(count, sampling.min_samples, min(needed, fits, sampling.max_samples))
 
 
-def _drift(readings: list[float]) -> str:
+def _describe_drift(readings: list[float]) -> str:
     """Describe a second half that differs from the first by more than noise: disjoint 99 % intervals, other medians."""
     half = len(readings) // 2
-    if half < WINDOW:
+    if half < WARMUP_WINDOW_SAMPLES:
         return ""
     first, second = (median_ci(part, 0.99) for part in (readings[:half], readings[half:]))
     disjoint = first.high < second.low or second.high < first.low
-    if not disjoint or abs(second.value / first.value - 1) <= STEADY:
+    if not disjoint or abs(second.value / first.value - 1) <= STEADY_TOLERANCE:
         return ""
     return f"drift: the first half took {first.value:.4g} ms, the second {second.value:.4g} ms"
 
 
-def refuse_jumps(readings: list[float]) -> None:
+def check_clock_jumps(readings: list[float]) -> None:
     """Raise `MeasureFailed` if only a clock that jumped can have given one of these readings."""
     median = float(np.median(readings))
     low, high = min(readings), max(readings)
-    slow = high > max(JUMP * median, JUMP_MS)
-    jumped = low if low < median / JUMP else high if slow else None
+    slow = high > max(CLOCK_JUMP_FACTOR * median, MIN_CLOCK_JUMP_MS)
+    jumped = low if low < median / CLOCK_JUMP_FACTOR else high if slow else None
     if jumped is not None:
         raise MeasureFailed(f"the clock jumped: a reading of {jumped:g} ms where {median:g} ms is the median")
 
 
-def read(probe: Probe, count: int) -> list[float]:
+def read_checked(probe: Probe, count: int) -> list[float]:
     """Return readings of the probe; raise `MeasureFailed` if one is impossible, or their number is wrong."""
     readings = [float(value) for value in probe.sample(count)]
     if len(readings) != count:
         raise MeasureFailed(f"the benchmarker gave {len(readings)} readings where {count} were requested")
-    wrong = next((value for value in readings if not 0 < value <= LONGEST_MS), None)
+    wrong = next((value for value in readings if not 0 < value <= MAX_INFERENCE_MS), None)
     if wrong is not None:
-        raise MeasureFailed(f"impossible latency of {wrong:g} ms: {_why(wrong)}")
+        raise MeasureFailed(f"impossible latency of {wrong:g} ms: {_explain_invalid(wrong)}")
     return readings
 
 
-def _why(latency_ms: float) -> str:
+def _explain_invalid(latency_ms: float) -> str:
     if latency_ms == 0:
         return "nothing ran, or the clock is too coarse for this engine"
     if latency_ms < 0:

@@ -14,22 +14,22 @@ from harness.records import Failed
 
 __all__ = [
     "TWIN",
-    "Block",
-    "Dropped",
-    "Event",
-    "Key",
-    "Readings",
-    "decode_event",
+    "Turn",
+    "RowFailure",
+    "TurnEvent",
+    "BuildKey",
+    "TurnMatrix",
+    "decode_turn_event",
     "disturbance_note",
-    "encode_event",
+    "encode_turn_event",
 ]  # fmt: skip
 
 TWIN = "A/A twin"  # name of the row that is the baseline a second time
-DISTURBED = 0.10  # medians over turns are robust against a smaller share of disturbed turns
+NOTED_DISTURBED_SHARE = 0.10  # medians over turns are robust against a smaller share of disturbed turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class Turn:
     """One timed turn of one row.
 
     Attributes:
@@ -55,7 +55,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dropped:
+class RowFailure:
     """Failure of a row, whose turns in this build do not count."""
 
     build: int
@@ -64,12 +64,12 @@ class Dropped:
     failed: Failed
 
 
-Event = Block | Dropped
-Key = tuple[int, int]
+TurnEvent = Turn | RowFailure
+BuildKey = tuple[int, int]
 """Build and group: one fresh worker, whose rows can be compared turn by turn."""
 
 
-class Readings:
+class TurnMatrix:
     """Events by row and worker (build, group), without the turns that do not count.
 
     Attributes:
@@ -79,23 +79,23 @@ class Readings:
         workers: Number of the last worker of each build and group, see `Block.worker`.
     """
 
-    def __init__(self, events: Iterable[Event]) -> None:
-        self.turns: dict[str, dict[Key, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-        self.failed: dict[str, dict[Key, Failed]] = defaultdict(dict)
-        self.disturbed: dict[str, dict[Key, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
-        self.workers: dict[Key, int] = {}
+    def __init__(self, events: Iterable[TurnEvent]) -> None:
+        self.turns: dict[str, dict[BuildKey, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+        self.failed: dict[str, dict[BuildKey, Failed]] = defaultdict(dict)
+        self.disturbed: dict[str, dict[BuildKey, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
+        self.workers: dict[BuildKey, int] = {}
         for event in events:
             key = (event.build, event.group)
-            if isinstance(event, Block):
+            if isinstance(event, Turn):
                 self._add(key, event)
             else:
                 self.turns[event.row].pop(key, None)
                 self.disturbed[event.row].pop(key, None)
                 self.failed[event.row][key] = event.failed
 
-    def _add(self, key: Key, turn: Block) -> None:
+    def _add(self, key: BuildKey, turn: Turn) -> None:
         if turn.worker > self.workers.setdefault(key, turn.worker):
-            self._forget(key)
+            self._discard_worker(key)
             self.workers[key] = turn.worker
         self.turns[turn.row][key][turn.round] = float(np.median(turn.samples_ms))
         self.failed[turn.row].pop(key, None)
@@ -103,7 +103,7 @@ class Readings:
         if turn.disturbed:
             self.disturbed[turn.row][key][turn.round] = turn.disturbed
 
-    def _forget(self, key: Key) -> None:
+    def _discard_worker(self, key: BuildKey) -> None:
         for row in self.turns:
             self.turns[row].pop(key, None)
             self.disturbed[row].pop(key, None)
@@ -117,7 +117,7 @@ class Readings:
         )
         return disturbed / turns if turns else 0.0
 
-    def paired(self, row: str, base: str) -> tuple[list[list[float]], list[list[float]]]:
+    def paired_samples(self, row: str, base: str) -> tuple[list[list[float]], list[list[float]]]:
         """Return, for each worker that timed both, the base's and the row's readings in their common turns."""
         base_ms, row_ms = [], []
         for key, turns in self.turns[row].items():
@@ -128,22 +128,22 @@ class Readings:
         return base_ms, row_ms
 
 
-def encode_event(event: Event) -> str:
+def encode_turn_event(event: TurnEvent) -> str:
     """Return an event as one line of JSON, without the newline."""
-    kind = "block" if isinstance(event, Block) else "dropped"
+    kind = "block" if isinstance(event, Turn) else "dropped"
     return json.dumps({"kind": kind, **asdict(event)}, separators=(",", ":"), allow_nan=False)
 
 
-def decode_event(text: str) -> Event:
+def decode_turn_event(text: str) -> TurnEvent:
     """Return the event in one line of JSON; raise `ValueError` if it is none."""
     body: dict[str, Any] = json.loads(text)
     kind = body.pop("kind", None) if isinstance(body, dict) else None
     try:
         if kind == "block":
             samples = {name: tuple(body.get(name, ())) for name in ("samples_ms", "discarded_ms")}
-            return Block(**{**body, **samples})
+            return Turn(**{**body, **samples})
         if kind == "dropped":
-            return Dropped(**{**body, "failed": Failed(**body["failed"])})
+            return RowFailure(**{**body, "failed": Failed(**body["failed"])})
     except (KeyError, TypeError) as error:
         raise ValueError(f"line of a confirmation lacks or adds a field ({error}): {text[:80]}") from error
     raise ValueError(f"not a line of a confirmation: {text[:80]}")
@@ -155,6 +155,6 @@ def disturbance_note(share: float) -> str:
     A speed that all engines share cancels in their ratios. Other processes do not: they take whole time slices, which
     the slower of two engines meets more often.
     """
-    if share <= DISTURBED:
+    if share <= NOTED_DISTURBED_SHARE:
         return ""
     return f"{share:.0%} of the turns were disturbed, which distorts speedups, usually upwards"

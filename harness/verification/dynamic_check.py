@@ -12,12 +12,12 @@ import numpy as np
 
 from harness.api import Array
 from harness.errors import UserError
-from harness.random_inputs import LARGEST, random_feeds
-from harness.graph.passes.dimension_expressions import evaluate, names_in
-from harness.graph.io.helper_process import sturdy
+from harness.random_inputs import MAX_INPUT_ELEMENTS, random_feeds
+from harness.graph.passes.dimension_expressions import evaluate_expression, expression_symbols
+from harness.graph.io.helper_process import call_in_helper_process
 from harness.graph.passes.dimension_sizes import Axes, is_batch
 from harness.graph.model import TensorType
-from harness.timing.host_clock import words
+from harness.timing.host_clock import one_line_error
 
 __all__ = ["Files", "Subject", "check", "other_shapes"]
 
@@ -87,7 +87,7 @@ def check(subject: Subject, backend: str) -> str:
         UserError: It differs, or fails where the float model runs.
     """
     others = other_shapes(subject.axes, subject.searched)
-    small = [each for each in others if all(math.prod(shape) <= LARGEST for shape in each.values())]
+    small = [each for each in others if all(math.prod(shape) <= MAX_INPUT_ELEMENTS for shape in each.values())]
     cases = list(enumerate([*[subject.searched] * REPEATS, *small], start=1))
     try:
         run = _run(RUNTIMES[0], subject.files.floating, subject.types, cases, WANTED + REPEATS)
@@ -231,9 +231,9 @@ def _resized(known: Mapping[str, Axes], searched: Shapes, plan: tuple[int, float
         changed = size + samples if key in batches else math.ceil(size * factor) + offset
         sizes[key] = size if isinstance(axis, int) else changed
     for symbol in [key for key in sizes if isinstance(key, str) and not key.isidentifier()]:
-        names = names_in(symbol)
+        names = expression_symbols(symbol)
         if names and sizes.keys() >= set(names):
-            sizes[symbol] = evaluate(symbol, {name: sizes[name] for name in names}) or 0
+            sizes[symbol] = evaluate_expression(symbol, {name: sizes[name] for name in names}) or 0
     return sizes
 
 
@@ -246,7 +246,7 @@ def _run(
         UserError: The runtime refuses the model, or its process ended.
     """
     dtypes = {name: kind.dtype for name, kind in types.items()}
-    return sturdy(f"{path.name}: {runtime}", _outputs, runtime, path, dtypes, list(cases), wanted)
+    return call_in_helper_process(f"{path.name}: {runtime}", _outputs, runtime, path, dtypes, list(cases), wanted)
 
 
 def _outputs(
@@ -256,7 +256,7 @@ def _outputs(
     try:
         infer = {"onnxruntime": _onnxruntime, "openvino": _openvino}[runtime](path)
     except Exception as error:  # runtimes have no class of exceptions in common
-        raise UserError(words(error)) from error
+        raise UserError(one_line_error(error)) from error
     found: list[Outputs | None] = []
     for seed, shape in cases:
         try:

@@ -11,9 +11,9 @@ from harness.graph.dynamic_axes import write_dynamic
 from harness.graph.io.files import move_model
 from harness.graph.model import Model
 from harness.verification.dynamic_check import Files, Subject, check
-from harness.results_dir.journal import writing
+from harness.results_dir.journal import explain_write_errors
 from harness.progress import Observer
-from harness.results_dir.artifacts import DYNAMIC, Table, read_json, write_json
+from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, FinalistSet, read_json, write_json
 
 __all__ = ["Delivered", "deliver_dynamic", "deliver_rows", "dynamic_name", "fixed_sizes", "remove_dynamic"]
 
@@ -78,7 +78,7 @@ def deliver_dynamic(model: Model, file: Path, backend: str) -> Delivered | None:
     return Delivered(file=target, said=f"{target.name} keeps the dynamic axes{kept}: {said}")
 
 
-def deliver_rows(model: Model, table: Table, backend: str, observer: Observer) -> None:
+def deliver_rows(model: Model, table: FinalistSet, backend: str, observer: Observer) -> None:
     """Write each quantized row of a cell with the dynamic axes of the original model too, and note what became of it.
 
     Args:
@@ -89,7 +89,7 @@ def deliver_rows(model: Model, table: Table, backend: str, observer: Observer) -
     """
     if model.origin is None:
         return
-    noted = {} if not (path := table.folder / DYNAMIC).exists() else read_json(path)
+    noted = {} if not (path := table.folder / DYNAMIC_AXES_FILE).exists() else read_json(path)
     rows = [row for row in table.rows if row.pairs]
     with observer.work("dynamic axes", len(rows)) as step:
         for row in rows:
@@ -97,7 +97,7 @@ def deliver_rows(model: Model, table: Table, backend: str, observer: Observer) -
             known = noted.get(row.id, {})
             lost = bool(known.get("file")) and not (file.parent / known["file"]).exists()
             if lost or known.get("sha256") != row.sha256:
-                with writing(file):
+                with explain_write_errors(file):
                     made = deliver_dynamic(model, file, backend)
                 noted[row.id] = {
                     "sha256": row.sha256,
@@ -107,7 +107,7 @@ def deliver_rows(model: Model, table: Table, backend: str, observer: Observer) -
             step.advance()
     write_json(path, noted)
     written = sum(noted[row.id]["file"] is not None for row in rows)
-    observer.say(f"{written} of {len(rows)} quantized models are written with their dynamic axes too: {DYNAMIC}")
+    observer.say(f"{written} of {len(rows)} quantized models are written with their dynamic axes too: {DYNAMIC_AXES_FILE}")
     for row in rows:
         if noted[row.id]["file"] is None and row.choices is not None:
             observer.say(str(noted[row.id]["said"]))

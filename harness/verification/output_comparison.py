@@ -20,7 +20,7 @@ from harness.api import Array
 from harness.errors import EvaluationFailed
 from harness.accuracy.metrics.sqnr import MAX_SQNR_DB, Part, part_sqnr, parts_of, taken
 from harness.records import Failed
-from harness.results_dir.artifacts import Row, read_json
+from harness.results_dir.artifacts import ExportedModel, read_json
 
 __all__ = [
     "CHECKS", "Checked", "Comparison", "Outputs", "compare_float", "compare_with_file", "good", "not_checked",
@@ -264,7 +264,7 @@ def _sample_db(reference: Array | None, output: Array | None, part: Part | None)
     return part_sqnr(*np.atleast_1d(reference, output), part)
 
 
-def read_checks(folder: Path, rows: Mapping[str, Row]) -> dict[str, Checked]:
+def read_checks(folder: Path, rows: Mapping[str, ExportedModel]) -> dict[str, Checked]:
     """Return what was found of each row of a task, by row; nothing where rows were never checked."""
     path = folder / CHECKS
     found: dict[str, Any] = read_json(path)["checks"] if path.exists() else {}

@@ -17,16 +17,16 @@ from harness.errors import UserError
 from harness.random_inputs import feeds_digest
 from harness.graph.io.files import file_digest
 from harness.graph.equivalence.reduce_model import ModelGraph, index_outputs, narrow
-from harness.timing.workers.engines import MAIN, Engines, WorkerSpec
-from harness.timing.workers.in_process import attempt
-from harness.timing.provenance import cores
+from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, WorkerSpec
+from harness.timing.workers.in_process import as_outcome
+from harness.timing.provenance import count_cores
 from harness.timing.workers.sandbox import open_engines
 from harness.records import Failed
 from harness.pipeline.task import Cell
-from harness.config.experiment import Limits, Use
-from harness.results_dir.journal import writing
+from harness.config.experiment import Limits, PluginSpec
+from harness.results_dir.journal import explain_write_errors
 from harness.progress import Observer
-from harness.results_dir.artifacts import Table, read_json, write_json
+from harness.results_dir.artifacts import FinalistSet, read_json, write_json
 from harness.verification.output_comparison import CHECKS, Checked, Comparison, Outputs, compare_float, good, not_checked, stored
 from harness.verification.fault_localization import Suspect, find_fault, write_report
 from search.space import digest_of
@@ -114,9 +114,9 @@ class RuntimeChecker:
 
     def known(self, candidate: Candidate) -> Checked | None:
         """Return what was found of a model before; None where it was not checked."""
-        return self._record.get(f"{candidate.digest} {MAIN}")
+        return self._record.get(f"{candidate.digest} {MAIN_BENCHMARKER}")
 
-    def check(self, candidate: Candidate, benchmarker: str = MAIN, *, name: str = "", again: bool = False) -> Checked:
+    def check(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER, *, name: str = "", again: bool = False) -> Checked:
         """Return how a model and its file compare; what is known is not checked again.
 
         Args:
@@ -131,7 +131,7 @@ class RuntimeChecker:
         if known is not None and not (again and known.verdict == "not checked"):
             return known
         started_s = time.monotonic()
-        found = attempt("check", lambda: self._checked(candidate, benchmarker))
+        found = as_outcome("check", lambda: self._checked(candidate, benchmarker))
         if isinstance(found, Failed):
             found = not_checked(found.reason)
         facts = self._engines.describe(benchmarker)
@@ -144,7 +144,7 @@ class RuntimeChecker:
             self._observer.say(f"{name or candidate.digest}: {found}")
         return found
 
-    def check_rows(self, table: Table, again: bool = False) -> None:
+    def check_rows(self, table: FinalistSet, again: bool = False) -> None:
         """Check the rows of a table that are not checked yet, and say what could not be.
 
         Raises:
@@ -222,13 +222,13 @@ class RuntimeChecker:
             engine=lambda file, feeds: self._run(file, feeds, benchmarker),
             work=self._scratch,
         )
-        fault = attempt("reduce", lambda: find_fault(suspect))
+        fault = as_outcome("reduce", lambda: find_fault(suspect))
         if isinstance(fault, Failed):
             return replace(found, reason=f"no operator was found: {fault.reason}")
         if fault is None:
             return replace(found, reason="no operator was found that shows it by itself") if found.wrong else found
         file = self._plan.folder / WRONG / f"{digest}.onnx"
-        with writing(file):
+        with explain_write_errors(file):
             write_report(fault, file, self._engines.describe(benchmarker))
         model = str(file.relative_to(self._plan.folder))
         return replace(found, verdict="wrong result", operator=fault.operator, model=model)
@@ -264,8 +264,8 @@ class RuntimeChecker:
     @cached_property
     def _reference_engines(self) -> Engines:
         """Open ONNX Runtime in a worker process when it is first needed."""
-        use = Use(use="onnxruntime", params={"optimization": "disabled", "threads": min(THREADS, cores())})
-        worker = WorkerSpec(benchmarkers={MAIN: use}, workdir=self._scratch)
+        use = PluginSpec(use="onnxruntime", params={"optimization": "disabled", "threads": min(THREADS, count_cores())})
+        worker = WorkerSpec(benchmarkers={MAIN_BENCHMARKER: use}, workdir=self._scratch)
         return self._stack.enter_context(open_engines(worker, self._plan.limits))
 
     def _read(self) -> dict[str, Checked]:
@@ -278,13 +278,13 @@ class RuntimeChecker:
         return {key: Checked(**each) for key, each in body["checks"].items()}
 
 
-def computes_nothing(use: Use) -> bool:
+def computes_nothing(use: PluginSpec) -> bool:
     """Return whether a benchmarker runs no model, such as a simulation or a replay."""
-    return bool(getattr(registry.load("benchmarker", use.use), "in_process", False))
+    return bool(getattr(registry.load_plugin("benchmarker", use.use), "in_process", False))
 
 
 def _outputs(
-    engines: Engines, path: Path, feeds: Sequence[Mapping[str, Array]], benchmarker: str = MAIN
+    engines: Engines, path: Path, feeds: Sequence[Mapping[str, Array]], benchmarker: str = MAIN_BENCHMARKER
 ) -> Outputs | Failed:
     built = engines.build(Candidate(digest=path.stem, edges=(), source=lambda: path), benchmarker)
     if isinstance(built, Failed):

@@ -18,22 +18,22 @@ from harness.errors import UserError
 from harness.accuracy.metrics.intervals import accuracy_of, drop_estimate
 from harness.graph.qdq.read_edges import diff, pairs_in
 from harness.graph.io.files import file_digest
-from harness.timing.confirmation import Row as Turn
-from harness.timing.confirmation import confirm, summarise
-from harness.timing.workers.engines import MAIN, Engines, WorkerSpec
-from harness.timing.provenance import saturates_here
+from harness.timing.confirmation import Contender as Turn
+from harness.timing.confirmation import confirm, summarize_turns
+from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, WorkerSpec
+from harness.timing.provenance import machine_lacks_vnni
 from harness.timing.workers.sandbox import open_engines
 from harness.statistics import Interval
 from harness.records import Failed
 from harness.report.display_names import CAPPED, shown_drop
 from harness.report.load.results import CellResults, load
 from harness.report.trace import row_of
-from harness.pipeline.accuracy_bound import held
+from harness.pipeline.accuracy_bound import bound_status
 from harness.pipeline.task import Cell, compose
 from harness.config.experiment import Confirmation, Experiment, Limits, load_experiment
 from harness.progress import Observer, Silent
-from harness.config.plan import CellSpec, plan
-from harness.results_dir.artifacts import FLOAT_ROW, Row, Table
+from harness.config.plan import TaskSpec, plan_tasks
+from harness.results_dir.artifacts import FLOAT_ROW, ExportedModel, FinalistSet
 from harness.verification.runtime_checker import RuntimeChecker, check_plan, computes_nothing
 from harness.pipeline.accuracy_store import ScoreBook
 from harness.pipeline.accuracy import scoring_of
@@ -103,7 +103,7 @@ def verify(
     if row.sha256 != digest:
         return [Check(what="file", holds=False, found=f"SHA-256 {row.sha256} is recorded, but it is {digest}")]
     experiment = load_experiment(folder / "experiment.yaml")
-    spec = next((spec for spec in plan(experiment, base or Path.cwd()) if spec.name == cell.name), None)
+    spec = next((spec for spec in plan_tasks(experiment, base or Path.cwd()) if spec.name == cell.name), None)
     if spec is None:
         raise UserError(f"{folder}: its experiment has no cell {cell.name!r} any more")
     checks = [Check(what="file", holds=True, found=f"SHA-256 {digest}")]
@@ -163,7 +163,7 @@ def _exported(cell: CellResults, row: str) -> Exported | None:
     return Exported(cell=cell.name, row=row, file=file)
 
 
-def _row(cells: tuple[CellResults, ...], file: Path, digest: str, folder: Path) -> tuple[CellResults, Row]:
+def _row(cells: tuple[CellResults, ...], file: Path, digest: str, folder: Path) -> tuple[CellResults, ExportedModel]:
     """The row of a file: where it lies in a cell's own folder, else by its content."""
     rows = [(cell, row) for cell in cells for row in cell.rows.values()]
     for cell, row in rows:
@@ -184,10 +184,10 @@ class _Again:
     """
 
     file: Path
-    row: Row
+    row: ExportedModel
     results: CellResults
     experiment: Experiment
-    spec: CellSpec
+    spec: TaskSpec
     scratch: Path
     bound: Bound | None
 
@@ -201,7 +201,7 @@ class _Again:
         benchmarkers = float_benchmarkers(self.spec.backend, cell.float_file, self.scratch, self._open, observer)
         cell = cell.at(benchmarkers)
         yield self._edges(cell)
-        evaluators = {name: use for name, use in scoring.evaluators.items() if name == MAIN}
+        evaluators = {name: use for name, use in scoring.evaluators.items() if name == MAIN_BENCHMARKER}
         worker = WorkerSpec(benchmarkers=benchmarkers, workdir=cell.work, evaluators=evaluators)
         score = self.results.scores.get(self.row.id, {})
         if evaluators and ("metrics" in score or self.bound is not None):
@@ -222,7 +222,7 @@ class _Again:
         return open_engines(worker, limits)
 
     def _candidate(self, cell: Cell) -> Candidate:
-        table = Table(folder=self.results.folder, space=cell.space, rows=(self.row,))
+        table = FinalistSet(folder=self.results.folder, space=cell.space, rows=(self.row,))
         return replace(table.candidate(self.row), source=lambda: self.file)
 
     def _edges(self, cell: Cell) -> Check:
@@ -246,7 +246,7 @@ class _Again:
         else:
             yield Check(what="accuracy", holds=None, found=_unmeasured(score))
         if self.bound is not None and self.row.id != FLOAT_ROW:
-            holds, text = held(self.bound, reference, found, self.results)
+            holds, text = bound_status(self.bound, reference, found, self.results)
             yield Check(what="bound", holds=holds, found=text)
 
     def _accuracy(self, known: Mapping[str, float], found: Accuracy | Failed) -> Check:
@@ -278,7 +278,7 @@ class _Again:
 
     def _runtime(self, engines: Engines, cell: Cell) -> Check:
         """Compare what the runtime computes with the file; a wrong result holds nowhere."""
-        plan = check_plan(cell, self.scratch, self.experiment.limits, saturates_here())
+        plan = check_plan(cell, self.scratch, self.experiment.limits, machine_lacks_vnni())
         with RuntimeChecker(plan, engines, Silent()) as checker:
             found = checker.check(self._candidate(cell), self.row.benchmarker, name=self.row.id)
         recorded = self.results.checks.get(self.row.id)
@@ -294,11 +294,11 @@ class _Again:
         events = []
         with observer.work("time again", PLAN.builds * PLAN.rounds * 3) as step:
             for event in confirm(
-                [turn], baseline, open_engines=lambda: self._open(worker), plan=PLAN, rng=np.random.default_rng(1)
+                [turn], baseline, open_engines=lambda: self._open(worker), schedule=PLAN, rng=np.random.default_rng(1)
             ):
                 events.append(event)
                 step.advance()
-        summary = summarise(events, baseline=FLOAT_ROW, floor=self.results.floor or 0.0)
+        summary = summarize_turns(events, baseline=FLOAT_ROW, floor=self.results.floor or 0.0)
         again = summary.rows.get(self.row.id)
         if again is None:
             return Check(what="latency", holds=False, found=_failure(summary.failed.get(self.row.id)))

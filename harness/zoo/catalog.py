@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from harness.errors import UserError, nearest
+from harness.errors import UserError, suggest_names
 from harness.graph.builder import GraphBuilder
 from harness.graph.io.signature import before_transpose
 from harness.zoo import cnn, detector, transformer
@@ -57,7 +57,7 @@ def write(name: str, path: Path) -> Path:
         UserError: The zoo has no such model, or the file cannot be written.
     """
     if name not in names():
-        raise UserError(f"zoo:{name}: no such model; {nearest(name, names())}")
+        raise UserError(f"zoo:{name}: no such model; {suggest_names(name, names())}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if name == _TRAINED:

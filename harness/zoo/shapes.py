@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw
 
-from harness.errors import UserError, nearest
+from harness.errors import UserError, suggest_names
 
 __all__ = ["CLASSES", "SIZE", "Shapes", "split"]
 
@@ -80,7 +80,7 @@ def split(name: str, count: int | None = None) -> Shapes:
         UserError: No split has this name, or count is below 1.
     """
     if name not in _SPLITS:
-        raise UserError(f"shapes: no split {name!r}; {nearest(name, _SPLITS)}")
+        raise UserError(f"shapes: no split {name!r}; {suggest_names(name, _SPLITS)}")
     seed, default = _SPLITS[name]
     if count is not None and count < 1:
         raise UserError(f"shapes: count must be at least 1, but got {count}")

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from harness.api import Candidate
-from harness.timing.workers.engines import Built, WorkerSpec
+from harness.timing.workers.engines import BuiltEngine, WorkerSpec
 from harness.timing.sampling import Samples
 from harness.timing.workers.sandbox import Sandbox
-from harness.config.experiment import Limits, Sampling, Use
+from harness.config.experiment import Limits, Sampling, PluginSpec
 from harness.zoo import write
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
     pytest.importorskip("openvino")
-    spec = WorkerSpec(benchmarkers={"main": Use(use="openvino")}, workdir=tmp_path_factory.mktemp("work"))
+    spec = WorkerSpec(benchmarkers={"main": PluginSpec(use="openvino")}, workdir=tmp_path_factory.mktemp("work"))
     with Sandbox(spec, Limits()) as engines:
         yield engines
 
@@ -42,7 +42,7 @@ def test_isolation_costs_less_than_a_twentieth_of_a_trial(benchmark: Any, tmp_pa
     def trial() -> None:
         started_s = time.perf_counter()
         built = sandbox.build(candidate)
-        assert isinstance(built, Built)
+        assert isinstance(built, BuiltEngine)
         samples = sandbox.sample(built.handle, Sampling())
         assert isinstance(samples, Samples)
         sandbox.release(built.handle)
@@ -61,7 +61,7 @@ def test_a_fresh_worker(benchmark: Any, tmp_path: Path) -> None:
     if benchmark.disabled:
         pytest.skip("tests/harness/timing/workers/test_sandbox.py starts many; enable benchmarks to take the time")
     pytest.importorskip("openvino")
-    spec = WorkerSpec(benchmarkers={"main": Use(use="openvino")}, workdir=tmp_path)
+    spec = WorkerSpec(benchmarkers={"main": PluginSpec(use="openvino")}, workdir=tmp_path)
 
     def start() -> None:
         with Sandbox(spec, Limits()):

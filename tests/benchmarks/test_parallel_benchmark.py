@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.timing.provenance import cores
+from harness.timing.provenance import count_cores
 from harness.statistics import median_ci
 from harness.records import Measured
 from harness.config.experiment import parse_experiment
@@ -63,9 +63,9 @@ def pace(executor: str, out: Path) -> Pace:
     experiment = parse_experiment(EXPERIMENT % (EVALUATIONS, executor), "parallel")
     run_experiment(experiment, base=out, out=out, observer=Silent())
     cell = out / "resnet18-openvino-int8"
-    entries = [entry for entry in read_journal(cell / "runs/random-0.jsonl") if entry.told is not None]
-    elapsed_s = [entry.told.elapsed_s for entry in entries if entry.told is not None]
-    measured = {e.asked.digest: e.told.outcome for e in entries if e.told and isinstance(e.told.outcome, Measured)}
+    entries = [entry for entry in read_journal(cell / "runs/random-0.jsonl") if entry.result is not None]
+    elapsed_s = [entry.result.elapsed_s for entry in entries if entry.result is not None]
+    measured = {e.proposal.digest: e.result.outcome for e in entries if e.result and isinstance(e.result.outcome, Measured)}
     return Pace(
         trials_a_minute=60 * (len(elapsed_s) - 1) / (max(elapsed_s) - min(elapsed_s)),
         latency_ms={digest: median_ci(outcome.samples_ms).value for digest, outcome in measured.items()},
@@ -77,7 +77,7 @@ def test_builds_ahead(benchmark: Any, tmp_path: Path) -> None:
     if benchmark.disabled:
         pytest.skip("tests/harness/pipeline/test_window.py has the behaviour; enable benchmarks to take the time")
     pytest.importorskip("openvino")
-    if cores() < 2:
+    if count_cores() < 2:
         pytest.skip("builds ahead need a second core")
     found = benchmark.pedantic(
         lambda: {name: pace(way, tmp_path / str(number)) for number, (name, way) in enumerate(WAYS.items())}, rounds=1

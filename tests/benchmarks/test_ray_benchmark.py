@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from harness.api import Candidate
-from harness.cluster import SETTINGS, open_site
-from harness.timing.workers.engines import MAIN, WorkerSpec
-from harness.config.experiment import Limits, Sampling, Use
+from harness.cluster import RAY_ENVIRONMENT, open_execution_target
+from harness.timing.workers.engines import MAIN_BENCHMARKER, WorkerSpec
+from harness.config.experiment import Limits, Sampling, PluginSpec
 from harness.search_loop.loop import SearchTask, run_search
 from harness.config.executor import ExecutorSpec
 from harness.results_dir.journal import Journal
@@ -65,8 +65,8 @@ class Driver:
 
     def trial_s(self, executor: ExecutorSpec, cost_s: float, trials: int) -> list[float]:
         """Wall-clock of a trial, once for each round; the workers are warm."""
-        with open_site(executor, Limits(), None, Silent()) as site, self._lanes(site, cost_s) as lane:
-            return [self._search(lane, executor.width, trials, number) for number in range(ROUNDS)]
+        with open_execution_target(executor, Limits(), None, Silent()) as site, self._lanes(site, cost_s) as lane:
+            return [self._search(lane, executor.max_pending, trials, number) for number in range(ROUNDS)]
 
     def on_ray(self, workers: int) -> ExecutorSpec:
         """An executor with so many workers."""
@@ -75,7 +75,7 @@ class Driver:
     @contextmanager
     def _lanes(self, site: Any, cost_s: float) -> Iterator[Any]:
         params = {"seed": 1, "noise_seed": 1, "cost_s": cost_s}
-        spec = WorkerSpec(benchmarkers={MAIN: Use(use="costly:Costly", params=params)}, workdir=self._folder / "work")
+        spec = WorkerSpec(benchmarkers={MAIN_BENCHMARKER: PluginSpec(use="costly:Costly", params=params)}, workdir=self._folder / "work")
         attempt = partial(attempt_with, sampling=Sampling(warmup_ms=0, min_samples=11, max_samples=20))
         with site.open(spec) as engines, site.workers(spec, engines, None, None) as workers:
             with workers.lane(attempt) as lane:
@@ -106,7 +106,7 @@ def _candidate(placement: Placement) -> Candidate:
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     pytest.importorskip("ray", reason="the extra 'ray' is not installed")
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in SETTINGS.items():
+        for name, value in RAY_ENVIRONMENT.items():
             patch.setenv(name, value)
         from ray.cluster_utils import Cluster
 

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from harness.timing.racing_test import by_builds
-from harness.statistics import CLAIM_FLOOR
+from harness.timing.racing_test import build_variance_slack
+from harness.statistics import MIN_CLAIMED_GAIN
 from harness.report.load.results import CellResults, load
 from harness.selection.paired_timing import RUNOFF, read_speedups
 from harness.results_dir.journal import read_journal
-from harness.results_dir.journal_reader import evaluated
+from harness.results_dir.journal_reader import iter_evaluations
 from harness.results_dir.artifacts import FLOAT_ROW
 
 pytestmark = pytest.mark.slow
@@ -51,10 +51,10 @@ def choices(cell: CellResults) -> Iterator[Choice]:
         journal = cell.folder / "runs" / f"{pick.method}-{pick.seed}.jsonl"
         if pick.kind != "search" or pick.rank or pick.method != "auto" or pick.row not in met or not journal.exists():
             continue
-        found = (trial for trial in evaluated(read_journal(journal), cell.goal) if trial.evaluations <= pick.budget)
+        found = (trial for trial in iter_evaluations(read_journal(journal), cell.goal) if trial.evaluations <= pick.budget)
         starts = {trial.digest for trial in found if trial.origin.startswith("seed:")}
         if known := [met[start] for start in starts & met.keys()]:
-            yield Choice(met[pick.row], pick.row in starts, known, max(CLAIM_FLOOR, cell.floor or 0.0))
+            yield Choice(met[pick.row], pick.row in starts, known, max(MIN_CLAIMED_GAIN, cell.floor or 0.0))
 
 
 def test_what_a_tie_is_worth() -> None:
@@ -67,7 +67,7 @@ def test_what_a_tie_is_worth() -> None:
         ("the higher reading", lambda floor: 0.0),
         ("a lead of 1 %", lambda floor: 0.01),
         ("a lead of 3 %", lambda floor: 0.03),
-        ("beyond what builds differ by", lambda floor: np.expm1(by_builds(3, floor))),
+        ("beyond what builds differ by", lambda floor: np.expm1(build_variance_slack(3, floor))),
         ("beyond the floor", lambda floor: floor),
         ("always a start", lambda floor: np.inf),
     ):

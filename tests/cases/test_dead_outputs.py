@@ -69,7 +69,7 @@ def two_heads(quantized: bool, _: int = 0) -> onnx.ModelProto:
 def running(model: onnx.ModelProto, folder: Path) -> Iterator[Infer]:
     path = folder / "net.onnx"
     onnx.save(model, path)
-    runtime: Any = registry.create("benchmarker", "onnxruntime", {"optimization": "disabled"})
+    runtime: Any = registry.create_plugin("benchmarker", "onnxruntime", {"optimization": "disabled"})
     with runtime.open(runtime.build(Candidate(digest="net", edges=(), source=lambda: path), folder)) as probe:
         yield probe.infer
 

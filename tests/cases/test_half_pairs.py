@@ -56,7 +56,7 @@ def model(kind: int, stored: int = TensorProto.INT8, inner: str = "initializer",
 
 
 def outputs(path: Path, folder: Path, feed: np.ndarray, optimization: str = "disabled") -> np.ndarray:
-    runtime: Any = registry.create("benchmarker", "onnxruntime", {"optimization": optimization})
+    runtime: Any = registry.create_plugin("benchmarker", "onnxruntime", {"optimization": optimization})
     built = runtime.build(Candidate(digest="q", edges=(), source=lambda: path), folder)
     with runtime.open(built) as probe:
         return np.asarray(probe.infer({"x": feed})["y"], np.float32)
@@ -123,7 +123,7 @@ def test_files_that_the_kernel_computes_rightly_stay_as_they_are(kind: int, stor
 def test_saved_engines_round_as_well(tmp_path: Path) -> None:
     path, engine = tmp_path / "half.onnx", tmp_path / "engine.onnx"
     onnx.save(model(TensorProto.FLOAT16), path)
-    runtime: Any = registry.create("benchmarker", "onnxruntime", {})
+    runtime: Any = registry.create_plugin("benchmarker", "onnxruntime", {})
     runtime.save(Candidate(digest="q", edges=(), source=lambda: path), engine)
     with runtime.open(runtime.load(engine)) as probe:
         assert np.abs(probe.infer({"x": VALUES})["y"] - rounded()).max() < SCALE / 100
@@ -136,7 +136,7 @@ def test_engines_that_were_saved_in_16_bits_round_as_well(tmp_path: Path) -> Non
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(engine)
     onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    runtime: Any = registry.create("benchmarker", "onnxruntime", {})
+    runtime: Any = registry.create_plugin("benchmarker", "onnxruntime", {})
     with runtime.open(runtime.load(engine)) as probe:
         assert np.abs(probe.infer({"x": VALUES})["y"] - rounded()).max() < SCALE / 100
 

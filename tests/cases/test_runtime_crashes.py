@@ -13,10 +13,10 @@ import pytest
 
 from harness.api import Candidate
 from harness.graph.builder import GraphBuilder
-from harness.timing.workers.engines import Built, WorkerSpec
+from harness.timing.workers.engines import BuiltEngine, WorkerSpec
 from harness.timing.workers.sandbox import Sandbox
 from harness.records import Failed
-from harness.config.experiment import Limits, Use
+from harness.config.experiment import Limits, PluginSpec
 from search.space import Edge
 
 
@@ -73,10 +73,10 @@ def test_a_runtime_that_dies_fails_one_candidate(
     installed = {dist.version for dist in metadata.distributions() if dist.metadata["Name"] in names}
     if version not in installed:
         pytest.skip(f"seen with {package} {version}")
-    spec = WorkerSpec(benchmarkers={"main": Use(use=backend)}, evaluators={}, workdir=tmp_path)
+    spec = WorkerSpec(benchmarkers={"main": PluginSpec(use=backend)}, evaluators={}, workdir=tmp_path)
     with Sandbox(spec, Limits()) as sandbox:
         outcome = sandbox.build(candidate(make, tmp_path))
         assert isinstance(outcome, Failed), "fixed: drop this case"
         assert outcome.stage == "crash"
         assert "SIGSEGV" in outcome.reason
-        assert isinstance(sandbox.build(candidate(harmless, tmp_path)), Built)
+        assert isinstance(sandbox.build(candidate(harmless, tmp_path)), BuiltEngine)

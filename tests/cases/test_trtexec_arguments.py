@@ -19,7 +19,7 @@ from harness.compat.modelopt_autotune.benchmark import TrtExecBenchmark, backend
 from harness.compat.modelopt_autotune.command import autotune
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.config.experiment import Use
+from harness.config.experiment import PluginSpec
 from harness.progress import Silent
 
 REMOTE = ["--remoteAutoTuningConfig=ssh://user@board", "--safe", "--skipInference"]
@@ -93,7 +93,7 @@ def test_what_contradicts_is_refused(params: dict[str, Any], says: str, tmp_path
 def test_what_a_backend_does_not_take_is_refused_by_name(backend: str, options: dict[str, Any], says: str) -> None:
     def make() -> None:
         use = backend_use(backend, options)
-        registry.create("benchmarker", use.use, use.params)
+        registry.create_plugin("benchmarker", use.use, use.params)
 
     with pytest.raises(UserError, match=says):
         make()
@@ -114,9 +114,9 @@ def test_python_passes_them_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("text", ["--verbose", "--verbose --skipInference"])
 def test_the_command_line_passes_them_on(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Use] = []
+    seen: list[PluginSpec] = []
 
-    def stop(backend: Use, *_: Any) -> None:
+    def stop(backend: PluginSpec, *_: Any) -> None:
         seen.append(backend)
         raise UserError("enough")
 
@@ -130,4 +130,4 @@ def test_the_command_line_passes_them_on(text: str, tmp_path: Path, monkeypatch:
     with pytest.raises(UserError, match="enough"):
         autotune(given, "qdq", Silent())
     params = {"extra": text.split(), "plugins": [str(library)], "timing_cache_file": "cache"}
-    assert seen == [Use(use="trtexec", params=params)]
+    assert seen == [PluginSpec(use="trtexec", params=params)]

@@ -16,9 +16,9 @@ from harness.graph.rules.dialects import OPENVINO
 from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto, save
 from harness.graph.qdq.space import build_space
-from harness.timing.workers.engines import MAIN, WorkerSpec
+from harness.timing.workers.engines import MAIN_BENCHMARKER, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
-from harness.config.experiment import Limits, Use
+from harness.config.experiment import Limits, PluginSpec
 from harness.progress import Silent
 from harness.verification.runtime_checker import CheckPlan, RuntimeChecker
 
@@ -65,13 +65,13 @@ def checked(kind, folder, backend):
     floating, quantized = {"tokens": tokens, "concat": concat}[kind](folder)
     plan = CheckPlan(
         float_file=floating,
-        floats={MAIN: floating},
+        floats={MAIN_BENCHMARKER: floating},
         feeds=random_feeds({"x": ("float", SHAPES[kind])}, 4),
         folder=folder,
         work=folder / "work",
         limits=Limits(),
     )
-    worker = WorkerSpec(benchmarkers={MAIN: backend}, workdir=folder / "engines")
+    worker = WorkerSpec(benchmarkers={MAIN_BENCHMARKER: backend}, workdir=folder / "engines")
     with open_engines(worker, Limits()) as engines, RuntimeChecker(plan, engines, Silent()) as checker:
         return checker.check(Candidate(digest="imported", edges=(), source=lambda: quantized))
 
@@ -79,7 +79,7 @@ def checked(kind, folder, backend):
 @exact_int8
 @pytest.mark.parametrize("kind", ["tokens", pytest.param("concat", marks=without_amx)])
 def test_a_wrong_result_is_told_with_its_operator_and_a_small_model(kind, tmp_path):
-    found = checked(kind, tmp_path, Use(use="openvino", params={"precision": "f32"}))
+    found = checked(kind, tmp_path, PluginSpec(use="openvino", params={"precision": "f32"}))
     assert found.label == "wrong result in openvino"
     assert found.engine_db < 15 < found.file_db - 6
     assert found.operator.startswith(OPERATORS[kind])
@@ -90,4 +90,4 @@ def test_a_wrong_result_is_told_with_its_operator_and_a_small_model(kind, tmp_pa
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_a_runtime_that_computes_the_same_file_as_it_says_is_right(kind, tmp_path):
-    assert checked(kind, tmp_path, Use(use="onnxruntime")).verdict == "right"
+    assert checked(kind, tmp_path, PluginSpec(use="onnxruntime")).verdict == "right"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.timing.turn_log import TWIN, Block, encode_event
-from harness.records import Asked, Failed, Measured, Outcome, Told, encode
+from harness.timing.turn_log import TWIN, Turn, encode_turn_event
+from harness.records import Proposal, Failed, Measured, Outcome, TrialResult, encode_line
 from harness.config.experiment import parse_experiment, to_yaml
 from harness.search_loop.objective import Goal
 from harness.results_dir.journal import Journal
-from harness.results_dir.artifacts import FLOAT_ROW, Pick, Row, write_json
+from harness.results_dir.artifacts import FLOAT_ROW, Choice, ExportedModel, write_json
 
 __all__ = ["CELL", "write_long_results"]
 
@@ -43,21 +43,21 @@ def write_long_results(folder: Path, evaluations: int) -> Path:
     backend = {"name": "simulated", "device": "simulated", "options": {}, "float_precision": "f32"}
     facts = {"schema": 1, "cell": CELL, "model": "net", "precision": "int8", "backend": backend, "goal": asdict(GOAL)}
     write_json(cell / "cell.json", {**facts, "calibrated_on": "8 samples", "metric": "top1", "higher_is_better": True})
-    rows = [Row(id=name, file=f"{name}.onnx", sha256=name, pairs=pairs) for name, pairs in ((FLOAT_ROW, 0), ("aa", 9))]
+    rows = [ExportedModel(id=name, file=f"{name}.onnx", sha256=name, pairs=pairs) for name, pairs in ((FLOAT_ROW, 0), ("aa", 9))]
     picks = [
-        Pick(method="float", kind="float", row=FLOAT_ROW),
-        Pick(method="random", kind="search", row="aa", seed=0, budget=50, search_ms=5.0, minutes=1.0),
+        Choice(method="float", kind="float", row=FLOAT_ROW),
+        Choice(method="random", kind="search", row="aa", seed=0, budget=50, search_ms=5.0, minutes=1.0),
     ]
     write_json(cell / "rows.json", {"rows": [asdict(row) for row in rows], "picks": [asdict(pick) for pick in picks]})
     write_json(cell / "accuracy.json", {f"{row.id} main": {"metrics": {"top1": 0.8}, "per_item": []} for row in rows})
     turns = [
-        Block(build=build, group=0, round=turn, row=row, samples_ms=(ms, ms, ms))
+        Turn(build=build, group=0, round=turn, row=row, samples_ms=(ms, ms, ms))
         for build in range(3)
         for turn in range(2)
         for row, ms in ((TWIN, 10.0), (FLOAT_ROW, 10.0), ("aa", 5.0))
     ]
     header = json.dumps({"kind": "header", "plan": {"builds": 3, "rounds": 2}})
-    (cell / "confirm.jsonl").write_text("".join(f"{line}\n" for line in (header, *map(encode_event, turns))))
+    (cell / "confirm.jsonl").write_text("".join(f"{line}\n" for line in (header, *map(encode_turn_event, turns))))
     _write_journal(cell / "runs" / "random-1.jsonl", 10)
     return _write_journal(cell / "runs" / "random-0.jsonl", evaluations)
 
@@ -66,7 +66,7 @@ def _write_journal(path: Path, evaluations: int) -> Path:
     rng = np.random.default_rng(evaluations)
     with Journal(path, {}):
         pass
-    asked = [_template(Asked(number=-1, choices=_choices(rng), digest="-2", origin="searcher")) for _ in range(99)]
+    asked = [_template(Proposal(number=-1, choices=_choices(rng), digest="-2", origin="searcher")) for _ in range(99)]
     with path.open("a", encoding="utf-8") as file:
         for number in range(evaluations):
             if number % TEMPLATES == 0:  # anew, a little faster than before
@@ -81,8 +81,8 @@ def _choices(rng: np.random.Generator) -> tuple[int, ...]:
     return (1, *(int(choice) for choice in rng.integers(0, 2, POINTS - 1)))
 
 
-def _float() -> Asked:
-    return Asked(number=-1, choices=(0,) * POINTS, digest="-2", origin="seed:float")
+def _float() -> Proposal:
+    return Proposal(number=-1, choices=(0,) * POINTS, digest="-2", origin="seed:float")
 
 
 def _told(rng: np.random.Generator, latency_ms: float, number: int) -> str:
@@ -97,10 +97,10 @@ def _told(rng: np.random.Generator, latency_ms: float, number: int) -> str:
             metrics={"top1": round(0.8 - 0.03 * float(rng.random()), 4)},
             info={"truth_ms": latency_ms},
         )
-    return _template(Told(number=-1, outcome=outcome, elapsed_s=-2.0))
+    return _template(TrialResult(number=-1, outcome=outcome, elapsed_s=-2.0))
 
 
-def _template(line: Asked | Told) -> str:
+def _template(line: Proposal | TrialResult) -> str:
     """A line with %-fields where the number and the digest, or the time, belong."""
-    text = encode(line).replace("%", "%%").replace('"number":-1', '"number":%d')
+    text = encode_line(line).replace("%", "%%").replace('"number":-1', '"number":%d')
     return text.replace('"digest":"-2"', '"digest":%s').replace('"elapsed_s":-2.0', '"elapsed_s":%.1f') + "\n"

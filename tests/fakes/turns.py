@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.api import Candidate
-from harness.timing.confirmation import Row
-from harness.timing.workers.engines import MAIN, Built, Engines
+from harness.timing.confirmation import Contender
+from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, Engines
 from harness.timing.sampling import Samples
 from harness.records import Failed
 from harness.config.experiment import Sampling
@@ -19,13 +19,13 @@ from harness.progress import Silent
 class Instant:
     """Engines that all read the same."""
 
-    def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
-        return Built(handle=0, build_s=0.1)
+    def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
+        return BuiltEngine(handle=0, build_s=0.1)
 
     def sample(self, handle: int, sampling: Sampling) -> Samples:
         return Samples(latency_ms=(2.0,) * 3, warmup=0, measure_s=0.0, stable=True)
 
-    def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
+    def describe(self, benchmarker: str = MAIN_BENCHMARKER) -> Mapping[str, Any]:
         return {}
 
     @contextmanager
@@ -43,5 +43,5 @@ class Listening(Silent):
         self.said.append(text)
 
 
-def row(name: str) -> Row:
-    return Row(name=name, candidate=Candidate(digest=name, edges=(), source=lambda: Path("never asked for")))
+def row(name: str) -> Contender:
+    return Contender(name=name, candidate=Candidate(digest=name, edges=(), source=lambda: Path("never asked for")))

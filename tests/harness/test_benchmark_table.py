@@ -15,12 +15,12 @@ import pytest
 from harness import benchmark_table
 from harness.errors import UserError
 from harness.records import Failed, Measured
-from harness.benchmark_table import COLUMNS, KEY, Facts, Row, Subspace, read_table, write_table
+from harness.benchmark_table import TABLE_SCHEMA, METADATA_KEY, TableMetadata, TableEntry, TableSubspace, read_table, write_table
 from search.synthetic_problem import planted_space
 from search.space import Placement, Space
 
 SPACE = Space(planted_space(5, groups=2, seed=1).dimensions)
-SUBSPACE = Subspace(SPACE, (1, 3), Placement((1, 0, 0, 0, 1)))
+SUBSPACE = TableSubspace(SPACE, (1, 3), Placement((1, 0, 0, 0, 1)))
 MEASURED = Measured(
     samples_ms=(1.5, 1.25, 1.75), discarded_ms=(2.0,), build_s=0.5, measure_s=0.25, warmup=4, stable=False,
     metrics={"sqnr_db": 21.5}, trouble="drift", conditions={"load": 0.5}, info={"layers": {"u8": 3}},
@@ -30,7 +30,7 @@ MEASURED = Measured(
 SENSITIVITY = dict.fromkeys((dimension.name for dimension in SPACE.dimensions), 0.5)
 
 
-def facts(**changes: Any) -> Facts:
+def facts(**changes: Any) -> TableMetadata:
     backend = {"name": "openvino", "version": "1", "device": "a CPU", "float_precision": "f32"}
     plain: dict[str, Any] = {
         "model": "m", "source": "m.onnx", "model_sha256": "0" * 64, "dimensions": SPACE.dimensions,
@@ -39,15 +39,15 @@ def facts(**changes: Any) -> Facts:
         "dialect": "openvino", "backend": backend, "calibrated_on": "random data", "ranges": "", "sampling": {},
         "environment": {},
     }  # fmt: skip
-    return Facts(**{**plain, **changes})
+    return TableMetadata(**{**plain, **changes})
 
 
-def rows() -> dict[str, Row]:
+def rows() -> dict[str, TableEntry]:
     found = {}
     for number, placement in enumerate(SUBSPACE.placements()):
-        full = SUBSPACE.full(placement)
+        full = SUBSPACE.to_full_space(placement)
         outcome = Failed(stage="timeout", reason="too slow", wall_s=2.0) if number == 2 else MEASURED
-        found[SPACE.digest(full)] = Row(number=number, choices=full.choices, outcome=outcome)
+        found[SPACE.digest(full)] = TableEntry(number=number, choices=full.choices, outcome=outcome)
     return found
 
 
@@ -59,7 +59,7 @@ def path(tmp_path: Path) -> Path:
 def test_what_is_written_is_read(path: Path) -> None:
     write_table(path, facts(), rows())
     table = read_table(path)
-    assert table.facts == facts()
+    assert table.metadata == facts()
     assert table.rows == rows()
     assert table.subspace.space.dimensions == (SPACE.dimensions[1], SPACE.dimensions[3])
     assert table.row(Placement((1, 0))).outcome == Failed(stage="timeout", reason="too slow", wall_s=2.0)
@@ -72,16 +72,16 @@ def test_samples_are_kept_as_single_precision_and_compressed(path: Path) -> None
     with pq.ParquetFile(path) as file:
         assert file.schema_arrow.field("samples_ms").type == pa.list_(pa.float32())
         assert file.metadata.row_group(0).column(3).compression == "ZSTD"
-        assert b'"model_sha256"' in file.schema_arrow.metadata[KEY]
+        assert b'"model_sha256"' in file.schema_arrow.metadata[METADATA_KEY]
 
 
 def test_2048_placements_stay_far_below_5_mb(path: Path) -> None:
     space = planted_space(60, groups=8, seed=1)
-    subspace = Subspace(space, tuple(range(0, 22, 2)), space.float_placement())
+    subspace = TableSubspace(space, tuple(range(0, 22, 2)), space.float_placement())
     samples = Measured(samples_ms=tuple(1.0 + i / 7919 for i in range(15)), build_s=0.3, measure_s=0.2)
     found = {
-        space.digest(full): Row(number=i, choices=full.choices, outcome=samples)
-        for i, full in enumerate(subspace.full(p) for p in subspace.placements())
+        space.digest(full): TableEntry(number=i, choices=full.choices, outcome=samples)
+        for i, full in enumerate(subspace.to_full_space(p) for p in subspace.placements())
     }
     changes: dict[str, Any] = {"dimensions": space.dimensions, "base": subspace.base.choices, "anchors": {}}
     changes["sensitivity"] = dict.fromkeys((dimension.name for dimension in space.dimensions), 0.5)
@@ -90,39 +90,39 @@ def test_2048_placements_stay_far_below_5_mb(path: Path) -> None:
     assert len(read_table(path).subspace) == 2048
 
 
-def missing_row(found: dict[str, Row]) -> dict[str, Row]:
+def missing_row(found: dict[str, TableEntry]) -> dict[str, TableEntry]:
     return dict(list(found.items())[1:])
 
 
-def renamed_row(found: dict[str, Row]) -> dict[str, Row]:
+def renamed_row(found: dict[str, TableEntry]) -> dict[str, TableEntry]:
     first, *rest = found.items()
     return {"0" * 16: first[1], **dict(rest)}
 
 
-def zero_latency(found: dict[str, Row]) -> dict[str, Row]:
+def zero_latency(found: dict[str, TableEntry]) -> dict[str, TableEntry]:
     first, *rest = found.items()
     bad = Measured(samples_ms=(0.0,), build_s=0.1, measure_s=0.1)
-    return {first[0]: Row(number=0, choices=first[1].choices, outcome=bad), **dict(rest)}
+    return {first[0]: TableEntry(number=0, choices=first[1].choices, outcome=bad), **dict(rest)}
 
 
-def with_first(**changes: Any) -> Callable[[dict[str, Row]], dict[str, Row]]:
+def with_first(**changes: Any) -> Callable[[dict[str, TableEntry]], dict[str, TableEntry]]:
     """The rows with the first one's outcome changed."""
 
-    def change(found: dict[str, Row]) -> dict[str, Row]:
+    def change(found: dict[str, TableEntry]) -> dict[str, TableEntry]:
         first, *rest = found.items()
         return {first[0]: replace(first[1], outcome=replace(MEASURED, **changes)), **dict(rest)}
 
     return change
 
 
-def endless_failure(found: dict[str, Row]) -> dict[str, Row]:
+def endless_failure(found: dict[str, TableEntry]) -> dict[str, TableEntry]:
     return {
         digest: replace(row, outcome=replace(row.outcome, wall_s=math.nan)) if isinstance(row.outcome, Failed) else row
         for digest, row in found.items()
     }
 
 
-def one_number(found: dict[str, Row]) -> dict[str, Row]:
+def one_number(found: dict[str, TableEntry]) -> dict[str, TableEntry]:
     return {digest: replace(row, number=0) for digest, row in found.items()}
 
 
@@ -176,15 +176,15 @@ def test_what_is_no_table_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch
     pq.write_table(pa.table({"a": [1]}), path)
     with pytest.raises(UserError, match="a Parquet file, but no replay table; 'qdq record MODEL' makes one"):
         read_table(path)
-    pq.write_table(pa.table({"a": [1]}).replace_schema_metadata({KEY: facts().model_dump_json()}), path)
+    pq.write_table(pa.table({"a": [1]}).replace_schema_metadata({METADATA_KEY: facts().model_dump_json()}), path)
     with pytest.raises(UserError, match="its columns are not those of a replay table"):
         read_table(path)
-    empty = COLUMNS.empty_table().replace_schema_metadata({KEY: '{"version": 1}'})
+    empty = TABLE_SCHEMA.empty_table().replace_schema_metadata({METADATA_KEY: '{"version": 1}'})
     pq.write_table(empty, path)
     with pytest.raises(UserError, match="its description does not fit this version: model: this key is required"):
         read_table(path)
     newer = facts().model_dump_json().replace('"version":1', '"version":9', 1)
-    pq.write_table(COLUMNS.empty_table().replace_schema_metadata({KEY: newer}), path)
+    pq.write_table(TABLE_SCHEMA.empty_table().replace_schema_metadata({METADATA_KEY: newer}), path)
     with pytest.raises(UserError, match="does not fit this version: version: Input should be less than or equal to 1"):
         read_table(path)
     write_table(path, facts(), rows())
@@ -198,8 +198,8 @@ def test_what_is_no_table_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch
         ("number", None, "has no number; record it again"),
         ("build_s", None, "damaged: "),
     ):
-        column = pa.array([value] * len(body), COLUMNS.field(name).type)
-        pq.write_table(body.set_column(body.column_names.index(name), COLUMNS.field(name), column), path)
+        column = pa.array([value] * len(body), TABLE_SCHEMA.field(name).type)
+        pq.write_table(body.set_column(body.column_names.index(name), TABLE_SCHEMA.field(name), column), path)
         with pytest.raises(UserError, match=message):
             read_table(path)
     write_table(path, facts(), rows())

@@ -41,7 +41,7 @@ def module(tmp_path, monkeypatch):
 
 def refused(*arguments: object) -> str:
     with pytest.raises(UserError) as caught:
-        registry.create(*arguments)  # type: ignore[arg-type]
+        registry.create_plugin(*arguments)  # type: ignore[arg-type]
     return str(caught.value)
 
 
@@ -80,5 +80,5 @@ def test_wrong_parameters_and_broken_constructors_are_told_apart(module):
 def test_a_name_that_two_distributions_offer_is_refused_on_use_alone(monkeypatch):
     mine, theirs = (EntryPoint(name="twin", value=f"{module}:X", group="qdq.searchers") for module in ("a", "b"))
     monkeypatch.setattr(registry, "entry_points", lambda group: [mine, theirs])
-    assert [plugin.name for plugin in registry.plugins("searcher")] == ["twin", "twin"]
+    assert [plugin.name for plugin in registry.installed_plugins("searcher")] == ["twin", "twin"]
     assert "searcher 'twin' is offered by" in refused("searcher", "twin", {})

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from harness.statistics import (
     Interval,
     block_ci,
-    floor_from,
+    noise_floor_from_ratios,
     median_ci,
     paired_ratio_ci,
     stderr_of_median,
-    verdict,
+    speedup_verdict,
 )  # fmt: skip
 
 READINGS = st.lists(st.floats(min_value=1e-3, max_value=1e3), min_size=1, max_size=60)
@@ -120,10 +120,10 @@ def test_pairs_need_both_sides() -> None:
 
 
 def test_floor_is_a_gain_in_either_direction() -> None:
-    assert floor_from([]) == 0.0
-    assert floor_from([1.0, 1.0]) == 0.0
-    assert floor_from([1.0, 1 / 1.04, 1.01]) == pytest.approx(0.04)
-    assert floor_from([1.0] * 99 + [2.0]) == 0.0
+    assert noise_floor_from_ratios([]) == 0.0
+    assert noise_floor_from_ratios([1.0, 1.0]) == 0.0
+    assert noise_floor_from_ratios([1.0, 1 / 1.04, 1.01]) == pytest.approx(0.04)
+    assert noise_floor_from_ratios([1.0] * 99 + [2.0]) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_floor_is_a_gain_in_either_direction() -> None:
     ],
 )
 def test_verdict(speedup: Interval, floor: float, expected: str) -> None:
-    assert verdict(speedup, floor) == expected
+    assert speedup_verdict(speedup, floor) == expected
 
 
 @settings(deadline=None)
@@ -151,4 +151,4 @@ def test_verdicts_are_fair_to_both_sides(ratio: float, width: float, floor: floa
     one = interval(ratio, ratio / (1 + width), ratio * (1 + width))
     other = interval(1 / ratio, 1 / one.high, 1 / one.low)
     if abs(max(ratio, 1 / ratio) - 1 - max(0.01, floor)) > 1e-9:
-        assert verdict(other, floor) == swapped[verdict(one, floor)]
+        assert speedup_verdict(other, floor) == swapped[speedup_verdict(one, floor)]

@@ -23,10 +23,10 @@ import numpy as np
 
 from harness.api import Array
 from harness.accuracy.calibration.usable_ranges import UNSEEN, Ranges, Sentinel, finite_ranges, is_finite, narrowed, refuse_empty, remarks
-from harness.errors import UserError, nearest
+from harness.errors import UserError, suggest_names
 from harness.graph.io.files import copy_model
 from harness.graph.plugin_operators import cut_plugins
-from harness.paths import cache_folder
+from harness.paths import cache_dir
 
 if TYPE_CHECKING:
     from harness.accuracy.calibration.histogram_calibrators import Collector
@@ -219,7 +219,7 @@ def _collector(method: Method, percentile: float) -> Collector:
     from harness.accuracy.calibration.histogram_calibrators import Extremes, Histograms, Magnitudes
 
     if method not in METHODS:
-        raise UserError(f"calibration: no method {method!r}; {nearest(method, METHODS)}")
+        raise UserError(f"calibration: no method {method!r}; {suggest_names(method, METHODS)}")
     if method in ("minmax", "max"):
         return Extremes() if method == "minmax" else Magnitudes()
     return Histograms(method, percentile)
@@ -252,7 +252,7 @@ def _cache_path(key: CalibrationKey, tensors: Collection[str]) -> Path | None:
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     try:
-        folder = cache_folder() / "ranges"
+        folder = cache_dir() / "ranges"
         folder.mkdir(exist_ok=True)
     except OSError as error:
         logger.warning("calibration ranges are not kept: no cache folder (%s)", error)

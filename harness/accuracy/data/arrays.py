@@ -17,7 +17,7 @@ from harness.api import Array
 from harness.errors import UserError
 from harness.accuracy.data.subsets import canonical, chosen_rows, text
 from harness.accuracy.data.labels import read_rows
-from harness.paths import locate
+from harness.paths import resolve_path
 
 __all__ = ["UNNAMED", "Arrays", "Cut", "is_arrays", "open_arrays", "read_arrays"]
 
@@ -71,7 +71,7 @@ def open_arrays(spec: Mapping[str, Any], base: Path | None = None, cut: Cut = la
         base: Folder that relative paths start from.
         cut: Takes the wanted samples from those that the mapping names.
     """
-    path = locate(text(spec, "path"), base)
+    path = resolve_path(text(spec, "path"), base)
     if path.suffix != f".{spec['use']}":
         raise UserError(f"data.path: use: {spec['use']} takes a .{spec['use']} file, but got {path.name}")
     available: Sequence[int] = ()
@@ -101,7 +101,7 @@ def open_arrays(spec: Mapping[str, Any], base: Path | None = None, cut: Cut = la
 def _label_file(name: str, base: Path | None, data: Arrays) -> Path:
     """Return the file with the labels of arrays, which are not among them."""
     try:
-        return locate(name, base)
+        return resolve_path(name, base)
     except UserError as error:
         named = ", ".join(repr(key) for key in data.arrays if key)
         among = f"{data.source} has no array {name!r}, only {named}, and " if named else ""

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from harness.api import Array
-from harness.errors import UserError, nearest
+from harness.errors import UserError, suggest_names
 from harness.accuracy.data.arrays import UNNAMED, Arrays
 from harness.accuracy.data.datasets import Dataset
 from harness.accuracy.data.preprocess import FloatArray, Preprocess, Size
-from harness.random_inputs import Types, check_types
+from harness.random_inputs import InputTypes, check_types
 
 __all__ = ["Batches", "batches", "image_input", "image_size", "sample_count", "stacked"]
 
@@ -56,7 +56,7 @@ def image_size(input_name: str, shape: Sequence[int]) -> Size:
     return shape[2], shape[3]
 
 
-def image_input(inputs: Types) -> str:
+def image_input(inputs: InputTypes) -> str:
     """Name of the input that images feed.
 
     Raises:
@@ -92,7 +92,7 @@ def sample_count(data: Dataset | Arrays, limit: int | None, place: str) -> str:
     return f"{used} samples of {place}"
 
 
-def batches(data: Dataset | Arrays, preprocess: Preprocess | None, inputs: Types, count: int | None = None) -> Batches:
+def batches(data: Dataset | Arrays, preprocess: Preprocess | None, inputs: InputTypes, count: int | None = None) -> Batches:
     """Inputs for the model in batches of the size that it takes; the last sample fills up the last batch.
 
     Args:
@@ -127,7 +127,7 @@ def batches(data: Dataset | Arrays, preprocess: Preprocess | None, inputs: Types
     return Batches(count=-(-total // batch), make=make, size=batch, place=place)
 
 
-def _of_arrays(data: Arrays, inputs: Types, total: int) -> Batches:
+def _of_arrays(data: Arrays, inputs: InputTypes, total: int) -> Batches:
     if UNNAMED in data.arrays:
         if len(inputs) > 1:
             raise UserError(
@@ -141,7 +141,7 @@ def _of_arrays(data: Arrays, inputs: Types, total: int) -> Batches:
             remedy = f"an array of labels is named by 'labels: {name}' beside its path"
             if data.labels is not None:
                 remedy = "the labels are read from elsewhere: leave it out of the file, or give it the name of an input"
-            raise UserError(f"{data.source}: the model has no input {name!r}; {nearest(name, inputs)}; {remedy}")
+            raise UserError(f"{data.source}: the model has no input {name!r}; {suggest_names(name, inputs)}; {remedy}")
     dtypes = check_types(inputs)
     for name, dtype in dtypes.items():
         if name not in arrays:

@@ -32,13 +32,13 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from harness.errors import UserError, nearest
+from harness.errors import UserError, suggest_names
 from harness.accuracy.data.arrays import Arrays, Cut, open_arrays
 from harness.accuracy.data.subsets import CUTS, HALVES, canonical, chosen_rows, half_of, text, whole
 from harness.accuracy.data.labels import Labels, cut_coco, ordered_coco, read_labels
 from harness.accuracy.data.masks import IndexMasks, Mask, Masks, PanopticMasks, check_masks
 from harness.accuracy.data.preprocess import RgbImage
-from harness.paths import locate
+from harness.paths import resolve_path
 from harness.zoo import shapes
 
 __all__ = ["HALVES", "Arrays", "Dataset", "evenly", "half_of", "open_data", "open_images"]
@@ -102,10 +102,10 @@ def open_data(
     """
     kind = str(spec.get("use"))
     if kind not in KEYS:
-        raise UserError(f"data.use: no kind of data is called {kind!r}; {nearest(kind, KEYS)}")
+        raise UserError(f"data.use: no kind of data is called {kind!r}; {suggest_names(kind, KEYS)}")
     for key in spec:
         if key not in ("use", *KEYS[kind]):
-            raise UserError(f"data.{key}: unknown key for {kind!r}; {nearest(str(key), KEYS[kind])}")
+            raise UserError(f"data.{key}: unknown key for {kind!r}; {suggest_names(str(key), KEYS[kind])}")
 
     def cut(samples: Sequence[int]) -> Sequence[int]:
         return [samples[i] for i in evenly(len(samples), limit)] if spread and limit is not None else samples[:limit]
@@ -139,7 +139,7 @@ def open_images(spec: Mapping[str, Any], base: Path | None = None) -> Dataset:
 
 def _open_folder(spec: Mapping[str, Any], base: Path | None, cut: Cut) -> Dataset:
     folder = _folder(spec, "images", base)
-    labels_path = locate(text(spec, "labels"), base) if spec.get("labels") is not None else None
+    labels_path = resolve_path(text(spec, "labels"), base) if spec.get("labels") is not None else None
     labels = read_labels(labels_path) if labels_path else _unlabelled(folder)
     available = chosen_rows(spec, labels.files, str(spec["images"]))
     chosen = cut(available)
@@ -227,7 +227,7 @@ def _open_shapes(spec: Mapping[str, Any], cut: Cut) -> Dataset:
 
 
 def _folder(spec: Mapping[str, Any], key: str, base: Path | None) -> Path:
-    folder = locate(text(spec, key), base)
+    folder = resolve_path(text(spec, key), base)
     if not folder.is_dir():
         raise UserError(f"data.{key}: {spec[key]} is no folder")
     return folder

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.errors import UserError, nearest
+from harness.errors import UserError, suggest_names
 
 __all__ = ["Labels", "cut_coco", "ordered_coco", "read_labels", "read_rows"]
 
@@ -126,7 +126,7 @@ def ordered_coco(coco: Mapping[str, Any], classes: Sequence[str]) -> dict[str, A
         if name not in numbers:
             raise UserError(
                 f"data.classes: the labels have boxes of category {name!r}, which is none of them; "
-                f"{nearest(str(name), classes)}"
+                f"{suggest_names(str(name), classes)}"
             )
     annotations = [{**a, "category_id": numbers[names[a["category_id"]]]} for a in coco["annotations"]]
     categories = [{"id": number, "name": name} for name, number in numbers.items()]

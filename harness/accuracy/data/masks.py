@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from harness.errors import UserError, nearest
+from harness.errors import UserError, suggest_names
 from harness.accuracy.data.preprocess import Size
 
 __all__ = ["VOID", "IndexMasks", "Mask", "Masks", "PanopticMasks", "check_masks"]
@@ -111,7 +111,7 @@ def check_masks(masks: Masks, count: int) -> None:
         known = set(masks.categories.values())
         for name in masks.classes[1:]:
             if name not in known:
-                raise UserError(f"data.classes: the labels have no category {name!r}; {nearest(name, known)}")
+                raise UserError(f"data.classes: the labels have no category {name!r}; {suggest_names(name, known)}")
 
 
 def _pixels(path: Path, size: Size) -> Mask:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness import registry
-from harness.errors import UserError, nearest
+from harness.errors import UserError, suggest_names
 
 __all__ = [
     "FloatArray", "Prepared", "Preprocess", "RgbImage", "Size", "open_plugin", "open_preprocess",
@@ -80,7 +80,7 @@ def open_preprocess(spec: str | Mapping[str, Any]) -> Preprocess:
         UserError: Unknown name or parameter.
     """
     use, params = open_plugin(spec)
-    made: Preprocess = registry.create("preprocessing", use, params)
+    made: Preprocess = registry.create_plugin("preprocessing", use, params)
     return made
 
 
@@ -93,7 +93,7 @@ def preprocess_fingerprint(spec: str | Mapping[str, Any]) -> str:
     use, params = open_plugin(spec)
     digest = hashlib.sha256(json.dumps([use, dict(params)], sort_keys=True, default=str).encode())
     try:
-        file = inspect.getsourcefile(registry.load("preprocessing", use))
+        file = inspect.getsourcefile(registry.load_plugin("preprocessing", use))
         digest.update(Path(file).read_bytes() if file else b"")
     except (TypeError, OSError):  # made in memory, or in C: its name has to do
         pass
@@ -110,7 +110,7 @@ def open_plugin(spec: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         return spec, {}
     for key in spec:
         if key not in ("use", "params"):
-            raise UserError(f"unknown key {key!r} beside 'use'; {nearest(str(key), ('use', 'params'))}")
+            raise UserError(f"unknown key {key!r} beside 'use'; {suggest_names(str(key), ('use', 'params'))}")
     use, params = spec.get("use"), spec.get("params", {})
     if not isinstance(use, str) or not isinstance(params, Mapping):
         raise UserError(f"a name, or a mapping of 'use' (a name) and 'params' (a mapping), but got {dict(spec)!r}")

@@ -16,7 +16,7 @@ from harness.accuracy.data.arrays import Arrays, is_arrays, open_arrays
 from harness.accuracy.data.datasets import Dataset, open_images
 from harness.accuracy.data.batching import batches, image_input, image_size, stacked
 from harness.accuracy.data.preprocess import Prepared, Size, open_plugin, open_preprocess, preprocess_fingerprint
-from harness.random_inputs import Types
+from harness.random_inputs import InputTypes
 
 __all__ = [
     "LabelledImages", "PreparedArrays", "PreparedImages", "doubt", "evaluator_params", "finite", "image_supplies",
@@ -46,7 +46,7 @@ def evaluator_params(use: str, params: Mapping[str, Any], supplied: Mapping[str,
     for name in params:
         if name in supplied:
             raise UserError(f"evaluator {use!r}: {name!r} is set by the harness, not by the experiment")
-    wanted = inspect.signature(registry.load("evaluator", use)).parameters
+    wanted = inspect.signature(registry.load_plugin("evaluator", use)).parameters
     if "labels" in params and "labels" not in wanted and "data" in wanted:
         raise UserError(
             f"evaluator {use!r}: labels belong to the data, for instance data: {{use: npz, path: data.npz, labels: y}}"
@@ -146,7 +146,7 @@ class PreparedArrays:
         UserError: Anything wrong with the data, or they do not fit the inputs.
     """
 
-    def __init__(self, data: Mapping[str, Any], inputs: Types, base: Path | None = None) -> None:
+    def __init__(self, data: Mapping[str, Any], inputs: InputTypes, base: Path | None = None) -> None:
         self.data: Arrays = open_arrays(data, base)
         self._batches = batches(self.data, None, inputs)
         self.fingerprint = self.data.fingerprint
@@ -173,7 +173,7 @@ class PreparedArrays:
 def open_samples(
     data: Mapping[str, Any],
     preprocess: str | Mapping[str, Any] | None,
-    inputs: Types,
+    inputs: InputTypes,
     base: Path | None = None,
 ) -> PreparedImages | PreparedArrays:
     """Open labelled data for an evaluator: images with a preprocessing, or arrays.
@@ -197,7 +197,7 @@ def open_samples(
     return PreparedImages(data, preprocess, name, inputs[name][1], base)
 
 
-def image_supplies(data: object, inputs: Types) -> dict[str, Any]:
+def image_supplies(data: object, inputs: InputTypes) -> dict[str, Any]:
     """Return `input_name` and `input_shape` for an evaluator that takes them; empty values where data are no images.
 
     Raises:

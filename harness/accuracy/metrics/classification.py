@@ -15,7 +15,7 @@ from harness.errors import EvaluationFailed, UserError
 from harness.accuracy.data.arrays import is_arrays
 from harness.accuracy.metrics.base import only_name, only_output, open_samples
 from harness.accuracy.metrics.intervals import evidence_of
-from harness.random_inputs import Types
+from harness.random_inputs import InputTypes
 
 __all__ = ["Top1", "Top5"]
 
@@ -53,7 +53,7 @@ class Top1:
         input_shape: Sequence[int] = (),
         output: str | None = None,
         base: Path | None = None,
-        inputs: Types | None = None,
+        inputs: InputTypes | None = None,
     ) -> None:
         types = inputs or {input_name: ("float", tuple(input_shape))}
         self.images = open_samples(data, preprocess, types, base)

@@ -14,7 +14,7 @@ from harness import registry
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
 from harness.accuracy.metrics.base import only_output, open_samples
-from harness.random_inputs import Types
+from harness.random_inputs import InputTypes
 
 __all__ = ["Loss", "Metric"]
 
@@ -44,13 +44,13 @@ class Metric:
         self,
         data: Mapping[str, Any],
         function: str,
-        inputs: Types,
+        inputs: InputTypes,
         preprocess: str | Mapping[str, Any] | None = None,
         output: str | None = None,
         base: Path | None = None,
     ) -> None:
         self._name, self._output = function, output
-        self._function: Any = registry.load("evaluator", function)
+        self._function: Any = registry.load_plugin("evaluator", function)
         self.samples = open_samples(data, preprocess, inputs, base)
         if self.samples.data.labels is None:
             raise UserError(f"{self.metric}: data.labels: labels are needed, one row for each sample")
@@ -73,7 +73,7 @@ class Metric:
         """
         rows = [outputs for _, outputs in self.samples.run(infer)]
         try:
-            found = registry.guarded(self._name, lambda: np.asarray(self._figure(rows), np.float64))
+            found = registry.call_plugin(self._name, lambda: np.asarray(self._figure(rows), np.float64))
         except UserError as error:
             raise EvaluationFailed(str(error)) from error
         if found.shape not in ((), (len(self),)) or not np.isfinite(found).all():

@@ -27,8 +27,8 @@ from harness.compat.modelopt_autotune.pattern_search import Turn
 from harness.graph.io.conversions import as_proto, proto_digest
 from harness.graph.load import from_proto
 from harness.graph.model import Model
-from harness.config.experiment import Use
-from harness.pipeline.model_loader import OPSET
+from harness.config.experiment import PluginSpec
+from harness.pipeline.model_loader import MIN_OPSET
 from search.space import Placement
 
 __all__ = ["QDQAutotunerBase", "Transform"]
@@ -61,7 +61,7 @@ class QDQAutotunerBase:
             self._model = model
         else:
             proto = as_proto(model)
-            self._model = from_proto(proto, source="model", sha256=proto_digest(proto), min_opset=OPSET)
+            self._model = from_proto(proto, source="model", sha256=proto_digest(proto), min_opset=MIN_OPSET)
         self.onnx_model = self._model.proto
         self.graph = Atlas(self._model)
         self.regions: list[Region] = []
@@ -103,13 +103,13 @@ class QDQAutotunerBase:
         """
         self.config = config or self.config
         benchmark = current_benchmark()
-        use = Use(use=self.config.backend or "openvino", params=dict(self.config.backend_params))
+        use = PluginSpec(use=self.config.backend or "openvino", params=dict(self.config.backend_params))
         if self.config.backend is None and benchmark is not None:
             use = benchmark.backend
         self._backend = Backend(use)
         precision = self.config.default_quant_type
         opset = self._backend.dialect.opset([precision])
-        if opset > OPSET:
+        if opset > MIN_OPSET:
             origin, source = self._model.origin, self._model.source
             upgraded = from_proto(self.onnx_model, source=source, sha256=self._model.sha256, min_opset=opset)
             self._model = dataclasses.replace(upgraded, origin=origin and dataclasses.replace(origin, min_opset=opset))

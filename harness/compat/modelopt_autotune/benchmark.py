@@ -21,11 +21,11 @@ from harness.compat.modelopt_autotune.common import AutotunerError
 from harness.compat.modelopt_autotune.sampling_policy import beside_sampling, exactly, latency_ms, write_log
 from harness.errors import UserError
 from harness.graph.io.files import file_digest
-from harness.timing.confirmation import Row, Summary, confirm, summarise
-from harness.timing.workers.engines import MAIN, Engines, WorkerSpec
+from harness.timing.confirmation import Contender, ConfirmationSummary, confirm, summarize_turns
+from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
 from harness.records import Failed, Measured, Outcome
-from harness.config.experiment import Confirmation, Limits, Use
+from harness.config.experiment import Confirmation, Limits, PluginSpec
 from harness.search_loop.trial import Care, attempt_with
 
 __all__ = [
@@ -61,7 +61,7 @@ class Benchmark:
         UserError: The backend is not installed or cannot be made.
     """
 
-    def __init__(self, backend: Use, *, warmup_runs: int = 5, timing_runs: int = 20) -> None:
+    def __init__(self, backend: PluginSpec, *, warmup_runs: int = 5, timing_runs: int = 20) -> None:
         if warmup_runs < 0 or timing_runs < 1:
             raise AutotunerError(
                 f"warmup_runs is at least 0 and timing_runs at least 1, but got {warmup_runs} and {timing_runs}"
@@ -73,7 +73,7 @@ class Benchmark:
         self.close = weakref.finalize(self, stack.close)
         """Ends the worker; goes without saying at exit."""
         self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qdq-benchmark-")))
-        self._worker = WorkerSpec(benchmarkers={MAIN: backend}, workdir=self._folder)
+        self._worker = WorkerSpec(benchmarkers={MAIN_BENCHMARKER: backend}, workdir=self._folder)
         self._opened = stack.enter_context(ExitStack())
         self._engines = self._opened.enter_context(open_engines(self._worker, _LIMITS))
         self._level_ms: float | None = None
@@ -163,7 +163,7 @@ class Benchmark:
         """Engines in a worker of their own."""
         return open_engines(self._worker, _LIMITS)
 
-    def confirm(self, final: Candidate, baseline: Candidate, builds: int = 3) -> Summary:
+    def confirm(self, final: Candidate, baseline: Candidate, builds: int = 3) -> ConfirmationSummary:
         """Build a model and the float model afresh, time them in turns, and judge; see `harness.timing.confirmation`.
 
         Raises:
@@ -171,13 +171,13 @@ class Benchmark:
         """
         samples = max(3, min(20, self.timing_runs // 5))
         events = confirm(
-            [Row(name="final", candidate=final)],
-            Row(name="baseline", candidate=baseline),
+            [Contender(name="final", candidate=final)],
+            Contender(name="baseline", candidate=baseline),
             open_engines=self.fresh,
-            plan=Confirmation(builds=builds, rounds=4, samples=samples),
+            schedule=Confirmation(builds=builds, rounds=4, samples=samples),
             rng=np.random.default_rng(0),
         )
-        return summarise(list(events), baseline="baseline")
+        return summarize_turns(list(events), baseline="baseline")
 
 
 class TensorRTPyBenchmark(Benchmark):
@@ -222,7 +222,7 @@ class TrtExecBenchmark(Benchmark):
         super().__init__(backend_use("trtexec", options), warmup_runs=warmup_runs, timing_runs=timing_runs)
 
 
-def backend_use(name: str, options: Mapping[str, Any], params: Mapping[str, Any] | None = None) -> Use:
+def backend_use(name: str, options: Mapping[str, Any], params: Mapping[str, Any] | None = None) -> PluginSpec:
     """A backend with those of TensorRT's options that were given.
 
     A backend without timing cache does without it; plug-in libraries and arguments that it does not take are refused.
@@ -235,7 +235,7 @@ def backend_use(name: str, options: Mapping[str, Any], params: Mapping[str, Any]
         UserError: No such backend is installed, or it does not take an option.
     """
     try:
-        taken = registry.signature("benchmarker", name).parameters
+        taken = registry.plugin_signature("benchmarker", name).parameters
     except UserError as error:
         if name in ("tensorrt", "trtexec"):
             raise AutotunerError(
@@ -252,7 +252,7 @@ def backend_use(name: str, options: Mapping[str, Any], params: Mapping[str, Any]
             found[known] = [*found.get(known, ()), *value] if isinstance(value, list | tuple) else value
         elif option != "timing_cache_file":
             raise AutotunerError(f"{option}: backend {name!r} takes none; {_REMEDIES[option]}")
-    return Use(use=name, params=found)
+    return PluginSpec(use=name, params=found)
 
 
 def split_arguments(text: str) -> list[str]:

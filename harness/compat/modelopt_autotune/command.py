@@ -24,12 +24,12 @@ from harness.graph.passes.dimension_errors import parse_dims
 from harness.graph.rules.dialects import TENSORRT
 from harness.graph.qdq.import_placement import import_qdq
 from harness.graph.load import save
-from harness.timing.workers.engines import MAIN
+from harness.timing.workers.engines import MAIN_BENCHMARKER
 from harness.timing.workers.sandbox import open_engines
-from harness.paths import locate
-from harness.registry import find
-from harness.results_dir.fingerprint import ADVICE, Changed
-from harness.config.experiment import Limits, ModelSpec, Use
+from harness.paths import resolve_path
+from harness.registry import find_entry_point
+from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
+from harness.config.experiment import Limits, ModelSpec, PluginSpec
 from harness.pipeline.model_loader import open_model
 from harness.progress import Observer
 from harness.pipeline.float_baseline import float_benchmarkers
@@ -97,7 +97,7 @@ def _run(options: argparse.Namespace, depth: Depth, plan: Plan) -> None:
             benchmark.close()
 
 
-def _target(use: Use) -> str:
+def _target(use: PluginSpec) -> str:
     """Return what models are made for: backend, device and dialect, and for what they are not.
 
     Raises:
@@ -146,7 +146,7 @@ def _plan(options: argparse.Namespace, observer: Observer) -> Plan:
     if options.seed < 0:
         raise AutotunerError(f"--seed is at least 0, but got {options.seed}")
     if options.searcher is not None:
-        find("searcher", options.searcher)
+        find_entry_point("searcher", options.searcher)
     config = Config(
         default_quant_type=options.quant_type,
         default_dq_dtype=options.default_dq_dtype,
@@ -161,7 +161,7 @@ def _plan(options: argparse.Namespace, observer: Observer) -> Plan:
         output_dir=_folder(options.output_dir),
         pattern_cache_file=None if options.pattern_cache is None else Path(options.pattern_cache),
         state_file=None if options.state_file is None else Path(options.state_file),
-        qdq_baseline=None if baseline is None else locate(baseline),
+        qdq_baseline=None if baseline is None else resolve_path(baseline),
         node_filters=tuple(get_node_filter_list(options.node_filter_list) or ()),
         config=config,
         whole=options.searcher is not None,
@@ -185,12 +185,12 @@ def _folder(text: str) -> Path:
     return path
 
 
-def _backend(options: argparse.Namespace) -> Use:
+def _backend(options: argparse.Namespace) -> PluginSpec:
     """The backend with TensorRT's options, as far as it takes them."""
     if options.use_trtexec and options.backend not in (None, "trtexec"):
         raise AutotunerError(f"--use_trtexec and --backend {options.backend}: choose one")
     name = "trtexec" if options.use_trtexec else options.backend or "openvino"
-    plugins = [str(locate(file).resolve()) for file in options.plugin_libraries or ()]
+    plugins = [str(resolve_path(file).resolve()) for file in options.plugin_libraries or ()]
     extra = options.trtexec_benchmark_args
     given = {
         "plugin_libraries": plugins,
@@ -200,13 +200,13 @@ def _backend(options: argparse.Namespace) -> Use:
     return backend_use(name, given)
 
 
-def _strongest(backend: Use, float_file: Path, plan: Plan) -> Use:
+def _strongest(backend: PluginSpec, float_file: Path, plan: Plan) -> PluginSpec:
     """The backend at the float precision at which the float model is fastest: speedups are over that."""
     open_worker = partial(open_engines, limits=Limits())
     try:
         found = float_benchmarkers(backend, float_file, plan.output_dir, open_worker, plan.observer)
-    except Changed as error:
-        raise UserError(str(error).replace(ADVICE, "use another --output_dir, or move away what is there")) from error
+    except FingerprintMismatch as error:
+        raise UserError(str(error).replace(CHANGED_RUN_ADVICE, "use another --output_dir, or move away what is there")) from error
     finally:
         shutil.rmtree(plan.output_dir / "work", ignore_errors=True)
-    return found[MAIN]
+    return found[MAIN_BENCHMARKER]

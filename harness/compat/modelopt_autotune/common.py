@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness.errors import UserError
-from harness.graph.rules.precision_names import float_precision
+from harness.graph.rules.precision_names import normalize_float_precision
 
 __all__ = ["AutotunerError", "AutotunerNotInitializedError", "Config", "InvalidSchemeError", "dq_dtype"]
 
@@ -29,7 +29,7 @@ class InvalidSchemeError(AutotunerError):
 
 def dq_dtype(text: str) -> str:
     """Return a float type by ModelOpt's name ("float16"), given in any usual spelling."""
-    return {"f16": "float16", "f32": "float32", "bf16": "bfloat16"}.get(float_precision(text), text)
+    return {"f16": "float16", "f32": "float32", "bf16": "bfloat16"}.get(normalize_float_precision(text), text)
 
 
 @dataclass

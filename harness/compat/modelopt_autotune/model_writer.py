@@ -27,12 +27,12 @@ from harness.accuracy.data.datasets import open_data
 from harness.accuracy.data.batching import Batches, batches, sample_count
 from harness.random_inputs import random_feeds
 from harness.graph.qdq.cast_insert import CastInserter, refuse_lost_nodes
-from harness.graph.io.conversions import encode, write
+from harness.graph.io.conversions import encode, write_model
 from harness.graph.qdq.insert import Inserter
 from harness.graph.load import load, save
 from harness.graph.model import Model
-from harness.config.experiment import Use
-from harness.pipeline.model_loader import OPSET, input_types
+from harness.config.experiment import PluginSpec
+from harness.pipeline.model_loader import MIN_OPSET, input_types
 from harness.pipeline.float_baseline import CAST, parsed
 from search.space import Resolved, Space
 
@@ -71,7 +71,7 @@ class Delivery:
         calibrated_on: The data that the scales come from, for messages.
     """
 
-    def __init__(self, atlas: Atlas, space: Space, config: Config, backend: Use) -> None:
+    def __init__(self, atlas: Atlas, space: Space, config: Config, backend: PluginSpec) -> None:
         self._model = atlas.model
         self._dialect = atlas.dialect
         self._config = config
@@ -98,7 +98,7 @@ class Delivery:
         """What is in `float_file`."""
         if self.float_file == self._cleaned:
             return self._model
-        return load(self.float_file, source=self._model.source, min_opset=OPSET)
+        return load(self.float_file, source=self._model.source, min_opset=MIN_OPSET)
 
     @cached_property
     def _inserter(self) -> Inserter:
@@ -160,7 +160,7 @@ def export(proto: Any, path: Path | None) -> bytes:
     """
     if path is None:
         return encode(proto)
-    write(proto, path)
+    write_model(proto, path)
     return b"" if path.with_name(f"{path.name}.data").exists() else path.read_bytes()
 
 

@@ -140,10 +140,10 @@ class Turn:
 
     def _made(self, config: Config) -> Searcher:
         """The searcher, seeded for this pattern alone: the order of regions does not matter."""
-        make: Any = registry.load("searcher", config.searcher)
+        make: Any = registry.load_plugin("searcher", config.searcher)
         digest = hashlib.sha256(f"{config.seed} {self.signature}".encode()).digest()
         made: Searcher = make(self._space, seed=int.from_bytes(digest[:4], "big"), **_settings(config))
-        registry.require(f"searcher {config.searcher!r}", made, CONTRACT)
+        registry.require_methods(f"searcher {config.searcher!r}", made, CONTRACT)
         return made
 
 

@@ -26,12 +26,12 @@ from harness.graph.qdq.read_edges import pairs_in
 from harness.graph.io.files import move_model
 from harness.graph.load import load
 from harness.graph.rules.points import why_none
-from harness.timing.provenance import options_said
+from harness.timing.provenance import format_options
 from harness.records import Failed, Outcome
 from harness.config.experiment import Confirmation
 from harness.selection.paired_timing import RUNOFF
 from harness.verification.dynamic_delivery import deliver_dynamic, fixed_sizes
-from harness.pipeline.model_loader import OPSET
+from harness.pipeline.model_loader import MIN_OPSET
 from harness.progress import Observer, Silent, best_note
 from harness.verification.output_comparison import CHECKS
 from search.space import Placement
@@ -110,7 +110,7 @@ def _autotuner(model: Any, plan: Plan) -> QDQAutotuner:
             cache = PatternCache.load(str(plan.pattern_cache_file))
         else:
             _logger.warning("%s: there is no such pattern cache, so the start is cold", plan.pattern_cache_file)
-    loaded = load(Path(model), min_opset=OPSET) if isinstance(model, str | Path) else model
+    loaded = load(Path(model), min_opset=MIN_OPSET) if isinstance(model, str | Path) else model
     autotuner = QDQAutotuner(loaded)
     autotuner.initialize(plan.config, cache)
     if plan.state.exists():
@@ -216,7 +216,7 @@ class _Run:
             kept=kept,
             pairs=pairs,
             read=self._baseline_ms / read.latency_ms if read is not None and read.latency_ms else None,
-            options=options_said(self._benchmark.describe().get("options", {})),
+            options=format_options(self._benchmark.describe().get("options", {})),
             calibrated=self._plan.config.calibration_data is not None,
         )
         lines = [

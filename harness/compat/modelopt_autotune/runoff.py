@@ -11,10 +11,10 @@ from typing import Any
 
 from harness.api import Array, Candidate
 from harness.compat.modelopt_autotune.benchmark import Benchmark
-from harness.timing.confirmation import OpenEngines, Row
-from harness.timing.workers.engines import MAIN
-from harness.timing.provenance import saturates_here
-from harness.timing.racing_test import HEATS
+from harness.timing.confirmation import EngineFactory, Contender
+from harness.timing.workers.engines import MAIN_BENCHMARKER
+from harness.timing.provenance import machine_lacks_vnni
+from harness.timing.racing_test import TURNS_PER_RACING_ROUND
 from harness.config.experiment import Limits
 from harness.selection.paired_timing import Contest, read_speedups
 from harness.selection.racing import FIRST, race
@@ -38,7 +38,7 @@ class Runoff:
 
     path: Path
     facts: Mapping[str, Any]
-    open_engines: OpenEngines
+    open_engines: EngineFactory
     observer: Observer
 
 
@@ -60,12 +60,12 @@ def open_checker(
     with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch, benchmark.fresh() as engines:
         plan = CheckPlan(
             float_file=floating,
-            floats={MAIN: floating},
+            floats={MAIN_BENCHMARKER: floating},
             feeds=feeds,
             folder=folder,
             work=Path(scratch),
             limits=Limits(),
-            saturates=saturates_here(),
+            saturates=machine_lacks_vnni(),
         )
         with RuntimeChecker(plan, engines, observer) as checker:
             checker.check(Candidate(digest=digest_of(()), edges=(), source=lambda: floating), name="the float model")
@@ -88,13 +88,13 @@ def fastest(rivals: Sequence[Candidate], baseline: Candidate, runoff: Runoff) ->
     Raises:
         UserError: The baseline fails, or the record cannot be written.
     """
-    rows = tuple(Row(name=rival.digest, candidate=rival) for rival in rivals)
+    rows = tuple(Contender(name=rival.digest, candidate=rival) for rival in rivals)
     names = [row.name for row in rows]
     contest = Contest(
         name="runoff",
         path=runoff.path,
-        header={"rows": sorted(names), "heats": list(HEATS), **runoff.facts},
-        baseline=Row(name=BASELINE, candidate=baseline),
+        header={"rows": sorted(names), "heats": list(TURNS_PER_RACING_ROUND), **runoff.facts},
+        baseline=Contender(name=BASELINE, candidate=baseline),
         rows=rows,
         plan=FIRST,
     )

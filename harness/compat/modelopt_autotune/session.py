@@ -20,7 +20,7 @@ from harness.graph import pattern_cache as engine
 from harness.graph.io.conversions import float_names
 from harness.graph.qdq.import_placement import import_qdq
 from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
-from harness.config.experiment import Use
+from harness.config.experiment import PluginSpec
 from harness.pipeline.model_loader import input_types
 from search.api import Observation, Score
 from search.space import Placement
@@ -41,8 +41,8 @@ class Backend:
         UserError: There is no such benchmarker or dialect.
     """
 
-    def __init__(self, use: Use) -> None:
-        benchmarker = registry.create("benchmarker", use.use, use.params)
+    def __init__(self, use: PluginSpec) -> None:
+        benchmarker = registry.create_plugin("benchmarker", use.use, use.params)
         self.use = use
         self.facts: Mapping[str, Any] = benchmarker.describe()
         self.emulated: frozenset[str] = frozenset(getattr(benchmarker, "accuracy_only", ()))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.timing.confirmation import Summary
+from harness.timing.confirmation import ConfirmationSummary
 
 __all__ = ["Delivered", "verdict_lines"]
 
@@ -32,12 +32,12 @@ class Delivered:
     calibrated: bool
 
 
-def proved(summary: Summary) -> bool:
+def proved(summary: ConfirmationSummary) -> bool:
     """Whether the model that was built afresh is faster than the float model, beyond what noise would do."""
     return "final" in summary.rows and summary.rows["final"].verdict == "faster"
 
 
-def verdict_lines(summary: Summary, delivered: Delivered) -> Iterator[str]:
+def verdict_lines(summary: ConfirmationSummary, delivered: Delivered) -> Iterator[str]:
     """Sentences for people, the figures first.
 
     Args:

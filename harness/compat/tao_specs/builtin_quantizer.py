@@ -13,7 +13,7 @@ from typing import Any
 from harness import registry
 from harness.api import Array
 from harness.accuracy.calibration.ranges import Method, Ranges, calibrate, finite_ranges, remarks
-from harness.errors import UserError, nearest
+from harness.errors import UserError, suggest_names
 from harness.graph.rules.dialects import Dialect
 from harness.graph.qdq.insert import Inserter
 from harness.graph.rules.placement_rules import broken_rule
@@ -71,11 +71,11 @@ def own_arguments(given: Mapping[str, Any]) -> str:
     for name in given:
         if name != "dialect":
             raise UserError(
-                f"backend_kwargs.{name}: backend 'qdq' takes 'dialect' alone; {nearest(name, ('dialect',))} "
+                f"backend_kwargs.{name}: backend 'qdq' takes 'dialect' alone; {suggest_names(name, ('dialect',))} "
                 "(ModelOpt's arguments go with backend: modelopt.onnx)"
             )
     name = given.get("dialect", DEFAULT_DIALECT)
-    registry.find("dialect", str(name))
+    registry.find_entry_point("dialect", str(name))
     return str(name)
 
 

@@ -58,7 +58,7 @@ def input_size(preprocess: str, size: str | None, model: str | None) -> Size:
         if len(found) != 2:
             raise UserError(f"--size: height and width, such as 640x640, but got {size!r}")
         return found
-    registry.find("preprocessing", preprocess)
+    registry.find_entry_point("preprocessing", preprocess)
     if preprocess not in USUAL_SIZES:
         raise UserError(
             f"--preprocess {preprocess}: say the size of the inputs, by --size 640x640 or --model FILE.onnx"

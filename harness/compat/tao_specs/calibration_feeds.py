@@ -17,7 +17,7 @@ from harness.accuracy.data.arrays import UNNAMED
 from harness.accuracy.data.datasets import Arrays, open_data
 from harness.accuracy.data.batching import batches, sample_count
 from harness.accuracy.data.preprocess import open_preprocess
-from harness.random_inputs import Types, random_feeds
+from harness.random_inputs import InputTypes, random_feeds
 from harness.compat.tao_specs.model_file import Samples, found_file
 from harness.compat.tao_specs.error_key_mapping import respelled
 from harness.compat.tao_specs.spec import Dataset
@@ -40,7 +40,7 @@ class Feeds:
     description: str
 
 
-def calibration_feeds(dataset: Dataset, inputs: Types, base: Path, key: str = "dataset.calibration_data") -> Feeds:
+def calibration_feeds(dataset: Dataset, inputs: InputTypes, base: Path, key: str = "dataset.calibration_data") -> Feeds:
     """What section `dataset` gives for calibration; without anything, random numbers, with a warning.
 
     Raises:
@@ -120,13 +120,13 @@ def _data(path: Path, key: str) -> dict[str, Any]:
 class _Again:
     """Random feeds, the same each time."""
 
-    inputs: Types
+    inputs: InputTypes
 
     def __iter__(self) -> Iterator[dict[str, Array]]:
         return random_feeds(self.inputs, DUMMIES)
 
 
-def loader_feeds(loader: Iterable[Any], inputs: Types) -> Iterator[dict[str, Array]]:
+def loader_feeds(loader: Iterable[Any], inputs: InputTypes) -> Iterator[dict[str, Array]]:
     """Batches of a data loader as inputs of a model, in the batch size that the model takes.
 
     A batch is an array or a tensor, a tuple or list (its first element counts), or a mapping: of the model's own
@@ -179,7 +179,7 @@ def _array(value: Any, number: int) -> Array:
     return array
 
 
-def _resized(feed: Mapping[str, Array], inputs: Types) -> Iterator[dict[str, Array]]:
+def _resized(feed: Mapping[str, Array], inputs: InputTypes) -> Iterator[dict[str, Array]]:
     """Batches of the model's own size; the last sample fills up the last one."""
     rows = {name: len(array) for name, array in feed.items()}
     for name, array in feed.items():

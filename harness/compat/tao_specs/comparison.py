@@ -11,10 +11,10 @@ from harness.api import Array
 from harness.errors import CandidateError, UserError
 from harness.accuracy.data.batching import image_input, image_size
 from harness.accuracy.metrics.intervals import drop_estimate, metric_estimate, too_few
-from harness.random_inputs import Types
+from harness.random_inputs import InputTypes
 from harness.graph.io.signature import read_declared
 from harness.statistics import Interval
-from harness.config.experiment import Use
+from harness.config.experiment import PluginSpec
 from harness.progress import Observer
 from harness.compat.tao_specs.evaluate import Scored
 from harness.compat.tao_specs.calibration_feeds import calibration_feeds
@@ -94,7 +94,7 @@ def advice(line: Line, dataset: Dataset, base: Path, observer: Observer) -> list
         return [*head, f"(which ones cannot be said: {error})"]
 
 
-def _feeds(path: Path, inputs: Types, dataset: Dataset, base: Path) -> Iterable[Mapping[str, Array]]:
+def _feeds(path: Path, inputs: InputTypes, dataset: Dataset, base: Path) -> Iterable[Mapping[str, Array]]:
     """Return a few inputs, of the calibration data where they are named, else of the labelled images.
 
     Args:
@@ -110,7 +110,7 @@ def _feeds(path: Path, inputs: Types, dataset: Dataset, base: Path) -> Iterable[
     if sources is not None and sources.image_dir is not None and dataset.preprocess is None:
         name = image_input(types)
         layout = decoder_of(declared.outputs, image_size(name, types[name][1]))
-        changes["preprocess"] = layout and Use(use=layout)
+        changes["preprocess"] = layout and PluginSpec(use=layout)
     return calibration_feeds(dataset.model_copy(update=changes), types, base).batches
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import CandidateError, UserError
-from harness.random_inputs import Types
-from harness.graph.passes.dimension_sizes import Sizes
+from harness.random_inputs import InputTypes
+from harness.graph.passes.dimension_sizes import InputSizes
 from harness.graph.io.signature import Declared, with_static_inputs
-from harness.config.experiment import Use
+from harness.config.experiment import PluginSpec
 from harness.compat.tao_specs.engine_file import TENSORRT, EngineFacts, engine_path, save_engine
 from harness.compat.tao_specs.model_file import onnx_file, static_shapes, static_types
 from harness.compat.tao_specs.spec import Dataset, EngineSection, TensorRTOptions
@@ -26,7 +26,7 @@ SIZES = frozenset({"min_batch_size", "opt_batch_size", "max_batch_size"})
 PRECISIONS: Mapping[str, str] = {"FP16": "f16", "BF16": "bf16", "TF32": "tf32", "FP32": "f32"}
 
 
-def build_engine(section: EngineSection, dataset: Dataset, base: Path, backend: Use) -> EngineFacts:
+def build_engine(section: EngineSection, dataset: Dataset, base: Path, backend: PluginSpec) -> EngineFacts:
     """Build an engine and write it, and what must be known to run it beside it.
 
     A model with Q/DQ pairs is built strongly typed, whatever is said: its types are then the engine's, and FP16 is put
@@ -62,7 +62,7 @@ def build_engine(section: EngineSection, dataset: Dataset, base: Path, backend: 
         )
     facts = _facts((path, target), declared, backend, static_types(declared, shapes))
     with tempfile.TemporaryDirectory(prefix="qdq-engine-") as scratch:
-        model = with_static_inputs(path, Sizes(shapes=shapes), Path(scratch) / "model.onnx") if dynamic else path
+        model = with_static_inputs(path, InputSizes(shapes=shapes), Path(scratch) / "model.onnx") if dynamic else path
         return save_engine(model, target, facts)
 
 
@@ -83,7 +83,7 @@ def _by_tensorrt(
     }
     types = static_types(declared, _shapes(declared, options, dataset, options.opt_batch_size))
     try:
-        return save_engine(path, target, _facts(paths, declared, Use(use=TENSORRT, params=params), types))
+        return save_engine(path, target, _facts(paths, declared, PluginSpec(use=TENSORRT, params=params), types))
     except UserError as error:
         if isinstance(error.__cause__, CandidateError):  # TensorRT is here, and refuses the model
             raise
@@ -111,7 +111,7 @@ def _shapes(declared: Declared, options: TensorRTOptions, dataset: Dataset, batc
     return {name: (batch, *shape[1:]) if name in dynamic else shape for name, shape in found.items()}
 
 
-def _mention(declared: Declared, section: EngineSection, backend: Use) -> None:
+def _mention(declared: Declared, section: EngineSection, backend: PluginSpec) -> None:
     found = declared.precisions
     if found:
         logger.info("%s: Q/DQ pairs found (%s): strongly typed", section.onnx_file, ", ".join(sorted(found)))
@@ -119,7 +119,7 @@ def _mention(declared: Declared, section: EngineSection, backend: Use) -> None:
         logger.warning("%s: TensorRT takes FP8 as E4M3 alone; this file has E5M2", section.onnx_file)
 
 
-def _facts(paths: tuple[Path, Path], declared: Declared, backend: Use, types: Types) -> EngineFacts:
+def _facts(paths: tuple[Path, Path], declared: Declared, backend: PluginSpec, types: InputTypes) -> EngineFacts:
     path, target = paths
     return EngineFacts(
         backend=backend.use,

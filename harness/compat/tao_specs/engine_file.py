@@ -11,9 +11,9 @@ from typing import Any
 from harness import registry
 from harness.api import Artifact, Benchmarker, Candidate
 from harness.errors import CandidateError, UserError
-from harness.random_inputs import Types
+from harness.random_inputs import InputTypes
 from harness.graph.io.signature import Dims
-from harness.pipeline.model_loader import file_name
+from harness.pipeline.model_loader import safe_file_name
 
 __all__ = ["TENSORRT", "EngineFacts", "engine_path", "load_engine", "read_facts", "save_engine", "stand_in"]
 
@@ -49,7 +49,7 @@ class EngineFacts:
     sha256: str = ""
 
     @property
-    def types(self) -> Types:
+    def types(self) -> InputTypes:
         """Element type and shape of each input."""
         return self.inputs
 
@@ -63,7 +63,7 @@ def engine_path(asked: Path, backend: str) -> Path:
     if backend == TENSORRT and asked.suffix not in SUFFIXES:
         raise UserError(f"gen_trt_engine.trt_engine: a name that ends in {', '.join(SUFFIXES)}, but got {asked.name}")
     foreign = backend != TENSORRT and asked.suffix in SUFFIXES
-    return asked.with_suffix(f".{file_name(backend)}") if foreign else asked
+    return asked.with_suffix(f".{safe_file_name(backend)}") if foreign else asked
 
 
 def stand_in(asked: Path) -> Path | None:
@@ -74,7 +74,7 @@ def stand_in(asked: Path) -> Path | None:
     """
     if asked.exists() or asked.suffix not in SUFFIXES:
         return None
-    others = (engine_path(asked, plugin.name) for plugin in registry.plugins("benchmarker"))
+    others = (engine_path(asked, plugin.name) for plugin in registry.installed_plugins("benchmarker"))
     found = sorted(path for path in others if path.is_file())
     if len(found) > 1:
         raise UserError(
@@ -153,7 +153,7 @@ def load_engine(path: Path, facts: EngineFacts) -> tuple[Benchmarker, Artifact]:
 
 
 def _runtime(use: str, params: dict[str, Any]) -> Benchmarker:
-    made: Benchmarker = registry.create("benchmarker", use, params)
+    made: Benchmarker = registry.create_plugin("benchmarker", use, params)
     return made
 
 

@@ -18,12 +18,12 @@ from harness.api import Accuracy, Artifact, Benchmarker, Candidate, Evaluator
 from harness.errors import CandidateError, UserError
 from harness.accuracy.data.batching import image_size
 from harness.accuracy.metrics.base import doubt, evaluator_params, image_supplies
-from harness.random_inputs import Types
+from harness.random_inputs import InputTypes
 from harness.graph.passes.static_shapes import parse_shape
-from harness.graph.passes.dimension_sizes import Sizes
+from harness.graph.passes.dimension_sizes import InputSizes
 from harness.graph.io.signature import Dims, with_static_inputs
-from harness.timing.workers.in_process import watched
-from harness.config.experiment import Use
+from harness.timing.workers.in_process import with_progress
+from harness.config.experiment import PluginSpec
 from harness.progress import Observer, Silent
 from harness.pipeline.accuracy_store import watching
 from harness.compat.tao_specs.engine_file import EngineFacts, load_engine, read_facts, stand_in
@@ -80,7 +80,7 @@ class Scored:
     model: Path | None
     evaluate_s: float
     note: str = ""
-    inputs: Types = field(default_factory=dict)
+    inputs: InputTypes = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class _Subject:
     what: str
     runtime: Benchmarker
     artifact: Artifact
-    inputs: Types
+    inputs: InputTypes
     outputs: Mapping[str, Dims]
     model: Path | None
     precisions: tuple[str, ...]
@@ -113,7 +113,7 @@ def evaluate(spec: Spec, source: Path, observer: Observer | None = None) -> Scor
     try:
         with respelled(_keys(spec.dataset), str(source)), _opened(chosen, spec.dataset, base) as subject:
             use = _evaluator_use(chosen, spec.dataset, base, subject)
-            evaluator: Evaluator = registry.create("evaluator", use.use, use.params)
+            evaluator: Evaluator = registry.create_plugin("evaluator", use.use, use.params)
             accuracy = _scored(subject, evaluator, seen, source.stem)
             if not subject.precisions:
                 said = doubt(accuracy, evaluator.metric, evaluator.higher_is_better, use.params)
@@ -182,7 +182,7 @@ def _as_built(chosen: EvaluateSection, base: Path) -> EvaluateSection:
 def _scored(subject: _Subject, evaluator: Evaluator, observer: Observer, name: str) -> Accuracy:
     """The accuracy; an evaluator may refuse a float model of which it finds little."""
     with subject.runtime.open(subject.artifact) as probe, watching(observer, f"inferences of {name}") as watch:
-        accuracy = evaluator.score(watched(probe.infer, evaluator, watch))
+        accuracy = evaluator.score(with_progress(probe.infer, evaluator, watch))
         float_model = not subject.precisions and hasattr(evaluator, "prepare")
         if float_model and accuracy.metrics.get(evaluator.metric, 1.0) < LOST:
             evaluator.prepare(probe.infer)  # type: ignore[attr-defined]
@@ -225,8 +225,8 @@ def _model(chosen: EvaluateSection, dataset: Dataset, base: Path, scratch: Path)
     path, declared = onnx_file(str(chosen.onnx_file), base, "evaluate.onnx_file")
     shapes = static_shapes(declared, dataset.batch_size, dataset.shapes, dims=dataset.dims)
     dynamic = any(None in dims for _, dims in declared.inputs.values())
-    file = with_static_inputs(path, Sizes(shapes=shapes), scratch / "model.onnx") if dynamic else path
-    runtime: Benchmarker = registry.create("benchmarker", chosen.backend.use, chosen.backend.params)
+    file = with_static_inputs(path, InputSizes(shapes=shapes), scratch / "model.onnx") if dynamic else path
+    runtime: Benchmarker = registry.create_plugin("benchmarker", chosen.backend.use, chosen.backend.params)
     artifact = runtime.build(Candidate(digest=path.stem, edges=(), source=lambda: file), scratch)
     return _Subject(
         what=str(chosen.onnx_file), runtime=runtime, artifact=artifact, inputs=static_types(declared, shapes),
@@ -234,7 +234,7 @@ def _model(chosen: EvaluateSection, dataset: Dataset, base: Path, scratch: Path)
     )  # fmt: skip
 
 
-def _evaluator_use(chosen: EvaluateSection, dataset: Dataset, base: Path, subject: _Subject) -> Use:
+def _evaluator_use(chosen: EvaluateSection, dataset: Dataset, base: Path, subject: _Subject) -> PluginSpec:
     data = source_of(dataset)
     keys = _keys(dataset)
     for key in ("images", "labels") if "images" in data else ("path",):
@@ -243,20 +243,20 @@ def _evaluator_use(chosen: EvaluateSection, dataset: Dataset, base: Path, subjec
     shape = images["input_shape"] or next(iter(shape for _, shape in subject.inputs.values()))
     if "batch_size" in dataset.model_fields_set and dataset.batch_size != shape[0]:
         logger.warning("dataset.batch_size: %d is left aside: %s takes %d", dataset.batch_size, subject.what, shape[0])
-    use = chosen.evaluator or Use(use="coco_map" if str(data.get("labels")).endswith(".json") else "top1")
+    use = chosen.evaluator or PluginSpec(use="coco_map" if str(data.get("labels")).endswith(".json") else "top1")
     params: dict[str, Any] = {"data": data, **use.params}
     if "images" in data:
         layout = decoder_of(subject.outputs, image_size(images["input_name"], shape))
         params.setdefault("preprocess", _preprocess(dataset, layout))
         if use.use == "coco_map":
             params.setdefault("decode", _needed(chosen.decode or layout, "evaluate.decode", "decoder"))
-    if "reference" in registry.signature("evaluator", use.use).parameters:
+    if "reference" in registry.plugin_signature("evaluator", use.use).parameters:
         raise UserError(
             f"evaluate.evaluator: {use.use!r} compares with the float model, which a spec file does not name; use "
             "it in an experiment (qdq run), or harness.accuracy.metrics.sqnr.output_sqnr in Python"
         )
     supplied = {**images, "inputs": subject.inputs, "base": base}
-    return Use(use=use.use, params=evaluator_params(use.use, params, supplied))
+    return PluginSpec(use=use.use, params=evaluator_params(use.use, params, supplied))
 
 
 def _preprocess(dataset: Dataset, layout: str | None) -> Mapping[str, Any]:
@@ -268,7 +268,7 @@ def _preprocess(dataset: Dataset, layout: str | None) -> Mapping[str, Any]:
 
 def _needed(found: str | None, key: str, kind: str) -> str:
     if found is None:
-        known = ", ".join(plugin.name for plugin in registry.plugins(kind))
+        known = ", ".join(plugin.name for plugin in registry.installed_plugins(kind))
         raise UserError(f"{key}: the outputs do not tell which {kind} this model wants; one of {known}")
     return found
 

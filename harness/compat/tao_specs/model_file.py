@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from harness.errors import UserError, nearest
-from harness.random_inputs import Types
-from harness.graph.passes.dimension_sizes import Axes, Sizes, parse_shape, resolve, shown
+from harness.errors import UserError, suggest_names
+from harness.random_inputs import InputTypes
+from harness.graph.passes.dimension_sizes import Axes, InputSizes, parse_shape, resolve_shapes, format_axes
 from harness.graph.io.signature import Declared, Dims, read_declared
-from harness.paths import locate
+from harness.paths import resolve_path
 
 __all__ = ["Place", "Samples", "found_file", "onnx_file", "static_shapes", "static_types"]
 
@@ -109,7 +109,7 @@ def found_file(text: str, base: Path, key: str) -> Path:
         UserError: Nothing is there.
     """
     try:
-        return locate(text, base)
+        return resolve_path(text, base)
     except UserError as error:
         raise UserError(f"{key}: {error}") from error
 
@@ -140,22 +140,22 @@ def static_shapes(
     for name, shape in given.items():
         key = place.key.replace("NAME", name)
         if name not in declared.inputs:
-            raise UserError(f"{key}: the model has no such input; {nearest(name, declared.inputs)}")
+            raise UserError(f"{key}: the model has no such input; {suggest_names(name, declared.inputs)}")
         found[name] = parse_shape(shape, key)
     for name, (_, own) in declared.inputs.items():
         if name not in found and (whole := _sample_shape(name, own, samples or Samples(), batch)) is not None:
             found[name] = whole
     dynamic = {name: _unsized(declared.axes[name]) for name, (_, sizes) in declared.inputs.items() if None in sizes}
-    sizes = Sizes(
+    sizes = InputSizes(
         shapes={name: found[name] for name in dynamic if name in found},
         dims={**_leading(dynamic, batch, found, dims), **dims},
     )
-    known = resolve(dynamic, sizes, place.section, batch=batch)
+    known = resolve_shapes(dynamic, sizes, place.section, batch=batch)
     for name, axes in dynamic.items():
         if name not in known.shapes:
             asked = place.asking(name, axes or (), known.missing.symbols)
             missing = f", and {samples.source} has no array for it" if samples and samples.shapes else ""
-            raise UserError(f"input {name!r} is {shown(axes)}{missing}: say {asked}")
+            raise UserError(f"input {name!r} is {format_axes(axes)}{missing}: say {asked}")
     for name, (_, declared_sizes) in declared.inputs.items():
         found.setdefault(name, known.shapes.get(name) or tuple(size for size in declared_sizes if size is not None))
     return {name: found[name] for name in declared.inputs}
@@ -202,6 +202,6 @@ def _times(dims: Dims, sign: str = "x") -> str:
     return sign.join("?" if size is None else str(size) for size in dims) or "a single number"
 
 
-def static_types(declared: Declared, shapes: Mapping[str, tuple[int, ...]]) -> Types:
+def static_types(declared: Declared, shapes: Mapping[str, tuple[int, ...]]) -> InputTypes:
     """Element type and static shape of each input."""
     return {name: (dtype, shapes[name]) for name, (dtype, _) in declared.inputs.items()}

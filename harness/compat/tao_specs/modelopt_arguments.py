@@ -13,9 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from harness.errors import UserError, nearest
-from harness.timing.provenance import environment
-from harness.graph.rules.precision_names import float_precision
+from harness.errors import UserError, suggest_names
+from harness.timing.provenance import describe_environment
+from harness.graph.rules.precision_names import normalize_float_precision
 from harness.compat.tao_specs.presets import DEFAULT_OPS
 from harness.compat.tao_specs.selection import EVERYTHING, Named, assigned, is_operator, skipped
 from harness.compat.tao_specs.spec import Dtype, Layer, QuantizeSection
@@ -91,7 +91,7 @@ def check_arguments(given: Mapping[str, Any], key: str = "backend_kwargs") -> No
             raise UserError(f"{key}.{name}: not taken here: {way}")
         if name not in known:
             raise UserError(
-                f"{key}.{name}: ModelOpt {_version()} has no such argument; {nearest(name, known.keys() - OURS.keys())}"
+                f"{key}.{name}: ModelOpt {_version()} has no such argument; {suggest_names(name, known.keys() - OURS.keys())}"
             )
         default = known[name]
         fits = isinstance(value, float | int) if isinstance(default, float) else isinstance(value, type(default))
@@ -152,14 +152,14 @@ def modelopt_arguments(section: QuantizeSection, layers: Sequence[Layer], nodes:
 
 def float_dtype(text: str) -> str:
     """Return ModelOpt's name of a float type, given in any usual spelling."""
-    return {"f32": "fp32", "f16": "fp16"}.get(float_precision(text), text.lower())
+    return {"f32": "fp32", "f16": "fp16"}.get(normalize_float_precision(text), text.lower())
 
 
 def providers(device: str) -> list[str]:
     """ModelOpt's execution providers for a device; the CPU where there is no GPU, with a warning."""
     if device == "cpu":
         return ["cpu"]
-    if not environment().get("gpus"):
+    if not describe_environment().get("gpus"):
         logger.warning("device: %s: there is no NVIDIA GPU here; the calibration runs on the CPU", device)
         return ["cpu"]
     gpu = device if ":" in device else "cuda:0"

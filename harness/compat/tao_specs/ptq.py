@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UserError, nearest
+from harness.errors import UserError, suggest_names
 from harness.graph.passes.dimension_errors import parse_dims
 from harness.graph.io.signature import Declared, read_declared
-from harness.paths import locate
+from harness.paths import resolve_path
 from harness.compat.tao_specs.calibration_feeds import calibration_feeds, sample_shapes
 from harness.compat.tao_specs.model_file import Place, onnx_file, static_shapes, static_types
 from harness.compat.tao_specs.modelopt_arguments import check_arguments, excluded, float_dtype, remedy
@@ -128,7 +128,7 @@ def _arguments(options: argparse.Namespace, declared: Declared) -> dict[str, Any
     for name in lists[:2]:
         _check_operators(passed.get(name, ()), declared, f"--{name}")
     if options.trt_plugins:
-        passed["trt_plugins"] = [str(locate(file)) for file in _listed(options.trt_plugins)]
+        passed["trt_plugins"] = [str(resolve_path(file)) for file in _listed(options.trt_plugins)]
     return {**found, **_preset(options, declared, passed)}
 
 
@@ -152,7 +152,7 @@ def _method(given: str | None, mode: str) -> str:
     known = METHODS[mode]
     if given is not None and given not in known:
         raise UserError(f"--calibration_method: {' or '.join(known)} for {mode}, but got {given!r}; "
-                        f"{nearest(given, known)}")  # fmt: skip
+                        f"{suggest_names(given, known)}")  # fmt: skip
     return given or known[0]
 
 
@@ -173,7 +173,7 @@ def _listed(values: Sequence[str] | None) -> list[str]:
 def _check_operators(names: Sequence[str], declared: Declared, option: str) -> None:
     for name in names:
         if name not in declared.operators:
-            logger.warning("%s: the model has no %r; %s", option, name, nearest(name, declared.operators))
+            logger.warning("%s: the model has no %r; %s", option, name, suggest_names(name, declared.operators))
 
 
 def _shapes(text: str | None) -> dict[str, str]:

@@ -17,7 +17,7 @@ from harness.api import Array, Benchmarker, Candidate
 from harness.errors import EvaluationFailed
 from harness.accuracy.metrics.closeness import closeness, layout_of
 from harness.graph.qdq.remove_pairs import Bypass
-from harness.graph.passes.dimension_sizes import Sizes
+from harness.graph.passes.dimension_sizes import InputSizes
 from harness.graph.io.signature import read_declared, with_static_inputs
 from harness.graph.qdq.upcast import UPCAST, upcast
 from harness.progress import Observer
@@ -55,7 +55,7 @@ def rank(path: Path, feeds: Iterable[Mapping[str, Array]], observer: Observer) -
         CandidateError: The model does not run.
     """
     inputs = list(itertools.islice(feeds, FEEDS))
-    runtime: Benchmarker = registry.create("benchmarker", "onnxruntime", {"optimization": "disabled"})
+    runtime: Benchmarker = registry.create_plugin("benchmarker", "onnxruntime", {"optimization": "disabled"})
     found = []
     with tempfile.TemporaryDirectory(prefix="qdq-sensitivity-") as scratch, ExitStack() as stack:
         static = _static(path, inputs, Path(scratch))
@@ -90,7 +90,7 @@ def _static(path: Path, inputs: list[Mapping[str, Array]], scratch: Path) -> Pat
     """Return the model with its dynamic inputs in the shapes that are fed: the runtime takes no dynamic ones."""
     if not inputs or not any(None in dims for _, dims in read_declared(path).inputs.values()):
         return path
-    sizes = Sizes(shapes={name: array.shape for name, array in inputs[0].items()})
+    sizes = InputSizes(shapes={name: array.shape for name, array in inputs[0].items()})
     return with_static_inputs(path, sizes, scratch / "static.onnx")
 
 

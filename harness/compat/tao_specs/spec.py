@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from harness.errors import UserError, nearest
-from harness.config.validation_errors import refusal
-from harness.config.experiment import Use
-from harness.config.yaml_loader import read_mapping
-from harness.graph.rules.precision_names import float_precision
+from harness.errors import UserError, suggest_names
+from harness.config.validation_errors import to_user_error
+from harness.config.experiment import PluginSpec
+from harness.config.yaml_loader import read_yaml_mapping
+from harness.graph.rules.precision_names import normalize_float_precision
 from harness.compat.tao_specs.presets import PRESETS
 
 __all__ = [
@@ -63,7 +63,7 @@ class Layer(_Frozen):
 
 def _known_preset(value: Any) -> Any:
     if value is not None and value not in PRESETS:
-        raise ValueError(f"no preset is called {value!r}; {nearest(str(value), PRESETS)}")
+        raise ValueError(f"no preset is called {value!r}; {suggest_names(str(value), PRESETS)}")
     return value
 
 
@@ -171,7 +171,7 @@ class Dataset(_Frozen):
     test_data_sources: TestSources | None = None
     batch_size: Annotated[int, Field(ge=1)] = 1
     calibration_data: str | None = None
-    preprocess: Use | None = None
+    preprocess: PluginSpec | None = None
     classes: _list(str) = ()  # type: ignore[valid-type]
     samples: Annotated[int, Field(ge=1)] | None = 512
     count: Annotated[int, Field(ge=1)] | None = None
@@ -185,7 +185,7 @@ def _data_type(value: Any) -> Any:
             f"FP16, BF16, TF32 or FP32, but got {value!r}: scales come with the Q/DQ pairs of the ONNX file, so "
             "quantize it first (qdq quantize) and name here what the other layers run in"
         )
-    return SPELLINGS.get(float_precision(value), value) if isinstance(value, str) else value
+    return SPELLINGS.get(normalize_float_precision(value), value) if isinstance(value, str) else value
 
 
 class TensorRTOptions(_Frozen):
@@ -233,8 +233,8 @@ class EvaluateSection(_Frozen):
 
     trt_engine: str | None = None
     onnx_file: str | None = None
-    backend: Use = Use(use="onnxruntime", params={"optimization": "disabled"})
-    evaluator: Use | None = None
+    backend: PluginSpec = PluginSpec(use="onnxruntime", params={"optimization": "disabled"})
+    evaluator: PluginSpec | None = None
     decode: str | None = None
 
     @model_validator(mode="after")
@@ -274,9 +274,9 @@ def read_spec(path: Path) -> Spec:
 def parse_spec(text: str, source: str) -> Spec:
     """Check a spec given as YAML text; `source` names it in messages."""
     try:
-        return Spec.model_validate(read_mapping(text, source, "a spec file"))
+        return Spec.model_validate(read_yaml_mapping(text, source, "a spec file"))
     except ValidationError as error:
-        raise refusal(Spec, source, error) from error
+        raise to_user_error(Spec, source, error) from error
 
 
 def section(found: T | None, name: str, source: str) -> T:

@@ -21,26 +21,26 @@ import psutil
 
 from harness.errors import UserError
 from harness.graph.passes.normalize import constant_value
-from harness.graph.equivalence.compare import Verdict, compare_runs
-from harness.graph.io.helper_process import Fallen, sturdy
-from harness.graph.passes.static_shapes import types_of
-from harness.graph.equivalence.versions import Comparison
-from harness.graph.io.writer import is_large, write
+from harness.graph.equivalence.compare import EquivalenceVerdict, compare_runs
+from harness.graph.io.helper_process import HelperCallFailed, call_in_helper_process
+from harness.graph.passes.static_shapes import static_types
+from harness.graph.equivalence.versions import ComparisonTask
+from harness.graph.io.writer import is_large, write_model
 from harness.graph.model import Model, TensorType
 
-__all__ = ["Interface", "Original", "check_equivalent"]
+__all__ = ["ModelInterface", "OriginalModel", "check_equivalent"]
 
 logger = logging.getLogger(__name__)
 
-KEPT_VERDICTS = 256
-MEMORY_SHARE = 0.8  # of the free memory, for the comparison
-_ERRORS = (
+MAX_CACHED_VERDICTS = 256
+MAX_FREE_MEMORY_SHARE = 0.8  # of the free memory, for the comparison
+_COMPARISON_ERRORS = (
     ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class Interface:
+class ModelInterface:
     """Inputs and outputs of a model, which preparation must keep.
 
     Attributes:
@@ -52,14 +52,14 @@ class Interface:
     outputs: tuple[str, ...]
 
     @classmethod
-    def of(cls, graph: onnx.GraphProto) -> Interface:
+    def from_graph(cls, graph: onnx.GraphProto) -> ModelInterface:
         """Return the interface of a graph with static inputs."""
-        types = types_of(graph)
+        types = static_types(graph)
         return cls(tuple((v.name, types.get(v.name)) for v in graph.input), tuple(v.name for v in graph.output))
 
-    def check(self, graph: onnx.GraphProto, before: Mapping[str, TensorType], source: str) -> None:
+    def check_unchanged(self, graph: onnx.GraphProto, before: Mapping[str, TensorType], source: str) -> None:
         """Raise `UserError` if a name, type or shape changed; `before` has known types of outputs."""
-        found, types = Interface.of(graph), types_of(graph)
+        found, types = ModelInterface.from_graph(graph), static_types(graph)
         pairs = [*((name, kind, dict(found.inputs).get(name)) for name, kind in self.inputs)]
         pairs += [(name, before[name], types[name]) for name in self.outputs if name in before and name in types]
         changed = next((pair for pair in pairs if pair[1] != pair[2]), None)
@@ -70,7 +70,7 @@ class Interface:
 
 
 @dataclass(frozen=True, slots=True)
-class Original:
+class OriginalModel:
     """Model before its preparation.
 
     Attributes:
@@ -90,7 +90,7 @@ class Original:
     opsets: dict[str, int]
 
     @classmethod
-    def of(cls, proto: onnx.ModelProto, source: Path | onnx.ModelProto, key: str = "") -> Original:
+    def of(cls, proto: onnx.ModelProto, source: Path | onnx.ModelProto, key: str = "") -> OriginalModel:
         """Describe `proto`, which may be changed afterwards, and which was read from `source`."""
         constants = {tensor.name: tensor for tensor in proto.graph.initializer}
         for node in proto.graph.node:
@@ -100,14 +100,14 @@ class Original:
         return cls(
             source=source,
             key=key,
-            nodes=frozenset(map(_bare, proto.graph.node)),
+            nodes=frozenset(map(_serialize_node, proto.graph.node)),
             constants=constants,
             samples={name: dims[0].dim_value for name, dims in shapes.items() if dims},
-            opsets=_opsets(proto),
+            opsets=_opset_versions(proto),
         )
 
 
-def check_equivalent(original: Original, model: Model) -> bool:
+def check_equivalent(original: OriginalModel, model: Model) -> bool:
     """Raise `UserError` if a prepared model and its original compute different results; cache the verdict.
 
     Returns:
@@ -121,18 +121,18 @@ def check_equivalent(original: Original, model: Model) -> bool:
         digest = hashlib.sha256(before)
         digest.update(model.proto.SerializeToString(deterministic=True))
         key = digest.hexdigest()
-    verdicts = _verdicts(os.getpid())
+    verdicts = _verdict_cache(os.getpid())
     verdict = verdicts.get(key) if key else None
     if verdict is None:
-        verdict = _compared(original, before, model)
+        verdict = _compare_versions(original, before, model)
         if verdict.unchecked:
             logger.warning("%s: not compared with the results of the original: %s", model.source, verdict.unchecked)
         if key:
             verdicts[key] = verdict
-        while len(verdicts) > KEPT_VERDICTS:
+        while len(verdicts) > MAX_CACHED_VERDICTS:
             verdicts.popitem(last=False)
     if verdict.change:
-        old, new = original.opsets.get("", 0), _opsets(model.proto).get("", 0)
+        old, new = original.opsets.get("", 0), _opset_versions(model.proto).get("", 0)
         remedy = f"export it with opset {new} or later" if old < new else "please report the model as a fault of qdq"
         raise UserError(
             f"{model.source}: preparing the model would change what it computes: {verdict.change}; {remedy}"
@@ -140,51 +140,51 @@ def check_equivalent(original: Original, model: Model) -> bool:
     return not verdict.unchecked
 
 
-def _compared(original: Original, before: onnx.ModelProto | Path | bytes, model: Model) -> Verdict:
+def _compare_versions(original: OriginalModel, before: onnx.ModelProto | Path | bytes, model: Model) -> EquivalenceVerdict:
     """Run the comparison in the helper process, which gets models of more than 1.9 GB as files."""
     types = {name: model.types[name] for name in model.inputs if name in model.types}
     untyped = [name for name in model.inputs if name not in types]
     if untyped:
-        return Verdict(unchecked=f"input {untyped[0]!r} is no tensor of a known shape")
+        return EquivalenceVerdict(unchecked=f"input {untyped[0]!r} is no tensor of a known shape")
     widened = {n: t.shape[0] for n, t in types.items() if t.shape and original.samples.get(n) == 1 != t.shape[0]}
     with tempfile.TemporaryDirectory(prefix="qdq-") as folder:
         if isinstance(before, onnx.ModelProto):
-            before = write(before, Path(folder, "original.onnx"))
+            before = write_model(before, Path(folder, "original.onnx"))
         large = is_large(model.proto)
-        task = Comparison(
+        task = ComparisonTask(
             original=before,
-            prepared=write(model.proto, Path(folder, "it.onnx")) if large else model.proto.SerializeToString(),
+            prepared=write_model(model.proto, Path(folder, "it.onnx")) if large else model.proto.SerializeToString(),
             inputs={name: (kind.dtype, kind.shape) for name, kind in types.items()},
             widened=frozenset(widened),
             samples=max(widened.values(), default=1),
         )
-        return _in_helper(task, model.source)
+        return _compare_in_helper(task, model.source)
 
 
-def _in_helper(task: Comparison, source: str) -> Verdict:
+def _compare_in_helper(task: ComparisonTask, source: str) -> EquivalenceVerdict:
     """Run the comparison, and if it crashes (division by 0) once more with integers of 1."""
-    memory_gb = psutil.virtual_memory().available * MEMORY_SHARE / 1e9
+    memory_gb = psutil.virtual_memory().available * MAX_FREE_MEMORY_SHARE / 1e9
     try:
-        return sturdy(f"{source}: the comparison", compare_runs, task, memory_gb=memory_gb)
-    except Fallen as error:
+        return call_in_helper_process(f"{source}: the comparison", compare_runs, task, memory_gb=memory_gb)
+    except HelperCallFailed as error:
         if error.crashed and task.draws != (2,):
-            return _in_helper(replace(task, draws=(2,)), source)
-        return Verdict(unchecked=f"ONNX Runtime {error.how}")
-    except _ERRORS as error:  # an error of the comparison is no reason to refuse a valid model
-        return Verdict(unchecked=f"{type(error).__name__}: {error}")
+            return _compare_in_helper(replace(task, draws=(2,)), source)
+        return EquivalenceVerdict(unchecked=f"ONNX Runtime {error.how}")
+    except _COMPARISON_ERRORS as error:  # an error of the comparison is no reason to refuse a valid model
+        return EquivalenceVerdict(unchecked=f"{type(error).__name__}: {error}")
 
 
-def _is_untouched(original: Original, proto: onnx.ModelProto) -> bool:
+def _is_untouched(original: OriginalModel, proto: onnx.ModelProto) -> bool:
     """Return whether all nodes and constants of a prepared model are those of the original."""
-    opsets = _opsets(proto)
+    opsets = _opset_versions(proto)
     if any(original.opsets.get(domain, version) != version for domain, version in opsets.items()):
         return False
-    if not all(_bare(node) in original.nodes for node in proto.graph.node):
+    if not all(_serialize_node(node) in original.nodes for node in proto.graph.node):
         return False
     return all(original.constants.get(tensor.name) == tensor for tensor in proto.graph.initializer)
 
 
-def _bare(node: onnx.NodeProto) -> bytes:
+def _serialize_node(node: onnx.NodeProto) -> bytes:
     """Return an operator with its attributes and the names of its tensors, without its own name."""
     bare = onnx.NodeProto(op_type=node.op_type, input=node.input, output=node.output)
     bare.domain = "" if node.domain == "ai.onnx" else node.domain
@@ -192,11 +192,11 @@ def _bare(node: onnx.NodeProto) -> bytes:
     return bytes(bare.SerializeToString(deterministic=True))
 
 
-def _opsets(proto: onnx.ModelProto) -> dict[str, int]:
+def _opset_versions(proto: onnx.ModelProto) -> dict[str, int]:
     return {"" if o.domain == "ai.onnx" else o.domain: o.version for o in proto.opset_import}
 
 
 @lru_cache(maxsize=1)
-def _verdicts(_process: int) -> OrderedDict[str, Verdict]:
+def _verdict_cache(_process: int) -> OrderedDict[str, EquivalenceVerdict]:
     """Return the verdicts of a process by key."""
     return OrderedDict()

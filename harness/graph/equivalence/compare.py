@@ -19,32 +19,32 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from harness.graph.passes.static_shapes import types_of
+from harness.graph.passes.static_shapes import static_types
 from harness.graph.equivalence.versions import (
-    Comparison,
+    ComparisonTask,
     Feeds,
-    NotRun,
+    RunFailed,
     Values,
-    Version,
+    ModelVersion,
     accepted_runs,
     is_informative,
 )
 from harness.graph.model import graphs
 
-__all__ = ["Verdict", "compare_runs"]
+__all__ = ["EquivalenceVerdict", "compare_runs"]
 
 # Least signal-to-noise ratio. In FP32, folded BatchNormalization is above 110 dB, a changed operator below 60. With 11
 # or 8 significant bits, one rounding of a result is 70 or 52 dB, and roundings add up.
-THRESHOLD_DB = 80.0
-_COARSER_DB = {TensorProto.FLOAT16: 40.0, TensorProto.BFLOAT16: 25.0}
-_ROUNDING_DB = {THRESHOLD_DB: 144.0, 40.0: 66.0, 25.0: 48.0}  # of a value to half its last digit
-_MARGIN_DB = 20.0
-_SENTINEL = 1e30  # larger equal values, such as the -3.4e38 of attention masks, are no part of the signal
-LOCAL_ELEMENTS = 500_000_000  # of intermediate results, which the comparison of nodes holds in memory twice
+FP32_THRESHOLD_DB = 80.0
+_THRESHOLD_DB_BY_DTYPE = {TensorProto.FLOAT16: 40.0, TensorProto.BFLOAT16: 25.0}
+_ROUNDING_DB_BY_THRESHOLD = {FP32_THRESHOLD_DB: 144.0, 40.0: 66.0, 25.0: 48.0}  # of a value to half its last digit
+_ROUNDING_MARGIN_DB = 20.0
+_SENTINEL_MAGNITUDE = 1e30  # larger equal values, such as the -3.4e38 of attention masks, are no part of the signal
+MAX_LOCAL_ELEMENTS = 500_000_000  # of intermediate results, which the comparison of nodes holds in memory twice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class EquivalenceVerdict:
     """Result of a comparison.
 
     Attributes:
@@ -56,64 +56,64 @@ class Verdict:
     unchecked: str = ""
 
 
-def compare_runs(task: Comparison) -> Verdict:
+def compare_runs(task: ComparisonTask) -> EquivalenceVerdict:
     """Run both versions on random inputs and compare their outputs, and their nodes if necessary."""
     try:
-        original = Version(task.original, task)
+        original = ModelVersion(task.original, task)
         runs = accepted_runs(original, task)
-    except NotRun as error:
-        return Verdict(unchecked=f"ONNX Runtime cannot run the original: {error}")
-    verdict, limit_db = Verdict(), threshold_db(original.proto)
+    except RunFailed as error:
+        return EquivalenceVerdict(unchecked=f"ONNX Runtime cannot run the original: {error}")
+    verdict, limit_db = EquivalenceVerdict(), threshold_db(original.proto)
     try:
-        prepared = Version(task.prepared, task)
-        session = prepared.session()
+        prepared = ModelVersion(task.prepared, task)
+        session = prepared.open_session()
         for before, feeds in runs:
             after = prepared.run(session, feeds)
             deviations = {name: deviation_db(value, after.get(name)) for name, value in before.items()}
             failing = {name: found_db for name, found_db in deviations.items() if found_db < limit_db}
             if failing or not deviations or not all(map(is_informative, before.values())):
-                verdict = _settled(task, feeds, before, failing, limit_db)
-            if verdict != Verdict():
+                verdict = _compare_uninformative(task, feeds, before, failing, limit_db)
+            if verdict != EquivalenceVerdict():
                 break
-    except NotRun as error:
+    except RunFailed as error:
         if error.not_implemented:
-            return Verdict(unchecked=f"ONNX Runtime cannot run the prepared model: {error}")
-        return Verdict(change=f"the prepared model does not run in ONNX Runtime: {error}")
+            return EquivalenceVerdict(unchecked=f"ONNX Runtime cannot run the prepared model: {error}")
+        return EquivalenceVerdict(change=f"the prepared model does not run in ONNX Runtime: {error}")
     return verdict
 
 
-def _settled(task: Comparison, feeds: Feeds, before: Values, failing: dict[str, float], limit_db: float) -> Verdict:
+def _compare_uninformative(task: ComparisonTask, feeds: Feeds, before: Values, failing: dict[str, float], limit_db: float) -> EquivalenceVerdict:
     """Return the verdict on models whose outputs are not conclusive; `failing` are those that deviate, in dB."""
-    original = Version(task.original, task)
-    session = original.session()
+    original = ModelVersion(task.original, task)
+    session = original.open_session()
     once, again = (original.run_samples(session, feeds) if failing else {} for _ in range(2))
     varying = [name for name in failing if deviation_db(once[name], again[name]) < limit_db]
     stable = [name for name in failing if name not in varying]
-    change = _first_change(original, Version(task.prepared, task), feeds, limit_db)
+    change = _first_changed_node(original, ModelVersion(task.prepared, task), feeds, limit_db)
     if change is None and not before:
-        return Verdict(unchecked="NumPy lacks the types of its outputs")
+        return EquivalenceVerdict(unchecked="NumPy lacks the types of its outputs")
     if change is None:
-        change = f"output {stable[0]!r}{_said(failing[stable[0]], limit_db)}" if stable else ""
+        change = f"output {stable[0]!r}{_describe_deviation(failing[stable[0]], limit_db)}" if stable else ""
     if varying and not change:
-        return Verdict(unchecked=f"outputs that change from run to run: {', '.join(varying)}")
-    return Verdict(change=change)
+        return EquivalenceVerdict(unchecked=f"outputs that change from run to run: {', '.join(varying)}")
+    return EquivalenceVerdict(change=change)
 
 
-def _first_change(original: Version, prepared: Version, feeds: Feeds, limit_db: float) -> str | None:
+def _first_changed_node(original: ModelVersion, prepared: ModelVersion, feeds: Feeds, limit_db: float) -> str | None:
     """Describe the first node whose results differ on equal inputs; "" without one, None if it cannot be determined."""
     graph = prepared.proto.graph
     producers = {name: node for node in original.proto.graph.node for name in node.output if name}
     made = {name for node in graph.node for name in node.output}
     folded = {t.name: t for t in graph.initializer if t.name in producers and t.data_location != TensorProto.EXTERNAL}
     names = [name for name in producers if name in made or name in folded]
-    types = types_of(graph)
-    if sum(math.prod(types[name].shape) for name in names if name in types) > LOCAL_ELEMENTS:
+    types = static_types(graph)
+    if sum(math.prod(types[name].shape) for name in names if name in types) > MAX_LOCAL_ELEMENTS:
         return None
     norms = {n: node.input[0] for n, node in producers.items() if node.op_type == "BatchNormalization"}
     try:
-        values = original.values_of([*names, *({*norms.values()} & producers.keys() - {*names})], feeds)
+        values = original.compute_tensors([*names, *({*norms.values()} & producers.keys() - {*names})], feeds)
         arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
-        own = prepared.own_values({n: v for n, v in arrays.items() if n in made}, feeds, arrays)[0]
+        own = prepared.compute_nodes_separately({n: v for n, v in arrays.items() if n in made}, feeds, arrays)[0]
         own |= {name: numpy_helper.to_array(tensor) for name, tensor in folded.items()}
         found = {name: (deviation_db(value, own[name]), limit_db) for name, value in values.items() if name in own}
         found = {name: figures for name, figures in found.items() if figures[0] < limit_db}
@@ -122,22 +122,22 @@ def _first_change(original: Version, prepared: Version, feeds: Feeds, limit_db: 
         found = {name: figures for name, figures in found.items() if figures[0] < figures[1]}
         if found and not original.task.widened:
             # In 16 bits ONNX Runtime rounds less between adjacent nodes, and random numbers vary.
-            alone, again = original.own_values(arrays, feeds, found, times=2)
+            alone, again = original.compute_nodes_separately(arrays, feeds, found, times=2)
             found = {
                 name: figures
                 for name, figures in found.items()
                 if deviation_db(alone[name], own[name]) < figures[1] <= deviation_db(alone[name], again[name])
             }
-    except NotRun:
+    except RunFailed:
         return None
     if not found:
         return ""
     name = next(iter(found))
     node = producers[name]
-    return f"node {node.name!r} ({node.op_type}, output {name!r}){_said(*found[name])}"
+    return f"node {node.name!r} ({node.op_type}, output {name!r}){_describe_deviation(*found[name])}"
 
 
-def _said(found_db: float, limit_db: float) -> str:
+def _describe_deviation(found_db: float, limit_db: float) -> str:
     if found_db == -math.inf:
         return " gives another result"
     return f" gives a result that is {found_db:.1f} dB from the original's, and at least {limit_db:g} dB are required"
@@ -155,7 +155,7 @@ def threshold_db(proto: onnx.ModelProto) -> float:
             types.add(attribute.i)
         elif attribute.HasField("t"):
             types.add(attribute.t.data_type)
-    return min(_COARSER_DB.get(kind, THRESHOLD_DB) for kind in (*types, TensorProto.FLOAT))
+    return min(_THRESHOLD_DB_BY_DTYPE.get(kind, FP32_THRESHOLD_DB) for kind in (*types, TensorProto.FLOAT))
 
 
 def normalization_db(before: npt.NDArray[Any], after: npt.NDArray[Any], limit_db: float) -> float:
@@ -175,7 +175,7 @@ def normalization_db(before: npt.NDArray[Any], after: npt.NDArray[Any], limit_db
     amplified, signal = float(((x**2).mean(axis=axes) * gain).sum()), float((y**2).mean(axis=axes).sum())
     if not (amplified > 0 and signal > 0):
         return limit_db
-    rounding_db = _ROUNDING_DB[limit_db] - _MARGIN_DB
+    rounding_db = _ROUNDING_DB_BY_THRESHOLD[limit_db] - _ROUNDING_MARGIN_DB
     return min(limit_db, rounding_db - 10 * math.log10(amplified / signal))
 
 
@@ -208,7 +208,7 @@ def _array_db(before: npt.NDArray[Any], after: npt.NDArray[Any]) -> float:
     if not np.array_equal(x[~finite], y[~finite], equal_nan=True) or not np.isfinite(y[finite]).all():
         return -math.inf
     x, y = x[finite], y[finite]
-    signal = x[~((np.abs(x) > _SENTINEL) & (x == y))]
+    signal = x[~((np.abs(x) > _SENTINEL_MAGNITUDE) & (x == y))]
     scale = float(np.abs(signal).max(initial=0.0))
     if not scale:
         return -math.inf

@@ -14,20 +14,20 @@ import numpy.typing as npt
 import onnx
 from onnx import helper
 
-from harness.random_inputs import LARGEST, Types
+from harness.random_inputs import MAX_INPUT_ELEMENTS, InputTypes
 from harness.graph.passes.normalize import name_nodes
 from harness.graph.model import captures, graphs
 
-__all__ = ["Comparison", "Feeds", "NotRun", "Values", "Version", "accepted_runs", "is_informative"]
+__all__ = ["ComparisonTask", "Feeds", "RunFailed", "Values", "ModelVersion", "accepted_runs", "is_informative"]
 
-_OWN = "qdq.own."
-_DTYPES = {"float": "float32", "double": "float64", "string": "object"}
-_READABLE = frozenset(
+_OWN_PREFIX = "qdq.own."
+_NUMPY_DTYPE_NAMES = {"float": "float32", "double": "float64", "string": "object"}
+_NUMPY_READABLE_TYPES = frozenset(
     f"tensor({name})"
     for name in "bool double float float16 int8 int16 int32 int64 string uint8 uint16 uint32 uint64".split()  # noqa: SIM905
 )
-_PREFIX = re.compile(r"^\[ONNXRuntimeError\] : \d+ : \w+ : (This is an invalid model\. )?")
-_SMALL_BYTES = 4_000_000  # smaller models run in one thread
+_ORT_ERROR_PREFIX = re.compile(r"^\[ONNXRuntimeError\] : \d+ : \w+ : (This is an invalid model\. )?")
+_MAX_SINGLE_THREAD_BYTES = 4_000_000  # smaller models run in one thread
 MAX_ERROR_CHARS = 200
 
 Feeds = Mapping[str, npt.NDArray[Any]]
@@ -36,7 +36,7 @@ Values = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class ComparisonTask:
     """Two versions of a model and the inputs to compare them on.
 
     Attributes:
@@ -50,23 +50,23 @@ class Comparison:
 
     original: Path | bytes
     prepared: Path | bytes
-    inputs: Types
+    inputs: InputTypes
     widened: frozenset[str] = frozenset()
     samples: int = 1
     draws: tuple[int, ...] = (0, 1, 2)
 
 
-class NotRun(Exception):
+class RunFailed(Exception):
     """A version of the model could not be run; `error` is ONNX Runtime's."""
 
     def __init__(self, error: Exception | str) -> None:
         text = " ".join(str(error).split())
-        super().__init__(_PREFIX.sub("", text)[:MAX_ERROR_CHARS])
+        super().__init__(_ORT_ERROR_PREFIX.sub("", text)[:MAX_ERROR_CHARS])
         self.not_implemented = type(error).__name__ == "NotImplemented"
 
 
 @dataclass(slots=True)
-class Version:
+class ModelVersion:
     """One of the two models; its methods raise `NotRun` if ONNX Runtime is missing or fails.
 
     Attributes:
@@ -76,7 +76,7 @@ class Version:
     """
 
     source: Path | bytes
-    task: Comparison
+    task: ComparisonTask
     proto: onnx.ModelProto = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,12 +87,12 @@ class Version:
             self.proto = onnx.load_from_string(self.source)
         name_nodes(self.proto.graph)
 
-    def session(self) -> Any:
+    def open_session(self) -> Any:
         """Return a session without graph optimizations."""
         try:
             import onnxruntime
         except ImportError as error:
-            raise NotRun(f"it is not installed ({error})") from error
+            raise RunFailed(f"it is not installed ({error})") from error
         raw = self.proto.SerializeToString()
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -100,21 +100,21 @@ class Version:
         if isinstance(self.source, Path):
             entry = "session.model_external_initializers_file_folder_path"
             options.add_session_config_entry(entry, str(self.source.parent))
-        elif len(raw) < _SMALL_BYTES:
+        elif len(raw) < _MAX_SINGLE_THREAD_BYTES:
             options.intra_op_num_threads = 1
         try:
             return onnxruntime.InferenceSession(raw, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime's exceptions have no other common base
-            raise NotRun(error) from error
+            raise RunFailed(error) from error
 
     def run(self, session: Any, feeds: Feeds, names: Sequence[str] | None = None) -> Values:
         """Return outputs of one inference, all by default, without those of types that NumPy lacks."""
         kinds = {value.name: value.type for value in session.get_outputs()}
-        names = [n for n in names or kinds if kinds[n] in _READABLE or not kinds[n].startswith("tensor(")]
+        names = [n for n in names or kinds if kinds[n] in _NUMPY_READABLE_TYPES or not kinds[n].startswith("tensor(")]
         try:
             return dict(zip(names, session.run(names, dict(feeds)), strict=True)) if names else {}
         except Exception as error:
-            raise NotRun(error) from error
+            raise RunFailed(error) from error
 
     def run_samples(self, session: Any, feeds: Feeds) -> Values:
         """Run the original sample by sample if the prepared model takes several, and join the results."""
@@ -125,18 +125,18 @@ class Version:
             self.run(session, {name: v[i : i + 1] if name in widened else v for name, v in feeds.items()})
             for i in range(self.task.samples)
         ]
-        return {name: _joined([run[name] for run in runs]) for name in runs[0]}
+        return {name: _join_samples([run[name] for run in runs]) for name in runs[0]}
 
-    def values_of(self, names: Sequence[str], feeds: Feeds) -> Values:
+    def compute_tensors(self, names: Sequence[str], feeds: Feeds) -> Values:
         """Return the values of any tensors of the main graph, which become the outputs of `proto`."""
-        return self.run_samples(self._session_of(names), feeds)
+        return self.run_samples(self._open_session_with_outputs(names), feeds)
 
-    def _session_of(self, outputs: Sequence[str]) -> Any:
+    def _open_session_with_outputs(self, outputs: Sequence[str]) -> Any:
         del self.proto.graph.output[:]
         self.proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
-        return self.session()
+        return self.open_session()
 
-    def own_values(self, values: Values, feeds: Feeds, wanted: Collection[str], times: int = 1) -> list[Values]:
+    def compute_nodes_separately(self, values: Values, feeds: Feeds, wanted: Collection[str], times: int = 1) -> list[Values]:
         """Return the wanted results of nodes that read given values, not results of other nodes; changes `proto`.
 
         The nodes are run several times in one session, in which random numbers differ from run to run.
@@ -146,24 +146,24 @@ class Version:
             for slot, name in enumerate(node.output):
                 if name in values:
                     made.append(name)
-                    node.output[slot] = _OWN + name
+                    node.output[slot] = _OWN_PREFIX + name
         read = {name for node in graph.node for name in (*node.input, *captures(node))}
         given = {name: values[name] for name in made if name in read}
         for name, value in given.items():
             kind = helper.np_dtype_to_tensor_dtype(value.dtype)
             graph.input.append(helper.make_tensor_value_info(name, kind, value.shape))
-        session = self._session_of([_OWN + name for name in made if name in wanted])
+        session = self._open_session_with_outputs([_OWN_PREFIX + name for name in made if name in wanted])
         runs = [self.run(session, {**feeds, **given}) for _ in range(times)]
-        return [{name.removeprefix(_OWN): value for name, value in run.items()} for run in runs]
+        return [{name.removeprefix(_OWN_PREFIX): value for name, value in run.items()} for run in runs]
 
 
-def _joined(results: list[Any]) -> Any:
+def _join_samples(results: list[Any]) -> Any:
     """Join the results for single samples along the first axis; a result without such an axis is the same for all."""
     first = results[0]
     return np.concatenate(results) if isinstance(first, np.ndarray) and first.shape[:1] == (1,) else first
 
 
-def accepted_runs(original: Version, task: Comparison) -> list[tuple[Values, Feeds]]:
+def accepted_runs(original: ModelVersion, task: ComparisonTask) -> list[tuple[Values, Feeds]]:
     """Run the original on inputs that it accepts.
 
     Returns:
@@ -173,12 +173,12 @@ def accepted_runs(original: Version, task: Comparison) -> list[tuple[Values, Fee
     Raises:
         NotRun: It accepts none.
     """
-    session, accepted, problem = original.session(), [], NotRun("no inputs could be drawn")
+    session, accepted, problem = original.open_session(), [], RunFailed("no inputs could be drawn")
     branches = any(node.op_type == "If" for graph in graphs(original.proto.graph) for node in graph.node)
-    for feeds in _draws(task):
+    for feeds in _iter_random_inputs(task):
         try:
             accepted.append((original.run_samples(session, feeds), feeds))
-        except NotRun as error:
+        except RunFailed as error:
             problem = error
             continue
         if not branches and any(map(is_informative, accepted[-1][0].values())):
@@ -196,21 +196,21 @@ def is_informative(value: Any) -> bool:
     return bool(finite.size > 1 and finite.min() < finite.max())
 
 
-def _draws(task: Comparison) -> Iterator[Feeds]:
+def _iter_random_inputs(task: ComparisonTask) -> Iterator[Feeds]:
     """Yield inputs of each kind in `Comparison.draws`."""
     for draw in task.draws:
         rng = np.random.default_rng(draw)
-        yield {name: _draw(rng, draw, name, task.inputs[name]) for name in sorted(task.inputs)}
+        yield {name: _random_input(rng, draw, name, task.inputs[name]) for name in sorted(task.inputs)}
 
 
-def _draw(rng: np.random.Generator, draw: int, name: str, declared: tuple[str, tuple[int, ...]]) -> npt.NDArray[Any]:
+def _random_input(rng: np.random.Generator, draw: int, name: str, declared: tuple[str, tuple[int, ...]]) -> npt.NDArray[Any]:
     kind, shape = declared
-    if math.prod(shape) > LARGEST:
-        raise NotRun(f"input {name!r} has {math.prod(shape):,} elements")
+    if math.prod(shape) > MAX_INPUT_ELEMENTS:
+        raise RunFailed(f"input {name!r} has {math.prod(shape):,} elements")
     try:
-        dtype = np.dtype(_DTYPES.get(kind, kind))
+        dtype = np.dtype(_NUMPY_DTYPE_NAMES.get(kind, kind))
     except TypeError as error:
-        raise NotRun(f"input {name!r} is of type {kind}, which NumPy lacks") from error
+        raise RunFailed(f"input {name!r} is of type {kind}, which NumPy lacks") from error
     if dtype.kind == "O":
         return np.full(shape, "text", dtype=object)
     if dtype.kind == "f":

@@ -8,12 +8,12 @@ import sys
 import onnx
 
 from harness.errors import UserError
-from harness.graph.io.writer import write
+from harness.graph.io.writer import write_model
 from harness.graph.qdq.read_edges import delivered
 from harness.graph.quantize.protobuf_wire import TAG
 from harness.graph.model import Model
 
-__all__ = ["as_proto", "decode", "encode", "float_names", "proto_digest", "quantized_tensors", "write"]
+__all__ = ["as_proto", "decode", "encode", "float_names", "proto_digest", "quantized_tensors", "write_model"]
 
 # Suffixes of ONNX Runtime's quantization tools, which ModelOpt's `quantize` uses too.
 _SUFFIXES = ("_QuantizeLinear_Output", "_QuantizeLinear_Input", "_DequantizeLinear_Output", "_quantized")

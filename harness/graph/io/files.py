@@ -11,7 +11,7 @@ from pathlib import Path
 import onnx
 from google.protobuf.message import DecodeError
 
-from harness.graph.io.reader import external_data
+from harness.graph.io.reader import load_external_data
 
 __all__ = ["copy_model", "file_digest", "move_model", "parts"]
 
@@ -77,7 +77,7 @@ def _external_tensors(content: bytes, model_path: Path) -> tuple[onnx.ModelProto
         proto.ParseFromString(content)
     except DecodeError:  # reported when the model is read
         return proto, []
-    return proto, external_data(proto, model_path.parent, str(model_path))
+    return proto, load_external_data(proto, model_path.parent, str(model_path))
 
 
 def _renamed_after(target: Path, model_path: Path) -> tuple[bytes, dict[Path, Path]]:

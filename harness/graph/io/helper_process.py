@@ -23,17 +23,17 @@ from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
 from harness.errors import UserError
-from harness.timing.workers.process import Worker, end_with_driver
+from harness.timing.workers.process import WorkerProcess, die_with_parent
 
-__all__ = ["Fallen", "serve", "sturdy"]
+__all__ = ["HelperCallFailed", "serve", "call_in_helper_process"]
 
-LIMIT_S = 60.0  # shape inference of the largest models takes seconds
-START_S = 120.0
+HELPER_CALL_LIMIT_S = 60.0  # shape inference of the largest models takes seconds
+HELPER_START_LIMIT_S = 120.0
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
-class Fallen(UserError):
+class HelperCallFailed(UserError):
     """The helper process crashed, or exceeded a limit.
 
     Attributes:
@@ -46,7 +46,7 @@ class Fallen(UserError):
         self.how, self.crashed = how, crashed
 
 
-def sturdy(what: str, work: Callable[[*Ts], T], *args: *Ts, memory_gb: float = math.inf) -> T:
+def call_in_helper_process(what: str, work: Callable[[*Ts], T], *args: *Ts, memory_gb: float = math.inf) -> T:
     """Return the result of a function that runs in the helper process, whose first start takes a tenth of a second.
 
     Args:
@@ -58,69 +58,69 @@ def sturdy(what: str, work: Callable[[*Ts], T], *args: *Ts, memory_gb: float = m
     Raises:
         Fallen: The process crashed, exceeded the time limit, or used too much memory.
     """
-    result: T = _helper(os.getpid()).call(what, (work, args), memory_gb)
+    result: T = _process_helper(os.getpid()).call(what, (work, args), memory_gb)
     return result
 
 
 def serve(fd: int) -> None:
     """Run the helper process: execute calls until the driver closes the connection."""
-    end_with_driver()
+    die_with_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     connection: Connection[Any, Any] = Connection(fd)
     connection.send("ready")
     with suppress(EOFError):
         while True:
-            connection.send(_outcome(*connection.recv()))
+            connection.send(_run_call(*connection.recv()))
 
 
-def _outcome(work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Exception | None]:
+def _run_call(work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Exception | None]:
     try:
         return work(*args), None
     except Exception as error:  # raised again by the caller
         return None, error
 
 
-class _Helper:
+class NativeCallWorker:
     """Helper process that executes one call at a time, from any thread; it is restarted after a failure."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._worker: Worker | None = None
+        self._worker: WorkerProcess | None = None
 
     def call(self, what: str, message: object, memory_gb: float) -> Any:
         with self._lock:
-            value, error = self._answer(what, message, memory_gb)
+            value, error = self._call_worker(what, message, memory_gb)
         if error is not None:
             raise error
         return value
 
-    def _answer(self, what: str, message: object, memory_gb: float) -> tuple[Any, Exception | None]:
+    def _call_worker(self, what: str, message: object, memory_gb: float) -> tuple[Any, Exception | None]:
         with ExitStack() as on_failure:
             on_failure.callback(self._stop)
-            worker, crashed = self._ready(), False
+            worker, crashed = self._running_worker(), False
             try:
                 worker.send(message)
-                value, error = worker.receive(LIMIT_S, memory_gb)
+                value, error = worker.receive(HELPER_CALL_LIMIT_S, memory_gb)
             except TimeoutError:
-                how = f"takes more than {LIMIT_S:g} s"
+                how = f"takes more than {HELPER_CALL_LIMIT_S:g} s"
             except MemoryError:
                 how = f"takes more than {memory_gb:.1f} GB of memory"
             except (EOFError, OSError):
-                how, crashed = worker.ending(), True
+                how, crashed = worker.describe_exit(), True
             else:
                 on_failure.pop_all()
                 return value, error
-        raise Fallen(what, how, crashed=crashed)
+        raise HelperCallFailed(what, how, crashed=crashed)
 
-    def _ready(self) -> Worker:
+    def _running_worker(self) -> WorkerProcess:
         """Return the process; start a new one if it ended meanwhile, for instance because the kernel needed memory."""
         if self._worker is not None and self._worker.alive:
             return self._worker
         self._stop()
         try:
             with Path(os.devnull).open("wb") as null:
-                self._worker = Worker(null, body=__name__)
-            self._worker.receive(START_S, math.inf)
+                self._worker = WorkerProcess(null, body=__name__)
+            self._worker.receive(HELPER_START_LIMIT_S, math.inf)
         except (EOFError, OSError) as error:
             raise UserError(f"the process that reads models cannot be started: {error or 'no answer'}") from error
         return self._worker
@@ -132,6 +132,6 @@ class _Helper:
 
 
 @lru_cache(maxsize=1)
-def _helper(_process: int) -> _Helper:
+def _process_helper(_process: int) -> NativeCallWorker:
     """Return the helper of a process, by its id: a fork must not use its parent's."""
-    return _Helper()
+    return NativeCallWorker()

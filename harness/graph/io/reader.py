@@ -15,10 +15,10 @@ from onnx.external_data_helper import load_external_data_for_tensor
 from harness.errors import UserError
 from harness.graph.model import graphs
 
-__all__ = ["external_data", "read_model"]
+__all__ = ["load_external_data", "read_model"]
 
-_LFS = b"version https://git-lfs"
-_WIDTHS = {
+_LFS_POINTER_PREFIX = b"version https://git-lfs"
+_DTYPE_NAMES_BY_BITS = {
     2: "INT2 UINT2",
     4: "INT4 UINT4 FLOAT4E2M1",
     8: "INT8 UINT8 BOOL FLOAT8E4M3FN FLOAT8E4M3FNUZ FLOAT8E5M2 FLOAT8E5M2FNUZ FLOAT8E8M0",
@@ -27,8 +27,8 @@ _WIDTHS = {
     64: "INT64 UINT64 DOUBLE COMPLEX64",
     128: "COMPLEX128",
 }
-_TYPES = dict(onnx.TensorProto.DataType.items())  # an older onnx does not know all of them
-_BITS = {_TYPES[name]: bits for bits, names in _WIDTHS.items() for name in names.split() if name in _TYPES}
+_DTYPE_CODES = dict(onnx.TensorProto.DataType.items())  # an older onnx does not know all of them
+_BITS_BY_DTYPE = {_DTYPE_CODES[name]: bits for bits, names in _DTYPE_NAMES_BY_BITS.items() for name in names.split() if name in _DTYPE_CODES}
 
 
 def read_model(path: Path, source: str) -> tuple[onnx.ModelProto, str]:
@@ -39,9 +39,9 @@ def read_model(path: Path, source: str) -> tuple[onnx.ModelProto, str]:
             are missing, too short or outside the model's folder.
     """
     raw = _read_bytes(path, source)
-    proto = _parse(raw, source)
+    proto = _parse_model(raw, source)
     digest = hashlib.sha256(raw)
-    external = external_data(proto, path.parent, source)
+    external = load_external_data(proto, path.parent, source)
     for file in sorted({file for _, file in external}):
         with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
@@ -55,19 +55,19 @@ def read_model(path: Path, source: str) -> tuple[onnx.ModelProto, str]:
             ) from error
         tensor.data_location = onnx.TensorProto.DEFAULT
         del tensor.external_data[:]
-    for tensor in _tensors(proto):
+    for tensor in _iter_tensors(proto):
         _check_size(tensor, source)
     return proto, digest.hexdigest()
 
 
-def external_data(proto: onnx.ModelProto, folder: Path, source: str) -> list[tuple[onnx.TensorProto, Path]]:
+def load_external_data(proto: onnx.ModelProto, folder: Path, source: str) -> list[tuple[onnx.TensorProto, Path]]:
     """Return the tensors of a model whose values are in other files, each with that file.
 
     Raises:
         UserError: A file is missing, or outside the model's folder.
     """
-    external = (tensor for tensor in _tensors(proto) if tensor.data_location == onnx.TensorProto.EXTERNAL)
-    return [(tensor, _data_file(tensor, folder, source)) for tensor in external]
+    external = (tensor for tensor in _iter_tensors(proto) if tensor.data_location == onnx.TensorProto.EXTERNAL)
+    return [(tensor, _external_data_path(tensor, folder, source)) for tensor in external]
 
 
 def _read_bytes(path: Path, source: str) -> bytes:
@@ -81,12 +81,12 @@ def _read_bytes(path: Path, source: str) -> bytes:
         raise UserError(f"{source}: cannot be read: {error.strerror}") from error
     if not raw:
         raise UserError(f"{source}: the file is empty; fetch or export the model again")
-    if raw.startswith(_LFS):
+    if raw.startswith(_LFS_POINTER_PREFIX):
         raise UserError(f"{source}: this is a Git LFS pointer, not the model; run 'git lfs pull' in its repository")
     return raw
 
 
-def _parse(raw: bytes, source: str) -> onnx.ModelProto:
+def _parse_model(raw: bytes, source: str) -> onnx.ModelProto:
     proto = onnx.ModelProto()
     truncated = UserError(
         f"{source}: a truncated or damaged ONNX file ({len(raw)} bytes); compare its size with the original "
@@ -107,7 +107,7 @@ def _parse(raw: bytes, source: str) -> onnx.ModelProto:
     raise truncated if is_onnx or proto.producer_name else not_onnx
 
 
-def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+def _iter_tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Yield the initializers and tensor attributes of all graphs and functions."""
     nodes = [node for function in proto.functions for node in function.node]
     for graph in graphs(proto.graph):
@@ -122,7 +122,7 @@ def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 
 def _check_size(tensor: onnx.TensorProto, source: str) -> None:
     """Check that a tensor's values fill its shape exactly (onnx.proto, TensorProto.raw_data)."""
-    bits = _BITS.get(tensor.data_type)
+    bits = _BITS_BY_DTYPE.get(tensor.data_type)
     problem = ""
     if tensor.HasField("raw_data") and bits is not None:
         needed, found = -(-math.prod(tensor.dims) * bits // 8), len(tensor.raw_data)
@@ -139,7 +139,7 @@ def _check_size(tensor: onnx.TensorProto, source: str) -> None:
         )
 
 
-def _data_file(tensor: onnx.TensorProto, folder: Path, source: str) -> Path:
+def _external_data_path(tensor: onnx.TensorProto, folder: Path, source: str) -> Path:
     location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
     absolute = Path(location).is_absolute() or bool(PureWindowsPath(location).drive)
     file = folder / location

@@ -12,8 +12,8 @@ from onnx import helper
 
 from harness.graph.io.reader import read_model
 from harness.graph.passes.static_shapes import fix_inputs, has_dynamic_inputs
-from harness.graph.passes.dimension_sizes import Axes, Sizes, axes_of
-from harness.graph.io.writer import write
+from harness.graph.passes.dimension_sizes import Axes, InputSizes, axes_of
+from harness.graph.io.writer import write_model
 from harness.graph.qdq.read_edges import delivered, labels
 
 __all__ = ["Declared", "DeclaredNode", "Dims", "before_transpose", "read_declared", "with_static_inputs"]
@@ -85,7 +85,7 @@ def read_declared(path: Path, source: str | None = None) -> Declared:
     )
 
 
-def with_static_inputs(path: Path, sizes: Sizes, target: Path) -> Path:
+def with_static_inputs(path: Path, sizes: InputSizes, target: Path) -> Path:
     """Write a copy with static inputs and no other change; Q/DQ models keep their pairs.
 
     Returns:
@@ -99,7 +99,7 @@ def with_static_inputs(path: Path, sizes: Sizes, target: Path) -> Path:
             return path
     proto, _ = read_model(path, str(path))
     fix_inputs(proto, sizes, str(path))
-    return write(proto, target)
+    return write_model(proto, target)
 
 
 def before_transpose(source: Path, path: Path, name: str) -> Path:

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import onnx
 
-__all__ = ["is_large", "write"]
+__all__ = ["is_large", "write_model"]
 
-EXTERNAL_OVER_BYTES = 1_900_000_000  # of weights; protobuf itself ends at 2 GiB
+MAX_SINGLE_FILE_BYTES = 1_900_000_000  # of weights; protobuf itself ends at 2 GiB
 
 
 def is_large(proto: onnx.ModelProto) -> bool:
     """Return whether a model is too large for one file."""
-    return bool(sum(tensor.ByteSize() for tensor in proto.graph.initializer) > EXTERNAL_OVER_BYTES)
+    return bool(sum(tensor.ByteSize() for tensor in proto.graph.initializer) > MAX_SINGLE_FILE_BYTES)
 
 
-def write(proto: onnx.ModelProto, path: Path) -> Path:
+def write_model(proto: onnx.ModelProto, path: Path) -> Path:
     """Write a model to one file or, above 1.9 GB, to the file and `<name>.data`; equal models give equal bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not is_large(proto):

@@ -7,8 +7,8 @@ from typing import Any
 import onnx
 from onnx import helper, numpy_helper
 
-from harness.graph.passes.subgraph_digest import body_of
-from harness.graph.passes.normalize import is_known
+from harness.graph.passes.subgraph_digest import digest_subgraphs
+from harness.graph.passes.normalize import is_standard_op
 from harness.graph.model import Node, captures
 
 __all__ = ["nodes_of"]
@@ -21,7 +21,7 @@ def nodes_of(proto: onnx.ModelProto) -> tuple[Node, ...]:
 
 
 def _node(index: int, node: onnx.NodeProto, opsets: dict[str, int]) -> Node:
-    body = body_of(node)
+    body = digest_subgraphs(node)
     unreached = captures(node).difference(body.captures)  # by what no output of the subgraph depends on
     return Node(
         index=index,
@@ -31,7 +31,7 @@ def _node(index: int, node: onnx.NodeProto, opsets: dict[str, int]) -> Node:
         inputs=tuple(node.input),
         outputs=tuple(node.output),
         attributes={a.name: _plain(a) for a in node.attribute if a.type not in _GRAPH_TYPES},
-        opaque=bool(body.digest) or not is_known(node, opsets),
+        opaque=bool(body.digest) or not is_standard_op(node, opsets),
         captures=(*body.captures, *sorted(unreached)),
         body=body.digest,
     )

@@ -12,21 +12,21 @@ from dataclasses import dataclass, field
 
 import onnx
 
-from harness.errors import UserError, nearest
-from harness.graph.passes.dimension_expressions import evaluate, names_in
+from harness.errors import UserError, suggest_names
+from harness.graph.passes.dimension_expressions import evaluate_expression, expression_symbols
 
 __all__ = [
     "Axes",
-    "Found",
-    "Missing",
-    "Sizes",
+    "ResolvedShapes",
+    "MissingSizes",
+    "InputSizes",
     "axes_of",
     "is_batch",
     "parse_shape",
-    "resolve",
+    "resolve_shapes",
     "set_shape",
-    "shown",
-    "x",
+    "format_axes",
+    "format_shape",
 ]  # fmt: skip
 
 Axis = int | str | None
@@ -35,15 +35,15 @@ Axes = tuple[Axis, ...]
 Shapes = Mapping[str, str | tuple[int, ...]]
 
 # Symbols that exporters write for unknown sizes (paddle2onnx: "?" for each); two of them may differ in size.
-UNNAMED = frozenset({"", "?", "-1", "None"})
-BATCH = re.compile(r"(?:num_?|n_?|dyn_?)?batch(?:es|_?(?:size|dim|axis|num|n))?(?:_?\d+)?|bs|bsz", re.IGNORECASE)
+UNNAMED_SYMBOLS = frozenset({"", "?", "-1", "None"})
+BATCH_SYMBOL = re.compile(r"(?:num_?|n_?|dyn_?)?batch(?:es|_?(?:size|dim|axis|num|n))?(?:_?\d+)?|bs|bsz", re.IGNORECASE)
 # Symbols, short or made by an exporter, that mean the batch if they are the first dimension of an input.
-LEADING_BATCH = re.compile(r"[nb]|unk__\d+|.*_dynamic_axes_\d+|(?:p2o\.)?DynamicDimension\.\d+", re.IGNORECASE)
-LARGEST = 32_769  # of a symbol in an expression whose size is given
+LEADING_BATCH_SYMBOL = re.compile(r"[nb]|unk__\d+|.*_dynamic_axes_\d+|(?:p2o\.)?DynamicDimension\.\d+", re.IGNORECASE)
+MAX_SOLVED_SIZE = 32_769  # of a symbol in an expression whose size is given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class InputSizes:
     """Sizes that a user gives for dynamic inputs.
 
     Attributes:
@@ -58,7 +58,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Missing:
+class MissingSizes:
     """Dimensions without a size.
 
     Attributes:
@@ -74,7 +74,7 @@ class Missing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class ResolvedShapes:
     """Static shapes of the inputs.
 
     Attributes:
@@ -85,8 +85,8 @@ class Found:
     """
 
     shapes: Mapping[str, tuple[int, ...]]
-    defaulted: Mapping[str, int]
-    missing: Missing
+    default_sizes: Mapping[str, int]
+    missing: MissingSizes
     known: Mapping[str, int]
 
 
@@ -101,13 +101,13 @@ def parse_shape(given: str | tuple[int, ...], where: str) -> tuple[int, ...]:
 def axes_of(value: onnx.ValueInfoProto) -> Axes | None:
     """Return the declared dimensions of an input or output; None: its rank is unknown."""
     tensor = value.type.tensor_type
-    return tuple(_axis(dim) for dim in tensor.shape.dim) if tensor.HasField("shape") else None
+    return tuple(_declared_axis(dim) for dim in tensor.shape.dim) if tensor.HasField("shape") else None
 
 
-def _axis(dim: onnx.TensorShapeProto.Dimension) -> Axis:
+def _declared_axis(dim: onnx.TensorShapeProto.Dimension) -> Axis:
     if dim.HasField("dim_value") and dim.dim_value >= 0:
         return int(dim.dim_value)
-    return None if dim.dim_param in UNNAMED else str(dim.dim_param)
+    return None if dim.dim_param in UNNAMED_SYMBOLS else str(dim.dim_param)
 
 
 def set_shape(value: onnx.ValueInfoProto, shape: tuple[int, ...]) -> None:
@@ -123,44 +123,44 @@ def is_batch(axis: Axis, position: int) -> bool:
     """Return whether a dynamic dimension is the batch, by its name and position."""
     if axis is None:
         return position == 0
-    is_leading = position == 0 and LEADING_BATCH.fullmatch(str(axis))
-    return isinstance(axis, str) and bool(BATCH.fullmatch(axis) or is_leading)
+    is_leading = position == 0 and LEADING_BATCH_SYMBOL.fullmatch(str(axis))
+    return isinstance(axis, str) and bool(BATCH_SYMBOL.fullmatch(axis) or is_leading)
 
 
-def shown(axes: Axes | None) -> str:
+def format_axes(axes: Axes | None) -> str:
     """Return a declared shape as text: "Nx3x?x?"."""
     return "of unknown rank" if axes is None else "x".join("?" if axis is None else str(axis) for axis in axes)
 
 
-def x(shape: tuple[int, ...]) -> str:
+def format_shape(shape: tuple[int, ...]) -> str:
     """Return a static shape as text: "1x3x224x224"."""
     return "x".join(map(str, shape))
 
 
-def resolve(inputs: Mapping[str, Axes | None], sizes: Sizes, source: str, *, batch: int = 1) -> Found:
+def resolve_shapes(inputs: Mapping[str, Axes | None], sizes: InputSizes, source: str, *, batch: int = 1) -> ResolvedShapes:
     """Determine a static shape for each input from its declared dimensions, the given sizes and the default batch.
 
     Raises:
         UserError: A given size does not fit the model or contradicts another one; the text begins with `source`.
     """
-    resolver = _Known(inputs, source)
+    resolver = _SizeResolver(inputs, source)
     for symbol, size in sizes.dims.items():
-        resolver.set(symbol, size)
+        resolver.set_symbol(symbol, size)
     for name, given in sizes.shapes.items():
-        resolver.fix(name, parse_shape(given, f"{source}: shapes.{name}"))
-    resolver.solve()
-    defaulted = dict(resolver.set_batch(batch))
+        resolver.set_input_shape(name, parse_shape(given, f"{source}: shapes.{name}"))
+    resolver.solve_expressions()
+    defaulted = dict(resolver.apply_default_batch(batch))
     resolver.check_expressions()
-    shapes = {name: resolver.shape(name) for name in inputs}
-    return Found(
+    shapes = {name: resolver.input_shape(name) for name in inputs}
+    return ResolvedShapes(
         shapes={name: shape for name, shape in shapes.items() if shape is not None},
-        defaulted=defaulted,
+        default_sizes=defaulted,
         missing=resolver.missing(),
         known={symbol: size for symbol, (size, _) in resolver.sizes.items()},
     )
 
 
-class _Known:
+class _SizeResolver:
     """Known sizes by symbol, each with the key that gave it.
 
     Attributes:
@@ -173,130 +173,130 @@ class _Known:
         self.sizes: dict[str, tuple[int, str]] = {}
         self._given_shapes: dict[str, tuple[int, ...]] = {}
         self._unnamed_batch: int | None = None
-        self._symbols = tuple(dict.fromkeys(axis for _, _, axis in self._axes() if isinstance(axis, str)))
+        self._symbols = tuple(dict.fromkeys(axis for _, _, axis in self._iter_axes() if isinstance(axis, str)))
         plain = frozenset(symbol for symbol in self._symbols if symbol.isidentifier())
-        parts = {symbol: names_in(symbol) for symbol in self._symbols if symbol not in plain}
+        parts = {symbol: expression_symbols(symbol) for symbol in self._symbols if symbol not in plain}
         # Symbols in each expression; each of them is also a dimension of its own.
         self._parts = {symbol: names for symbol, names in parts.items() if names and plain.issuperset(names)}
 
-    def set(self, symbol: str, size: int) -> None:
+    def set_symbol(self, symbol: str, size: int) -> None:
         """Set the size of a symbol."""
         where = f"{self._source}: dims.{symbol}"
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise UserError(f"{where}: a size is an integer of at least 1, but got {size!r}")
         if symbol in self._symbols:
             self.sizes[symbol] = (size, f"dims.{symbol}")
-        elif BATCH.fullmatch(symbol) and any(axis is None and not i for _, i, axis in self._axes()):
+        elif BATCH_SYMBOL.fullmatch(symbol) and any(axis is None and not i for _, i, axis in self._iter_axes()):
             self._unnamed_batch = size
         else:
-            declared = ", ".join(f"{name} {shown(axes)}" for name, axes in self._inputs.items())
+            declared = ", ".join(f"{name} {format_axes(axes)}" for name, axes in self._inputs.items())
             raise UserError(
-                f"{where}: no input has such a dimension; {nearest(symbol, self._symbols)}; inputs: {declared}"
+                f"{where}: no input has such a dimension; {suggest_names(symbol, self._symbols)}; inputs: {declared}"
             )
 
-    def fix(self, name: str, shape: tuple[int, ...]) -> None:
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> None:
         """Set the shape of an input."""
         where = f"{self._source}: shapes.{name}"
         if name not in self._inputs:
-            raise UserError(f"{where}: the model has no such input; {nearest(name, self._inputs)}")
+            raise UserError(f"{where}: the model has no such input; {suggest_names(name, self._inputs)}")
         axes = self._inputs[name]
         if axes is not None and len(axes) != len(shape):
             raise UserError(
-                f"{where}: the input has {len(axes)} dimensions ({shown(axes)}), but got {len(shape)}: {x(shape)}"
+                f"{where}: the input has {len(axes)} dimensions ({format_axes(axes)}), but got {len(shape)}: {format_shape(shape)}"
             )
         for axis, size in zip(axes or (), shape, strict=bool(axes)):
-            self._fit(axis, size, name, shape)
+            self._set_axis(axis, size, name, shape)
         self._given_shapes[name] = shape
         if axes and axes[0] is None and self._unnamed_batch is None:
             self._unnamed_batch = shape[0]
 
-    def _fit(self, axis: Axis, size: int, name: str, shape: tuple[int, ...]) -> None:
-        where, declared = f"{self._source}: shapes.{name}", shown(self._inputs[name])
+    def _set_axis(self, axis: Axis, size: int, name: str, shape: tuple[int, ...]) -> None:
+        where, declared = f"{self._source}: shapes.{name}", format_axes(self._inputs[name])
         if isinstance(axis, int) and axis not in (0, size):
-            raise UserError(f"{where}: the input is fixed to {declared} in the model, but got {x(shape)}")
+            raise UserError(f"{where}: the input is fixed to {declared} in the model, but got {format_shape(shape)}")
         if isinstance(axis, str):
             known, origin = self.sizes.setdefault(axis, (size, f"shapes.{name}"))
             if known != size:
                 raise UserError(
                     f"{where}: dimension {axis!r} of {declared} has one size in all inputs, but got {known} and "
-                    f"{size}: {x(shape)} ({known} is from {origin}); give it once"
+                    f"{size}: {format_shape(shape)} ({known} is from {origin}); give it once"
                 )
 
-    def solve(self) -> None:
+    def solve_expressions(self) -> None:
         """Determine symbols from the given size of an expression with one unknown symbol."""
         for symbol, names in self._parts.items():
             unknown = [name for name in names if name not in self.sizes]
             if symbol in self.sizes and len(unknown) == 1:
                 size, origin = self.sizes[symbol]
                 values = {name: self.sizes[name][0] for name in names if name in self.sizes}
-                candidates = range(1, LARGEST)
-                solutions = (v for v in candidates if evaluate(symbol, {**values, unknown[0]: v}) == size)
+                candidates = range(1, MAX_SOLVED_SIZE)
+                solutions = (v for v in candidates if evaluate_expression(symbol, {**values, unknown[0]: v}) == size)
                 if (solution := next(solutions, None)) is not None:
                     self.sizes[unknown[0]] = (solution, origin)
 
     def check_expressions(self) -> None:
         """Raise `UserError` if the given size of an expression differs from its value."""
         for symbol, names in self._parts.items():
-            if symbol in self.sizes and self._computed(symbol) != self.sizes[symbol][0]:
+            if symbol in self.sizes and self._expression_size(symbol) != self.sizes[symbol][0]:
                 size, origin = self.sizes[symbol]
-                parts = ", ".join(f"{name} = {self._said(name)}" for name in names)
+                parts = ", ".join(f"{name} = {self._describe_size(name)}" for name in names)
                 raise UserError(f"{self._source}: dimension {symbol!r} is {size} ({origin}), but {parts}; give it once")
 
-    def _said(self, symbol: str) -> str:
+    def _describe_size(self, symbol: str) -> str:
         size, origin = self.sizes.get(symbol, ("unknown", ""))
         return f"{size} ({origin or 'default'})"
 
-    def set_batch(self, batch: int) -> Iterator[tuple[str, int]]:
+    def apply_default_batch(self, batch: int) -> Iterator[tuple[str, int]]:
         """Set batch dimensions of unknown size to the default; yield their names and sizes."""
-        given = {size for symbol, (size, _) in self.sizes.items() if BATCH.fullmatch(symbol)}
+        given = {size for symbol, (size, _) in self.sizes.items() if BATCH_SYMBOL.fullmatch(symbol)}
         unnamed = self._unnamed_batch or (given.pop() if len(given) == 1 else batch)
-        for name, position, axis in self._axes():
+        for name, position, axis in self._iter_axes():
             if name in self._given_shapes or not is_batch(axis, position):
                 continue
             if axis is None:
                 yield f"the first dimension of {name!r}", unnamed
-            elif self.size(axis) is None:
+            elif self.axis_size(axis) is None:
                 self.sizes[str(axis)] = (batch, "")
                 yield repr(axis), batch
         self._unnamed_batch = unnamed
 
-    def size(self, axis: Axis) -> int | None:
+    def axis_size(self, axis: Axis) -> int | None:
         """Return the size of a symbol or expression; None: unknown."""
         if not isinstance(axis, str):
             return axis
-        return self.sizes[axis][0] if axis in self.sizes else self._computed(axis)
+        return self.sizes[axis][0] if axis in self.sizes else self._expression_size(axis)
 
-    def shape(self, name: str) -> tuple[int, ...] | None:
+    def input_shape(self, name: str) -> tuple[int, ...] | None:
         """Return the static shape of an input; None: a dimension is unknown."""
         axes = self._inputs[name]
         if name in self._given_shapes or axes is None:
             return self._given_shapes.get(name)
         batch = self._unnamed_batch
-        sizes = [batch if axis is None and not i else self.size(axis) for i, axis in enumerate(axes)]
+        sizes = [batch if axis is None and not i else self.axis_size(axis) for i, axis in enumerate(axes)]
         known = tuple(size for size in sizes if size is not None)
         return known if len(known) == len(sizes) else None
 
-    def missing(self) -> Missing:
+    def missing(self) -> MissingSizes:
         """Return the unknown symbols, each once, and the inputs with unknown dimensions that have no symbol."""
         symbols: dict[str, None] = {}
         unnamed = [name for name, axes in self._inputs.items() if axes is None and name not in self._given_shapes]
-        for name, position, axis in self._axes():
-            if isinstance(axis, str) and self.size(axis) is None:
+        for name, position, axis in self._iter_axes():
+            if isinstance(axis, str) and self.axis_size(axis) is None:
                 symbols.update(dict.fromkeys(self._parts.get(axis, (axis,))))
             elif axis is None and position and name not in self._given_shapes:
                 unnamed.append(name)
         unknown = tuple(symbol for symbol in symbols if symbol not in self.sizes)
-        return Missing(symbols=unknown, inputs=tuple(dict.fromkeys(unnamed)))
+        return MissingSizes(symbols=unknown, inputs=tuple(dict.fromkeys(unnamed)))
 
-    def _axes(self) -> Iterator[tuple[str, int, Axis]]:
+    def _iter_axes(self) -> Iterator[tuple[str, int, Axis]]:
         """Yield input, position and dimension."""
         for name, axes in self._inputs.items():
             for position, axis in enumerate(axes or ()):
                 yield name, position, axis
 
-    def _computed(self, symbol: str) -> int | None:
+    def _expression_size(self, symbol: str) -> int | None:
         """Return the value of an expression; None: it is no expression, or a symbol in it is unknown."""
         names = self._parts.get(symbol)
         if names is None or any(name not in self.sizes for name in names):
             return None
-        return evaluate(symbol, {name: self.sizes[name][0] for name in names})
+        return evaluate_expression(symbol, {name: self.sizes[name][0] for name in names})

@@ -38,24 +38,24 @@ def fold_batch_norms(graph: onnx.GraphProto) -> int:
     producer = {name: node for node in graph.node for name in node.output if name}
     folded = []
     for node in graph.node:
-        linear = producer.get(node.input[0]) if _is_plain_norm(node, constants) else None
-        if linear is None or uses[node.input[0]] != 1 or not _fold(linear, node, constants, uses):
+        linear = producer.get(node.input[0]) if _is_inference_batch_norm(node, constants) else None
+        if linear is None or uses[node.input[0]] != 1 or not _fold_into(linear, node, constants, uses):
             continue
         linear.output[0] = node.output[0]
         producer[node.output[0]] = linear
         folded.append(node.name)
     if folded:
-        _rewrite(graph, constants, frozenset(folded))
+        _rewrite_graph(graph, constants, frozenset(folded))
     return len(folded)
 
 
-def _is_plain_norm(node: onnx.NodeProto, constants: dict[str, onnx.TensorProto]) -> bool:
+def _is_inference_batch_norm(node: onnx.NodeProto, constants: dict[str, onnx.TensorProto]) -> bool:
     if node.op_type != "BatchNormalization" or node.domain or sum(map(bool, node.output)) != 1:
         return False
-    return not _attribute(node, "training_mode", 0) and all(name in constants for name in node.input[1:5])
+    return not _attribute_value(node, "training_mode", 0) and all(name in constants for name in node.input[1:5])
 
 
-def _fold(
+def _fold_into(
     linear: onnx.NodeProto, norm: onnx.NodeProto, constants: dict[str, onnx.TensorProto], uses: Counter[str]
 ) -> bool:
     """Scale weight and bias of `linear`; return False if its form or its element type does not allow it."""
@@ -64,41 +64,41 @@ def _fold(
     weight_name, bias_name = linear.input[1], linear.input[2] if len(linear.input) > 2 else ""
     if weight_name not in constants or (bias_name and bias_name not in constants):
         return False
-    scale, shift, mean, variance = (_values(constants[name]) for name in norm.input[1:5])
-    factor = scale / np.sqrt(variance + _attribute(norm, "epsilon", 1e-5))
-    bias = _values(constants[bias_name]) if bias_name else np.zeros(())
+    scale, shift, mean, variance = (_float64_values(constants[name]) for name in norm.input[1:5])
+    factor = scale / np.sqrt(variance + _attribute_value(norm, "epsilon", 1e-5))
+    bias = _float64_values(constants[bias_name]) if bias_name else np.zeros(())
     if bias.size not in (1, len(factor)) or (bias.ndim and bias.shape[-1] != bias.size):
         return False
     if linear.op_type == "Gemm":
-        bias = bias * _attribute(linear, "beta", 1.0)
+        bias = bias * _attribute_value(linear, "beta", 1.0)
     weight = constants[weight_name]
     dtype = helper.tensor_dtype_to_np_dtype(weight.data_type)
     with np.errstate(over="ignore"):
         new_bias = ((np.broadcast_to(bias.reshape(-1), factor.shape) - mean) * factor + shift).astype(dtype)
-        new_weight = _scaled(_values(weight), factor, linear).astype(dtype)
+        new_weight = _scale_weight(_float64_values(weight), factor, linear).astype(dtype)
     if not (np.isfinite(new_bias).all() and np.isfinite(new_weight).all()):  # usually an overflow of float16
         return False
     if linear.op_type == "Gemm":
         _set_attribute(linear, "beta", 1.0)
     del linear.input[1:]
-    linear.input.append(_store(new_weight, weight_name, f"{linear.name}_weight", constants, uses))
-    linear.input.append(_store(new_bias, bias_name, f"{linear.name}_bias", constants, uses))
+    linear.input.append(_store_constant(new_weight, weight_name, f"{linear.name}_weight", constants, uses))
+    linear.input.append(_store_constant(new_bias, bias_name, f"{linear.name}_bias", constants, uses))
     return True
 
 
-def _scaled(weight: _Floats, factor: _Floats, linear: onnx.NodeProto) -> _Floats:
+def _scale_weight(weight: _Floats, factor: _Floats, linear: onnx.NodeProto) -> _Floats:
     """Return the weight with each output channel multiplied by its factor."""
     if linear.op_type == "Gemm":
-        return weight * (factor[:, None] if _attribute(linear, "transB", 0) else factor)
+        return weight * (factor[:, None] if _attribute_value(linear, "transB", 0) else factor)
     if linear.op_type == "Conv":
         return weight * factor.reshape(-1, *[1] * (weight.ndim - 1))
     # ConvTranspose: [inputs, outputs / group, ...]; input channels are ordered by group.
-    groups = _attribute(linear, "group", 1)
+    groups = _attribute_value(linear, "group", 1)
     split = weight.reshape(groups, -1, *weight.shape[1:])
     return (split * factor.reshape(groups, 1, -1, *[1] * (weight.ndim - 2))).reshape(weight.shape)
 
 
-def _store(
+def _store_constant(
     array: npt.NDArray[Any], old: str, stem: str, constants: dict[str, onnx.TensorProto], uses: Counter[str]
 ) -> str:
     """Store new values under the old name, or under a new one if there is none or other nodes read it."""
@@ -111,7 +111,7 @@ def _store(
     return name
 
 
-def _rewrite(graph: onnx.GraphProto, constants: dict[str, onnx.TensorProto], folded: frozenset[str]) -> None:
+def _rewrite_graph(graph: onnx.GraphProto, constants: dict[str, onnx.TensorProto], folded: frozenset[str]) -> None:
     nodes = [node for node in graph.node if node.name not in folded]
     used = {name for node in nodes for name in (*node.input, *captures(node))} | {v.name for v in graph.output}
     made = {name for node in nodes for name in node.output}
@@ -122,11 +122,11 @@ def _rewrite(graph: onnx.GraphProto, constants: dict[str, onnx.TensorProto], fol
         field.extend(values)
 
 
-def _values(tensor: onnx.TensorProto) -> _Floats:
+def _float64_values(tensor: onnx.TensorProto) -> _Floats:
     return np.asarray(numpy_helper.to_array(tensor)).astype(np.float64)
 
 
-def _attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
+def _attribute_value(node: onnx.NodeProto, name: str, default: Any) -> Any:
     return next((helper.get_attribute_value(a) for a in node.attribute if a.name == name), default)
 
 

@@ -10,29 +10,29 @@ import numpy as np
 import onnx
 from onnx import helper, shape_inference
 
-from harness.graph.io.helper_process import sturdy
+from harness.graph.io.helper_process import call_in_helper_process
 
-__all__ = ["BOX", "FOLD_BYTES", "LARGE_BYTES", "Weights", "folded"]
+__all__ = ["OPAQUE_DOMAIN", "MAX_FOLDED_BYTES", "MAX_SHOWN_BYTES", "Weights", "fold_constants"]
 
 Weights = dict[str, onnx.TensorProto]
 """Initializers by name that are kept outside of the model."""
 TensorValues = dict[str, np.ndarray[Any, Any]]
 
-LARGE_BYTES = 4096  # larger initializers are weights; smaller ones may be shapes, which inference needs
-FOLD_BYTES = 1 << 28  # larger results are not computed in advance
-BOX = "qdq.box"  # of nodes with subgraphs and of operators that ONNX does not define
+MAX_SHOWN_BYTES = 4096  # larger initializers are weights; smaller ones may be shapes, which inference needs
+MAX_FOLDED_BYTES = 1 << 28  # larger results are not computed in advance
+OPAQUE_DOMAIN = "qdq.box"  # of nodes with subgraphs and of operators that ONNX does not define
 # Results of other types, such as FLOAT8 and sequences, do not come back from ONNX Runtime with their type.
-_FOLDED = frozenset(
+_FOLDABLE_DTYPES = frozenset(
     onnx.TensorProto.DataType.Value(name)
     for name in ("FLOAT DOUBLE FLOAT16 INT8 INT16 INT32 INT64 UINT8 UINT16 UINT32 UINT64 BOOL STRING").split()  # noqa: SIM905
 )
-_NOT_FOLDED = frozenset(
+_UNFOLDABLE_OPS = frozenset(
     {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "RandomNormal", "RandomUniform",
      "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
 )  # fmt: skip
 
 
-def folded(
+def fold_constants(
     nodes: list[onnx.NodeProto],
     constants: Mapping[str, onnx.TensorProto],
     outputs: list[str],
@@ -46,28 +46,28 @@ def folded(
     Returns:
         Names of the nodes that are not needed any more, and the values of tensors that they computed.
     """
-    foldable = _foldable(nodes, constants)
+    foldable = _foldable_nodes(nodes, constants)
     if not foldable:
         return set(), {}
     computed = {node.name for node in foldable}
     read = [*(name for node in nodes if node.name not in computed for name in node.input), *outputs]
     needed = {name: constants[name] for node in foldable for name in node.input if name in constants}
     what = f"{source}: the computation of constants"
-    return sturdy(what, _folded, foldable, read, opsets, needed)
+    return call_in_helper_process(what, _evaluate_nodes, foldable, read, opsets, needed)
 
 
-def _foldable(nodes: Iterable[onnx.NodeProto], constants: Iterable[str]) -> list[onnx.NodeProto]:
+def _foldable_nodes(nodes: Iterable[onnx.NodeProto], constants: Iterable[str]) -> list[onnx.NodeProto]:
     """Return the nodes that depend on constants alone."""
     known = {*constants, ""}
     foldable = []
     for node in nodes:
-        if known.issuperset(node.input) and node.domain != BOX and node.op_type not in _NOT_FOLDED:
+        if known.issuperset(node.input) and node.domain != OPAQUE_DOMAIN and node.op_type not in _UNFOLDABLE_OPS:
             known.update(node.output)
             foldable.append(node)
     return foldable
 
 
-def _folded(
+def _evaluate_nodes(
     foldable: list[onnx.NodeProto], read: list[str], opsets: Mapping[str, int], constants: Weights
 ) -> tuple[set[str], TensorValues]:
     """Compute the nodes whose results come back from ONNX Runtime with their type; see `folded`."""
@@ -75,13 +75,13 @@ def _folded(
 
     imports = [helper.make_opsetid(domain, version) for domain, version in opsets.items()]
     model = onnx.ModelProto(graph=onnx.GraphProto(name="constants"), ir_version=10, opset_import=imports)
-    types = _types_of_results(model, foldable, constants)
-    plain = [n for n in foldable if all(o in types and types[o].elem_type in _FOLDED for o in n.output if o)]
-    nodes = {node.name: node for node in _foldable(plain, constants)}
+    types = _result_types(model, foldable, constants)
+    plain = [n for n in foldable if all(o in types and types[o].elem_type in _FOLDABLE_DTYPES for o in n.output if o)]
+    nodes = {node.name: node for node in _foldable_nodes(plain, constants)}
     made = {name for node in nodes.values() for name in node.output if name}
     others = (name for node in foldable if node.name not in nodes for name in node.input)
     wanted = [name for name in dict.fromkeys([*read, *others]) if name in made]
-    small = [name for name in wanted if _size_bytes(types[name]) <= FOLD_BYTES]
+    small = [name for name in wanted if _size_bytes(types[name]) <= MAX_FOLDED_BYTES]
     model.graph.node.extend(nodes.values())
     model.graph.initializer.extend(constants.values())
     model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in small)
@@ -92,11 +92,11 @@ def _folded(
         return set(), {}
     if any(value.dtype != helper.tensor_dtype_to_np_dtype(types[name].elem_type) for name, value in values.items()):
         return set(), {}
-    values = {name: value for name, value in values.items() if value.nbytes <= FOLD_BYTES}
+    values = {name: value for name, value in values.items() if value.nbytes <= MAX_FOLDED_BYTES}
     return nodes.keys() - _nodes_behind(nodes.values(), set(wanted) - values.keys()), values
 
 
-def _types_of_results(
+def _result_types(
     model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto], constants: Weights
 ) -> dict[str, onnx.TypeProto.Tensor]:
     """Return the types of the tensors that nodes compute, without sequences and optionals."""
@@ -104,7 +104,7 @@ def _types_of_results(
     typed.CopyFrom(model)
     typed.graph.node.extend(nodes)
     for tensor in constants.values():
-        if tensor.ByteSize() > LARGE_BYTES:
+        if tensor.ByteSize() > MAX_SHOWN_BYTES:
             typed.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
         else:
             typed.graph.initializer.append(tensor)

@@ -18,42 +18,42 @@ from onnx import checker, helper, numpy_helper
 
 from harness.errors import UserError
 from harness.graph.passes.fold_constants import (
-    BOX,
-    FOLD_BYTES,
-    LARGE_BYTES,
+    OPAQUE_DOMAIN,
+    MAX_FOLDED_BYTES,
+    MAX_SHOWN_BYTES,
     Weights,
-    folded,
+    fold_constants,
 )
 from harness.graph.model import captures, graphs, subgraphs
 
 __all__ = [
     "Weights",
-    "attach",
+    "restore_weights",
     "check_valid",
     "constant_value",
-    "densify",
-    "detach",
-    "is_known",
+    "densify_sparse_initializers",
+    "externalize_weights",
+    "is_standard_op",
     "lower_constants",
-    "mask_unknown",
+    "isolate_custom_ops",
     "name_nodes",
-    "tidy",
-    "unmask",
+    "fold_and_prune",
+    "restore_custom_ops",
 ]  # fmt: skip
 
-MASK = "qdq.unknown."
+MASK_PREFIX = "qdq.unknown."
 
 
-def detach(graph: onnx.GraphProto) -> Weights:
+def externalize_weights(graph: onnx.GraphProto) -> Weights:
     """Move the large initializers of the main graph out of it, in place, and make them its inputs."""
-    weights = {tensor.name: tensor for tensor in graph.initializer if tensor.ByteSize() > LARGE_BYTES}
+    weights = {tensor.name: tensor for tensor in graph.initializer if tensor.ByteSize() > MAX_SHOWN_BYTES}
     if weights:
         replace_field(graph.initializer, [tensor for tensor in graph.initializer if tensor.name not in weights])
         graph.input.extend(helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in weights.values())
     return weights
 
 
-def attach(graph: onnx.GraphProto, weights: Weights) -> None:
+def restore_weights(graph: onnx.GraphProto, weights: Weights) -> None:
     """Undo `detach` for the weights that are still used, in place."""
     used = {name for node in graph.node for name in (*node.input, *captures(node))}
     used.update(value.name for value in graph.output)
@@ -61,12 +61,12 @@ def attach(graph: onnx.GraphProto, weights: Weights) -> None:
     graph.initializer.extend(tensor for name, tensor in weights.items() if name in used)
 
 
-def is_known(node: onnx.NodeProto, opsets: dict[str, int]) -> bool:
+def is_standard_op(node: onnx.NodeProto, opsets: dict[str, int]) -> bool:
     """Return whether ONNX defines this operator at the imported version."""
     return bool(onnx.defs.has(node.op_type, opsets.get(node.domain, 1), node.domain))
 
 
-def mask_unknown(proto: onnx.ModelProto) -> list[str]:
+def isolate_custom_ops(proto: onnx.ModelProto) -> list[str]:
     """Move operators that ONNX's own domains do not define into a separate domain, in place.
 
     Plug-in operators of runtimes are often exported in ONNX's domain (EfficientNMS_TRT), where the checker and the
@@ -76,23 +76,23 @@ def mask_unknown(proto: onnx.ModelProto) -> list[str]:
         All operators that ONNX does not define, in any domain, as "domain.op", sorted.
     """
     opsets = {opset.domain: opset.version for opset in proto.opset_import}
-    custom = [n for graph in graphs(proto.graph) for n in graph.node if not is_known(n, opsets)]
+    custom = [n for graph in graphs(proto.graph) for n in graph.node if not is_standard_op(n, opsets)]
     names = sorted({f"{node.domain or 'ai.onnx'}.{node.op_type}" for node in custom})
     for node in custom:
         if node.domain in ("", "ai.onnx.ml", "ai.onnx.preview.training"):
-            node.domain = MASK + node.domain
+            node.domain = MASK_PREFIX + node.domain
     for domain in sorted({node.domain for node in custom} - opsets.keys()):
         proto.opset_import.append(helper.make_opsetid(domain, 1))
     return names
 
 
-def unmask(proto: onnx.ModelProto) -> None:
+def restore_custom_ops(proto: onnx.ModelProto) -> None:
     """Undo `mask_unknown`, in place."""
     for graph in graphs(proto.graph):
         for node in graph.node:
-            if node.domain.startswith(MASK):
-                node.domain = node.domain.removeprefix(MASK)
-    replace_field(proto.opset_import, [opset for opset in proto.opset_import if not opset.domain.startswith(MASK)])
+            if node.domain.startswith(MASK_PREFIX):
+                node.domain = node.domain.removeprefix(MASK_PREFIX)
+    replace_field(proto.opset_import, [opset for opset in proto.opset_import if not opset.domain.startswith(MASK_PREFIX)])
 
 
 def name_nodes(graph: onnx.GraphProto) -> None:
@@ -145,12 +145,12 @@ def constant_value(node: onnx.NodeProto) -> onnx.TensorProto | None:
     return tensor
 
 
-def densify(graph: onnx.GraphProto) -> None:
+def densify_sparse_initializers(graph: onnx.GraphProto) -> None:
     """Block sparse initializers of the main graph into dense ones, in place: most tools cannot read sparse ones."""
     kept = []
     for sparse in graph.sparse_initializer:
         values, indices = numpy_helper.to_array(sparse.values), numpy_helper.to_array(sparse.indices)
-        if math.prod(sparse.dims) * values.itemsize > FOLD_BYTES:
+        if math.prod(sparse.dims) * values.itemsize > MAX_FOLDED_BYTES:
             kept.append(sparse)
             continue
         dense = np.zeros(tuple(sparse.dims), values.dtype)
@@ -160,7 +160,7 @@ def densify(graph: onnx.GraphProto) -> None:
     replace_field(graph.sparse_initializer, kept)
 
 
-def tidy(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weights, source: str) -> None:
+def fold_and_prune(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weights, source: str) -> None:
     """Sort nodes topologically, fold constants and remove what no output needs, in place.
 
     Nodes with subgraphs and unknown operators are opaque: they are not computed, and tensors that their subgraphs
@@ -169,14 +169,14 @@ def tidy(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weights, sourc
     Raises:
         UserError: The graph has a cycle.
     """
-    opaque = {node.name for node in graph.node if any(subgraphs(node)) or not is_known(node, opsets)}
-    nodes = [_box(node) if node.name in opaque else node for node in graph.node]
+    opaque = {node.name for node in graph.node if any(subgraphs(node)) or not is_standard_op(node, opsets)}
+    nodes = [_opaque_node(node) if node.name in opaque else node for node in graph.node]
     if not _is_sorted(nodes):  # a valid order is kept, because it is the author's
         order = _sorted_names(graph, source)
         nodes.sort(key=lambda node: order[node.name])
     constants = {tensor.name: tensor for tensor in graph.initializer} | weights
     outputs = [value.name for value in graph.output]
-    computed, values = folded(nodes, constants, outputs, opsets, source)
+    computed, values = fold_constants(nodes, constants, outputs, opsets, source)
     used, kept = set(outputs), []
     by_name = {node.name: node for node in graph.node}
     for node in reversed(nodes):
@@ -189,9 +189,9 @@ def tidy(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weights, sourc
     replace_field(graph.initializer, initializers)
 
 
-def _box(node: onnx.NodeProto) -> onnx.NodeProto:
+def _opaque_node(node: onnx.NodeProto) -> onnx.NodeProto:
     inputs = [*node.input, *sorted(captures(node))]
-    return onnx.NodeProto(name=node.name, op_type=node.op_type, domain=BOX, input=inputs, output=node.output)
+    return onnx.NodeProto(name=node.name, op_type=node.op_type, domain=OPAQUE_DOMAIN, input=inputs, output=node.output)
 
 
 def _is_sorted(nodes: Iterable[onnx.NodeProto]) -> bool:
@@ -234,5 +234,5 @@ def check_valid(proto: onnx.ModelProto, constants: Iterable[onnx.TensorProto] = 
             # The checker insists on a declared type of outputs, which runtimes and `load` infer.
             value.type.tensor_type.elem_type = value.type.tensor_type.elem_type or onnx.TensorProto.FLOAT
             value.type.tensor_type.shape.SetInParent()
-    mask_unknown(checked)
+    isolate_custom_ops(checked)
     checker.check_model(checked)

@@ -15,21 +15,21 @@ from harness.errors import UserError
 from harness.graph.builder import MAX_IR_VERSION
 from harness.graph.passes.normalize import (
     Weights,
-    attach,
+    restore_weights,
     check_valid,
-    detach,
-    is_known,
+    externalize_weights,
+    is_standard_op,
     lower_constants,
-    mask_unknown,
+    isolate_custom_ops,
     name_nodes,
     replace_field,
-    tidy,
-    unmask,
+    fold_and_prune,
+    restore_custom_ops,
 )
 from harness.graph.passes.fold_batch_norm import fold_batch_norms
-from harness.graph.passes.remove_noops import drop_noops
-from harness.graph.passes.static_shapes import infer, shapes_to_constants, types_of
-from harness.graph.passes.upgrade_opset import EXPLICIT_RESIZE, upgraded
+from harness.graph.passes.remove_noops import remove_noops
+from harness.graph.passes.static_shapes import infer_types, fold_shape_ops, static_types
+from harness.graph.passes.upgrade_opset import EXPLICIT_RESIZE_OPSET, upgrade_opset
 from harness.graph.model import TensorType, graphs, subgraphs
 
 __all__ = ["ModelDraft", "Pass", "prepare_passes", "run_passes"]
@@ -104,17 +104,17 @@ def prepare_passes(min_opset: int) -> tuple[Pass, ...]:
         Pass(_isolate_custom_ops),
         Pass(_simplify, ensures=_require_valid),
         Pass(lambda draft: _upgrade(draft, min_opset), requires=_require_known_opset),
-        Pass(lambda draft: unmask(draft.proto), ensures=_require_valid_custom_ops),
+        Pass(lambda draft: restore_custom_ops(draft.proto), ensures=_require_valid_custom_ops),
         Pass(_infer_types),
         Pass(_remove_shape_ops_and_noops),
-        Pass(lambda draft: attach(draft.proto.graph, draft.weights)),
+        Pass(lambda draft: restore_weights(draft.proto.graph, draft.weights)),
         Pass(lambda draft: fold_batch_norms(draft.proto.graph)),
     )
 
 
 def _split_off_weights(draft: ModelDraft) -> None:
     lower_constants(draft.proto.graph)
-    draft.weights = detach(draft.proto.graph)
+    draft.weights = externalize_weights(draft.proto.graph)
 
 
 def _inline_functions(draft: ModelDraft) -> None:
@@ -143,7 +143,7 @@ def _set_ir_version(proto: onnx.ModelProto) -> None:
 
 
 def _isolate_custom_ops(draft: ModelDraft) -> None:
-    draft.custom_ops = tuple(mask_unknown(draft.proto))
+    draft.custom_ops = tuple(isolate_custom_ops(draft.proto))
     if draft.custom_ops:
         names = ", ".join(draft.custom_ops)
         logger.warning("%s: operators that ONNX does not define stay float: %s", draft.source, names)
@@ -157,17 +157,17 @@ def _simplify(draft: ModelDraft) -> None:
     graph = draft.proto.graph
     lower_constants(graph)
     name_nodes(graph)
-    draft.weights.update(detach(graph))
-    tidy(graph, draft.opsets, draft.weights, draft.source)
-    draft.weights.update(detach(graph))
+    draft.weights.update(externalize_weights(graph))
+    fold_and_prune(graph, draft.opsets, draft.weights, draft.source)
+    draft.weights.update(externalize_weights(graph))
 
 
 def _infer_types(draft: ModelDraft) -> None:
-    draft.proto = infer(draft.proto, draft.source)
+    draft.proto = infer_types(draft.proto, draft.source)
 
 
 def _remove_shape_ops_and_noops(draft: ModelDraft) -> None:
-    while shapes_to_constants(draft.proto.graph) | drop_noops(draft.proto.graph):
+    while fold_shape_ops(draft.proto.graph) | remove_noops(draft.proto.graph):
         _simplify(draft)
         _infer_types(draft)
 
@@ -190,7 +190,7 @@ def _require_valid_custom_ops(draft: ModelDraft) -> None:
     context.ir_version, context.opset_imports = draft.proto.ir_version, draft.opsets
     for graph in graphs(draft.proto.graph):
         for node in graph.node:
-            if f"{node.domain or 'ai.onnx'}.{node.op_type}" in draft.custom_ops and is_known(node, draft.opsets):
+            if f"{node.domain or 'ai.onnx'}.{node.op_type}" in draft.custom_ops and is_standard_op(node, draft.opsets):
                 try:
                     checker.check_node(node, context)
                 except checker.ValidationError as error:
@@ -217,11 +217,11 @@ def _upgrade(draft: ModelDraft, min_opset: int) -> None:
     if version is None or version >= min_opset:
         return
     _infer_types(draft)  # the converter adds fewer nodes if it knows the shapes
-    while version < EXPLICIT_RESIZE and shapes_to_constants(draft.proto.graph):  # old Resizes need constant scales
+    while version < EXPLICIT_RESIZE_OPSET and fold_shape_ops(draft.proto.graph):  # old Resizes need constant scales
         _simplify(draft)
         _infer_types(draft)
-    draft.types_before_upgrade = types_of(draft.proto.graph)
-    draft.proto = upgraded(draft.proto, version, min_opset, draft.source)
+    draft.types_before_upgrade = static_types(draft.proto.graph)
+    draft.proto = upgrade_opset(draft.proto, version, min_opset, draft.source)
     _set_ir_version(draft.proto)
     _simplify(draft)
     _require_valid(draft)

@@ -15,31 +15,31 @@ import onnx
 from onnx import numpy_helper
 
 from harness.errors import UserError
-from harness.graph.passes.normalize import attach, detach, lower_constants
-from harness.graph.passes.static_shapes import infer, types_of
+from harness.graph.passes.normalize import restore_weights, externalize_weights, lower_constants
+from harness.graph.passes.static_shapes import infer_types, static_types
 from harness.graph.passes.dimension_sizes import parse_shape
 from harness.graph.model import TensorType, captures, subgraphs
 
-__all__ = ["rebatched"]
+__all__ = ["with_batch_size"]
 
 logger = logging.getLogger(__name__)
 
 Shapes = Mapping[str, str | tuple[int, ...]]
-SHAPE_INPUT = {"Reshape": 1, "Expand": 1, "Resize": 3}  # input that is the shape of the result
+SHAPE_INPUT_SLOT = {"Reshape": 1, "Expand": 1, "Resize": 3}  # input that is the shape of the result
 # Operators along the first axis, or by indices for one sample, which the shape of the result does not show.
-MIXING = frozenset(
+BATCH_MIXING_OPS = frozenset(
     {"CumSum", "GatherElements", "GatherND", "GRU", "LSTM", "RNN", "Scatter", "ScatterElements", "ScatterND"}
 )
-ASKING = frozenset({"Shape", "Size"})  # their results are no data
+SHAPE_OPS = frozenset({"Shape", "Size"})  # their results are no data
 
 
-def rebatched(proto: onnx.ModelProto, shapes: Shapes, source: str) -> onnx.ModelProto:
+def with_batch_size(proto: onnx.ModelProto, shapes: Shapes, source: str) -> onnx.ModelProto:
     """Return a model fixed to one sample with the batch size that the shapes give; any other model unchanged.
 
     Raises:
         UserError: The model cannot be changed; the message names the operator that prevents it.
     """
-    batch_sizes = _wanted(proto.graph, shapes, source)
+    batch_sizes = _requested_batch_sizes(proto.graph, shapes, source)
     if not batch_sizes:
         return proto
     if len(set(batch_sizes.values())) > 1:
@@ -48,24 +48,24 @@ def rebatched(proto: onnx.ModelProto, shapes: Shapes, source: str) -> onnx.Model
     one, many = onnx.ModelProto(), onnx.ModelProto()
     one.CopyFrom(proto)
     lower_constants(one.graph)
-    weights = detach(one.graph)
-    dependent = _behind(one.graph, set(batch_sizes))
+    weights = externalize_weights(one.graph)
+    dependent = _dependent_tensors(one.graph, set(batch_sizes))
     many.CopyFrom(one)
-    _widen(many.graph, set(batch_sizes), dependent, samples)
-    before, after = (types_of(infer(model, source).graph) for model in (one, many))
-    problem = _mixing(one.graph, dependent, before, after, samples)
+    _set_batch_size(many.graph, set(batch_sizes), dependent, samples)
+    before, after = (static_types(infer_types(model, source).graph) for model in (one, many))
+    problem = _first_batch_mixing_op(one.graph, dependent, before, after, samples)
     if problem:
         inputs = ", ".join(f"{name!r} to {samples}" for name in batch_sizes)
         raise UserError(
             f"{source}: shapes: the model is fixed to one sample and cannot be widened ({inputs}): {problem}; "
             "export it with a dynamic batch"
         )
-    attach(many.graph, weights)
+    restore_weights(many.graph, weights)
     logger.info("%s: batch size changed from 1 to %d", source, samples)
     return many
 
 
-def _wanted(graph: onnx.GraphProto, shapes: Shapes, source: str) -> dict[str, int]:
+def _requested_batch_sizes(graph: onnx.GraphProto, shapes: Shapes, source: str) -> dict[str, int]:
     """Return the batch size of each input that is fixed to one sample in the model and not in the shapes."""
     sizes = {}
     inputs = {value.name: value for value in graph.input}
@@ -78,20 +78,20 @@ def _wanted(graph: onnx.GraphProto, shapes: Shapes, source: str) -> dict[str, in
     return sizes
 
 
-def _behind(graph: onnx.GraphProto, inputs: set[str]) -> set[str]:
+def _dependent_tensors(graph: onnx.GraphProto, inputs: set[str]) -> set[str]:
     """Return the tensors that are computed from the values, and not only the shapes, of these inputs."""
     dependent = set(inputs)
     for node in graph.node:
-        if node.op_type not in ASKING and dependent.intersection(_read(node)):
+        if node.op_type not in SHAPE_OPS and dependent.intersection(_tensors_read(node)):
             dependent.update(name for name in node.output if name)
     return dependent
 
 
-def _read(node: onnx.NodeProto) -> tuple[str, ...]:
+def _tensors_read(node: onnx.NodeProto) -> tuple[str, ...]:
     return (*node.input, *captures(node))
 
 
-def _widen(graph: onnx.GraphProto, inputs: set[str], dependent: set[str], samples: int) -> None:
+def _set_batch_size(graph: onnx.GraphProto, inputs: set[str], dependent: set[str], samples: int) -> None:
     """Set the batch size of inputs and of constants that are shapes; clear all other declared shapes."""
     for value in graph.input:
         if value.name in inputs:
@@ -101,7 +101,7 @@ def _widen(graph: onnx.GraphProto, inputs: set[str], dependent: set[str], sample
     del graph.value_info[:]
     constants = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
-        slot = SHAPE_INPUT.get(node.op_type, len(node.input))
+        slot = SHAPE_INPUT_SLOT.get(node.op_type, len(node.input))
         if slot < len(node.input) and node.input[slot] in constants and node.input[0] in dependent:
             sizes = numpy_helper.to_array(constants[node.input[slot]])
             if sizes.size and sizes.flat[0] == 1:
@@ -113,7 +113,7 @@ def _widen(graph: onnx.GraphProto, inputs: set[str], dependent: set[str], sample
                 node.input[slot] = name
 
 
-def _mixing(
+def _first_batch_mixing_op(
     graph: onnx.GraphProto,
     dependent: set[str],
     before: Mapping[str, TensorType],
@@ -122,23 +122,23 @@ def _mixing(
 ) -> str:
     """Describe the first operator whose result is not the same for each sample; "" if there is none."""
     for node in graph.node:
-        if not dependent.intersection(_read(node)) or node.op_type in ASKING:
+        if not dependent.intersection(_tensors_read(node)) or node.op_type in SHAPE_OPS:
             continue
         label = f"{node.op_type} {node.name or node.output[0]!r}"
         if any(True for _ in subgraphs(node)):
             return f"{label} has a subgraph"
-        if node.input[0] in dependent and (node.op_type in MIXING or _along_samples(node, before)):
+        if node.input[0] in dependent and (node.op_type in BATCH_MIXING_OPS or _works_along_batch_axis(node, before)):
             return f"{label} works along the samples"
         for name in node.output:
             if name in before and name not in after:
                 return f"the result of {label} for several samples is not known"
-            if name in before and not _same(before[name], after[name], samples):
+            if name in before and not _differs_only_in_batch(before[name], after[name], samples):
                 return f"{label} does not keep samples apart"
     unknown = [value.name for value in graph.output if value.name in dependent and value.name not in before]
     return f"the shape of output {unknown[0]!r} is not known" if unknown else ""
 
 
-def _along_samples(node: onnx.NodeProto, types: Mapping[str, TensorType]) -> bool:
+def _works_along_batch_axis(node: onnx.NodeProto, types: Mapping[str, TensorType]) -> bool:
     axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), None)
     if axis is None:
         return bool(node.op_type == "Gather")  # whose default is 0
@@ -146,5 +146,5 @@ def _along_samples(node: onnx.NodeProto, types: Mapping[str, TensorType]) -> boo
     return bool(axis == 0 or (known is not None and axis == -len(known.shape)))
 
 
-def _same(before: TensorType, after: TensorType, samples: int) -> bool:
+def _differs_only_in_batch(before: TensorType, after: TensorType, samples: int) -> bool:
     return before.shape[:1] == (1,) and after.shape == (samples, *before.shape[1:])

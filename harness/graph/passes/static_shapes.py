@@ -9,19 +9,19 @@ import onnx
 from onnx import numpy_helper, shape_inference
 
 from harness.errors import UserError
-from harness.graph.passes.dimension_errors import asked, defaulted
-from harness.graph.io.helper_process import sturdy
-from harness.graph.passes.dimension_sizes import Sizes, axes_of, parse_shape, resolve, set_shape
+from harness.graph.passes.dimension_errors import describe_missing_sizes, describe_default_sizes
+from harness.graph.io.helper_process import call_in_helper_process
+from harness.graph.passes.dimension_sizes import InputSizes, axes_of, parse_shape, resolve_shapes, set_shape
 from harness.graph.model import TensorType
 
-__all__ = ["fix_inputs", "has_dynamic_inputs", "infer", "parse_shape", "shapes_to_constants", "types_of"]
+__all__ = ["fix_inputs", "has_dynamic_inputs", "infer_types", "parse_shape", "fold_shape_ops", "static_types"]
 
 logger = logging.getLogger(__name__)
 
-_TYPE_OF_FIRST_INPUT = frozenset({"GroupNormalization"})  # onnx 1.21 infers no type for their result
+_OPS_TYPED_LIKE_FIRST_INPUT = frozenset({"GroupNormalization"})  # onnx 1.21 infers no type for their result
 
 
-def fix_inputs(proto: onnx.ModelProto, sizes: Sizes, source: str) -> None:
+def fix_inputs(proto: onnx.ModelProto, sizes: InputSizes, source: str) -> None:
     """Make the shapes of all tensor inputs static, in place, and remove declared shapes of outputs that depend on them.
 
     Batch dimensions without a given size get 1, which is logged as a warning.
@@ -31,16 +31,16 @@ def fix_inputs(proto: onnx.ModelProto, sizes: Sizes, source: str) -> None:
     """
     graph = proto.graph
     inputs = {value.name: value for value in graph.input if value.type.HasField("tensor_type")}
-    resolved = resolve({name: axes_of(value) for name, value in inputs.items()}, sizes, source)
+    resolved = resolve_shapes({name: axes_of(value) for name, value in inputs.items()}, sizes, source)
     if resolved.missing:
-        raise UserError(f"{source}: {asked(proto, resolved, sizes)}")
-    if resolved.defaulted:
-        logger.warning("%s: %s", source, defaulted(resolved))
+        raise UserError(f"{source}: {describe_missing_sizes(proto, resolved, sizes)}")
+    if resolved.default_sizes:
+        logger.warning("%s: %s", source, describe_default_sizes(resolved))
     for name, value in inputs.items():
         set_shape(value, resolved.shapes[name])
     for value in graph.output:
         if _is_dynamic(value):
-            _forget(value)
+            _clear_shape(value)
 
 
 def has_dynamic_inputs(graph: onnx.GraphProto) -> bool:
@@ -50,7 +50,7 @@ def has_dynamic_inputs(graph: onnx.GraphProto) -> bool:
     return any(axes is None or not all(isinstance(axis, int) for axis in axes) for axes in map(axes_of, inputs))
 
 
-def infer(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
+def infer_types(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
     """Return the model with the types of all tensors that ONNX can infer, in `value_info` and in the outputs.
 
     Declared types of tensors that unknown operators compute are kept; all others are inferred. If an operator
@@ -62,8 +62,8 @@ def infer(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
     kept = [value for value in proto.graph.value_info if value.name in made_by_unknown and not _is_dynamic(value)]
     del proto.graph.value_info[:]
     proto.graph.value_info.extend(kept)
-    shown, replaced = _shown_to_inference(proto)
-    inferred, problem = sturdy(f"{source}: shape inference", _inferred, shown, source)
+    shown, replaced = _replace_uninferable_ops(proto)
+    inferred, problem = call_in_helper_process(f"{source}: shape inference", _infer_shapes, shown, source)
     if problem:
         logger.warning("%s: some shapes cannot be inferred: %s", source, problem)
     for index, node in replaced.items():
@@ -71,20 +71,20 @@ def infer(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
     return inferred
 
 
-def _shown_to_inference(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[int, onnx.NodeProto]]:
+def _replace_uninferable_ops(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[int, onnx.NodeProto]]:
     """Return a copy with Identity for operators without type inference, and these operators by index."""
     shown = onnx.ModelProto()
     shown.CopyFrom(proto)
     replaced = {}
     for index, node in enumerate(proto.graph.node):
-        if node.op_type in _TYPE_OF_FIRST_INPUT and not node.domain:
+        if node.op_type in _OPS_TYPED_LIKE_FIRST_INPUT and not node.domain:
             replaced[index] = node
             identity = onnx.NodeProto(op_type="Identity", name=node.name, input=node.input[:1], output=node.output)
             shown.graph.node[index].CopyFrom(identity)
     return shown, replaced
 
 
-def _inferred(proto: onnx.ModelProto, source: str) -> tuple[onnx.ModelProto, str]:
+def _infer_shapes(proto: onnx.ModelProto, source: str) -> tuple[onnx.ModelProto, str]:
     """Return the model with all types and "", or with those that can be inferred and the reason for the others."""
     problem = ""
     for _ in range(2):
@@ -94,7 +94,7 @@ def _inferred(proto: onnx.ModelProto, source: str) -> tuple[onnx.ModelProto, str
             problem = " ".join(str(error).split())
             # Runtimes only warn of wrongly declared outputs, so their declared sizes are ignored.
             for value in proto.graph.output:
-                _forget(value)
+                _clear_shape(value)
     try:
         return shape_inference.infer_shapes(proto, data_prop=True), problem
     except shape_inference.InferenceError as error:  # wrong element types are always an error
@@ -102,22 +102,22 @@ def _inferred(proto: onnx.ModelProto, source: str) -> tuple[onnx.ModelProto, str
         raise UserError(f"{source}: no valid ONNX model: {text}; export the model again") from error
 
 
-def types_of(graph: onnx.GraphProto) -> dict[str, TensorType]:
+def static_types(graph: onnx.GraphProto) -> dict[str, TensorType]:
     """Return the type of every tensor of the graph with a known element type and a static shape."""
     types = {}
     for value in (*graph.value_info, *graph.output, *graph.input):
         if value.type.HasField("tensor_type") and value.type.tensor_type.elem_type and not _is_dynamic(value):
             tensor = value.type.tensor_type
-            types[value.name] = TensorType(_dtype(tensor.elem_type), tuple(d.dim_value for d in tensor.shape.dim))
+            types[value.name] = TensorType(_dtype_name(tensor.elem_type), tuple(d.dim_value for d in tensor.shape.dim))
     for initializer in graph.initializer:
-        types[initializer.name] = TensorType(_dtype(initializer.data_type), tuple(initializer.dims))
+        types[initializer.name] = TensorType(_dtype_name(initializer.data_type), tuple(initializer.dims))
     return types
 
 
-def shapes_to_constants(graph: onnx.GraphProto) -> bool:
+def fold_shape_ops(graph: onnx.GraphProto) -> bool:
     """Replace Shape and Size of tensors with static shape by initializers, in place; return whether there were any."""
     names = {node.name for node in graph.node if node.op_type in ("Shape", "Size") and not node.domain}
-    types, outputs = types_of(graph) if names else {}, {value.name for value in graph.output}
+    types, outputs = static_types(graph) if names else {}, {value.name for value in graph.output}
     rest = []
     for node in graph.node:
         known = types.get(node.input[0]) if node.name in names else None
@@ -135,7 +135,7 @@ def shapes_to_constants(graph: onnx.GraphProto) -> bool:
     return changed
 
 
-def _forget(value: onnx.ValueInfoProto) -> None:
+def _clear_shape(value: onnx.ValueInfoProto) -> None:
     if value.type.HasField("tensor_type"):
         value.type.tensor_type.ClearField("shape")
 
@@ -147,5 +147,5 @@ def _is_dynamic(value: onnx.ValueInfoProto) -> bool:
     )
 
 
-def _dtype(element: int) -> str:
+def _dtype_name(element: int) -> str:
     return str(onnx.TensorProto.DataType.Name(element)).lower()

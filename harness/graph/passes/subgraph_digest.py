@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import onnx
 
-__all__ = ["Body", "body_of"]
+__all__ = ["SubgraphDigest", "digest_subgraphs"]
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
+class SubgraphDigest:
     """The subgraphs of one node.
 
     Attributes:
@@ -28,18 +28,18 @@ class Body:
     captures: tuple[str, ...]
 
 
-def body_of(node: onnx.NodeProto) -> Body:
+def digest_subgraphs(node: onnx.NodeProto) -> SubgraphDigest:
     """Return the digest of a node's subgraphs, whose nodes must be in topological order, as the checker requires."""
     captured: dict[str, int] = {}
     lines = []
     for attribute in sorted(node.attribute, key=lambda a: a.name):
-        for graph in _graphs(attribute):
-            lines += [attribute.name, *_Walk(graph, captured).lines()]
+        for graph in _attribute_graphs(attribute):
+            lines += [attribute.name, *_SubgraphWalk(graph, captured).serialize_nodes()]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else ""
-    return Body(digest, tuple(captured))
+    return SubgraphDigest(digest, tuple(captured))
 
 
-class _Walk:
+class _SubgraphWalk:
     """Numbering of one graph.
 
     Args:
@@ -51,14 +51,14 @@ class _Walk:
         self._outputs = [value.name for value in graph.output]
         self._nodes = list(graph.node)
         self._producers = {name: index for index, node in enumerate(self._nodes) for name in node.output if name}
-        self._digests = [body_of(node) for node in self._nodes]
+        self._digests = [digest_subgraphs(node) for node in self._nodes]
         self._labels = {"": "_", **{value.name: f"input {index}" for index, value in enumerate(graph.input)}}
-        self._labels.update({tensor.name: _constant(tensor) for tensor in graph.initializer})
+        self._labels.update({tensor.name: _serialize_constant(tensor) for tensor in graph.initializer})
         sparse = (tensor.values for tensor in graph.sparse_initializer)
-        self._labels.update({values.name: _constant(values) for values in sparse})
+        self._labels.update({values.name: _serialize_constant(values) for values in sparse})
         self._lines: list[str] = []
 
-    def lines(self) -> list[str]:
+    def serialize_nodes(self) -> list[str]:
         """Return a line for each node that an output depends on, and one for the outputs."""
         stack = self._outputs[::-1]
         while stack:
@@ -68,14 +68,14 @@ class _Walk:
                 stack.pop()
                 self._resolve(name)
                 continue
-            inputs = self._reads(producer)
+            inputs = self._inputs_of(producer)
             pending = [read for read in inputs if read in self._producers and read not in self._labels]
             stack.extend(reversed(pending))
             if not pending:
-                self._number(producer)
+                self._number_node(producer)
         return [*self._lines, " ".join(map(self._resolve, self._outputs))]
 
-    def _reads(self, index: int) -> tuple[str, ...]:
+    def _inputs_of(self, index: int) -> tuple[str, ...]:
         return (*self._nodes[index].input, *self._digests[index].captures)
 
     def _resolve(self, name: str) -> str:
@@ -83,29 +83,29 @@ class _Walk:
             self._labels[name] = f"outside {self._captured.setdefault(name, len(self._captured))}"
         return self._labels[name]
 
-    def _number(self, index: int) -> None:
+    def _number_node(self, index: int) -> None:
         node, digest = self._nodes[index], self._digests[index].digest
-        inputs = " ".join(map(self._resolve, self._reads(index)))
-        attributes = " ".join(sorted(filter(None, map(_attribute, node.attribute))))
+        inputs = " ".join(map(self._resolve, self._inputs_of(index)))
+        attributes = " ".join(sorted(filter(None, map(_serialize_attribute, node.attribute))))
         self._labels.update({name: f"{len(self._lines)}.{slot}" for slot, name in enumerate(node.output) if name})
         self._lines.append(f"{node.domain}:{node.op_type} {attributes} ({inputs}) {digest}")
 
 
-def _graphs(attribute: onnx.AttributeProto) -> Sequence[onnx.GraphProto]:
+def _attribute_graphs(attribute: onnx.AttributeProto) -> Sequence[onnx.GraphProto]:
     return [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else attribute.graphs
 
 
-def _constant(tensor: onnx.TensorProto) -> str:
+def _serialize_constant(tensor: onnx.TensorProto) -> str:
     """Return type and shape of a constant: its values do not count, as outside of subgraphs."""
     return f"constant {tensor.data_type} {list(tensor.dims)}"
 
 
-def _attribute(attribute: onnx.AttributeProto) -> str:
+def _serialize_attribute(attribute: onnx.AttributeProto) -> str:
     """Return an attribute without its doc string: "" for subgraphs, type and shape for tensors."""
     if attribute.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS):
         return ""
     if attribute.type == onnx.AttributeProto.TENSOR:
-        return f"{attribute.name} {_constant(attribute.t)}"
+        return f"{attribute.name} {_serialize_constant(attribute.t)}"
     plain = onnx.AttributeProto()
     plain.CopyFrom(attribute)
     plain.ClearField("doc_string")

@@ -14,19 +14,19 @@ from onnx import helper, numpy_helper, version_converter
 
 from harness.errors import UserError
 from harness.graph.passes.normalize import constant_value
-from harness.graph.io.helper_process import sturdy
+from harness.graph.io.helper_process import call_in_helper_process
 from harness.graph.model import graphs
 
-__all__ = ["EXPLICIT_RESIZE", "upgraded"]
+__all__ = ["EXPLICIT_RESIZE_OPSET", "upgrade_opset"]
 
-EXPLICIT_RESIZE = 11  # Resize has coordinate modes
-_ALONG_ONE_AXIS = 13  # Hardmax works along one axis
-_UNBATCHED_SCAN = 9  # Scan has no batch axis
-_NO_IS_TEST = 7  # training is no attribute any more, but the number of outputs of BatchNormalization
-_TRAINING_MODE = 14  # training of BatchNormalization is an attribute again
+EXPLICIT_RESIZE_OPSET = 11  # Resize has coordinate modes
+_SINGLE_AXIS_SOFTMAX_OPSET = 13  # Hardmax works along one axis
+_UNBATCHED_SCAN_OPSET = 9  # Scan has no batch axis
+_NO_IS_TEST_OPSET = 7  # training is no attribute any more, but the number of outputs of BatchNormalization
+_TRAINING_MODE_OPSET = 14  # training of BatchNormalization is an attribute again
 
 
-def upgraded(proto: onnx.ModelProto, version: int, wanted: int, source: str) -> onnx.ModelProto:
+def upgrade_opset(proto: onnx.ModelProto, version: int, wanted: int, source: str) -> onnx.ModelProto:
     """Return a model with inferred types and unique node names in a newer opset; `proto` is changed.
 
     Raises:
@@ -34,19 +34,19 @@ def upgraded(proto: onnx.ModelProto, version: int, wanted: int, source: str) -> 
     """
     metadata, declared = list(proto.metadata_props), list(proto.graph.value_info)
     try:
-        _refuse(proto.graph, version)
-        if version < _ALONG_ONE_AXIS:
+        _refuse_unconvertible(proto.graph, version)
+        if version < _SINGLE_AXIS_SOFTMAX_OPSET:
             _flatten_hardmax(proto.graph)
-        resizes = _resizes(proto.graph) if version < EXPLICIT_RESIZE else []
+        resizes = _explicit_resizes(proto.graph) if version < EXPLICIT_RESIZE_OPSET else []
         what = f"{source}: the upgrade from opset {version} to {wanted}"
-        proto = sturdy(what, version_converter.convert_version, proto, wanted)
+        proto = call_in_helper_process(what, version_converter.convert_version, proto, wanted)
     except (version_converter.ConvertError, RuntimeError) as error:
         text = " ".join(str(error).split())
         raise UserError(
             f"{source}: opset {version} cannot be upgraded to {wanted}, which Q/DQ needs here ({text}); "
             f"export the model with opset {wanted} or later"
         ) from error
-    _settle(proto.graph, resizes)
+    _restore_resizes(proto.graph, resizes)
     del proto.metadata_props[:]
     proto.metadata_props.extend(metadata)
     for graph in graphs(proto.graph):
@@ -56,39 +56,39 @@ def upgraded(proto: onnx.ModelProto, version: int, wanted: int, source: str) -> 
     return proto
 
 
-def _nodes(graph: onnx.GraphProto, *operators: str) -> Iterator[onnx.NodeProto]:
+def _iter_nodes(graph: onnx.GraphProto, *operators: str) -> Iterator[onnx.NodeProto]:
     """Yield nodes of these ONNX operators, including those in subgraphs."""
     for inner in graphs(graph):
         yield from (node for node in inner.node if node.op_type in operators and not node.domain)
 
 
-def _refuse(graph: onnx.GraphProto, version: int) -> None:
+def _refuse_unconvertible(graph: onnx.GraphProto, version: int) -> None:
     """Raise `RuntimeError` if a node does something that newer opsets cannot do, or do differently."""
-    for node in _nodes(graph, "BatchNormalization", "Dropout", "Scan"):
-        if node.op_type == "Scan" and version < _UNBATCHED_SCAN:
-            raise RuntimeError(f"{_called(node)} has the batch axis of opset 8, which Scan lost in opset 9")
+    for node in _iter_nodes(graph, "BatchNormalization", "Dropout", "Scan"):
+        if node.op_type == "Scan" and version < _UNBATCHED_SCAN_OPSET:
+            raise RuntimeError(f"{_describe_node(node)} has the batch axis of opset 8, which Scan lost in opset 9")
         is_test = any(attribute.name == "is_test" and attribute.i for attribute in node.attribute)
-        old = version < _NO_IS_TEST and node.op_type != "Scan" and not is_test
+        old = version < _NO_IS_TEST_OPSET and node.op_type != "Scan" and not is_test
         several = sum(map(bool, node.output)) > 1
-        if old or (node.op_type == "BatchNormalization" and version < _TRAINING_MODE and several):
-            raise RuntimeError(f"{_called(node)} is exported for training; export the model for inference")
+        if old or (node.op_type == "BatchNormalization" and version < _TRAINING_MODE_OPSET and several):
+            raise RuntimeError(f"{_describe_node(node)} is exported for training; export the model for inference")
 
 
-def _resizes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+def _explicit_resizes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     """Return name, attributes and output of the Resize that replaces each Upsample and Resize before opset 11."""
-    constants = _constants(graph)
+    constants = _constants_by_name(graph)
     resizes = []
-    for node in _nodes(graph, "Upsample", "Resize"):
+    for node in _iter_nodes(graph, "Upsample", "Resize"):
         mode = next((a.s.decode() for a in node.attribute if a.name == "mode"), "nearest")
         mode = "linear" if mode == "bilinear" else mode  # the name in opset 1
         attributes = {"mode": mode, "coordinate_transformation_mode": "asymmetric"}
         if mode == "nearest":
-            attributes["nearest_mode"] = _rounding(node, constants)
+            attributes["nearest_mode"] = _upsample_rounding(node, constants)
         resizes.append(helper.make_node("Resize", [], list(node.output), name=node.name, **attributes))
     return resizes
 
 
-def _rounding(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> str:
+def _upsample_rounding(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> str:
     """Return the `nearest_mode` of an Upsample or Resize before opset 11.
 
     Before that attribute existed, ONNX Runtime rounded coordinates up on axes that shrink and down on others
@@ -97,17 +97,17 @@ def _rounding(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -
     if node.op_type == "Upsample":  # which only enlarges
         return "floor"
     if node.input[1] not in constants:
-        raise RuntimeError(f"the scales of {_called(node)} are not constant, so its rounding is not known")
+        raise RuntimeError(f"the scales of {_describe_node(node)} are not constant, so its rounding is not known")
     factors = numpy_helper.to_array(constants[node.input[1]]).ravel().tolist()
     if min(factors) < 1 < max(factors):
-        raise RuntimeError(f"{_called(node)} enlarges one axis and shrinks another, which it rounds differently")
+        raise RuntimeError(f"{_describe_node(node)} enlarges one axis and shrinks another, which it rounds differently")
     return "ceil" if min(factors) < 1 else "floor"
 
 
-def _settle(graph: onnx.GraphProto, resizes: Sequence[onnx.NodeProto]) -> None:
+def _restore_resizes(graph: onnx.GraphProto, resizes: Sequence[onnx.NodeProto]) -> None:
     """Give the Resize nodes of a converted graph, whose order is unchanged, their names and attributes."""
     new_names = {}
-    for node, resize in zip(list(_nodes(graph, "Resize")) if resizes else (), resizes, strict=True):
+    for node, resize in zip(list(_iter_nodes(graph, "Resize")) if resizes else (), resizes, strict=True):
         node.name = resize.name
         new_names[node.output[0]] = resize.output[0]
         del node.attribute[:]
@@ -120,10 +120,10 @@ def _settle(graph: onnx.GraphProto, resizes: Sequence[onnx.NodeProto]) -> None:
                 names[:] = [new_names.get(name, name) for name in names]
 
 
-def _constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
+def _constants_by_name(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
     """Return initializers and values of Constant nodes, including those in subgraphs."""
     constants = {tensor.name: tensor for inner in graphs(graph) for tensor in inner.initializer}
-    values = ((node.output[0], constant_value(node)) for node in _nodes(graph, "Constant"))
+    values = ((node.output[0], constant_value(node)) for node in _iter_nodes(graph, "Constant"))
     return constants | {name: value for name, value in values if value is not None}
 
 
@@ -132,13 +132,13 @@ def _flatten_hardmax(graph: onnx.GraphProto) -> None:
     for inner in graphs(graph):
         nodes: list[onnx.NodeProto] = []
         for node in inner.node:
-            nodes += _rows(node) if node.op_type == "Hardmax" and not node.domain else [node]
+            nodes += _hardmax_over_rows(node) if node.op_type == "Hardmax" and not node.domain else [node]
         if len(nodes) > len(inner.node):
             del inner.node[:]
             inner.node.extend(nodes)
 
 
-def _rows(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+def _hardmax_over_rows(node: onnx.NodeProto) -> list[onnx.NodeProto]:
     axis = next((a.i for a in node.attribute if a.name == "axis"), 1)
     result, rows, largest, shape = (node.output[0] + end for end in ("", ".rows", ".largest", ".shape"))
     return [
@@ -149,5 +149,5 @@ def _rows(node: onnx.NodeProto) -> list[onnx.NodeProto]:
     ]
 
 
-def _called(node: onnx.NodeProto) -> str:
+def _describe_node(node: onnx.NodeProto) -> str:
     return f"{node.op_type} {node.name or node.output[0]!r}"

@@ -18,7 +18,7 @@ from onnx import checker
 
 from harness.errors import UserError
 from harness.graph.passes.normalize import check_valid
-from harness.graph.io.writer import write as write_model
+from harness.graph.io.writer import write_model as write_model
 from harness.graph.rules.dialects import Dialect
 from harness.graph.qdq.read_edges import diff
 from harness.graph.quantize import protobuf_wire

@@ -7,7 +7,7 @@ from pathlib import Path
 import onnx
 
 from harness.graph.io.reader import read_model
-from harness.graph.io.writer import write
+from harness.graph.io.writer import write_model
 from harness.graph.qdq.read_edges import labels
 
 __all__ = ["Bypass"]
@@ -56,4 +56,4 @@ class Bypass:
             if label in self._inputs and label not in kept:
                 for slot, source in self._inputs[label].items():
                     node.input[slot] = source
-        return write(proto, path)
+        return write_model(proto, path)

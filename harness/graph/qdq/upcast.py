@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
 from harness.graph.io.reader import read_model
-from harness.graph.io.writer import write
+from harness.graph.io.writer import write_model
 from harness.graph.model import graphs
 
 __all__ = ["UPCAST", "upcast", "upcast_model"]
@@ -48,7 +48,7 @@ def upcast(path: Path, folder: Path) -> Path | None:
         return None
     proto, _ = read_model(path, str(path))
     folder.mkdir(parents=True, exist_ok=True)
-    return write(upcast_model(proto), folder / f"{path.stem}.float32.onnx")
+    return write_model(upcast_model(proto), folder / f"{path.stem}.float32.onnx")
 
 
 def upcast_model(proto: onnx.ModelProto) -> onnx.ModelProto:

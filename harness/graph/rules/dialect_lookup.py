@@ -18,7 +18,7 @@ def dialect_called(use: str) -> Dialect:
     Raises:
         UserError: There is none, or it is something else.
     """
-    found: object = registry.load("dialect", use)
+    found: object = registry.load_plugin("dialect", use)
     if not isinstance(found, Dialect):
         raise UserError(f"dialect {use!r}: a harness.graph.rules.dialects.Dialect, but got {found!r}")
     return found

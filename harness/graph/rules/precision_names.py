@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["FLOATS", "float_precision"]
+__all__ = ["FLOAT_PRECISION_NAMES", "normalize_float_precision"]
 
-FLOATS = {
+FLOAT_PRECISION_NAMES = {
     "f32": "f32", "fp32": "f32", "float32": "f32", "float": "f32", "single": "f32",
     "tf32": "tf32", "tensorfloat32": "tf32",
     "f16": "f16", "fp16": "f16", "float16": "f16", "half": "f16",
@@ -14,6 +14,6 @@ FLOATS = {
 }  # fmt: skip
 
 
-def float_precision(value: Any) -> Any:
+def normalize_float_precision(value: Any) -> Any:
     """Return our name of a float precision in any usual spelling ("FP16", "half"); other values as they are."""
-    return FLOATS.get(value.lower(), value) if isinstance(value, str) else value
+    return FLOAT_PRECISION_NAMES.get(value.lower(), value) if isinstance(value, str) else value

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from harness.statistics import CLAIM_FLOOR, Interval, median_ci
+from harness.statistics import MIN_CLAIMED_GAIN, Interval, median_ci
 from harness.report.load.results import CellResults, Results
 from harness.report.load.search_logs import Search
-from harness.results_dir.artifacts import FLOAT_ROW, Pick
+from harness.results_dir.artifacts import FLOAT_ROW, Choice
 
 __all__ = [
     "TARGETS", "budget_frame", "chosen", "cost_frame", "curve_frame", "early_ends", "failures", "float_level_ms",
@@ -99,7 +99,7 @@ def early_ends(results: Results) -> list[str]:
     lines = []
     for (cell_name, said), found in named.items():
         names = ", ".join(f"{search.searcher}-{search.seed}" for search in found)
-        traces = [str(s.end.trace.relative_to(results.folder)) for s in found if s.end and s.end.trace]
+        traces = [str(s.end.traceback_file.relative_to(results.folder)) for s in found if s.end and s.end.traceback_file]
         lines.append(f"{cell_name}: {names} {said}{'; traceback: ' if traces else ''}{', '.join(traces)}.")
     return lines
 
@@ -107,7 +107,7 @@ def early_ends(results: Results) -> list[str]:
 def _ended(search: Search, budget: int) -> str:
     """How a search ended before its budget; "" where it did not, or where no search has chosen yet (budget 0)."""
     if search.end is not None:
-        return search.end.said
+        return search.end.reason
     return f"ended at {search.evaluations} of {budget}" if search.evaluations < budget else ""
 
 
@@ -133,7 +133,7 @@ def looks(cell: CellResults) -> str:
     return ", ".join(f"{method} {_looked(found, cell)}{_agreed(found)}" for method, found in seeds.items())
 
 
-def _looked(seeds: Sequence[Pick], cell: CellResults) -> str:
+def _looked(seeds: Sequence[Choice], cell: CellResults) -> str:
     """How many evaluations were scored, of those that were spent: a search may have ended before its budget."""
     largest = cell.budget
     spent = {f"{s.searcher}-{s.seed}": min(s.evaluations, largest) for s in cell.searches}
@@ -141,7 +141,7 @@ def _looked(seeds: Sequence[Pick], cell: CellResults) -> str:
     return f"{sum(pick.scored or 0 for pick in seeds)} of {total}"
 
 
-def _agreed(seeds: Iterable[Pick]) -> str:
+def _agreed(seeds: Iterable[Choice]) -> str:
     told = [f"{pick.agreement:+.2f}" for pick in seeds if pick.agreement is not None]
     return f" (rank correlation of proxy and metric {' and '.join(told)})" if told else ""
 
@@ -255,7 +255,7 @@ def _gains(cell: CellResults) -> dict[str, float]:
     best, sure = known[fastest], known[fastest]
     if fastest in cell.summaries:  # the highest of many confirmed ones is a lucky one too
         sure = cell.summaries[fastest].speedup.low
-    if sure - 1 < max(CLAIM_FLOOR, cell.floor or 0.0):
+    if sure - 1 < max(MIN_CLAIMED_GAIN, cell.floor or 0.0):
         return {}
     return {digest: base_ms * (1 - 1 / min(speedup, best)) for digest, speedup in speedups.items()}
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from harness.timing.turn_log import Readings
+from harness.timing.turn_log import TurnMatrix
 from harness.statistics import Interval, block_ci
 from harness.report.frames.speedup_overview import MEAN
 from harness.report.load.results import CellResults, Results
@@ -69,7 +69,7 @@ def ablation_frame(results: Results) -> pd.DataFrame:
     Returns:
         Columns reference, variant, params, budget, cell, cells, seeds (the fewest of a cell), ratio, low, high, chance.
     """
-    sides = [_Side(cell, chosen(cell), Readings(cell.events).turns) for cell in results.pooled]
+    sides = [_Side(cell, chosen(cell), TurnMatrix(cell.events).turns) for cell in results.pooled]
     budgets = sorted({budget for side in sides for _, budget in side.rows})
     lines = [
         {

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import pandas as pd
 
-from harness.timing.turn_log import Block, Event, Key, Readings
-from harness.statistics import Interval, block_ci, paired_ratio_ci, verdict
+from harness.timing.turn_log import Turn, TurnEvent, BuildKey, TurnMatrix
+from harness.statistics import Interval, block_ci, paired_ratio_ci, speedup_verdict
 from harness.report.load.results import CellResults, Results
 from harness.results_dir.artifacts import FLOAT_ROW
 
@@ -20,13 +20,13 @@ Turns = Mapping[tuple[int, int], Mapping[int, float]]
 COLUMNS = ["cell", "row", "build", "group", "round", "sample", "latency_ms"]
 
 
-def counted(events: Iterable[Event]) -> list[Block]:
+def counted(events: Iterable[TurnEvent]) -> list[Turn]:
     """The turns that count, as `Readings` has it: those of the last worker of a build and group, none of a lost row."""
-    found: dict[Key, dict[str, dict[int, Block]]] = defaultdict(lambda: defaultdict(dict))
-    workers: dict[Key, int] = {}
+    found: dict[BuildKey, dict[str, dict[int, Turn]]] = defaultdict(lambda: defaultdict(dict))
+    workers: dict[BuildKey, int] = {}
     for event in events:
         key = (event.build, event.group)
-        if isinstance(event, Block):
+        if isinstance(event, Turn):
             if event.worker > workers.setdefault(key, event.worker):
                 found.pop(key)
                 workers[key] = event.worker
@@ -52,9 +52,9 @@ def indistinct(cell: CellResults, best: str) -> frozenset[str]:
 
     By the rule of the verdicts: the interval of the ratio contains 1, or the difference is below 1 % or the A/A floor.
     """
-    turns = Readings(cell.events).turns
+    turns = TurnMatrix(cell.events).turns
     others = {
-        row: verdict(ratio, cell.floor or 0.0)
+        row: speedup_verdict(ratio, cell.floor or 0.0)
         for row in cell.summaries
         if row != best and (ratio := advantage(turns, best, row)) is not None
     }

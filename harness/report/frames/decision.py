@@ -13,7 +13,7 @@ from harness.report.load.results import CellResults, Results
 from harness.report.page.graph_snapshots import sizes_of
 from harness.report.load.stored_experiment import Stored
 from harness.results_dir.artifacts import FLOAT_ROW
-from harness.config.initial import TOOLS
+from harness.config.initial import PTQ_TOOLS
 
 __all__ = ["BEST", "decision_frame"]
 
@@ -62,8 +62,8 @@ def _roles(lines: Sequence[dict[Any, Any]], stored: Stored, losses: Losses) -> I
     floats = [line for line in lines if line["method"] == FLOAT_ROW]
     named = [(NAMES.get(line["precision"], FLOAT_ROW), line) for line in floats]
     yield from sorted(named, key=lambda pair: pair[0] != "FP32")
-    yield from ((f"default PTQ, {line['method']}", line) for line in lines if line["method"] in TOOLS)
-    rules = (line for line in lines if line["method"] in stored.baselines and line["method"] not in TOOLS)
+    yield from ((f"default PTQ, {line['method']}", line) for line in lines if line["method"] in PTQ_TOOLS)
+    rules = (line for line in lines if line["method"] in stored.baselines and line["method"] not in PTQ_TOOLS)
     yield from ((RULES.get(line["method"], line["method"]), line) for line in rules)
     found = [line for line in lines if line["method"] in stored.searchers]
     if found:

@@ -12,14 +12,14 @@ import pandas as pd
 
 from harness.errors import UserError
 from harness.timing.turn_log import TWIN, disturbance_note
-from harness.statistics import Interval, verdict
+from harness.statistics import Interval, speedup_verdict
 from harness.report.frames.main_frame import main_frame
 from harness.report.tables.notes import NOISY
 from harness.report.load.results import CellResults, Results
 from harness.report.frames.confirmation_samples import sample_frame
 from harness.report.tables.report_table import MISSING, Table, interval
-from harness.results_dir.fingerprint import changes
-from harness.config.yaml_loader import read_document
+from harness.results_dir.fingerprint import diff_leaves
+from harness.config.yaml_loader import read_experiment_yaml
 from harness.results_dir.artifacts import FLOAT_ROW
 
 __all__ = ["compare_frame", "compared", "differences"]
@@ -104,7 +104,7 @@ def _line(
         "ratio": None if ratio is None else ratio.value,
         "ratio_low": None if ratio is None else ratio.low,
         "ratio_high": None if ratio is None else ratio.high,
-        "verdict": _missing(row) if ratio is None else verdict(ratio, floor),
+        "verdict": _missing(row) if ratio is None else speedup_verdict(ratio, floor),
         "verdict_1": row["verdict_1"],
         "verdict_2": row["verdict_2"],
         "speedup_1": row["speedup_1"],
@@ -202,11 +202,11 @@ def differences(first: Results, second: Results) -> Iterator[str]:
     found: dict[str, list[str]] = defaultdict(list)
     both = _both(first, second)
     for cell, other in both:
-        for line in (*_loads(cell, other), *changes(_facts(cell), _facts(other))):
+        for line in (*_loads(cell, other), *diff_leaves(_facts(cell), _facts(other))):
             found[line].append(cell.name)
     for line, names in found.items():
         yield line if len(names) == len(both) else f"{line} ({', '.join(names)})"
-    yield from changes(_plan(first), _plan(second), "experiment")
+    yield from diff_leaves(_plan(first), _plan(second), "experiment")
     for results, rest in ((first, {c.name for c in second.cells}), (second, {c.name for c in first.cells})):
         if alone := [cell.name for cell in results.cells if cell.name not in rest]:
             yield f"only in {results.folder}: {', '.join(alone)}"
@@ -235,7 +235,7 @@ def _load(found: Any) -> float | None:
 
 def _plan(results: Results) -> dict[str, Any]:
     """The experiment's keys; entries of lists by their names, so that each that differs is one line."""
-    body = read_document(results.stored.text, str(results.folder / "experiment.yaml"))
+    body = read_experiment_yaml(results.stored.text, str(results.folder / "experiment.yaml"))
     return {key: _by_name(value) for key, value in body.items() if key not in ELSEWHERE}
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pandas as pd
 
-from harness.timing.turn_log import Readings
-from harness.statistics import CLAIM_FLOOR, verdict
+from harness.timing.turn_log import TurnMatrix
+from harness.statistics import MIN_CLAIMED_GAIN, speedup_verdict
 from harness.report.frames.speedup_overview import MEAN
 from harness.report.load.results import CellResults, Results
 from harness.report.frames.confirmation_samples import Turns, advantage
@@ -78,7 +78,7 @@ def _lines(cell: CellResults, baselines: Sequence[str]) -> Iterator[dict[str, An
             fixed.setdefault(pick.row, []).append(pick.method)
     if not fixed:
         return
-    turns = Readings(cell.events).turns
+    turns = TurnMatrix(cell.events).turns
     best = max(filter(cell.obeys, fixed), key=lambda row: cell.summaries[row].speedup.value, default="")
     for (searcher, budget), rows in chosen(cell).items():
         yield {
@@ -95,7 +95,7 @@ def _judged(cell: CellResults, turns: Mapping[str, Turns], rows: Sequence[str], 
     if not ratios:
         return {"ratio": None, "low": None, "high": None, "verdict": MISSING}
     middle = ratio_over_seeds(ratios)
-    said = SAME if set(rows) == {best} else verdict(middle, cell.floor or 0.0)
+    said = SAME if set(rows) == {best} else speedup_verdict(middle, cell.floor or 0.0)
     return {"ratio": middle.value, "low": middle.low, "high": middle.high, "verdict": said}
 
 
@@ -144,7 +144,7 @@ def _tally(part: pd.DataFrame) -> str:
     counts = part["verdict"].value_counts()
     ratios, floors = part["ratio"].astype(float), part["floor"].astype(float).fillna(0.0)
     tied = part["verdict"] == "tie"
-    below = tied & (ratios * (1 + floors.clip(lower=CLAIM_FLOOR)) < 1)
+    below = tied & (ratios * (1 + floors.clip(lower=MIN_CLAIMED_GAIN)) < 1)
     clear = tied & ((part["low"] > 1) | (part["high"] < 1))
     counted = ", ".join(f"{counts[said]} {said}" for said in VERDICTS if said in counts)
     kinds = {"their brackets": below, "the floor": clear}

@@ -12,14 +12,14 @@ import pandas as pd
 
 from harness.accuracy.metrics.intervals import accuracy_of, drop_estimate
 from harness.timing.turn_log import disturbance_note
-from harness.timing.provenance import with_instructions
+from harness.timing.provenance import processor_label
 from harness.statistics import Interval
 from harness.report.load.results import CellResults, Results
 from harness.report.frames.confirmation_samples import indistinct
 from harness.report.load.search_logs import Search
 from harness.report.frames.budget_frames import float_ms
-from harness.config.plan import CellSpec
-from harness.results_dir.artifacts import FLOAT_ROW, Pick, favourite
+from harness.config.plan import TaskSpec
+from harness.results_dir.artifacts import FLOAT_ROW, Choice, best_choice
 
 __all__ = ["BROKEN", "backend_of", "finalist_frame", "main_frame", "precision_frame", "told_apart"]
 
@@ -67,11 +67,11 @@ def told_apart(main: pd.DataFrame) -> pd.DataFrame:
 
 
 def _main_lines(cell: CellResults, results: Results) -> list[dict[str, Any]]:
-    searches: dict[str, list[Pick]] = {}
+    searches: dict[str, list[Choice]] = {}
     for pick in _final(cell):
         if pick.rank == 0:
             searches.setdefault(pick.method, []).append(pick)
-    chosen = [favourite(p for p in picks if not cell.wrong(p.row)) or picks[0] for picks in searches.values()]
+    chosen = [best_choice(p for p in picks if not cell.wrong(p.row)) or picks[0] for picks in searches.values()]
     lines = [_line(cell, pick) for pick in (*(p for p in cell.picks if p.kind != "search"), *chosen)]
     there = {line["method"] for line in lines}
     lines += [_missing(_of_cell(cell), method) for method in _expected(results) if method not in there]
@@ -108,7 +108,7 @@ def finalist_frame(results: Results) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=[c for c in COLUMNS if c not in ("best", "tied", "decision")])
 
 
-def _final(cell: CellResults) -> Iterator[Pick]:
+def _final(cell: CellResults) -> Iterator[Choice]:
     """What the searches chose at the largest budget."""
     largest = cell.budget
     return (pick for pick in cell.picks if pick.kind == "search" and pick.budget == largest)
@@ -130,7 +130,7 @@ def _of_cell(cell: CellResults) -> dict[str, Any]:
     }
 
 
-def _of_spec(spec: CellSpec) -> dict[str, Any]:
+def _of_spec(spec: TaskSpec) -> dict[str, Any]:
     backend = {"backend": spec.backend.name, "device": MISSING}
     facts = {"cell": spec.name, "model": spec.model.name, **backend, "metric": None}
     return {**facts, "precision": spec.precision, "quantized": spec.precision}
@@ -179,7 +179,7 @@ def _short(reason: str) -> str:
     return textwrap.shorten(reason, REASON_WIDTH, placeholder=" ...")
 
 
-def _line(cell: CellResults, pick: Pick) -> dict[str, Any]:
+def _line(cell: CellResults, pick: Choice) -> dict[str, Any]:
     summary = cell.summaries.get(pick.row)
     row = cell.rows.get(pick.row)
     good, tried = _builds(cell, pick)
@@ -235,7 +235,7 @@ def _drop(cell: CellResults, row: str) -> Interval | None:
     return Interval(value=value, low=float("nan"), high=float("nan"))
 
 
-def _shrinkage(cell: CellResults, pick: Pick) -> float | None:
+def _shrinkage(cell: CellResults, pick: Choice) -> float | None:
     """By how much the confirmed speedup is less than the one that the search saw: what choosing by luck had added."""
     summary = cell.summaries.get(pick.row)
     search = _search(cell, pick)
@@ -245,7 +245,7 @@ def _shrinkage(cell: CellResults, pick: Pick) -> float | None:
     return summary.shrinkage(base_ms / pick.search_ms)
 
 
-def _builds(cell: CellResults, pick: Pick) -> tuple[int, int]:
+def _builds(cell: CellResults, pick: Choice) -> tuple[int, int]:
     """Builds that worked, of those tried: in the search for a searcher, in the confirmation for the others."""
     if pick.kind == "search":
         search = _search(cell, pick)
@@ -254,11 +254,11 @@ def _builds(cell: CellResults, pick: Pick) -> tuple[int, int]:
     return (0, cell.lost.get(pick.row, 0)) if summary is None else (summary.builds_ok, summary.builds)
 
 
-def _search(cell: CellResults, pick: Pick) -> Search | None:
+def _search(cell: CellResults, pick: Choice) -> Search | None:
     return next((s for s in cell.searches if (s.searcher, s.seed) == (pick.method, pick.seed)), None)
 
 
-def _verdict(cell: CellResults, pick: Pick) -> tuple[str, str]:
+def _verdict(cell: CellResults, pick: Choice) -> tuple[str, str]:
     """Verdict for the table, and the whole reason where there is none."""
     summary, failed = cell.summaries.get(pick.row), cell.failed.get(pick.row)
     if cell.wrong(pick.row) and (pick.row != FLOAT_ROW or pick.kind != "float"):
@@ -281,12 +281,12 @@ def _device(cell: CellResults) -> str:
     backend = cell.facts["backend"]
     device = str(backend.get("device", backend.get("name")))
     if device == cell.environment.get("cpu", {}).get("model"):  # older runs have the bare name
-        device = with_instructions(device, cell.environment)
+        device = processor_label(device, cell.environment)
     threads = backend.get("options", {}).get("threads")
     return device if threads is None else f"{device}, {threads} thread{'' if threads == 1 else 's'}"
 
 
-def _precision(facts: Mapping[str, Any], pick: Pick) -> str:
+def _precision(facts: Mapping[str, Any], pick: Choice) -> str:
     strongest = str(facts["backend"].get("float_precision", "float"))
     if pick.kind == "float":
         return pick.row.removeprefix(f"{FLOAT_ROW}-") if pick.row != FLOAT_ROW else strongest

@@ -11,7 +11,7 @@ import pandas as pd
 
 from harness.report.frames.main_frame import backend_of
 from harness.report.load.results import CellResults, Results
-from harness.results_dir.artifacts import FLOAT_ROW, Pick, favourite
+from harness.results_dir.artifacts import FLOAT_ROW, Choice, best_choice
 
 __all__ = ["likeness_frame", "transfer_frame"]
 
@@ -65,9 +65,9 @@ def _families(results: Results, across: str) -> dict[tuple[str, str], list[CellR
     return {key: cells for key, cells in found.items() if len(cells) > 1}
 
 
-def _best(cell: CellResults) -> Pick | None:
+def _best(cell: CellResults) -> Choice | None:
     """The finalist that the searches liked best."""
-    return favourite(pick for pick in cell.picks if pick.row in cell.summaries and not cell.wrong(pick.row))
+    return best_choice(pick for pick in cell.picks if pick.row in cell.summaries and not cell.wrong(pick.row))
 
 
 def _moved(source: CellResults, target: CellResults, across: str) -> dict[str, Any] | None:
@@ -83,7 +83,7 @@ def _moved(source: CellResults, target: CellResults, across: str) -> dict[str, A
     }  # fmt: skip
 
 
-def _counterpart(pick: Pick, source: CellResults, target: CellResults, across: str) -> str | None:
+def _counterpart(pick: Choice, source: CellResults, target: CellResults, across: str) -> str | None:
     """The target's row that is the source's placement; None where nobody brought it there."""
     name = f"from_{_name(source, across)}"
     brought = next((p.row for p in target.picks if p.kind == "baseline" and p.method == name and p.row), None)

@@ -13,9 +13,9 @@ import numpy as np
 import pandas as pd
 
 from harness.accuracy.metrics.intervals import RESAMPLES
-from harness.timing.turn_log import Block, Readings
+from harness.timing.turn_log import Turn, TurnMatrix
 from harness.statistics import block_ci
-from harness.records import Measured, Told
+from harness.records import Measured, TrialResult
 from harness.report.display_names import CAPPED, METRICS
 from harness.report.load.results import CellResults
 from harness.report.frames.confirmation_samples import counted
@@ -110,7 +110,7 @@ def turns(cell: CellResults, row: str, *, paired: bool) -> Source:
         for block in sorted((b for b in blocks if b.row == row), key=lambda b: (b.build, b.group, b.round))
     ]
     for event in cell.events:
-        if not isinstance(event, Block) and event.row == row:
+        if not isinstance(event, Turn) and event.row == row:
             failed = event.failed
             where = f"line {number[id(event)]}: build {event.build}"
             found.append(Reading(short=f"{where} failed: {failed.stage}: {failed.reason}"))
@@ -123,7 +123,7 @@ def turns(cell: CellResults, row: str, *, paired: bool) -> Source:
 
 def _together(cell: CellResults, row: str, *, ratios: bool) -> str:
     """How the readings come to the figure in the table; "" where there are none."""
-    bases, owns = Readings(cell.events).paired(row, FLOAT_ROW)
+    bases, owns = TurnMatrix(cell.events).paired_samples(row, FLOAT_ROW)
     builds = [np.divide(base, own) if ratios else np.array(own) for base, own in zip(bases, owns, strict=True)]
     if not builds:
         return ""
@@ -134,7 +134,7 @@ def _together(cell: CellResults, row: str, *, ratios: bool) -> str:
     return f"geometric mean of {of} ({listed}): {block_ci(builds).value:.6g}{unit}"
 
 
-def _turn(block: Block, base: Block | None, number: Mapping[int, int]) -> Reading:
+def _turn(block: Turn, base: Turn | None, number: Mapping[int, int]) -> Reading:
     """A turn, and the baseline's beside it."""
     where, middle, samples = _told(block, number)
     short = f"{where}: median {middle:.6g} of {len(block.samples_ms)} samples"
@@ -149,7 +149,7 @@ def _turn(block: Block, base: Block | None, number: Mapping[int, int]) -> Readin
     )
 
 
-def _told(block: Block, number: Mapping[int, int]) -> tuple[str, float, str]:
+def _told(block: Turn, number: Mapping[int, int]) -> tuple[str, float, str]:
     """Where a turn stands, its median, and its samples."""
     where = f"line {number[id(block)]}: build {block.build}, turn {block.round}"
     return where, float(np.median(block.samples_ms)), _listed(block.samples_ms)
@@ -204,11 +204,11 @@ def trials(cell: CellResults, searcher: str, seed: int) -> Iterator[Source]:
 
 def _trials(path: Path) -> Iterator[Reading]:
     for entry in read_journal(path):
-        if entry.told is not None:
-            yield _trial(entry.asked.number, entry.asked.digest, entry.told)
+        if entry.result is not None:
+            yield _trial(entry.proposal.number, entry.proposal.digest, entry.result)
 
 
-def _trial(number: int, digest: str, told: Told) -> Reading:
+def _trial(number: int, digest: str, told: TrialResult) -> Reading:
     where, outcome = f"{number}: {digest} at {told.elapsed_s:.1f} s", told.outcome
     if not isinstance(outcome, Measured):
         return Reading(short=f"{where}: failed: {outcome.stage}: {outcome.reason}")

@@ -10,18 +10,18 @@ from typing import Any, TypeVar
 
 from harness.errors import UserError
 from harness.accuracy.metrics.base import NOTHING
-from harness.timing.confirmation import RowSummary, summarise
-from harness.timing.turn_log import Dropped, Event
-from harness.records import SCHEMA, Failed
+from harness.timing.confirmation import ContenderSummary, summarize_turns
+from harness.timing.turn_log import RowFailure, TurnEvent
+from harness.records import SCHEMA_VERSION, Failed
 from harness.report.load.search_logs import Search, levels_ms, read_searches
 from harness.report.load.stored_experiment import Stored, read_stored, scores_of
 from harness.selection.confirmation import read_events, read_floor
 from harness.selection.paired_timing import RUNOFF, read_speedups
 from harness.search_loop.objective import Goal
 from harness.results_dir.journal import has_header
-from harness.results_dir.artifacts import FLOAT_ROW, Pick, Row, read_rows
+from harness.results_dir.artifacts import FLOAT_ROW, Choice, ExportedModel, read_finalists
 from harness.verification.output_comparison import CHECKS, Checked, read_checks
-from harness.results_dir.termination import read_stop
+from harness.results_dir.termination import read_task_error
 
 __all__ = ["CellResults", "Results", "load"]
 
@@ -55,14 +55,14 @@ class CellResults:
     folder: Path
     facts: Mapping[str, Any]
     environment: Mapping[str, Any]
-    rows: Mapping[str, Row]
-    picks: tuple[Pick, ...]
+    rows: Mapping[str, ExportedModel]
+    picks: tuple[Choice, ...]
     searches: tuple[Search, ...]
     levels_ms: Mapping[str, float]
     runoff: Mapping[str, float]
     scores: Mapping[str, Mapping[str, Any]]
-    events: tuple[Event, ...]
-    summaries: Mapping[str, RowSummary]
+    events: tuple[TurnEvent, ...]
+    summaries: Mapping[str, ContenderSummary]
     failed: Mapping[str, Failed]
     checks: Mapping[str, Checked]
     lost: Mapping[str, int]
@@ -219,18 +219,18 @@ def load(folder: Path) -> Results:
         cells=tuple(_cell(folder / name, stored) for name in order),
         waiting=waiting,
         starting=tuple(name for name in waiting if (folder / name / "env.json").exists()),
-        stops={name: reason for name in names if (reason := read_stop(folder / name))},
+        stops={name: reason for name in names if (reason := read_task_error(folder / name))},
     )
 
 
 def _cell(folder: Path, stored: Stored) -> CellResults:
     facts = _facts(folder)
     goal = _read(folder / "cell.json", lambda: _goal(facts))
-    rows, picks = _read(folder / "rows.json", lambda: read_rows(folder))
+    rows, picks = _read(folder / "rows.json", lambda: read_finalists(folder))
     events = read_events(folder)
-    lost = {(event.row, event.build) for event in events if isinstance(event, Dropped)}
+    lost = {(event.row, event.build) for event in events if isinstance(event, RowFailure)}
     floor = read_floor(folder)
-    summary = summarise(events, baseline=FLOAT_ROW, floor=floor) if events else None
+    summary = summarize_turns(events, baseline=FLOAT_ROW, floor=floor) if events else None
     named = {row.id: row for row in rows}
     checks = _read(folder / CHECKS, lambda: read_checks(folder, named))
     paced = replace(goal, minimize="latency")  # the same bounds, but the fastest counts, whatever was minimised
@@ -264,13 +264,13 @@ def _cell(folder: Path, stored: Stored) -> CellResults:
     )
 
 
-def _judged(summaries: Mapping[str, RowSummary], checks: Mapping[str, Checked]) -> dict[str, RowSummary]:
+def _judged(summaries: Mapping[str, ContenderSummary], checks: Mapping[str, Checked]) -> dict[str, ContenderSummary]:
     """Return the confirmed figures; a row whose result is wrong is neither faster nor slower."""
     wrong = {name: each.label for name, each in checks.items() if each.wrong}
     return {name: replace(each, verdict=wrong.get(name, each.verdict)) for name, each in summaries.items()}
 
 
-def _chosen_from(searches: Iterable[Search], picks: Iterable[Pick]) -> bool:
+def _chosen_from(searches: Iterable[Search], picks: Iterable[Choice]) -> bool:
     """Whether the picks are of the searches as they are now; a larger budget makes searches go on, and picks old."""
     most: dict[tuple[str, int | None], int] = {}
     for pick in picks:
@@ -281,10 +281,10 @@ def _chosen_from(searches: Iterable[Search], picks: Iterable[Pick]) -> bool:
 def _facts(folder: Path) -> Mapping[str, Any]:
     path = folder / "cell.json"
     facts = _read(path, lambda: json.loads(path.read_text(encoding="utf-8")))
-    if not isinstance(facts, dict) or facts.get("schema") != SCHEMA:
+    if not isinstance(facts, dict) or facts.get("schema") != SCHEMA_VERSION:
         there = facts.get("schema", "unknown") if isinstance(facts, dict) else "unknown"
         raise UserError(
-            f"{folder}: written with schema {there}, this version reads schema {SCHEMA}; "
+            f"{folder}: written with schema {there}, this version reads schema {SCHEMA_VERSION}; "
             "render it with the version that wrote it, or run the experiment again into another folder"
         )
     missing = [key for key in ("model", "backend", "precision", "goal", "calibrated_on") if key not in facts]

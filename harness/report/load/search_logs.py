@@ -12,9 +12,9 @@ from statistics import median
 
 from harness.records import Measured, Outcome
 from harness.search_loop.objective import Goal
-from harness.results_dir.journal import RETRY, Entry, has_header, read_journal
-from harness.results_dir.journal_reader import Evaluated, counted, evaluated, improves
-from harness.results_dir.termination import End, read_end
+from harness.results_dir.journal import RETRY_ORIGIN, JournalEntry, has_header, read_journal
+from harness.results_dir.journal_reader import Evaluation, iter_counted, iter_evaluations, is_new_incumbent
+from harness.results_dir.termination import Termination, read_termination
 
 __all__ = ["Looked", "Search", "levels_ms", "read_search", "read_searches"]
 
@@ -63,13 +63,13 @@ class Search:
     good: int
     failures: Mapping[str, int]
     initial: int
-    steps: tuple[Evaluated, ...]
+    steps: tuple[Evaluation, ...]
     looked: tuple[Looked, ...]
     readings_ms: Mapping[str, float]
     float_ms: float | None
     float_value: float | None
     cost: Mapping[str, float]
-    end: End | None = None
+    end: Termination | None = None
 
     @property
     def evaluations(self) -> int:
@@ -88,11 +88,11 @@ def read_search(path: Path, searcher: str, seed: int, goal: Goal, metric: str | 
         UserError: The journal is damaged, or of another schema.
     """
     tally, name = _Tally(), metric or ""
-    steps, looked, floats = list[Evaluated](), list[Looked](), list[Evaluated]()
+    steps, looked, floats = list[Evaluation](), list[Looked](), list[Evaluation]()
     readings_ms: dict[str, float] = {}
-    for trial in evaluated(tally.counting(read_journal(path)), goal):
+    for trial in iter_evaluations(tally.counting(read_journal(path)), goal):
         readings_ms[trial.digest] = trial.latency_ms
-        if improves(trial, steps[-1] if steps else None):
+        if is_new_incumbent(trial, steps[-1] if steps else None):
             steps.append(trial)
         if name in trial.score.metrics:
             looked.append(_looked(trial, name))
@@ -112,7 +112,7 @@ def read_search(path: Path, searcher: str, seed: int, goal: Goal, metric: str | 
         float_ms=next((trial.latency_ms for trial in floats), None),
         float_value=next((trial.score.metrics[name] for trial in floats if name in trial.score.metrics), None),
         cost=dict(tally.cost),
-        end=read_end(path),
+        end=read_termination(path),
     )
 
 
@@ -142,7 +142,7 @@ def levels_ms(searches: Iterable[Search]) -> dict[str, float]:
     return {digest: median(found) for digest, found in readings.items()}
 
 
-def _looked(trial: Evaluated, metric: str) -> Looked:
+def _looked(trial: Evaluation, metric: str) -> Looked:
     return Looked(
         evaluations=trial.evaluations,
         elapsed_s=trial.elapsed_s,
@@ -162,12 +162,12 @@ class _Tally:
         self.initial = 0
         self.cost: Counter[str] = Counter()
 
-    def counting(self, entries: Iterable[Entry]) -> Iterator[Entry]:
+    def counting(self, entries: Iterable[JournalEntry]) -> Iterator[JournalEntry]:
         """The same entries; each is counted before it is passed on."""
         latest_s = 0.0
-        for spent, entry, told in counted(map(self._searching, entries)):
+        for spent, entry, told in iter_counted(map(self._searching, entries)):
             latest_s = max(latest_s, told.elapsed_s)
-            if entry.asked.origin == RETRY:
+            if entry.proposal.origin == RETRY_ORIGIN:
                 self.elapsed_s[spent - 1 :] = [latest_s]
             else:
                 self.elapsed_s.append(latest_s)
@@ -175,13 +175,13 @@ class _Tally:
                     self.good += 1
                 else:
                     self.failures[told.outcome.stage] += 1
-                self.initial += entry.asked.origin.startswith("seed:")
+                self.initial += entry.proposal.origin.startswith("seed:")
             self.cost.update(_cost(told.outcome))
             yield entry
 
-    def _searching(self, entry: Entry) -> Entry:
+    def _searching(self, entry: JournalEntry) -> JournalEntry:
         """Duplicates are no evaluations, but the searcher took its time over them."""
-        own_s = entry.asked.searcher_s
+        own_s = entry.proposal.searcher_s
         self.cost.update({"searcher_s": math.nan if own_s is None else own_s})
         return entry
 

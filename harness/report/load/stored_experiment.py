@@ -12,9 +12,9 @@ from typing import Any
 
 from harness.errors import UserError
 from harness.accuracy.metrics.intervals import accuracy_of, contradiction
-from harness.config.experiment import ModelSpec, Use
-from harness.config.yaml_loader import read_document
-from harness.config.plan import CellSpec
+from harness.config.experiment import ModelSpec, PluginSpec
+from harness.config.yaml_loader import read_experiment_yaml
+from harness.config.plan import TaskSpec
 from harness.pipeline.accuracy_store import read_scores
 
 __all__ = ["Stored", "read_stored", "scores_of"]
@@ -38,7 +38,7 @@ class Stored:
     name: str
     description: str
     text: str
-    cells: tuple[CellSpec, ...]
+    cells: tuple[TaskSpec, ...]
     baselines: tuple[str, ...]
     searchers: tuple[str, ...]
     uses: Mapping[str, tuple[str, Mapping[str, Any]]]
@@ -57,7 +57,7 @@ def read_stored(path: Path) -> Stored:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
-    body = read_document(text, str(path))
+    body = read_experiment_yaml(text, str(path))
     precisions = [str(precision) for precision in _list(body, "precision")] or ["int8"]
     uses = dict(_uses(body))
     return Stored(
@@ -65,9 +65,9 @@ def read_stored(path: Path) -> Stored:
         description=str(body.get("description") or ""),
         text=text,
         cells=tuple(
-            CellSpec(
+            TaskSpec(
                 model=ModelSpec.model_construct(use=model["use"], label=model["label"]),
-                backend=Use.model_construct(use=backend["use"], label=backend["label"]),
+                backend=PluginSpec.model_construct(use=backend["use"], label=backend["label"]),
                 precision=precision,
                 runs=(),
             )
@@ -110,7 +110,7 @@ def _uses(body: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Mapping[str
     for entry, named in zip(_list(body, "searchers"), _named(body, "searchers"), strict=True):
         whole = entry if isinstance(entry, dict) else {}
         params, without = whole.get("params"), whole.get("without")
-        name = Use.model_construct(use=named["use"], label=named["label"]).name
+        name = PluginSpec.model_construct(use=named["use"], label=named["label"]).name
         own = params if isinstance(params, dict) else {}
         left = {"without": " and ".join(map(str, without))} if isinstance(without, list) and without else {}
         yield name, (str(named["use"]), {**own, **left})

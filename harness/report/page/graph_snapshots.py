@@ -24,8 +24,8 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
 from harness.report.page.graph_layout import marks_of, scene_of
 from harness.report.load.results import CellResults
-from harness.config.plan import precisions_of
-from harness.results_dir.artifacts import FLOAT_ROW, Row, write_text
+from harness.config.plan import quantized_precisions
+from harness.results_dir.artifacts import FLOAT_ROW, ExportedModel, write_text
 from search.space import Dimension
 
 __all__ = ["exported", "graph_of", "keep_graph", "sizes_of"]
@@ -96,7 +96,7 @@ def _kept(cell: CellResults) -> dict[str, Any] | None:
         return None
 
 
-def exported(cell: CellResults, row: Row) -> Path:
+def exported(cell: CellResults, row: ExportedModel) -> Path:
     """Where the model of a row lies, if it is still there."""
     return cell.folder / "models" / row.file
 
@@ -113,7 +113,7 @@ def _dimensions(cell: CellResults, model: Model) -> tuple[Dimension, ...]:
     except UserError as error:
         logger.warning("%s: no insertion points on the page: %s", cell.name, error)
         return ()
-    return build_space(model, dialect, precisions=precisions_of(str(cell.facts["precision"]))).dimensions
+    return build_space(model, dialect, precisions=quantized_precisions(str(cell.facts["precision"]))).dimensions
 
 
 def _dialect(facts: Mapping[str, Any]) -> str:
@@ -121,7 +121,7 @@ def _dialect(facts: Mapping[str, Any]) -> str:
     if "dialect_use" in facts:
         return str(facts["dialect_use"])
     name = str(facts["backend"].get("name"))
-    return dialect_name(registry.load("benchmarker", name), name, facts["backend"])
+    return dialect_name(registry.load_plugin("benchmarker", name), name, facts["backend"])
 
 
 def _marks(cell: CellResults, model: Model) -> Mapping[str, list[list[Any]]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.timing.provenance import options_said
+from harness.timing.provenance import format_options
 from harness.statistics import Interval
 from harness.report.tables.check_notes import wrong_rows
 from harness.report.display_names import metric_name, shown_drop
@@ -16,7 +16,7 @@ from harness.report.tables.notes import without_vnni
 from harness.report.load.results import CellResults, Results
 from harness.report.page.graph_snapshots import exported
 from harness.report.load.search_logs import Search
-from harness.results_dir.artifacts import DYNAMIC, FLOAT_ROW, read_json
+from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, FLOAT_ROW, read_json
 
 __all__ = ["next_steps", "winners"]
 
@@ -44,7 +44,7 @@ def winners(results: Results, main: pd.DataFrame) -> Iterator[str]:
         if path.exists():
             backend = cell.facts["backend"]
             floating = backend.get("float_params", {}).get(line["precision"], {})  # a float row has its own precision
-            options = options_said({**backend.get("options", {}), **floating})
+            options = format_options({**backend.get("options", {}), **floating})
             how = f"; timed with {options}: deploy it so" if options else ""
             taken = f"take {path} ({line['method']}, {line['speedup']:.2f}x, {line['decision']}{how})"
             yield f"{cell.name}: {taken}{_with_dynamic_axes(cell, str(line['row']))}"
@@ -52,7 +52,7 @@ def winners(results: Results, main: pd.DataFrame) -> Iterator[str]:
 
 def _with_dynamic_axes(cell: CellResults, row: str) -> str:
     """Return what became of the form of a row that keeps the dynamic axes of the original; "" where it has none."""
-    path = cell.folder / DYNAMIC
+    path = cell.folder / DYNAMIC_AXES_FILE
     noted = read_json(path) if path.exists() else {}
     return f"; {noted[row]['said']}" if row in noted and noted[row]["said"] else ""
 
@@ -99,7 +99,7 @@ def _searched(cell: CellResults) -> Iterator[str]:
         yield f"more budget.minutes: {_names(short)} did not come to {budget} evaluations; what was measured is kept"
     if not cell.searches or any(s.evaluations >= budget for s in cell.searches):
         yield f"a larger budget than {budget} evaluations; what was measured is kept"
-    elif broken := [s for s in ended.values() if s.end is not None and s.end.broken]:
+    elif broken := [s for s in ended.values() if s.end is not None and s.end.failed]:
         yield f"a searcher that does not break: {_names(broken)} did"
     elif ended:
         yield (

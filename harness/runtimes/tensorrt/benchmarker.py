@@ -15,7 +15,7 @@ from harness.runtimes.cuda.clocks import Clocks
 from harness.runtimes.cuda.device import Cuda, Device, open_device
 from harness.runtimes.cuda.timing import flush_bytes
 from harness.errors import BuildFailed
-from harness.paths import cache_folder
+from harness.paths import cache_dir
 from harness.runtimes.tensorrt.builder import Plan, build_plan, load_engine
 from harness.runtimes.tensorrt.timing_cache import CachePolicy, TimingCache, cache_file
 from harness.runtimes.tensorrt.library import Library, open_library
@@ -101,7 +101,7 @@ class TensorRTBenchmarker:
         library = open_library()
         self._options.check_runtime(f"TensorRT {library.version}", library.major, device)
         library.load_plugins(self._plugins)
-        default = cache_file(cache_folder(), library.version, device)
+        default = cache_file(cache_dir(), library.version, device)
         path = Path(self._cache_file).expanduser() if self._cache_file else default
         cache = TimingCache(self._options.timing_cache, path)
         return _Ready(library=library, cuda=cuda, device=device, cache=cache)

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto, helper, numpy_helper
 
 from harness.errors import BuildFailed
-from harness.graph.io.writer import write
+from harness.graph.io.writer import write_model
 from harness.graph.io.files import file_digest, move_model
 from harness.graph.plugin_operators import plugin_nodes, with_plugins, without_plugins
 
@@ -158,7 +158,7 @@ def cast_model(path: Path, precision: str, folder: Path) -> Path:
     onnx.helper.set_model_props(cast, {**{p.key: p.value for p in cast.metadata_props}, CAST_TO: precision})
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder) as scratch:  # an interrupted file would be taken for a whole one
-        move_model(write(cast, Path(scratch) / target.name), target)
+        move_model(write_model(cast, Path(scratch) / target.name), target)
     return target
 
 

@@ -20,14 +20,14 @@ from harness.runtimes.tensorrt.model_checks import (
     refuse_unusable,
     shapes_of_inputs,
 )
-from harness.graph.rules.precision_names import float_precision
+from harness.graph.rules.precision_names import normalize_float_precision
 from harness.runtimes.tensorrt.timing_cache import POLICIES, CachePolicy
 from harness.runtimes.tensorrt.library import STRONG_ONLY
 from harness.runtimes.tensorrt.profiles import Profile, fitted, read_profiles
 
 __all__ = ["BuildOptions", "Precision", "Source", "Typing", "check_choice", "read_options"]
 
-Precision = Annotated[Literal["auto", "f32", "tf32", "f16", "bf16"], BeforeValidator(float_precision)]
+Precision = Annotated[Literal["auto", "f32", "tf32", "f16", "bf16"], BeforeValidator(normalize_float_precision)]
 Typing = Literal["strong", "weak"]
 CAPABILITIES: Mapping[str, tuple[int, int]] = {"f32": (0, 0), "tf32": (8, 0), "f16": (5, 3), "bf16": (8, 0)}
 """Smallest compute capability that runs a float precision (CUDA C++ programming guide, arithmetic instructions)."""
@@ -169,7 +169,7 @@ def read_options(  # noqa: PLR0913 - one option, one parameter
     Raises:
         ValueError: A choice that there is not, or a profile that is none.
     """
-    precision = float_precision(precision)
+    precision = normalize_float_precision(precision)
     check_choice("precision", precision, ("auto", *CAPABILITIES))
     check_choice("typing", typing, ("strong", "weak"))
     check_choice("timing_cache", timing_cache, POLICIES)

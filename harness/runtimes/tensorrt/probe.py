@@ -11,7 +11,7 @@ import numpy as np
 
 from harness.api import Array
 from harness.runtimes.cuda.timing import GpuTimer
-from harness.timing.host_clock import plain
+from harness.timing.host_clock import to_float32
 from harness.runtimes.tensorrt.session import Loaded, Session
 
 __all__ = ["EngineProbe"]
@@ -78,4 +78,4 @@ class EngineProbe:
 
 
 def _plain(array: Array) -> Array:
-    return array.astype(np.float32) if array.dtype.kind == "V" else plain(array)
+    return array.astype(np.float32) if array.dtype.kind == "V" else to_float32(array)

@@ -15,7 +15,7 @@ from harness.api import Array
 from harness.runtimes.cuda.clocks import Clocks
 from harness.runtimes.cuda.device import Cuda
 from harness.errors import MeasureFailed
-from harness.timing.sampling import fixed_inputs
+from harness.timing.sampling import make_fixed_inputs
 from harness.runtimes.tensorrt.library import Library
 from harness.runtimes.tensorrt.profiles import Profile, Shape, shown
 
@@ -144,7 +144,7 @@ class Session:
             if port.is_input:
                 known = port.dtype if port.dtype.kind in "fiub" else np.dtype(np.float32)
                 types[port.name] = (known, port.usual)
-        self.load(fixed_inputs(types))
+        self.load(make_fixed_inputs(types))
 
     def enqueue(self, stream: int) -> None:
         """Queue one inference.

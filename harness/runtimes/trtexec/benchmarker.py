@@ -18,8 +18,8 @@ from harness.api import Array, Artifact, Candidate, Layer
 from harness.runtimes.cuda.device import Device, open_device
 from harness.errors import BuildFailed, CandidateError, MeasureFailed, UserError
 from harness.runtimes.tensorrt.model_checks import types_of_ends
-from harness.timing.host_clock import plain
-from harness.paths import cache_folder
+from harness.timing.host_clock import to_float32
+from harness.paths import cache_dir
 from harness.runtimes.tensorrt.timing_cache import CachePolicy, cache_file
 from harness.runtimes.trtexec.flags import (
     build_flags,
@@ -233,7 +233,7 @@ class TrtexecBenchmarker:
         """Arguments for the timing cache: trtexec writes back what it reads, so a frozen one is read as a copy."""
         if self._options.timing_cache == "cold":
             return []
-        default = cache_file(cache_folder(), f"trtexec-{self._tool.version}", self._tool.device)
+        default = cache_file(cache_dir(), f"trtexec-{self._tool.version}", self._tool.device)
         file = Path(self._cache_file).expanduser() if self._cache_file else default
         if self._options.timing_cache == "frozen":
             if not file.is_file():
@@ -283,7 +283,7 @@ class _Probe:
         if missing:
             raise MeasureFailed(f"trtexec wrote no output {missing[0]!r}, but {', '.join(found)}")
         return {
-            name: plain(np.asarray(found[name][1]).reshape(found[name][0]).astype(dtype))
+            name: to_float32(np.asarray(found[name][1]).reshape(found[name][0]).astype(dtype))
             for name, dtype in engine.outputs.items()
         }
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from harness.errors import UserError
 
-__all__ = ["alone", "stopwatch"]
+__all__ = ["device_lock", "timing_lock"]
 
 
 @contextmanager
-def stopwatch(folder: Path | None = None) -> Iterator[None]:
+def timing_lock(folder: Path | None = None) -> Iterator[None]:
     """Hold the lock for timing on the cores and GPUs that this process may use; wait until another process frees it.
 
     The kernel releases the lock of a process that dies. Processes whose cores overlap without being equal do not
@@ -27,24 +27,24 @@ def stopwatch(folder: Path | None = None) -> Iterator[None]:
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     devices = f"{cores} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
-    with _held(f"stopwatch-{_digest(devices)}", folder):
+    with _hold_lock(f"stopwatch-{_digest(devices)}", folder):
         yield
 
 
 @contextmanager
-def alone(gpus: Iterable[str], folder: Path | None = None) -> Iterator[None]:
+def device_lock(gpus: Iterable[str], folder: Path | None = None) -> Iterator[None]:
     """Hold GPUs, given by UUID, for timing and for work that disturbs timing or is disturbed by it, such as builds.
 
     NVIDIA, "TensorRT Developer Guide": the builder times kernels, so other work on the GPU perturbs its choice.
     """
     with ExitStack() as stack:
         for gpu in sorted(gpus):  # in one order: two processes that want the same two must not wait for each other
-            stack.enter_context(_held(f"gpu-{_digest(gpu)}", folder))
+            stack.enter_context(_hold_lock(f"gpu-{_digest(gpu)}", folder))
         yield
 
 
 @contextmanager
-def _held(name: str, folder: Path | None) -> Iterator[None]:
+def _hold_lock(name: str, folder: Path | None) -> Iterator[None]:
     path = (folder or Path(tempfile.gettempdir())) / f"qdq-{name}"
     try:
         handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -12,17 +12,17 @@ from harness.api import Accuracy, Array, Candidate
 from harness.timing.sampling import Samples
 from harness.statistics import Interval
 from harness.records import Failed
-from harness.config.experiment import Sampling, Use
+from harness.config.experiment import Sampling, PluginSpec
 
-__all__ = ["MAIN", "Built", "Engines", "Watch", "WorkerSpec"]
+__all__ = ["MAIN_BENCHMARKER", "BuiltEngine", "Engines", "ScoringCallback", "WorkerSpec"]
 
-MAIN = "main"  # name of the default benchmarker and the default evaluator
-Watch = Callable[[int, int], None]
+MAIN_BENCHMARKER = "main"  # name of the default benchmarker and the default evaluator
+ScoringCallback = Callable[[int, int], None]
 """Receives the number of finished inferences of a scoring and their total, at intervals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Built:
+class BuiltEngine:
     """Engine that was built and can be sampled.
 
     Attributes:
@@ -47,9 +47,9 @@ class WorkerSpec:
         workdir: Folder for scratch files and the worker's log.
     """
 
-    benchmarkers: Mapping[str, Use]
+    benchmarkers: Mapping[str, PluginSpec]
     workdir: Path
-    evaluators: Mapping[str, Use] = field(default_factory=dict)
+    evaluators: Mapping[str, PluginSpec] = field(default_factory=dict)
     reference: Path | None = None
 
 
@@ -61,11 +61,11 @@ class Engines(ABC):
     """
 
     @abstractmethod
-    def _call(self, method: str, *args: Any, on_progress: Watch | None = None) -> Any:
+    def _call(self, method: str, *args: Any, on_progress: ScoringCallback | None = None) -> Any:
         """Run a method and return its result or a `Failed`."""
 
     @abstractmethod
-    def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
+    def describe(self, benchmarker: str = MAIN_BENCHMARKER) -> Mapping[str, Any]:
         """Return the facts that a benchmarker gives about itself."""
 
     @property
@@ -73,7 +73,7 @@ class Engines(ABC):
         """UUIDs of the GPUs that the engines run on, see `harness.api.Benchmarker`."""
         return frozenset()
 
-    def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
+    def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
         """Write the candidate's file and build its engine."""
         return self._call("build", candidate, benchmarker)  # type: ignore[no-any-return]
 
@@ -89,11 +89,11 @@ class Engines(ABC):
         """
         return self._call("sample", handle, sampling, rival, level_ms)  # type: ignore[no-any-return]
 
-    def evaluate(self, handle: int, evaluator: str = MAIN, watch: Watch | None = None) -> Accuracy | Failed:
+    def evaluate(self, handle: int, evaluator: str = MAIN_BENCHMARKER, watch: ScoringCallback | None = None) -> Accuracy | Failed:
         """Score an engine; `watch` receives progress if the evaluator has `inferences` and runs on this machine."""
         return self._call("evaluate", handle, evaluator, on_progress=watch)  # type: ignore[no-any-return]
 
-    def prepare(self, handle: int, evaluator: str = MAIN, watch: Watch | None = None) -> Failed | None:
+    def prepare(self, handle: int, evaluator: str = MAIN_BENCHMARKER, watch: ScoringCallback | None = None) -> Failed | None:
         """Run an evaluator's `prepare`, if it has one, on the float engine."""
         return self._call("prepare", handle, evaluator, on_progress=watch)  # type: ignore[no-any-return]
 

@@ -11,28 +11,28 @@ from typing import Any, Protocol
 from harness import registry
 from harness.api import Candidate
 from harness.timing.workers.engines import Engines, WorkerSpec
-from harness.timing.workers.trial_pool import AttemptWith, Executor, Inline, Pool
-from harness.timing.workers.timing_policy import Alternating, Beside, Gate
-from harness.timing.provenance import environment
+from harness.timing.workers.trial_pool import TrialFnFactory, Executor, SyncExecutor, ThreadedExecutor
+from harness.timing.workers.timing_policy import ExclusiveTiming, SerialTiming, TimingPolicy
+from harness.timing.provenance import describe_environment
 from harness.timing.workers.sandbox import open_engines
-from harness.config.experiment import Limits, Use
+from harness.config.experiment import Limits, PluginSpec
 from harness.config.executor import ExecutorSpec
 from search.space import Resolved
 
-__all__ = ["LocalSite", "Maker", "OpenEngines", "QueueFactory", "Site"]
+__all__ = ["LocalTarget", "CandidateWriter", "SpecEngineFactory", "QueueFactory", "ExecutionTarget"]
 
-OpenEngines = Callable[[WorkerSpec], AbstractContextManager[Engines]]
-QueueFactory = Callable[[AttemptWith], AbstractContextManager[Executor]]
+SpecEngineFactory = Callable[[WorkerSpec], AbstractContextManager[Engines]]
+QueueFactory = Callable[[TrialFnFactory], AbstractContextManager[Executor]]
 """Returns the executor of one search, open while the search runs, on workers that all searches of a task share."""
 
 
-class Maker(Protocol):
+class CandidateWriter(Protocol):
     """Writer of a placement's model file, see `harness.graph.qdq.insert.Inserter`."""
 
     def write(self, resolved: Resolved, folder: Path, *, name: str | None = None) -> Path: ...
 
 
-class Site(ABC):
+class ExecutionTarget(ABC):
     """Devices of one kind that engines run on."""
 
     @abstractmethod
@@ -40,7 +40,7 @@ class Site(ABC):
         """Return the environment of the machine that has the devices, see `environment`."""
 
     @abstractmethod
-    def describe(self, backend: Use, workdir: Path) -> Mapping[str, Any]:
+    def describe(self, backend: PluginSpec, workdir: Path) -> Mapping[str, Any]:
         """Return the facts that a benchmarker gives about itself on a machine with the devices."""
 
     @abstractmethod
@@ -49,7 +49,7 @@ class Site(ABC):
 
     @abstractmethod
     def workers(
-        self, spec: WorkerSpec, engines: Engines, writer: Maker, baseline: Candidate
+        self, spec: WorkerSpec, engines: Engines, writer: CandidateWriter, baseline: Candidate
     ) -> AbstractContextManager[QueueFactory]:
         """Open the workers that the searches of one task share.
 
@@ -60,34 +60,34 @@ class Site(ABC):
         """
 
 
-class LocalSite(Site):
+class LocalTarget(ExecutionTarget):
     """This machine, with worker processes of which one is timed at a time."""
 
     def __init__(self, executor: ExecutorSpec, limits: Limits) -> None:
         self._executor = executor
         self._limits = limits
-        self._policy: Gate = Beside() if executor.timing == "beside" else Alternating()
+        self._policy: TimingPolicy = SerialTiming() if executor.timing == "beside" else ExclusiveTiming()
 
     def environment(self, commit: str | None) -> dict[str, Any]:
-        return environment(commit)
+        return describe_environment(commit)
 
-    def describe(self, backend: Use, workdir: Path) -> Mapping[str, Any]:
-        facts: Mapping[str, Any] = registry.create("benchmarker", backend.use, backend.params).describe()
+    def describe(self, backend: PluginSpec, workdir: Path) -> Mapping[str, Any]:
+        facts: Mapping[str, Any] = registry.create_plugin("benchmarker", backend.use, backend.params).describe()
         return facts
 
     def open(self, spec: WorkerSpec) -> AbstractContextManager[Engines]:
         return open_engines(spec, self._limits)
 
     @contextmanager
-    def workers(self, spec: WorkerSpec, engines: Engines, writer: Maker, baseline: Candidate) -> Iterator[QueueFactory]:
+    def workers(self, spec: WorkerSpec, engines: Engines, writer: CandidateWriter, baseline: Candidate) -> Iterator[QueueFactory]:
         """Open the workers; a single worker of a single search needs no thread and no second process."""
         if self._executor.workers == self._executor.searches == 1:
 
             @contextmanager
-            def lane(make_trial: AttemptWith) -> Iterator[Executor]:
-                yield Inline(make_trial(engines))
+            def lane(make_trial: TrialFnFactory) -> Iterator[Executor]:
+                yield SyncExecutor(make_trial(engines))
 
             yield lane
             return
-        with Pool(lambda: self.open(spec), self._executor.workers, self._policy) as pool:
-            yield pool.lane
+        with ThreadedExecutor(lambda: self.open(spec), self._executor.workers, self._policy) as pool:
+            yield pool.open_queue

@@ -19,27 +19,27 @@ from typing import Any, TypeVar
 from harness import registry
 from harness.api import Accuracy, Array, Artifact, Benchmarker, Candidate, Evaluator, Infer, Probe
 from harness.errors import CandidateError, EvaluationFailed, UserError
-from harness.timing.machine_noise import Machine
-from harness.timing.workers.engines import MAIN, Built, Engines, Watch, WorkerSpec
-from harness.timing.reference_sampling import Reference, take_beside
-from harness.timing.sampling import Samples, take, warm_up
+from harness.timing.machine_noise import MachineMonitor
+from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, Engines, ScoringCallback, WorkerSpec
+from harness.timing.reference_sampling import ReferenceEngine, sample_against_reference
+from harness.timing.sampling import Samples, sample_engine, warm_up
 from harness.statistics import Interval
 from harness.records import Failed
 from harness.config.experiment import Sampling
-from harness.results_dir.journal import writing
+from harness.results_dir.journal import explain_write_errors
 from search.space import digest_of
 
-__all__ = ["InProcess", "attempt", "tail", "watched"]
+__all__ = ["InProcess", "as_outcome", "last_lines", "with_progress"]
 
 T = TypeVar("T")
-LOG_LINES = 40
-TELL_S = 0.5
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+MAX_LOG_LINES = 40
+PROGRESS_INTERVAL_S = 0.5
+_DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _STAGES = {"open": "measure", "sample": "measure", "prepare": "evaluate", "infer": "evaluate"}
 
 
 @dataclass(slots=True, kw_only=True)
-class _Engine:
+class _OpenEngine:
     benchmarker: Benchmarker
     artifact: Artifact
     workdir: Path
@@ -56,18 +56,18 @@ class InProcess(Engines):
 
     def __init__(self, spec: WorkerSpec, first_handle: int = 0) -> None:
         self._benchmarkers: Mapping[str, Benchmarker] = {
-            name: registry.create("benchmarker", plugin.use, plugin.params)
+            name: registry.create_plugin("benchmarker", plugin.use, plugin.params)
             for name, plugin in spec.benchmarkers.items()
         }
         self._spec = spec
         self._evaluators: dict[str, Evaluator] = {}
-        self._engines: dict[int, _Engine] = {}
+        self._engines: dict[int, _OpenEngine] = {}
         self._handles = itertools.count(first_handle)
         self._spare_workdirs: list[Path] = []
-        self._machine = Machine()
+        self._machine = MachineMonitor()
         self._reference_handle: int | None = None
         self._reference_warm = False
-        with writing(spec.workdir):
+        with explain_write_errors(spec.workdir):
             spec.workdir.mkdir(parents=True, exist_ok=True)
             self._scratch = Path(tempfile.mkdtemp(prefix="engines-", dir=spec.workdir))
 
@@ -79,11 +79,11 @@ class InProcess(Engines):
             self.release(handle)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _call(self, method: str, *args: Any, on_progress: Watch | None = None) -> Any:
+    def _call(self, method: str, *args: Any, on_progress: ScoringCallback | None = None) -> Any:
         extra = (on_progress,) if method in ("evaluate", "prepare") else ()
-        return attempt(_STAGES.get(method, method), lambda: getattr(self, f"_{method}")(*args, *extra))
+        return as_outcome(_STAGES.get(method, method), lambda: getattr(self, f"_{method}")(*args, *extra))
 
-    def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
+    def describe(self, benchmarker: str = MAIN_BENCHMARKER) -> Mapping[str, Any]:
         return self._benchmarkers[benchmarker].describe()
 
     @property
@@ -95,10 +95,10 @@ class InProcess(Engines):
         """Open an engine for timing, and the reference engine too if `level_ms` is given."""
         return self._call("open", handle, level_ms)  # type: ignore[no-any-return]
 
-    def _build(self, candidate: Candidate, benchmarker: str) -> Built:
+    def _build(self, candidate: Candidate, benchmarker: str) -> BuiltEngine:
         handle = next(self._handles)
         workdir = self._spare_workdirs.pop() if self._spare_workdirs else self._scratch / str(handle)
-        with writing(workdir):
+        with explain_write_errors(workdir):
             workdir.mkdir(exist_ok=True)
         plugin = self._benchmarkers[benchmarker]
         started_s = time.perf_counter()
@@ -106,8 +106,8 @@ class InProcess(Engines):
         build_s = time.perf_counter() - started_s
         if artifact.info.get("recorded"):  # a replay reports the build time of the recorded engine
             build_s = float(artifact.info["build_s"])
-        self._engines[handle] = _Engine(benchmarker=plugin, artifact=artifact, workdir=workdir, opened=ExitStack())
-        return Built(handle=handle, build_s=build_s, info=_plain(artifact.info))
+        self._engines[handle] = _OpenEngine(benchmarker=plugin, artifact=artifact, workdir=workdir, opened=ExitStack())
+        return BuiltEngine(handle=handle, build_s=build_s, info=_to_json_values(artifact.info))
 
     def _open(self, handle: int, level_ms: float | None) -> None:
         self._probe(handle)
@@ -117,23 +117,23 @@ class InProcess(Engines):
     def _sample(self, handle: int, sampling: Sampling, rival: Interval | None, level_ms: float | None) -> Samples:
         probe = self._probe(handle)
         if getattr(self._engines[handle].benchmarker, "in_process", False):  # no time of this machine
-            return take(probe, sampling, rival)
+            return sample_engine(probe, sampling, rival)
         reference = self._reference(level_ms) if level_ms is not None else None
         if reference is None:
-            return take(probe, sampling, rival, machine=self._machine)
+            return sample_engine(probe, sampling, rival, machine=self._machine)
         if not self._reference_warm:
             warm_up(reference.probe, Sampling())
             self._reference_warm = True
-        return take_beside(probe, reference, sampling, rival, machine=self._machine)
+        return sample_against_reference(probe, reference, sampling, rival, machine=self._machine)
 
-    def _reference(self, level_ms: float) -> Reference | None:
+    def _reference(self, level_ms: float) -> ReferenceEngine | None:
         """Return the reference engine, built on first use; None if the worker has no reference model."""
         path = self._spec.reference
         if self._reference_handle is None and path is not None:
             candidate = Candidate(digest=digest_of(()), edges=(), source=lambda: path)
-            self._reference_handle = self._build(candidate, MAIN).handle
+            self._reference_handle = self._build(candidate, MAIN_BENCHMARKER).handle
         handle = self._reference_handle
-        return None if handle is None else Reference(self._probe(handle), level_ms)
+        return None if handle is None else ReferenceEngine(self._probe(handle), level_ms)
 
     def _probe(self, handle: int) -> Probe:
         engine = self._engines[handle]
@@ -144,18 +144,18 @@ class InProcess(Engines):
     def _evaluator(self, name: str) -> Evaluator:
         if name not in self._evaluators:
             plugin = self._spec.evaluators[name]
-            self._evaluators[name] = registry.create("evaluator", plugin.use, plugin.params)
+            self._evaluators[name] = registry.create_plugin("evaluator", plugin.use, plugin.params)
         return self._evaluators[name]
 
-    def _prepare(self, handle: int, name: str, on_progress: Watch | None) -> None:
+    def _prepare(self, handle: int, name: str, on_progress: ScoringCallback | None) -> None:
         evaluator = self._evaluator(name)
         prepare = getattr(evaluator, "prepare", None)
         if prepare is not None:
-            prepare(watched(self._probe(handle).infer, evaluator, on_progress))
+            prepare(with_progress(self._probe(handle).infer, evaluator, on_progress))
 
-    def _evaluate(self, handle: int, name: str, on_progress: Watch | None) -> Accuracy:
+    def _evaluate(self, handle: int, name: str, on_progress: ScoringCallback | None) -> Accuracy:
         evaluator = self._evaluator(name)
-        return _checked(evaluator.score(watched(self._probe(handle).infer, evaluator, on_progress)), evaluator)
+        return _checked(evaluator.score(with_progress(self._probe(handle).infer, evaluator, on_progress)), evaluator)
 
     def _infer(self, handle: int, feeds: Mapping[str, Array]) -> dict[str, Array]:
         return dict(self._probe(handle).infer(feeds))
@@ -166,9 +166,9 @@ class InProcess(Engines):
             try:
                 engine.opened.close()
             finally:
-                self._clear(engine.workdir)
+                self._recycle_workdir(engine.workdir)
 
-    def _clear(self, workdir: Path) -> None:
+    def _recycle_workdir(self, workdir: Path) -> None:
         """Reuse an empty folder for the next engine: removing one waits for the disk, 3 ms and more."""
         with suppress(OSError):
             if not any(workdir.iterdir()):
@@ -192,7 +192,7 @@ def _checked(accuracy: Accuracy, evaluator: Evaluator) -> Accuracy:
     return Accuracy(metrics=metrics, per_item=per_item, evidence=accuracy.evidence, note=str(accuracy.note))
 
 
-def watched(infer: Infer, evaluator: Evaluator, on_progress: Watch | None) -> Infer:
+def with_progress(infer: Infer, evaluator: Evaluator, on_progress: ScoringCallback | None) -> Infer:
     """Wrap `infer` to report scoring progress if a callback is given and the evaluator has `inferences`."""
     total = getattr(evaluator, "inferences", None)
     if on_progress is None or not isinstance(total, int):
@@ -203,7 +203,7 @@ def watched(infer: Infer, evaluator: Evaluator, on_progress: Watch | None) -> In
         nonlocal done, reported_s
         outputs = infer(feeds)
         done, now_s = min(done + 1, total), time.monotonic()
-        if now_s - reported_s >= TELL_S:
+        if now_s - reported_s >= PROGRESS_INTERVAL_S:
             reported_s = now_s
             on_progress(done, total)
         return outputs
@@ -211,7 +211,7 @@ def watched(infer: Infer, evaluator: Evaluator, on_progress: Watch | None) -> In
     return counting
 
 
-def attempt(stage: str, work: Callable[[], T]) -> T | Failed:
+def as_outcome(stage: str, work: Callable[[], T]) -> T | Failed:
     """Return the result of a plug-in call, or its exception as a `Failed`.
 
     Raises:
@@ -223,21 +223,21 @@ def attempt(stage: str, work: Callable[[], T]) -> T | Failed:
     except UserError:
         raise
     except Exception as error:  # plug-ins and runtimes may raise anything
-        if isinstance(error, OSError) and error.errno in _FULL:
+        if isinstance(error, OSError) and error.errno in _DISK_FULL_ERRNOS:
             raise UserError(f"{stage}: {error}; free disk space, then run the same command again to resume") from error
-        reason, trace = f"{type(error).__name__}: {error}", tail(traceback.format_exc())
+        reason, trace = f"{type(error).__name__}: {error}", last_lines(traceback.format_exc())
         if isinstance(error, CandidateError):
             stage, reason, trace = error.stage, str(error), ""
         wall_s = time.perf_counter() - started_s
         return Failed(stage=stage, reason=" ".join(reason.split())[:500], log_tail=trace, wall_s=wall_s)
 
 
-def _plain(info: Mapping[str, Any]) -> dict[str, Any]:
+def _to_json_values(info: Mapping[str, Any]) -> dict[str, Any]:
     """Return a plug-in's facts as JSON values; other objects become text."""
     plain: dict[str, Any] = json.loads(json.dumps(dict(info), default=str), parse_constant=str)
     return plain
 
 
-def tail(text: str) -> str:
+def last_lines(text: str) -> str:
     """Return the last lines of a log."""
-    return "\n".join(text.strip().splitlines()[-LOG_LINES:])
+    return "\n".join(text.strip().splitlines()[-MAX_LOG_LINES:])

@@ -22,16 +22,16 @@ from typing import IO, Any
 
 import psutil
 
-__all__ = ["Worker", "end_with_driver"]
+__all__ = ["WorkerProcess", "die_with_parent"]
 
-GLANCE_S = 0.25  # between two readings of a working process's memory
-_BOOT = (
+POLL_INTERVAL_S = 0.25  # between two readings of a working process's memory
+_BOOT_CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from importlib import import_module; import_module(sys.argv[3]).serve(int(sys.argv[1]))"
 )
 
 
-class Worker:
+class WorkerProcess:
     """Driver's end of a worker process.
 
     Args:
@@ -45,7 +45,7 @@ class Worker:
 
     def __init__(self, output: IO[bytes], first_handle: int = 0, *, body: str = "harness.timing.workers.sandbox") -> None:
         self.first_handle = first_handle
-        command = [sys.executable, "-u", "-X", "faulthandler", "-c", _BOOT]
+        command = [sys.executable, "-u", "-X", "faulthandler", "-c", _BOOT_CODE]
         ours, theirs = socket.socketpair()
         with ours, theirs:
             self._process = subprocess.Popen(
@@ -75,7 +75,7 @@ class Worker:
             EOFError, OSError: The worker died.
         """
         deadline_s = time.monotonic() + limit_s
-        while not self._connection.poll(max(0.0, min(GLANCE_S, deadline_s - time.monotonic()))):
+        while not self._connection.poll(max(0.0, min(POLL_INTERVAL_S, deadline_s - time.monotonic()))):
             if time.monotonic() >= deadline_s:
                 raise TimeoutError
             if self._used_gb() > memory_gb:
@@ -89,12 +89,12 @@ class Worker:
 
     def _used_gb(self) -> float:
         used = 0
-        for pid in _family(self._process.pid):
+        for pid in _process_tree(self._process.pid):
             with suppress(psutil.Error):
                 used += psutil.Process(pid).memory_info().rss
         return used / 1e9
 
-    def ending(self) -> str:
+    def describe_exit(self) -> str:
         """Return how a worker that closed its connection ended, as the predicate of a sentence."""
         try:
             status = self._process.wait(timeout=5)
@@ -118,7 +118,7 @@ class Worker:
             self._process.stdin.close()
 
 
-def _family(pid: int) -> Iterator[int]:
+def _process_tree(pid: int) -> Iterator[int]:
     """Yield a process and its descendants that are still running.
 
     The kernel lists each thread's children. psutil searches all processes of the machine, which takes milliseconds,
@@ -133,7 +133,7 @@ def _family(pid: int) -> Iterator[int]:
                     pending += map(int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split())
 
 
-def end_with_driver() -> None:
+def die_with_parent() -> None:
     """Tie the calling worker's life to the driver's, and leave Ctrl-C to the driver.
 
     The kernel ends this worker and its children when the driver's end of stdin closes. That happens however the driver

@@ -23,26 +23,26 @@ from harness import registry
 from harness.api import Candidate
 from harness.errors import UserError
 from harness.timing.workers.engines import (
-    MAIN,
-    Built,
+    MAIN_BENCHMARKER,
+    BuiltEngine,
     Engines,
-    Watch,
+    ScoringCallback,
     WorkerSpec,
 )
-from harness.timing.workers.in_process import InProcess, attempt, tail
+from harness.timing.workers.in_process import InProcess, as_outcome, last_lines
 from harness.timing.sampling import Samples
 from harness.statistics import Interval
-from harness.timing.workers.device_lock import alone, stopwatch
-from harness.timing.workers.process import Worker, end_with_driver
+from harness.timing.workers.device_lock import device_lock, timing_lock
+from harness.timing.workers.process import WorkerProcess, die_with_parent
 from harness.records import Failed
 from harness.config.experiment import Limits, Sampling
-from harness.results_dir.journal import writing
+from harness.results_dir.journal import explain_write_errors
 from search.space import Resolved
 
 __all__ = ["InProcess", "Sandbox", "open_engines", "serve"]
 
-START_S = 120.0
-PROGRESS = "progress"  # kind of the messages that report scoring progress before an answer
+SANDBOX_START_LIMIT_S = 120.0
+PROGRESS_MESSAGE = "progress"  # kind of the messages that report scoring progress before an answer
 MAX_LOG_BYTES = 65_536
 _logger = logging.getLogger(__name__)
 
@@ -53,8 +53,8 @@ def open_engines(spec: WorkerSpec, limits: Limits) -> AbstractContextManager[Eng
     Raises:
         UserError: A benchmarker cannot be constructed.
     """
-    plugin = spec.benchmarkers[MAIN]
-    in_process = getattr(registry.load("benchmarker", plugin.use), "in_process", False)
+    plugin = spec.benchmarkers[MAIN_BENCHMARKER]
+    in_process = getattr(registry.load_plugin("benchmarker", plugin.use), "in_process", False)
     return InProcess(spec) if in_process else Sandbox(spec, limits)
 
 
@@ -73,12 +73,12 @@ class Sandbox(Engines):
         self._limits = limits
         self._facts: Mapping[str, Mapping[str, Any]] = {}
         self._gpus: frozenset[str] = frozenset()
-        self._worker: Worker | None = None
+        self._worker: WorkerProcess | None = None
         self._next_handle = 0
         self._opened: set[tuple[int, bool]] = set()  # handle, and whether it is timed alone
 
     def __enter__(self) -> Sandbox:
-        with writing(self._spec.workdir):
+        with explain_write_errors(self._spec.workdir):
             self._spec.workdir.mkdir(parents=True, exist_ok=True)
             self._scratch = Path(tempfile.mkdtemp(prefix="worker-", dir=self._spec.workdir))
         self._log = self._scratch / "worker.log"
@@ -97,20 +97,20 @@ class Sandbox(Engines):
     def gpus(self) -> frozenset[str]:
         return self._gpus
 
-    def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
+    def describe(self, benchmarker: str = MAIN_BENCHMARKER) -> Mapping[str, Any]:
         return self._facts[benchmarker]
 
-    def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
+    def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
         """Write the candidate's file in the driver, and build its engine in the worker."""
-        path = attempt("build", candidate.source)
+        path = as_outcome("build", candidate.source)
         if isinstance(path, Failed):
             return path
-        with writing(self._log), suppress(FileNotFoundError):
+        with explain_write_errors(self._log), suppress(FileNotFoundError):
             os.truncate(self._log, 0)
-        with alone(self.gpus):
+        with device_lock(self.gpus):
             args = (candidate.digest, candidate.edges, path, benchmarker)
-            built: Built | Failed = self._request("build", self._limits.build_s, *args)
-        if isinstance(built, Built):
+            built: BuiltEngine | Failed = self._request("build", self._limits.build_s, *args)
+        if isinstance(built, BuiltEngine):
             self._next_handle = built.handle + 1
         return built
 
@@ -120,7 +120,7 @@ class Sandbox(Engines):
         """Time an engine while no other run times on the same cores and GPUs; see `Engines.sample`."""
         if failed := self._open(handle, level_ms):
             return failed
-        with stopwatch():  # acquired here, so that waiting for another run counts against no limit
+        with timing_lock():  # acquired here, so that waiting for another run counts against no limit
             return super().sample(handle, sampling, rival, level_ms)
 
     def _open(self, handle: int, level_ms: float | None) -> Failed | None:
@@ -142,7 +142,7 @@ class Sandbox(Engines):
     def _is_alive(self, handle: int) -> bool:
         return self._worker is not None and handle >= self._worker.first_handle
 
-    def _call(self, method: str, *args: Any, on_progress: Watch | None = None) -> Any:
+    def _call(self, method: str, *args: Any, on_progress: ScoringCallback | None = None) -> Any:
         handle = args[0]
         if not self._is_alive(handle):
             stage = "measure" if method in ("open", "sample") else method
@@ -153,10 +153,10 @@ class Sandbox(Engines):
             limit_s = self._limits.measure_s
         elif method == "open":  # the first engine that is timed against the reference waits for its build
             limit_s = self._limits.measure_s + (self._limits.build_s if args[1] else 0.0)
-        with alone(self.gpus):
+        with device_lock(self.gpus):
             return self._request(method, limit_s, *args, on_progress=on_progress)
 
-    def _request(self, method: str, limit_s: float, *args: Any, on_progress: Watch | None = None) -> Any:
+    def _request(self, method: str, limit_s: float, *args: Any, on_progress: ScoringCallback | None = None) -> Any:
         """Send a call to the worker and return its answer, or a `Failed` that explains how the worker died."""
         started_s = time.perf_counter()
         worker = self._worker or self._start()
@@ -167,17 +167,17 @@ class Sandbox(Engines):
             self._stop()
             raise
         if isinstance(answer, Failed):
-            log_tail = tail(f"{self._read_log()}\n{answer.log_tail}")
+            log_tail = last_lines(f"{self._read_log()}\n{answer.log_tail}")
             return replace(answer, log_tail=log_tail, wall_s=time.perf_counter() - started_s)
         return answer
 
-    def _receive(self, worker: Worker, limit_s: float, method: str, on_progress: Watch | None = None) -> Any:
+    def _receive(self, worker: WorkerProcess, limit_s: float, method: str, on_progress: ScoringCallback | None = None) -> Any:
         """Return the worker's answer, or stop the worker and return a `Failed`."""
         deadline_s = time.monotonic() + limit_s
         memory_gb = self._limits.memory_gb
         try:
             kind, answer = worker.receive(limit_s, memory_gb)
-            while kind == PROGRESS:
+            while kind == PROGRESS_MESSAGE:
                 if on_progress is not None:
                     on_progress(*answer)
                 kind, answer = worker.receive(deadline_s - time.monotonic(), memory_gb)
@@ -187,7 +187,7 @@ class Sandbox(Engines):
             cause = f"{method} used more than {memory_gb:g} GB of memory"
             failed = Failed(stage="crash", reason=f"{cause} (limits.memory_gb, which all engines of a worker share)")
         except (EOFError, OSError):
-            failed = Failed(stage="crash", reason=f"the worker {worker.ending()} during {method}")
+            failed = Failed(stage="crash", reason=f"the worker {worker.describe_exit()} during {method}")
             _logger.warning("%s; starting a new worker", failed.reason)
         else:
             if kind == "user_error":
@@ -196,18 +196,18 @@ class Sandbox(Engines):
         self._stop()
         return failed
 
-    def _start(self) -> Worker:
-        with writing(self._log):
+    def _start(self) -> WorkerProcess:
+        with explain_write_errors(self._log):
             output = self._log.open("ab")
         try:
             with output:
-                worker = self._worker = Worker(output, self._next_handle)
+                worker = self._worker = WorkerProcess(output, self._next_handle)
         except OSError as error:
             raise UserError(f"no worker could be started: {error}") from error
         worker.send((replace(self._spec, workdir=self._scratch), self._next_handle))
-        answer = self._receive(worker, START_S, "start")
+        answer = self._receive(worker, SANDBOX_START_LIMIT_S, "start")
         if isinstance(answer, Failed):
-            raise UserError(f"no worker could be started: {answer.reason}\n{tail(self._read_log())}")
+            raise UserError(f"no worker could be started: {answer.reason}\n{last_lines(self._read_log())}")
         self._facts, self._gpus = answer
         return worker
 
@@ -224,26 +224,26 @@ class Sandbox(Engines):
 
 def serve(fd: int) -> None:
     """Run a worker: construct the plug-ins, then answer calls until the driver closes the connection."""
-    end_with_driver()
+    die_with_parent()
     connection: Connection[Any, Any] = Connection(fd)
     spec, first_handle = connection.recv()
 
     def report(done: int, total: int) -> None:
-        connection.send((PROGRESS, (done, total)))
+        connection.send((PROGRESS_MESSAGE, (done, total)))
 
     try:
         with InProcess(spec, first_handle) as engines:
             facts = {name: engines.describe(name) for name in spec.benchmarkers}
             connection.send(("answer", (facts, engines.gpus)))
             while True:
-                connection.send_bytes(_answer(engines, report, *connection.recv()))
+                connection.send_bytes(_answer_call(engines, report, *connection.recv()))
     except UserError as error:
         connection.send(("user_error", str(error)))
     except EOFError:
         return
 
 
-def _answer(engines: InProcess, report: Watch, method: str, args: tuple[Any, ...]) -> bytes:
+def _answer_call(engines: InProcess, report: ScoringCallback, method: str, args: tuple[Any, ...]) -> bytes:
     def work() -> bytes:
         if method == "build":
             return pickle.dumps(("answer", engines.build(_candidate(*args[:3]), args[3])))
@@ -251,7 +251,7 @@ def _answer(engines: InProcess, report: Watch, method: str, args: tuple[Any, ...
         return pickle.dumps(("answer", getattr(engines, method)(*args, *extra)))
 
     try:
-        answer = attempt(method, work)  # also for a result that cannot be pickled
+        answer = as_outcome(method, work)  # also for a result that cannot be pickled
     except UserError as error:
         return pickle.dumps(("user_error", str(error)))
     return answer if isinstance(answer, bytes) else pickle.dumps(("answer", answer))

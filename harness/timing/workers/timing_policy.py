@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from harness.api import Candidate
-from harness.timing.workers.engines import MAIN, Built, Engines, Watch
+from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, Engines, ScoringCallback
 from harness.records import Failed
 
-__all__ = ["Alternating", "Beside", "Gate", "Gated"]
+__all__ = ["ExclusiveTiming", "SerialTiming", "TimingPolicy", "PolicedEngines"]
 
 
-class Gate:
+class TimingPolicy:
     """Policy without restrictions, for workers that have a machine, or at least a device, each."""
 
     def building(self) -> AbstractContextManager[None]:
@@ -28,7 +28,7 @@ class Gate:
         return nullcontext()
 
 
-class Beside(Gate):
+class SerialTiming(TimingPolicy):
     """Policy with one timing at a time, which builds may overlap."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Beside(Gate):
             yield
 
 
-class Alternating(Gate):
+class ExclusiveTiming(TimingPolicy):
     """Policy with either several builds or a single timing; a waiting timing goes first."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Alternating(Gate):
                 self._changed.notify_all()
 
 
-class Gated(Engines):
+class PolicedEngines(Engines):
     """Engines of one worker under a timing policy.
 
     Args:
@@ -85,22 +85,22 @@ class Gated(Engines):
         write_lock: Held while a candidate's file is written, which is not thread-safe.
     """
 
-    def __init__(self, engines: Engines, policy: Gate, write_lock: threading.Lock) -> None:
+    def __init__(self, engines: Engines, policy: TimingPolicy, write_lock: threading.Lock) -> None:
         self._engines = engines
         self._policy = policy
         self._write_lock = write_lock
 
-    def _call(self, method: str, *args: Any, on_progress: Watch | None = None) -> Any:
+    def _call(self, method: str, *args: Any, on_progress: ScoringCallback | None = None) -> Any:
         if method == "release":
             return self._engines.release(*args)
         extra = () if on_progress is None else (on_progress,)
         with self._policy.timing() if method == "sample" else self._policy.building():
             return getattr(self._engines, method)(*args, *extra)
 
-    def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
+    def describe(self, benchmarker: str = MAIN_BENCHMARKER) -> Mapping[str, Any]:
         return self._engines.describe(benchmarker)
 
-    def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
+    def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
         """Write the candidate's file under the lock and build its engine."""
 
         def source() -> Path:

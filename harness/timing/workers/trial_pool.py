@@ -19,19 +19,19 @@ from typing import Protocol, Self
 from harness.api import Candidate
 from harness.errors import UserError
 from harness.timing.workers.engines import Engines
-from harness.timing.workers.timing_policy import Gate, Gated
+from harness.timing.workers.timing_policy import TimingPolicy, PolicedEngines
 from harness.statistics import Interval
 from harness.records import Failed, Outcome
 
-__all__ = ["Attempt", "AttemptWith", "Executor", "Inline", "Pool", "WorkerLost", "at_once"]
+__all__ = ["TrialFn", "TrialFnFactory", "Executor", "SyncExecutor", "ThreadedExecutor", "WorkerLost", "run_concurrently"]
 
-Attempt = Callable[[Candidate, Interval | None], Outcome]
+TrialFn = Callable[[Candidate, Interval | None], Outcome]
 """Builds, samples and scores a candidate, unless it is slower than the incumbent's latency in ms (None: none yet)."""
-AttemptWith = Callable[[Engines], Attempt]
+TrialFnFactory = Callable[[Engines], TrialFn]
 """Returns a worker's trial function, given its engines."""
-OpenWorker = Callable[[], AbstractContextManager[Engines]]
-SECOND_CHANCES = 1  # to another worker, after the loss of the one that ran the trial
-END_S = 20.0  # threads that are still running then end with the process
+WorkerFactory = Callable[[], AbstractContextManager[Engines]]
+MAX_TRIAL_REASSIGNMENTS = 1  # to another worker, after the loss of the one that ran the trial
+POOL_SHUTDOWN_LIMIT_S = 20.0  # threads that are still running then end with the process
 _logger = logging.getLogger(__name__)
 
 
@@ -55,10 +55,10 @@ class Executor(Protocol):
         ...
 
 
-class Inline:
+class SyncExecutor:
     """Executor that runs each trial in the caller's thread when its outcome is collected."""
 
-    def __init__(self, trial: Attempt) -> None:
+    def __init__(self, trial: TrialFn) -> None:
         self._trial = trial
         self._submitted: SimpleQueue[tuple[int, Candidate, Interval | None]] = SimpleQueue()
 
@@ -74,7 +74,7 @@ class Inline:
 class _TrialJob:
     candidate: Candidate
     incumbent: Interval | None
-    make_trial: AttemptWith
+    make_trial: TrialFnFactory
     future: Future[Outcome] = field(default_factory=Future)
     losses: int = 0
 
@@ -87,7 +87,7 @@ class _TrialJob:
             self.future.set_exception(error)
 
 
-class Pool:
+class ThreadedExecutor:
     """Pool of workers that several searches share, each with a queue and a trial function of its own.
 
     A worker that is lost returns its trial to the pool, once, and opens its engines again; if that fails, the other
@@ -99,7 +99,7 @@ class Pool:
         policy: Which builds and timings may overlap.
     """
 
-    def __init__(self, open_worker: OpenWorker, workers: int, policy: Gate) -> None:
+    def __init__(self, open_worker: WorkerFactory, workers: int, policy: TimingPolicy) -> None:
         self._open_worker = open_worker
         self._policy = policy
         self._jobs: SimpleQueue[_TrialJob | None] = SimpleQueue()
@@ -119,7 +119,7 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         running = bool(self._unfinished)
         self._stop(UserError("the run is being ended"))
-        deadline_s = time.monotonic() + END_S
+        deadline_s = time.monotonic() + POOL_SHUTDOWN_LIMIT_S
         while any(thread.is_alive() for thread in self._threads) and time.monotonic() < deadline_s:
             if running:  # closing its engines ends a trial, whose outcome is not needed any more
                 for engines in list(self._opened):
@@ -128,9 +128,9 @@ class Pool:
             for thread in self._threads:
                 thread.join(timeout=0.1)
 
-    def lane(self, make_trial: AttemptWith) -> _Lane:
+    def open_queue(self, make_trial: TrialFnFactory) -> SearchQueue:
         """Return the queue through which one search uses the pool."""
-        return _Lane(self._submit, make_trial, self._policy)
+        return SearchQueue(self._submit, make_trial, self._policy)
 
     def _submit(self, job: _TrialJob) -> None:
         with self._lock:
@@ -154,7 +154,7 @@ class Pool:
     def _serve(self) -> None:
         """Run a worker's thread."""
         try:
-            while self._stopped is None and self._work():
+            while self._stopped is None and self._serve_with_engines():
                 pass
         except UserError as error:
             with self._lock:
@@ -163,20 +163,20 @@ class Pool:
             if not self._alive:
                 self._stop(error)
 
-    def _work(self) -> bool:
+    def _serve_with_engines(self) -> bool:
         """Run jobs with one set of engines; return True if these are lost and others are needed."""
         with ExitStack() as stack:
             opened = self._open_worker()
             engines = stack.enter_context(opened)
             self._opened.append(opened)
             stack.callback(self._opened.remove, opened)
-            policed = Gated(engines, self._policy, self._write_lock)
+            policed = PolicedEngines(engines, self._policy, self._write_lock)
             while (job := self._jobs.get()) is not None:
-                if self._stopped is None and not self._do(job, policed):
+                if self._stopped is None and not self._run_job(job, policed):
                     return True
         return False
 
-    def _do(self, job: _TrialJob, engines: Engines) -> bool:
+    def _run_job(self, job: _TrialJob, engines: Engines) -> bool:
         """Run a trial; return False if its worker was lost."""
         try:
             job.finish(job.make_trial(engines)(job.candidate, job.incumbent))
@@ -191,21 +191,21 @@ class Pool:
     def _reassign(self, job: _TrialJob, error: WorkerLost) -> None:
         job.losses += 1
         _logger.warning("%s; its trial is given to another worker", error)
-        if job.losses > SECOND_CHANCES:
+        if job.losses > MAX_TRIAL_REASSIGNMENTS:
             reason = f"{job.losses} workers in a row were lost while they ran it; the last: {error}"
             job.finish(Failed(stage="crash", reason=reason))
         else:
             self._jobs.put(job)
 
 
-class _Lane:
+class SearchQueue:
     """Executor of one search in a shared pool, open while the search runs.
 
     The search itself counts as building under the timing policy: the computation between two outcomes would disturb
     a timing as much.
     """
 
-    def __init__(self, submit_job: Callable[[_TrialJob], None], make_trial: AttemptWith, policy: Gate) -> None:
+    def __init__(self, submit_job: Callable[[_TrialJob], None], make_trial: TrialFnFactory, policy: TimingPolicy) -> None:
         self._submit_job = submit_job
         self._make_trial = make_trial
         self._policy = policy
@@ -233,7 +233,7 @@ class _Lane:
         return self._numbers.pop(future), future.result()
 
 
-def at_once(works: Sequence[Callable[[], None]], threads: int) -> None:
+def run_concurrently(works: Sequence[Callable[[], None]], threads: int) -> None:
     """Run all functions in some threads; if one raises, start no further one and raise its error.
 
     Functions that are running then are not waited for: close the resources that they use.

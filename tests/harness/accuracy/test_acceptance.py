@@ -15,7 +15,7 @@ from harness.api import Evaluator, Infer
 from harness.accuracy.metrics.detection import CocoMAP
 from harness.accuracy.metrics.base import evaluator_params
 from harness.accuracy.metrics.intervals import metric_estimate
-from harness.paths import locate
+from harness.paths import resolve_path
 
 pytestmark = [
     pytest.mark.assets,
@@ -33,14 +33,14 @@ VAL_ORIGINAL = {
 
 
 def open_evaluator(use: str, params: Mapping[str, Any], supplied: Mapping[str, Any]) -> Any:
-    return registry.create("evaluator", use, evaluator_params(use, params, supplied))
+    return registry.create_plugin("evaluator", use, evaluator_params(use, params, supplied))
 
 
 def session(model: str) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
-    path = str(locate(f"assets:models/{model}.onnx"))
+    path = str(resolve_path(f"assets:models/{model}.onnx"))
     return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 

@@ -30,7 +30,7 @@ def made(use: str, data: Any, folder: Path, inputs: Any = None, **params: Any) -
     """The evaluator as the harness makes it."""
     types = TWO if inputs is None else inputs
     supplied = {**image_supplies(data, types), "inputs": types, "base": folder}
-    return registry.create("evaluator", use, evaluator_params(use, {"data": data, **params}, supplied))
+    return registry.create_plugin("evaluator", use, evaluator_params(use, {"data": data, **params}, supplied))
 
 
 @pytest.fixture

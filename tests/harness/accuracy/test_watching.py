@@ -13,10 +13,10 @@ from harness.api import Accuracy, Candidate
 from harness.accuracy.metrics.classification import Top1
 from harness.accuracy.metrics.fidelity import Fidelity
 from harness.timing.workers import in_process
-from harness.timing.workers.engines import Built, WorkerSpec
+from harness.timing.workers.engines import BuiltEngine, WorkerSpec
 from harness.timing.workers.sandbox import InProcess, Sandbox
 from harness.records import Failed
-from harness.config.experiment import Limits, Use
+from harness.config.experiment import Limits, PluginSpec
 
 PLUGINS = """
 import time
@@ -76,10 +76,10 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def spec(folder: Path, infer_s: float = 0.2, inferences: int = 4) -> WorkerSpec:
     return WorkerSpec(
-        benchmarkers={"main": Use(use="patient_plugins:Bench", params={"infer_s": infer_s})},
+        benchmarkers={"main": PluginSpec(use="patient_plugins:Bench", params={"infer_s": infer_s})},
         evaluators={
-            "main": Use(use="patient_plugins:Patient", params={"inferences": inferences}),
-            "mute": Use(use="patient_plugins:Mute"),
+            "main": PluginSpec(use="patient_plugins:Patient", params={"inferences": inferences}),
+            "mute": PluginSpec(use="patient_plugins:Mute"),
         },
         workdir=folder / "work",
     )
@@ -94,7 +94,7 @@ def test_a_worker_tells_how_far_it_is(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     with Sandbox(spec(tmp_path), Limits()) as engines:
         built = engines.build(candidate(tmp_path))
-        assert isinstance(built, Built)
+        assert isinstance(built, BuiltEngine)
         found = engines.evaluate(built.handle, watch=lambda done, total: told.append((done, total)))
         assert found == Accuracy(metrics={"score": 0.5}, note="a guess")
         assert told == sorted(told)
@@ -109,7 +109,7 @@ def test_words_on_the_way_do_not_put_off_the_end(tmp_path: Path) -> None:
     told: list[int] = []
     with Sandbox(spec(tmp_path, inferences=1000), Limits(evaluate_s=1.5)) as engines:
         built = engines.build(candidate(tmp_path))
-        assert isinstance(built, Built)
+        assert isinstance(built, BuiltEngine)
         found = engines.evaluate(built.handle, watch=lambda done, _: told.append(done))
     assert isinstance(found, Failed)
     assert (found.stage, found.reason) == ("timeout", "evaluate took longer than 1.5 s")
@@ -124,7 +124,7 @@ def test_an_evaluator_that_does_not_say_how_long_it_takes_works_as_ever(
     told: list[tuple[int, int]] = []
     with InProcess(spec(tmp_path, infer_s=0.0)) as engines:
         built = engines.build(candidate(tmp_path))
-        assert isinstance(built, Built)
+        assert isinstance(built, BuiltEngine)
         engines.evaluate(built.handle, "mute", lambda done, total: told.append((done, total)))
         assert told == []
         engines.evaluate(built.handle, "main", lambda done, total: told.append((done, total)))

@@ -12,10 +12,10 @@ import pytest
 
 from harness.api import Candidate
 from harness.errors import UserError
-from harness.timing.workers.engines import MAIN, Built, Engines, WorkerSpec
+from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, Engines, WorkerSpec
 from harness.timing.sampling import Samples
 from harness.timing.workers.sandbox import InProcess
-from harness.config.experiment import Sampling, Use
+from harness.config.experiment import Sampling, PluginSpec
 from harness.progress import Silent
 from harness.analysis.noise import Components, Design, components, measure_noise
 from search.space import digest_of
@@ -83,8 +83,8 @@ def opener(tmp_path: Path, **params: object):  # type: ignore[no-untyped-def]
 
     @contextmanager
     def open_engines() -> Iterator[Engines]:
-        use = Use(use="simulated", params={**params, "noise_seed": next(seeds)})
-        with InProcess(WorkerSpec(benchmarkers={MAIN: use}, workdir=tmp_path)) as engines:
+        use = PluginSpec(use="simulated", params={**params, "noise_seed": next(seeds)})
+        with InProcess(WorkerSpec(benchmarkers={MAIN_BENCHMARKER: use}, workdir=tmp_path)) as engines:
             yield engines
 
     return open_engines
@@ -104,9 +104,9 @@ class Slowing:
     def __init__(self) -> None:
         self.built = self.taken = 0
 
-    def build(self, *_: object) -> Built:
+    def build(self, *_: object) -> BuiltEngine:
         self.built += 1
-        return Built(handle=self.built, build_s=0.1)
+        return BuiltEngine(handle=self.built, build_s=0.1)
 
     def sample(self, handle: int, sampling: Sampling) -> Samples:
         self.taken += 1

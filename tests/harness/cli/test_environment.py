@@ -65,10 +65,10 @@ def test_broken_plug_ins_stand_beside_the_working_ones(rows, monkeypatch):
     def plugins(kind):
         points = [p.entry_point for p in real(kind)]
         if kind in ("benchmarker", "searcher"):
-            points.append(registry.EntryPoint(name="broken", value="broken_plug_in:X", group=registry.GROUPS[kind]))
+            points.append(registry.EntryPoint(name="broken", value="broken_plug_in:X", group=registry.ENTRY_POINT_GROUPS[kind]))
         return tuple(registry.Plugin(name=p.name, kind=kind, origin="o", entry_point=p) for p in points)
 
-    real = registry.plugins
+    real = registry.installed_plugins
     monkeypatch.setattr(registry, "plugins", plugins)
     found = rows()
     assert found["benchmarker broken"][0] == found["searcher broken"][0] == "not usable"

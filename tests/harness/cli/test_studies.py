@@ -11,7 +11,7 @@ import pytest
 from small import qdq, save_chain
 
 from harness.timing.workers.sandbox import InProcess
-from harness.results_dir.fingerprint import ADVICE, Changed
+from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
 from harness.studies.study_task import study_of, subject
 
 SIMULATED = ("--backend", "simulated", "--param", "noise=0.0")
@@ -70,7 +70,7 @@ def test_noise_advises_what_it_has(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def changed(*_: object) -> None:
-        raise Changed(f"float.json: backend.version: '1' -> '2'\n{ADVICE}")
+        raise FingerprintMismatch(f"float.json: backend.version: '1' -> '2'\n{CHANGED_RUN_ADVICE}")
 
     monkeypatch.setattr("harness.analysis.noise_report.noise_report", changed)
     assert qdq("noise", model, *SIMULATED) == 2

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from small import save_chain
 
-from harness.records import Measured, Outcome, Told
+from harness.records import Measured, Outcome, TrialResult
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
 from harness.config.experiment import parse_experiment
 from harness.pipeline.runner import run_experiment
-from harness.results_dir.journal import Entry, read_journal
+from harness.results_dir.journal import JournalEntry, read_journal
 from harness.progress import Silent
 
 EXPERIMENT = """
@@ -54,7 +54,7 @@ class Ran:
     out: Path
     said: list[str]
 
-    def entries(self) -> dict[str, list[Entry]]:
+    def entries(self) -> dict[str, list[JournalEntry]]:
         """By cell and journal."""
         paths = sorted(self.out.glob("*/runs/*.jsonl"))
         return {f"{path.parts[-3]}/{path.name}": list(read_journal(path)) for path in paths}
@@ -68,7 +68,7 @@ class Ran:
     def outcomes(self, cell: str = "") -> list[Outcome]:
         """Of all searches, or of those of the cells whose names begin so."""
         found = [entries for name, entries in self.entries().items() if name.startswith(cell)]
-        return [entry.told.outcome for entries in found for entry in entries if entry.told is not None]
+        return [entry.result.outcome for entries in found for entry in entries if entry.result is not None]
 
     def processes(self, cell: str = "") -> set[int]:
         """Which processes built."""
@@ -79,11 +79,11 @@ class Ran:
         return main_frame(load(self.out)).drop(columns="minutes").astype(str).to_dict("records")
 
 
-def _plain(entry: Entry) -> tuple[Any, ...]:
-    return entry.asked.choices, entry.asked.duplicate_of, _said(entry.told)
+def _plain(entry: JournalEntry) -> tuple[Any, ...]:
+    return entry.proposal.choices, entry.proposal.duplicate_of, _said(entry.result)
 
 
-def _said(told: Told | None) -> Any:
+def _said(told: TrialResult | None) -> Any:
     """What an outcome says, but for how long it took and where."""
     if told is None or not isinstance(told.outcome, Measured):
         return told and told.outcome.reason
@@ -122,10 +122,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 def cluster(place: Workplace) -> Iterator[Any]:
     """A head that the driver is connected to, without workers, and two nodes with one CPU each."""
     pytest.importorskip("ray", reason="the extra 'ray' is not installed")
-    from harness.cluster import SETTINGS
+    from harness.cluster import RAY_ENVIRONMENT
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in SETTINGS.items():
+        for name, value in RAY_ENVIRONMENT.items():
             patch.setenv(name, value)
         import ray
         from ray.cluster_utils import Cluster

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from harness.errors import UserError
-from harness.timing.provenance import environment
+from harness.timing.provenance import describe_environment
 from harness.records import Measured
 from harness.progress import Silent
 
@@ -100,14 +100,14 @@ def test_a_worker_of_another_kind_is_refused_with_the_difference(
     from harness.cluster import ray_pool as fleet
 
     monkeypatch.setattr(fleet, "START_S", 15.0)
-    known = environment()
+    known = describe_environment()
     known["cpu"]["model"], known["packages"]["numpy"] = "i486", "1.0"
     said: list[str] = []
 
     class Loud:
         say = said.append
 
-    other = fleet.Fleet(1, {}, known, Loud())  # type: ignore[arg-type]
+    other = fleet.RayPool(1, {}, known, Loud())  # type: ignore[arg-type]
     with pytest.raises(
         UserError, match=r"(?s)no worker can be used: each requests 1 CPU, the cluster has 2 CPU.*refused"
     ):
@@ -146,17 +146,17 @@ class Noting(Silent):
 
 def test_a_worker_whose_benchmarkers_are_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
-    from harness.cluster.ray_pool import Fleet, Member
+    from harness.cluster.ray_pool import RayPool, RayWorkerHandle
 
     noting = Noting()
-    fleet = Fleet(2, {}, None, noting)
+    fleet = RayPool(2, {}, None, noting)
     monkeypatch.setattr(fleet, "_ask_for_one", lambda: noting.say("another one"))
-    one, two = (Member(actor=object(), node=node, environment={}) for node in ("one", "two"))
+    one, two = (RayWorkerHandle(actor=object(), node=node, environment={}) for node in ("one", "two"))
     fleet._workers = [one, two]
     facts = {"main": {"name": "trtexec", "version": "10.16"}}
-    assert fleet.alike(one, "trtexec", facts)
-    assert fleet.alike(two, "trtexec", dict(facts))
-    assert not fleet.alike(two, "trtexec", {"main": {"name": "trtexec", "version": "11.1"}})
+    assert fleet.check_alike(one, "trtexec", facts)
+    assert fleet.check_alike(two, "trtexec", dict(facts))
+    assert not fleet.check_alike(two, "trtexec", {"main": {"name": "trtexec", "version": "11.1"}})
     assert fleet._workers == [one]
     assert re.search(r"the worker on two is refused.*\n  main\.version: '10\.16' -> '11\.1'", noting.said[0])
     assert noting.said[1:] == ["another one"]
@@ -164,10 +164,10 @@ def test_a_worker_whose_benchmarkers_are_others_is_refused(monkeypatch: pytest.M
 
 def test_engines_on_a_gpu_need_workers_that_reserve_one() -> None:
     pytest.importorskip("ray")
-    from harness.cluster.ray_pool import Fleet
+    from harness.cluster.ray_pool import RayPool
 
     for resources, refused in (({}, True), ({"GPU": 0.25}, True), ({"GPU": 1}, False), ({"CPU": 4, "GPU": 2}, False)):
-        fleet = Fleet(1, resources, None, Silent())
+        fleet = RayPool(1, resources, None, Silent())
         fleet.check_reserved(frozenset())
         said = r"each worker needs one to itself: resources: \{GPU: 1\}"
         with pytest.raises(UserError, match=said) if refused else nullcontext():

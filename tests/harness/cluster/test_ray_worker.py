@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from harness.api import Candidate
-from harness.cluster import open_site
-from harness.cluster.ray_worker import Host, Order, Recent
+from harness.cluster import open_execution_target
+from harness.cluster.ray_worker import RayWorker, BuildRequest, LRUByteCache
 from harness.errors import UserError
-from harness.timing.workers.engines import MAIN, Built, WorkerSpec
+from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, WorkerSpec
 from harness.records import Failed
-from harness.config.experiment import Limits, Use
+from harness.config.experiment import Limits, PluginSpec
 from harness.config.executor import ExecutorSpec
 from harness.progress import Silent
 from search.space import Edge
@@ -52,57 +52,57 @@ class Reads:
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Host]:
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[RayWorker]:
     from harness.timing.workers import in_process as local
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(local.registry, "create", lambda *_: Reads())
     monkeypatch.setattr(local.registry, "load", lambda *_: Reads)
     Reads.read.clear()
-    made = Host(sys.path)
-    spec = WorkerSpec(benchmarkers={MAIN: Use(use="reads")}, workdir=tmp_path / "driver")
+    made = RayWorker(sys.path)
+    spec = WorkerSpec(benchmarkers={MAIN_BENCHMARKER: PluginSpec(use="reads")}, workdir=tmp_path / "driver")
     made.open(0, spec, Limits(), Maker())  # type: ignore[arg-type]
     yield made
     made.end()
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
-def test_files_are_asked_for_once_and_lie_beside_their_weights(host: Host) -> None:
-    order = Order(digest="float", edges=(), files="key")
-    assert isinstance(host.build(0, order, MAIN), KeyError), "they were never sent"
+def test_files_are_asked_for_once_and_lie_beside_their_weights(host: RayWorker) -> None:
+    order = BuildRequest(digest="float", edges=(), files_key="key")
+    assert isinstance(host.build(0, order, MAIN_BENCHMARKER), KeyError), "they were never sent"
     host.store_files("key", {"model.onnx": b"a model", "model.bin": b"its weights"})
     for _ in range(2):
-        built = host.build(0, order, MAIN)
-        assert isinstance(built, Built)
+        built = host.build(0, order, MAIN_BENCHMARKER)
+        assert isinstance(built, BuiltEngine)
         assert built.info["beside"] == ["model.bin", "model.onnx"]
     assert Reads.read == ["a model"] * 2
 
 
-def test_models_that_nobody_used_for_long_make_room(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_files", Recent(25, host._files._drop))
+def test_models_that_nobody_used_for_long_make_room(host: RayWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_files", LRUByteCache(25, host._files._drop))
     for name in "abc":
         host.store_files(name, {f"{name}.onnx": b"0123456789"})
-    orders = {name: Order(digest=name, edges=(), files=name) for name in "abc"}
-    assert isinstance(host.build(0, orders["a"], MAIN), KeyError)
-    assert isinstance(host.build(0, orders["b"], MAIN), Built)
+    orders = {name: BuildRequest(digest=name, edges=(), files_key=name) for name in "abc"}
+    assert isinstance(host.build(0, orders["a"], MAIN_BENCHMARKER), KeyError)
+    assert isinstance(host.build(0, orders["b"], MAIN_BENCHMARKER), BuiltEngine)
     host.store_files("d", {"d.onnx": b"x" * 10})
-    assert isinstance(host.build(0, orders["c"], MAIN), KeyError), "b was used after it"
-    assert isinstance(host.build(0, orders["b"], MAIN), Built)
+    assert isinstance(host.build(0, orders["c"], MAIN_BENCHMARKER), KeyError), "b was used after it"
+    assert isinstance(host.build(0, orders["b"], MAIN_BENCHMARKER), BuiltEngine)
     host.store_files("large", {"large.onnx": b"x" * 1000})
-    assert isinstance(host.build(0, Order(digest="l", edges=(), files="large"), MAIN), Built), "the newest always stays"
+    assert isinstance(host.build(0, BuildRequest(digest="l", edges=(), files_key="large"), MAIN_BENCHMARKER), BuiltEngine), "the newest always stays"
 
 
-def test_a_placement_is_written_where_it_is_built_and_gone_afterwards(host: Host) -> None:
+def test_a_placement_is_written_where_it_is_built_and_gone_afterwards(host: RayWorker) -> None:
     for digest in ("aa", "bb"):
-        built = host.build(0, Order(digest=digest, edges=EDGES), MAIN)
-        assert isinstance(built, Built)
+        built = host.build(0, BuildRequest(digest=digest, edges=EDGES), MAIN_BENCHMARKER)
+        assert isinstance(built, BuiltEngine)
         assert built.info["beside"] == [f"{digest}.onnx"]
     assert Reads.read == ["placement aa", "placement bb"]
 
 
-def test_without_a_maker_a_placement_fails_with_the_reason(host: Host, tmp_path: Path) -> None:
-    host.open(1, WorkerSpec(benchmarkers={MAIN: Use(use="reads")}, workdir=tmp_path / "driver"), Limits(), None)
-    failed = host.build(1, Order(digest="aa", edges=EDGES), MAIN)
+def test_without_a_maker_a_placement_fails_with_the_reason(host: RayWorker, tmp_path: Path) -> None:
+    host.open(1, WorkerSpec(benchmarkers={MAIN_BENCHMARKER: PluginSpec(use="reads")}, workdir=tmp_path / "driver"), Limits(), None)
+    failed = host.build(1, BuildRequest(digest="aa", edges=EDGES), MAIN_BENCHMARKER)
     assert isinstance(failed, Failed)
     assert failed.reason == "neither a file nor a candidate writer was sent"
 
@@ -112,6 +112,6 @@ def test_where_ray_is_not_installed_the_extra_is_named(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "ray", None)
     with (
         pytest.raises(UserError, match=r"executor: 'ray' needs Ray .*install it: pip install 'qdq-bench\[ray\]'"),
-        open_site(ExecutorSpec(use="ray"), Limits(), None, Silent()),
+        open_execution_target(ExecutorSpec(use="ray"), Limits(), None, Silent()),
     ):
         pass

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from harness.errors import UserError
 from harness.config.experiment import load_experiment, parse_experiment, to_yaml
-from harness.config.plan import plan
+from harness.config.plan import plan_tasks
 
 MINIMAL = "experiment: e\nmodels: [zoo:resnet18]\n"
 
@@ -46,7 +46,7 @@ def test_matrix_multiplies_a_list_and_labels_each_copy():
         {"threads": 1, "precision": "f32"},
         {"threads": 2, "precision": "f32"},
     ]
-    assert [cell.name for cell in plan(experiment)] == [
+    assert [cell.name for cell in plan_tasks(experiment)] == [
         "resnet18-openvino-threads-1-precision-f32-int8",
         "resnet18-openvino-threads-2-precision-f32-int8",
     ]
@@ -54,7 +54,7 @@ def test_matrix_multiplies_a_list_and_labels_each_copy():
 
 def test_plan_runs_every_searcher_at_the_first_seed_before_the_second():
     experiment = parse_experiment(MINIMAL + "searchers: [random, tpe]\nseeds: [7, 8]", "e.yaml")
-    assert [run.name for run in plan(experiment)[0].runs] == ["random-7", "tpe-7", "random-8", "tpe-8"]
+    assert [run.name for run in plan_tasks(experiment)[0].runs] == ["random-7", "tpe-7", "random-8", "tpe-8"]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_cells_that_would_share_a_folder_are_refused():
     backends = "[{use: x, label: c}, {use: x, label: b-c}]"
     experiment = parse_experiment(f"experiment: e\nmodels: {models}\nbackends: {backends}", "e.yaml")
     with pytest.raises(UserError, match="two cells would be called 'a-b-c-int8'; choose other labels"):
-        plan(experiment)
+        plan_tasks(experiment)
 
 
 def test_matrix_labels_of_long_values_are_their_place_in_the_list():

@@ -24,7 +24,7 @@ from harness.graph.rules.dialects import Dialect
 from harness.graph.qdq.insert import Inserter
 from harness.graph.load import load
 from harness.graph.qdq.space import build_space
-from harness.config.experiment import Use
+from harness.config.experiment import PluginSpec
 
 BACKENDS = {"openvino": {"precision": "f32"}, "onnxruntime": {}}
 
@@ -39,7 +39,7 @@ def net(path: Path) -> Path:
 
 def quantized(folder: Path, dialect_name: str, roles: list[str] | None = None) -> Path:
     """The net with pairs where these roles are, by default everywhere."""
-    dialect: Any = registry.load("dialect", dialect_name)
+    dialect: Any = registry.load_plugin("dialect", dialect_name)
     assert isinstance(dialect, Dialect)
     model = load(net(folder / "net.onnx"))
     space = build_space(model, dialect)
@@ -51,7 +51,7 @@ def quantized(folder: Path, dialect_name: str, roles: list[str] | None = None) -
 
 @pytest.mark.parametrize("backend", list(BACKENDS))
 def test_what_runs_quantized_is_counted_and_compared(backend: str, tmp_path: Path) -> None:
-    use = Use(use=backend, params=dict(BACKENDS[backend]))
+    use = PluginSpec(use=backend, params=dict(BACKENDS[backend]))
     plain = explain_model(str(net(tmp_path / "net.onnx")), use, runs=3)
     full = explain_model(str(quantized(tmp_path, backend)), use, runs=3)
     assert (plain.asked, plain.low) == (0, 0)
@@ -78,7 +78,7 @@ def test_a_matmul_is_found_that_openvino_calls_by_what_it_folded_in(behind: tupl
             x = builder.op(op, x, builder.const(np.full(64, 0.5, np.float32)))
         x = builder.op("Relu", x) if place == 0 else x
     builder.output(x, name="y")
-    found = explain_model(str(builder.save(tmp_path / "net.onnx")), Use(use="openvino", params={"precision": "f32"}))
+    found = explain_model(str(builder.save(tmp_path / "net.onnx")), PluginSpec(use="openvino", params={"precision": "f32"}))
     assert len(found.precision) == 2
     assert set(found.precision.values()) == {"f32"}
     assert "  they run in: 2 f32" in list(lines(found, 3))
@@ -89,7 +89,7 @@ def test_a_dynamic_model_is_explained_at_the_shape_that_is_given(tmp_path: Path,
     builder.output(builder.conv(builder.input("x", ("N", 3, 16, "width")), 8, 3))
     path = str(builder.save(tmp_path / "net.onnx"))
     with pytest.raises(UserError, match="on the command line as --dim width=224"):
-        explain_model(path, Use(use="openvino"), runs=1)
+        explain_model(path, PluginSpec(use="openvino"), runs=1)
     main(["explain", path, "--dim", "width=16", "--runs", "1"])
     assert "Linear operators: 1; quantized in the file 0" in capsys.readouterr().out
 
@@ -109,7 +109,7 @@ def test_which_of_two_operators_in_front_of_one_add_a_layer_is_nobody_says(tmp_p
 
 
 def test_onnxruntime_says_that_an_output_is_missing(tmp_path: Path) -> None:
-    found = explain_model(str(quantized(tmp_path, "onnxruntime", ["linear"])), Use(use="onnxruntime"), runs=3)
+    found = explain_model(str(quantized(tmp_path, "onnxruntime", ["linear"])), PluginSpec(use="onnxruntime"), runs=3)
     reasons = [finding.reason for finding in found.findings if finding.what == "float"]
     assert found.low < 3
     assert any("its output is not quantized (read by Add)" in reason for reason in reasons)
@@ -179,7 +179,7 @@ def test_mistakes(model: str, backend: str, message: str, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "README.md").write_text("no model")
     with pytest.raises(UserError, match=message):
-        explain_model(model, Use(use=backend), runs=2)
+        explain_model(model, PluginSpec(use=backend), runs=2)
 
 
 def test_a_results_folder_needs_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,7 +211,7 @@ def test_what_is_made_of_constants_runs_once_and_takes_no_time_of_an_inference(t
     for _ in range(3):
         x = builder.op("Relu", builder.linear(x, 512))
     builder.output(x, name="y")
-    found = explain_model(str(builder.save(tmp_path / "net.onnx")), Use(use="openvino", params={"precision": "f32"}))
+    found = explain_model(str(builder.save(tmp_path / "net.onnx")), PluginSpec(use="openvino", params={"precision": "f32"}))
     reorders = [layer for layer in found.layers if "transpose_b" in layer.name]
     assert all(layer.time_ms is None for layer in reorders)
     assert sum(layer.time_ms or 0.0 for layer in found.layers) < 1.5 * found.whole_ms

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.api import PeerTask
+from harness.api import ExternalSearchTask
 from harness.errors import BuildFailed
 from harness.graph.builder import GraphBuilder
 from harness.graph.qdq.read_edges import pairs_in
@@ -23,8 +23,8 @@ def model(tmp_path_factory) -> Path:
     return builder.save(tmp_path_factory.mktemp("peer") / "net.onnx")
 
 
-def task(model: Path, workdir: Path) -> PeerTask:
-    return PeerTask(model=model, workdir=workdir, precision="int8", seed=3, find=Path)
+def task(model: Path, workdir: Path) -> ExternalSearchTask:
+    return ExternalSearchTask(model=model, workdir=workdir, precision="int8", seed=3, find=Path)
 
 
 def walk(peer: ModelOptAutotune, most: int = 100) -> list[tuple[str, int]]:

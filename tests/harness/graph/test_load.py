@@ -22,7 +22,7 @@ from harness.graph.builder import GraphBuilder
 from harness.graph.io import writer as write_module
 from harness.graph.rules.dialects import OPENVINO
 from harness.graph.qdq.insert import Inserter
-from harness.graph.load import from_proto, load, save, write
+from harness.graph.load import from_proto, load, save, write_model
 from harness.graph.model import Model, TensorType
 from harness.graph.qdq.space import build_space
 
@@ -594,7 +594,7 @@ class TestSaving:
         path = save(model, tmp_path)
         assert path.stat().st_size < 5000 < (tmp_path / "model.onnx.data").stat().st_size
         first = (path.read_bytes(), (tmp_path / "model.onnx.data").read_bytes())
-        write(model.proto, path)
+        write_model(model.proto, path)
         assert (path.read_bytes(), (tmp_path / "model.onnx.data").read_bytes()) == first
         assert_same(builder.build(), load(path))
         assert_same(builder.build(), model)

@@ -148,7 +148,7 @@ def front(folder: Path) -> Path:
 
 def journal(cell: Path) -> list[Any]:
     (path,) = (cell / "runs").glob("*.jsonl")
-    return [entry.told.outcome for entry in read_journal(path) if entry.told is not None]
+    return [entry.result.outcome for entry in read_journal(path) if entry.result is not None]
 
 
 def read(path: Path) -> Any:
@@ -210,7 +210,7 @@ def test_a_run_with_more_to_do_shows_the_float_model_first(front: Path, folder: 
     (path,) = (tmp_path / "more" / front.name / "runs").glob("*.jsonl")
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-4]))
     assert qdq("run", str(folder / "front.yaml"), "--out", str(tmp_path / "more")) == 0
-    told = [entry.told.outcome for entry in read_journal(path) if entry.asked.duplicate_of is None]
+    told = [entry.result.outcome for entry in read_journal(path) if entry.proposal.duplicate_of is None]
     assert len(told) == 8
     assert all(PROXY in outcome.metrics for outcome in told)
 

@@ -7,11 +7,11 @@ import pytest
 
 from harness.api import Accuracy
 from harness.graph.io.files import file_digest
-from harness.timing.workers.engines import Built
-from harness.config.experiment import Use
+from harness.timing.workers.engines import BuiltEngine
+from harness.config.experiment import PluginSpec
 from harness.config.objective import Objective
 from harness.progress import Silent
-from harness.results_dir.artifacts import Row, Table, read_json, write_json
+from harness.results_dir.artifacts import ExportedModel, FinalistSet, read_json, write_json
 from harness.pipeline.accuracy_store import ScoreBook, read_scores
 from harness.pipeline.accuracy import Scoring
 from search.space import Space
@@ -23,7 +23,7 @@ class Engines:
 
     def build(self, candidate, benchmarker="main"):
         self.asked.append((candidate.source().name, benchmarker))
-        return Built(handle=0, build_s=0.0)
+        return BuiltEngine(handle=0, build_s=0.0)
 
     def evaluate(self, handle, evaluator="main", watch=None):
         for done in self.words:
@@ -46,12 +46,12 @@ def score(tmp_path):
         for name, content in contents.items():
             path = tmp_path / "models" / f"{name}.onnx"
             path.write_bytes(content)
-            rows.append(Row(id=name, file=path.name, sha256=file_digest(path), pairs=0))
-        body = [{slot: getattr(row, slot) for slot in Row.__slots__} for row in rows]
+            rows.append(ExportedModel(id=name, file=path.name, sha256=file_digest(path), pairs=0))
+        body = [{slot: getattr(row, slot) for slot in ExportedModel.__slots__} for row in rows]
         write_json(tmp_path / "rows.json", {"rows": body, "picks": []})
         engines = Engines()
         ScoreBook(tmp_path, engines, Silent(), evaluator).score(
-            Table(folder=tmp_path, space=Space(()), rows=tuple(rows))
+            FinalistSet(folder=tmp_path, space=Space(()), rows=tuple(rows))
         )
         return engines.asked, {name: found["metrics"]["top1"] for name, found in read_scores(tmp_path).items()}
 
@@ -132,7 +132,7 @@ def test_a_score_without_a_remark_is_written_as_ever(tmp_path):
 def scoring(metric="top1", *, higher_is_better=True, params=None):
     return Scoring(
         objective=Objective(),
-        evaluators={"main": Use(use="top1", params=params or {})},
+        evaluators={"main": PluginSpec(use="top1", params=params or {})},
         metric=metric,
         higher_is_better=higher_is_better,
         facts={},

@@ -14,7 +14,7 @@ from small import qdq, save_chain
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
 from harness.results_dir.journal import read_journal
-from harness.results_dir.termination import read_end
+from harness.results_dir.termination import read_termination
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 CELL = "net-simulated-int8"
@@ -131,7 +131,7 @@ def journal(folder: Path, name: str) -> Path:
 
 
 def evaluated(folder: Path, name: str) -> list[str]:
-    return [entry.asked.digest for entry in read_journal(journal(folder, name)) if entry.told is not None]
+    return [entry.proposal.digest for entry in read_journal(journal(folder, name)) if entry.result is not None]
 
 
 @pytest.mark.parametrize("name", BREAKS)
@@ -139,12 +139,12 @@ def test_the_error_of_a_searcher_is_kept_with_its_traceback(ran: tuple[Path, int
     folder, _, said = ran
     spent, reason, where = BREAKS[name]
     assert len(evaluated(folder, name)) == spent
-    end = read_end(journal(folder, name))
+    end = read_termination(journal(folder, name))
     assert end is not None
-    assert end.said.startswith(f"broke at {spent} of {BUDGET}: {reason}")
-    assert f"{CELL} {name}-1 {end.said}\n" in said, "said when it happens"
-    assert end.trace == journal(folder, name).with_suffix(".broken.txt")
-    trace = end.trace.read_text()
+    assert end.reason.startswith(f"broke at {spent} of {BUDGET}: {reason}")
+    assert f"{CELL} {name}-1 {end.reason}\n" in said, "said when it happens"
+    assert end.traceback_file == journal(folder, name).with_suffix(".broken.txt")
+    trace = end.traceback_file.read_text()
     assert "Traceback (most recent call last)" in trace
     assert where in trace
     assert len(trace.splitlines()) < 60
@@ -185,7 +185,7 @@ def test_a_search_that_has_nothing_more_says_so(ran: tuple[Path, int, str]) -> N
     known = "it proposed only placements that were proposed before, 200 in a row"
     assert f"{CELL} Again-1 ended at 2 of 8: {known}\n" in said
     assert journal(folder, "Again").with_suffix(".ended.txt").read_text() == f"ended at 2 of 8: {known}\n"
-    assert read_end(journal(folder, "Plain")) is None
+    assert read_termination(journal(folder, "Plain")) is None
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def test_a_mended_searcher_goes_on_where_it_broke(copy: Path, marks: Mark) -> No
     assert status == 2, "the others are broken still"
     assert journal(copy, "Asks").read_bytes().startswith(before)
     assert len(evaluated(copy, "Asks")) == BUDGET
-    assert read_end(journal(copy, "Asks")) is None
+    assert read_termination(journal(copy, "Asks")) is None
     assert "Asks-1 broke" not in said
     assert "Asks-1 broke" not in (copy / "out" / "report" / "main.md").read_text()
 
@@ -239,13 +239,13 @@ def test_an_interruption_costs_a_mended_searcher_nothing(copy: Path, ran: tuple[
     marks("other")
     marks("interrupted")
     assert "interrupted; what was measured is kept" in again(copy)[1]
-    end = read_end(journal(copy, "Asks"))
+    end = read_termination(journal(copy, "Asks"))
     assert end is not None
-    assert end.said.startswith("broke at 4 of 8")
+    assert end.reason.startswith("broke at 4 of 8")
     (ran[0] / "interrupted").unlink()
     assert "it begins anew, beside Asks-1.1.jsonl" in again(copy)[1]
     assert len(evaluated(copy, "Asks")) == BUDGET
-    assert read_end(journal(copy, "Asks")) is None
+    assert read_termination(journal(copy, "Asks")) is None
 
 
 def test_a_searcher_that_never_broke_may_not_propose_something_else(copy: Path, marks: Mark) -> None:

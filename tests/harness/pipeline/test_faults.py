@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from small import save_chain
 
-from harness.timing.confirmation import summarise
+from harness.timing.confirmation import summarize_turns
 from harness.records import Failed, Measured
 from harness.config.experiment import parse_experiment
 from harness.selection.confirmation import read_events, read_floor
 from harness.pipeline.runner import run_experiment
-from harness.results_dir.journal import Entry, read_journal
+from harness.results_dir.journal import JournalEntry, read_journal
 from harness.progress import Silent
 
 EXPERIMENT = """
@@ -47,17 +47,17 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def entries(cell: Path) -> list[Entry]:
-    return [entry for entry in read_journal(cell / "runs" / "random-0.jsonl") if entry.told is not None]
+def entries(cell: Path) -> list[JournalEntry]:
+    return [entry for entry in read_journal(cell / "runs" / "random-0.jsonl") if entry.result is not None]
 
 
-def test_the_search_spends_its_budget_whatever_fails(entries: list[Entry]) -> None:
+def test_the_search_spends_its_budget_whatever_fails(entries: list[JournalEntry]) -> None:
     assert len(entries) == 30
-    assert 5 <= sum(entry.told is not None and isinstance(entry.told.outcome, Measured) for entry in entries) <= 25
+    assert 5 <= sum(entry.result is not None and isinstance(entry.result.outcome, Measured) for entry in entries) <= 25
 
 
-def test_each_failure_says_what_happened(entries: list[Entry]) -> None:
-    failed = [entry.told.outcome for entry in entries if entry.told and isinstance(entry.told.outcome, Failed)]
+def test_each_failure_says_what_happened(entries: list[JournalEntry]) -> None:
+    failed = [entry.result.outcome for entry in entries if entry.result and isinstance(entry.result.outcome, Failed)]
     met = Counter(reason for outcome in failed for reason in REASONS if reason in outcome.reason)
     assert met.total() == len(failed), [outcome.reason for outcome in failed]
     assert len(met) >= 5
@@ -66,7 +66,7 @@ def test_each_failure_says_what_happened(entries: list[Entry]) -> None:
 
 
 def test_the_winner_is_confirmed_and_the_floor_of_a_runtime_without_noise_is_zero(cell: Path) -> None:
-    summary = summarise(read_events(cell), baseline="float", floor=read_floor(cell))
+    summary = summarize_turns(read_events(cell), baseline="float", floor=read_floor(cell))
     best = max((row for row in summary.rows.values()), key=lambda row: row.speedup.value)
     assert best.verdict == "faster"
     assert best.recommended

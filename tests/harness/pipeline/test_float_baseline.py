@@ -7,7 +7,7 @@ import pytest
 
 from harness.errors import UserError
 from harness.timing.workers.sandbox import open_engines
-from harness.config.experiment import Limits, Use
+from harness.config.experiment import Limits, PluginSpec
 from harness.progress import Silent
 from harness.pipeline.float_baseline import float_benchmarkers
 
@@ -29,7 +29,7 @@ def choose(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
     def choose():
-        use = Use(use="plug_in_with_two:Two")
+        use = PluginSpec(use="plug_in_with_two:Two")
         opened = partial(open_engines, limits=Limits())
         return float_benchmarkers(use, tmp_path / "model.onnx", tmp_path / "cell", opened, Silent())
 

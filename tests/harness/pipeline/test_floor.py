@@ -14,7 +14,7 @@ from harness.api import Accuracy
 from harness.errors import UserError
 from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.sandbox import InProcess, open_engines
-from harness.config.experiment import Experiment, Use, parse_experiment
+from harness.config.experiment import Experiment, PluginSpec, parse_experiment
 from harness.selection.confirmation import float_latency, level, noise_floor, read_floor
 from harness.config.objective import Objective
 from harness.progress import Silent, best_note
@@ -43,7 +43,7 @@ def floor(
     model: Path, experiment: Experiment = EXPERIMENT, version: str = "1", **params: float
 ) -> tuple[float, list[str]]:
     observer = Loud()
-    use = Use(use="simulated", params={"build_noise": 0.03, **params})
+    use = PluginSpec(use="simulated", params={"build_noise": 0.03, **params})
     worker = WorkerSpec(benchmarkers={"main": use}, workdir=model.parent / "work")
     facts = {**FACTS, "version": version}
     opened = partial(open_engines, limits=experiment.limits)
@@ -102,13 +102,13 @@ def test_readings_beside_the_float_model_and_bounds_on_latency_share_one_scale(m
     folder = model.parent
     float_ms = float_latency(folder)
     assert float_ms == pytest.approx(10.0, rel=0.5)
-    backend = Use(use="simulated")
+    backend = PluginSpec(use="simulated")
     assert level(folder, backend, "always") == float_ms
     assert level(folder, backend, "never") is None
-    assert level(folder, Use(use="trtexec"), "always") is None, "a turn of it is a process"
+    assert level(folder, PluginSpec(use="trtexec"), "always") is None, "a turn of it is a process"
     objective = Objective(minimize="accuracy", max_latency="50%")
     scoring = Scoring(
-        objective=objective, evaluators={"main": Use(use="e")}, metric="m", higher_is_better=True, facts={}
+        objective=objective, evaluators={"main": PluginSpec(use="e")}, metric="m", higher_is_better=True, facts={}
     )
     goal = scoring.goal(_Scored(), model, folder)
     assert (goal.float_ms, goal.max_latency_ms) == pytest.approx((float_ms, float_ms / 2), rel=1e-12)

@@ -22,9 +22,9 @@ from harness.pipeline.runner import run_experiment
 from harness.pipeline.external_tools import Foreign
 from harness.results_dir.journal import read_journal
 from harness.progress import Silent
-from harness.config.plan import plan
+from harness.config.plan import plan_tasks
 from harness.pipeline.initial_design import Seeding, trt_guide
-from harness.config.initial import INITIAL
+from harness.config.initial import DEFAULT_INITIAL
 from search.api import Observation, Score
 
 EXPERIMENT = """
@@ -73,7 +73,7 @@ def seeding(folder, model, space, initial, foreign=(), observer=None):
     text = EXPERIMENT.replace("INITIAL", initial).replace("BASELINES", "[all]")
     experiment = parse_experiment(text, "starts.yaml")
     made = Seeding(
-        spec=plan(experiment)[0], space=space, model=model, base=folder, foreign=dict(foreign),
+        spec=plan_tasks(experiment)[0], space=space, model=model, base=folder, foreign=dict(foreign),
         observer=observer or Silent(), facts={"name": "simulated", "device": "simulated"},
     )  # fmt: skip
     return made.placements(experiment.initial)
@@ -170,8 +170,8 @@ def test_what_one_run_leaves_warms_the_next_which_is_not_marked(folder):
     assert (first / "patterns.yaml").exists()
     cell = run(written(folder, "second.yaml", initial), folder / "second")
     entries = list(read_journal(cell / "runs" / "random-0.jsonl"))
-    assert [entry.asked.origin for entry in entries[:2]] == ["seed:float", "seed:pattern_cache"]
-    assert any(entries[1].asked.choices)
+    assert [entry.proposal.origin for entry in entries[:2]] == ["seed:float", "seed:pattern_cache"]
+    assert any(entries[1].proposal.choices)
     assert json.loads((cell / "cell.json").read_text())["cache_remarks"] == []
 
 
@@ -192,10 +192,10 @@ def test_every_searcher_starts_cold_and_all_get_the_same_seeds_otherwise(folder)
     for name, initial in (("cold", "none"), ("warm", "[float, linear, movers]")):
         for journal in run(written(folder, f"{name}.yaml", initial), folder / name).glob("runs/*.jsonl"):
             entries = list(read_journal(journal))
-            seeds = [entry.asked.origin for entry in entries if entry.asked.origin != "searcher"]
+            seeds = [entry.proposal.origin for entry in entries if entry.proposal.origin != "searcher"]
             assert seeds == ([] if name == "cold" else ["seed:float", "seed:linear", "seed:movers"]), journal.name
-            assert len({entry.asked.digest for entry in entries}) == 6, f"{journal.name}: the seeds count"
+            assert len({entry.proposal.digest for entry in entries}) == 6, f"{journal.name}: the seeds count"
 
 
 def test_what_searches_start_from_by_default_is_known():
-    assert INITIAL == ("float", "all", "linear", "linear_add", "movers", "modelopt_ptq", "ort_static")
+    assert DEFAULT_INITIAL == ("float", "all", "linear", "linear_add", "movers", "modelopt_ptq", "ort_static")

@@ -8,8 +8,8 @@ from small import qdq
 
 from harness.graph.builder import GraphBuilder
 from harness.results_dir.journal import read_journal
-from harness.results_dir.artifacts import read_rows
-from harness.results_dir.termination import End, read_end
+from harness.results_dir.artifacts import read_finalists
+from harness.results_dir.termination import Termination, read_termination
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 EXPERIMENT = """
@@ -57,23 +57,23 @@ def journal(cell: Path, run_name: str):
 
 
 def test_without_seeds_a_search_is_told_nothing_first(parts):
-    assert {entry.asked.origin for entry in journal(parts, "cold-0")} == {"searcher"}
-    assert "seed:linear" in {entry.asked.origin for entry in journal(parts, "random-0")}
+    assert {entry.proposal.origin for entry in journal(parts, "cold-0")} == {"searcher"}
+    assert "seed:linear" in {entry.proposal.origin for entry in journal(parts, "random-0")}
 
 
 def test_without_sharing_every_region_has_choices_of_its_own(parts):
-    shared, own = (len(journal(parts, name)[0].asked.choices) for name in ("random-0", "unshared-0"))
+    shared, own = (len(journal(parts, name)[0].proposal.choices) for name in ("random-0", "unshared-0"))
     assert own > shared
-    seeds = {e.asked.origin: e.asked.digest for e in journal(parts, "unshared-0") if e.asked.origin != "searcher"}
-    assert seeds == {e.asked.origin: e.asked.digest for e in journal(parts, "random-0") if e.asked.origin in seeds}
-    row = next(pick.row for pick in read_rows(parts)[1] if pick.method == "unshared")
-    assert row in {entry.asked.digest for entry in journal(parts, "unshared-0")}
+    seeds = {e.proposal.origin: e.proposal.digest for e in journal(parts, "unshared-0") if e.proposal.origin != "searcher"}
+    assert seeds == {e.proposal.origin: e.proposal.digest for e in journal(parts, "random-0") if e.proposal.origin in seeds}
+    row = next(pick.row for pick in read_finalists(parts)[1] if pick.method == "unshared")
+    assert row in {entry.proposal.digest for entry in journal(parts, "unshared-0")}
 
 
 def test_without_racing_and_retakes_engines_are_timed_to_the_end_and_believed_at_once(parts):
-    measured = [entry.told.outcome for entry in journal(parts, "hasty-0") if entry.told is not None]
+    measured = [entry.result.outcome for entry in journal(parts, "hasty-0") if entry.result is not None]
     assert all(outcome.saved == 0 and outcome.retaken_ms == () for outcome in measured)
-    with_care = [entry.told.outcome for entry in journal(parts, "random-0") if entry.told is not None]
+    with_care = [entry.result.outcome for entry in journal(parts, "random-0") if entry.result is not None]
     assert any(outcome.saved or outcome.retaken_ms for outcome in with_care)
 
 
@@ -102,7 +102,7 @@ def test_what_one_cell_finds_is_a_row_of_its_siblings(folder):
     out = run(folder, TRANSFER, "transfer")
     found = {}
     for cell in ("net-one-int8", "net-two-int8", "bigger-one-int8"):
-        rows, picks = read_rows(out / cell)
+        rows, picks = read_finalists(out / cell)
         found[cell] = {pick.method: pick for pick in picks}
         assert (out / cell / "patterns.yaml").exists()
         assert all(pick.row in {row.id for row in rows} for pick in picks if pick.row)
@@ -216,10 +216,10 @@ def test_a_peer_is_journalled_counted_and_resumed_like_any_search(folder, capsys
     text += "initial: [float]" + EXPERIMENT.partition("initial: [float, all, linear]")[2]
     cell = run(folder, text, "peer") / "net-scales-int8"
     entries = journal(cell, "peer-0")
-    assert [entry.asked.choices for entry in entries] == [(0,), (1,), (2,), (3,), (4,)]
-    assert [entry.asked.duplicate_of for entry in entries] == [None, None, 0, None, None]
-    assert entries[4].told.outcome.reason == "no channels, no model"
-    picks = {pick.method: pick for pick in read_rows(cell)[1]}
+    assert [entry.proposal.choices for entry in entries] == [(0,), (1,), (2,), (3,), (4,)]
+    assert [entry.proposal.duplicate_of for entry in entries] == [None, None, 0, None, None]
+    assert entries[4].result.outcome.reason == "no channels, no model"
+    picks = {pick.method: pick for pick in read_finalists(cell)[1]}
     assert picks["broken"].reason == "nothing measured; build: no channels, no model"
     assert picks["peer"].row == "float", "none of them has a Q/DQ pair"
     before = (folder / "told.txt").read_text()
@@ -246,12 +246,12 @@ def test_a_peer_that_breaks_on_being_told_or_on_leaving_ends_alone(folder, capsy
     cell = folder / "leaving" / "net-scales-int8"
     told, left = (cell / "runs" / f"{name}-0.jsonl" for name in ("Tells", "Leaves"))
     assert [len(journal(cell, f"{name}-0")) for name in ("Tells", "Leaves", "Bringer")] == [1, 3, 3]
-    assert {pick.method: pick.row for pick in read_rows(cell)[1]}["Leaves"], "what it found by then is compared"
-    assert read_end(told) == End(said="broke at 1 of 12: its process is gone", broken=True)
+    assert {pick.method: pick.row for pick in read_finalists(cell)[1]}["Leaves"], "what it found by then is compared"
+    assert read_termination(told) == Termination(reason="broke at 1 of 12: its process is gone", failed=True)
     assert told.with_suffix(".broken.txt").read_text() == "broke at 1 of 12: its process is gone\n"
     trace = left.with_suffix(".broken.txt")
     said = "broke at 3 of 12: on leaving: RuntimeError: its process stays"
-    assert read_end(left) == End(said=said, broken=True, trace=trace)
+    assert read_termination(left) == Termination(reason=said, failed=True, traceback_file=trace)
     assert "in __exit__" in trace.read_text()
     last = capsys.readouterr().err.rpartition("qdq: ")[2]
     assert last.startswith("net-scales-int8 Tells-0 broke at 1 of 12: its process is gone\n"), "there is no traceback"

@@ -12,7 +12,7 @@ from small import qdq, save_chain
 
 from harness.graph.qdq.read_edges import precisions_in
 from harness.results_dir.journal import read_journal
-from harness.results_dir.artifacts import ACCURACY_ONLY
+from harness.results_dir.artifacts import ACCURACY_ONLY_VERDICT
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 EXPERIMENT = """
@@ -49,7 +49,7 @@ def test_fp8_has_an_accuracy_and_never_a_speed(out: Path) -> None:
     for precision, methods in emulated.items():
         for method in methods:
             row = rows(out, precision)[method]
-            assert row["verdict"] == ACCURACY_ONLY
+            assert row["verdict"] == ACCURACY_ONLY_VERDICT
             assert (row["latency_ms"], row["speedup"]) == ("", "")
             assert float(row["score"]) > 0
     assert "| accuracy only" in (out / "report" / "main.md").read_text()
@@ -82,8 +82,8 @@ def test_a_search_without_a_speed_is_left_out_and_says_so(out: Path) -> None:
 def test_a_search_among_both_goes_by_what_has_a_speed(out: Path) -> None:
     entries = list(read_journal(out / "net-openvino-mixed" / "runs" / "random-0.jsonl"))
     assert len(entries) >= 4
-    assert {choice for entry in entries for choice in entry.asked.choices} == {0, 1}
-    assert [entry.asked.origin for entry in entries[:3]] == ["seed:float", "seed:all", "searcher"]
+    assert {choice for entry in entries for choice in entry.proposal.choices} == {0, 1}
+    assert [entry.proposal.origin for entry in entries[:3]] == ["seed:float", "seed:all", "searcher"]
 
 
 def test_a_placement_at_a_precision_that_a_cell_lacks_says_so(out: Path) -> None:

@@ -22,8 +22,8 @@ from harness.graph.builder import GraphBuilder
 from harness.pipeline.accuracy_bound import bound_lines
 from harness.pipeline.preflight import check_experiment, check_models
 from harness.config.experiment import parse_experiment
-from harness.pipeline.model_loader import evaluator_use, open_model
-from harness.pipeline.workload import outlook
+from harness.pipeline.model_loader import evaluator_spec, open_model
+from harness.pipeline.workload import describe_workload
 from search.space import Space
 
 COUNT = 24
@@ -300,11 +300,11 @@ def test_an_evaluator_can_be_made_for_each_half(folder: Path) -> None:
     model = {"use": "net.onnx", "preprocess": "array", "evaluator": top1()}
     spec = parse_experiment(json.dumps({"experiment": "e", "models": [model]}), "e.yaml").models[0]
     loaded = open_model(spec, folder, folder)
-    halves = {half: evaluator_use(spec, loaded, folder, folder, half) for half in ("search", "report")}
+    halves = {half: evaluator_spec(spec, loaded, folder, folder, half) for half in ("search", "report")}
     assert {half: use and use.params["data"]["half"] for half, use in halves.items()} == {k: k for k in halves}
     without = spec.model_copy(update={"evaluator": spec.evaluator.model_copy(update={"use": "fidelity", "params": {}})})
     with pytest.raises(UserError, match=r"evaluator 'fidelity' has no 'data' of which one half could be set aside"):
-        evaluator_use(without, loaded, folder, folder, "search")
+        evaluator_spec(without, loaded, folder, folder, "search")
 
 
 OF_THE_CAP = f"for the float model's own counts as {MAX_SQNR_DB:g}; INT8 has 20 to 50 dB as a rule"
@@ -386,12 +386,12 @@ def test_samples_of_an_evaluator_and_of_the_proxy_are_counted_too(folder: Path) 
 def test_the_outlook_counts_what_is_to_be_done() -> None:
     text = "experiment: e\nmodels: [a.onnx, b.onnx]\nsearchers: [random, tpe]\nseeds: [0, 1]\n"
     text += "budget: {evaluations: [20, 40]}\n"
-    said = outlook(parse_experiment(text, "e"))
+    said = describe_workload(parse_experiment(text, "e"))
     assert said.startswith("ok: 2 cells, 8 searches, 320 evaluations at most; roughly ")
     assert re.search(r"\d+ to \d+ minutes$", said)
-    slow = outlook(parse_experiment(text + "backends: [tensorrt]\n", "e"))
+    slow = describe_workload(parse_experiment(text + "backends: [tensorrt]\n", "e"))
     assert "hours" in slow
-    assert "(5 minutes a search at most)" in outlook(parse_experiment(text.replace("40]", "40], minutes: 5"), "e"))
-    assert "roughly a minute" in outlook(
+    assert "(5 minutes a search at most)" in describe_workload(parse_experiment(text.replace("40]", "40], minutes: 5"), "e"))
+    assert "roughly a minute" in describe_workload(
         parse_experiment("experiment: e\nmodels: [a.onnx]\nbackends: [simulated]", "e")
     )

@@ -17,15 +17,15 @@ from small import qdq
 
 from harness.graph.builder import GraphBuilder
 from harness.graph.io.files import file_digest
-from harness.timing.confirmation import summarise
+from harness.timing.confirmation import summarize_turns
 from harness.records import Failed
-from harness.results_dir.ownership import claimed
+from harness.results_dir.ownership import owned_results_dir
 from harness.config.experiment import load_experiment
 from harness.selection.confirmation import read_events
 from harness.pipeline.runner import run_experiment
 from harness.results_dir.journal import read_journal
 from harness.progress import Silent
-from harness.results_dir.artifacts import read_rows
+from harness.results_dir.artifacts import read_finalists
 
 EXPERIMENT = """
 experiment: small
@@ -62,7 +62,7 @@ def done(folder):
 
 
 def choices(out: Path) -> dict[str, list[tuple[int, ...]]]:
-    return {p.name: [e.asked.choices for e in read_journal(p)] for p in sorted(out.glob("*/runs/*.jsonl"))}
+    return {p.name: [e.proposal.choices for e in read_journal(p)] for p in sorted(out.glob("*/runs/*.jsonl"))}
 
 
 def test_every_method_has_its_row_and_the_tables_are_written(done):
@@ -120,7 +120,7 @@ def test_searches_that_share_one_worker_time_one_engine_after_the_other(done, fo
     assert qdq("run", str(folder / "at_once.yaml"), "--out", str(tmp_path / "out")) == 0
     assert choices(tmp_path / "out") == choices(done)
     entries = [entry for path in (tmp_path / "out").glob("*/runs/*.jsonl") for entry in read_journal(path)]
-    assert not [entry for entry in entries if entry.told and isinstance(entry.told.outcome, Failed)]
+    assert not [entry for entry in entries if entry.result and isinstance(entry.result.outcome, Failed)]
 
 
 def test_a_model_of_others_that_changed_is_timed_anew(done, folder, tmp_path):
@@ -134,12 +134,12 @@ def test_a_model_of_others_that_changed_is_timed_anew(done, folder, tmp_path):
     proto.doc_string = "trained once more"
     onnx.save(proto, folder / "mine.onnx")
     assert qdq("run", str(folder / "mine.yaml"), "--out", str(tmp_path / "out")) == 0
-    row = next(row for row in read_rows(tmp_path / "out" / "net-simulated-int8")[0] if row.id == "mine")
+    row = next(row for row in read_finalists(tmp_path / "out" / "net-simulated-int8")[0] if row.id == "mine")
     assert row.sha256 == file_digest(folder / "mine.onnx")
 
 
 def test_models_of_others_whose_data_have_one_name_are_delivered_with_their_own(done, folder, tmp_path):
-    quantized = next(row.file for row in read_rows(done / "net-simulated-int8")[0] if row.pairs)
+    quantized = next(row.file for row in read_finalists(done / "net-simulated-int8")[0] if row.pairs)
     for label in "ab":
         proto = onnx.load(done / "net-simulated-int8" / "models" / quantized)
         weight = next(tensor for tensor in proto.graph.initializer if len(tensor.dims) == 4)
@@ -161,7 +161,7 @@ def test_the_stress_test_among_the_baselines_has_its_row_and_the_cell_is_through
     for _ in range(2):
         assert qdq("run", str(folder / "stress.yaml"), "--out", str(tmp_path / "out")) == 0
     assert (tmp_path / "out" / "net-simulated-int8" / "through.json").exists()
-    assert "extreme" in {row.id for row in read_rows(tmp_path / "out" / "net-simulated-int8")[0]}
+    assert "extreme" in {row.id for row in read_finalists(tmp_path / "out" / "net-simulated-int8")[0]}
 
 
 @pytest.mark.parametrize("damage", ["", "[]", "{", '{"config": 1}'])
@@ -198,13 +198,13 @@ def test_confirmed_latencies_are_the_truth_of_their_placements(done):
     """The simulated runtime has no noise here, so each search's own record tells what the confirmation must find."""
     cell = done / "net-simulated-int8"
     truth_ms = {
-        entry.asked.digest: entry.told.outcome.info["truth_ms"]
+        entry.proposal.digest: entry.result.outcome.info["truth_ms"]
         for path in cell.glob("runs/*.jsonl")
         for entry in read_journal(path)
-        if entry.told is not None
+        if entry.result is not None
     }
-    rows = [row for row in read_rows(cell)[0] if row.id != "float"]
-    confirmed = summarise(read_events(cell), baseline="float").rows
+    rows = [row for row in read_finalists(cell)[0] if row.id != "float"]
+    confirmed = summarize_turns(read_events(cell), baseline="float").rows
     assert len(rows) >= 3
     for row in rows:
         assert confirmed[row.id].latency_ms.value == pytest.approx(truth_ms[row.id])
@@ -291,7 +291,7 @@ def test_a_folder_with_other_things_is_left_alone(folder, tmp_path, capsys):
 
 def test_two_processes_do_not_write_into_one_folder(folder, tmp_path, capsys):
     out = tmp_path / "out"
-    with claimed(out, load_experiment(folder / "small.yaml")):
+    with owned_results_dir(out, load_experiment(folder / "small.yaml")):
         assert qdq("run", str(folder / "small.yaml"), "--out", str(out)) == 2
     error = capsys.readouterr().err
     assert f"out: process {os.getpid()} of " in error
@@ -300,7 +300,7 @@ def test_two_processes_do_not_write_into_one_folder(folder, tmp_path, capsys):
 
 def test_a_folder_that_was_only_locked_is_still_empty(folder, tmp_path):
     (tmp_path / ".lock").write_text("1")
-    with claimed(tmp_path, load_experiment(folder / "small.yaml")):
+    with owned_results_dir(tmp_path, load_experiment(folder / "small.yaml")):
         assert (tmp_path / "experiment.yaml").exists()
         assert (tmp_path / ".lock").read_text().startswith(f"{os.getpid()} of ")
 
@@ -317,9 +317,9 @@ def test_a_damaged_claim_is_explained(folder, tmp_path, capsys, text):
 
 def test_another_description_is_the_same_experiment(folder, tmp_path):
     config = load_experiment(folder / "small.yaml")
-    with claimed(tmp_path / "out", config):
+    with owned_results_dir(tmp_path / "out", config):
         pass
-    with claimed(tmp_path / "out", config.model_copy(update={"description": "with more words"})):
+    with owned_results_dir(tmp_path / "out", config.model_copy(update={"description": "with more words"})):
         pass
 
 
@@ -332,7 +332,7 @@ def test_a_cell_that_cannot_be_run_does_not_stop_the_others(folder, tmp_path, ca
     error = capsys.readouterr().err
     assert re.search(r"bad-simulated-int8: .*bad\.onnx", error)
     assert re.search(r"worse-simulated-int8: .*worse\.onnx", error)
-    assert len(summarise(read_events(tmp_path / "out" / "net-simulated-int8"), baseline="float").rows) > 1
+    assert len(summarize_turns(read_events(tmp_path / "out" / "net-simulated-int8"), baseline="float").rows) > 1
     assert qdq("report", str(tmp_path / "out")) == 0
     notes = (tmp_path / "out" / "report" / "main.md").read_text()
     assert re.search(r"UNFINISHED.*bad-simulated-int8 stopped: .*bad\.onnx", notes)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from harness.errors import UserError
-from harness.registry import create
+from harness.registry import create_plugin
 from harness.pipeline.preflight import check_experiment
 from harness.config.experiment import Experiment, load_experiment
-from harness.config.plan import plan
+from harness.config.plan import plan_tasks
 
 FOLDER = Path(__file__).parents[3] / "experiments"
 SEVEN = [
@@ -26,7 +26,7 @@ def read(name: str) -> Experiment:
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_experiment_has_cells_of_different_names(path: Path) -> None:
-    names = [cell.name for cell in plan(load_experiment(path))]
+    names = [cell.name for cell in plan_tasks(load_experiment(path))]
     assert names
     assert len(set(names)) == len(names)
 
@@ -76,7 +76,7 @@ def test_placements_move_between_runtimes_threads_and_models_of_a_family() -> No
 @pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
 @pytest.mark.parametrize("name", ["searchers_openvino", "searchers_openvino_bf16", "searchers_onnxruntime"])
 def test_nothing_stands_in_the_way_of_a_run(name: str) -> None:
-    if name.endswith("_bf16") and "bf16" not in create("benchmarker", "openvino", {}).describe()["float_params"]:
+    if name.endswith("_bf16") and "bf16" not in create_plugin("benchmarker", "openvino", {}).describe()["float_params"]:
         with pytest.raises(UserError, match=r"this CPU offers .* but got 'bf16'"):
             check_experiment(read(name), FOLDER)
         return

@@ -18,16 +18,16 @@ import pytest
 
 from harness import registry
 from harness.api import Candidate
-from harness.timing.confirmation import Row, Summary, confirm, summarise
+from harness.timing.confirmation import Contender, ConfirmationSummary, confirm, summarize_turns
 from harness.timing.workers.engines import Engines, WorkerSpec
-from harness.timing.workers.trial_pool import Inline
+from harness.timing.workers.trial_pool import SyncExecutor
 from harness.timing.workers.sandbox import InProcess
 from harness.statistics import median_ci
 from harness.records import Measured
-from harness.config.experiment import Confirmation, Sampling, Use
+from harness.config.experiment import Confirmation, Sampling, PluginSpec
 from harness.search_loop.loop import Goal, SearchTask, Seed, run_search
 from harness.results_dir.journal import Journal, read_journal
-from harness.results_dir.journal_reader import reached
+from harness.results_dir.journal_reader import state_at_budgets
 from harness.search_loop.trial import attempt_with
 from search.api import Placement
 from search.space import Dimension, Edge, Space
@@ -68,19 +68,19 @@ def engines(
 
     def open_engines() -> InProcess:
         params = {**noise, "effect": effect, "noise_seed": next(seeds)}
-        return InProcess(WorkerSpec(benchmarkers={"main": Use(use=SIMULATED, params=params)}, workdir=folder))
+        return InProcess(WorkerSpec(benchmarkers={"main": PluginSpec(use=SIMULATED, params=params)}, workdir=folder))
 
     return open_engines
 
 
-def confirmed(open_engines: Callable[[], AbstractContextManager[Engines]], *placements: Placement) -> Summary:
+def confirmed(open_engines: Callable[[], AbstractContextManager[Engines]], *placements: Placement) -> ConfirmationSummary:
     """The confirmation of these placements as rows "0", "1", ..., with the floor from before."""
-    float_row = Row(name="float", candidate=candidate(SPACE.float_placement()))
-    before = confirm([], float_row, open_engines=open_engines, plan=FLOOR_PLAN, rng=np.random.default_rng(0))
-    floor = summarise(before, "float").floor
-    rows = [Row(name=str(number), candidate=candidate(placement)) for number, placement in enumerate(placements)]
-    events = confirm(rows, float_row, open_engines=open_engines, plan=PLAN, rng=np.random.default_rng(0))
-    return summarise(events, "float", floor=floor)
+    float_row = Contender(name="float", candidate=candidate(SPACE.float_placement()))
+    before = confirm([], float_row, open_engines=open_engines, schedule=FLOOR_PLAN, rng=np.random.default_rng(0))
+    floor = summarize_turns(before, "float").floor
+    rows = [Contender(name=str(number), candidate=candidate(placement)) for number, placement in enumerate(placements)]
+    events = confirm(rows, float_row, open_engines=open_engines, schedule=PLAN, rng=np.random.default_rng(0))
+    return summarize_turns(events, "float", floor=floor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,19 +107,19 @@ def flat_search(folder: Path, number: int, searcher: str = "random", evaluations
     seeds = (Seed(name="float", placement=SPACE.float_placement()), Seed(name="all", placement=SPACE.everywhere()))
     task = SearchTask(
         space=SPACE,
-        searcher=registry.load("searcher", searcher)(SPACE, seed=number),  # type: ignore[operator]
+        searcher=registry.load_plugin("searcher", searcher)(SPACE, seed=number),  # type: ignore[operator]
         seeds=seeds,
         candidate=candidate,
         evaluations=evaluations,
     )
     with open_engines() as opened, Journal(path, {}) as journal:
-        run_search(task, Inline(attempt_with(opened, Sampling())), journal, lambda _: None)
+        run_search(task, SyncExecutor(attempt_with(opened, Sampling())), journal, lambda _: None)
     entries = tuple(read_journal(path))
-    outcomes = [entry.told.outcome for entry in entries if entry.told is not None]
+    outcomes = [entry.result.outcome for entry in entries if entry.result is not None]
     measured = [outcome for outcome in outcomes if isinstance(outcome, Measured)]
-    winner = reached(entries, Goal(), [evaluations])[evaluations].leaders[0]
+    winner = state_at_budgets(entries, Goal(), [evaluations])[evaluations].best[0]
     own = next(
-        m for e, m in zip((e for e in entries if e.told), measured, strict=True) if e.asked.digest == winner.digest
+        m for e, m in zip((e for e in entries if e.result), measured, strict=True) if e.proposal.digest == winner.digest
     )
     float_ms, best_ms = median_ci(measured[0].samples_ms), median_ci(own.samples_ms)
     row = confirmed(open_engines, Placement(winner.choices)).rows["0"]

@@ -14,8 +14,8 @@ from harness.graph.load import load
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialect_lookup import dialect_called
 from harness.pipeline.methods import ToldModel
-from harness.results_dir.journal_reader import Evaluated
-from harness.results_dir.artifacts import read_rows
+from harness.results_dir.journal_reader import Evaluation
+from harness.results_dir.artifacts import read_finalists
 from harness.selection.final_selection import in_order
 
 PLUGINS = """
@@ -86,7 +86,7 @@ def run(folder, word, *more, out=None):
 
 def choices(out):
     """Row of each search at each budget."""
-    picks = read_rows(out / CELL)[1]
+    picks = read_finalists(out / CELL)[1]
     return {(pick.method, pick.budget): pick for pick in picks if pick.kind == "search"}
 
 
@@ -150,7 +150,7 @@ def test_a_model_of_another_precision_than_the_cells_is_no_choice(folder, tmp_pa
     path = folder / "fp8.yaml"
     path.write_text(EXPERIMENT.replace("WORD", "fast").replace("baselines: [mine]", "precision: [fp8]"))
     assert qdq("run", str(path), "--out", str(tmp_path / "out")) == 0
-    found = {pick.method: pick.row for pick in read_rows(tmp_path / "out" / "net-bench-fp8")[1] if pick.budget == 12}
+    found = {pick.method: pick.row for pick in read_finalists(tmp_path / "out" / "net-bench-fp8")[1] if pick.budget == 12}
     assert set(found) == {"random", "told_nothing"}
     assert "mine" not in found.values()
 
@@ -177,7 +177,7 @@ def test_a_model_that_fails_in_the_runoff_leaves_the_choice_to_what_was_evaluate
 def test_a_tools_file_is_the_choice_where_it_beats_what_was_evaluated_and_not_at_a_tie(close, first, tmp_path):
     leaders = [
         *(
-            Evaluated(evaluations=1, elapsed_s=1.0, digest=d, choices=(1,), origin="", latency_ms=1.0, score=None)
+            Evaluation(evaluations=1, elapsed_s=1.0, digest=d, choices=(1,), origin="", latency_ms=1.0, score=None)
             for d in ("aa", "bb")
         ),
         ToldModel(digest="mine", told_as="0", path=tmp_path / "mine.onnx", pairs=1),

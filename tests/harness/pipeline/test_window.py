@@ -18,8 +18,8 @@ from harness.errors import UserError
 from harness.records import Failed, Measured
 from harness.search_loop.loop import SearchTask, Seed, run_search
 from harness.search_loop.objective import Goal
-from harness.results_dir.journal import RETRY, Journal, read_journal
-from harness.results_dir.journal_reader import incumbents
+from harness.results_dir.journal import RETRY_ORIGIN, Journal, read_journal
+from harness.results_dir.journal_reader import iter_incumbents
 from search.api import Failure, Observation, Score
 from search.space import Dimension, Edge, Placement, Space
 
@@ -109,7 +109,7 @@ def search(
 
 
 def asks(path: Path) -> list[tuple[str, tuple[int, ...], int | None]]:
-    return [(e.asked.origin, e.asked.choices, e.asked.duplicate_of) for e in read_journal(path)]
+    return [(e.proposal.origin, e.proposal.choices, e.proposal.duplicate_of) for e in read_journal(path)]
 
 
 @settings(deadline=None, max_examples=40)
@@ -124,7 +124,7 @@ def test_whatever_comes_first_and_wherever_it_is_cut_off_the_asks_are_the_same(
         for part, stop in enumerate(stops):
             with suppress(KeyboardInterrupt):
                 search(cut, order + part, window=window, stop_after=stop)
-            told = [e.told.number for e in read_journal(cut) if e.told is not None]
+            told = [e.result.number for e in read_journal(cut) if e.result is not None]
             assert len(told) == len(set(told)) == min(14, kept + stop), "nothing is measured twice, nothing is lost"
             kept = len(told)
         last, again = search(cut, order, window=window)
@@ -160,23 +160,23 @@ def test_what_failed_is_attempted_once_more_and_a_resumed_run_meets_it_at_the_sa
     path = tmp_path / "j.jsonl"
     with pytest.raises(KeyboardInterrupt):
         search(path, 0, window=3, stop_after=9)
-    failed = [e.asked.digest for e in read_journal(path) if e.told and isinstance(e.told.outcome, Failed)]
+    failed = [e.proposal.digest for e in read_journal(path) if e.result and isinstance(e.result.outcome, Failed)]
     assert failed
     _, searcher = search(path, 1, window=3, failing=frozenset(), retry_failed=True)
-    retried = [e.asked.digest for e in read_journal(path) if e.asked.origin == RETRY]
+    retried = [e.proposal.digest for e in read_journal(path) if e.proposal.origin == RETRY_ORIGIN]
     assert set(failed) <= set(retried)
     assert len(retried) == len(set(retried))
     told = [o for o in searcher.told if o.digest == failed[0]]
     assert isinstance(told[0].outcome, Failure)
     assert isinstance(told[-1].outcome, Score)
-    fresh = Counter(e.asked.digest for e in read_journal(path) if e.told and e.asked.origin != RETRY)
+    fresh = Counter(e.proposal.digest for e in read_journal(path) if e.result and e.proposal.origin != RETRY_ORIGIN)
     assert len(fresh) == 14, "retries cost no budget"
     before = path.read_bytes()
     replayed, again = search(path, 2, window=3)
     assert replayed.made == []
     assert path.read_bytes() == before
     assert [o.digest for o in again.told] == [o.digest for o in searcher.told]
-    best = list(incumbents(read_journal(path), Goal()))[-1]
+    best = list(iter_incumbents(read_journal(path), Goal()))[-1]
     assert best.score.objective == pytest.approx(5.1)
     assert best.evaluations <= 14
 
@@ -184,7 +184,7 @@ def test_what_failed_is_attempted_once_more_and_a_resumed_run_meets_it_at_the_sa
 def test_a_finished_run_takes_retries_too_and_failures_that_stay_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "j.jsonl"
     search(path, 0, window=1)
-    failed = {e.asked.digest for e in read_journal(path) if e.told and isinstance(e.told.outcome, Failed)}
+    failed = {e.proposal.digest for e in read_journal(path) if e.result and isinstance(e.result.outcome, Failed)}
     executor, _ = search(path, 0, window=1, retry_failed=True)
     assert set(executor.made) == failed
     assert Counter(executor.made).most_common(1)[0][1] == 1
@@ -196,7 +196,7 @@ def test_where_all_seeds_failed_a_retry_waits_for_their_outcomes(tmp_path: Path,
     with pytest.raises(UserError, match="no seed could be measured"):
         search(path, 0, window=window, failing=frozenset(range(6)))
     search(path, 1, window=window, failing=frozenset(), retry_failed=True)
-    fresh = {e.asked.digest for e in read_journal(path) if e.told and e.asked.origin != RETRY}
+    fresh = {e.proposal.digest for e in read_journal(path) if e.result and e.proposal.origin != RETRY_ORIGIN}
     assert len(fresh) == 14
 
 
@@ -207,7 +207,7 @@ def test_what_is_being_tried_again_when_a_run_is_killed_is_tried_once(tmp_path: 
     with pytest.raises(KeyboardInterrupt):
         search(path, 0, window=window, stop_after=1, failing=frozenset(), retry_failed=True)
     search(path, 0, window=window, failing=frozenset(), retry_failed=True)
-    tried = Counter(e.asked.digest for e in read_journal(path) if e.asked.origin == RETRY)
+    tried = Counter(e.proposal.digest for e in read_journal(path) if e.proposal.origin == RETRY_ORIGIN)
     assert set(tried.values()) == {1}
 
 

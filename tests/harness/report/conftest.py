@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from harness.graph.builder import GraphBuilder
-from harness.graph.io.writer import write
+from harness.graph.io.writer import write_model
 from harness.graph.rules.dialects import OPENVINO
 from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto
 from harness.graph.qdq.space import build_space
-from harness.timing.turn_log import TWIN, Block, Dropped, encode_event
-from harness.records import Asked, Failed, Measured, Told
+from harness.timing.turn_log import TWIN, Turn, RowFailure, encode_turn_event
+from harness.records import Proposal, Failed, Measured, TrialResult
 from harness.config.experiment import parse_experiment, to_yaml
 from harness.search_loop.loop import Goal
 from harness.results_dir.journal import Journal
-from harness.results_dir.artifacts import Pick, Row, write_json
+from harness.results_dir.artifacts import Choice, ExportedModel, write_json
 
 EXPERIMENT = """
 experiment: small
@@ -66,7 +66,7 @@ def write_cell(folder: Path, cell_name: str = CELL, **changes) -> Path:
     placed = {"aa": (1, 1), "bb": (1, 0)}
     ids = {"float": 0, "float-bf16": 0, "all": 9, "linear": 4, "aa": 5, "bb": 3}
     rows = [
-        Row(
+        ExportedModel(
             id=name,
             file=f"{name.removesuffix('-bf16')}.onnx",
             sha256=f"sha of {name}",
@@ -82,31 +82,31 @@ def write_cell(folder: Path, cell_name: str = CELL, **changes) -> Path:
 
 def write_confirmation(cell: Path, latency_ms: dict[str, float], paces=(1.0, 1.0, 1.0), disturbed: str = "") -> None:
     events = [
-        Block(build=build, group=0, round=turn, row=row, samples_ms=(ms * pace,) * 3, disturbed=disturbed)
+        Turn(build=build, group=0, round=turn, row=row, samples_ms=(ms * pace,) * 3, disturbed=disturbed)
         for build, pace in enumerate(paces)
         for turn in range(2)
         for row, ms in latency_ms.items()
     ]
     lost = Failed(stage="build", reason="unsupported operator", wall_s=1.0)
-    events += [Dropped(build=build, group=0, row="linear", failed=lost) for build in range(3)]
+    events += [RowFailure(build=build, group=0, row="linear", failed=lost) for build in range(3)]
     header = json.dumps({"kind": "header", "plan": {"builds": 3, "rounds": 2}})
-    (cell / "confirm.jsonl").write_text("".join(f"{line}\n" for line in (header, *map(encode_event, events))))
+    (cell / "confirm.jsonl").write_text("".join(f"{line}\n" for line in (header, *map(encode_turn_event, events))))
 
 
-def picks() -> list[Pick]:
+def picks() -> list[Choice]:
     found = {"method": "random", "kind": "search", "minutes": 0.5}
     return [
-        Pick(method="float", kind="float", row="float"),
-        Pick(method="float", kind="float", row="float-bf16"),
-        Pick(method="all", kind="baseline", row="all"),
-        Pick(method="linear", kind="baseline", row="linear"),
-        Pick(method="ort_static", kind="baseline", row="", reason="it said\nthat " + "this will never work " * 9),
-        Pick(**found, row="bb", seed=0, budget=2, search_ms=5.0),
-        Pick(**found, row="aa", seed=0, budget=3, search_ms=4.0),
-        Pick(**found, row="bb", seed=0, budget=3, search_ms=5.0, rank=1),
-        Pick(**found, row="bb", seed=1, budget=2, search_ms=5.0),
-        Pick(**found, row="bb", seed=1, budget=3, search_ms=5.0),
-        Pick(method="tpe", kind="search", row="", seed=0, budget=3, reason="nothing measured"),
+        Choice(method="float", kind="float", row="float"),
+        Choice(method="float", kind="float", row="float-bf16"),
+        Choice(method="all", kind="baseline", row="all"),
+        Choice(method="linear", kind="baseline", row="linear"),
+        Choice(method="ort_static", kind="baseline", row="", reason="it said\nthat " + "this will never work " * 9),
+        Choice(**found, row="bb", seed=0, budget=2, search_ms=5.0),
+        Choice(**found, row="aa", seed=0, budget=3, search_ms=4.0),
+        Choice(**found, row="bb", seed=0, budget=3, search_ms=5.0, rank=1),
+        Choice(**found, row="bb", seed=1, budget=2, search_ms=5.0),
+        Choice(**found, row="bb", seed=1, budget=3, search_ms=5.0),
+        Choice(method="tpe", kind="search", row="", seed=0, budget=3, reason="nothing measured"),
     ]
 
 
@@ -119,8 +119,8 @@ def write_journal(path: Path) -> None:
     )
     with Journal(path, {}) as journal:
         for number, outcome in enumerate(outcomes):
-            journal.append(Asked(number=number, choices=(number,), digest=str(number), origin="searcher"))
-            journal.append(Told(number=number, outcome=outcome, elapsed_s=10.0 * (number + 1)))
+            journal.append(Proposal(number=number, choices=(number,), digest=str(number), origin="searcher"))
+            journal.append(TrialResult(number=number, outcome=outcome, elapsed_s=10.0 * (number + 1)))
 
 
 def write_models(models: Path) -> None:
@@ -130,7 +130,7 @@ def write_models(models: Path) -> None:
     y = g.op("Add", g.conv(x, 4, 3), x)
     g.output(g.op("GlobalAveragePool", y, name="</script><script>document.title='owned'</script>"))
     model = from_proto(g.build(), source="net", sha256="0")
-    write(model.proto, models / "float.onnx")
+    write_model(model.proto, models / "float.onnx")
     space = build_space(model, OPENVINO)
     ranges = {edge.tensor: (-1.0, 1.0) for d in space.dimensions for edge in d.edges}
     inserter = Inserter(model, OPENVINO, ranges)
@@ -157,10 +157,10 @@ def choices_maker(tmp_path):
     def written(cell_name, fixed, choices, latency_ms, **changes) -> Path:
         cell = write_cell(tmp_path, cell_name, **changes)
         shutil.rmtree(cell / "runs")
-        chosen = [Pick(method="float", kind="float", row="float")]
-        chosen += [Pick(method=name, kind="baseline", row=row) for name, row in fixed.items()]
+        chosen = [Choice(method="float", kind="float", row="float")]
+        chosen += [Choice(method=name, kind="baseline", row=row) for name, row in fixed.items()]
         chosen += [
-            Pick(method=searcher, kind="search", row=row, seed=seed, budget=budget, search_ms=5.0)
+            Choice(method=searcher, kind="search", row=row, seed=seed, budget=budget, search_ms=5.0)
             for (searcher, budget), rows in choices.items()
             for seed, row in enumerate(rows)
         ]

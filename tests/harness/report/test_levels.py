@@ -8,8 +8,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from harness.timing.turn_log import TWIN, Block, encode_event
-from harness.records import Asked, Failed, Measured, Outcome, Told
+from harness.timing.turn_log import TWIN, Turn, encode_turn_event
+from harness.records import Proposal, Failed, Measured, Outcome, TrialResult
 from harness.report.page.interactive_charts import charts_of
 from harness.report.frames.main_frame import main_frame
 from harness.report.display_names import labels_of
@@ -38,8 +38,8 @@ def write_search(path: Path, *outcomes: tuple[str, Outcome]) -> None:
     with Journal(path, {}) as journal:
         for number, (digest, outcome) in enumerate(outcomes):
             choices = (0,) if digest == "float" else (1,)
-            journal.append(Asked(number=number, choices=choices, digest=digest, origin="searcher"))
-            journal.append(Told(number=number, outcome=outcome, elapsed_s=60.0 * (number + 1)))
+            journal.append(Proposal(number=number, choices=choices, digest=digest, origin="searcher"))
+            journal.append(TrialResult(number=number, outcome=outcome, elapsed_s=60.0 * (number + 1)))
 
 
 @pytest.fixture
@@ -104,11 +104,11 @@ def test_what_was_not_confirmed_is_as_fast_as_in_the_runoff(folder, runs):
     reached = target_frame(load(folder)).set_index(["searcher", "share"])["reached"]
     assert reached["tpe", 0.95] == 1, "nothing else is known of it"
     turns = [
-        Block(build=0, group=0, round=number, row=row, samples_ms=(latency_ms,))
+        Turn(build=0, group=0, round=number, row=row, samples_ms=(latency_ms,))
         for number in range(3)
         for row, latency_ms in (("float", 8.0), ("lucky", 7.0), (TWIN, 8.1))
     ]
-    (folder / CELL / "runoff.jsonl").write_text("{}\n" + "".join(f"{encode_event(turn)}\n" for turn in turns))
+    (folder / CELL / "runoff.jsonl").write_text("{}\n" + "".join(f"{encode_turn_event(turn)}\n" for turn in turns))
     results = load(folder)
     assert results.cells[0].runoff == {"lucky": pytest.approx(8 / 7)}
     reached = target_frame(results).set_index(["searcher", "share"])["reached"]

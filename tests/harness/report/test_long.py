@@ -19,7 +19,7 @@ from harness.report.load.results import load
 from harness.report.frames.budget_frames import curve_frame
 from harness.search_loop.objective import Goal
 from harness.results_dir.journal import Journal, read_journal
-from harness.results_dir.journal_reader import incumbents, reached
+from harness.results_dir.journal_reader import iter_incumbents, state_at_budgets
 
 pytestmark = pytest.mark.slow
 EVALUATIONS = 50_000
@@ -74,10 +74,10 @@ def test_a_search_goes_on_behind_them_and_its_finalists_are_chosen(folder: Path)
     with Journal(path, {}) as journal:
         assert len(journal.entries) == EVALUATIONS
         assert journal.elapsed_s == (EVALUATIONS - 1) / 2
-        assert journal.entries[EVALUATIONS - 1].asked.number == EVALUATIONS - 1
+        assert journal.entries[EVALUATIONS - 1].proposal.number == EVALUATIONS - 1
     goal = Goal(metric="top1", reference=0.8, max_drop=0.02)
-    found = reached(read_journal(path), goal, [100, EVALUATIONS])
-    assert found[100].leaders[0].evaluations <= 100
-    last = list(incumbents(read_journal(path), goal))[-1]
-    assert found[EVALUATIONS].leaders[0].digest == last.digest
-    assert found[EVALUATIONS].looks.full == EVALUATIONS - EVALUATIONS // 997
+    found = state_at_budgets(read_journal(path), goal, [100, EVALUATIONS])
+    assert found[100].best[0].evaluations <= 100
+    last = list(iter_incumbents(read_journal(path), goal))[-1]
+    assert found[EVALUATIONS].best[0].digest == last.digest
+    assert found[EVALUATIONS].metric_usage.measured == EVALUATIONS - EVALUATIONS // 997

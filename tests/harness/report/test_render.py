@@ -17,7 +17,7 @@ import harness.report
 from harness.cli.report import show_report
 from harness.errors import UserError
 from harness.accuracy.metrics.intervals import evidence_of
-from harness.timing.turn_log import Block, encode_event
+from harness.timing.turn_log import Turn, encode_turn_event
 from harness.report import render
 from harness.report.tables.next_steps import next_steps
 from harness.report.frames.main_frame import main_frame
@@ -28,7 +28,7 @@ from harness.report.tables.table_layouts import TIMED
 from harness.report.tables.report_table import Table, markdown, write_table
 from harness.search_loop.loop import Goal
 from harness.results_dir.artifacts import write_json
-from harness.results_dir.termination import forget_stop, note_stop
+from harness.results_dir.termination import clear_task_error, write_task_error
 
 CELL = "net-openvino-int8"
 
@@ -460,11 +460,11 @@ def test_a_cell_that_stopped_before_its_searches_says_why(folder):
     for name in ("cell.json", "rows.json", "confirm.jsonl", "accuracy.json"):
         (folder / CELL / name).unlink()
     write_json(folder / CELL / "env.json", {"python": "3.11"})
-    note_stop(folder / CELL, "net.onnx: all 3 builds failed; the first: no kernel")
+    write_task_error(folder / CELL, "net.onnx: all 3 builds failed; the first: no kernel")
     text = tables(folder)
     assert text.startswith(f"{CELL} began, and has come to no search yet.")
     assert f"{CELL} stopped: net.onnx: all 3 builds failed; the first: no kernel" in text
-    forget_stop(folder / CELL)
+    clear_task_error(folder / CELL)
     assert "stopped:" not in tables(folder)
     assert "Speedup: over the float model, paired by turns, so" in text
 
@@ -899,11 +899,11 @@ def test_frames_hold_what_the_tables_are_made_of(folder):
 def test_turns_of_a_worker_that_was_replaced_are_in_no_frame(folder):
     """The next worker of a build replaces all of its turns, those that it has not come to yet as well."""
     again = [
-        Block(build=2, group=0, round=0, row=row, samples_ms=(LATENCY_MS[row],) * 3, worker=1)
+        Turn(build=2, group=0, round=0, row=row, samples_ms=(LATENCY_MS[row],) * 3, worker=1)
         for row in ("float", "aa")
     ]
     with (folder / CELL / "confirm.jsonl").open("a") as file:
-        file.writelines(f"{encode_event(block)}\n" for block in again)
+        file.writelines(f"{encode_turn_event(block)}\n" for block in again)
     samples = harness.report.load(folder).samples
     assert set(samples.query("row == 'aa' and build == 2")["round"]) == {0}
     assert set(samples.query("row == 'aa' and build == 1")["round"]) == {0, 1}

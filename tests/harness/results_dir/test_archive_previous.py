@@ -15,12 +15,12 @@ from small import qdq, save_chain
 from harness.timing.workers.trial_pool import WorkerLost
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
-from harness.results_dir.ownership import claimed
+from harness.results_dir.ownership import owned_results_dir
 from harness.config.experiment import load_experiment
-from harness.results_dir.journal import RETRY, read_journal
+from harness.results_dir.journal import RETRY_ORIGIN, read_journal
 from harness.progress import Silent
-from harness.results_dir.artifacts import read_rows
-from harness.results_dir.archive_previous import LOSSES, in_sections
+from harness.results_dir.artifacts import read_finalists
+from harness.results_dir.archive_previous import MAX_WORKER_LOSSES, run_with_recovery
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 EXPERIMENT = """
@@ -127,8 +127,8 @@ def test_a_larger_budget_goes_on_and_a_smaller_one_is_asked_about(
     assert qdq(*command) == 0
     assert "budget 12 -> 12, 15: going on with what is there" in capsys.readouterr().err
     assert journal.read_bytes().startswith(before), "nothing is measured twice"
-    assert len({entry.asked.digest for entry in read_journal(journal)}) == 15
-    rows, picks = read_rows(cell)
+    assert len({entry.proposal.digest for entry in read_journal(journal)}) == 15
+    rows, picks = read_finalists(cell)
     assert {pick.budget for pick in picks if pick.kind == "search"} == {12, 15}
     assert confirmed(cell) == {row.id: row.sha256 for row in rows}, "what is shown was confirmed"
     assert not (copy / "out" / f"{CELL}.1").exists()
@@ -147,7 +147,7 @@ def test_one_more_searcher_and_baseline_go_on_and_are_confirmed_beside_the_other
     assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0
     assert (cell / "runs" / "random-0.jsonl").read_bytes() == before
     assert list(main_frame(load(copy / "out"))["method"]) == ["float", "linear", "all", "random", "evolutionary"]
-    assert confirmed(cell) == {row.id: row.sha256 for row in read_rows(cell)[0]}
+    assert confirmed(cell) == {row.id: row.sha256 for row in read_finalists(cell)[0]}
 
 
 def test_another_executor_is_the_same_experiment_unless_the_window_differs(
@@ -167,14 +167,14 @@ def test_failed_trials_are_tried_once_more_when_asked(copy: Path) -> None:
     failed = sum('"status":"failed"' in line for line in lines)
     assert failed
     assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out"), "--retry-failed") == 0
-    retried = [entry for entry in read_journal(path) if entry.asked.origin == RETRY]
+    retried = [entry for entry in read_journal(path) if entry.proposal.origin == RETRY_ORIGIN]
     assert len(retried) == failed
     assert path.read_text().startswith("".join(lines)), "what was there stays there"
     assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0
 
 
 def test_who_holds_a_folder_is_said(done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with claimed(tmp_path / "out", load_experiment(done / "small.yaml")):
+    with owned_results_dir(tmp_path / "out", load_experiment(done / "small.yaml")):
         assert qdq("run", str(done / "small.yaml"), "--out", str(tmp_path / "out")) == 2
     error = " ".join(capsys.readouterr().err.split())
     assert re.search(rf"process {os.getpid()} of \w+ on \S+, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d", error)
@@ -200,7 +200,7 @@ def test_a_clock_that_jumps_changes_nothing(done: Path, tmp_path: Path, monkeypa
     assert ((minutes >= 0) & (minutes < 10)).all()
 
 
-@pytest.mark.parametrize(("lost", "ends"), [(LOSSES, True), (LOSSES + 1, False)])
+@pytest.mark.parametrize(("lost", "ends"), [(MAX_WORKER_LOSSES, True), (MAX_WORKER_LOSSES + 1, False)])
 def test_a_cell_that_loses_its_worker_goes_on_so_often(tmp_path: Path, lost: int, ends: bool) -> None:
     begun, said = [], []
 
@@ -214,6 +214,6 @@ def test_a_cell_that_loses_its_worker_goes_on_so_often(tmp_path: Path, lost: int
             raise WorkerLost("the worker on node-a was lost: power cut")
 
     with nullcontext() if ends else pytest.raises(WorkerLost, match="node-a was lost"):
-        in_sections(tmp_path / "cell", work, False, Loud())
-    assert len(begun) == LOSSES + 1
-    assert said == ["cell: the worker on node-a was lost: power cut; it goes on with what is left"] * LOSSES
+        run_with_recovery(tmp_path / "cell", work, False, Loud())
+    assert len(begun) == MAX_WORKER_LOSSES + 1
+    assert said == ["cell: the worker on node-a was lost: power cut; it goes on with what is left"] * MAX_WORKER_LOSSES

@@ -9,19 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import UserError
-from harness.records import Asked, Failed, Measured, Told, decode, encode
-from harness.results_dir.journal import Entry, Journal, append_line, read_journal
+from harness.records import Proposal, Failed, Measured, TrialResult, decode_line, encode_line
+from harness.results_dir.journal import JournalEntry, Journal, append_line, read_journal
 
 FINGERPRINT = {"model": "abc", "seed": 1}
 
 
 def asked(number, duplicate_of=None):
-    return Asked(number=number, choices=(0, 1), digest=f"d{number}", origin="searcher", duplicate_of=duplicate_of)
+    return Proposal(number=number, choices=(0, 1), digest=f"d{number}", origin="searcher", duplicate_of=duplicate_of)
 
 
 def told(number, value=1.5):
     outcome = Measured(samples_ms=(value, value + 0.1), build_s=0.2, measure_s=0.3, metrics={"map": 0.5})
-    return Told(number=number, outcome=outcome, elapsed_s=1.0 + number)
+    return TrialResult(number=number, outcome=outcome, elapsed_s=1.0 + number)
 
 
 def write(path, count):
@@ -45,15 +45,15 @@ outcomes = st.one_of(
 )
 
 
-@given(st.builds(Told, number=st.integers(0), outcome=outcomes, elapsed_s=finite))
+@given(st.builds(TrialResult, number=st.integers(0), outcome=outcomes, elapsed_s=finite))
 def test_every_outcome_reads_back_as_written(line):
-    assert decode(encode(line)) == line
+    assert decode_line(encode_line(line)) == line
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"kind":"told","number":1}', '{"kind":"asked","colour":1}'])
 def test_a_foreign_line_is_refused(text):
     with pytest.raises(ValueError, match="journal line"):
-        decode(text)
+        decode_line(text)
 
 
 def test_cut_at_any_byte_everything_before_the_cut_is_there(tmp_path):
@@ -66,11 +66,11 @@ def test_cut_at_any_byte_everything_before_the_cut_is_there(tmp_path):
         path.write_bytes(data[:cut])
         complete = data[:cut].count(b'"kind":"told"') - (0 if data[:cut].endswith(b"\n") else _torn_told(data[:cut]))
         with Journal(path, FINGERPRINT) as journal:
-            assert sum(entry.told is not None for entry in journal.entries) == complete
+            assert sum(entry.result is not None for entry in journal.entries) == complete
             number = len(journal.entries)
             journal.append(asked(number))
             journal.append(told(number))
-        assert list(read_journal(path))[-1] == Entry(asked=asked(number), told=told(number))
+        assert list(read_journal(path))[-1] == JournalEntry(proposal=asked(number), result=told(number))
 
 
 def _torn_told(data: bytes) -> int:
@@ -162,7 +162,7 @@ def test_a_full_disk_in_the_middle_of_a_line_costs_that_line_alone(tmp_path):
     assert "everything measured before is safe: make room, then run the same command again" in done.stdout
     assert path.read_bytes().endswith(b"\n")
     with Journal(path, FINGERPRINT) as journal:
-        assert [entry.asked.number for entry in journal.entries if entry.told is not None] == list(range(7))
+        assert [entry.proposal.number for entry in journal.entries if entry.result is not None] == list(range(7))
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
@@ -181,4 +181,4 @@ def test_what_was_measured_before_a_full_disk_is_read_back(tmp_path):
     with path.open("ab") as file:
         file.write(b'{"kind":"told","numb')
     with Journal(path, FINGERPRINT) as journal:
-        assert [entry.told for entry in journal.entries] == [told(0), told(1)]
+        assert [entry.result for entry in journal.entries] == [told(0), told(1)]

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.records import Asked, Failed, Measured, Outcome, Told
+from harness.records import Proposal, Failed, Measured, Outcome, TrialResult
 from harness.search_loop.objective import Goal
-from harness.results_dir.journal import RETRY, Entry
-from harness.results_dir.journal_reader import counted, evaluated, incumbents, reached
+from harness.results_dir.journal import RETRY_ORIGIN, JournalEntry
+from harness.results_dir.journal_reader import iter_counted, iter_evaluations, iter_incumbents, state_at_budgets
 from search.pareto import fronts
 
 LOST = Failed(stage="crash", reason="the worker was lost")
@@ -24,52 +24,52 @@ def outcome(latency_ms: float, **metrics: float) -> Measured:
     return Measured(samples_ms=(latency_ms,) * 5, build_s=1.0, measure_s=1.0, metrics=metrics)
 
 
-def entry(number: int, found: Outcome | None, elapsed_s: float, origin: str = "searcher", digest: str = "") -> Entry:
-    asked = Asked(number=number, choices=(number,), digest=digest or str(number), origin=origin)
-    told = None if found is None else Told(number=number, outcome=found, elapsed_s=elapsed_s)
-    return Entry(asked=asked, told=told)
+def entry(number: int, found: Outcome | None, elapsed_s: float, origin: str = "searcher", digest: str = "") -> JournalEntry:
+    asked = Proposal(number=number, choices=(number,), digest=digest or str(number), origin=origin)
+    told = None if found is None else TrialResult(number=number, outcome=found, elapsed_s=elapsed_s)
+    return JournalEntry(proposal=asked, result=told)
 
 
 @pytest.fixture
-def entries() -> list[Entry]:
+def entries() -> list[JournalEntry]:
     """Two evaluations, a duplicate, the second one's retry, and a third; the first outcome came last of the two."""
     return [
         entry(0, outcome(8.0), 120.0),
         entry(1, LOST, 60.0),
         entry(2, None, 0.0, digest="0"),
-        entry(3, outcome(2.0), 180.0, origin=RETRY, digest="1"),
+        entry(3, outcome(2.0), 180.0, origin=RETRY_ORIGIN, digest="1"),
         entry(4, outcome(4.0), 240.0),
     ]
 
 
-def test_duplicates_and_retries_are_no_evaluations(entries: list[Entry]) -> None:
-    assert [(spent, found.asked.number) for spent, found, _ in counted(entries)] == [(1, 0), (2, 1), (2, 3), (3, 4)]
-    assert [trial.evaluations for trial in evaluated(entries, Goal())] == [1, 2, 3]
+def test_duplicates_and_retries_are_no_evaluations(entries: list[JournalEntry]) -> None:
+    assert [(spent, found.proposal.number) for spent, found, _ in iter_counted(entries)] == [(1, 0), (2, 1), (2, 3), (3, 4)]
+    assert [trial.evaluations for trial in iter_evaluations(entries, Goal())] == [1, 2, 3]
 
 
-def test_a_retry_that_worked_is_found_within_the_budget_that_its_failure_took(entries: list[Entry]) -> None:
-    found = reached(entries, Goal(), [2, 1], 3)
-    assert [trial.latency_ms for trial in found[2].leaders] == [2.0, 8.0]
-    assert [trial.latency_ms for trial in found[1].leaders] == [8.0]
-    assert [trial.latency_ms for trial in incumbents(entries, Goal())] == [8.0, 2.0]
+def test_a_retry_that_worked_is_found_within_the_budget_that_its_failure_took(entries: list[JournalEntry]) -> None:
+    found = state_at_budgets(entries, Goal(), [2, 1], 3)
+    assert [trial.latency_ms for trial in found[2].best] == [2.0, 8.0]
+    assert [trial.latency_ms for trial in found[1].best] == [8.0]
+    assert [trial.latency_ms for trial in iter_incumbents(entries, Goal())] == [8.0, 2.0]
 
 
-def test_minutes_are_those_of_the_outcome_that_came_last(entries: list[Entry]) -> None:
-    assert reached(entries[:2], Goal(), [2])[2].minutes == 2.0, "the first proposal took longer than the second"
-    found = reached(entries, Goal(), [1, 2, 3, 25])
+def test_minutes_are_those_of_the_outcome_that_came_last(entries: list[JournalEntry]) -> None:
+    assert state_at_budgets(entries[:2], Goal(), [2])[2].minutes == 2.0, "the first proposal took longer than the second"
+    found = state_at_budgets(entries, Goal(), [1, 2, 3, 25])
     assert [found[budget].minutes for budget in (1, 2, 3, 25)] == [2.0, 3.0, 4.0, 4.0]
-    assert reached([], Goal(), [25])[25].minutes == 0.0
+    assert state_at_budgets([], Goal(), [25])[25].minutes == 0.0
 
 
-def test_a_failure_is_known_from_the_budget_on_that_saw_it(entries: list[Entry]) -> None:
-    found = reached(entries, Goal(), [1, 2])
-    assert (found[1].failed, found[2].failed) == (None, LOST)
+def test_a_failure_is_known_from_the_budget_on_that_saw_it(entries: list[JournalEntry]) -> None:
+    found = state_at_budgets(entries, Goal(), [1, 2])
+    assert (found[1].last_failure, found[2].last_failure) == (None, LOST)
 
 
-def test_a_journal_is_read_no_further_than_the_largest_budget(entries: list[Entry]) -> None:
+def test_a_journal_is_read_no_further_than_the_largest_budget(entries: list[JournalEntry]) -> None:
     passing = iter(entries)
-    reached(passing, Goal(), [1])
-    assert [each.asked.number for each in passing] == [2, 3, 4]
+    state_at_budgets(passing, Goal(), [1])
+    assert [each.proposal.number for each in passing] == [2, 3, 4]
 
 
 READINGS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), max_size=25)
@@ -83,10 +83,10 @@ def test_leaders_are_those_of_a_sorted_list_and_those_of_the_first_front(
     told = [entry(n, outcome(float(ms), map=loss / 10), float(n)) for n, (ms, loss) in enumerate(readings)]
     within = list(enumerate(readings))[:budget]
     fastest = [number for number, _ in sorted(within, key=lambda each: each[1][0])][:count]
-    assert [trial.choices[0] for trial in reached(told, Goal(), [budget], count)[budget].leaders] == fastest
+    assert [trial.choices[0] for trial in state_at_budgets(told, Goal(), [budget], count)[budget].best] == fastest
     values = np.array([(ms, 0.5 - map_ / 10) for _, (ms, map_) in within]).reshape(-1, 2)
     front = {number for (number, _), rank in zip(within, fronts(values), strict=True) if rank == 0}
-    assert {trial.choices[0] for trial in reached(told, FRONT, [budget], 99)[budget].leaders} == front
+    assert {trial.choices[0] for trial in state_at_budgets(told, FRONT, [budget], 99)[budget].best} == front
 
 
 def test_what_reads_journals_waits_for_no_statistics_that_it_does_not_need() -> None:

@@ -6,8 +6,8 @@ import pytest
 from small import qdq, save_small
 
 from harness.errors import UserError
-from harness.results_dir.ownership import claimed
-from harness.results_dir.fingerprint import changes, same
+from harness.results_dir.ownership import owned_results_dir
+from harness.results_dir.fingerprint import diff_leaves, json_equal
 from harness.config.experiment import load_experiment, parse_experiment
 
 TEXT = """
@@ -19,26 +19,26 @@ backends: [{use: simulated, params: {noise: .nan, drift: .inf, wanted: [1, .nan]
 
 def test_an_experiment_with_nan_is_the_same_experiment_again(tmp_path):
     for _ in range(2):
-        with claimed(tmp_path / "out", parse_experiment(TEXT, "small.yaml")):
+        with owned_results_dir(tmp_path / "out", parse_experiment(TEXT, "small.yaml")):
             pass
     with (
         pytest.raises(UserError, match=r"results of another experiment \(different: backends\)"),
-        claimed(tmp_path / "out", parse_experiment(TEXT.replace("[1, .nan]", "[2, .nan]"), "small.yaml")),
+        owned_results_dir(tmp_path / "out", parse_experiment(TEXT.replace("[1, .nan]", "[2, .nan]"), "small.yaml")),
     ):
         pass
 
 
 def test_results_from_before_a_key_had_its_default_then(tmp_path):
     experiment = parse_experiment(TEXT, "small.yaml")
-    with claimed(tmp_path / "out", experiment):
+    with owned_results_dir(tmp_path / "out", experiment):
         file = tmp_path / "out" / "experiment.yaml"
     old = file.read_text()
     file.write_text("".join(line for line in old.splitlines(keepends=True) if "memory_gb" not in line))
     assert file.read_text() != old
-    with claimed(tmp_path / "out", experiment):
+    with owned_results_dir(tmp_path / "out", experiment):
         pass
     changed = experiment.model_copy(update={"limits": experiment.limits.model_copy(update={"memory_gb": 2.0})})
-    with pytest.raises(UserError, match=r"\(different: limits\)"), claimed(tmp_path / "out", changed):
+    with pytest.raises(UserError, match=r"\(different: limits\)"), owned_results_dir(tmp_path / "out", changed):
         pass
 
 
@@ -50,7 +50,7 @@ def test_the_check_says_what_a_run_would_say_of_its_folder_and_writes_nothing(tm
     given = ("run", str(file), "--check", "--out", str(out))
     assert qdq(*given) == 0
     assert not out.exists()
-    with claimed(out, parse_experiment(text, "small.yaml")):
+    with owned_results_dir(out, parse_experiment(text, "small.yaml")):
         before = (out / "experiment.yaml").read_text()
     assert qdq(*given) == 0
     file.write_text(text + "budget: {evaluations: [500]}\n")
@@ -76,8 +76,8 @@ def test_the_check_says_what_a_run_would_say_of_its_folder_and_writes_nothing(tm
     ],
 )
 def test_a_nan_equals_itself(one, other, equal):
-    assert same(one, other) is equal
-    assert bool(list(changes({"x": one}, {"x": other}))) is not equal
+    assert json_equal(one, other) is equal
+    assert bool(list(diff_leaves({"x": one}, {"x": other}))) is not equal
 
 
 ASKED = """
@@ -97,9 +97,9 @@ def goes_on(folder, **changes):
     for old, new in changes.values():
         assert old in text
         text = text.replace(old, new)
-    with claimed(folder / "out", parse_experiment(ASKED, "small.yaml")):
+    with owned_results_dir(folder / "out", parse_experiment(ASKED, "small.yaml")):
         pass
-    with claimed(folder / "out", parse_experiment(text, "small.yaml")) as grown:
+    with owned_results_dir(folder / "out", parse_experiment(text, "small.yaml")) as grown:
         return grown
 
 
@@ -132,14 +132,14 @@ def test_a_full_disk_while_more_is_asked_for_leaves_the_folder_as_it_was(tmp_pat
             raise UserError("no space left")
         path.write_text(text)
 
-    with claimed(tmp_path / "out", parse_experiment(ASKED, "")):
+    with owned_results_dir(tmp_path / "out", parse_experiment(ASKED, "")):
         pass
     larger = parse_experiment(ASKED.replace("25]", "40]"), "")
     with monkeypatch.context() as context:
         context.setattr("harness.results_dir.ownership.write_text", full)
-        with pytest.raises(UserError, match="no space left"), claimed(tmp_path / "out", larger):
+        with pytest.raises(UserError, match="no space left"), owned_results_dir(tmp_path / "out", larger):
             pass
-    with claimed(tmp_path / "out", larger) as grown:
+    with owned_results_dir(tmp_path / "out", larger) as grown:
         assert grown == "budget 10, 25 -> 10, 40"
 
 

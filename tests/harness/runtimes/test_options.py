@@ -18,7 +18,7 @@ from harness.graph.rules.dialects import ONNXRUNTIME, ONNXRUNTIME_S8
 from harness.graph.qdq.insert import Inserter
 from harness.graph.load import load
 from harness.graph.qdq.space import build_space
-from harness.timing.provenance import cores
+from harness.timing.provenance import count_cores
 from search.space import Space
 
 
@@ -58,7 +58,7 @@ def test_openvino_counts_time_where_asked_to(path: Path, tmp_path: Path) -> None
     assert made.describe()["options"]["profile"] is True
 
 
-@pytest.mark.skipif(cores() < 2, reason="needs two cores")
+@pytest.mark.skipif(count_cores() < 2, reason="needs two cores")
 def test_threads_of_one_engine_leave_the_cores_to_the_next_once_it_has_run(path: Path, tmp_path: Path) -> None:
     """Engines that are timed in turns took each other's cores: threads wait for the next run at full load."""
     for threads, told in ((1, False), (2, True)):
@@ -76,8 +76,8 @@ def test_activations_are_stored_as_chosen_and_run_as_integers(path: Path, tmp_pa
     answers = {}
     feeds = {"x": np.random.default_rng(0).uniform(-1, 1, (1, 8, 32, 32)).astype(np.float32)}
     for activation, dialect in (("uint8", ONNXRUNTIME), ("int8", ONNXRUNTIME_S8)):
-        made: Any = registry.create("benchmarker", "onnxruntime", {"activation": activation, "reduce_range": False})
-        assert registry.load("dialect", made.dialect) is dialect
+        made: Any = registry.create_plugin("benchmarker", "onnxruntime", {"activation": activation, "reduce_range": False})
+        assert registry.load_plugin("dialect", made.dialect) is dialect
         assert made.describe()["options"]["activation"] == activation
         model = load(path)
         space: Space = build_space(model, dialect)
@@ -87,7 +87,7 @@ def test_activations_are_stored_as_chosen_and_run_as_integers(path: Path, tmp_pa
         with made.open(artifact) as probe:
             assert min(probe.sample(3)) > 0
             answers[activation] = probe.infer(feeds)["y"]
-    plain: Any = registry.create("benchmarker", "onnxruntime", {})
+    plain: Any = registry.create_plugin("benchmarker", "onnxruntime", {})
     with plain.open(plain.build(candidate(path), tmp_path)) as probe:
         expected = probe.infer(feeds)["y"]
     for answer in answers.values():
@@ -100,7 +100,7 @@ def test_weights_have_seven_bits_where_products_saturate_unless_told(
 ) -> None:
     def made(saturates: bool, **params: Any) -> Any:
         monkeypatch.setattr(f"harness.runtimes.{backend}.saturates_here", lambda: saturates)
-        return registry.create("benchmarker", backend, params)
+        return registry.create_plugin("benchmarker", backend, params)
 
     seven, eight = f"{backend}_7bit", backend
     assert [made(True).dialect, made(False).dialect] == [seven, eight]
@@ -136,7 +136,7 @@ def test_other_providers_have_weights_of_eight_bits(monkeypatch: pytest.MonkeyPa
 )
 def test_choices_that_there_are_not(params: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        registry.create("benchmarker", "onnxruntime", params)
+        registry.create_plugin("benchmarker", "onnxruntime", params)
 
 
 def has_gpu() -> bool:
@@ -159,7 +159,7 @@ def test_a_provider_that_gives_way_to_the_cpu_is_refused(
     with pytest.raises(
         UserError, match=rf"{name} does not work here \(.+\); it needs an NVIDIA GPU.*Use provider: cpu"
     ):
-        registry.create("benchmarker", "onnxruntime", {"provider": provider})
+        registry.create_plugin("benchmarker", "onnxruntime", {"provider": provider})
     assert "EP Error" not in capfd.readouterr().out
 
 
@@ -171,7 +171,7 @@ def test_a_gpu_times_and_answers_as_the_cpu_does(provider: str, path: Path, tmp_
     feeds = {"x": np.random.default_rng(0).uniform(-1, 1, (1, 8, 32, 32)).astype(np.float32)}
     answers = []
     for chosen in ("cpu", provider):
-        made: Any = registry.create("benchmarker", "onnxruntime", {"provider": chosen})
+        made: Any = registry.create_plugin("benchmarker", "onnxruntime", {"provider": chosen})
         with made.open(made.build(candidate(path), tmp_path)) as probe:
             assert min(probe.sample(5)) > 0
             answers.append(probe.infer(feeds)["y"])

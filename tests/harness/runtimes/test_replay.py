@@ -11,17 +11,17 @@ from harness import registry
 from harness.api import Candidate
 from harness.runtimes.replay import ReplayBenchmarker
 from harness.errors import BuildFailed, EvaluationFailed, MeasureFailed, UserError
-from harness.timing.workers.engines import MAIN, WorkerSpec
+from harness.timing.workers.engines import MAIN_BENCHMARKER, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
 from harness.records import Failed, Measured
-from harness.config.experiment import Limits, Sampling, Use, parse_experiment
-from harness.config.plan import plan
-from harness.benchmark_table import Facts, Row, Subspace, write_table
+from harness.config.experiment import Limits, Sampling, PluginSpec, parse_experiment
+from harness.config.plan import plan_tasks
+from harness.benchmark_table import TableMetadata, TableEntry, TableSubspace, write_table
 from search.synthetic_problem import planted_space
 from search.space import Edge, Placement, Resolved, Space, digest_of
 
 SPACE = Space(planted_space(4, groups=2, seed=1).dimensions)
-SUBSPACE = Subspace(SPACE, (0, 1), SPACE.float_placement())
+SUBSPACE = TableSubspace(SPACE, (0, 1), SPACE.float_placement())
 FAILED = {(1, 0): Failed(stage="crash", reason="the worker died"), (0, 1): Failed(stage="measure", reason="no clock")}
 
 
@@ -33,20 +33,20 @@ def candidate(edges: Resolved) -> Candidate:
 
 
 def of(*choices: int) -> Candidate:
-    return candidate(SPACE.resolve(SUBSPACE.full(Placement(choices))))
+    return candidate(SPACE.resolve(SUBSPACE.to_full_space(Placement(choices))))
 
 
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
     rows = {}
     for number, placement in enumerate(SUBSPACE.placements()):
-        full = SUBSPACE.full(placement)
+        full = SUBSPACE.to_full_space(placement)
         measured = Measured(
             samples_ms=(1.0, 2.0, 3.0), build_s=0.75, measure_s=0.1, metrics={}, info={"layers": {"u8": 2}}
         )
         outcome = FAILED.get(placement.choices, measured)
-        rows[SPACE.digest(full)] = Row(number=number, choices=full.choices, outcome=outcome)
-    facts = Facts(
+        rows[SPACE.digest(full)] = TableEntry(number=number, choices=full.choices, outcome=outcome)
+    facts = TableMetadata(
         model="m", source="m.onnx", model_sha256="0" * 64, dimensions=SPACE.dimensions,
         varied=tuple(d.name for d in SUBSPACE.space.dimensions), base=SUBSPACE.base.choices, anchors={},
         sensitivity=dict.fromkeys((d.name for d in SPACE.dimensions), 0.1), precision="int8", dialect="onnxruntime_s8",
@@ -92,7 +92,7 @@ def test_what_is_not_there_is_refused(table: Path, tmp_path: Path) -> None:
     with pytest.raises(BuildFailed, match=r"t\.parquet is of another model: m has no edge 'other' -> 'conv'"):
         replay.build(foreign, tmp_path)
     with pytest.raises(UserError, match="no such file"):
-        registry.create("benchmarker", "replay", {"table": str(tmp_path / "none.parquet")})
+        registry.create_plugin("benchmarker", "replay", {"table": str(tmp_path / "none.parquet")})
 
 
 def test_it_says_whose_latencies_these_are(table: Path) -> None:
@@ -105,8 +105,8 @@ def test_it_says_whose_latencies_these_are(table: Path) -> None:
 
 
 def test_the_harness_times_it_like_any_other(table: Path, tmp_path: Path) -> None:
-    use = Use(use="replay", params={"table": str(table), "noise_seed": 0})
-    with open_engines(WorkerSpec(benchmarkers={MAIN: use}, workdir=tmp_path / "work"), Limits()) as engines:
+    use = PluginSpec(use="replay", params={"table": str(table), "noise_seed": 0})
+    with open_engines(WorkerSpec(benchmarkers={MAIN_BENCHMARKER: use}, workdir=tmp_path / "work"), Limits()) as engines:
         built = engines.build(of(1, 1))
         assert not isinstance(built, Failed)
         samples = engines.sample(built.handle, Sampling(min_samples=5, max_samples=9))
@@ -122,10 +122,10 @@ def test_a_relative_table_lies_beside_the_experiment(
     monkeypatch.chdir(tmp_path / "elsewhere")
     text = f"experiment: e\nmodels: [m.onnx]\nbackends: [openvino, {{use: replay, params: {{table: {table.name}}}}}]\n"
     experiment = parse_experiment(text, "e.yaml")
-    openvino, replay = (cell.backend for cell in plan(experiment, table.parent))
-    assert registry.create("benchmarker", replay.use, replay.params).describe()["device"] == "a CPU"
-    assert openvino == Use(use="openvino"), "only who asks is told"
+    openvino, replay = (cell.backend for cell in plan_tasks(experiment, table.parent))
+    assert registry.create_plugin("benchmarker", replay.use, replay.params).describe()["device"] == "a CPU"
+    assert openvino == PluginSpec(use="openvino"), "only who asks is told"
     with pytest.raises(UserError, match=r"t\.parquet: no such file"):
-        registry.create("benchmarker", "replay", plan(experiment)[1].backend.params)
+        registry.create_plugin("benchmarker", "replay", plan_tasks(experiment)[1].backend.params)
     other = f"{text}initial: [float]\nbaselines: []\n".replace("use: replay", "use: replai")
-    assert [cell.backend.use for cell in plan(parse_experiment(other, "e.yaml"), tmp_path)] == ["openvino", "replai"]
+    assert [cell.backend.use for cell in plan_tasks(parse_experiment(other, "e.yaml"), tmp_path)] == ["openvino", "replai"]

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from harness import registry
 from harness.api import Benchmarker, Candidate
 from harness.errors import BuildFailed, MeasureFailed, UserError
-from harness.timing.provenance import cores
+from harness.timing.provenance import count_cores
 
 NAMES = ("openvino", "onnxruntime")
 
@@ -53,7 +53,7 @@ def write(path: Path, shape: list[int | str], *, op: str = "Relu", domain: str =
 @pytest.fixture(params=NAMES)
 def benchmarker(request: pytest.FixtureRequest) -> Benchmarker:
     params = {"precision": "f32"} if request.param == "openvino" else {}
-    made: Benchmarker = registry.create("benchmarker", request.param, params)
+    made: Benchmarker = registry.create_plugin("benchmarker", request.param, params)
     return made
 
 
@@ -143,8 +143,8 @@ def test_description(benchmarker: Benchmarker) -> None:
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("openvino", {"threads": cores() + 1}, rf"threads: 1 to {cores()} .* but got {cores() + 1}"),
-        ("onnxruntime", {"threads": 0}, rf"threads: 1 to {cores()} .* but got 0"),
+        ("openvino", {"threads": count_cores() + 1}, rf"threads: 1 to {count_cores()} .* but got {count_cores() + 1}"),
+        ("onnxruntime", {"threads": 0}, rf"threads: 1 to {count_cores()} .* but got 0"),
         ("openvino", {"precision": "f16"}, "precision: one of auto, f32, bf16, but got 'f16'"),
         (
             "onnxruntime",
@@ -156,29 +156,29 @@ def test_description(benchmarker: Benchmarker) -> None:
 )
 def test_options_that_cannot_be_are_refused(name: str, params: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        registry.create("benchmarker", name, params)
+        registry.create_plugin("benchmarker", name, params)
 
 
 @pytest.mark.parametrize(("name", "module"), [("openvino", "openvino"), ("onnxruntime", "onnxruntime")])
 def test_a_runtime_that_is_not_installed_is_named(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=f"benchmarker '{name}': .*pip install"):
-        registry.create("benchmarker", name, {})
+        registry.create_plugin("benchmarker", name, {})
 
 
 def has_bf16() -> bool:
-    return "bf16" in registry.create("benchmarker", "openvino", {}).describe()["float_params"]
+    return "bf16" in registry.create_plugin("benchmarker", "openvino", {}).describe()["float_params"]
 
 
 def test_every_float_precision_of_the_cpu_is_offered_and_runs(tmp_path: Path) -> None:
-    facts = registry.create("benchmarker", "openvino", {}).describe()
+    facts = registry.create_plugin("benchmarker", "openvino", {}).describe()
     assert facts["float_open"]
     if not has_bf16():
         assert list(facts["float_params"]) == ["f32"]
         with pytest.raises(UserError, match=r"this CPU offers .* but got 'bf16'; use 'f32' or 'auto'"):
-            registry.create("benchmarker", "openvino", {"precision": "bf16"})
+            registry.create_plugin("benchmarker", "openvino", {"precision": "bf16"})
         return
-    plain, half = (registry.create("benchmarker", "openvino", facts["float_params"][p]) for p in ("f32", "bf16"))
+    plain, half = (registry.create_plugin("benchmarker", "openvino", facts["float_params"][p]) for p in ("f32", "bf16"))
     assert plain.describe()["float_precision"] == "f32"
     assert not plain.describe()["float_open"]
     artifact = half.build(candidate(write(tmp_path / "m.onnx", [16, 64])), tmp_path)
@@ -205,7 +205,7 @@ def test_a_real_model_gives_the_same_answers_on_both(tmp_path: Path) -> None:
     feeds = {"input.1": np.random.default_rng(0).standard_normal((1, 3, 320, 320)).astype(np.float32)}
     answers = []
     for name, params in (("openvino", {"precision": "f32"}), ("onnxruntime", {})):
-        made: Benchmarker = registry.create("benchmarker", name, params)
+        made: Benchmarker = registry.create_plugin("benchmarker", name, params)
         with made.open(made.build(candidate(path), tmp_path)) as probe:
             assert min(probe.sample(3)) > 0
             answers.append(probe.infer(feeds))

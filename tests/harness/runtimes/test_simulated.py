@@ -11,7 +11,7 @@ from harness import registry
 from harness.api import Candidate
 from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.errors import BuildFailed, EvaluationFailed, UserError
-from harness.timing.sampling import take
+from harness.timing.sampling import sample_engine
 from harness.statistics import median_ci
 from harness.config.experiment import Sampling
 from search.space import Edge, Resolved, digest_of
@@ -82,7 +82,7 @@ def test_intervals_of_the_harness_cover_the_truth() -> None:
     hits = 0
     for _ in range(400):
         with simulated.open(simulated.build(candidate(()), Path("unused"))) as probe:
-            found = median_ci(take(probe, sampling).latency_ms)
+            found = median_ci(sample_engine(probe, sampling).latency_ms)
         hits += found.low <= 10.0 <= found.high
     assert hits / 400 == pytest.approx(0.95, abs=0.03)
 
@@ -136,7 +136,7 @@ def test_outliers_are_late_and_rare_and_warm_up_ends() -> None:
 )
 def test_noise_that_cannot_be_is_refused(params: dict[str, float], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        registry.create("benchmarker", "simulated", params)
+        registry.create_plugin("benchmarker", "simulated", params)
 
 
 def test_a_noise_seed_repeats_a_run() -> None:
@@ -198,4 +198,4 @@ def test_description_holds_every_option() -> None:
 )
 def test_parameters_out_of_range_are_refused(params: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        registry.create("benchmarker", "simulated", params)
+        registry.create_plugin("benchmarker", "simulated", params)

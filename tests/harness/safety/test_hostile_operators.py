@@ -96,7 +96,7 @@ def _attributes(schema: defs.OpSchema, rng: random.Random) -> list[onnx.Attribut
 
 def read_all(folder: Path, numbers: range) -> None:
     """Body of a fork."""
-    helper_process.LIMIT_S = 5.0  # the first constant that is computed waits for ONNX Runtime to be loaded
+    helper_process.HELPER_CALL_LIMIT_S = 5.0  # the first constant that is computed waits for ONNX Runtime to be loaded
     for number in numbers:
         (folder / "at").write_text(f"{number} making")
         proto = model_of(random.Random(f"{SEED} {number}"))

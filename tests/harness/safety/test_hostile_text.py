@@ -197,7 +197,7 @@ def test_a_pickle_is_never_loaded(tmp_path: Path) -> None:
 def test_plug_in_names_are_names_and_no_paths(tmp_path: Path, use: str) -> None:
     (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
     with pytest.raises(UserError, match="searcher "):
-        registry.create("searcher", use, {})
+        registry.create_plugin("searcher", use, {})
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "x" * 101, "a\nb", "<script>", "\\input{x}", "-rf"])

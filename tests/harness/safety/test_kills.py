@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from harness.records import Failed, Told
+from harness.records import Failed, TrialResult
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
 from harness.results_dir.journal import read_journal
@@ -27,11 +27,11 @@ def told(out: Path) -> dict[str, dict[int, Any]]:
     found = {}
     for path in sorted(out.glob("*/runs/*.jsonl")):
         if path.read_bytes().count(b"\n"):
-            found[path.name] = {e.asked.number: e.told for e in read_journal(path) if e.told is not None}
+            found[path.name] = {e.proposal.number: e.result for e in read_journal(path) if e.result is not None}
     return found
 
 
-def said(line: Told) -> object:
+def said(line: TrialResult) -> object:
     """What an outcome says, but for how long it took."""
     return line.outcome.reason if isinstance(line.outcome, Failed) else line.outcome.samples_ms
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from harness.api import Candidate
-from harness.timing.workers.engines import MAIN, WorkerSpec
-from harness.timing.workers.trial_pool import Inline
+from harness.timing.workers.engines import MAIN_BENCHMARKER, WorkerSpec
+from harness.timing.workers.trial_pool import SyncExecutor
 from harness.timing.workers.sandbox import InProcess
-from harness.config.experiment import Sampling, Use
+from harness.config.experiment import Sampling, PluginSpec
 from harness.search_loop.loop import SearchTask, run_search
 from harness.search_loop.objective import Goal
 from harness.results_dir.journal import Journal
@@ -47,15 +47,15 @@ def candidate(placement: Placement) -> Candidate:
 
 
 def test_a_search_of_many_trials_stays_small(tmp_path: Path) -> None:
-    use = Use(use="simulated", params={"seed": 1, "noise_seed": 1})
+    use = PluginSpec(use="simulated", params={"seed": 1, "noise_seed": 1})
     task = SearchTask(space=SPACE, searcher=Blind(), seeds=(), candidate=candidate, evaluations=TRIALS)
     watch = live_study(tmp_path / "live.journal", "cell/blind-0", SPACE, Goal(), fresh=True)
     with (
-        InProcess(WorkerSpec(benchmarkers={MAIN: use}, workdir=tmp_path / "work")) as engines,
+        InProcess(WorkerSpec(benchmarkers={MAIN_BENCHMARKER: use}, workdir=tmp_path / "work")) as engines,
         Journal(tmp_path / "blind-0.jsonl", {}) as journal,
     ):
         tracemalloc.start()
-        run_search(task, Inline(attempt_with(engines, Sampling(warmup_ms=0, max_samples=20))), journal, watch)
+        run_search(task, SyncExecutor(attempt_with(engines, Sampling(warmup_ms=0, max_samples=20))), journal, watch)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert peak < BYTES * TRIALS

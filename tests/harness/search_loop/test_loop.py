@@ -7,11 +7,11 @@ import pytest
 
 from harness.api import Candidate
 from harness.errors import UserError
-from harness.timing.workers.trial_pool import Inline
+from harness.timing.workers.trial_pool import SyncExecutor
 from harness.records import Failed, Measured
 from harness.search_loop.loop import Ending, Goal, SearchTask, Seed, run_search
 from harness.results_dir.journal import Journal, read_journal
-from harness.results_dir.journal_reader import incumbents, reached
+from harness.results_dir.journal_reader import iter_incumbents, state_at_budgets
 from search.api import Failure, Observation, Placement, Score
 from search.space import Dimension, Edge, Space
 
@@ -83,11 +83,11 @@ class Run:
         )  # fmt: skip
         trials = []
         with Journal(self.path, {"run": 1}) as journal:
-            run_search(task, Inline(attempt), journal, trials.append)
+            run_search(task, SyncExecutor(attempt), journal, trials.append)
         return trials
 
     def choices(self):
-        return [entry.asked.choices for entry in read_journal(self.path)]
+        return [entry.proposal.choices for entry in read_journal(self.path)]
 
 
 def test_budget_counts_unique_placements_and_seeds(tmp_path):
@@ -146,9 +146,9 @@ def test_failures_are_data_and_the_search_goes_on(tmp_path):
     failures = [o.outcome for o in run.searcher.told if isinstance(o.outcome, Failure)]
     assert failures[0] == Failure(stage="build", reason="odd")
     assert all(
-        entry.told.outcome.log_tail == "tail"
+        entry.result.outcome.log_tail == "tail"
         for entry in read_journal(run.path)
-        if entry.told and isinstance(entry.told.outcome, Failed)
+        if entry.result and isinstance(entry.result.outcome, Failed)
     )
 
 
@@ -179,11 +179,11 @@ def test_only_candidates_that_can_win_are_scored_and_the_bound_decides_the_incum
     run = Run(tmp_path, attempt=attempt, goal=goal, evaluations=40)
     trials = run.go()
     entries = list(read_journal(run.path))
-    winner = reached(entries, goal, [40])[40].leaders[0]
+    winner = state_at_budgets(entries, goal, [40])[40].best[0]
     assert sum(winner.choices) == 3, "three pairs cost 0.06, a fourth would break the bound"
     assert trials[-1].best_ms == pytest.approx(8.51)
     assert len(scored) < 40
-    values = [t.score.objective for t in incumbents(entries, goal)]
+    values = [t.score.objective for t in iter_incumbents(entries, goal)]
     assert values == sorted(values, reverse=True)
 
 
@@ -196,7 +196,7 @@ def test_wall_clock_is_a_budget_of_its_own(tmp_path):
     )  # fmt: skip
     trials = []
     with Journal(run.path, {"run": 1}) as journal:
-        run_search(task_seconds, Inline(latency), journal, trials.append)
+        run_search(task_seconds, SyncExecutor(latency), journal, trials.append)
     assert trials == []
 
 
@@ -215,7 +215,7 @@ def ended(run: Run, searcher, *, evaluations=20, window=1):
     )  # fmt: skip
     told = []
     with Journal(run.path, {"run": 1}) as journal:
-        return run_search(task, Inline(latency), journal, told.append), told
+        return run_search(task, SyncExecutor(latency), journal, told.append), told
 
 
 def test_placement_of_the_wrong_size_ends_its_search_as_the_searchers_fault(tmp_path):
@@ -264,7 +264,7 @@ def test_what_is_under_way_when_a_searcher_breaks_is_kept_and_a_mended_one_goes_
     assert ending.reason == "LookupError: a bug"
     assert ending.evaluations == told[-1].evaluations < 20
     entries = list(read_journal(run.path))
-    assert all(entry.told is not None or entry.asked.duplicate_of is not None for entry in entries)
+    assert all(entry.result is not None or entry.proposal.duplicate_of is not None for entry in entries)
     Breaks.mended = True
     assert ended(run, Breaks(run.space, 1), window=window)[0] == Ending(evaluations=20)
     ended(whole, Breaks(run.space, 1), window=window)

@@ -10,13 +10,13 @@ import pytest
 from harness.api import Accuracy
 from harness.errors import UserError
 from harness.statistics import Interval
-from harness.records import Asked, Failed, Measured, Told
+from harness.records import Proposal, Failed, Measured, TrialResult
 from harness.config.experiment import parse_experiment
 from harness.search_loop.objective import BELIEVED, PROXY, Goal, Scored, Standing, eligible, goal_facts, score_of, standing
-from harness.results_dir.journal import Entry
+from harness.results_dir.journal import JournalEntry
 from harness.search_loop.accuracy_gate import Judge, least_loss
-from harness.config.objective import Objective, absolute, check_objective
-from harness.results_dir.journal_reader import reached
+from harness.config.objective import Objective, absolute_bound, check_objective
+from harness.results_dir.journal_reader import state_at_budgets
 from search.api import Score
 
 
@@ -27,14 +27,14 @@ def objective(text: str) -> Objective:
 def test_a_bound_on_a_named_metric_is_the_bound_and_the_metric() -> None:
     assert objective("map_drop: 0.01") == Objective(max_drop=0.01, metric="map")
     assert objective("max_drop: 0.01") == Objective(max_drop=0.01)
-    assert not objective("").scored
+    assert not objective("").uses_accuracy
 
 
 @pytest.mark.parametrize(("text", "bound"), [("max_drop: 1%", 0.004), ("top1_drop: 2.5 %", 0.01), ("max_drop: 0", 0.0)])
 def test_a_bound_is_absolute_or_a_share_of_the_float_models_figure(text: str, bound: float) -> None:
     given = objective(text).max_drop
     assert given is not None
-    assert absolute(given, -0.4) == pytest.approx(bound)
+    assert absolute_bound(given, -0.4) == pytest.approx(bound)
 
 
 @pytest.mark.parametrize(
@@ -225,11 +225,11 @@ def test_without_a_proxy_nothing_is_believed() -> None:
     assert least_loss(known((12.0, 0.40), (11.0, 0.42), (10.0, 0.38)).scored, None, GOAL) is None
 
 
-def entries(*outcomes: Measured | Failed) -> list[Entry]:
+def entries(*outcomes: Measured | Failed) -> list[JournalEntry]:
     return [
-        Entry(
-            asked=Asked(number=n, choices=(n,), digest=str(n), origin="searcher"),
-            told=Told(number=n, outcome=found, elapsed_s=float(n)),
+        JournalEntry(
+            proposal=Proposal(number=n, choices=(n,), digest=str(n), origin="searcher"),
+            result=TrialResult(number=n, outcome=found, elapsed_s=float(n)),
         )
         for n, found in enumerate(outcomes)
     ]
@@ -240,22 +240,22 @@ def test_leaders_of_a_front_are_the_front_the_roundest_first() -> None:
     told = entries(
         outcome(10.0, map=0.5), outcome(4.0, map=0.48), outcome(3.0, map=0.1), outcome(5.0, map=0.47), outcome(2.0)
     )
-    assert [trial.choices for trial in reached(told, goal, [5], 8)[5].leaders] == [(1,), (2,), (0,)]
-    assert [trial.choices for trial in reached(told, goal, [5])[5].leaders] == [(1,)]
+    assert [trial.choices for trial in state_at_budgets(told, goal, [5], 8)[5].best] == [(1,), (2,), (0,)]
+    assert [trial.choices for trial in state_at_budgets(told, goal, [5])[5].best] == [(1,)]
 
 
 def test_leaders_by_accuracy_lose_least_and_of_equals_the_fastest() -> None:
     goal = Goal(metric="map", reference=0.5, max_drop=None, minimize="accuracy", max_latency_ms=6.0)
     told = entries(outcome(7.0), outcome(5.0, map=0.4), outcome(5.5, map=0.5), outcome(4.0, map=0.5))
-    assert [(t.choices, t.latency_ms) for t in reached(told, goal, [4], 2)[4].leaders] == [((3,), 4.0), ((2,), 5.5)]
+    assert [(t.choices, t.latency_ms) for t in state_at_budgets(told, goal, [4], 2)[4].best] == [((3,), 4.0), ((2,), 5.5)]
 
 
 def test_the_account_says_how_many_were_scored_and_whether_the_proxy_can_be_trusted() -> None:
     scored = [outcome(5.0, map=value, **{PROXY: proxy}) for value, proxy in ((0.5, 40.0), (0.3, 9.0), (0.4, 12.0))]
     told = entries(*scored, outcome(6.0, **{PROXY: 3.0}), Failed(stage="build", reason="no"))
-    found = reached(told, GOAL, [9])[9].looks
-    assert (found.full, found.proxied, found.agreement) == (3, 4, pytest.approx(1.0))
-    assert reached(entries(outcome(5.0)), Goal(), [1])[1].looks.agreement is None
+    found = state_at_budgets(told, GOAL, [9])[9].metric_usage
+    assert (found.measured, found.proxied, found.agreement) == (3, 4, pytest.approx(1.0))
+    assert state_at_budgets(entries(outcome(5.0)), Goal(), [1])[1].metric_usage.agreement is None
 
 
 def test_what_was_built_again_has_the_scatter_of_its_builds() -> None:
@@ -267,4 +267,4 @@ def test_what_was_built_again_has_the_scatter_of_its_builds() -> None:
     assert isinstance(again, Score)
     assert (once.objective, once.stderr) == (5.0, 0.0)
     assert (again.objective, again.stderr) == (5.0, pytest.approx(0.5))
-    assert reached(entries(twice), Goal(), [1])[1].leaders[0].score == again
+    assert state_at_budgets(entries(twice), Goal(), [1])[1].best[0].score == again

@@ -7,7 +7,7 @@ import pytest
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
-from harness.records import Asked, Failed, Measured
+from harness.records import Proposal, Failed, Measured
 from harness.search_loop.loop import Trial
 from harness.search_loop.objective import Goal
 from harness.search_loop.optuna_mirror import live_study
@@ -20,7 +20,7 @@ GOAL = Goal(metric="top1", reference=0.8, max_drop=0.02)
 def trial(number: int, evaluations: int | None = None, **outcome) -> Trial:
     measured = {"samples_ms": (4.0 - number / 10,) * 3, "build_s": 1.0, "measure_s": 1.0, **outcome}
     return Trial(
-        asked=Asked(number=number, choices=(1, 0, 1, 0, 0, 1), digest=f"d{number}", origin="searcher"),
+        asked=Proposal(number=number, choices=(1, 0, 1, 0, 0, 1), digest=f"d{number}", origin="searcher"),
         outcome=Failed(stage="build", reason="no") if outcome.get("failed") else Measured(**measured),
         evaluations=number + 1 if evaluations is None else evaluations,
         best_ms=None,

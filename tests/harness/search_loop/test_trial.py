@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from harness.api import Accuracy, Candidate
-from harness.timing.workers.engines import MAIN, Built
+from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine
 from harness.timing.sampling import Samples
 from harness.statistics import Interval
-from harness.records import Failed, Measured, Outcome, Told, decode, encode
+from harness.records import Failed, Measured, Outcome, TrialResult, decode_line, encode_line
 from harness.config.experiment import Sampling
 from harness.search_loop.objective import Goal
 from harness.search_loop.accuracy_gate import Judge
@@ -38,11 +38,11 @@ class Bench:
         self.score = score
         self.diary: list[str] = []
 
-    def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
+    def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
         self.diary.append("build")
         if self.builds[0] == "build":
             return Failed(stage="build", reason="no")
-        return Built(handle=0, build_s=0.5, info={"left": len(self.builds)})
+        return BuiltEngine(handle=0, build_s=0.5, info={"left": len(self.builds)})
 
     def sample(
         self, handle: int, sampling: Sampling, rival: Interval | None = None, level_ms: float | None = None
@@ -56,19 +56,19 @@ class Bench:
         readings = (value * (1 - spread), value, value * (1 + spread))
         return Samples(latency_ms=readings, warmup=3, measure_s=0.25, stable=stable, saved=4, conditions={"load": 1.0})
 
-    def evaluate(self, handle: int, evaluator: str = MAIN) -> Accuracy | Failed:
+    def evaluate(self, handle: int, evaluator: str = MAIN_BENCHMARKER) -> Accuracy | Failed:
         self.diary.append("evaluate")
         if self.score is None:
             return Failed(stage="evaluate", reason="no")
         return Accuracy(metrics={"map": self.score}, per_item=(1.0, 0.0))
 
-    def prepare(self, handle: int, evaluator: str = MAIN) -> Failed | None:
+    def prepare(self, handle: int, evaluator: str = MAIN_BENCHMARKER) -> Failed | None:
         return None
 
     def release(self, handle: int) -> None:
         self.diary.append("release")
 
-    def describe(self, benchmarker: str = MAIN) -> Mapping[str, Any]:
+    def describe(self, benchmarker: str = MAIN_BENCHMARKER) -> Mapping[str, Any]:
         return {}
 
 
@@ -197,12 +197,12 @@ def test_an_evaluation_that_fails_is_the_outcome() -> None:
 
 def test_the_record_survives_the_journal() -> None:
     outcome = attempt_with(Bench(5.0, 13.0, 6.0), SAMPLING, judge=JUDGE)(CANDIDATE, INCUMBENT)
-    told = Told(number=3, outcome=outcome, elapsed_s=1.5)
-    assert decode(encode(told)) == told
+    told = TrialResult(number=3, outcome=outcome, elapsed_s=1.5)
+    assert decode_line(encode_line(told)) == told
 
 
 def test_journals_from_before_racing_are_read() -> None:
     outcome = '{"status":"measured","samples_ms":[1.5],"build_s":0.1,"measure_s":0.2}'
-    told = decode(f'{{"kind":"told","number":0,"outcome":{outcome},"elapsed_s":1}}')
-    assert isinstance(told, Told)
+    told = decode_line(f'{{"kind":"told","number":0,"outcome":{outcome},"elapsed_s":1}}')
+    assert isinstance(told, TrialResult)
     assert measured(told.outcome).retaken_ms == ()

@@ -10,11 +10,11 @@ import pandas as pd
 import pytest
 from small import qdq, save_chain
 
-from harness.timing.turn_log import TWIN, Readings
-from harness.timing.racing_test import HEATS
+from harness.timing.turn_log import TWIN, TurnMatrix
+from harness.timing.racing_test import TURNS_PER_RACING_ROUND
 from harness.selection.paired_timing import ratios_of, read_contest
 from harness.results_dir.journal import read_journal
-from harness.results_dir.artifacts import Pick, favourite, read_rows
+from harness.results_dir.artifacts import Choice, best_choice, read_finalists
 
 CELL = "net-simulated-int8"
 EXPERIMENT = """
@@ -45,13 +45,13 @@ def folder(tmp_path_factory):
 def truth_ms(cell):
     """Of everything that the searches looked at."""
     entries = [entry for path in cell.glob("runs/*.jsonl") for entry in read_journal(path)]
-    return {entry.asked.digest: entry.told.outcome.info["truth_ms"] for entry in entries if entry.told}
+    return {entry.proposal.digest: entry.result.outcome.info["truth_ms"] for entry in entries if entry.result}
 
 
 def chosen_ms(cell):
     """True latency of each search's choice."""
     truth = truth_ms(cell)
-    return [truth[pick.row] for pick in read_rows(cell)[1] if pick.kind == "search" and pick.row in truth]
+    return [truth[pick.row] for pick in read_finalists(cell)[1] if pick.kind == "search" and pick.row in truth]
 
 
 def test_the_choice_is_closer_to_the_best_than_the_lowest_reading_is(folder):
@@ -62,18 +62,18 @@ def test_the_choice_is_closer_to_the_best_than_the_lowest_reading_is(folder):
 def test_one_contender_means_the_lowest_reading_and_no_runoff(folder):
     cell = folder / "out1" / CELL
     assert not (cell / "runoff.jsonl").exists()
-    for pick in read_rows(cell)[1]:
+    for pick in read_finalists(cell)[1]:
         if pick.kind == "search":
             entries = read_journal(cell / "runs" / f"{pick.method}-{pick.seed}.jsonl")
             readings = [
-                np.median(entry.told.outcome.samples_ms) for entry in list(entries)[: pick.budget] if entry.told
+                np.median(entry.result.outcome.samples_ms) for entry in list(entries)[: pick.budget] if entry.result
             ]
             assert pick.search_ms == pytest.approx(min(readings))
 
 
 def test_the_row_of_a_method_is_the_seed_that_did_best_in_the_runoff(folder):
     cell = folder / "out6" / CELL
-    picks = [pick for pick in read_rows(cell)[1] if pick.kind == "search" and pick.budget == 40]
+    picks = [pick for pick in read_finalists(cell)[1] if pick.kind == "search" and pick.budget == 40]
     assert len(picks) == 3
     table = pd.read_csv(folder / "out6" / "report" / "main.csv").set_index("method")
     assert table.loc["random", "row"] == max(picks, key=lambda pick: (not pick.beaten, pick.runoff)).row
@@ -81,19 +81,19 @@ def test_the_row_of_a_method_is_the_seed_that_did_best_in_the_runoff(folder):
 
 
 def test_a_choice_that_another_seed_has_beaten_stands_behind_it_whatever_its_few_turns_say():
-    few = Pick(method="random", kind="search", row="few", search_ms=1.0, runoff=2.1)
+    few = Choice(method="random", kind="search", row="few", search_ms=1.0, runoff=2.1)
     many = replace(few, row="many", runoff=2.08)
-    lost = Pick(method="random", kind="search", row="failed", search_ms=0.5)
-    assert favourite([few, many]) is few
-    assert favourite([replace(few, beaten=True), many]) is many
-    assert favourite([lost, many]) is many, "the lowest reading of one that failed in the runoff"
-    assert favourite([lost]) is lost
-    assert favourite([]) is None
+    lost = Choice(method="random", kind="search", row="failed", search_ms=0.5)
+    assert best_choice([few, many]) is few
+    assert best_choice([replace(few, beaten=True), many]) is many
+    assert best_choice([lost, many]) is many, "the lowest reading of one that failed in the runoff"
+    assert best_choice([lost]) is lost
+    assert best_choice([]) is None
 
 
 def test_only_the_winners_are_confirmed_and_delivered(folder):
     cell = folder / "out6" / CELL
-    rows, picks = read_rows(cell)
+    rows, picks = read_finalists(cell)
     met = set(json.loads((cell / "runoff.jsonl").read_text().splitlines()[0])["rows"])
     assert {row.id for row in rows} - {"float"} < met
     assert len(picks) == 1 + 3 * 2  # the float model, and one choice a seed and budget
@@ -108,11 +108,11 @@ def test_what_is_close_is_timed_for_longer_and_what_is_not_is_not(folder):
     for event in read_contest(path):
         heats[event.build].add(event.row)
     rows = {heat: names - {"float", TWIN} for heat, names in heats.items()}
-    assert set(rows) == set(range(len(HEATS)))
+    assert set(rows) == set(range(len(TURNS_PER_RACING_ROUND)))
     assert rows[0] > rows[1] >= rows[2]
-    turns = {name: len(ratios) for name, ratios in ratios_of(Readings(read_contest(path)), "float").items()}
-    assert {turns[name] for name in rows[2]} == {sum(HEATS)}
-    assert {turns[name] for name in rows[0] - rows[1]} == {HEATS[0]}
+    turns = {name: len(ratios) for name, ratios in ratios_of(TurnMatrix(read_contest(path)), "float").items()}
+    assert {turns[name] for name in rows[2]} == {sum(TURNS_PER_RACING_ROUND)}
+    assert {turns[name] for name in rows[0] - rows[1]} == {TURNS_PER_RACING_ROUND[0]}
     assert np.mean([truth[name] for name in rows[2]]) < np.mean([truth[name] for name in rows[0] - rows[2]])
 
 

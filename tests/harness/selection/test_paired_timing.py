@@ -9,11 +9,11 @@ import pytest
 from turns import Instant, Listening, row
 
 from harness.api import Candidate
-from harness.timing.workers.engines import MAIN, Built
-from harness.timing.turn_log import Readings
+from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine
+from harness.timing.turn_log import TurnMatrix
 from harness.timing.sampling import Samples
 from harness.records import Failed
-from harness.config.experiment import Rounds, Sampling
+from harness.config.experiment import TurnSchedule, Sampling
 from harness.selection.paired_timing import Contest, advise, hold, ratios_of, read_contest
 from harness.progress import Silent
 
@@ -33,14 +33,14 @@ class Failing(Busy):
 
     mended = False
 
-    def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
+    def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
         if candidate.digest == "a" and not self.mended:
             return Failed(stage="build", reason="out of memory")
         return super().build(candidate, benchmarker)
 
 
 def test_what_failed_is_tried_again_where_that_is_asked_for(tmp_path: Path) -> None:
-    rows, plan = (row("a"), row("b")), Rounds(builds=2, rounds=3, samples=3)
+    rows, plan = (row("a"), row("b")), TurnSchedule(builds=2, rounds=3, samples=3)
     path = tmp_path / "confirm.jsonl"
     contest = Contest(name="confirmation", path=path, header={}, baseline=row("float"), rows=rows, plan=plan)
     engines = Failing("")
@@ -50,10 +50,10 @@ def test_what_failed_is_tried_again_where_that_is_asked_for(tmp_path: Path) -> N
     hold(contest, engines.open, Silent())
     assert path.read_bytes() == before, "a failure is an outcome"
     hold(contest, engines.open, Silent(), retry_failed=True)
-    readings = Readings(read_contest(path))
+    readings = TurnMatrix(read_contest(path))
     assert not any(readings.failed.values())
     assert {name: len(readings.turns[name]) for name in ("float", "a", "b")} == {"float": 2, "a": 2, "b": 2}
-    assert len(readings.paired("a", "float")[0]) == 2
+    assert len(readings.paired_samples("a", "float")[0]) == 2
 
 
 def test_a_record_goes_on_with_fewer_rows(tmp_path: Path) -> None:
@@ -61,16 +61,16 @@ def test_a_record_goes_on_with_fewer_rows(tmp_path: Path) -> None:
     path = tmp_path / "runoff.jsonl"
     whole = Contest(
         name="runoff", path=path, header={}, baseline=row("float"), rows=(row("a"), row("b")),
-        plan=Rounds(builds=1, rounds=3, samples=3),
+        plan=TurnSchedule(builds=1, rounds=3, samples=3),
     )  # fmt: skip
-    rest = replace(whole, rows=(row("b"),), plan=Rounds(builds=2, rounds=4, samples=3), first=1)
+    rest = replace(whole, rows=(row("b"),), plan=TurnSchedule(builds=2, rounds=4, samples=3), first=1)
     for contest in (whole, rest):
         hold(contest, Busy("").open, Silent())
     written = path.read_bytes()
     for contest in (whole, rest):
         hold(contest, Busy("").open, Silent())
     assert path.read_bytes() == written, "nothing is left to do"
-    ratios = ratios_of(Readings(read_contest(path)), "float")
+    ratios = ratios_of(TurnMatrix(read_contest(path)), "float")
     assert sorted(ratios["a"]) == [(0, turn) for turn in range(3)]
     assert sorted(ratios["b"]) == sorted(ratios["a"]) + [(build, turn) for build in (1, 2) for turn in range(4)]
 
@@ -83,7 +83,7 @@ def test_other_work_on_the_machine_is_told_at_the_end_and_kept_in_the_record(tmp
         header={},
         baseline=row("float"),
         rows=(row("a"),),
-        plan=Rounds(builds=2, rounds=3, samples=3),
+        plan=TurnSchedule(builds=2, rounds=3, samples=3),
     )
     observer = Listening()
     hold(contest, Busy(disturbed).open, observer)

@@ -13,8 +13,8 @@ from turns import Instant, Listening, row
 
 from harness.api import Candidate
 from harness.compat.modelopt_autotune.runoff import Runoff, fastest
-from harness.timing.workers.engines import MAIN, Built, Engines
-from harness.timing.racing_test import HEATS
+from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, Engines
+from harness.timing.racing_test import TURNS_PER_RACING_ROUND
 from harness.timing.sampling import Samples
 from harness.records import Failed
 from harness.config.experiment import Sampling
@@ -49,12 +49,12 @@ class Machine(Instant):
         self.rows: list[list[str]] = []
         self._handles: list[float] = []
 
-    def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
+    def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
         if self.broken(candidate.digest, len(self.rows) - 1):
             return Failed(stage="build", reason="out of memory")
         self.rows[-1].append(candidate.digest)
         self._handles.append(self._true_ms[candidate.digest] * np.exp(self._by_builds * self._rng.standard_normal()))
-        return Built(handle=len(self._handles) - 1, build_s=0.1)
+        return BuiltEngine(handle=len(self._handles) - 1, build_s=0.1)
 
     def sample(self, handle: int, sampling: Sampling) -> Samples:
         read_ms = float(self._handles[handle] * np.exp(self._by_turns * self._rng.standard_normal()))
@@ -101,7 +101,7 @@ def test_an_interrupted_heat_does_not_decide_the_one_before(tmp_path: Path) -> N
                     raise KeyboardInterrupt
             return super().sample(handle, sampling)
 
-        def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
+        def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
             if len(self.rows) == 2:
                 self._true_ms["b"] = 1.3
             return super().build(candidate, benchmarker)
@@ -114,7 +114,7 @@ def test_an_interrupted_heat_does_not_decide_the_one_before(tmp_path: Path) -> N
     assert [sorted(names) for names in machine.rows] == [["a", "b", FLOAT, FLOAT]] * 2
 
 
-@pytest.mark.parametrize("heat", range(len(HEATS)))
+@pytest.mark.parametrize("heat", range(len(TURNS_PER_RACING_ROUND)))
 def test_whoever_fails_in_any_heat_is_out(tmp_path: Path, heat: int) -> None:
     """However fast it was before; b, which stays close, wins."""
     held = contest(tmp_path, "abc")
@@ -129,7 +129,7 @@ def test_what_the_twins_of_a_race_differ_by_keeps_rivals_in(tmp_path: Path) -> N
     """The float model's own builds differ by 10 %, so rows that are 3 % apart are not told apart by one build each."""
 
     class Uneven(Machine):
-        def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
+        def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
             self._true_ms[FLOAT] = 2.2 if FLOAT in self.rows[-1] else 2.0
             return super().build(candidate, benchmarker)
 
@@ -143,7 +143,7 @@ def test_what_the_twins_of_a_race_differ_by_keeps_rivals_in(tmp_path: Path) -> N
 def test_a_known_noise_floor_keeps_rivals_in(tmp_path: Path) -> None:
     machine = Machine({"a": 1.0, "b": 1.03})
     race(replace(contest(tmp_path, "ab"), floor=0.1), {"all": ["a", "b"]}, 1, machine.open, Silent())
-    assert len(machine.rows) == len(HEATS)
+    assert len(machine.rows) == len(TURNS_PER_RACING_ROUND)
 
 
 @pytest.mark.parametrize(("broken", "won"), [("", "a"), ("a", "b"), ("ab", "c"), ("abc", "")])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from harness.records import Measured, Outcome
-from harness.benchmark_table import Facts, Row, Subspace, Table, read_table, write_table
+from harness.benchmark_table import TableMetadata, TableEntry, TableSubspace, BenchmarkTable, read_table, write_table
 from search.synthetic_problem import planted_space
 from search.space import Placement, Space
 
@@ -24,7 +24,7 @@ def log_latency(choices: tuple[int, ...]) -> float:
     return math.log(10.0) + float(EFFECTS[: len(on)] @ on) - 0.4 * float(on[0] and on[1])
 
 
-def facts_of(space: Space, varied: tuple[int, ...], base: Placement, **changes: Any) -> Facts:
+def facts_of(space: Space, varied: tuple[int, ...], base: Placement, **changes: Any) -> TableMetadata:
     described: dict[str, Any] = {
         "model": "made-up",
         "source": "made-up.onnx",
@@ -42,11 +42,11 @@ def facts_of(space: Space, varied: tuple[int, ...], base: Placement, **changes: 
         "sampling": {},
         "environment": {},
     }
-    return Facts(**{**described, **changes})
+    return TableMetadata(**{**described, **changes})
 
 
 @pytest.fixture
-def make_table(tmp_path: Path) -> Callable[..., Table]:
+def make_table(tmp_path: Path) -> Callable[..., BenchmarkTable]:
     """A table of `dimensions` of 8 dimensions; `outcome` gives what became of a full placement's choices."""
 
     def make(
@@ -54,13 +54,13 @@ def make_table(tmp_path: Path) -> Callable[..., Table]:
         *,
         outcome: Callable[[tuple[int, ...]], Outcome] | None = None,
         noise: float = 0.0,
-        rows: Callable[[dict[str, Row]], dict[str, Row]] = lambda rows: rows,
+        rows: Callable[[dict[str, TableEntry]], dict[str, TableEntry]] = lambda rows: rows,
         path: Path = tmp_path / "made-up.parquet",
         **changes: Any,
-    ) -> Table:
+    ) -> BenchmarkTable:
         space = planted_space(8, groups=2, seed=3)
         whole = Space(tuple(space.dimensions[i] for i in range(8)))
-        subspace = Subspace(whole, tuple(range(dimensions)), whole.float_placement())
+        subspace = TableSubspace(whole, tuple(range(dimensions)), whole.float_placement())
         rng = np.random.default_rng(0)
 
         def plain(choices: tuple[int, ...]) -> Outcome:
@@ -68,12 +68,12 @@ def make_table(tmp_path: Path) -> Callable[..., Table]:
             return Measured(samples_ms=tuple(samples.tolist()), build_s=0.5, measure_s=0.1, metrics={"sqnr_db": 20.0})
 
         anchors = [whole.float_placement(), whole.everywhere()]
-        listed = [*anchors, *(subspace.full(placement) for placement in subspace.placements())]
-        made: dict[str, Row] = {}
+        listed = [*anchors, *(subspace.to_full_space(placement) for placement in subspace.placements())]
+        made: dict[str, TableEntry] = {}
         for placement in listed:
             made.setdefault(
                 whole.digest(placement),
-                Row(number=len(made), choices=placement.choices, outcome=(outcome or plain)(placement.choices)),
+                TableEntry(number=len(made), choices=placement.choices, outcome=(outcome or plain)(placement.choices)),
             )
         write_table(path, facts_of(whole, subspace.varied, subspace.base, **changes), rows(made))
         return read_table(path)

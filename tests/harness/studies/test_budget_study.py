@@ -20,15 +20,15 @@ import pytest
 from harness.cli.main import main
 from harness.records import Measured, Outcome
 from harness.registry import check_params
-from harness.config.yaml_loader import read_document
-from harness.results_dir.lock import held
+from harness.config.yaml_loader import read_experiment_yaml
+from harness.results_dir.lock import exclusive_lock
 from harness.studies import path_cache as kept
 from harness.studies import replay_pool
 from harness.studies.path_cache import Series
 from harness.studies.study_file import BudgetStudy, Contender, load_study
-from harness.benchmark_table import Table
+from harness.benchmark_table import BenchmarkTable
 
-MakeTable = Callable[..., Table]
+MakeTable = Callable[..., BenchmarkTable]
 SEARCHERS = ["--searcher", "random", "--searcher", "local"]
 ORDER = ["--seeds", "4", "--budget", "5", "--budget", "20", "--workers", "1"]
 
@@ -279,7 +279,7 @@ def test_more_than_one_folder_keeps_is_refused_before_anything_is_replayed(
 def test_two_studies_of_one_folder_are_refused(
     tables: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with held(tmp_path / "out", "replaying a study"), pytest.raises(SystemExit):
+    with exclusive_lock(tmp_path / "out", "replaying a study"), pytest.raises(SystemExit):
         main(["study", *tables, "--out", str(tmp_path / "out"), *SEARCHERS, *ORDER])
     assert "is replaying a study; wait for it, or use another --out" in " ".join(capsys.readouterr().err.split())
 
@@ -457,7 +457,7 @@ def test_committed_studies_are_valid() -> None:
     paths = list((root / "experiments/studies").glob("*.yaml"))
     assert paths
     for path in paths:
-        study = BudgetStudy.model_validate(read_document(path.read_text(encoding="utf-8"), path.name))
+        study = BudgetStudy.model_validate(read_experiment_yaml(path.read_text(encoding="utf-8"), path.name))
         assert study.searchers
         for contender in study.searchers:
             check_params("searcher", contender.use, contender.params, given=("space", "seed"))

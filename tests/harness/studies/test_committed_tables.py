@@ -33,10 +33,10 @@ def test_there_are_at_least_four() -> None:
 def test_a_table_is_small_whole_and_of_the_model_as_it_is(path: Path, tmp_path: Path) -> None:
     assert path.stat().st_size < 5_000_000
     table = read_table(path)  # refuses what is not whole or not what it says
-    if table.facts.source.startswith("assets:") and not os.environ.get("QDQ_ASSETS"):
+    if table.metadata.source.startswith("assets:") and not os.environ.get("QDQ_ASSETS"):
         pytest.skip("QDQ_ASSETS is not set")
-    shapes = SHAPES.get(table.facts.model, {})
-    check_table(table, ModelSpec(use=table.facts.source, label=table.facts.model, shapes=shapes), tmp_path)
+    shapes = SHAPES.get(table.metadata.model, {})
+    check_table(table, ModelSpec(use=table.metadata.source, label=table.metadata.model, shapes=shapes), tmp_path)
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)

@@ -10,14 +10,14 @@ import pytest
 
 from harness.records import Failed, Measured, Outcome
 from harness.report.statistics import score_against_random
-from harness.config.experiment import Use
+from harness.config.experiment import PluginSpec
 from harness.studies.recorded_landscape import Landscape
 from harness.studies.random_search import random_search
 from harness.studies.replay import first_placements, replay, replay_once, walks_of
-from harness.benchmark_table import Table
+from harness.benchmark_table import BenchmarkTable
 from search.api import Observation, Placement
 
-MakeTable = Callable[..., Table]
+MakeTable = Callable[..., BenchmarkTable]
 
 
 class Listed:
@@ -112,7 +112,7 @@ def test_the_searcher_random_has_its_mean_and_the_score_0(
     landscape = Landscape(make_table(outcome=partly_alike(noise)))
     landscape.identity[1:32:2] = landscape.identity[0:32:2]
     first, seeds = first_placements(landscape, initial), 300
-    searched = replay(landscape, Use(use="random"), seeds=range(seeds), budget=25, initial=initial).latency_ms
+    searched = replay(landscape, PluginSpec(use="random"), seeds=range(seeds), budget=25, initial=initial).latency_ms
     random_ms = random_search(landscape, 25, first).mean(axis=0)
     error = searched.std(axis=0) / np.sqrt(seeds)
     assert (abs(searched.mean(axis=0) - random_ms) < 4 * error + 1e-9).all()

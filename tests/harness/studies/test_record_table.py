@@ -15,14 +15,14 @@ from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.timing.workers.in_process import InProcess
 from harness.records import Failed, Measured
-from harness.config.experiment import Rounds
+from harness.config.experiment import TurnSchedule
 from harness.search_loop.loop import COLD_START
 from harness.progress import Silent
 from harness.studies.study_task import study_of
 from harness.studies.recorded_landscape import Landscape
 from harness.studies.record_table import record
 from harness.studies.dimension_screening import most_telling, neighbours, sensitivity
-from harness.benchmark_table import Table, read_table
+from harness.benchmark_table import BenchmarkTable, read_table
 from search.synthetic_problem import planted_space
 from search.space import Dimension, Edge, Placement, Space
 
@@ -41,21 +41,21 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return builder.save(tmp_path / "net.onnx")
 
 
-def recorded(model: Path, out: Path, dimensions: int = 2, search: int = 0, **params: Any) -> Table:
+def recorded(model: Path, out: Path, dimensions: int = 2, search: int = 0, **params: Any) -> BenchmarkTable:
     study = study_of(str(model), backend="simulated", params={**PARAMS, **params})
     return read_table(record(study, out, dimensions, Silent(), search=search))
 
 
 def test_a_table_is_complete_and_true(model: Path, tmp_path: Path) -> None:
     table = recorded(model, tmp_path / "t.parquet")
-    facts = table.facts
+    facts = table.metadata
     assert (facts.model, facts.source, facts.dialect, facts.precision) == ("net", str(model), "openvino", "int8")
     assert facts.backend["name"] == "simulated"
     assert len(facts.varied) == 2
     assert set(facts.anchors) == {"float", "all", "linear"}
     assert len(facts.sensitivity) == len(facts.dimensions) > 3
     assert {"cpu", "packages"} <= set(facts.environment)
-    space = table.subspace.whole
+    space = table.subspace.full_space
     for digest, row in table.rows.items():
         assert space.digest(Placement(row.choices)) == digest
         assert isinstance(row.outcome, Measured)
@@ -68,7 +68,7 @@ def test_a_table_is_complete_and_true(model: Path, tmp_path: Path) -> None:
 def test_the_rest_is_fixed_at_the_best_known_and_the_most_telling_vary(model: Path, tmp_path: Path) -> None:
     table = recorded(model, tmp_path / "t.parquet")
     latency = {d: r.outcome.samples_ms[0] for d, r in table.rows.items() if isinstance(r.outcome, Measured)}
-    whole, facts = table.subspace.whole, table.facts
+    whole, facts = table.subspace.full_space, table.metadata
     around = [Placement(anchor) for anchor in facts.anchors.values()]
     known = {whole.digest(p) for a in around for p in (a, *neighbours(whole, a))}
     assert latency[whole.digest(Placement(facts.base))] == min(latency[digest] for digest in known)
@@ -77,18 +77,18 @@ def test_the_rest_is_fixed_at_the_best_known_and_the_most_telling_vary(model: Pa
 
 
 def test_a_search_first_finds_what_single_changes_do_not(model: Path, tmp_path: Path) -> None:
-    def best_ms(table: Table) -> float:
+    def best_ms(table: BenchmarkTable) -> float:
         return min(r.outcome.info["truth_ms"] for r in table.rows.values() if isinstance(r.outcome, Measured))
 
     rugged = {"effect": 0.2}
     plain = recorded(model, tmp_path / "plain.parquet", dimensions=1, **rugged)
     searched = recorded(model, tmp_path / "searched.parquet", dimensions=1, search=60, **rugged)
     assert best_ms(searched) < best_ms(plain)
-    fixed = searched.subspace.whole.digest(Placement(searched.facts.base))
+    fixed = searched.subspace.full_space.digest(Placement(searched.metadata.base))
     outcome = searched.rows[fixed].outcome
     assert isinstance(outcome, Measured)
     assert outcome.info["truth_ms"] == best_ms(searched), "the rest is fixed at the best that is known"
-    assert set(searched.facts.anchors) == {"float", "all", "linear"}, "no replayed search is told what this one found"
+    assert set(searched.metadata.anchors) == {"float", "all", "linear"}, "no replayed search is told what this one found"
     recorded(model, tmp_path / "searched.parquet", dimensions=1, search=60, **rugged)
 
 
@@ -115,9 +115,9 @@ def test_a_recording_that_was_cut_off_goes_on(model: Path, tmp_path: Path, monke
     resumed = recorded(model, tmp_path / "cut.parquet", dimensions=3)
     once = Counter(built[6:])  # before, the noise floor has built the float model six times
     assert len(once) == len(whole.rows) + 1
-    inside = {whole.subspace.whole.digest(whole.subspace.full(p)) for p in whole.subspace.placements()}
+    inside = {whole.subspace.full_space.digest(whole.subspace.to_full_space(p)) for p in whole.subspace.placements()}
     assert min(once[digest] for digest in inside) >= 2, "the fastest 16 are read again: all eight of them"
-    float_model = whole.subspace.whole.digest(whole.subspace.whole.float_placement())
+    float_model = whole.subspace.full_space.digest(whole.subspace.full_space.float_placement())
     assert max(once[digest] for digest in once if digest != float_model) <= 3, "with the fastest of the first phase"
     assert {d: r.choices for d, r in resumed.rows.items()} == {d: r.choices for d, r in whole.rows.items()}
     built.clear()
@@ -129,8 +129,8 @@ def test_a_lucky_reading_is_not_the_optimum_of_the_table(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     true = recorded(model, tmp_path / "true.parquet", dimensions=3)
-    whole, inside = true.subspace.whole, [true.subspace.full(p) for p in true.subspace.placements()]
-    around = [Placement(anchor) for anchor in true.facts.anchors.values()]
+    whole, inside = true.subspace.full_space, [true.subspace.to_full_space(p) for p in true.subspace.placements()]
+    around = [Placement(anchor) for anchor in true.metadata.anchors.values()]
     early = {whole.digest(p) for a in around for p in (a, *neighbours(whole, a))}
     truth = {d: true.rows[d].outcome.info["truth_ms"] for p in inside if (d := whole.digest(p)) not in early}
     chosen = max(truth, key=truth.__getitem__)
@@ -158,8 +158,8 @@ def test_a_lucky_reading_that_cannot_be_repeated_is_no_optimum(
 ) -> None:
     """What seems fastest is built once, and never again when it is to meet the others."""
     table = recorded(model, tmp_path / "true.parquet", dimensions=3)
-    fastest = table.subspace.full(list(table.subspace.placements())[Landscape(table).optimum])
-    gone, builds, build = table.subspace.whole.digest(fastest), list[str](), InProcess.build
+    fastest = table.subspace.to_full_space(list(table.subspace.placements())[Landscape(table).optimum])
+    gone, builds, build = table.subspace.full_space.digest(fastest), list[str](), InProcess.build
 
     def once(self: InProcess, candidate: Any, *args: Any) -> Any:
         builds.append(candidate.digest)
@@ -256,7 +256,7 @@ def test_changes_that_fail_one_after_the_other_do_not_stop_a_recording_in_which_
 ) -> None:
     """What a search has measured first shows that the machine works, however many single changes are refused."""
     study = study_of(str(model), backend="simulated", params=PARAMS, precision="mixed")
-    whole = read_table(record(study, tmp_path / "plain.parquet", 2, Silent())).subspace.whole
+    whole = read_table(record(study, tmp_path / "plain.parquet", 2, Silent())).subspace.full_space
     refused = {whole.digest(p) for p in neighbours(whole, whole.float_placement())}
     assert len(refused) > COLD_START
     build = InProcess.build
@@ -276,7 +276,7 @@ def test_fidelity_is_recorded_of_every_placement_on_a_real_runtime(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("harness.studies.best_confirmation.FASTEST", 2)
-    monkeypatch.setattr("harness.studies.best_confirmation.TURNS", Rounds(builds=1, rounds=6, samples=3))
+    monkeypatch.setattr("harness.studies.best_confirmation.TURNS", TurnSchedule(builds=1, rounds=6, samples=3))
     params = {"precision": "f32"}
     study = study_of(str(model), backend="openvino", params=params, fidelity=True)
     table = read_table(record(study, tmp_path / "t.parquet", 2, Silent()))
@@ -289,7 +289,7 @@ def test_fidelity_is_recorded_of_every_placement_on_a_real_runtime(
         turns = len(outcome.raw_ms)
         assert len(outcome.beside_ms) in (turns, turns + 1), "in turns with the float model, also in a runoff"
         assert set(outcome.metrics) == {"sqnr_db", "cosine", "kl"}
-    assert table.facts.backend["options"]["precision"] == "f32"
+    assert table.metadata.backend["options"]["precision"] == "f32"
 
 
 def test_sensitivity_is_the_typical_change_of_log_latency() -> None:

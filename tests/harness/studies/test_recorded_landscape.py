@@ -14,10 +14,10 @@ from harness.errors import UserError
 from harness.records import Failed, Measured, Outcome
 from harness.studies.landscape_metrics import difficulty_of, drift_of
 from harness.studies.recorded_landscape import Bound, Landscape
-from harness.benchmark_table import Table
+from harness.benchmark_table import BenchmarkTable
 from search.api import Failure
 
-MakeTable = Callable[..., Table]
+MakeTable = Callable[..., BenchmarkTable]
 
 
 def measured(latency_ms: float, **metrics: float) -> Measured:

@@ -16,14 +16,14 @@ from harness.cli.main import main
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.records import Failed, Measured, Outcome
-from harness.config.experiment import ModelSpec, Use
+from harness.config.experiment import ModelSpec, PluginSpec
 from harness.studies.recorded_landscape import Bound, Landscape
 from harness.studies.replay import check_table, replay, replay_once, walks_of
 from harness.studies.replay_report import ReplayOrder, replay_all, table_lines
-from harness.benchmark_table import Table
+from harness.benchmark_table import BenchmarkTable
 from search.api import Failure, Observation, Placement, Score
 
-MakeTable = Callable[..., Table]
+MakeTable = Callable[..., BenchmarkTable]
 
 
 class Listed:
@@ -52,7 +52,7 @@ def read(landscape: Landscape, walk: list[int], seed: int) -> list[float]:
 @pytest.mark.parametrize("name", ["random", "random_mutation", "evolutionary", "local"])
 def test_searchers_find_the_optimum_and_repeat_themselves(name: str, make_table: MakeTable) -> None:
     landscape = Landscape(make_table(noise=0.01))
-    one, two = (replay(landscape, Use(use=name), seeds=range(3), budget=64, initial=("float",)) for _ in range(2))
+    one, two = (replay(landscape, PluginSpec(use=name), seeds=range(3), budget=64, initial=("float",)) for _ in range(2))
     np.testing.assert_array_equal(one.latency_ms, two.latency_ms)
     assert one.latency_ms[:, -1] == pytest.approx(landscape.latency_ms.min(), rel=0.03)
     assert one.latency_ms[:, 0] == pytest.approx(10.0, rel=0.02)  # float, told first
@@ -91,7 +91,7 @@ def test_failures_and_bounds_are_told_and_are_no_incumbents(make_table: MakeTabl
 
 
 def test_a_searcher_with_nothing_left_keeps_its_incumbent(make_table: MakeTable) -> None:
-    found = replay(Landscape(make_table(dimensions=2)), Use(use="random"), seeds=[0], budget=50)
+    found = replay(Landscape(make_table(dimensions=2)), PluginSpec(use="random"), seeds=[0], budget=50)
     assert found.evaluations == 4
     assert found.latency_ms.shape == (1, 50)
     assert (found.latency_ms[0, 4:] == found.latency_ms[0, 3]).all()
@@ -117,20 +117,20 @@ def test_a_searcher_that_breaks_is_named_with_its_traceback(
     monkeypatch.syspath_prepend(str(tmp_path))
     said = r"(?s)searcher 'Broken', seed 7, broke; IndexError: list index out of range\n.*return \[\]\[n\]"
     with pytest.raises(UserError, match=said):
-        replay(Landscape(make_table(dimensions=2)), Use(use="mine_that_breaks:Broken"), seeds=[7], budget=5)
+        replay(Landscape(make_table(dimensions=2)), PluginSpec(use="mine_that_breaks:Broken"), seeds=[7], budget=5)
 
 
 def test_mistakes_name_what_would_do(make_table: MakeTable, tmp_path: Path) -> None:
     table = make_table(dimensions=2)
     landscape = Landscape(table)
     with pytest.raises(UserError, match="no searcher is called 'randon'; did you mean 'random'"):
-        replay(landscape, Use(use="randon"), seeds=[0], budget=1)
+        replay(landscape, PluginSpec(use="randon"), seeds=[0], budget=1)
     with pytest.raises(UserError, match="has no parameter 'sede'"):
-        replay(landscape, Use(use="random", params={"sede": 1}), seeds=[0], budget=1)
+        replay(landscape, PluginSpec(use="random", params={"sede": 1}), seeds=[0], budget=1)
     with pytest.raises(UserError, match="initial: 'modelopt_ptq' is no placement of a replay; known: all, float, lin"):
-        replay(landscape, Use(use="random"), seeds=[0], budget=1, initial=["modelopt_ptq"])
+        replay(landscape, PluginSpec(use="random"), seeds=[0], budget=1, initial=["modelopt_ptq"])
     with pytest.raises(UserError, match="seeds of at least 1, but got 0"):
-        replay(landscape, Use(use="random"), seeds=[0], budget=0)
+        replay(landscape, PluginSpec(use="random"), seeds=[0], budget=0)
     for text in ("sqnr_db", "sqnr_db=much", "sqnr_db=nan"):
         with pytest.raises(UserError, match=f"--at-least {text}: METRIC=VALUE, for instance sqnr_db=20"):
             replay_all(table, ["random"], ReplayOrder(seeds=1, at_least=text), None)

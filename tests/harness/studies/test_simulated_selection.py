@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import arrays
 
 from harness.studies.simulated_selection import CONTENDERS, TURNS, Walks, chosen
 from harness.studies.recorded_landscape import Floats, Landscape
-from harness.benchmark_table import Table
+from harness.benchmark_table import BenchmarkTable
 
 INF = float("inf")
 
@@ -58,7 +58,7 @@ def test_it_is_the_best_in_the_runoff_of_the_best_readings(readings: Floats, run
         assert found[search, latest] == wanted
 
 
-def test_a_search_that_ended_keeps_its_choice_and_its_clock(make_table: Callable[..., Table]) -> None:
+def test_a_search_that_ended_keeps_its_choice_and_its_clock(make_table: Callable[..., BenchmarkTable]) -> None:
     landscape = Landscape(make_table(dimensions=2))
     walks = Walks(seeds=(0,), indices=np.array([[0, 1, -1]]), readings_ms=np.array([[10.0, 13.0, INF]]))
     latency_ms, elapsed_s = walks.latency_ms(landscape), walks.elapsed_s(landscape)
@@ -68,7 +68,7 @@ def test_a_search_that_ended_keeps_its_choice_and_its_clock(make_table: Callable
     assert elapsed_s[0, 1] == elapsed_s[0, 2] > elapsed_s[0, 0]
 
 
-def test_what_may_not_be_chosen_counts_as_slow_as_the_slowest(make_table: Callable[..., Table]) -> None:
+def test_what_may_not_be_chosen_counts_as_slow_as_the_slowest(make_table: Callable[..., BenchmarkTable]) -> None:
     landscape = Landscape(make_table(dimensions=2))
     walks = Walks(seeds=(0,), indices=np.array([[1, 0]]), readings_ms=np.array([[INF, 10.0]]))
     assert walks.latency_ms(landscape)[0].tolist() == [landscape.latency_ms.max(), landscape.latency_ms[0]]

@@ -12,16 +12,16 @@ import pytest
 
 from harness.api import Candidate
 from harness.errors import UserError
-from harness.timing.confirmation import Row, Summary, confirm, summarise
-from harness.timing.workers.engines import MAIN, Built
+from harness.timing.confirmation import Contender, ConfirmationSummary, confirm, summarize_turns
+from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine
 from harness.timing.turn_log import (
     TWIN,
-    Block,
-    Dropped,
-    Event,
-    decode_event,
+    Turn,
+    RowFailure,
+    TurnEvent,
+    decode_turn_event,
     disturbance_note,
-    encode_event,
+    encode_turn_event,
 )
 from harness.timing.sampling import Samples
 from harness.records import Failed
@@ -73,16 +73,16 @@ class Worker:
         self.turns: Counter[str] = Counter()
         self.dead = False
 
-    def build(self, candidate: Candidate, benchmarker: str = MAIN) -> Built | Failed:
+    def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
         assert not self.dead, "a dead worker was used"
-        name = f"{candidate.digest}{'' if benchmarker == MAIN else '@' + benchmarker}"
+        name = f"{candidate.digest}{'' if benchmarker == MAIN_BENCHMARKER else '@' + benchmarker}"
         when, stage = self.bench.faults.get(name, (None, ""))
         if when == "build":
             return self._fail(stage)
         latency_ms = self.bench.latency_ms[name] * np.exp(self.bench.build_noise * self.bench.rng.standard_normal())
         self.engines.append((name, float(latency_ms)))
         self.bench.most_open = max(self.bench.most_open, len(self.engines))
-        return Built(handle=len(self.engines) - 1, build_s=0.1)
+        return BuiltEngine(handle=len(self.engines) - 1, build_s=0.1)
 
     def sample(self, handle: int, sampling: Sampling) -> Samples | Failed:
         assert not self.dead, "a dead worker was used"
@@ -103,29 +103,29 @@ class Worker:
         return Failed(stage=stage, reason="because")
 
 
-def row(name: str, benchmarker: str = MAIN) -> Row:
+def row(name: str, benchmarker: str = MAIN_BENCHMARKER) -> Contender:
     def source() -> Path:
         raise AssertionError("the worker asks for the file, not the confirmation")
 
-    return Row(name=name, candidate=Candidate(digest=name, edges=(), source=source), benchmarker=benchmarker)
+    return Contender(name=name, candidate=Candidate(digest=name, edges=(), source=source), benchmarker=benchmarker)
 
 
-def run(bench: Bench, *names: str, done: Collection[Event] = (), seed: int = 0) -> list[Event]:
+def run(bench: Bench, *names: str, done: Collection[TurnEvent] = (), seed: int = 0) -> list[TurnEvent]:
     rows = [row(name) for name in names]
     rng = np.random.default_rng(seed)
-    return list(confirm(rows, row("float"), open_engines=bench.open, plan=SCHEDULE, rng=rng, done=done))
+    return list(confirm(rows, row("float"), open_engines=bench.open, schedule=SCHEDULE, rng=rng, done=done))
 
 
-def summary_of(bench: Bench, *names: str, floor: float = 0.0) -> Summary:
-    return summarise(run(bench, *names), "float", floor)
+def summary_of(bench: Bench, *names: str, floor: float = 0.0) -> ConfirmationSummary:
+    return summarize_turns(run(bench, *names), "float", floor)
 
 
 def test_every_row_gets_its_turns_in_every_build() -> None:
     bench = Bench({"float": 10.0, "a": 5.0, "b": 20.0})
     events = run(bench, "a", "b")
-    turns = Counter((e.build, e.row) for e in events if isinstance(e, Block))
+    turns = Counter((e.build, e.row) for e in events if isinstance(e, Turn))
     assert turns == {(build, name): 4 for build in range(3) for name in ("float", TWIN, "a", "b")}
-    assert all(isinstance(e, Block) and len(e.samples_ms) == 5 for e in events)
+    assert all(isinstance(e, Turn) and len(e.samples_ms) == 5 for e in events)
     assert bench.opened == 3
 
 
@@ -165,9 +165,9 @@ def test_summary_gives_speedups_verdicts_and_the_floor() -> None:
 
 def test_the_same_model_on_another_benchmarker_is_a_row() -> None:
     bench, rng = Bench({"float": 10.0, "float@fp32": 20.0}), np.random.default_rng(0)
-    rows = [Row(name="fp32", candidate=row("float").candidate, benchmarker="fp32")]
-    events = confirm(rows, row("float"), open_engines=bench.open, plan=SCHEDULE, rng=rng)
-    assert summarise(events, "float").rows["fp32"].verdict == "slower"
+    rows = [Contender(name="fp32", candidate=row("float").candidate, benchmarker="fp32")]
+    events = confirm(rows, row("float"), open_engines=bench.open, schedule=SCHEDULE, rng=rng)
+    assert summarize_turns(events, "float").rows["fp32"].verdict == "slower"
 
 
 def test_builds_that_differ_raise_the_floor_above_small_gains() -> None:
@@ -188,11 +188,11 @@ def test_no_gain_is_claimed_between_equal_rows() -> None:
 def test_disturbed_rounds_are_repeated_at_the_end() -> None:
     bench = Bench(busy=(0, 3, 12))  # the first two rounds of the first build, and one of their repetitions
     events = run(bench, "a")
-    first = [e for e in events if isinstance(e, Block) and e.build == 0]
+    first = [e for e in events if isinstance(e, Turn) and e.build == 0]
     assert [e.round for e in first] == [number for number in (2, 3, 0, 1) for _ in range(3)]
     assert [bool(e.disturbed) for e in first].count(True) == 1
     assert {e.round for e in first if len(e.discarded_ms) == len(e.samples_ms)} == {0, 1}
-    summary = summarise(events, "float")
+    summary = summarize_turns(events, "float")
     assert summary.disturbed == pytest.approx(1 / 36)
     assert summary.rows["a"].speedup.value == pytest.approx(2.0, rel=0.02)
     assert (summary.builds, disturbance_note(summary.disturbed)) == (3, "")
@@ -201,7 +201,7 @@ def test_disturbed_rounds_are_repeated_at_the_end() -> None:
 def test_a_permanent_disturbance_is_marked_and_not_repeated() -> None:
     events = run(Bench(busy=range(1000)), "a")
     assert len(events) == 36
-    summary = summarise(events, "float")
+    summary = summarize_turns(events, "float")
     assert summary.disturbed == 1.0
     assert summary.rows["a"].speedup.value == pytest.approx(14 / 9, rel=0.02)
     assert "100%" in disturbance_note(1.0)
@@ -213,9 +213,9 @@ def test_an_interruption_before_a_repetition_costs_one_build(cut: int) -> None:
     first = run(Bench(busy=(0, 3)), "a")[:cut]
     second = run(Bench(busy=(6, 9)), "a", done=first)[:cut]
     third = run(Bench(), "a", done=[*first, *second])
-    summary = summarise([*first, *second, *third], "float")
+    summary = summarize_turns([*first, *second, *third], "float")
     assert (summary.builds, summary.disturbed) == (3, 0.0)
-    assert {e.worker for e in third if isinstance(e, Block) and e.build == 0} == {2}, "the worker after the two"
+    assert {e.worker for e in third if isinstance(e, Turn) and e.build == 0} == {2}, "the worker after the two"
 
 
 def test_a_worker_that_dies_in_a_repetition_is_replaced() -> None:
@@ -230,8 +230,8 @@ def test_a_worker_that_dies_in_a_repetition_is_replaced() -> None:
 def test_a_row_that_fails_is_dropped_and_the_others_continue(when: str | int) -> None:
     bench = Bench(TWO, {"bad": (when, "measure")})
     events = run(bench, "bad", "good")
-    summary = summarise(events, "float")
-    assert [e.build for e in events if isinstance(e, Dropped)] == [0, 1, 2]
+    summary = summarize_turns(events, "float")
+    assert [e.build for e in events if isinstance(e, RowFailure)] == [0, 1, 2]
     assert "bad" not in summary.rows
     assert summary.failed["bad"].reason == "because"
     assert summary.rows["good"].builds_ok == 3
@@ -248,8 +248,8 @@ def test_a_row_that_kills_the_worker_costs_a_worker_and_no_other_row(when: str |
 
 
 def test_failed_builds_are_counted() -> None:
-    lost = Dropped(build=1, group=0, row="a", failed=Failed(stage="build", reason="no"))
-    found = summarise([*run(Bench(), "a"), lost], "float").rows["a"]
+    lost = RowFailure(build=1, group=0, row="a", failed=Failed(stage="build", reason="no"))
+    found = summarize_turns([*run(Bench(), "a"), lost], "float").rows["a"]
     assert (found.builds, found.builds_ok, found.verdict) == (3, 2, "faster")
 
 
@@ -267,32 +267,32 @@ def test_an_interrupted_confirmation_resumes(cut: int) -> None:
     bench = Bench()
     rest = run(bench, "a", done=kept)
     assert bench.opened == 3 - cut // 12
-    summary = summarise([*kept, *rest], "float")
+    summary = summarize_turns([*kept, *rest], "float")
     assert (summary.builds, summary.rows["a"].builds) == (3, 3)
-    turns = {(e.build, e.row, e.round) for e in (*kept, *rest) if isinstance(e, Block)}
+    turns = {(e.build, e.row, e.round) for e in (*kept, *rest) if isinstance(e, Turn)}
     assert len(turns) == len(whole)
     # Same seed, same order: the repeated worker takes its turns as the first would have.
     assert [(e.build, e.row) for e in whole[len(whole) - len(rest) :]] == [(e.build, e.row) for e in rest]
 
 
 def test_an_unfinished_confirmation_has_fewer_builds() -> None:
-    assert summarise(run(Bench(), "a")[:-1], "float").builds == 2
-    assert summarise([], "float").builds == 0
+    assert summarize_turns(run(Bench(), "a")[:-1], "float").builds == 2
+    assert summarize_turns([], "float").builds == 0
 
 
-def make_turn() -> Block:
-    return Block(build=1, group=0, round=2, row="a", samples_ms=(1.25, 1.5), discarded_ms=(9.0,), disturbed="heat")
+def make_turn() -> Turn:
+    return Turn(build=1, group=0, round=2, row="a", samples_ms=(1.25, 1.5), discarded_ms=(9.0,), disturbed="heat")
 
 
-def make_failure() -> Dropped:
-    return Dropped(build=1, group=0, row="a", failed=Failed(stage="crash", reason="r", log_tail="x\ny", wall_s=0.5))
+def make_failure() -> RowFailure:
+    return RowFailure(build=1, group=0, row="a", failed=Failed(stage="crash", reason="r", log_tail="x\ny", wall_s=0.5))
 
 
 @pytest.mark.parametrize("make", [make_turn, make_failure])
-def test_events_are_read_as_they_were_written(make: Callable[[], Event]) -> None:
-    line = encode_event(make())
+def test_events_are_read_as_they_were_written(make: Callable[[], TurnEvent]) -> None:
+    line = encode_turn_event(make())
     assert "\n" not in line
-    assert decode_event(line) == make()
+    assert decode_turn_event(line) == make()
 
 
 @pytest.mark.parametrize(
@@ -307,4 +307,4 @@ def test_events_are_read_as_they_were_written(make: Callable[[], Event]) -> None
 )
 def test_other_lines_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        decode_event(text)
+        decode_turn_event(text)

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 import harness.timing.machine_noise as machine_noise
-from harness.timing.machine_noise import Conditions, Machine, disturbance
+from harness.timing.machine_noise import MachineSnapshot, MachineMonitor, describe_disturbance
 
 STAT = """\
 cpu  9000 100 150 90000 40 20 30 900 0 0
@@ -43,7 +43,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_state_of_a_machine_is_read(root: Path) -> None:
-    found = Machine(root).read()
+    found = MachineMonitor(root).read()
     assert (found.mhz, found.temperature_c, found.throttled, found.waited_s) == (3400.0, 63.5, 5, 2.5)
     assert (found.cores, found.busy_s, found.stolen_s) == (2, 10.0, 5.0)
     assert found.facts() == {"mhz": 3400.0, "temperature_c": 63.5, "load": pytest.approx(found.load, abs=0.01)}
@@ -58,15 +58,15 @@ def test_cores_of_this_process_are_watched_with_their_sibling_threads(
 ) -> None:
     monkeypatch.setattr(machine_noise, "_own_cores", lambda: [1])
     write(root, SIBLINGS, siblings)
-    found = Machine(root).read()
+    found = MachineMonitor(root).read()
     assert (found.cores, found.busy_s, found.stolen_s) == expected
 
 
 def test_values_that_cannot_be_read_are_absent(tmp_path: Path, root: Path) -> None:
-    found = Machine(tmp_path / "empty").read()
+    found = MachineMonitor(tmp_path / "empty").read()
     assert (found.mhz, found.temperature_c, found.throttled, found.waited_s, found.cores) == (None,) * 5
-    assert disturbance(found, found) == ""
-    machine = Machine(root)
+    assert describe_disturbance(found, found) == ""
+    machine = MachineMonitor(root)
     for path in root.rglob("schedstat"):
         path.write_text("what\n")
     (root / "sys/fs/cgroup/cpu.stat").unlink()
@@ -75,7 +75,7 @@ def test_values_that_cannot_be_read_are_absent(tmp_path: Path, root: Path) -> No
 
 
 def test_this_machine_can_be_read() -> None:
-    machine = Machine()
+    machine = MachineMonitor()
     before = machine.read()
     burn = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
     subprocess.run([sys.executable, "-c", burn], check=True)
@@ -108,7 +108,7 @@ def test_this_machine_can_be_read() -> None:
 )
 def test_disturbances_are_described(after: dict[str, float], expected: str) -> None:
     quiet = {"mhz": 3000.0, "throttled": 3, "waited_s": 1.0, "cores": 2, "busy_s": 10.0, "stolen_s": 0.0, "own_s": 1.0}
-    before, later = Conditions(at_s=10.0, **quiet), Conditions(at_s=12.0, **{**quiet, **after})
-    found = disturbance(before, later)
+    before, later = MachineSnapshot(at_s=10.0, **quiet), MachineSnapshot(at_s=12.0, **{**quiet, **after})
+    found = describe_disturbance(before, later)
     assert found.partition(": ")[0] == expected
     assert (": something else runs on this machine" in found) is expected.startswith(("waited", "other"))

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 import harness.timing.provenance as provenance
-from harness.timing.provenance import checked_threads, cores, decisive, environment
+from harness.timing.provenance import validate_threads, count_cores, comparability_key, describe_environment
 
 
 def test_environment_is_json_without_folders_of_this_machine() -> None:
-    facts = environment()
+    facts = describe_environment()
     text = json.dumps(facts)
     assert json.loads(text) == facts
     assert facts["packages"]["numpy"] == np.__version__
-    assert facts["cpu"]["model"] == provenance.cpu_model()
+    assert facts["cpu"]["model"] == provenance.cpu_model_name()
     assert facts["python"].startswith("3.")
     assert str(Path.home()) not in text
     assert str(Path(__file__).parents[3]) not in text
@@ -35,9 +35,9 @@ def test_environment_is_json_without_folders_of_this_machine() -> None:
 )
 def test_processors_of_one_name_differ_in_their_int8_instructions(flags: list[str], label: str) -> None:
     facts = {"cpu": {"model": "AMD EPYC", "flags": flags}}
-    assert provenance.with_instructions("AMD EPYC", facts) == label
-    assert decisive(facts) != decisive({"cpu": {"model": "AMD EPYC", "flags": ["sve"]}})
-    assert provenance.processor().startswith(provenance.cpu_model())
+    assert provenance.processor_label("AMD EPYC", facts) == label
+    assert comparability_key(facts) != comparability_key({"cpu": {"model": "AMD EPYC", "flags": ["sve"]}})
+    assert provenance.machine_processor_label().startswith(provenance.cpu_model_name())
 
 
 def raising(error: Exception) -> object:
@@ -51,7 +51,7 @@ def raising(error: Exception) -> object:
 def test_facts_that_cannot_be_read_are_absent(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_read_text", "_run", "_cpuinfo"):
         monkeypatch.setattr(provenance, name, raising(error))
-    facts = environment()
+    facts = describe_environment()
     assert "git_commit" not in facts
     assert facts["cpu"]["model"]
 
@@ -71,22 +71,22 @@ def test_the_gpus_of_this_process_are_read_from_nvidia_smi(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    gpus = environment().get("gpus", [])
+    gpus = describe_environment().get("gpus", [])
     assert [gpu["name"] for gpu in gpus] == expected
     assert all(gpu["clocks.max.sm"] == "1980 MHz" for gpu in gpus)
 
 
 def test_the_number_of_gpus_of_a_kind_does_not_matter() -> None:
     one, other = ({"name": name, "driver_version": "570.1", "temperature.gpu": "31"} for name in "AB")
-    kinds = [decisive({"gpus": gpus}) for gpus in ([one, one], [one], [one, other], [other, one])]
+    kinds = [comparability_key({"gpus": gpus}) for gpus in ([one, one], [one], [one, other], [other, one])]
     assert kinds[0] == kinds[1] != kinds[2] == kinds[3]
 
 
 @pytest.mark.parametrize("threads", [0, -1, 10_000, 1.0, "1", True, None])
 def test_impossible_numbers_of_threads_are_refused(threads: object) -> None:
-    assert checked_threads(cores()) == cores()
-    with pytest.raises(ValueError, match=rf"threads: 1 to {cores()} .* but got {threads!r}"):
-        checked_threads(threads)
+    assert validate_threads(count_cores()) == count_cores()
+    with pytest.raises(ValueError, match=rf"threads: 1 to {count_cores()} .* but got {threads!r}"):
+        validate_threads(threads)
 
 
 UNLIMITED_BYTES = "9223372036854771712"
@@ -128,5 +128,5 @@ def test_limits_of_a_container_are_read(
         return original(text.replace("/sys/fs/cgroup", str(tmp_path), 1).replace("/proc/self/cgroup", str(own)))
 
     monkeypatch.setattr(provenance, "Path", moved)
-    limits = environment()["limits"]
+    limits = describe_environment()["limits"]
     assert (limits.get("cgroup_cores"), limits.get("cgroup_memory_gib")) == (cores, memory_gib)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.timing.racing_test import HEATS, by_builds, unbeaten, winner
+from harness.timing.racing_test import TURNS_PER_RACING_ROUND, build_variance_slack, surviving, race_winner
 
-TURNS = sum(HEATS)
+TURNS = sum(TURNS_PER_RACING_ROUND)
 RNG = np.random.default_rng(0)
 
 
@@ -21,15 +21,15 @@ def timed(latencies_ms: list[float], noise: float, races: int = 1, turns: int = 
 def test_effects_of_a_turn_on_all_contenders_cancel() -> None:
     effect = 0.5 * RNG.standard_normal((1, 1, 8))
     log_ms = timed([1.0, 1.02, 1.04], 0.001, turns=8) + effect
-    assert unbeaten(log_ms)[0].tolist() == [True, False, False]
-    assert unbeaten(log_ms, best=2)[0].tolist() == [True, True, False]
-    assert unbeaten(log_ms, best=3)[0].all()
-    assert unbeaten(log_ms, best=9)[0].all()
+    assert surviving(log_ms)[0].tolist() == [True, False, False]
+    assert surviving(log_ms, best=2)[0].tolist() == [True, True, False]
+    assert surviving(log_ms, best=3)[0].all()
+    assert surviving(log_ms, best=9)[0].all()
 
 
 def test_equals_survive_at_the_nominal_rate() -> None:
     """The leader was selected by its readings, so one of two equals seems slower in 10 % of races: 5 % on each side."""
-    stays = unbeaten(timed([1.0, 1.0], 0.05, races=4_000, turns=8)).all(axis=1)
+    stays = surviving(timed([1.0, 1.0], 0.05, races=4_000, turns=8)).all(axis=1)
     assert 0.86 < stays.mean() < 0.94
 
 
@@ -37,14 +37,14 @@ def test_equals_survive_although_their_builds_differ() -> None:
     """A test over turns alone mistakes the effect of a build, which all its turns share, for a gap."""
     builds = 0.006 * RNG.standard_normal((4_000, 2, 1))
     log_ms = timed([1.0, 1.0], 0.01, races=4_000, turns=8) + builds
-    assert unbeaten(log_ms).all(axis=1).mean() < 0.7
-    assert unbeaten(log_ms, slack=by_builds(1)).all(axis=1).mean() > 0.93
+    assert surviving(log_ms).all(axis=1).mean() < 0.7
+    assert surviving(log_ms, slack=build_variance_slack(1)).all(axis=1).mean() > 0.93
 
 
 def test_slack_shrinks_with_the_rounds_and_is_at_least_the_smallest_claim() -> None:
-    assert by_builds(1, 0.04) == pytest.approx(np.log(1.04))
-    assert by_builds(4, 0.04) == pytest.approx(np.log(1.04) / 2)
-    assert by_builds(1, 0.001) == by_builds(1) == pytest.approx(np.log(1.01))
+    assert build_variance_slack(1, 0.04) == pytest.approx(np.log(1.04))
+    assert build_variance_slack(4, 0.04) == pytest.approx(np.log(1.04) / 2)
+    assert build_variance_slack(1, 0.001) == build_variance_slack(1) == pytest.approx(np.log(1.01))
 
 
 def test_missing_turns_do_not_count() -> None:
@@ -52,20 +52,20 @@ def test_missing_turns_do_not_count() -> None:
     log_ms[0, 4:] = np.nan  # half of them
     log_ms[2] = np.nan  # none
     log_ms[3, 1:] = np.nan  # one, which has no spread
-    assert unbeaten(log_ms).tolist() == [True, False, False, True]
-    assert not unbeaten(np.full((3, 8), np.nan)).any()
+    assert surviving(log_ms).tolist() == [True, False, False, True]
+    assert not surviving(np.full((3, 8), np.nan)).any()
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_a_contender_without_readings_never_wins(noise: float) -> None:
     log_ms = timed([3.0, 1.0, 2.0], noise, races=50)
     log_ms[:, 1] = np.inf
-    assert set(winner(log_ms).tolist()) == {2}
-    assert winner(np.full((1, 3, TURNS), np.inf)).tolist() == [0]
+    assert set(race_winner(log_ms).tolist()) == {2}
+    assert race_winner(np.full((1, 3, TURNS), np.inf)).tolist() == [0]
 
 
 def test_the_first_of_equals_wins() -> None:
-    assert winner(timed([1.0, 1.0, 2.0], 0.0)).tolist() == [0]
+    assert race_winner(timed([1.0, 1.0, 2.0], 0.0)).tolist() == [0]
 
 
 def test_a_race_selects_better_than_its_first_round_and_as_well_as_all_turns() -> None:
@@ -74,8 +74,8 @@ def test_a_race_selects_better_than_its_first_round_and_as_well_as_all_turns() -
     first_round, race, all_turns = (
         np.take(latencies_ms, choice).mean() - 1.0
         for choice in (
-            np.median(log_ms[..., : HEATS[0]], axis=-1).argmin(axis=-1),
-            winner(log_ms),
+            np.median(log_ms[..., : TURNS_PER_RACING_ROUND[0]], axis=-1).argmin(axis=-1),
+            race_winner(log_ms),
             np.median(log_ms, axis=-1).argmin(axis=-1),
         )
     )
@@ -87,5 +87,5 @@ def test_a_race_selects_better_than_its_first_round_and_as_well_as_all_turns() -
 def test_the_lowest_median_of_a_round_survives_it(readings: list[list[float]]) -> None:
     log_ms = np.array(readings)
     medians = np.median(log_ms, axis=-1)
-    assert unbeaten(log_ms)[int(medians.argmin())]
-    assert 0 <= winner(log_ms) < len(readings)
+    assert surviving(log_ms)[int(medians.argmin())]
+    assert 0 <= race_winner(log_ms) < len(readings)

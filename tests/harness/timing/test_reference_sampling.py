@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from harness.errors import MeasureFailed
-from harness.timing.machine_noise import Conditions
-from harness.timing.reference_sampling import Reference, take_beside
-from harness.timing.sampling import Samples, take
+from harness.timing.machine_noise import MachineSnapshot
+from harness.timing.reference_sampling import ReferenceEngine, sample_against_reference
+from harness.timing.sampling import Samples, sample_engine
 from harness.statistics import Interval, median_ci
 from harness.config.experiment import Sampling
 
@@ -40,8 +40,8 @@ class Engine:
 def paired(
     pace: Machine, latency_ms: float, reference_ms: float = 10.0, level_ms: float = 10.0, **changes: object
 ) -> Samples:
-    reference = Reference(Engine(pace, reference_ms), level_ms)
-    return take_beside(Engine(pace, latency_ms), reference, changes.pop("sampling", SAMPLING), **changes)
+    reference = ReferenceEngine(Engine(pace, reference_ms), level_ms)
+    return sample_against_reference(Engine(pace, latency_ms), reference, changes.pop("sampling", SAMPLING), **changes)
 
 
 def medians(latency_ms: float, first_seed: int = 0) -> list[float]:
@@ -50,7 +50,7 @@ def medians(latency_ms: float, first_seed: int = 0) -> list[float]:
 
 
 def test_changes_of_the_machines_speed_cancel() -> None:
-    alone = [median_ci(take(Engine(Machine(seed), 4.0), SAMPLING).latency_ms).value for seed in range(40)]
+    alone = [median_ci(sample_engine(Engine(Machine(seed), 4.0), SAMPLING).latency_ms).value for seed in range(40)]
     assert np.std(np.log(medians(4.0))) < np.std(np.log(alone)) / 4
     assert np.median(medians(4.0)) == pytest.approx(4.0, rel=0.02)
 
@@ -105,13 +105,13 @@ def test_conditions_of_the_candidates_device_are_recorded() -> None:
             return {"gpu_mhz": self.gpu_mhz}
 
     class Still:
-        def read(self) -> Conditions:
-            return Conditions(at_s=0.0, mhz=3000.0)
+        def read(self) -> MachineSnapshot:
+            return MachineSnapshot(at_s=0.0, mhz=3000.0)
 
     machine = Machine(3)
     candidate, reference = Device(machine, 4.0), Device(machine, 10.0)
     reference.gpu_mhz = 1200.0
-    samples = take_beside(candidate, Reference(reference, 10.0), SAMPLING, machine=Still())
+    samples = sample_against_reference(candidate, ReferenceEngine(reference, 10.0), SAMPLING, machine=Still())
     assert samples.conditions == {"mhz": 3000.0, "gpu_mhz": 1980.0}, "the candidate's, not the reference's"
     assert candidate.calls == 1, "after the turns, so that none is disturbed"
 
@@ -122,11 +122,11 @@ class Crowded:
     def __init__(self, attempts: int) -> None:
         self._attempts, self._reads = attempts, 0
 
-    def read(self) -> Conditions:
+    def read(self) -> MachineSnapshot:
         self._reads += 1
         attempt, second = divmod(self._reads - 1, 2)
         waited_s = 0.5 if second and attempt < self._attempts else 0.0
-        return Conditions(at_s=float(attempt + second), waited_s=waited_s)
+        return MachineSnapshot(at_s=float(attempt + second), waited_s=waited_s)
 
 
 @pytest.mark.parametrize(("attempts", "stable"), [(0, True), (1, True), (2, False)])

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import MeasureFailed
-from harness.timing.machine_noise import Conditions, Machine
-from harness.timing.sampling import Samples, fixed_inputs, take
+from harness.timing.machine_noise import MachineSnapshot, MachineMonitor
+from harness.timing.sampling import Samples, make_fixed_inputs, sample_engine
 from harness.statistics import Interval, median_ci
 from harness.config.experiment import Sampling
 
@@ -37,7 +37,7 @@ class Script:
 
 
 def sample(reading: Callable[[int], float], rival: Interval | None = None, **changes: float) -> Samples:
-    return take(Script(reading), QUIET.model_copy(update=changes), rival)
+    return sample_engine(Script(reading), QUIET.model_copy(update=changes), rival)
 
 
 def noise(sd: float, seed: int = 0) -> Callable[[int], float]:
@@ -65,7 +65,7 @@ def test_caps_hold() -> None:
 
 def test_warm_up_runs_its_time_and_does_not_count() -> None:
     probe = Script(lambda _: 1.0)
-    found = take(probe, QUIET.model_copy(update={"warmup_ms": 50.0}))
+    found = sample_engine(probe, QUIET.model_copy(update={"warmup_ms": 50.0}))
     assert (found.warmup, probe.count) == (50, 61)
     assert probe.calls < 15
 
@@ -105,7 +105,7 @@ def test_outliers_and_pauses_stay_in_the_record() -> None:
 
 @pytest.mark.parametrize(("end_s", "measure_s"), [(7.5, 2.5), (1.0, 0.0)])
 def test_time_is_the_clocks_but_a_clock_that_jumps_back_gives_zero(end_s: float, measure_s: float) -> None:
-    assert take(Script(lambda _: 1.0), QUIET, clock=iter([5.0, end_s]).__next__).measure_s == measure_s
+    assert sample_engine(Script(lambda _: 1.0), QUIET, clock=iter([5.0, end_s]).__next__).measure_s == measure_s
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_probe_that_gives_too_few_readings_fails() -> None:
             return super().sample(n)[1:]
 
     with pytest.raises(MeasureFailed, match="gave 10 readings where 11"):
-        take(Short(lambda _: 1.0), QUIET)
+        sample_engine(Short(lambda _: 1.0), QUIET)
 
 
 def rival(value: float, width: float = 0.01) -> Interval:
@@ -162,22 +162,22 @@ def test_races_seldom_end_against_the_truth() -> None:
     assert sum(len(readings) == 6 for readings in lost) <= 10
 
 
-class Throttled(Machine):
+class Throttled(MachineMonitor):
     """Machine that throttles during the first `times` attempts."""
 
     def __init__(self, times: int) -> None:
         self._left = 2 * times
         self._count = 0
 
-    def read(self) -> Conditions:
+    def read(self) -> MachineSnapshot:
         self._count += self._left > 0 and self._left % 2 == 1
         self._left -= 1
-        return Conditions(at_s=0.0, mhz=3000.0, load=0.5, throttled=self._count)
+        return MachineSnapshot(at_s=0.0, mhz=3000.0, load=0.5, throttled=self._count)
 
 
 @pytest.mark.parametrize(("times", "stable"), [(1, True), (2, False)])
 def test_readings_of_a_throttled_machine_are_repeated_once(times: int, stable: bool) -> None:
-    found = take(Script(lambda _: 2.0), QUIET, machine=Throttled(times))
+    found = sample_engine(Script(lambda _: 2.0), QUIET, machine=Throttled(times))
     assert found.discarded_ms == found.latency_ms == (2.0,) * 11
     assert found.trouble == "throttled 1 times, by heat or by the container's CPU quota"
     assert (found.stable, found.disturbed) == (stable, "" if stable else found.trouble)
@@ -191,7 +191,7 @@ def test_readings_of_a_throttled_machine_are_repeated_once(times: int, stable: b
 def test_sampling_always_ends_within_its_caps(scale: float, sd: float, seed: int, warmup_ms: float) -> None:
     reading = noise(sd, seed)
     limits = Sampling(warmup_ms=warmup_ms, min_samples=5, max_samples=50, max_ms=100.0)
-    assert 5 <= len(take(Script(lambda n: scale * reading(n % 100_000)), limits).latency_ms) <= 50
+    assert 5 <= len(sample_engine(Script(lambda n: scale * reading(n % 100_000)), limits).latency_ms) <= 50
 
 
 def test_fixed_inputs_are_the_same_each_time_and_fit_every_type() -> None:
@@ -199,14 +199,14 @@ def test_fixed_inputs_are_the_same_each_time_and_fit_every_type() -> None:
         "image": (np.dtype("float32"), (1, 3, 4, 4)), "half": (np.dtype("float16"), (2,)),
         "ids": (np.dtype("int64"), (1, 8)), "mask": (np.dtype("bool"), (1, 8)), "scalar": (np.dtype("float32"), ()),
     }  # fmt: skip
-    one, two = fixed_inputs(types), fixed_inputs(dict(reversed(types.items())))
+    one, two = make_fixed_inputs(types), make_fixed_inputs(dict(reversed(types.items())))
     for name, (dtype, shape) in types.items():
         assert (one[name].dtype, one[name].shape) == (dtype, shape)
         np.testing.assert_array_equal(one[name], two[name])
     assert set(one["ids"].ravel().tolist()) <= {0, 1}
-    assert len({value.tobytes() for value in itertools.chain(fixed_inputs(types, 1).values(), one.values())}) > 5
+    assert len({value.tobytes() for value in itertools.chain(make_fixed_inputs(types, 1).values(), one.values())}) > 5
     with pytest.raises(MeasureFailed, match="input 'words' is of type 'str256'"):
-        fixed_inputs({"words": (np.dtype("U8"), (1,))})
+        make_fixed_inputs({"words": (np.dtype("U8"), (1,))})
 
 
 def test_conditions_of_a_probes_device_are_recorded() -> None:
@@ -214,6 +214,6 @@ def test_conditions_of_a_probes_device_are_recorded() -> None:
         def conditions(self) -> dict[str, float]:
             return {"gpu_mhz": np.float32(1980.0), "watts": float("nan")}  # type: ignore[dict-item]
 
-    samples = take(Device(lambda _: 1.0), QUIET, machine=Machine())
+    samples = sample_engine(Device(lambda _: 1.0), QUIET, machine=MachineMonitor())
     assert samples.conditions["gpu_mhz"] == 1980.0
     assert "watts" not in json.loads(json.dumps(samples.conditions, allow_nan=False)), "the journal holds no NaN"

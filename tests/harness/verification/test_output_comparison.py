@@ -13,12 +13,12 @@ from onnx import TensorProto, helper, numpy_helper
 from small import qdq, save_chain
 
 from harness.api import Candidate
-from harness.timing.workers.engines import Built
+from harness.timing.workers.engines import BuiltEngine
 from harness.records import Failed
 from harness.report.load.results import load
 from harness.config.experiment import Limits
 from harness.progress import Silent
-from harness.results_dir.artifacts import read_rows
+from harness.results_dir.artifacts import read_finalists
 from harness.verification.output_comparison import compare_float, compare_with_file
 from harness.verification.runtime_checker import CheckPlan, RuntimeChecker
 from search.space import digest_of
@@ -92,7 +92,7 @@ def test_a_wrong_row_has_its_own_verdict_and_is_never_shipped(folder):
 
 
 def test_the_next_right_placement_is_the_choice_of_the_search(folder):
-    rows, picks = read_rows(folder / "out" / CELL)
+    rows, picks = read_finalists(folder / "out" / CELL)
     chosen = next(pick.row for pick in picks if pick.kind == "search")
     cell = load(folder / "out").cell(CELL)
     assert cell.checks[chosen].verdict == "right"
@@ -117,7 +117,7 @@ def test_a_model_of_few_operators_shows_the_fault(folder):
 
 
 def test_verify_says_so(folder, capsys):
-    rows, _ = read_rows(folder / "out" / CELL)
+    rows, _ = read_finalists(folder / "out" / CELL)
     cell = load(folder / "out").cell(CELL)
     for wrong, status in ((True, 1), (False, 0)):
         row = next(row for row in rows if cell.wrong(row.id) == wrong and row.pairs)
@@ -226,7 +226,7 @@ class Saturating:
     def build(self, candidate, benchmarker="main"):
         handle = len(self._models)
         self._models[handle] = onnx.load(candidate.source())
-        return Built(handle=handle, build_s=0.0)
+        return BuiltEngine(handle=handle, build_s=0.0)
 
     def infer(self, handle, feeds):
         proto = self._models[handle]
@@ -323,7 +323,7 @@ class Indexing:
             if node.name == "scores" and any(name.endswith("d") for name in node.input):
                 node.op_type = "Neg"
         self._session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
-        return Built(handle=0, build_s=0.0)
+        return BuiltEngine(handle=0, build_s=0.0)
 
     def infer(self, handle, feeds):
         names = [value.name for value in self._session.get_outputs()]

@@ -126,8 +126,8 @@ def test_the_zoo_detector_turned_round_is_an_ultralytics_export(tmp_path: Any) -
 
     data = {"use": "shapes", "split": "evaluation", "count": 8}
     params = {"data": data, "preprocess": "shapes", "input_name": "images", "input_shape": (1, 3, 128, 128)}
-    own = registry.create("evaluator", "coco_map", {**params, "decode": "shapes"})
-    other = registry.create("evaluator", "coco_map", {**params, "decode": {"use": "ultralytics", "params": NMS}})
+    own = registry.create_plugin("evaluator", "coco_map", {**params, "decode": "shapes"})
+    other = registry.create_plugin("evaluator", "coco_map", {**params, "decode": {"use": "ultralytics", "params": NMS}})
     turned = other.score(lambda feeds: {name: a.transpose(0, 2, 1) for name, a in infer(feeds).items()}).metrics
     assert own.score(infer).metrics == pytest.approx(turned)
     assert turned["map"] > 0.7

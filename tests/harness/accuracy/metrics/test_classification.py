@@ -19,7 +19,7 @@ SUPPLIED = {"input_name": "x", "input_shape": (1, 3, 4, 4)}
 
 
 def open_evaluator(use: str, params: Mapping[str, Any], supplied: Mapping[str, Any]) -> Any:
-    return registry.create("evaluator", use, evaluator_params(use, params, supplied))
+    return registry.create_plugin("evaluator", use, evaluator_params(use, params, supplied))
 
 
 @pytest.fixture

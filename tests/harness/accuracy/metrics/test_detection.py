@@ -23,7 +23,7 @@ SUPPLIED = {"input_name": "images", "input_shape": (1, 3, 128, 128), "reference"
 
 
 def open_evaluator(use: str, params: Mapping[str, Any], supplied: Mapping[str, Any]) -> Any:
-    return registry.create("evaluator", use, evaluator_params(use, params, supplied))
+    return registry.create_plugin("evaluator", use, evaluator_params(use, params, supplied))
 
 
 def oracle(coco: Any, *, shift: float = 0.0) -> Infer:

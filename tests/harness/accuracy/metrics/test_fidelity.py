@@ -19,7 +19,7 @@ INPUTS = {"x": ("float", (1, 5)), "mask": ("bool", (1, 5))}
 
 
 def open_evaluator(use: str, params: Mapping[str, Any], supplied: Mapping[str, Any]) -> Any:
-    return registry.create("evaluator", use, evaluator_params(use, params, supplied))
+    return registry.create_plugin("evaluator", use, evaluator_params(use, params, supplied))
 
 
 def engine(feeds: Any) -> dict[str, np.ndarray]:

@@ -23,7 +23,7 @@ DATA = {"use": "images", "images": "images", "masks": "masks"}
 def miou(folder: Path, data: Mapping[str, Any] = DATA, size: int = 8, **params: Any) -> MeanIoU:
     supplied = {"input_name": "x", "input_shape": (1, 3, size, size), "base": folder}
     given = {"data": data, "preprocess": "array", **params}
-    made = registry.create("evaluator", "miou", evaluator_params("miou", given, supplied))
+    made = registry.create_plugin("evaluator", "miou", evaluator_params("miou", given, supplied))
     assert isinstance(made, MeanIoU)
     return made
 

@@ -29,10 +29,10 @@ from harness.graph.builder import GraphBuilder
 from harness.graph.pattern_cache import PatternCache
 from harness.graph.pattern_cache_io import read_cache, read_plain_yaml
 from harness.graph.qdq.read_edges import delivered
-from harness.timing.confirmation import RowSummary, Summary
+from harness.timing.confirmation import ContenderSummary, ConfirmationSummary
 from harness.statistics import Interval
 from harness.records import Failed
-from harness.config.experiment import Use
+from harness.config.experiment import PluginSpec
 
 procedure = importlib.import_module("harness.compat.modelopt_autotune.procedure")
 
@@ -312,8 +312,8 @@ def test_settings_that_changed_are_named_when_a_run_goes_on(folder, runtime, cap
 )
 def test_the_end_says_what_to_do_with_it(verdict, pairs, calibrated, says):
     one = Interval(value=1.0, low=0.9, high=1.1)
-    row = RowSummary(latency_ms=one, speedup=one, verdict=verdict, builds=3, builds_ok=3)
-    summary = Summary(floor=0.012, builds=3, rows={"baseline": row, "final": row}, failed={})
+    row = ContenderSummary(latency_ms=one, speedup=one, verdict=verdict, builds=3, builds_ok=3)
+    summary = ConfirmationSummary(floor=0.012, builds=3, rows={"baseline": row, "final": row}, failed={})
     kept = Path("out/kept.onnx") if pairs and verdict != "faster" else None
     told = Delivered(file=Path("out/final.onnx"), kept=kept, pairs=pairs, read=None, options="", calibrated=calibrated)
     said = list(verdict_lines(summary, told))
@@ -581,7 +581,7 @@ def test_arguments_of_trtexec_are_split_as_a_shell_does():
 
 def test_runs_are_counted_and_cannot_be_none():
     with pytest.raises(AutotunerError, match="timing_runs at least 1, but got 5 and 0"):
-        Benchmark(Use(use="simulated"), timing_runs=0)
+        Benchmark(PluginSpec(use="simulated"), timing_runs=0)
     with pytest.raises(UserError, match="use_trtexec and backend 'openvino': choose one"):
         init_benchmark_instance(use_trtexec=True, backend="openvino")
 

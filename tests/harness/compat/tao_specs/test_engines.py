@@ -19,7 +19,7 @@ from harness.cli.main import app
 from harness.cli.common import tidy
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.config.experiment import Use
+from harness.config.experiment import PluginSpec
 from harness.progress import Observer, Silent
 from harness.compat.tao_specs import engine as engines
 from harness.compat.tao_specs import engine_file
@@ -88,7 +88,7 @@ def test_an_engine_is_written_and_scores_like_its_model(
 ) -> None:
     text = ENGINE.format(model=detector, engine="out/model.blob", options="workspace_size: 64") + data(coco)
     spec = parse_spec(text, "s")
-    facts = build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, Use(use=backend))
+    facts = build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, PluginSpec(use=backend))
     assert facts.backend == backend
     assert read_facts(tmp_path / "out/model.blob") == facts
     engine = score(f"evaluate: {{trt_engine: out/model.blob}}\n{data(coco)}", tmp_path)
@@ -176,7 +176,7 @@ def test_an_engine_stands_without_its_model(
     (tmp_path / "build").mkdir()
     shutil.copy(quantized, tmp_path / "build/int8.onnx")
     spec = parse_spec(ENGINE.format(model="int8.onnx", engine="../out/int8.blob", options=""), "s")
-    use = Use(use="onnxruntime", params={"optimization": "disabled"})
+    use = PluginSpec(use="onnxruntime", params={"optimization": "disabled"})
     facts = build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path / "build", use)
     assert facts.onnx_file == "../build/int8.onnx"
     text = data(coco).replace("preprocess", "batch_size: 10\n  preprocess")
@@ -252,7 +252,7 @@ def test_classes_in_another_order_are_found_out(detector: Path, coco: Path, tmp_
 def test_engines_that_are_damaged_or_of_another_file(detector: Path, coco: Path, tmp_path: Path) -> None:
     text = ENGINE.format(model=detector, engine="model.blob", options="") + data(coco)
     spec = parse_spec(text, "s")
-    build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, Use(use="openvino"))
+    build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, PluginSpec(use="openvino"))
     engine, beside = tmp_path / "model.blob", tmp_path / "model.blob.json"
     facts = beside.read_text()
     asked = f"evaluate: {{trt_engine: model.blob}}\n{data(coco)}"
@@ -288,7 +288,7 @@ def test_what_tensorrt_is_told(small: Path, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(engines, "save_engine", record)
     options = "workspace_size: 1024, min_batch_size: 1, opt_batch_size: 4, max_batch_size: 8"
     spec = parse_spec(ENGINE.format(model=small, engine="m.trt", options=options).replace("FP32", "fp16"), "s")
-    build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, Use(use="tensorrt"))
+    build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, PluginSpec(use="tensorrt"))
     assert found[0].params == {
         "precision": "f16",
         "workspace_gb": pytest.approx(1.073741824),
@@ -298,7 +298,7 @@ def test_what_tensorrt_is_told(small: Path, tmp_path: Path, monkeypatch: pytest.
     assert found[0].precisions == ()
     spec = parse_spec(ENGINE.format(model=small, engine="m.onnx", options=options), "s")
     with pytest.raises(UserError, match=r"trt_engine: a name that ends in .trt, .engine, .plan, but got m.onnx"):
-        build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, Use(use="tensorrt"))
+        build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, PluginSpec(use="tensorrt"))
 
 
 SIZES = "min_batch_size: 1, opt_batch_size: 4, max_batch_size: 8"
@@ -326,7 +326,7 @@ def test_batch_sizes_count_where_the_batch_is_dynamic_alone(
     monkeypatch.setattr(engines, "save_engine", lambda model, path, facts: facts)
     text = ENGINE.format(model=model, engine="m.trt", options=options)
     spec = parse_spec(f"{text}\ndataset: {{shapes: {{images: {given}}}}}\n", "s")
-    facts = build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, Use(use="tensorrt"))
+    facts = build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, PluginSpec(use="tensorrt"))
     assert facts.params["profiles"] == {"images": profile}
     assert "x".join(map(str, facts.inputs["images"][1])) == profile["opt"]
 
@@ -352,7 +352,7 @@ def test_other_runtimes_have_one_batch_size(small: Path, tmp_path: Path, caplog:
     options = "min_batch_size: 1, opt_batch_size: 2, max_batch_size: 8"
     text = ENGINE.format(model=small, engine="m.blob", options=options).replace("FP32", "FP16")
     spec = parse_spec(text, "s")
-    facts = build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, Use(use="openvino"))
+    facts = build_engine(section(spec.gen_trt_engine, "", ""), spec.dataset, tmp_path, PluginSpec(use="openvino"))
     assert facts.inputs["images"] == ("float", (2, 3, 8, 8))
     assert "opt_batch_size, 2, is taken" in caplog.text
     assert "data_type FP16 is TensorRT's" in caplog.text

@@ -18,8 +18,8 @@ import harness.graph.equivalence.check as check
 import harness.graph.passes.fold_batch_norm as fold_batch_norm
 import harness.graph.io.writer as files
 from harness.errors import UserError
-from harness.graph.equivalence.compare import Verdict, deviation_db, threshold_db
-from harness.graph.io.helper_process import sturdy
+from harness.graph.equivalence.compare import EquivalenceVerdict, deviation_db, threshold_db
+from harness.graph.io.helper_process import call_in_helper_process
 from harness.graph.load import from_proto, load
 
 # Nodes after r, and outputs, which show rounding noise and changes of earlier nodes to different degrees.
@@ -61,25 +61,25 @@ def ready(proto: onnx.ModelProto, **options: Any) -> list[str]:
 
 
 @pytest.fixture
-def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Verdict]]:
+def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EquivalenceVerdict]]:
     """Verdicts of all comparisons, with an empty cache at first."""
-    verdicts: list[Verdict] = []
-    compare = check._compared
+    verdicts: list[EquivalenceVerdict] = []
+    compare = check._compare_versions
 
-    def recorded(*args: Any) -> Verdict:
+    def recorded(*args: Any) -> EquivalenceVerdict:
         verdicts.append(compare(*args))
         return verdicts[-1]
 
-    check._verdicts.cache_clear()
+    check._verdict_cache.cache_clear()
     monkeypatch.setattr(check, "_compared", recorded)
     yield verdicts
-    check._verdicts.cache_clear()
+    check._verdict_cache.cache_clear()
 
 
 @pytest.fixture
 def faulty_fold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folding of BatchNormalization with an error of two percent."""
-    scaled = fold_batch_norm._scaled
+    scaled = fold_batch_norm._scale_weight
     monkeypatch.setattr(
         fold_batch_norm, "_scaled", lambda weight, factor, linear: scaled(weight, factor * 1.02, linear)
     )
@@ -87,9 +87,9 @@ def faulty_fold(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("end", ENDS)
-def test_rounding_is_no_change(end: str, half: bool, compared: list[Verdict]) -> None:
+def test_rounding_is_no_change(end: str, half: bool, compared: list[EquivalenceVerdict]) -> None:
     assert "BatchNormalization" not in ready(network(end, depth=12, half=half))
-    assert compared == [Verdict()]
+    assert compared == [EquivalenceVerdict()]
 
 
 def far_from_zero(*, half: bool) -> onnx.ModelProto:
@@ -105,9 +105,9 @@ def far_from_zero(*, half: bool) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_digits_lost_to_a_large_mean_are_no_change(half: bool, compared: list[Verdict]) -> None:
+def test_digits_lost_to_a_large_mean_are_no_change(half: bool, compared: list[EquivalenceVerdict]) -> None:
     assert "BatchNormalization" not in ready(far_from_zero(half=half))
-    assert compared == [Verdict()]
+    assert compared == [EquivalenceVerdict()]
 
 
 @pytest.mark.usefixtures("faulty_fold")
@@ -119,9 +119,9 @@ def test_a_change_is_refused_with_the_first_changed_node(end: str, half: bool) -
 
 
 @pytest.mark.parametrize("end", ["float", "index"])
-def test_a_model_with_a_larger_batch_is_compared_sample_by_sample(end: str, compared: list[Verdict]) -> None:
+def test_a_model_with_a_larger_batch_is_compared_sample_by_sample(end: str, compared: list[EquivalenceVerdict]) -> None:
     ready(network(end), shapes={"x": "3x4x8x8"})
-    assert compared == [Verdict()]
+    assert compared == [EquivalenceVerdict()]
 
 
 @pytest.mark.usefixtures("faulty_fold")
@@ -131,7 +131,7 @@ def test_a_change_in_several_samples_is_found(end: str) -> None:
         ready(network(end), shapes={"x": "3x4x8x8"})
 
 
-def test_a_file_is_compared_once_and_an_untouched_one_never(tmp_path: Path, compared: list[Verdict]) -> None:
+def test_a_file_is_compared_once_and_an_untouched_one_never(tmp_path: Path, compared: list[EquivalenceVerdict]) -> None:
     onnx.save(network(), tmp_path / "m.onnx")
     for _ in range(3):
         load(tmp_path / "m.onnx")
@@ -146,7 +146,7 @@ def test_a_file_is_compared_once_and_an_untouched_one_never(tmp_path: Path, comp
 
 
 @pytest.mark.usefixtures("faulty_fold")
-def test_a_refusal_is_cached(tmp_path: Path, compared: list[Verdict]) -> None:
+def test_a_refusal_is_cached(tmp_path: Path, compared: list[EquivalenceVerdict]) -> None:
     onnx.save(network(), tmp_path / "m.onnx")
     for _ in range(2):
         with pytest.raises(UserError, match="'norm0'"):
@@ -157,7 +157,7 @@ def test_a_refusal_is_cached(tmp_path: Path, compared: list[Verdict]) -> None:
 @pytest.mark.parametrize("limit", [1000, 10**9])
 @pytest.mark.parametrize("external", [False, True])
 def test_external_data_and_large_models(
-    limit: int, external: bool, tmp_path: Path, compared: list[Verdict], monkeypatch: pytest.MonkeyPatch
+    limit: int, external: bool, tmp_path: Path, compared: list[EquivalenceVerdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "EXTERNAL_OVER_BYTES", limit)
     onnx.save_model(
@@ -165,7 +165,7 @@ def test_external_data_and_large_models(
     )
     load(tmp_path / "m.onnx")
     ready(network("index"))
-    assert compared == [Verdict(), Verdict()]
+    assert compared == [EquivalenceVerdict(), EquivalenceVerdict()]
 
 
 @pytest.mark.parametrize(
@@ -200,9 +200,9 @@ def test_comparisons_that_are_not_possible_are_logged(graph: str, word: str, cap
         "(float[4] x, string[2] s) => (float[4] y, string[2] t) { y = Softmax<axis=0>(x)  t = Identity(s) }",
     ],
 )
-def test_inputs_that_a_model_accepts_are_found(graph: str, compared: list[Verdict]) -> None:
+def test_inputs_that_a_model_accepts_are_found(graph: str, compared: list[EquivalenceVerdict]) -> None:
     ready(parser.parse_model(f'<ir_version: 8, opset_import: ["": 12]> g {graph}'))
-    assert compared == [Verdict()]
+    assert compared == [EquivalenceVerdict()]
 
 
 def test_a_crash_of_onnx_runtime_is_no_refusal(
@@ -219,7 +219,7 @@ def test_memory_is_limited(caplog: pytest.LogCaptureFixture, monkeypatch: pytest
     monkeypatch.setattr(
         check,
         "sturdy",
-        lambda what, _work, _arg, **limits: sturdy(what, time.sleep, 2, **limits),
+        lambda what, _work, _arg, **limits: call_in_helper_process(what, time.sleep, 2, **limits),
     )
     with caplog.at_level(logging.WARNING):
         ready(network(depth=3))

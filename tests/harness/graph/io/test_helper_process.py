@@ -16,30 +16,30 @@ import pytest
 import harness.graph.io.helper_process as helper_process
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.io.helper_process import sturdy
+from harness.graph.io.helper_process import call_in_helper_process
 from harness.graph.passes.static_shapes import parse_shape
 from harness.graph.load import load
 
 
 def test_results_and_exceptions_are_returned() -> None:
-    assert sturdy("m.onnx", divmod, 7, 2) == (3, 1)
+    assert call_in_helper_process("m.onnx", divmod, 7, 2) == (3, 1)
     with pytest.raises(ZeroDivisionError):
-        sturdy("m.onnx", divmod, 1, 0)
+        call_in_helper_process("m.onnx", divmod, 1, 0)
     with pytest.raises(UserError, match=r"shapes\.x: a shape looks like"):
-        sturdy("m.onnx", parse_shape, "big", "shapes.x")
+        call_in_helper_process("m.onnx", parse_shape, "big", "shapes.x")
 
 
 def test_one_other_process_runs_all_calls() -> None:
-    assert len({os.getpid(), *(sturdy("m.onnx", os.getpid) for _ in range(3))}) == 2
+    assert len({os.getpid(), *(call_in_helper_process("m.onnx", os.getpid) for _ in range(3))}) == 2
 
 
 def test_a_call_that_does_not_return_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    sturdy("m.onnx", abs, -1)
+    call_in_helper_process("m.onnx", abs, -1)
     monkeypatch.setattr(helper_process, "LIMIT_S", 0.2)
     with pytest.raises(UserError, match=r"^m\.onnx: shape inference takes more than 0\.2 s: .* damaged"):
-        sturdy("m.onnx: shape inference", signal.pause)
+        call_in_helper_process("m.onnx: shape inference", signal.pause)
     monkeypatch.undo()
-    assert sturdy("m.onnx", abs, -2) == 2, "the next call starts another process"
+    assert call_in_helper_process("m.onnx", abs, -2) == 2, "the next call starts another process"
 
 
 @pytest.mark.parametrize(
@@ -49,30 +49,30 @@ def test_a_call_that_does_not_return_is_ended(monkeypatch: pytest.MonkeyPatch) -
 def test_a_crash_is_one_message_and_the_next_call_starts_another_process(
     crash: object, arguments: object, how: str
 ) -> None:
-    before = sturdy("m.onnx", os.getpid)
+    before = call_in_helper_process("m.onnx", os.getpid)
     with pytest.raises(UserError, match=rf"^m\.onnx: the upgrade {how}: .* damaged"):
-        sturdy("m.onnx: the upgrade", crash, *arguments)  # type: ignore[arg-type, misc]
-    assert sturdy("m.onnx", os.getpid) not in (before, os.getpid())
+        call_in_helper_process("m.onnx: the upgrade", crash, *arguments)  # type: ignore[arg-type, misc]
+    assert call_in_helper_process("m.onnx", os.getpid) not in (before, os.getpid())
 
 
 def test_a_process_that_ended_between_calls_is_replaced() -> None:
-    process = sturdy("m.onnx", os.getpid)
+    process = call_in_helper_process("m.onnx", os.getpid)
     os.kill(process, signal.SIGKILL)
     os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
-    assert sturdy("m.onnx", abs, -1) == 1
+    assert call_in_helper_process("m.onnx", abs, -1) == 1
 
 
 def test_a_fork_has_a_process_of_its_own() -> None:
-    ours = sturdy("m.onnx", os.getpid)
+    ours = call_in_helper_process("m.onnx", os.getpid)
     child = os.fork()
     if not child:
         code = 1
         with suppress(BaseException):
-            code = 0 if sturdy("m.onnx", os.getpid) not in (ours, os.getpid()) else 2
+            code = 0 if call_in_helper_process("m.onnx", os.getpid) not in (ours, os.getpid()) else 2
         os._exit(code)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    assert sturdy("m.onnx", os.getpid) == ours
+    assert call_in_helper_process("m.onnx", os.getpid) == ours
 
 
 DRIVER = """

@@ -10,7 +10,7 @@ from onnx import parser
 
 import harness.graph.passes.pipeline as pipeline
 from harness.errors import UserError
-from harness.graph.passes.upgrade_opset import upgraded
+from harness.graph.passes.upgrade_opset import upgrade_opset
 from harness.graph.load import from_proto
 
 
@@ -55,7 +55,7 @@ def test_a_changed_interface_is_refused(
 ) -> None:
 
     def broken(*args: object) -> onnx.ModelProto:
-        proto: onnx.ModelProto = upgraded(*args)  # type: ignore[arg-type]
+        proto: onnx.ModelProto = upgrade_opset(*args)  # type: ignore[arg-type]
         change(proto)
         return proto
 

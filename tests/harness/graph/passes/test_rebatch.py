@@ -14,7 +14,7 @@ import pytest
 
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.passes.rebatch import rebatched
+from harness.graph.passes.rebatch import with_batch_size
 
 
 def results(proto: onnx.ModelProto, values: np.ndarray) -> list[np.ndarray]:
@@ -30,7 +30,7 @@ def check(proto: onnx.ModelProto, samples: int = 3) -> None:
     (value,) = (v for v in proto.graph.input)
     shape = tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim)
     values = np.random.default_rng(0).standard_normal((samples, *shape[1:])).astype(np.float32)
-    made = rebatched(proto, {value.name: (samples, *shape[1:])}, "m.onnx")
+    made = with_batch_size(proto, {value.name: (samples, *shape[1:])}, "m.onnx")
     assert proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value == 1, "the model itself is unchanged"
     each = [results(proto, values[i : i + 1]) for i in range(samples)]
     for index, together in enumerate(results(made, values)):
@@ -57,13 +57,13 @@ def test_a_batch_gives_the_results_of_its_samples() -> None:
 
 def test_other_models_and_shapes_are_unchanged() -> None:
     proto = head().build()
-    assert rebatched(proto, {}, "m.onnx") is proto
-    assert rebatched(proto, {"x": "1x3x8x8"}, "m.onnx") is proto
-    assert rebatched(proto, {"x": "2x3x9x9"}, "m.onnx") is proto, "reported by another check"
+    assert with_batch_size(proto, {}, "m.onnx") is proto
+    assert with_batch_size(proto, {"x": "1x3x8x8"}, "m.onnx") is proto
+    assert with_batch_size(proto, {"x": "2x3x9x9"}, "m.onnx") is proto, "reported by another check"
     dynamic = GraphBuilder("dynamic")
     dynamic.output(dynamic.op("Relu", dynamic.input("x", ("N", 4))))
     built = dynamic.build()
-    assert rebatched(built, {"x": "2x4"}, "m.onnx") is built
+    assert with_batch_size(built, {"x": "2x4"}, "m.onnx") is built
 
 
 def first_row(builder: GraphBuilder, x: str) -> str:
@@ -96,14 +96,14 @@ def test_models_that_mix_samples_are_refused(body: Callable[[GraphBuilder, str],
     builder = GraphBuilder("mixing", opset=17)
     builder.output(body(builder, builder.input("x", (1, 4, 8, 8))), (1, 4, 8, 8), name="y")
     with pytest.raises(UserError, match=rf"m\.onnx: shapes: .*'x' to 2.*{why}"):
-        rebatched(builder.build(), {"x": "2x4x8x8"}, "m.onnx")
+        with_batch_size(builder.build(), {"x": "2x4x8x8"}, "m.onnx")
 
 
 def test_all_inputs_have_the_same_number_of_samples() -> None:
     builder = GraphBuilder("two")
     builder.output(builder.op("Add", builder.input("a", (1, 4)), builder.input("b", (1, 4))))
     with pytest.raises(UserError, match=r"one number of samples for all inputs, but got \{'a': 2, 'b': 3\}"):
-        rebatched(builder.build(), {"a": "2x4", "b": "3x4"}, "m.onnx")
+        with_batch_size(builder.build(), {"a": "2x4", "b": "3x4"}, "m.onnx")
 
 
 @pytest.mark.assets

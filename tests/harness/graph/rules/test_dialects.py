@@ -16,14 +16,14 @@ from harness.graph.rules.dialects import (
     TENSORRT,
     Dialect,
 )  # fmt: skip
-from harness.registry import load
+from harness.registry import load_plugin
 
 SEVEN = [ONNXRUNTIME_7BIT, ONNXRUNTIME_S8_7BIT, OPENVINO_7BIT]
 
 
 @pytest.mark.parametrize("dialect", [ONNXRUNTIME, ONNXRUNTIME_S8, OPENVINO, TENSORRT, *SEVEN], ids=lambda d: d.name)
 def test_dialects_are_found_by_name_and_never_change(dialect: Dialect) -> None:
-    assert load("dialect", dialect.name) is dialect
+    assert load_plugin("dialect", dialect.name) is dialect
     assert not dialect.linear_ops & dialect.points
     with pytest.raises(dataclasses.FrozenInstanceError):
         dialect.name = "other"  # type: ignore[misc]

@@ -14,7 +14,7 @@ from harness.runtimes.tensorrt.benchmarker import TensorRTBenchmarker
 from harness.errors import UserError
 from harness.pipeline.preflight import check_experiment
 from harness.config.experiment import parse_experiment
-from harness.graph.rules.precision_names import float_precision
+from harness.graph.rules.precision_names import normalize_float_precision
 from harness.compat.tao_specs import ptq
 from harness.compat.tao_specs.spec import parse_spec
 
@@ -23,7 +23,7 @@ from harness.compat.tao_specs.spec import parse_spec
     ("fp16", "f16"), ("FP32", "f32"), ("bfloat16", "bf16"), ("TF32", "tf32"), ("f16", "f16"), ("auto", "auto"),
 ])  # fmt: skip
 def test_every_usual_spelling_is_known(text: str, name: str) -> None:
-    assert float_precision(text) == name
+    assert normalize_float_precision(text) == name
 
 
 @pytest.mark.parametrize(("backend", "params"), [
@@ -37,7 +37,7 @@ def test_backends_take_them(tmp_path: Path, backend: str, params: Any) -> None:
     backends = str([{"use": backend, "params": params}]).replace("'", '"')
     text = f'{{"experiment": "e", "models": ["zoo:mlp"], "backends": {backends}, "initial": "none", "baselines": []}}'
     check_experiment(parse_experiment(text.replace("zoo:mlp", _zoo()), "e.yaml"), tmp_path)
-    made = registry.create("benchmarker", backend, params)
+    made = registry.create_plugin("benchmarker", backend, params)
     assert getattr(made, "_float", None) in (None, "f32")
 
 

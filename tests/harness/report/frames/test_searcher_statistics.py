@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from harness.api import Layer
-from harness.records import Asked, Measured, Told
+from harness.records import Proposal, Measured, TrialResult
 from harness.report.frames.component_ablation import ablation_frame
 from harness.report.plots.plot_files import draw
 from harness.report.frames.layer_waterfall import waterfall_frame
@@ -22,7 +22,7 @@ from harness.report.frames.searcher_statistics import pair_frame, ranks, score_f
 from harness.report.frames.transfer import likeness_frame, transfer_frame
 from harness.report.frames.hypervolume import volume_frame
 from harness.results_dir.journal import Journal
-from harness.results_dir.artifacts import Pick, write_json
+from harness.results_dir.artifacts import Choice, write_json
 
 CELL = "net-openvino-int8"
 YAML = """
@@ -44,8 +44,8 @@ def write_search(path, latencies_ms):
             origin = "seed:float" if not number else "searcher"
             outcome = Measured(samples_ms=(ms,) * 7, build_s=1.0, measure_s=1.0, metrics={"top1": 0.8 - 0.01 * number})
             digest = f"{number} at {ms:g}"  # another placement in each curve, but for the float model
-            journal.append(Asked(number=number, choices=(number,), digest=digest, origin=origin))
-            journal.append(Told(number=number, outcome=outcome, elapsed_s=10.0 * (number + 1)))
+            journal.append(Proposal(number=number, choices=(number,), digest=digest, origin=origin))
+            journal.append(TrialResult(number=number, outcome=outcome, elapsed_s=10.0 * (number + 1)))
 
 
 @pytest.fixture
@@ -60,14 +60,14 @@ def study(tmp_path, cell_maker, confirmation_maker):
         cell = cell_maker(tmp_path, f"net-{label}-int8", precision="int8")
         shutil.rmtree(cell / "runs")
         (cell / "runs").mkdir()
-        picks = [Pick(method="float", kind="float", row="float"), Pick(method="all", kind="baseline", row="all")]
+        picks = [Choice(method="float", kind="float", row="float"), Choice(method="all", kind="baseline", row="all")]
         for method, rows in CHOSEN.items():
             for seed, row in enumerate(rows):
                 curve = [8.0, 7.0, 6.0, 5.0] if method == "random" else [8.0, 4.0, 4.0, 4.0]
                 write_search(cell / "runs" / f"{method}-{seed}.jsonl", curve)
                 search_ms = 5.0 if method == "random" else 4.0
                 picks.append(
-                    Pick(method=method, kind="search", row=row, seed=seed, budget=3, search_ms=search_ms, minutes=1.0)
+                    Choice(method=method, kind="search", row=row, seed=seed, budget=3, search_ms=search_ms, minutes=1.0)
                 )
         body = json.loads((cell / "rows.json").read_text())
         extra = {**body["rows"][-1], "id": "cc", "file": "cc.onnx", "sha256": "sha of cc"}
@@ -90,8 +90,8 @@ def test_a_searcher_that_was_told_something_else_first_has_no_score_and_changes_
         with Journal(study / cell / "runs" / "peer-0.jsonl", {}) as journal:
             for number, origin in enumerate(told):
                 outcome = Measured(samples_ms=(6.0 - number,) * 7, build_s=1.0, measure_s=1.0)
-                journal.append(Asked(number=number, choices=(number,), digest=f"peer's {number}", origin=origin))
-                journal.append(Told(number=number, outcome=outcome, elapsed_s=10.0))
+                journal.append(Proposal(number=number, choices=(number,), digest=f"peer's {number}", origin=origin))
+                journal.append(TrialResult(number=number, outcome=outcome, elapsed_s=10.0))
     assert score_frame(load(study)).set_index(["cell", "searcher"])["score"].to_dict() == before.to_dict()
 
 
@@ -227,7 +227,7 @@ def test_a_placement_that_was_brought_over_by_name_is_found(study):
     body["rows"] = [row for row in body["rows"] if row["id"] != "aa"]
     picks = [pick for pick in body["picks"] if pick["row"] != "aa"]
     assert transfer_frame(load(study)).set_index(["source", "target"]).loc[("one", "two"), "row"] == "aa"
-    brought = asdict(Pick(method="from_one", kind="baseline", row="cc"))
+    brought = asdict(Choice(method="from_one", kind="baseline", row="cc"))
     write_json(cell / "rows.json", {"rows": body["rows"], "picks": [*picks, brought]})
     found = transfer_frame(load(study)).set_index(["source", "target"])
     assert found.loc[("one", "two"), "row"] == "cc"
@@ -342,7 +342,7 @@ def test_what_a_model_learned_is_followed_to_another_model(study, cell_maker):
     path.write_text(path.read_text().replace("label: net}]", "label: net}, {use: big.onnx, label: big}]"))
     cell = cell_maker(study, "big-one-int8", model="big")
     body = json.loads((cell / "rows.json").read_text())
-    brought = asdict(Pick(method="from_net", kind="baseline", row="bb"))
+    brought = asdict(Choice(method="from_net", kind="baseline", row="bb"))
     write_json(cell / "rows.json", {**body, "picks": [*body["picks"], brought]})
     found = transfer_frame(load(study))
     found = found[found["across"] == "models"].set_index(["source", "target"])

@@ -9,14 +9,14 @@ import pytest
 
 from harness.errors import UserError
 from harness.statistics import Interval
-from harness.records import Asked, Failed, Measured, Told, encode
+from harness.records import Proposal, Failed, Measured, TrialResult, encode_line
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
 from harness.report.load.search_logs import read_search
 from harness.report.frames.budget_frames import cost_frame, curve_frame, ratio_over_seeds
 from harness.report.tables.table_layouts import tables_of
 from harness.search_loop.objective import Goal
-from harness.results_dir.journal import RETRY, Journal
+from harness.results_dir.journal import RETRY_ORIGIN, Journal
 
 CELL = "net-openvino-int8"
 
@@ -28,8 +28,8 @@ def measured(latency_ms: float, **metrics: float) -> Measured:
 def once_more(path, outcome, elapsed_s):
     """Attempt the third proposal of a journal of `conftest` again."""
     with Journal(path, {}) as journal:
-        journal.append(Asked(number=3, choices=(2,), digest="2", origin=RETRY))
-        journal.append(Told(number=3, outcome=outcome, elapsed_s=elapsed_s))
+        journal.append(Proposal(number=3, choices=(2,), digest="2", origin=RETRY_ORIGIN))
+        journal.append(TrialResult(number=3, outcome=outcome, elapsed_s=elapsed_s))
 
 
 def test_a_retry_is_no_evaluation_and_its_time_and_its_find_count(folder):
@@ -72,8 +72,8 @@ def test_the_limits_of_a_few_seeds_hold_all_of_them(ratios, expected):
 def test_a_search_without_an_incumbent_has_no_curve_and_its_cost(folder):
     runs = folder / CELL / "runs"
     with Journal(runs / "tpe-0.jsonl", {}) as journal:
-        journal.append(Asked(number=0, choices=(1,), digest="1", origin="searcher"))
-        journal.append(Told(number=0, outcome=Failed(stage="build", reason="no", wall_s=3.0), elapsed_s=4.0))
+        journal.append(Proposal(number=0, choices=(1,), digest="1", origin="searcher"))
+        journal.append(TrialResult(number=0, outcome=Failed(stage="build", reason="no", wall_s=3.0), elapsed_s=4.0))
     results = load(folder)
     assert set(curve_frame(results.cells)["searcher"]) == {"random"}
     cost = cost_frame(results).set_index("searcher").loc["tpe"]
@@ -83,8 +83,8 @@ def test_a_search_without_an_incumbent_has_no_curve_and_its_cost(folder):
 def test_letting_go_of_engines_counts_with_their_builds_and_not_as_overhead(folder):
     outcome = replace(measured(2.0, top1=0.8), build_s=2.0, measure_s=3.0, release_s=0.5)
     with Journal(folder / CELL / "runs" / "tpe-0.jsonl", {}) as journal:
-        journal.append(Asked(number=0, choices=(1,), digest="1", origin="searcher"))
-        journal.append(Told(number=0, outcome=outcome, elapsed_s=6.0 + outcome.evaluate_s))
+        journal.append(Proposal(number=0, choices=(1,), digest="1", origin="searcher"))
+        journal.append(TrialResult(number=0, outcome=outcome, elapsed_s=6.0 + outcome.evaluate_s))
     cost = cost_frame(load(folder)).set_index("searcher").loc["tpe"]
     assert (cost["build_s"], cost["sampling_s"], cost["harness_s"]) == (2.5, 3.0, 0.5)
 
@@ -94,11 +94,11 @@ def test_the_searchers_own_work_is_told_from_the_harness(folder):
     (table,) = (table for table in tables_of(load(folder)) if table.name == "cost")
     assert "search" not in table.cells, "a run of a version that did not record it"
     with Journal(folder / CELL / "runs" / "tpe-0.jsonl", {}) as journal:
-        journal.append(Asked(number=0, choices=(0,), digest="0", origin="searcher", searcher_s=0.25))
-        journal.append(Told(number=0, outcome=Failed(stage="build", reason="no", wall_s=3.0), elapsed_s=4.0))
-        journal.append(Asked(number=1, choices=(0,), digest="0", origin="searcher", duplicate_of=0, searcher_s=0.25))
-        journal.append(Asked(number=2, choices=(1,), digest="1", origin="searcher", searcher_s=0.5))
-        journal.append(Told(number=2, outcome=Failed(stage="build", reason="no", wall_s=3.0), elapsed_s=10.0))
+        journal.append(Proposal(number=0, choices=(0,), digest="0", origin="searcher", searcher_s=0.25))
+        journal.append(TrialResult(number=0, outcome=Failed(stage="build", reason="no", wall_s=3.0), elapsed_s=4.0))
+        journal.append(Proposal(number=1, choices=(0,), digest="0", origin="searcher", duplicate_of=0, searcher_s=0.25))
+        journal.append(Proposal(number=2, choices=(1,), digest="1", origin="searcher", searcher_s=0.5))
+        journal.append(TrialResult(number=2, outcome=Failed(stage="build", reason="no", wall_s=3.0), elapsed_s=10.0))
     cost = cost_frame(load(folder)).set_index("searcher").loc["tpe"]
     assert (cost["evaluations"], cost["harness_s"], cost["search_s"]) == (2, 4.0, 1.0)
     (table,) = (table for table in tables_of(load(folder)) if table.name == "cost")
@@ -135,10 +135,10 @@ def test_raw_samples_stay_in_the_file(tmp_path):
         pass
     with path.open("a") as file:
         for number in range(count):
-            asked = Asked(number=number, choices=(number % 2,) * 60, digest=str(number), origin="searcher")
+            asked = Proposal(number=number, choices=(number % 2,) * 60, digest=str(number), origin="searcher")
             samples_ms = tuple(5.0 + (number * sample) % 997 / 1000 for sample in range(500))
             outcome = Measured(samples_ms=samples_ms, build_s=0.1, measure_s=0.1)
-            file.write(f"{encode(asked)}\n{encode(Told(number=number, outcome=outcome, elapsed_s=float(number)))}\n")
+            file.write(f"{encode_line(asked)}\n{encode_line(TrialResult(number=number, outcome=outcome, elapsed_s=float(number)))}\n")
     tracemalloc.start()
     search = read_search(path, "random", 0, Goal(), None)
     kept, peak = tracemalloc.get_traced_memory()

@@ -17,7 +17,7 @@ from harness.report.tables.next_steps import next_steps, winners
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
 from harness.search_loop.objective import Goal
-from harness.results_dir.termination import note_end
+from harness.results_dir.termination import write_termination
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 CELL = "net-openvino-int8"
@@ -146,7 +146,7 @@ def test_a_search_with_nothing_more_to_propose_gains_nothing_by_a_larger_budget(
     assert "a larger budget" not in said
     assert "- more budget.minutes: random-0, random-1" in said
     for seed in (0, 1):
-        note_end(
+        write_termination(
             folder / CELL / "runs" / f"random-{seed}.jsonl", "ended at 3 of 50: it had nothing more to propose", None
         )
     said = told(folder)
@@ -155,5 +155,5 @@ def test_a_search_with_nothing_more_to_propose_gains_nothing_by_a_larger_budget(
     assert "random-0, random-1 had nothing more to propose" in said
     broken = Failed(stage="search", reason="no")
     for seed in (0, 1):
-        note_end(folder / CELL / "runs" / f"random-{seed}.jsonl", "ended at 3 of 50: no", broken)
+        write_termination(folder / CELL / "runs" / f"random-{seed}.jsonl", "ended at 3 of 50: no", broken)
     assert "- a searcher that does not break: random-0, random-1" in told(folder)

@@ -98,7 +98,7 @@ def test_builds_times_and_answers_as_the_model_does(trt: FakeTensorRT, tmp_path:
     made = TensorRTBenchmarker(precision="f32", workspace_gb=2, optimization_level=4)
     path = small(tmp_path / "m.onnx")
     artifact = made.build(candidate(path), tmp_path)
-    plain: Any = registry.create("benchmarker", "onnxruntime", {})
+    plain: Any = registry.create_plugin("benchmarker", "onnxruntime", {})
     with plain.open(plain.build(candidate(path), tmp_path)) as probe:
         expected = probe.infer(feeds())["y"]
     with made.open(artifact) as probe:
@@ -438,12 +438,12 @@ def test_options_that_cannot_be_are_refused() -> None:
         ({"precison": "f16"}, "did you mean 'precision'"),
     ):
         with pytest.raises(UserError, match=message):
-            registry.create("benchmarker", "tensorrt", params)
+            registry.create_plugin("benchmarker", "tensorrt", params)
 
 
 def test_without_a_gpu_it_can_be_made_and_says_what_is_missing() -> None:
     """So an experiment for a GPU can be checked anywhere."""
-    made: Any = registry.create("benchmarker", "tensorrt", {})
+    made: Any = registry.create_plugin("benchmarker", "tensorrt", {})
     if why_no_gpu() is None:
         pytest.skip("this machine has a GPU and TensorRT")
     with pytest.raises(UserError, match=r"no NVIDIA|TensorRT|cuda-python|driver"):

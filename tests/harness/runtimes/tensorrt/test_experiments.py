@@ -9,7 +9,7 @@ import pytest
 
 from harness.pipeline.preflight import check_experiment
 from harness.config.experiment import Experiment, parse_experiment
-from harness.config.plan import plan
+from harness.config.plan import plan_tasks
 
 FOLDER = Path(__file__).parents[4] / "experiments"
 
@@ -21,7 +21,7 @@ def read(name: str) -> Experiment:
 def test_the_policy_of_the_timing_cache_is_a_factor() -> None:
     experiment = read("timing_cache_policy.yaml")
     check_experiment(experiment, FOLDER)
-    policies = [spec.backend.params["timing_cache"] for spec in plan(experiment)]
+    policies = [spec.backend.params["timing_cache"] for spec in plan_tasks(experiment)]
     assert sorted(set(policies)) == ["cold", "frozen", "shared"]
     assert all(policies.count(policy) == 2 for policy in policies), "each model at each"
     assert policies.index("shared") < policies.index("frozen"), "what is frozen has been made before"
@@ -34,7 +34,7 @@ def test_experiments_at_batch_1_8_and_32(name: str) -> None:
     experiment = read(f"{name}.yaml")
     check_experiment(experiment, FOLDER)
     assert {use.params["precision"] for use in experiment.backends} == {"f16"}, "FP16 is the denominator"
-    cells = plan(experiment)
+    cells = plan_tasks(experiment)
     assert {precision for cell in cells for precision in cell.precisions} == {"int8", "fp8"}
     batches: dict[str, set[int]] = {}
     for model in experiment.models:

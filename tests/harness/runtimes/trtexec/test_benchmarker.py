@@ -216,7 +216,7 @@ def test_no_trtexec_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_options_that_cannot_be_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        registry.create("benchmarker", "trtexec", params)
+        registry.create_plugin("benchmarker", "trtexec", params)
 
 
 @pytest.mark.parametrize(

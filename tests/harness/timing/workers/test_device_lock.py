@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import UserError
-from harness.timing.workers.device_lock import alone, stopwatch
+from harness.timing.workers.device_lock import device_lock, timing_lock
 
 HOLD = """
 import sys
@@ -34,7 +34,7 @@ def line(process: subprocess.Popen[str]) -> str:
 
 
 def test_a_second_process_waits_until_the_first_has_finished(tmp_path: Path) -> None:
-    with stopwatch(tmp_path):
+    with timing_lock(tmp_path):
         second = hold(tmp_path)
         assert second.stdout is not None
         assert not select.select([second.stdout], [], [], 1.0)[0], "it waits"
@@ -44,8 +44,8 @@ def test_a_second_process_waits_until_the_first_has_finished(tmp_path: Path) -> 
 
 def test_a_gpu_is_held_by_one_process_at_a_time(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
-        with alone({"GPU-a", "GPU-b"}, tmp_path), alone({"GPU-c"}, tmp_path), alone((), tmp_path):
-            entered = pool.submit(lambda: alone({"GPU-b"}, tmp_path).__enter__())
+        with device_lock({"GPU-a", "GPU-b"}, tmp_path), device_lock({"GPU-c"}, tmp_path), device_lock((), tmp_path):
+            entered = pool.submit(lambda: device_lock({"GPU-b"}, tmp_path).__enter__())
             with pytest.raises(TimeoutError):
                 entered.result(timeout=0.5)
         entered.result(timeout=20)
@@ -56,15 +56,15 @@ def test_a_killed_process_releases_the_lock(tmp_path: Path) -> None:
     assert line(first) == "holding"
     first.send_signal(signal.SIGKILL)
     first.wait(timeout=20)
-    with stopwatch(tmp_path):
+    with timing_lock(tmp_path):
         pass
 
 
 def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
-    with stopwatch(tmp_path):
+    with timing_lock(tmp_path):
         lock = next(tmp_path.iterdir())
     lock.unlink()
     lock.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="TMPDIR"), stopwatch(tmp_path):
+    with pytest.raises(UserError, match="TMPDIR"), timing_lock(tmp_path):
         pass
     assert not (tmp_path / "elsewhere").exists()

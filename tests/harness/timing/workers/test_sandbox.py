@@ -19,13 +19,13 @@ import pytest
 
 from harness.api import Accuracy, Candidate
 from harness.errors import UserError
-from harness.timing.workers.engines import Built, WorkerSpec
+from harness.timing.workers.engines import BuiltEngine, WorkerSpec
 from harness.timing.sampling import Samples
 from harness.timing.workers.sandbox import InProcess, Sandbox, open_engines
 from harness.statistics import Interval
-from harness.timing.workers.device_lock import stopwatch
+from harness.timing.workers.device_lock import timing_lock
 from harness.records import Failed
-from harness.config.experiment import Limits, Sampling, Use
+from harness.config.experiment import Limits, Sampling, PluginSpec
 from search.space import Edge
 
 HERE = Path(__file__).parent
@@ -56,10 +56,10 @@ def spec(workdir: Path, **params: object) -> WorkerSpec:
                "broken": {"broken": True}}  # fmt: skip
     return WorkerSpec(
         benchmarkers={
-            "main": Use(use="faulty:Faulty", params=params),
-            "slow": Use(use="faulty:Faulty", params={"latency_ms": 5.0}),
+            "main": PluginSpec(use="faulty:Faulty", params=params),
+            "slow": PluginSpec(use="faulty:Faulty", params={"latency_ms": 5.0}),
         },
-        evaluators={name: Use(use="faulty:Scorer", params=given) for name, given in scorers.items()},
+        evaluators={name: PluginSpec(use="faulty:Scorer", params=given) for name, given in scorers.items()},
         workdir=workdir,
     )
 
@@ -71,8 +71,8 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
         yield engines
 
 
-def built(outcome: Built | Failed) -> Built:
-    assert isinstance(outcome, Built), outcome
+def built(outcome: BuiltEngine | Failed) -> BuiltEngine:
+    assert isinstance(outcome, BuiltEngine), outcome
     return outcome
 
 
@@ -86,7 +86,7 @@ def test_waiting_for_the_timing_of_another_run_counts_against_no_limit(
 ) -> None:
     engine = built(sandbox.build(candidate("ok")))
     with ThreadPoolExecutor(1) as pool:
-        with stopwatch():  # held by another run on these cores
+        with timing_lock():  # held by another run on these cores
             waiting = pool.submit(sandbox.sample, engine.handle, SAMPLING)
             with pytest.raises(TimeoutError):
                 waiting.result(timeout=1.5 * LIMITS.measure_s)
@@ -137,7 +137,7 @@ def test_a_failure_is_a_value_and_the_next_build_works(
     assert failure.stage == stage
     assert re.fullmatch(reason, failure.reason)
     assert failure.wall_s > 0
-    assert isinstance(sandbox.build(candidate("ok")), Built)
+    assert isinstance(sandbox.build(candidate("ok")), BuiltEngine)
 
 
 def test_memory_has_a_limit_in_every_step(tmp_path: Path, candidate: MakeCandidate) -> None:
@@ -148,7 +148,7 @@ def test_memory_has_a_limit_in_every_step(tmp_path: Path, candidate: MakeCandida
         for outcome in map(failed, outcomes):
             assert outcome.stage == "crash"
             assert "used more than 0.3 GB of memory (limits.memory_gb" in outcome.reason
-        assert isinstance(engines.build(candidate("ok")), Built)
+        assert isinstance(engines.build(candidate("ok")), BuiltEngine)
 
 
 @pytest.mark.parametrize(("evaluator", "reason"), [("nan", "score is nan: .*"), ("gap", r"per_item\[1\] is nan: .*")])
@@ -202,7 +202,7 @@ def test_mistakes_of_the_user_are_raised(tmp_path: Path, sandbox: Sandbox, candi
     with pytest.raises(UserError, match="broken: not like this"), Sandbox(spec(tmp_path, broken="user"), LIMITS):
         pass
     with pytest.raises(UserError, match=r"'openvin'.*'openvino'"):
-        Sandbox(WorkerSpec(benchmarkers={"main": Use(use="openvin")}, workdir=tmp_path), LIMITS).__enter__()
+        Sandbox(WorkerSpec(benchmarkers={"main": PluginSpec(use="openvin")}, workdir=tmp_path), LIMITS).__enter__()
     with pytest.raises(UserError, match="no worker could be started: the worker exited with status 7 during start"):
         Sandbox(spec(tmp_path, broken="exit"), LIMITS).__enter__()
     handle = built(sandbox.build(candidate("ok"))).handle
@@ -316,6 +316,6 @@ def test_in_process_gives_the_same_values(tmp_path: Path, candidate: MakeCandida
 
 
 def test_benchmarkers_without_a_runtime_stay_in_the_driver(tmp_path: Path) -> None:
-    simulated = WorkerSpec(benchmarkers={"main": Use(use="simulated")}, workdir=tmp_path)
+    simulated = WorkerSpec(benchmarkers={"main": PluginSpec(use="simulated")}, workdir=tmp_path)
     assert isinstance(open_engines(simulated, LIMITS), InProcess)
     assert isinstance(open_engines(spec(tmp_path), LIMITS), Sandbox)

@@ -13,8 +13,8 @@ import pytest
 
 from harness.api import Candidate
 from harness.errors import UserError
-from harness.timing.workers.trial_pool import Inline, Pool, WorkerLost, at_once
-from harness.timing.workers.timing_policy import Alternating, Beside, Gate, Gated
+from harness.timing.workers.trial_pool import SyncExecutor, ThreadedExecutor, WorkerLost, run_concurrently
+from harness.timing.workers.timing_policy import ExclusiveTiming, SerialTiming, TimingPolicy, PolicedEngines
 from harness.records import Failed, Measured
 
 CANDIDATE = Candidate(digest="d", edges=(), source=lambda: Path("never"))
@@ -39,8 +39,8 @@ class Bench:
 
 @contextmanager
 def opened_queue(open_worker: Any, workers: int, trial: Callable[..., Any]) -> Iterator[Any]:
-    pool = Pool(open_worker, workers, Gate())
-    with pool, pool.lane(lambda engines: trial) as queue:
+    pool = ThreadedExecutor(open_worker, workers, TimingPolicy())
+    with pool, pool.open_queue(lambda engines: trial) as queue:
         yield queue
 
 
@@ -61,7 +61,7 @@ def test_each_trial_is_collected_once(workers: int) -> None:
 
 def test_the_sync_executor_runs_a_trial_when_it_is_collected() -> None:
     made = []
-    executor = Inline(lambda candidate, incumbent: made.append(incumbent) or DONE)  # type: ignore[func-returns-value]
+    executor = SyncExecutor(lambda candidate, incumbent: made.append(incumbent) or DONE)  # type: ignore[func-returns-value]
     executor.submit(7, CANDIDATE, None)
     assert made == []
     assert executor.collect() == (7, DONE)
@@ -157,8 +157,8 @@ def test_an_interrupted_run_ends_running_trials() -> None:
     assert time.monotonic() - started_s < 14
 
 
-@pytest.mark.parametrize(("policy", "overlap"), [(Alternating(), False), (Beside(), True)])
-def test_one_engine_is_timed_at_once_and_builds_overlap_it_as_the_policy_allows(policy: Gate, overlap: bool) -> None:
+@pytest.mark.parametrize(("policy", "overlap"), [(ExclusiveTiming(), False), (SerialTiming(), True)])
+def test_one_engine_is_timed_at_once_and_builds_overlap_it_as_the_policy_allows(policy: TimingPolicy, overlap: bool) -> None:
     now = {"build": 0, "sample": 0}
     seen: set[tuple[int, int]] = set()
     lock = threading.Lock()
@@ -179,7 +179,7 @@ def test_one_engine_is_timed_at_once_and_builds_overlap_it_as_the_policy_allows(
             self._run("sample")
 
     def work() -> None:
-        engines = Gated(Engines(), policy, threading.Lock())  # type: ignore[arg-type]
+        engines = PolicedEngines(Engines(), policy, threading.Lock())  # type: ignore[arg-type]
         for _ in range(15):
             engines.build(CANDIDATE)
             engines.sample(0, None)  # type: ignore[arg-type]
@@ -197,7 +197,7 @@ def test_one_engine_is_timed_at_once_and_builds_overlap_it_as_the_policy_allows(
 @pytest.mark.parametrize("threads", [1, 2])
 def test_concurrent_functions_all_run_and_the_first_error_is_raised(threads: int) -> None:
     done: list[int] = []
-    at_once([lambda n=n: done.append(n) for n in range(9)], threads)  # type: ignore[misc]
+    run_concurrently([lambda n=n: done.append(n) for n in range(9)], threads)  # type: ignore[misc]
     assert sorted(done) == list(range(9))
     with pytest.raises(UserError, match="disk full"):
-        at_once([refuse, *([lambda: None] * 5)], threads)
+        run_concurrently([refuse, *([lambda: None] * 5)], threads)
