@@ -1,8 +1,7 @@
-"""Contracts of the plug-ins: benchmarkers (latency), evaluators (accuracy), and peers (searches of other tools).
+"""Contracts of the plug-ins: benchmarkers (latency), evaluators (accuracy), and external searchers.
 
-A plug-in *raises* `harness.errors.BuildFailed`, `MeasureFailed` or `EvaluationFailed`; the harness
-owns warm-up, repeats, interleaving, time limits, isolation and records, so that every runtime is
-sampled in the same way.
+Plug-ins *raise* `harness.errors.BuildFailed`, `MeasureFailed` or `EvaluationFailed`. The harness is responsible for
+warm-up, repetitions, interleaving, time limits, isolation and records, so that all runtimes are sampled alike.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ import numpy.typing as npt
 from search.space import Resolved
 
 __all__ = [
-    "Accuracy", "Array", "Artifact", "Benchmarker", "Candidate", "Evaluator", "Infer", "Layer", "ExternalSearcher", "ExternalSearchTask",
-    "Probe",
+    "Accuracy", "Array", "Artifact", "Benchmarker", "Candidate", "Capabilities", "Evaluator", "ExternalSearchTask",
+    "ExternalSearcher", "Infer", "Layer", "NeedsPreparation", "Probe", "ReportsConditions", "SupportsCast",
+    "SupportsLayers", "SupportsSave", "UsesGpu", "capabilities_of",
 ]  # fmt: skip
 
 Array = npt.NDArray[Any]
+#: Runs the built engine once: input arrays by name to output arrays by name.
 Infer = Callable[[Mapping[str, Array]], Mapping[str, Array]]
-"""Runs the built engine once: input arrays by name to output arrays by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A model that is to be built.
+    """Model to be built.
 
     Attributes:
-        digest: Identity of its resolved Q/DQ edges ("float" edges give the digest of no edges), or
-            for a foreign Q/DQ model the first 16 hexadecimal digits of its file's SHA-256.
-        edges: The quantized edges; empty for the float model and for foreign Q/DQ models.
-        source: Gives the path of the ONNX file, writing it first where needed. Replay and
-            simulation never call it.
+        digest: Digest of its resolved Q/DQ edges (of no edges for the float model); for a Q/DQ model of another tool
+            the first 16 hexadecimal digits of the file's SHA-256.
+        edges: Quantized edges; empty for the float model and for models of other tools.
+        source: Returns the path of the ONNX file, writing it first if needed. Replay and simulation never call it.
     """
 
     digest: str
@@ -46,7 +45,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Artifact:
-    """A built engine: whatever the benchmarker needs to open it, and facts worth recording."""
+    """Built engine in the form that the benchmarker opens, with facts for the record."""
 
     engine: Any
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -54,15 +53,15 @@ class Artifact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One layer of a built engine, as its runtime tells it.
+    """Layer of a built engine, as the runtime reports it.
 
     Attributes:
-        name: The runtime's own.
-        kind: What it computes, in the runtime's words, for instance "Convolution", "Reorder".
-        precision: What it computes in, in the runtime's words, for instance "u8", "bf16".
-        time_ms: Mean time of one inference; None where the engine was not built to count it, or nothing ran.
-        origin: The model's nodes that became this layer; none for what the runtime adds.
-        kernel: The implementation that was chosen; "" where the runtime does not say.
+        name: Name in the runtime.
+        kind: Operation in the runtime's terms, for instance "Convolution", "Reorder".
+        precision: Precision in the runtime's terms, for instance "u8", "bf16".
+        time_ms: Mean time of one inference; None if the engine was not built for profiling, or did not run.
+        origin: Nodes of the model that became this layer; empty for layers that the runtime adds.
+        kernel: Implementation that the runtime chose; "" if unknown.
     """
 
     name: str
@@ -74,49 +73,64 @@ class Layer:
 
 
 class Probe(Protocol):
-    """An opened engine, ready to run.
-
-    One that knows what its device did (a GPU's clocks, heat) has `conditions() -> Mapping[str, float]`, asked after
-    readings were taken.
-    """
+    """Opened engine, ready to run; see also `ReportsConditions`."""
 
     def sample(self, n: int) -> Sequence[float]:
-        """Run n inferences on fixed inputs and return the latency of each, in milliseconds."""
+        """Run n inferences on fixed inputs and return the latency of each in milliseconds."""
         ...
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Run one inference on these inputs; the engine is the one that `sample` times."""
+        """Run one inference on these inputs, on the engine that `sample` times."""
         ...
 
 
 @runtime_checkable
-class Benchmarker(Protocol):
-    """Builds and opens engines of one runtime with fixed options (the constructor's arguments).
+class ReportsConditions(Protocol):
+    """Probe that reads the state of its device."""
 
-    1. `build` raises `BuildFailed` with the runtime's own words where the model is refused.
-    2. `open` yields a probe whose `sample` measures inference alone: no build, no copy of weights.
-    3. `describe` gives JSON-able facts, and raises `UserError` alone, where the runtime or its device is missing (the
-       constructor never looks for them; the harness describes before anything that takes long): `name`, `version`,
-       `device`, `options`, and `float_precision` (what float operations run in). A runtime that can run them in
-       several gives `float_params` (precision to constructor parameters), and `float_open` where the parameters
-       leave the choice to the harness, which then takes the fastest. A `note` is a sentence that stands below every
-       table with its figures, which no mean pools with those of others.
-    4. The attribute `dialect` names the Q/DQ dialect that it reads; by default the one called like the
-       benchmarker. The class attribute `in_process = True` says that there is nothing to isolate, and
-       `accuracy_only` is the set of precisions that the device emulates: they are built and scored, never timed.
-    5. One that can keep an engine has `save(candidate: Candidate, path: Path)` and `load(path: Path) -> Artifact`.
-    6. One that can tell what became of the model has `layers(artifact: Artifact) -> Sequence[Layer]`.
-    7. One that reads another file than it is given (float operations cast to FP16) has `cast(path: Path, folder: Path)
-       -> Path`, which gives that file, made in the folder, and of that file itself. The harness casts the float model
-       once, searches and delivers in that form, and `build` is given it.
-    8. One whose constructor names `base` gets there the folder that relative paths of the experiment start from.
-    9. One whose engines run on a GPU has `gpu() -> str`, which says on which: its UUID. Builders time kernels there, so
-       nothing of this user is built, scored or timed on it at the same time. The class attribute `in_turns = False`
-       says that turns of two engines cannot share the machine's pace: candidates are always timed alone.
+    def conditions(self) -> Mapping[str, float]:
+        """Return clocks, temperatures and the like; called after sampling."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """Properties of a benchmarker that the harness needs before it builds anything.
+
+    Attributes:
+        dialect: Q/DQ dialect that it reads; None: the dialect with the name of the benchmarker.
+        in_process: It needs no worker process, because it runs no model.
+        emulated: Precisions that the device emulates: such models are built and scored, but not timed.
+        interleaved: Turns of two engines can be interleaved, which removes drift of the machine.
+    """
+
+    dialect: str | None = None
+    in_process: bool = False
+    emulated: frozenset[str] = frozenset()
+    interleaved: bool = True
+
+
+@runtime_checkable
+class Benchmarker(Protocol):
+    """Builds and opens engines of one runtime with fixed options, the arguments of the constructor.
+
+    1. `build` raises `BuildFailed` with the message of the runtime if it rejects the model.
+    2. `open` gives a probe whose `sample` measures inference alone, without build or copies of weights.
+    3. `describe` returns JSON-able facts, and raises only `UserError`, if the runtime or its device is missing (the
+       constructor does not look for them; the harness calls `describe` before anything slow): `name`, `version`,
+       `device`, `options`, and `float_precision` (precision of float operations). A runtime with several float
+       precisions adds `float_params` (precision to constructor parameters), and `float_open` if the parameters leave
+       the choice to the harness, which then takes the fastest. A `note` is a sentence below every table with its
+       results, which are then excluded from means with those of other runtimes.
+    4. An attribute `capabilities`, of the class or of the instance, differs from the defaults of `Capabilities` as
+       needed. `in_process` and `interleaved` are read from the class.
+    5. Optional methods are those of `SupportsSave`, `SupportsLayers`, `SupportsCast` and `UsesGpu`.
+    6. If the constructor has a parameter `base`, it receives the folder that relative paths of the experiment start
+       from.
     """
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
-        """Build the candidate's engine; `workdir` is a scratch folder of this candidate alone."""
+        """Build the candidate's engine; `workdir` is a scratch folder for this candidate."""
         ...
 
     def open(self, artifact: Artifact) -> AbstractContextManager[Probe]:
@@ -124,24 +138,76 @@ class Benchmarker(Protocol):
         ...
 
     def describe(self) -> Mapping[str, Any]:
-        """Facts for provenance and for the table: at least name, version, device, options.
+        """Return facts for records and tables: at least name, version, device, options.
 
-        One that has answers for a single model alone says which, by `model_sha256`; others are refused.
+        A benchmarker for a single model gives its digest as `model_sha256`; other models are rejected.
         """
+        ...
+
+
+def capabilities_of(benchmarker: object) -> Capabilities:
+    """Return the capabilities of a benchmarker or of its class."""
+    found: Capabilities = getattr(benchmarker, "capabilities", Capabilities())
+    return found
+
+
+@runtime_checkable
+class SupportsSave(Protocol):
+    """Benchmarker that can store an engine in a file."""
+
+    def save(self, candidate: Candidate, path: Path) -> None:
+        """Build the candidate's engine and write it to a file."""
+        ...
+
+    def load(self, path: Path) -> Artifact:
+        """Read the engine from such a file."""
+        ...
+
+
+@runtime_checkable
+class SupportsLayers(Protocol):
+    """Benchmarker that reports the layers of a built engine."""
+
+    def layers(self, artifact: Artifact) -> Sequence[Layer]:
+        """Return the layers of an engine."""
+        ...
+
+
+@runtime_checkable
+class SupportsCast(Protocol):
+    """Benchmarker that builds another file than it is given, such as one with float operations cast to FP16.
+
+    The harness casts the float model once, searches and exports in that form, and passes that form to `build`.
+    """
+
+    def cast(self, path: Path, folder: Path) -> Path:
+        """Return the file that is built for `path`, created in `folder`; a file that is already cast is returned."""
+        ...
+
+
+@runtime_checkable
+class UsesGpu(Protocol):
+    """Benchmarker whose engines run on a GPU.
+
+    Builders time kernels there, so nothing of this user is built, scored or timed on it at the same time.
+    """
+
+    def gpu(self) -> str:
+        """Return the UUID of the GPU."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalSearchTask:
-    """What a peer is given.
+    """Arguments of an external searcher.
 
     Attributes:
-        model: File of the cleaned float model, which every method of the table starts from.
-        workdir: Folder for whatever the peer writes; it is the peer's alone, and gone after the search.
-        precision: Of quantized values: "int8", "fp8".
-        seed: Fixes all draws.
-        find: The file of a Q/DQ model that a parameter names: a PTQ tool's ("modelopt_ptq"), or one of the user's.
-            Raises `BuildFailed` where the tool made none.
+        model: File of the cleaned float model, which all methods start from.
+        workdir: Folder for files of the searcher; removed after the search.
+        precision: Precision of quantized values: "int8", "fp8".
+        seed: Seed of all random draws.
+        find: Returns the file of a Q/DQ model that a parameter names: of a PTQ tool ("modelopt_ptq"), or of the user.
+            Raises `BuildFailed` if the tool failed.
     """
 
     model: Path
@@ -152,36 +218,35 @@ class ExternalSearchTask:
 
 
 class ExternalSearcher(Protocol):
-    """Somebody else's search, which brings whole models and not placements; the factory gives its context manager.
+    """Search of another tool, which proposes whole models instead of placements; the factory is a context manager.
 
-    1. `ask` gives the file of the next model, None where there is none left; the file is the harness' from then on.
-       Each model is told before the next is asked for, and costs what any evaluation costs.
-    2. The same task and the same tells give the same files, byte for byte: a run is resumed by running it again.
-    3. `BuildFailed`, raised on entering or asking, ends the peer's search and nothing else; so does whatever else it
-       raises, on being told and on leaving too.
-    4. One that an experiment names as `package.module:Class` has the class attribute `kind = "peer"`.
+    1. `ask` returns the file of the next model, or None after the last; the harness owns the file from then on.
+       `tell` is called for each model before the next `ask`, and each costs one evaluation.
+    2. The same task and the same results give the same files, byte for byte: a run is resumed by running it again.
+    3. `BuildFailed`, raised on entering or in `ask`, ends only this search; so does any other exception, also in
+       `tell` and on leaving.
+    4. A class that an experiment names as `package.module:Class` has the class attribute `kind = "peer"`.
     """
 
     def ask(self) -> Path | None:
-        """The next model that is to be timed."""
+        """Return the file of the next model to time, or None."""
         ...
 
     def tell(self, latency_ms: float | None) -> None:
-        """Latency of the model that was asked for last; None where it could not be built or timed."""
+        """Receive the latency of the last model; None if it could not be built or timed."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
-    """What an evaluator found.
+    """Result of an evaluator.
 
     Attributes:
-        metrics: Figures by name, the evaluator's own `metric` among them.
-        per_item: One value per image, in data order, where the metric is their mean (top-1 hits);
-            empty where it is not a mean (mAP).
-        evidence: What the metrics can be computed from again on any choice of the images, as text that
-            `harness.accuracy.metrics.intervals` makes and reads; "" where there is nothing beside `per_item`.
-        note: What has to be said beside the figures, for instance which outputs they leave out; "" as a rule.
+        metrics: Scores by name, among them the evaluator's own `metric`.
+        per_item: One value per image, in data order, if the metric is their mean (top-1 hits); else empty (mAP).
+        evidence: Text from which `harness.accuracy.metrics.intervals` recomputes the metrics on any resample of the
+            images; "" if `per_item` suffices.
+        note: Remark for the reader of the scores, for instance on outputs that are left out; usually "".
     """
 
     metrics: Mapping[str, float]
@@ -195,23 +260,29 @@ class Evaluator(Protocol):
     """Scores an engine on data.
 
     Attributes:
-        metric: Name of the primary figure among those of `score`.
-        higher_is_better: Direction of that figure.
+        metric: Name of the primary score among those of `score`.
+        higher_is_better: Direction of that score.
 
-    An evaluator that compares with the float model also has `prepare(infer: Infer) -> None`: the harness calls it once
-    with the float model's engine, before any other engine is scored; what it keeps it writes to a file, because engines
-    may be scored in other processes.
-
-    One with `fingerprint: str`, which changes with the data that it scores on, is not used to go on with results that
-    were begun on other data; those of the harness have it.
-
-    One that takes long may have `inferences: int`, how often `score`, and `prepare`, run the engine: then a bar shows
-    how far it is.
+    Optional are the method of `NeedsPreparation`; `fingerprint: str`, which changes with the data, so that results on
+    other data are not continued; and `inferences: int`, how often `score` and `prepare` run the engine, for a progress
+    bar.
     """
 
     metric: str
     higher_is_better: bool
 
     def score(self, infer: Infer) -> Accuracy:
-        """Accuracy of the engine behind `infer`; raises `EvaluationFailed` where there is none."""
+        """Return the accuracy of the engine behind `infer`; raise `EvaluationFailed` if there is none."""
+        ...
+
+
+@runtime_checkable
+class NeedsPreparation(Protocol):
+    """Evaluator that compares with the float model."""
+
+    def prepare(self, infer: Infer) -> None:
+        """Run the float model once, before any other engine is scored, and write the outputs to a file.
+
+        Engines may be scored in other processes.
+        """
         ...

@@ -1,7 +1,7 @@
-"""What can go wrong, in two families: mistakes of the user, and failures of one candidate.
+"""Exceptions of the harness: mistakes of the user, and failures of one candidate.
 
-A `UserError` stops the command with one message and exit code 2. A `CandidateError` is raised by
-plug-ins; the sandbox turns it into a `records.Failed`, and the search goes on.
+A `UserError` ends the command with one message and exit code 2. A `CandidateError` is raised by plug-ins; the worker
+records it as a `records.Failed`, and the search continues.
 """
 
 from __future__ import annotations
@@ -11,57 +11,54 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 __all__ = [
-    "BuildFailed", "CandidateError", "EvaluationFailed", "MeasureFailed", "UserError", "prefix_key", "describe_type", "prefix_file",
-    "suggest_names",
+    "BuildFailed", "CandidateError", "EvaluationFailed", "MeasureFailed", "UserError", "describe_type", "prefix_file",
+    "prefix_key", "suggest_names",
 ]  # fmt: skip
 
 
 class UserError(Exception):
-    """Something that the user can mend. The text says where, what, what is allowed, and what to do."""
+    """Mistake that the user can correct; the message names the place, the problem and the remedy."""
 
 
 class CandidateError(Exception):
-    """One candidate failed; `stage` says where."""
+    """Failure of one candidate."""
 
     stage = "unknown"
 
 
 class BuildFailed(CandidateError):
-    """The runtime refused the model or died building it."""
+    """The runtime rejected the model, or crashed while building it."""
 
     stage = "build"
 
 
 class MeasureFailed(CandidateError):
-    """The built engine could not be timed: it raised, crashed, or gave an impossible reading."""
+    """The built engine raised, crashed, or reported an impossible latency."""
 
     stage = "measure"
 
 
 class EvaluationFailed(CandidateError):
-    """The evaluator raised, or its figure is not finite."""
+    """The evaluator raised, or its score is not finite."""
 
     stage = "evaluate"
 
 
 class _KeyedError(UserError):
-    """A mistake at a key of a file; keys are added from the inside to the outside."""
+    """Mistake at a key of a file."""
 
-    def __init__(self, keys: tuple[str, ...], note: str, words: str) -> None:
-        super().__init__(f"{'.'.join(keys)}{f' ({note})' if note else ''}: {words}")
-        self.keys, self.note, self.message = keys, note, words
+    def __init__(self, keys: tuple[str, ...], note: str, message: str) -> None:
+        super().__init__(f"{'.'.join(keys)}{f' ({note})' if note else ''}: {message}")
+        self.keys, self.note, self.message = keys, note, message
 
 
 @contextmanager
 def prefix_key(key: str, note: str = "") -> Iterator[None]:
-    """Begin messages of mistakes with a key of the file; nested ones make a dotted path.
+    """Prefix the message of a `UserError` with a key of the file; nested calls give a dotted path.
 
     Args:
-        key: The key, for instance "models.0".
-        note: What people call the entry.
-
-    Raises:
-        UserError: The one that is raised inside, with that.
+        key: For instance "models.0".
+        note: Display name of the entry.
     """
     try:
         yield
@@ -72,11 +69,7 @@ def prefix_key(key: str, note: str = "") -> Iterator[None]:
 
 @contextmanager
 def prefix_file(name: object) -> Iterator[None]:
-    """Begin each line of the messages of mistakes with the name of the file that they are in.
-
-    Raises:
-        UserError: The one that is raised inside, with that.
-    """
+    """Prefix each line of the message of a `UserError` with the name of the file."""
     try:
         yield
     except UserError as error:
@@ -86,13 +79,13 @@ def prefix_file(name: object) -> Iterator[None]:
         ) from error
 
 
-def describe_type(body: object) -> str:
-    """What a file holds in place of what belongs there, after "but"."""
-    return "it is empty" if body is None else f"got {type(body).__name__}"
+def describe_type(value: object) -> str:
+    """Return the end of a "but ..." message for a value of the wrong type."""
+    return "it is empty" if value is None else f"got {type(value).__name__}"
 
 
 def suggest_names(name: str, known: Iterable[str]) -> str:
-    """A half-sentence that helps with a mistyped name: the nearest known names, or all of them."""
+    """Return a hint for a mistyped name: the nearest known names, or else all of them."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if close:

@@ -1,4 +1,4 @@
-"""Where files named by users are: plain paths, and `assets:PATH` below the folder QDQ_ASSETS names."""
+"""Paths that users write: plain paths, and `assets:PATH` below the folder that QDQ_ASSETS names."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["RelativePathMissing", "cache_dir", "resolve_path"]
 
 
 class RelativePathMissing(UserError):
-    """Nothing is where a relative path leads."""
+    """A relative path that does not exist."""
 
 
-def resolve_path(text: str, base: Path | None = None) -> Path:
-    """The absolute path of an existing file or folder.
+def resolve_path(text: str, base_dir: Path | None = None) -> Path:
+    """Return the absolute path of an existing file or folder.
 
     Args:
-        text: A path (relative ones are relative to `base`, else to the working directory), or `assets:PATH`.
-        base: Folder of the file that names it.
+        text: A path, or `assets:PATH`.
+        base_dir: Folder that relative paths start from; None: the working directory.
 
     Raises:
-        Absent: A relative path leads to nothing.
-        UserError: Nothing is there, QDQ_ASSETS is not set, or `assets:` leads outside of its folder.
+        RelativePathMissing: A relative path does not exist.
+        UserError: Another path does not exist, QDQ_ASSETS is not set, or `assets:` leaves its folder.
     """
     if text.startswith("assets:"):
         root_text = os.environ.get("QDQ_ASSETS", "")
@@ -34,7 +34,7 @@ def resolve_path(text: str, base: Path | None = None) -> Path:
         if not path.is_relative_to(root):
             raise UserError(f"{text}: leads outside of the folder that QDQ_ASSETS names")
     else:
-        path = ((base or Path.cwd()) / Path(text).expanduser()).resolve()
+        path = ((base_dir or Path.cwd()) / Path(text).expanduser()).resolve()
     if not path.exists():
         relative = not (text.startswith("assets:") or Path(text).expanduser().is_absolute())
         raise (RelativePathMissing if relative else UserError)(f"{text}: no such file or folder ({path})")
@@ -42,7 +42,7 @@ def resolve_path(text: str, base: Path | None = None) -> Path:
 
 
 def cache_dir() -> Path:
-    """The folder for things that can be made again (calibration ranges, drawn images)."""
+    """Return the folder for files that can be regenerated (calibration ranges, drawn images)."""
     root = os.environ.get("XDG_CACHE_HOME", "")
     folder = (Path(root) if root else Path.home() / ".cache") / "qdq-bench"
     folder.mkdir(parents=True, exist_ok=True)

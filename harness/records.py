@@ -1,45 +1,55 @@
-"""What is written down: one JSON object a line, schema 1.
+"""Records of a search: lines of its journal, one JSON object each, schema 1.
 
-Raw samples are always stored; summaries are computed by readers (`harness.statistics`).
+Raw samples are always stored; readers compute summaries (`harness.statistics`).
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-__all__ = ["SCHEMA_VERSION", "Proposal", "Failed", "JournalLine", "Measured", "Outcome", "TrialResult", "decode_line", "encode_line"]
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+__all__ = [
+    "SCHEMA_VERSION", "Failed", "JournalLine", "Measured", "Outcome", "Proposal", "TrialResult", "decode_line",
+    "encode_line", "field_values", "from_json",
+]  # fmt: skip
 
 SCHEMA_VERSION = 1
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """An engine was built and timed.
+    """Outcome of an engine that was built and timed.
 
     Attributes:
-        samples_ms: Latency of each inference in the order of measurement, warm-up excluded; of each turn where it was
-            timed beside a reference, the machine's pace taken out (`harness.timing.reference_sampling`).
-        raw_ms: Of each such turn what the clock said; empty where it was timed alone.
-        beside_ms: The reference's turns, before the first of them and after each; of a runoff one a turn.
-        discarded_ms: Readings of a first attempt that was repeated; empty as a rule.
-        trouble: Why it was repeated; "" where it was not.
-        retaken_ms: Readings of other builds, where the first beat the incumbent and so was not believed at once.
-        saved: Inferences that racing saved, an estimate.
-        conditions: Of the machine at the end: clock in MHz, temperature in °C, load average; those it tells.
-        warmup: Inferences before the first reading that counts.
-        stable: Warm-up ended in a steady state, and nothing speaks against the readings.
-        build_s: Wall-clock of the build; of all builds where there were several.
-        measure_s: Wall-clock of warm-up and sampling, of all builds too.
-        release_s: Wall-clock of letting go of the engines; 0 in runs of earlier versions, which did not record it.
-        evaluate_s: Wall-clock of the evaluator; 0 where it was not asked.
-        metrics: What the evaluator found; empty where it was not asked.
+        samples_ms: Latency of each inference in order, warm-up excluded. With a reference: of each turn, drift of the
+            machine removed (`harness.timing.reference_sampling`).
+        raw_ms: Clock reading of each such turn; empty without a reference.
+        beside_ms: Turns of the reference, before the first turn and after each; in a final selection one per turn.
+        discarded_ms: Readings of a first attempt that was repeated; usually empty.
+        trouble: Reason of the repetition, or "".
+        retaken_ms: Readings of further builds, taken because the first build beat the incumbent.
+        saved: Estimated number of inferences that racing saved.
+        conditions: State of the machine at the end, as far as known: clock in MHz, temperature in °C, load average.
+        warmup: Inferences before the first sample.
+        stable: Warm-up reached a steady state, and no check rejects the readings.
+        build_s: Wall-clock of all builds.
+        measure_s: Wall-clock of warm-up and sampling of all builds.
+        release_s: Wall-clock of closing the engines; 0 in older files.
+        evaluate_s: Wall-clock of the evaluator; 0 if it did not run.
+        metrics: Scores by name; empty if the evaluator did not run.
         per_item: See `harness.api.Accuracy`.
-        info: Facts of the engine from `Artifact.info`.
+        info: `Artifact.info` of the engine.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    status: Literal["measured"] = "measured"
     samples_ms: tuple[float, ...]
     build_s: float
     measure_s: float
@@ -61,15 +71,18 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """An engine could not be built, timed or scored.
+    """Outcome of an engine that could not be built, timed or scored.
 
     Attributes:
         stage: "build", "measure", "evaluate", "timeout" or "crash".
         reason: One line.
-        log_tail: The last lines that the runtime printed.
-        wall_s: Wall-clock spent until then.
+        log_tail: Last lines that the runtime printed.
+        wall_s: Wall-clock until the failure.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    status: Literal["failed"] = "failed"
     stage: str
     reason: str
     log_tail: str = ""
@@ -81,14 +94,17 @@ Outcome = Measured | Failed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A proposal, numbered from 0 in ask order.
+    """Placement to evaluate, numbered from 0 in ask order.
 
     Attributes:
-        origin: "seed:NAME" for the common seeds, else "searcher".
-        duplicate_of: Number of the earlier ask with the same digest (costs no budget), or None.
-        searcher_s: What the searcher took for itself, to propose this and to be told what came before; None: not known.
+        origin: "seed:NAME" for the initial design, else "searcher".
+        duplicate_of: Number of the earlier proposal with the same digest (costs no budget), or None.
+        searcher_s: Time of the searcher for this proposal and the results before it; None: unknown.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    kind: Literal["asked"] = "asked"
     number: int
     choices: tuple[int, ...]
     digest: str
@@ -99,68 +115,60 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialResult:
-    """What became of the proposal with this number.
+    """Outcome of the proposal with this number.
 
     Attributes:
-        elapsed_s: Wall-clock of the run so far, summed over resumed parts.
+        elapsed_s: Wall-clock of the search so far, summed over resumed runs.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    kind: Literal["told"] = "told"
     number: int
-    outcome: Outcome
+    outcome: Annotated[Outcome, Field(discriminator="status")]
     elapsed_s: float
 
 
 JournalLine = Proposal | TrialResult
-_LINE_CLASSES: dict[str, type[Any]] = {"asked": Proposal, "told": TrialResult}
-_OUTCOME_CLASSES: dict[str, type[Any]] = {"measured": Measured, "failed": Failed}
+_LINE: TypeAdapter[JournalLine] = TypeAdapter(Annotated[JournalLine, Field(discriminator="kind")])
 
 
 def encode_line(line: JournalLine) -> str:
-    """One line of the journal, without the newline."""
-    body = _field_values(line)
-    kind = "asked" if isinstance(line, Proposal) else "told"
-    if isinstance(line, TrialResult):
-        status = "measured" if isinstance(line.outcome, Measured) else "failed"
-        body["outcome"] = {"status": status, **_field_values(line.outcome)}
-    return json.dumps({"kind": kind, **body}, separators=(",", ":"), allow_nan=False)
+    """Return the JSON text of one journal line, without the newline."""
+    return json.dumps(line, default=field_values, separators=(",", ":"), allow_nan=False)
 
 
-def _field_values(record: JournalLine | Outcome) -> dict[str, Any]:
-    """Its fields as they are; `dataclasses.asdict` would copy every sample, which took longer than all the rest."""
-    return {field.name: getattr(record, field.name) for field in fields(record)}
+def field_values(record: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by name; unlike `dataclasses.asdict` it copies no samples."""
+    return {each.name: getattr(record, each.name) for each in fields(record)}
 
 
 def decode_line(text: str) -> JournalLine:
-    """Read one line back.
+    """Read one journal line.
 
     Raises:
-        ValueError: Not one of ours; the text says what is wrong with it.
+        ValueError: The text is no journal line of this schema.
     """
     try:
-        body = json.loads(text)
-    except RecursionError as error:
-        raise ValueError(f"nested too deep: {text[:80]}") from error
-    if not isinstance(body, dict) or body.get("kind") not in _LINE_CLASSES:
-        raise ValueError(f"not a journal line of schema {SCHEMA_VERSION}: {text[:80]}")
-    kind = body.pop("kind")
-    try:
-        if kind == "told":
-            outcome = body["outcome"]
-            status = outcome.pop("status")
-            body["outcome"] = _OUTCOME_CLASSES[status](**_lists_to_tuples(outcome))
-        return _LINE_CLASSES[kind](**_lists_to_tuples(body))  # type: ignore[no-any-return]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"journal line of schema {SCHEMA_VERSION} lacks or adds a field ({error}): {text[:80]}") from error
+        if "\\ud" in text:  # lone surrogates, as in messages of plug-ins, are no JSON to pydantic
+            text = json.dumps(json.loads(text), ensure_ascii=False).encode(errors="replace").decode()
+        return _LINE.validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        problem = f"{'.'.join(map(str, first['loc'][1:]))}: {first['msg']}".removeprefix(": ")
+        raise ValueError(f"not a journal line of schema {SCHEMA_VERSION} ({problem}): {text[:80]!r}") from error
 
 
-def _lists_to_tuples(body: dict[str, Any]) -> dict[str, Any]:
-    for key, value in body.items():
-        if type(value) is list:
-            body[key] = _list_to_tuple(value)
-    return body
+@functools.cache
+def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
 
 
-def _list_to_tuple(value: list[Any]) -> tuple[Any, ...]:
-    if value and type(value[0]) is list:
-        return tuple(_list_to_tuple(entry) for entry in value)
-    return tuple(value)
+def from_json(cls: type[T], body: Any) -> T:
+    """Return an instance of a dataclass from decoded JSON, with tuples for lists.
+
+    Raises:
+        ValueError: The body does not fit the class.
+    """
+    record: T = _adapter(cls).validate_python(body)  # type: ignore[arg-type]
+    return record

@@ -1,13 +1,13 @@
-"""Plug-ins by name: searchers, benchmarkers, evaluators, preprocessings; built-in or not, one door.
+"""Plug-ins by name: searchers, benchmarkers, evaluators and the like, built-in or third-party.
 
-`use: NAME` is looked up among the entry points of the group; `use: package.module:Class` is loaded
-as it stands. Both go through `importlib.metadata.EntryPoint`.
+`use: NAME` is an entry point of the group; `use: package.module:Attribute` is imported directly.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,14 +15,17 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
+
 from harness.errors import CandidateError, UserError, suggest_names
 
 __all__ = [
-    "ENTRY_POINT_GROUPS", "Plugin", "check_params", "create_plugin", "find_entry_point", "call_plugin", "plugin_kind", "load_plugin", "installed_plugins", "require_methods",
-    "plugin_signature",
+    "ENTRY_POINT_GROUPS", "Plugin", "call_plugin", "check_params", "create_plugin", "find_entry_point",
+    "installed_plugins", "load_plugin", "plugin_kind", "plugin_signature", "require_methods",
 ]  # fmt: skip
 
 T = TypeVar("T")
+_YAML_TERMS = {"a valid array": "a list", "an object": "a mapping"}
 ENTRY_POINT_PATTERN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 ENTRY_POINT_GROUPS: Mapping[str, str] = {
@@ -38,7 +41,7 @@ ENTRY_POINT_GROUPS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plugin:
-    """One installed plug-in and where it comes from."""
+    """Installed plug-in and the distribution that offers it."""
 
     name: str
     kind: str
@@ -47,13 +50,14 @@ class Plugin:
 
 
 def installed_plugins(kind: str) -> tuple[Plugin, ...]:
-    """All installed plug-ins of one kind, sorted by name; none of them is imported."""
+    """Return the installed plug-ins of one kind, sorted by name, without importing any."""
     return _installed_plugins(kind, entry_points, tuple(sys.path))
 
 
-@functools.cache
-def _installed_plugins(kind: str, installed: Callable[..., Iterable[EntryPoint]], path: tuple[str, ...]) -> tuple[Plugin, ...]:
-    """See `plugins`; a look through the metadata of everything on the path takes some 30 ms."""
+@functools.cache  # reading the metadata of everything on the path takes about 30 ms
+def _installed_plugins(
+    kind: str, installed: Callable[..., Iterable[EntryPoint]], path: tuple[str, ...]
+) -> tuple[Plugin, ...]:
     found: dict[tuple[str, str], Plugin] = {}
     for point in sorted(installed(group=ENTRY_POINT_GROUPS[kind]), key=lambda p: p.name):
         dist = point.dist
@@ -63,12 +67,12 @@ def _installed_plugins(kind: str, installed: Callable[..., Iterable[EntryPoint]]
 
 
 def plugin_kind(use: str, kinds: Sequence[str]) -> str:
-    """Of which of several kinds a plug-in is.
+    """Return which of several kinds a plug-in has.
 
-    What `package.module:Attribute` names may have an attribute `kind` that says so; it is of the first kind otherwise.
+    The object behind `package.module:Attribute` may have an attribute `kind`; without it, the first kind is assumed.
 
     Raises:
-        UserError: Of none of them (the text gives the nearest names of all), or it cannot be loaded.
+        UserError: No plug-in of these kinds has the name, or it cannot be loaded.
     """
     if ":" in use:
         kind = getattr(load_plugin(kinds[0], use), "kind", kinds[0])
@@ -81,10 +85,10 @@ def plugin_kind(use: str, kinds: Sequence[str]) -> str:
 
 
 def find_entry_point(kind: str, use: str) -> EntryPoint:
-    """The entry point for a name or for a `package.module:Attribute`.
+    """Return the entry point of a name or of a `package.module:Attribute`.
 
     Raises:
-        UserError: Unknown name (the text gives the nearest ones), or two distributions offer it.
+        UserError: The name is unknown, or two distributions offer it.
     """
     if ":" in use:
         if ENTRY_POINT_PATTERN.fullmatch(use) is None:
@@ -108,10 +112,10 @@ def _unknown_plugin(kind: str, use: str, names: Iterable[str]) -> UserError:
 
 
 def load_plugin(kind: str, use: str) -> Callable[..., Any]:
-    """The class or factory behind a name.
+    """Return the class or factory of a plug-in.
 
     Raises:
-        UserError: Unknown name, or the plug-in cannot be imported.
+        UserError: The name is unknown, or the import fails.
     """
     point = find_entry_point(kind, use)
     try:
@@ -123,8 +127,8 @@ def load_plugin(kind: str, use: str) -> Callable[..., Any]:
         if not isinstance(error.__cause__, ModuleNotFoundError) or error.__cause__.name != point.module:
             raise
         raise UserError(
-            f"{error}; a module is looked for among what is installed, then beside the experiment file, or in the "
-            "current folder where a command takes none"
+            f"{error}; modules are looked up among installed packages, then next to the experiment file, or in the "
+            "current folder for commands without one"
         ) from error
     return loaded
 
@@ -134,10 +138,10 @@ def _module_location(module: Any) -> str:
 
 
 def plugin_signature(kind: str, use: str) -> inspect.Signature:
-    """What a plug-in's class or factory takes.
+    """Return the signature of the class or factory of a plug-in.
 
     Raises:
-        UserError: See `load`; also where it is nothing that can be called.
+        UserError: It cannot be loaded or called.
     """
     factory = load_plugin(kind, use)
     try:
@@ -146,76 +150,108 @@ def plugin_signature(kind: str, use: str) -> inspect.Signature:
         raise UserError(f"{kind} {use!r} is no class or function that can be called: {error}") from error
 
 
-def require_methods(what: str, made: object, methods: Sequence[str]) -> None:
-    """Refuse something without a method that it will be asked for.
+def require_methods(label: str, made: object, methods: Sequence[str]) -> None:
+    """Raise `UserError` if an object lacks a method.
 
     Args:
-        what: What messages call it.
+        label: Name of the object for messages.
+        made: The object.
         methods: Each with its arguments, for instance "ask(n)".
-
-    Raises:
-        UserError: One is not there.
     """
     for method in methods:
         name = method.partition("(")[0]
         if not callable(getattr(made, name, None)):
-            raise UserError(f"{what}: has no {name}(), but needs {' and '.join(methods)}")
+            raise UserError(f"{label}: has no {name}(), but needs {' and '.join(methods)}")
 
 
-def call_plugin(what: str, work: Callable[[], T]) -> T:
-    """Do something in a plug-in of somebody else; `what` begins the message where it breaks.
+def call_plugin(label: str, call: Callable[[], T]) -> T:
+    """Return the result of a call into a plug-in; other exceptions than ours become a `UserError` that names it.
 
     Raises:
-        UserError: Whatever else than `UserError` and `CandidateError` was raised.
+        UserError: The call raised neither `UserError` nor `CandidateError`; `label` begins the message.
     """
     try:
-        return work()
+        return call()
     except (UserError, CandidateError):
         raise
-    except Exception as error:  # a plug-in raises what it likes, and must not take the others along
-        raise UserError(f"{what}: {type(error).__name__}: {error}") from error
+    except Exception as error:  # plug-ins raise anything, and must not end other searches
+        raise UserError(f"{label}: {type(error).__name__}: {error}") from error
 
 
-def check_params(kind: str, use: str, params: Mapping[str, Any], given: Iterable[str] = ()) -> Callable[..., Any]:
-    """Load a plug-in and check parameters against its signature, without calling it.
+def check_params(kind: str, use: str, params: Mapping[str, Any], supplied: Iterable[str] = ()) -> Callable[..., Any]:
+    """Return the factory of a plug-in after checking names and types of parameters against its signature.
 
     Args:
-        kind: A key of `GROUPS`.
+        kind: A key of `ENTRY_POINT_GROUPS`.
         use: Name or `package.module:Attribute`.
-        params: What the experiment gives.
-        given: Names that the harness supplies itself.
+        params: Parameters that the user gives.
+        supplied: Names of arguments that the harness adds.
 
     Raises:
-        UserError: An unknown parameter, or a required one is missing.
+        UserError: A parameter is unknown, missing, or of another type than annotated.
     """
-    factory, parameters = load_plugin(kind, use), plugin_signature(kind, use).parameters
-    supplied = set(given)
+    label, parameters = f"{kind} {use!r}", plugin_signature(kind, use).parameters
+    supplied = {*supplied, "self"}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        allowed = [name for name in parameters if name not in supplied and name != "self"]
+        allowed = [name for name in parameters if name not in supplied]
         for name in params:
             if name not in allowed:
-                raise UserError(f"{kind} {use!r} has no parameter {name!r}; {suggest_names(name, allowed)}")
+                raise UserError(f"{label} has no parameter {name!r}; {suggest_names(name, allowed)}")
     for name, parameter in parameters.items():
         missing = parameter.default is parameter.empty and name not in params and name not in supplied
         if missing and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-            raise UserError(f"{kind} {use!r} needs the parameter {name!r}")
+            raise UserError(f"{label} needs the parameter {name!r}")
+    factory = load_plugin(kind, use)
+    annotations = _annotations(factory)
+    for name, value in params.items():
+        if name in annotations:
+            _check_type(f"{label}: {name}", annotations[name], value)
     return factory
 
 
-def create_plugin(kind: str, use: str, params: Mapping[str, Any]) -> Any:
-    """Check parameters and make the plug-in.
+def _annotations(factory: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(factory, eval_str=True).parameters
+    except (AttributeError, NameError, SyntaxError, TypeError, ValueError):  # names imported for type checkers only
+        return {}
+    return {p.name: p.annotation for p in parameters.values() if p.annotation is not p.empty}
+
+
+def _check_type(path: str, annotation: Any, value: Any) -> None:
+    """Check a value as JSON, so that a list is accepted for any sequence, but text for no number."""
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(annotation)
+        adapter.validate_json(json.dumps(value, default=str, skipkeys=True), strict=True)
+    except PydanticUserError:  # pydantic has no check for this annotation
+        return
+    except ValidationError as error:
+        first = error.errors()[0]
+        for part in first["loc"]:  # besides keys, these are names of the alternatives of a union
+            inner = dict(enumerate(value)) if isinstance(value, list) else value
+            if isinstance(inner, dict) and part in inner:
+                path, value = f"{path}.{part}", inner[part]
+        expected = str(first["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
+        expected = _YAML_TERMS.get(expected, expected)
+        raise UserError(f"{path}: {expected}, but got {value!r}") from error
+
+
+def create_plugin(kind: str, use: str, params: Mapping[str, Any], supplied: Mapping[str, Any] | None = None) -> Any:
+    """Check parameters and create the plug-in.
+
+    Args:
+        kind: A key of `ENTRY_POINT_GROUPS`.
+        use: Name or `package.module:Attribute`.
+        params: Parameters that the user gives.
+        supplied: Further arguments, from the harness.
 
     Raises:
-        UserError: See `check_params`; also where the constructor itself refuses a value, or breaks on its type.
+        UserError: Parameters do not fit the signature, or the constructor raises `ValueError` or `TypeError`.
     """
-    factory = check_params(kind, use, params)
+    supplied = supplied or {}
+    factory = check_params(kind, use, params, supplied)
     try:
-        bound = plugin_signature(kind, use).bind(**params)
-    except TypeError as error:
-        raise UserError(f"{kind} {use!r}: {error}") from error
-    try:
-        return factory(*bound.args, **bound.kwargs)
+        return factory(**supplied, **params)
     except ValueError as error:
         raise UserError(f"{kind} {use!r}: {error}") from error
     except TypeError as error:
-        raise UserError(f"{kind} {use!r} broke down in its constructor: TypeError: {error}") from error
+        raise UserError(f"{kind} {use!r} failed in its constructor: TypeError: {error}") from error

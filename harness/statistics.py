@@ -22,13 +22,13 @@ __all__ = [
     "Interval",
     "Verdict",
     "block_ci",
-    "noise_floor_from_ratios",
     "median_ci",
+    "noise_floor_from_ratios",
     "paired_ratio_ci",
     "rebuilt_ci",
+    "speedup_verdict",
     "stderr_from_interval",
     "stderr_of_median",
-    "speedup_verdict",
 ]  # fmt: skip
 
 MIN_CLAIMED_GAIN = 0.01  # as a share; smaller gains are ties even on a quiet machine

@@ -19,8 +19,8 @@ from scipy.special import ndtr
 
 from search.api import Placement, Score, Space
 from search.archive import Archive
-from search.placement_features import Described, Features
 from search.gaussian_process import ADDITIVE, GaussianProcess, Regressor
+from search.placement_features import Described, Features
 
 __all__ = ["Advice", "Advisor", "Front", "expected_growth", "front_of", "signed_violations"]
 

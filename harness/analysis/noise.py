@@ -24,12 +24,12 @@ import numpy.typing as npt
 from scipy.stats import f as f_distribution
 
 from harness.api import Candidate
+from harness.config.sections import Sampling
 from harness.errors import UserError
-from harness.timing.workers.engines import Engines
-from harness.statistics import Interval
-from harness.records import Failed
-from harness.config.experiment import Sampling
 from harness.progress import Observer, Step
+from harness.records import Failed
+from harness.statistics import Interval
+from harness.timing.workers.engines import Engines
 
 __all__ = ["Component", "Components", "Design", "components", "measure_noise"]
 

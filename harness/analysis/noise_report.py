@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from harness.errors import UserError, suggest_names
-from harness.timing.workers.engines import MAIN_BENCHMARKER
-from harness.timing.turn_log import disturbance_note
-from harness.timing.provenance import describe_environment
-from harness.timing.workers.sandbox import open_engines
-from harness.registry import create_plugin
-from harness.results_dir.journal import explain_write_errors
-from harness.progress import Observer
-from harness.results_dir.artifacts import write_json
-from harness.studies.study_task import Study, open_study
 from harness.analysis.noise import Component, Design, components, measure_noise
+from harness.errors import UserError, suggest_names
+from harness.progress import Observer
+from harness.registry import create_plugin
+from harness.results_dir.io import explain_write_errors, write_json
 from harness.studies.plots import draw_noise
+from harness.studies.study_task import Study, open_study
+from harness.timing.provenance import describe_environment
+from harness.timing.turn_log import disturbance_note
+from harness.timing.workers.engines import MAIN_BENCHMARKER
+from harness.timing.workers.sandbox import open_engines
 
 __all__ = ["noise_report"]
 

@@ -10,15 +10,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from harness.config.sections import ModelSpec
 from harness.graph.model import Model
 from harness.graph.partition.patterns import Pattern, find_patterns
-from harness.graph.rules.points import refusals
 from harness.graph.partition.regions import Region, RegionType, discover
+from harness.graph.partition.summary import TreeView, describe_phases, describe_summary, describe_tree, summary, to_json
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialect_lookup import dialect_called
-from harness.graph.partition.summary import TreeView, describe_phases, describe_summary, describe_tree, summary, to_json
+from harness.graph.rules.points import refusals
 from harness.pipeline.task import open_model
-from harness.config.experiment import ModelSpec
 from search.space import Edge, Space
 
 __all__ = ["Inspection", "inspect_regions"]
@@ -110,9 +110,7 @@ def inspect_regions(
     """
     rules = dialect_called(dialect)
     with tempfile.TemporaryDirectory() as work:
-        model = open_model(
-            ModelSpec(use=use, label="model", shapes=dict(shapes), dims=dict(dims)), Path.cwd(), Path(work)
-        )
+        model = open_model(ModelSpec(use=use, label="model", shapes=dict(shapes), dims=dict(dims)), Path(work))
     root = discover(model, maximum_sequence_region_size=max_sequence_size)
     patterns = find_patterns(model, root)
     space = build_space(model, rules, root=root)

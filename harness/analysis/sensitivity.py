@@ -9,18 +9,18 @@ from typing import Any, Literal
 
 import numpy as np
 
+from harness.config.sections import Sampling
 from harness.errors import UserError
+from harness.pipeline.accuracy import PROXY_EVALUATOR, proxy_use
+from harness.pipeline.accuracy_store import ScoreBook
+from harness.pipeline.task import Cell
+from harness.progress import Observer
+from harness.records import SCHEMA_VERSION, Failed
+from harness.results_dir.io import write_json
+from harness.statistics import Interval, paired_ratio_ci
+from harness.studies.study_task import Study, open_study
 from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
-from harness.statistics import Interval, paired_ratio_ci
-from harness.records import SCHEMA_VERSION, Failed
-from harness.pipeline.task import Cell
-from harness.config.experiment import Sampling
-from harness.progress import Observer
-from harness.results_dir.artifacts import write_json
-from harness.pipeline.accuracy_store import ScoreBook
-from harness.pipeline.accuracy import PROXY_EVALUATOR, proxy_use
-from harness.studies.study_task import Study, open_study
 from search.space import Placement, Space
 
 __all__ = ["By", "Effect", "Sensitivities", "Sensitivity", "Unit", "measure", "to_json", "units_of"]
@@ -141,9 +141,11 @@ def measure(study: Study, by: By, folder: Path, observer: Observer, *, samples: 
         UserError: Anything in the study that cannot be used, or the float model fails.
     """
     cell, worker = open_study(study, folder, observer)
-    proxy = proxy_use(samples, study.spec.model, cell.model, study.base, cell.work)
+    proxy = proxy_use(samples, study.spec.model, cell.model, cell.work)
     worker = WorkerSpec(
-        benchmarkers={MAIN_BENCHMARKER: worker.benchmarkers[MAIN_BENCHMARKER]}, workdir=worker.workdir, evaluators={PROXY_EVALUATOR: proxy}
+        benchmarkers={MAIN_BENCHMARKER: worker.benchmarkers[MAIN_BENCHMARKER]},
+        workdir=worker.workdir,
+        evaluators={PROXY_EVALUATOR: proxy},
     )
     units = units_of(cell.space, by)
     with open_engines(worker, study.experiment.limits) as engines:
@@ -267,7 +269,9 @@ def to_json(found: Sensitivities, path: Path) -> None:
         for each in found.units
     ]
     facts = {"cell": found.name, "backend": found.backend, "calibrated_on": found.calibrated_on}
-    write_json(path, {"schema": SCHEMA_VERSION, "kind": "sensitivity", **facts, "full_db": dict(found.full_db), "units": units})
+    write_json(
+        path, {"schema": SCHEMA_VERSION, "kind": "sensitivity", **facts, "full_db": dict(found.full_db), "units": units}
+    )
 
 
 def _effect_facts(effect: Effect | Failed) -> dict[str, Any]:

@@ -6,14 +6,14 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.errors import UserError
-from harness.statistics import Interval
-from harness.records import Failed
-from harness.results_dir.journal import explain_write_errors
-from harness.progress import Observer
-from harness.studies.study_task import Study
-from harness.studies.plots import draw_sensitivities
 from harness.analysis.sensitivity import By, Effect, Sensitivities, measure, to_json
+from harness.errors import UserError
+from harness.progress import Observer
+from harness.records import Failed
+from harness.results_dir.io import explain_write_errors
+from harness.statistics import Interval
+from harness.studies.plots import draw_sensitivities
+from harness.studies.study_task import Study
 
 __all__ = ["sensitivity_report"]
 

@@ -12,8 +12,8 @@ def autotune(context: typer.Context) -> None:
 
     Example: `qdq autotune --onnx_path model.onnx --output_dir out/model`
     """
-    from harness.compat.modelopt_autotune.command import autotune as run
     from harness.cli.progress import Terminal
+    from harness.compat.modelopt_autotune.command import autotune as run
 
     with Terminal() as terminal:
         try:

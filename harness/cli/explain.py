@@ -45,9 +45,9 @@ def explain(
     if row is not None or Path(model).is_dir():
         _explain_row(tidy(Path(model)), row, (base or Path.cwd()).resolve())
         return
+    from harness.config.sections import PluginSpec
     from harness.explain.model_report import compare, explain_model
     from harness.explain.text_lines import change_lines, data, lines
-    from harness.config.experiment import PluginSpec
 
     importable(Path.cwd())
     use = PluginSpec(use=backend, params=dict(param_option(text) for text in param or []))
@@ -77,8 +77,8 @@ def _explain_row(folder: Path, row: str | None, base: Path) -> None:
     Raises:
         UserError: No row is named, or there is none such.
     """
-    from harness.explain.render import explain_into
     from harness.cli.progress import Terminal
+    from harness.explain.render import explain_into
 
     if row is None:
         raise UserError(f"{folder}: a results folder needs a row beside it: qdq explain {folder} ROW (see qdq report)")

@@ -28,10 +28,10 @@ def gen_trt_engine(
     Example: `qdq gen-trt-engine experiments/specs/gen_trt_engine.yaml --backend openvino`
     """
     from harness.cli.common import importable, param_option, tidy
-    from harness.config.experiment import PluginSpec
     from harness.compat.tao_specs.engine import build_engine
     from harness.compat.tao_specs.engine_file import TENSORRT, engine_path
     from harness.compat.tao_specs.spec import read_spec, section
+    from harness.config.sections import PluginSpec
 
     found, base = read_spec(spec), spec.resolve().parent
     importable(base)

@@ -21,7 +21,11 @@ def listing() -> None:
     from harness import zoo
     from harness.registry import ENTRY_POINT_GROUPS, installed_plugins
 
-    rows = [(kind, plugin.name, plugin.origin, purpose(plugin)) for kind in ENTRY_POINT_GROUPS for plugin in installed_plugins(kind)]
+    rows = [
+        (kind, plugin.name, plugin.origin, purpose(plugin))
+        for kind in ENTRY_POINT_GROUPS
+        for plugin in installed_plugins(kind)
+    ]
     rows += [("zoo model", name, "", what) for name, what in zoo.names().items()]
     table(("kind", "name", "origin", "what it does"), rows)
 
@@ -47,8 +51,8 @@ def purpose(plugin: Plugin) -> str:
 
 def _form(name: str) -> str:
     """Return the form of a dialect's Q/DQ pairs in words."""
-    from harness.graph.rules.dialects import EIGHT_BITS
     from harness.graph.rules.dialect_lookup import dialect_called
+    from harness.graph.rules.dialects import EIGHT_BITS
 
     try:
         dialect = dialect_called(name)

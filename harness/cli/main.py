@@ -13,6 +13,7 @@ import typer
 
 from harness.cli.autotune import autotune
 from harness.cli.calib_data import calib_data
+from harness.cli.common import importable
 from harness.cli.compare import compare
 from harness.cli.doctor import doctor
 from harness.cli.evaluate import evaluate
@@ -30,7 +31,6 @@ from harness.cli.reproduce import reproduce
 from harness.cli.run import run
 from harness.cli.sensitivity import sensitivity
 from harness.cli.study import study
-from harness.cli.common import importable
 from harness.cli.trace import trace
 from harness.cli.verify import verify
 from harness.cli.zoo import zoo

@@ -37,10 +37,10 @@ def noise(
 
     Example: `qdq noise zoo:resnet18 --param precision=f32`
     """
-    from harness.cli.progress import Terminal
-    from harness.studies.study_task import study_of, subject
     from harness.analysis.noise import Design
     from harness.analysis.noise_report import noise_report
+    from harness.cli.progress import Terminal
+    from harness.studies.study_task import study_of, subject
 
     beside(model)
     study = study_of(

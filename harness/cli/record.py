@@ -45,11 +45,11 @@ def record(
 
     Example: `qdq record zoo:resnet18 --dimensions 11 --param precision=f32`
     """
+    from harness.benchmark_table import read_table
     from harness.cli.progress import Terminal
-    from harness.studies.study_task import study_of
     from harness.studies.record_table import record as record_table
     from harness.studies.replay_report import table_lines
-    from harness.benchmark_table import read_table
+    from harness.studies.study_task import study_of
 
     beside(model)
     study = study_of(

@@ -35,8 +35,8 @@ def regions(
 
     Example: `qdq regions zoo:resnet18 --html resnet18.html`
     """
-    from harness.graph.partition.summary import TreeView
     from harness.analysis.region_report import inspect_regions
+    from harness.graph.partition.summary import TreeView
 
     found = inspect_regions(model, **sizes_option(shape, dim), dialect=dialect, max_sequence_size=max_sequence_size)
     if html is not None:

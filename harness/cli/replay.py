@@ -30,8 +30,8 @@ def replay(
 
     Example: `qdq replay resnet18-openvino-int8.parquet --searcher tpe --searcher local --seeds 20`
     """
-    from harness.studies.replay_report import ReplayOrder, replay_all, table_lines
     from harness.benchmark_table import read_table
+    from harness.studies.replay_report import ReplayOrder, replay_all, table_lines
 
     importable(Path.cwd())
     opened = read_table(recorded)

@@ -44,8 +44,8 @@ def reported(folder: Path) -> AbstractContextManager[None]:
 
 def show_report(folder: Path) -> None:
     """Render the report of a results folder, where it is not there already, print its main table and what may help."""
-    from harness.report.tables.next_steps import next_steps, winners
     from harness.report.render import current_report, drawing_of, text_of, write_report
+    from harness.report.tables.next_steps import next_steps, winners
 
     folder = tidy(folder)
     current = current_report(folder)

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from harness.cli.common import advised, importable
 from harness.cli.compare import compare
 from harness.cli.report import followed, reported
-from harness.cli.common import advised, importable
 from harness.errors import UserError, prefix_file
 
 __all__ = ["reproduce"]
@@ -29,23 +29,25 @@ def reproduce(
 
     Example: `qdq reproduce results/quickstart --out out/again`
     """
-    from harness.report.load.results import load
-    from harness.pipeline.preflight import check_experiment
-    from harness.config.experiment import load_experiment
-    from harness.pipeline.runner import run_experiment
     from harness.cli.progress import Terminal
+    from harness.config.experiment import load_experiment
+    from harness.pipeline.preflight import check_experiment
+    from harness.pipeline.runner import run_experiment
+    from harness.report.load.results import load
 
     load(folder)  # before hours are spent on something that cannot be compared
     again = folder.resolve().with_name(f"{folder.resolve().name}-again") if out is None else out
     if again.resolve() == folder.resolve():
         raise UserError(f"--out {again}: is the folder to be reproduced; use another one")
-    config, start = load_experiment(folder / "experiment.yaml"), (base or Path.cwd()).resolve()
-    importable(start)
+    config = load_experiment(folder / "experiment.yaml", (base or Path.cwd()).resolve())
+    importable(config.base_dir)
     try:
         with prefix_file(folder / "experiment.yaml"):
-            remarks = check_experiment(config, start)
+            remarks = check_experiment(config)
     except UserError as error:
-        raise UserError(f"{error}\nrelative paths of the experiment start from {start}; see --base") from error
+        raise UserError(
+            f"{error}\nrelative paths of the experiment start from {config.base_dir}; see --base"
+        ) from error
     for remark in remarks:
         typer.echo(remark, err=True)
 
@@ -54,4 +56,4 @@ def reproduce(
         compare(folder, again)
 
     with advised(), followed(show_comparison), reported(again), Terminal() as terminal:
-        run_experiment(config, base=start, out=again, observer=terminal)
+        run_experiment(config, out=again, observer=terminal)

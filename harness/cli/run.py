@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.report import reported
 from harness.cli.common import importable
+from harness.cli.report import reported
 from harness.errors import prefix_file
 
 __all__ = ["run"]
@@ -35,26 +35,25 @@ def run(
 
     Example: `qdq run experiments/quickstart.yaml --out out/quickstart`
     """
+    from harness.cli.progress import Terminal
+    from harness.config.experiment import load_experiment
+    from harness.config.plan import plan_tasks
     from harness.pipeline.accuracy_bound import bound_lines
     from harness.pipeline.preflight import check_experiment, check_models
-    from harness.results_dir.ownership import check_ownership
-    from harness.config.experiment import load_experiment
     from harness.pipeline.runner import run_experiment
     from harness.pipeline.workload import describe_workload
-    from harness.config.plan import plan_tasks
-    from harness.cli.progress import Terminal
+    from harness.results_dir.ownership import check_ownership
 
     config = load_experiment(experiment)
-    base = experiment.resolve().parent
-    importable(base)
+    importable(config.base_dir)
     with prefix_file(experiment):
-        remarks = check_experiment(config, base)
+        remarks = check_experiment(config)
     for remark in remarks:
         typer.echo(remark, err=True)
     folder = out or Path("results") / config.experiment
     if check:
         with prefix_file(experiment):
-            remarks = check_models(config, base)
+            remarks = check_models(config)
         for remark in remarks:
             typer.echo(remark, err=True)
         if grown := check_ownership(folder, config, accept_changes):
@@ -68,7 +67,6 @@ def run(
     with reported(folder), Terminal() as terminal:
         run_experiment(
             config,
-            base=base,
             out=folder,
             observer=terminal,
             accept_changes=accept_changes,

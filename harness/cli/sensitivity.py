@@ -47,9 +47,9 @@ def sensitivity(
 
     Example: `qdq sensitivity zoo:resnet18 --param precision=f32`
     """
+    from harness.analysis.sensitivity_report import sensitivity_report
     from harness.cli.progress import Terminal
     from harness.studies.study_task import study_of
-    from harness.analysis.sensitivity_report import sensitivity_report
 
     beside(model)
     study = study_of(

@@ -50,10 +50,10 @@ def study(
 
     Example: `qdq study experiments/studies/budgets.yaml --out out/budgets`
     """
-    from harness.timing.provenance import count_cores
-    from harness.report.tables.report_table import markdown, note_markdown
     from harness.cli.progress import Terminal
+    from harness.report.tables.report_table import markdown, note_markdown
     from harness.studies.budget_study import study_budgets
+    from harness.timing.provenance import count_cores
 
     importable(Path.cwd())
     options: dict[str, Any] = {

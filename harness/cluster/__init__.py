@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from harness.config.sections import ExecutorSpec, Limits
 from harness.errors import UserError
-from harness.timing.workers.execution_target import LocalTarget, ExecutionTarget
-from harness.config.experiment import Limits
-from harness.config.executor import ExecutorSpec
 from harness.progress import Observer
+from harness.timing.workers.execution_target import ExecutionTarget, LocalTarget
 
 __all__ = ["RAY_ENVIRONMENT", "open_execution_target"]
 

@@ -15,15 +15,15 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from harness.cluster.ray_worker import FILE_CACHE_BYTES, ModelFiles, RayWorker, LRUByteCache
+from harness.cluster.ray_worker import FILE_CACHE_BYTES, LRUByteCache, ModelFiles, RayWorker
 from harness.errors import UserError
 from harness.graph.io.files import parts
-from harness.timing.workers.trial_pool import WorkerLost
-from harness.timing.provenance import comparability_key
-from harness.results_dir.fingerprint import diff_leaves
 from harness.progress import Observer
+from harness.results_dir.fingerprint import diff_leaves
+from harness.timing.provenance import comparability_key
+from harness.timing.workers.trial_pool import WorkerLost
 
-__all__ = ["TASK_LOAD", "SEARCH_LOAD", "RayPool", "RayWorkerHandle"]
+__all__ = ["SEARCH_LOAD", "TASK_LOAD", "RayPool", "RayWorkerHandle"]
 
 TASK_LOAD, SEARCH_LOAD = 1, 1000  # weights of engines of a task, which mostly wait, and of a search's worker
 RAY_START_LIMIT_S = 120.0  # a worker imports the harness, on a machine that may be busy starting others
@@ -39,7 +39,7 @@ class RayWorkerHandle:
     Attributes:
         actor: Its Ray handle.
         node: Name of its machine.
-        environment: See `harness.timing.provenance.environment`.
+        environment: See `harness.timing.provenance.describe_environment`.
         load: Sum of `WAITING` and `WORKING` of the engines that are open on it.
     """
 

@@ -15,19 +15,18 @@ from typing import Any
 import ray
 
 from harness import registry
-from harness.api import Candidate
-from harness.cluster.ray_pool import TASK_LOAD, SEARCH_LOAD, RayPool, RayWorkerHandle
+from harness.api import Candidate, capabilities_of
+from harness.cluster.ray_pool import SEARCH_LOAD, TASK_LOAD, RayPool, RayWorkerHandle
 from harness.cluster.ray_worker import BuildRequest
+from harness.config.sections import ExecutorSpec, Limits, PluginSpec
 from harness.errors import UserError
-from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, Engines, ScoringCallback, WorkerSpec
-from harness.timing.workers.trial_pool import ThreadedExecutor, WorkerLost
-from harness.timing.workers.timing_policy import TimingPolicy
-from harness.timing.workers.in_process import as_outcome
-from harness.timing.workers.execution_target import CandidateWriter, QueueFactory, ExecutionTarget
-from harness.records import Failed
-from harness.config.experiment import Limits, PluginSpec
-from harness.config.executor import ExecutorSpec
 from harness.progress import Observer
+from harness.records import Failed
+from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, Engines, ScoringCallback, WorkerSpec
+from harness.timing.workers.execution_target import CandidateWriter, ExecutionTarget, QueueFactory
+from harness.timing.workers.in_process import as_outcome
+from harness.timing.workers.timing_policy import TimingPolicy
+from harness.timing.workers.trial_pool import ThreadedExecutor, WorkerLost
 
 __all__ = ["RayTarget", "RemoteEngines", "open_ray_target", "prepare_evaluators"]
 
@@ -38,7 +37,7 @@ def open_ray_target(
 ) -> Iterator[RayTarget]:
     """Connect to the cluster and start the workers; end them and disconnect on exit.
 
-    For the arguments see `harness.cluster.open_site`.
+    For the arguments see `harness.cluster.open_execution_target`.
     """
     with _ray_connection(executor.address):
         pool = RayPool(executor.workers, executor.resources, known, observer)
@@ -90,7 +89,9 @@ class RayTarget(ExecutionTarget):
         return RemoteEngines(self._pool, spec, self._limits)
 
     @contextmanager
-    def workers(self, spec: WorkerSpec, engines: Engines, writer: CandidateWriter, baseline: Candidate) -> Iterator[QueueFactory]:
+    def workers(
+        self, spec: WorkerSpec, engines: Engines, writer: CandidateWriter, baseline: Candidate
+    ) -> Iterator[QueueFactory]:
         """Open a task's share of the workers."""
         stored_writer = ray.put(writer)
 
@@ -123,7 +124,7 @@ class RemoteEngines(Engines):
         self._writer = writer
         self._load = TASK_LOAD if writer is None else SEARCH_LOAD
         plugin = spec.benchmarkers[MAIN_BENCHMARKER]
-        self._needs_files = not getattr(registry.load_plugin("benchmarker", plugin.use), "in_process", False)
+        self._needs_files = not capabilities_of(registry.load_plugin("benchmarker", plugin.use)).in_process
         self._number = pool.next_session_number()
         self._facts: Mapping[str, Mapping[str, Any]] = {}
 

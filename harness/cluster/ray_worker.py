@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from harness.api import Candidate
+from harness.config.sections import Limits, PluginSpec
 from harness.errors import BuildFailed
-from harness.timing.workers.engines import Engines, WorkerSpec
+from harness.results_dir.io import explain_write_errors
 from harness.timing.provenance import describe_environment
-from harness.timing.workers.sandbox import open_engines
+from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.execution_target import CandidateWriter
-from harness.config.experiment import Limits, PluginSpec
-from harness.results_dir.journal import explain_write_errors
+from harness.timing.workers.sandbox import open_engines
 from search.space import Resolved
 
-__all__ = ["FILE_CACHE_BYTES", "ModelFiles", "RayWorker", "BuildRequest", "LRUByteCache"]
+__all__ = ["FILE_CACHE_BYTES", "BuildRequest", "LRUByteCache", "ModelFiles", "RayWorker"]
 
 ModelFiles = Mapping[str, bytes]
 """A model's file, first, and its external data by name."""
@@ -97,7 +97,9 @@ class RayWorker:
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order of nvidia-smi, which gives the GPU's name
         self._folder = Path(tempfile.mkdtemp(prefix="qdq-host-"))
         self._sessions: dict[int, _EngineSession] = {}
-        self._files: LRUByteCache[Path] = LRUByteCache(FILE_CACHE_BYTES, lambda file: shutil.rmtree(file.parent, ignore_errors=True))
+        self._files: LRUByteCache[Path] = LRUByteCache(
+            FILE_CACHE_BYTES, lambda file: shutil.rmtree(file.parent, ignore_errors=True)
+        )
 
     def describe(self, commit: str | None) -> dict[str, Any]:
         """Return the node's name, this process's niceness and the environment."""

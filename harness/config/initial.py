@@ -1,29 +1,36 @@
-"""Where searches start from: the names that `initial` and `baselines` know, and what goes with them."""
+"""Names of `initial` and `baselines`: placements that searches start from or are compared with."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from harness.config.sections import PluginSpec
 from harness.errors import suggest_names
 from search.heuristics import RULES
 
 __all__ = [
-    "DEFAULT_BASELINES", "FULLY_QUANTIZED", "FILE_SOURCES", "DEFAULT_INITIAL", "PTQ_TOOLS", "InitialSpec", "check_baselines", "check_initial", "as_list", "split_rule_precision",
-    "initial_count",
+    "DEFAULT_BASELINES", "DEFAULT_INITIAL", "FILE_SOURCES", "FULLY_QUANTIZED", "PTQ_TOOLS", "as_list",
+    "check_baselines", "check_initial", "initial_count", "split_rule_precision",
 ]  # fmt: skip
 
 _COMMON_TOOLS = ("modelopt_ptq", "ort_static")
+#: Placements of PTQ tools, made for each model; the last one has INT8 activations for every dialect of the backend.
 PTQ_TOOLS = (*_COMMON_TOOLS, "ort_static_s8")
-"""Placements of PTQ tools, made for each model; the last one has INT8 activations whatever the backend's dialect."""
-
+#: Placements from a file, `params: {path: ...}`: a Q/DQ model, a pattern cache, or the output of `qdq sensitivity`.
 FILE_SOURCES = ("import", "pattern_cache", "sensitivity")
-"""Placements from a file, `params: {path: ...}`: a Q/DQ model of one's own, what earlier searches learned, and what
-`qdq sensitivity` measured."""
-
 MAX_FILE_PLACEMENTS = 32
-"""Placements that one file may give."""
+
+DEFAULT_INITIAL = ("float", "all", "linear", "linear_add", "movers", *_COMMON_TOOLS)
+DEFAULT_BASELINES = ("all", "linear", *_COMMON_TOOLS)
+#: Stress test: everything quantized symmetrically; see `harness.pipeline.external_tools`.
+FULLY_QUANTIZED = "extreme"
+_FP8_SUFFIX = "-fp8"
+_FLOAT_ROW_NAME = re.compile(r"float-(f|bf|fp|tf)\d+")
+_RULE_PLACEMENTS = (
+    "float", "all", FULLY_QUANTIZED, *RULES, "trt_guide", *(f"{name}{_FP8_SUFFIX}" for name in ("all", *RULES)),
+)  # fmt: skip
 
 
 def _is_path(value: Any) -> bool:
@@ -34,14 +41,6 @@ def _is_limit(value: Any) -> bool:
     return type(value) is int and 1 <= value <= MAX_FILE_PLACEMENTS
 
 
-DEFAULT_INITIAL = ("float", "all", "linear", "linear_add", "movers", *_COMMON_TOOLS)
-DEFAULT_BASELINES = ("all", "linear", *_COMMON_TOOLS)
-FULLY_QUANTIZED = "extreme"
-"""Everything quantized in the plainest form, a stress test; see `harness.pipeline.external_tools.extreme_form`."""
-_FP8_SUFFIX = "-fp8"
-_FLOAT_ROW_NAME = re.compile(r"float-(f|bf|fp|tf)\d+")
-"""Rows of the float model at other precisions."""
-_RULE_PLACEMENTS = ("float", "all", FULLY_QUANTIZED, *RULES, "trt_guide", *(f"{name}{_FP8_SUFFIX}" for name in ("all", *RULES)))
 _PARAM_HINTS = {"path": "the name of a file", "limit": f"1 to {MAX_FILE_PLACEMENTS}"}
 _PARAM_CHECKS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "import": {"path": _is_path},
@@ -50,74 +49,56 @@ _PARAM_CHECKS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
 }
 
 
-class InitialSpec(Protocol):
-    """An entry of `initial`."""
-
-    @property
-    def use(self) -> str: ...
-
-    @property
-    def params(self) -> Mapping[str, Any]: ...
-
-    @property
-    def name(self) -> str: ...
-
-
 def as_list(value: Any) -> Any:
-    """What stands in the file as a list: "none" is an empty one, the cold start."""
+    """Return the value of `initial` with "none" (cold start) as an empty list."""
     return [] if value == "none" else value
 
 
-def check_initial(initial: Sequence[InitialSpec]) -> None:
-    """Refuse what nobody can start from.
-
-    Raises:
-        ValueError: An unknown name, a label that means something else, or parameters that do not belong to it.
-    """
+def check_initial(initial: Sequence[PluginSpec]) -> None:
+    """Raise ValueError for an unknown name, an ambiguous label or a wrong parameter of an entry of `initial`."""
     known = (*_RULE_PLACEMENTS, *PTQ_TOOLS, *FILE_SOURCES)
-    for start in initial:
-        if start.use not in known:
+    for entry in initial:
+        if entry.use not in known:
             raise ValueError(
-                f"initial: no start is called {start.use!r}; {suggest_names(start.use, known)}; none of all: 'none'"
+                f"initial: no placement is called {entry.use!r}; {suggest_names(entry.use, known)}; for none: 'none'"
             )
-        if start.name != start.use and (start.use not in FILE_SOURCES or start.name in known):
-            raise ValueError(f"initial: {start.use!r} keeps its own name, but got the label {start.name!r}")
-        _check_initial_params(start)
-    names = [start.name for start in initial]
-    numbered = {f"{start.name}-{rank}" for start in initial for rank in range(2, initial_count(start) + 1)}
+        if entry.name != entry.use and (entry.use not in FILE_SOURCES or entry.name in known):
+            raise ValueError(f"initial: {entry.use!r} keeps its own name, but got the label {entry.name!r}")
+        _check_initial_params(entry)
+    names = [entry.name for entry in initial]
+    numbered = {f"{entry.name}-{rank}" for entry in initial for rank in range(2, initial_count(entry) + 1)}
     for name in names:
         if _FLOAT_ROW_NAME.fullmatch(name) or name in numbered:
-            raise ValueError(f"initial: the label {name!r} is what tables call another row; take another label")
+            raise ValueError(f"initial: the label {name!r} is the name of another row in tables; choose another label")
 
 
-def _check_initial_params(start: InitialSpec) -> None:
-    allowed = _PARAM_CHECKS.get(start.use, {})
-    for name, value in start.params.items():
+def _check_initial_params(entry: PluginSpec) -> None:
+    allowed = _PARAM_CHECKS.get(entry.use, {})
+    for name, value in entry.params.items():
         if name not in allowed:
-            raise ValueError(f"initial: {start.use!r} has no parameter {name!r}; {suggest_names(name, allowed)}")
+            raise ValueError(f"initial: {entry.use!r} has no parameter {name!r}; {suggest_names(name, allowed)}")
         if not allowed[name](value):
-            raise ValueError(f"initial: {start.use!r}: {name} is {_PARAM_HINTS[name]}, but got {value!r}")
-    if "path" in allowed and "path" not in start.params:
-        raise ValueError(f"initial: {start.use!r} needs a file: {{use: {start.use}, params: {{path: ...}}}}")
+            raise ValueError(f"initial: {entry.use!r}: {name} is {_PARAM_HINTS[name]}, but got {value!r}")
+    if "path" in allowed and "path" not in entry.params:
+        raise ValueError(f"initial: {entry.use!r} needs a file: {{use: {entry.use}, params: {{path: ...}}}}")
 
 
-def check_baselines(names: Sequence[str], starts: Sequence[InitialSpec]) -> None:
-    """Refuse baselines that are no placement: those known by name, and those that `initial` takes from a file.
+def check_baselines(names: Sequence[str], initial: Sequence[PluginSpec]) -> None:
+    """Raise ValueError for a baseline that is neither a known name nor an entry of `initial` from a file.
 
-    Raises:
-        ValueError: An unknown name; the float model always has its row.
+    "float" is none, because the float model always has its row.
     """
-    known = (*_RULE_PLACEMENTS[1:], *PTQ_TOOLS, *(start.name for start in starts if start.use in FILE_SOURCES))
+    known = (*_RULE_PLACEMENTS[1:], *PTQ_TOOLS, *(entry.name for entry in initial if entry.use in FILE_SOURCES))
     for name in names:
         if name not in known:
             raise ValueError(f"baselines: no baseline is called {name!r}; {suggest_names(name, known)}")
 
 
 def split_rule_precision(name: str) -> tuple[str, str | None]:
-    """The rule of a placement and its precision: "linear-fp8" is "linear" at "fp8"; None is the cell's first one."""
+    """Return rule and precision of a placement's name: "linear-fp8" is "linear" at "fp8"; None: the cell's first."""
     return (name.removesuffix(_FP8_SUFFIX), _FP8_SUFFIX[1:]) if name.endswith(_FP8_SUFFIX) else (name, None)
 
 
-def initial_count(start: InitialSpec) -> int:
-    """How many placements an entry may give."""
-    return int(start.params.get("limit", 1))
+def initial_count(entry: PluginSpec) -> int:
+    """Return the maximum number of placements of an entry of `initial`."""
+    return int(entry.params.get("limit", 1))

@@ -1,4 +1,4 @@
-"""YAML text as a plain mapping: a strict reader, and `matrix` written out. What the keys mean is `config`'s."""
+"""Strict reader of YAML mappings, and expansion of `matrix` in experiment files."""
 
 from __future__ import annotations
 
@@ -18,47 +18,44 @@ __all__ = ["MAX_FILE_BYTES", "read_experiment_yaml", "read_yaml_mapping"]
 
 MATRIX_LISTS = ("models", "backends", "searchers")
 MAX_FILE_BYTES = 4_000_000
-"""Of a file with an experiment; nobody writes as much."""
 MAX_NESTING_LEVELS = 50
-MAX_MATRIX_ENTRIES = 10_000
-"""Of one list that `matrix` may come to: a few lines can ask for more than there is memory."""
+MAX_MATRIX_ENTRIES = 10_000  # a few lines could ask for more entries than fit into memory
+#: Numbers that YAML 1.1 reads as text, because it needs a dot before the exponent and a sign in it.
 EXPONENT_NUMBER = re.compile(r"([-+]?\d+)\.?(\d*)[eE]([-+]?)(\d+)")
-"""Numbers as everybody writes them; YAML 1.1 wants a dot before the exponent and a sign in it."""
 
 
 def read_experiment_yaml(text: str, source: str) -> dict[str, Any]:
-    """Read an experiment's YAML text, `matrix` written out.
+    """Read the YAML text of an experiment and expand `matrix`.
 
     Args:
         text: The text.
-        source: What messages call it.
+        source: Its name in messages.
 
     Raises:
-        UserError: Not YAML, an alias, a duplicate key, nesting without end, no mapping, or a `matrix`
-            that does not fit.
+        UserError: The text is rejected by `read_yaml_mapping`, or `matrix` does not fit.
     """
     return _expand_matrix(read_yaml_mapping(text, source, "an experiment"), source)
 
 
 def read_yaml_mapping(text: str, source: str, kind: str) -> dict[str, Any]:
-    """Read YAML text as the mapping that it is, `matrix` or not.
+    """Read YAML text that is a mapping.
 
     Args:
         text: The text.
-        source: What messages call it.
-        kind: What it should be, for messages.
+        source: Its name in messages.
+        kind: Description of the file for messages, such as "an experiment".
 
     Raises:
-        UserError: Not YAML, an alias, a duplicate key, nesting without end, or no mapping.
+        UserError: The text is not YAML, not a mapping, too deeply nested, or has an alias or a duplicate key.
     """
     try:
         raw = yaml.load(text, Loader=_StrictLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
-        said = " ".join(part for part in (error.context and f"{error.context},", error.problem) if part)
-        raise UserError(f"{source}: not valid YAML: {place}{said}") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a tagged number that is none
+        problem = " ".join(part for part in (error.context and f"{error.context},", error.problem) if part)
+        raise UserError(f"{source}: not valid YAML: {place}{problem}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date or tagged number
         raise UserError(f"{source}: not valid YAML: {error}") from error
     if not isinstance(raw, dict):
         raise UserError(f"{source}: {kind} is a mapping of keys, but {describe_type(raw)}")
@@ -66,10 +63,10 @@ def read_yaml_mapping(text: str, source: str, kind: str) -> dict[str, Any]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses what hides a mistake or an attack.
+    """SafeLoader that rejects mistakes and attacks which YAML allows.
 
-    Duplicate keys, aliases (an alias bomb needs no other ingredient), deep nesting, keys that are
-    no scalars, and numbers that YAML 1.1 would silently read as text.
+    These are duplicate keys, aliases (which allow exponential expansion), deep nesting, keys that are no scalars, and
+    numbers that YAML 1.1 reads as text.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -79,9 +76,9 @@ class _StrictLoader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         if self.check_event(yaml.AliasEvent):
-            raise yaml.constructor.ConstructorError(None, None, "aliases (*name) are not allowed here", mark)
+            raise _problem("aliases (*name) are not allowed here", mark)
         if self._depth >= MAX_NESTING_LEVELS:
-            raise yaml.constructor.ConstructorError(None, None, f"nested more than {MAX_NESTING_LEVELS} levels deep", mark)
+            raise _problem(f"nested more than {MAX_NESTING_LEVELS} levels deep", mark)
         self._depth += 1
         node = super().compose_node(parent, index)
         self._depth -= 1
@@ -92,28 +89,31 @@ class _StrictLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                problem = f"a key is a plain name, but got {key!r}"
-                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+                raise _problem(f"a key is a plain name, but got {key!r}", key_node.start_mark)
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
+                raise _problem(f"duplicate key {key!r}", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
     def construct_text(self, node: Any) -> Any:
-        """A text, unless it is a number that YAML 1.1 does not know for one."""
         match = EXPONENT_NUMBER.fullmatch(node.value)
         if node.style is None and match is not None:
             whole, fraction, sign, exponent = match.groups()
-            problem = f"{node.value} is text to YAML, no number; quote it, or write {whole}.{fraction or 0}e"
-            raise yaml.constructor.ConstructorError(None, None, f"{problem}{sign or '+'}{exponent}", node.start_mark)
+            number = f"{whole}.{fraction or 0}e{sign or '+'}{exponent}"
+            problem = f"YAML reads {node.value} as text, not as a number; quote it, or write {number}"
+            raise _problem(problem, node.start_mark)
         return self.construct_yaml_str(node)
 
 
 _StrictLoader.add_constructor("tag:yaml.org,2002:str", _StrictLoader.construct_text)
 
 
+def _problem(text: str, mark: yaml.Mark) -> yaml.constructor.ConstructorError:
+    return yaml.constructor.ConstructorError(None, None, text, mark)
+
+
 def _expand_matrix(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Apply `matrix`: of each entry of `models`, `backends` or `searchers`, one copy per combination."""
+    """Replace each entry of `models`, `backends` or `searchers` by one copy per combination of `matrix`."""
     body = {key: value for key, value in raw.items() if key != "matrix"}
     matrix = raw.get("matrix", {})
     if not isinstance(matrix, dict):
@@ -143,27 +143,26 @@ def _expand_matrix(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
 def _expand_entry(entry: Any, changes: Mapping[str, list[Any]], where: str) -> Iterator[dict[str, Any]]:
     if not isinstance(entry, str | dict):
         raise UserError(f"{where}: the entries to vary are names or mappings, but one is {entry!r}")
-    whole = {"use": entry} if isinstance(entry, str) else entry
-    base = str(whole.get("label") or Path(str(whole.get("use", "")).rpartition(":")[2]).stem)
+    original = {"use": entry} if isinstance(entry, str) else entry
+    name = str(original.get("label") or Path(str(original.get("use", "")).rpartition(":")[2]).stem)
     for combination in itertools.product(*(enumerate(values) for values in changes.values())):
-        varied = copy.deepcopy(whole)
-        parts = [base]
+        varied = copy.deepcopy(original)
+        parts = [name]
         for path, (index, value) in zip(changes, combination, strict=True):
             _set_path(varied, path, value, where)
-            shown = index if isinstance(value, list | dict) else value
-            parts.append(f"{path.rpartition('.')[2]}-{shown}")
+            parts.append(f"{path.rpartition('.')[2]}-{index if isinstance(value, list | dict) else value}")
         varied["label"] = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts))
         yield varied
 
 
 def _set_path(entry: dict[str, Any], path: str, value: Any, where: str) -> None:
-    """Set what a dotted path leads to, making mappings on the way."""
+    """Set the value at a dotted path, creating mappings as needed."""
     *parents, last = path.split(".")
     target = entry
     for depth, parent in enumerate(parents):
         below = target.setdefault(parent, {})
         if not isinstance(below, dict):
-            through = ".".join(parents[: depth + 1])
-            raise UserError(f"{where}.{path}: {through!r} is {below!r} in {entry.get('use')!r}, not a mapping")
+            prefix = ".".join(parents[: depth + 1])
+            raise UserError(f"{where}.{path}: {prefix!r} is {below!r} in {entry.get('use')!r}, not a mapping")
         target = below
     target[last] = value

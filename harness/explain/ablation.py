@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from harness.api import Candidate
-from harness.timing.confirmation import Contender, ConfirmationSummary, confirm, summarize_turns
-from harness.timing.workers.engines import Engines
-from harness.timing.turn_log import TWIN, TurnMatrix
-from harness.statistics import MIN_CLAIMED_GAIN, Interval, noise_floor_from_ratios
-from harness.config.experiment import Confirmation
+from harness.config.sections import Confirmation
 from harness.progress import Observer
+from harness.statistics import MIN_CLAIMED_GAIN, Interval, noise_floor_from_ratios
+from harness.timing.confirmation import ConfirmationSummary, Contender, confirm, summarize_turns
+from harness.timing.turn_log import TWIN, TurnMatrix
+from harness.timing.workers.engines import Engines
 from search.space import Placement, Space
 
 __all__ = ["Bench", "Timed", "fewer_points", "quantized", "without"]

@@ -7,15 +7,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from harness.api import Accuracy
 from harness.accuracy.metrics.intervals import drop_estimate
-from harness.timing.workers.engines import Engines
-from harness.statistics import Interval
-from harness.records import Failed
+from harness.api import Accuracy
+from harness.pipeline.accuracy_store import ScoreBook
 from harness.pipeline.task import Cell
 from harness.progress import Observer
+from harness.records import Failed
 from harness.results_dir.artifacts import ExportedModel
-from harness.pipeline.accuracy_store import ScoreBook
+from harness.statistics import Interval
+from harness.timing.workers.engines import Engines
 from search.space import Placement
 
 __all__ = ["Accountant"]

@@ -11,25 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from harness import registry
+from harness.config.experiment import Experiment, load_experiment
+from harness.config.initial import PTQ_TOOLS
+from harness.config.plan import plan_tasks
+from harness.config.sections import Confirmation, PluginSpec
 from harness.errors import UserError
+from harness.explain.ablation import Bench, Timed, fewer_points, quantized, without
 from harness.explain.accuracy_ablation import Accountant
 from harness.explain.edge_fusion import fates_of, layers_of
-from harness.explain.ablation import Bench, Timed, fewer_points, quantized, without
 from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover
-from harness.timing.workers.engines import MAIN_BENCHMARKER, WorkerSpec
-from harness.timing.workers.sandbox import open_engines
-from harness.statistics import Interval
+from harness.pipeline.accuracy import Scoring, scoring_of
+from harness.pipeline.task import Cell, compose
+from harness.progress import Observer
 from harness.records import Failed
 from harness.report.load.attribution_store import Effect, Explanation, Kept
 from harness.report.load.results import CellResults, load
 from harness.report.trace import row_of
-from harness.pipeline.task import Cell, compose
-from harness.config.experiment import Confirmation, Experiment, PluginSpec, load_experiment
-from harness.progress import Observer
-from harness.config.plan import plan_tasks
-from harness.pipeline.accuracy import Scoring, scoring_of
-from harness.config.initial import PTQ_TOOLS
+from harness.statistics import Interval
+from harness.timing.workers.engines import MAIN_BENCHMARKER, WorkerSpec
+from harness.timing.workers.sandbox import open_engines
 from search.space import Placement
 
 __all__ = ["explain_row"]
@@ -61,7 +62,7 @@ def explain_row(folder: Path, where: str, *, base: Path, observer: Observer) -> 
         raise UserError(
             f"{where}: nothing faster was found, so this row is the float model itself, without a placement to explain"
         )
-    experiment = load_experiment(folder / "experiment.yaml")
+    experiment = load_experiment(folder / "experiment.yaml", base)
     tools = {*PTQ_TOOLS, *(start.name for start in experiment.initial if start.use == "import")}
     if row is not None and row.id in tools and row.id != line["method"]:
         raise UserError(
@@ -72,17 +73,17 @@ def explain_row(folder: Path, where: str, *, base: Path, observer: Observer) -> 
         raise UserError(f"{where}: this row has no placement of ours ({line['method']}): explain another one")
     if not row.timed:
         raise UserError(f"{where}: this device only emulates {line['precision']}, so no part of it has a speed")
-    spec = next((spec for spec in plan_tasks(experiment, base) if spec.name == cell_results.name), None)
+    spec = next((spec for spec in plan_tasks(experiment) if spec.name == cell_results.name), None)
     if spec is None:
         raise UserError(f"{folder / 'experiment.yaml'}: has no cell {cell_results.name!r}")
     bare = experiment.model_copy(update={"initial": (PluginSpec(use="float"),), "baselines": ()})
     with tempfile.TemporaryDirectory(prefix="qdq-explain-") as work:
-        cell = compose(bare, spec, base, Path(work), observer)
+        cell = compose(bare, spec, Path(work), observer)
         _refuse_another(cell, cell_results)
         asked = _Asked(
             experiment=experiment,
             cell=cell.at({MAIN_BENCHMARKER: _backend(spec.backend, cell_results)}),
-            scoring=scoring_of(experiment.objective, spec.model, cell.model, base, cell.work),
+            scoring=scoring_of(experiment.objective, spec.model, cell.model, cell.work),
             whole=Placement(row.choices),
             observer=observer,
         )

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from harness import registry
-from harness.api import Candidate, Layer
-from harness.explain.layer_timing import counted
+from harness.api import Candidate, Layer, SupportsLayers
+from harness.config.sections import PluginSpec
 from harness.explain.layer_kinds import is_low
+from harness.explain.layer_timing import counted
 from harness.graph.model import Model
-from harness.timing.workers.in_process import as_outcome
 from harness.records import Failed
 from harness.report.load.attribution_store import Fate
-from harness.config.experiment import PluginSpec
+from harness.timing.workers.in_process import as_outcome
 from search.space import Resolved
 
 __all__ = ["fates_of", "layers_of"]
@@ -29,9 +29,11 @@ def layers_of(backend: PluginSpec, candidate: Candidate, workdir: Path) -> tuple
         candidate: What is built, in this process.
         workdir: A scratch folder.
     """
-    counting = {"profile": True} if "profile" in registry.plugin_signature("benchmarker", backend.use).parameters else {}
+    counting = (
+        {"profile": True} if "profile" in registry.plugin_signature("benchmarker", backend.use).parameters else {}
+    )
     benchmarker = registry.create_plugin("benchmarker", backend.use, {**backend.params, **counting})
-    if not hasattr(benchmarker, "layers"):
+    if not isinstance(benchmarker, SupportsLayers):
         return ()
     return as_outcome("build", lambda: counted(benchmarker, candidate, workdir, READINGS).layers)
 

@@ -10,18 +10,18 @@ from types import MappingProxyType
 from typing import Any
 
 from harness import registry, zoo
-from harness.api import Candidate
+from harness.api import Candidate, SupportsLayers
+from harness.config.sections import PluginSpec
 from harness.errors import CandidateError, UserError
-from harness.explain.layer_timing import counted
 from harness.explain.fusion import Explanation, explain_layers
-from harness.graph.qdq.read_structure import read_asked
-from harness.graph.passes.dimension_sizes import InputSizes
-from harness.graph.io.signature import with_static_inputs
+from harness.explain.layer_timing import counted
 from harness.graph.io.files import file_digest
+from harness.graph.io.signature import with_static_inputs
+from harness.graph.passes.dimension_sizes import InputSizes
+from harness.graph.qdq.read_structure import read_asked
 from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
-from harness.timing.provenance import format_options
 from harness.paths import resolve_path
-from harness.config.experiment import PluginSpec
+from harness.timing.provenance import format_options
 
 __all__ = ["Change", "compare", "explain_model"]
 
@@ -66,7 +66,7 @@ def explain_model(
         if "profile" in registry.plugin_signature("benchmarker", backend.use).parameters:
             params.setdefault("profile", True)
         made: Any = registry.create_plugin("benchmarker", backend.use, params)
-        if not hasattr(made, "layers"):
+        if not isinstance(made, SupportsLayers):
             raise UserError(f"backend {backend.use!r} does not tell what became of a model: it has no layers()")
         try:
             return _explain(made, backend.use, path, Path(work), runs)

@@ -16,8 +16,8 @@ from typing import Self
 from harness.api import Candidate, ExternalSearcher
 from harness.errors import BuildFailed, CandidateError
 from harness.graph.io.files import file_digest, move_model
-from harness.timing.workers.in_process import as_outcome
 from harness.records import Failed
+from harness.timing.workers.in_process import as_outcome
 from search.api import Failure, Observation, Score
 from search.space import Dimension, Placement, Resolved, Space
 

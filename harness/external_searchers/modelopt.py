@@ -19,9 +19,9 @@ from harness.errors import BuildFailed
 
 __all__ = ["ModelOptAutotune"]
 
-_CHILD = Path(__file__).with_name("_modelopt_child.py")
+_CHILD = Path(__file__).with_name("modelopt_child.py")
 _BOOT = (
-    "import runpy, sys; from harness.timing.workers.process import end_with_driver; end_with_driver(); "
+    "import runpy, sys; from harness.timing.workers.process import die_with_parent; die_with_parent(); "
     "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 )
 

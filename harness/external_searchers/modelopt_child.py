@@ -1,4 +1,5 @@
-"""What runs in the child process of `harness.external_searchers.modelopt`: ModelOpt's workflow, which knows nothing of the harness.
+"""What runs in the child process of `harness.external_searchers.modelopt`: ModelOpt's workflow, which knows nothing
+of the harness.
 
 A process of its own, because the workflow keeps control from its first model to its last, draws from the global random
 state, holds its benchmark in a module's global, and goes through Python sets of strings, so that only a fixed

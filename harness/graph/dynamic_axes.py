@@ -17,10 +17,10 @@ import onnx
 
 from harness.errors import UserError
 from harness.graph.io.reader import read_model
-from harness.graph.passes.dimension_sizes import Axes, InputSizes, axes_of
 from harness.graph.io.writer import write_model
 from harness.graph.load import prepared
 from harness.graph.model import Model, captures
+from harness.graph.passes.dimension_sizes import Axes, InputSizes, axes_of
 
 __all__ = ["NotCarried", "carry_over", "load_dynamic", "original", "write_dynamic"]
 

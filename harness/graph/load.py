@@ -9,16 +9,16 @@ from pathlib import Path
 import onnx
 
 from harness.errors import UserError
-from harness.graph.passes.rebatch import with_batch_size
-from harness.graph.passes.normalize import densify_sparse_initializers, replace_field
 from harness.graph.equivalence.check import ModelInterface, OriginalModel, check_equivalent
-from harness.graph.passes.pipeline import ModelDraft, prepare_passes, run_passes
 from harness.graph.io.reader import read_model
-from harness.graph.passes.static_shapes import fix_inputs, has_dynamic_inputs, static_types
-from harness.graph.passes.dimension_sizes import InputSizes
 from harness.graph.io.writer import write_model
 from harness.graph.model import Model, Origin
 from harness.graph.partition.nodes import nodes_of
+from harness.graph.passes.dimension_sizes import InputSizes
+from harness.graph.passes.normalize import densify_sparse_initializers, replace_field
+from harness.graph.passes.pipeline import ModelDraft, prepare_passes, run_passes
+from harness.graph.passes.rebatch import with_batch_size
+from harness.graph.passes.static_shapes import fix_inputs, has_dynamic_inputs, static_types
 
 __all__ = ["from_proto", "load", "prepared", "save", "write_model"]
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from harness.config.validation_errors import to_user_error
 from harness.errors import UserError, describe_type
 from harness.graph.pattern_cache import (
     MAXIMUM_SCHEMES,
@@ -22,7 +23,6 @@ from harness.graph.pattern_cache import (
     merged,
     parse_point,
 )
-from harness.config.validation_errors import to_user_error
 
 __all__ = ["read_cache", "read_plain_yaml", "write_cache", "write_plain_yaml"]
 
@@ -84,7 +84,8 @@ def read_plain_yaml(path: Path, max_bytes: int) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read: {error}") from error
     if not isinstance(body, dict):
         raise UserError(
-            f"{path}: a mapping of keys, but {describe_type(body)}: this is no file of ours: name another, or move it away"
+            f"{path}: a mapping of keys, but {describe_type(body)}: this is no file of ours: "
+            "name another, or move it away"
         )
     return body
 

@@ -12,11 +12,11 @@ import onnx
 from google.protobuf.message import Message
 
 from harness.errors import BuildFailed
-from harness.graph.passes.normalize import is_standard_op
-from harness.graph.passes.static_shapes import infer_types
 from harness.graph.io.writer import write_model
 from harness.graph.load import from_proto
 from harness.graph.model import captures, subgraphs
+from harness.graph.passes.normalize import is_standard_op
+from harness.graph.passes.static_shapes import infer_types
 
 __all__ = ["Behind", "cut_plugins", "plugin_nodes", "take_behind", "with_plugins", "without_plugins"]
 

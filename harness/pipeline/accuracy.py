@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from harness import registry
-from harness.api import Accuracy
-from harness.errors import UserError
 from harness.accuracy.metrics.base import doubt
+from harness.api import Accuracy
+from harness.config.objective import Objective, absolute_bound, check_objective
+from harness.config.sections import ModelSpec, PluginSpec
+from harness.errors import UserError
 from harness.graph.model import Model
-from harness.timing.workers.engines import MAIN_BENCHMARKER
+from harness.pipeline.accuracy_store import ScoreBook
+from harness.pipeline.model_loader import evaluator_spec
 from harness.records import Failed
 from harness.results_dir.fingerprint import facts_digest
-from harness.config.experiment import ModelSpec, PluginSpec
-from harness.selection.confirmation import float_latency
-from harness.search_loop.objective import Goal
 from harness.search_loop.accuracy_gate import Judge
-from harness.pipeline.model_loader import evaluator_spec
-from harness.config.objective import Objective, absolute_bound, check_objective
-from harness.pipeline.accuracy_store import ScoreBook
+from harness.search_loop.objective import Goal
+from harness.selection.confirmation import float_latency
+from harness.timing.workers.engines import MAIN_BENCHMARKER
 
 __all__ = ["PROXY_EVALUATOR", "SEARCH", "Scoring", "proxy_use", "scoring_of"]
 
@@ -117,11 +117,10 @@ class Scoring:
         return Judge(goal=goal, evaluator=self.searching, proxy=proxy)
 
 
-def scoring_of(objective: Objective, spec: ModelSpec, model: Model, base: Path, work: Path) -> Scoring:
+def scoring_of(objective: Objective, spec: ModelSpec, model: Model, work: Path) -> Scoring:
     """How the models of a cell are scored.
 
     Args:
-        base: Folder that relative paths start from.
         work: Scratch folder, for outputs of the float model.
 
     Raises:
@@ -133,16 +132,16 @@ def scoring_of(objective: Objective, spec: ModelSpec, model: Model, base: Path, 
     }
     if objective.halves:
         facts["halves"] = True
-    main = evaluator_spec(spec, model, base, work, "report" if objective.halves else None)
+    main = evaluator_spec(spec, model, work, "report" if objective.halves else None)
     if main is None:
         return Scoring(objective=objective, evaluators={}, metric=None, higher_is_better=True, facts=facts)
     factory: Any = registry.load_plugin("evaluator", main.use)
     check_objective(objective, factory.metric, spec.name)
     evaluators = {MAIN_BENCHMARKER: main}
     if objective.halves:
-        evaluators[SEARCH] = _there(evaluator_spec(spec, model, base, work, "search"))
+        evaluators[SEARCH] = _there(evaluator_spec(spec, model, work, "search"))
     if objective.uses_accuracy and objective.proxy and main.use != "fidelity":
-        evaluators[PROXY_EVALUATOR] = proxy_use(objective.proxy, spec, model, base, work)
+        evaluators[PROXY_EVALUATOR] = proxy_use(objective.proxy, spec, model, work)
     return Scoring(
         objective=objective,
         evaluators=evaluators,
@@ -155,17 +154,19 @@ def scoring_of(objective: Objective, spec: ModelSpec, model: Model, base: Path, 
 
 def _gone_by(use: PluginSpec) -> str:
     """Digest of the data and the preparation that an evaluator goes by; "" where it does not tell."""
-    made = registry.call_plugin(f"evaluator {use.use!r}", lambda: registry.create_plugin("evaluator", use.use, use.params))
+    made = registry.call_plugin(
+        f"evaluator {use.use!r}", lambda: registry.create_plugin("evaluator", use.use, use.params)
+    )
     told = getattr(made, "fingerprint", None)
     return facts_digest(told) if isinstance(told, str) else ""
 
 
-def proxy_use(samples: int, spec: ModelSpec, model: Model, base: Path, work: Path) -> PluginSpec:
+def proxy_use(samples: int, spec: ModelSpec, model: Model, work: Path) -> PluginSpec:
     """The evaluator of fidelity on a few samples of the calibration data, which no figure of a table is made of."""
     data = spec.calibration.data
     params = {"samples": samples, **({} if data is None else {"data": data})}
     proxied = spec.model_copy(update={"evaluator": PluginSpec(use="fidelity", params=params)})
-    return _there(evaluator_spec(proxied, model, base, work / "proxy"))
+    return _there(evaluator_spec(proxied, model, work / "proxy"))
 
 
 def _there(use: PluginSpec | None) -> PluginSpec:

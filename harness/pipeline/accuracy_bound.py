@@ -8,16 +8,16 @@ from typing import Any
 
 from harness import registry
 from harness.api import Accuracy
+from harness.config.experiment import Experiment
+from harness.config.objective import Objective, absolute_bound
 from harness.errors import UserError
-from harness.statistics import Interval
 from harness.records import Failed
 from harness.report.display_names import CAPPED, METRICS, metric_name, shown_drop
 from harness.report.load.results import CellResults
-from harness.config.experiment import Experiment
 from harness.search_loop.objective import Goal
-from harness.config.objective import Objective, absolute_bound
+from harness.statistics import Interval
 
-__all__ = ["bound_lines", "check_bound", "bound_status", "bound_resolution_note"]
+__all__ = ["bound_lines", "bound_resolution_note", "bound_status", "check_bound"]
 
 UNIT_INTERVAL_METRICS = frozenset({"map", "miou", "top1", "top5"})
 """Metrics that end at 1, so that 0.01 is one point of a hundred."""
@@ -37,19 +37,19 @@ def check_bound(objective: Objective, metric: str | None, model: str) -> None:
         UserError: The metric ends at 1, or in dB, and all of it may be lost.
     """
     bound = objective.max_drop
-    key = "max_drop" if objective.metric is None else f"{objective.metric}_drop"
+    key = objective.drop_key
     most = CAPPED.get(metric or "")
     if bound is not None and most is not None and absolute_bound(bound, most) >= most:
         raise UserError(
-            f"objective.{key}: {_format_bound(bound)} asks for {metric_name(metric)} of {most - absolute_bound(bound, most):g} dB "
-            f"of model {model!r}; at 0 dB the error is as large as the outputs, so it bounds nothing: the float model "
-            f"has {most:g} dB, and max_drop: {most - 35:g} keeps 35 dB"
+            f"objective.{key}: {_format_bound(bound)} asks for {metric_name(metric)} of "
+            f"{most - absolute_bound(bound, most):g} dB of model {model!r}; at 0 dB the error is as large as the "
+            f"outputs, so it bounds nothing: the float model has {most:g} dB, and max_drop: {most - 35:g} keeps 35 dB"
         )
     if bound is None or metric not in UNIT_INTERVAL_METRICS or absolute_bound(bound, 1.0) < 1.0:
         return
     raise UserError(
-        f"objective.{key}: {_format_bound(bound)} lets {metric_name(metric)} of model {model!r} drop to 0, so it bounds "
-        "nothing; 0.01 is one point of a hundred, '1%' a hundredth of the float model's figure"
+        f"objective.{key}: {_format_bound(bound)} lets {metric_name(metric)} of model {model!r} drop to 0, so it "
+        "bounds nothing; 0.01 is one point of a hundred, '1%' a hundredth of the float model's figure"
     )
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 from harness.api import Accuracy, Candidate
 from harness.graph.io.files import file_digest
-from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, ScoringCallback
-from harness.records import Failed
 from harness.progress import Observer, Step
-from harness.results_dir.artifacts import ExportedModel, FinalistSet, read_json, read_finalists, write_json
+from harness.records import Failed
+from harness.results_dir.artifacts import ExportedModel, FinalistSet, read_finalists
+from harness.results_dir.io import read_json, write_json
+from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, ScoringCallback
 from search.space import digest_of
 
 __all__ = ["SCORES", "ScoreBook", "read_scores", "watching"]
@@ -51,7 +52,9 @@ class ScoreBook:
         known = evaluator in self._shown
         with self.observer.work("score the float model", 1) as step:
             unprepared = None if known else self._shown_to(evaluator, candidate)
-            found = unprepared or self._score(candidate, _key(file_digest(model_file), MAIN_BENCHMARKER, evaluator), evaluator)
+            found = unprepared or self._score(
+                candidate, _key(file_digest(model_file), MAIN_BENCHMARKER, evaluator), evaluator
+            )
             step.advance()
         if unprepared is None:
             self._shown.add(evaluator)

@@ -10,21 +10,21 @@ from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
-from harness.api import Array
 from harness.accuracy.calibration.ptq import PtqOptions, modelopt_ptq, ort_static, ptq_fingerprint
 from harness.accuracy.calibration.ranges import Method
-from harness.errors import BuildFailed
-from harness.graph.rules.dialects import ONNXRUNTIME_S8, ONNXRUNTIME_S8_7BIT, Dialect
-from harness.graph.qdq.read_edges import pairs_in
-from harness.graph.qdq.insert import Inserter
-from harness.graph.model import Model
-from harness.graph.rules.dialect_lookup import dialect_called
-from harness.paths import cache_dir
+from harness.api import Array
 from harness.config.experiment import Experiment
-from harness.results_dir.journal import explain_write_errors
-from harness.progress import Observer
-from harness.config.plan import quantized_precisions
 from harness.config.initial import FULLY_QUANTIZED
+from harness.config.plan import quantized_precisions
+from harness.errors import BuildFailed
+from harness.graph.model import Model
+from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.read_edges import pairs_in
+from harness.graph.rules.dialect_lookup import dialect_called
+from harness.graph.rules.dialects import ONNXRUNTIME_S8, ONNXRUNTIME_S8_7BIT, Dialect
+from harness.paths import cache_dir
+from harness.progress import Observer
+from harness.results_dir.io import explain_write_errors
 from search.space import Space
 
 __all__ = ["PTQ", "Foreign", "Order", "extreme_form", "method_note", "quantize_with", "refusal", "tool_remarks"]

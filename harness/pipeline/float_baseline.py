@@ -16,23 +16,22 @@ from typing import Any
 import numpy as np
 
 from harness import registry
-from harness.api import Candidate
+from harness.api import Candidate, SupportsCast
+from harness.config.sections import Confirmation, PluginSpec
 from harness.errors import BuildFailed, UserError
-from harness.graph.qdq.cast_insert import refuse_lost_nodes
 from harness.graph.io.files import file_digest
 from harness.graph.load import load, save
 from harness.graph.model import Model
+from harness.graph.qdq.cast_insert import refuse_lost_nodes
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
-from harness.timing.confirmation import Contender, confirm, summarize_turns
-from harness.timing.workers.engines import MAIN_BENCHMARKER, WorkerSpec
-from harness.timing.turn_log import encode_turn_event
-from harness.timing.workers.execution_target import SpecEngineFactory
-from harness.results_dir.fingerprint import require_same_fingerprint
-from harness.config.experiment import Confirmation, PluginSpec
-from harness.results_dir.journal import explain_write_errors
 from harness.progress import Observer
-from harness.results_dir.artifacts import read_json, write_json
+from harness.results_dir.fingerprint import require_same_fingerprint
+from harness.results_dir.io import explain_write_errors, read_json, write_json
+from harness.timing.confirmation import Contender, confirm, summarize_turns
+from harness.timing.turn_log import encode_turn_event
+from harness.timing.workers.engines import MAIN_BENCHMARKER, WorkerSpec
+from harness.timing.workers.execution_target import SpecEngineFactory
 from search.space import digest_of
 
 __all__ = ["CAST", "cast_problems", "float_benchmarkers", "parsed"]
@@ -51,12 +50,12 @@ def parsed(use: PluginSpec, path: Path, folder: Path) -> Path:
     Returns:
         The file itself where there is no other, or none can be made: its build fails then, and says why.
     """
-    cast = getattr(registry.create_plugin("benchmarker", use.use, use.params), "cast", None)
-    if cast is None:
+    benchmarker = registry.create_plugin("benchmarker", use.use, use.params)
+    if not isinstance(benchmarker, SupportsCast):
         return path
     try:
         with explain_write_errors(folder):
-            return Path(cast(path, folder))
+            return benchmarker.cast(path, folder)
     except BuildFailed:
         return path
 
@@ -70,7 +69,7 @@ def cast_problems(use: PluginSpec, model: Model, precisions: Sequence[str]) -> d
         precisions: What may be offered beside float.
     """
     made = registry.create_plugin("benchmarker", use.use, use.params)
-    if getattr(made, "cast", None) is None:
+    if not isinstance(made, SupportsCast):
         return {}
     space = build_space(model, dialect_called(dialect_name(made, use.use, {})), precisions=precisions)
     edges = [edge for dimension in space.dimensions for edge in dimension.edges]
@@ -154,7 +153,11 @@ def _recorded(folder: Path, basis: Mapping[str, Any]) -> str | None:
 
 
 def _measure(
-    offered: Mapping[str, PluginSpec], model_file: Path, folder: Path, open_engines: SpecEngineFactory, observer: Observer
+    offered: Mapping[str, PluginSpec],
+    model_file: Path,
+    folder: Path,
+    open_engines: SpecEngineFactory,
+    observer: Observer,
 ) -> dict[str, Any]:
     first, *others = offered
     files = {name: parsed(use, model_file, folder / "work" / CAST) for name, use in offered.items()}

@@ -7,17 +7,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from harness import registry
-from harness.api import Accuracy, Candidate
-from harness.errors import UserError
 from harness.accuracy.data.datasets import KEYS
 from harness.accuracy.metrics.base import doubt
+from harness.api import Accuracy, Candidate
+from harness.config.sections import Limits, ModelSpec, PluginSpec
+from harness.errors import UserError
 from harness.graph.model import Model
-from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, WorkerSpec
-from harness.timing.workers.sandbox import Sandbox
-from harness.records import Failed
-from harness.config.experiment import Limits, ModelSpec, PluginSpec
 from harness.pipeline.model_loader import evaluator_spec
 from harness.progress import Observer
+from harness.records import Failed
+from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, WorkerSpec
+from harness.timing.workers.sandbox import Sandbox
 from search.space import digest_of
 
 __all__ = ["Tryout"]
@@ -35,14 +35,13 @@ class Tryout:
     model, and a model that ONNX Runtime does not run to the calibration, which needs it too.
 
     Args:
-        base: Folder that relative paths start from.
         work: Scratch folder.
         limits: Of the worker.
         observer: Told where the score is next to nothing.
     """
 
-    def __init__(self, base: Path, work: Path, limits: Limits, observer: Observer) -> None:
-        self._base, self._work, self._limits, self._observer = base, work / "tryout", limits, observer
+    def __init__(self, work: Path, limits: Limits, observer: Observer) -> None:
+        self._work, self._limits, self._observer = work / "tryout", limits, observer
 
     def run(self, spec: ModelSpec, model: Model, file: Path) -> None:
         """Score a model whose file this is; without an evaluator nothing is done.
@@ -50,12 +49,14 @@ class Tryout:
         Raises:
             UserError: The float model cannot be scored.
         """
-        asked = evaluator_spec(spec, model, self._base, self._work)
+        asked = evaluator_spec(spec, model, self._work)
         use = None if asked is None else _shortened(asked)
         if use is None:
             return
         runtime = PluginSpec(use="onnxruntime", params={"optimization": "basic"})
-        worker = WorkerSpec(benchmarkers={MAIN_BENCHMARKER: runtime}, workdir=self._work, evaluators={MAIN_BENCHMARKER: use})
+        worker = WorkerSpec(
+            benchmarkers={MAIN_BENCHMARKER: runtime}, workdir=self._work, evaluators={MAIN_BENCHMARKER: use}
+        )
         title = f"{model.source}: try the evaluator on a few samples"
         with self._observer.work(title, 1) as step, Sandbox(worker, self._limits) as engines:
             found = _scored(engines, file, compares="reference" in use.params)

@@ -8,46 +8,49 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.config.initial import split_rule_precision
+from harness.config.plan import TaskSpec
+from harness.config.sections import PluginSpec
 from harness.errors import UserError
+from harness.graph.model import Model
 from harness.graph.pattern_cache import Origin, PatternCache, placements, strangers
 from harness.graph.pattern_cache_io import read_cache
-from harness.graph.qdq.read_edges import pairs_in
 from harness.graph.qdq.import_placement import import_qdq
-from harness.graph.model import Model
+from harness.graph.qdq.read_edges import pairs_in
 from harness.paths import resolve_path
 from harness.pipeline.external_tools import Foreign
-from harness.progress import Observer
-from harness.config.plan import TaskSpec
 from harness.pipeline.prior import ladder, read_prior
-from harness.config.initial import InitialSpec, split_rule_precision
+from harness.progress import Observer
 from search.heuristics import RULES
 from search.space import Edge, Placement, Space
 
 __all__ = ["Seeding", "check_files", "imported", "trt_guide"]
 
 
-def imported(starts: Sequence[InitialSpec], base: Path) -> dict[str, Foreign]:
+def imported(starts: Sequence[PluginSpec]) -> dict[str, Foreign]:
     """The Q/DQ models that `initial` names.
 
     Raises:
         UserError: A file is not there or cannot be read.
     """
-    paths = {start.name: resolve_path(start.params["path"], base) for start in starts if start.use == "import"}
+    paths = {
+        start.name: resolve_path(start.params["path"], start.base_dir) for start in starts if start.use == "import"
+    }
     return {name: Foreign(name=name, path=path, pairs=pairs_in(path)) for name, path in paths.items()}
 
 
-def check_files(starts: Sequence[InitialSpec], base: Path) -> None:
+def check_files(starts: Sequence[PluginSpec]) -> None:
     """Look at every file that `initial` names.
 
     Raises:
         UserError: It is not there, or is not what it is taken for.
     """
-    imported(starts, base)
+    imported(starts)
     for start in starts:
         if start.use == "sensitivity":
-            read_prior(resolve_path(start.params["path"], base))
+            read_prior(resolve_path(start.params["path"], start.base_dir))
         elif start.use == "pattern_cache":
-            read_cache(resolve_path(start.params["path"], base))
+            read_cache(resolve_path(start.params["path"], start.base_dir))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,19 +58,17 @@ class Seeding:
     """What placements are made from.
 
     Attributes:
-        base: Folder that relative paths start from.
         foreign: Models of PTQ tools, and imported ones, by name.
     """
 
     spec: TaskSpec
     space: Space
     model: Model
-    base: Path
     foreign: Mapping[str, Foreign]
     observer: Observer
     facts: Mapping[str, Any]
 
-    def placements(self, starts: Sequence[InitialSpec]) -> dict[str, dict[str, Placement]]:
+    def placements(self, starts: Sequence[PluginSpec]) -> dict[str, dict[str, Placement]]:
         """For each entry its placements by name; none where a tool failed or its model has nothing in common with ours.
 
         Raises:
@@ -75,7 +76,7 @@ class Seeding:
         """
         return {start.name: dict(self._of(start)) for start in starts}
 
-    def _of(self, start: InitialSpec) -> Iterator[tuple[str, Placement]]:
+    def _of(self, start: PluginSpec) -> Iterator[tuple[str, Placement]]:
         rule, precision = split_rule_precision(start.use)
         if rule in RULES:
             yield start.name, RULES[rule](self.space, precision)
@@ -98,7 +99,7 @@ class Seeding:
         except UserError as error:
             self.observer.say(f"{self.model.source}: the placement of {name} cannot be read back: {error}")
 
-    def strangers(self, starts: Sequence[InitialSpec]) -> tuple[str, ...]:
+    def strangers(self, starts: Sequence[PluginSpec]) -> tuple[str, ...]:
         """Which schemes of the pattern caches among the entries were measured elsewhere.
 
         Raises:
@@ -107,14 +108,14 @@ class Seeding:
         caches = {start.name: self._cache(start) for start in starts if start.use == "pattern_cache"}
         return tuple(f"{name}: {text}" for name, cache in caches.items() for text in strangers(cache, self._origin()))
 
-    def _cache(self, start: InitialSpec) -> PatternCache:
-        return read_cache(resolve_path(start.params["path"], self.base))
+    def _cache(self, start: PluginSpec) -> PatternCache:
+        return read_cache(resolve_path(start.params["path"], start.base_dir))
 
     def _origin(self) -> Origin:
         facts = self.facts
         return Origin(backend=facts["name"], precision=self.spec.precision, device=str(facts.get("device", "")))
 
-    def _cached(self, start: InitialSpec) -> Iterator[tuple[str, Placement]]:
+    def _cached(self, start: PluginSpec) -> Iterator[tuple[str, Placement]]:
         for sentence in self.strangers((start,)):
             self.observer.say(f"{self.model.source}: {sentence}")
         found = placements(self._cache(start), self.space, self._origin(), int(start.params.get("limit", 1)))
@@ -122,15 +123,15 @@ class Seeding:
             self.observer.say(f"{self.model.source}: {start.name}: the pattern cache knows none of its patterns")
         yield from _numbered(start, found)
 
-    def _ladder(self, start: InitialSpec) -> Iterator[tuple[str, Placement]]:
-        units = read_prior(resolve_path(start.params["path"], self.base))
+    def _ladder(self, start: PluginSpec) -> Iterator[tuple[str, Placement]]:
+        units = read_prior(resolve_path(start.params["path"], start.base_dir))
         found = ladder(units, self.space, int(start.params.get("limit", 1)))
         if not found:
             self.observer.say(f"{self.model.source}: {start.name}: nothing in it gained that this model has")
         yield from _numbered(start, found)
 
 
-def _numbered(start: InitialSpec, found: Sequence[Placement]) -> Iterator[tuple[str, Placement]]:
+def _numbered(start: PluginSpec, found: Sequence[Placement]) -> Iterator[tuple[str, Placement]]:
     for rank, placement in enumerate(found, start=1):
         yield (start.name if rank == 1 else f"{start.name}-{rank}"), placement
 

@@ -11,17 +11,17 @@ from typing import Any
 
 from harness import registry
 from harness.api import Candidate, ExternalSearchTask
+from harness.config.plan import SearchSpec
+from harness.config.sections import SearcherSpec
 from harness.errors import BuildFailed
+from harness.external_searchers.adapter import PeerSearcher, model_in
 from harness.graph.qdq.read_edges import precisions_in
 from harness.graph.qdq.space import build_space
-from harness.timing.workers.in_process import as_outcome
 from harness.paths import resolve_path
-from harness.external_searchers.adapter import PeerSearcher, model_in
-from harness.records import Failed
 from harness.pipeline.task import Cell
-from harness.config.experiment import SearcherSpec
+from harness.records import Failed
 from harness.search_loop.loop import Seed
-from harness.config.plan import SearchSpec
+from harness.timing.workers.in_process import as_outcome
 from search.api import Searcher
 from search.space import Placement, Space
 
@@ -101,15 +101,14 @@ def told_models(cell: Cell, method: SearcherSpec) -> tuple[ToldModel, ...]:
 
 
 @contextmanager
-def open_search(run: SearchSpec, cell: Cell, base: Path, keep: int) -> Iterator[Search]:
+def open_search(run: SearchSpec, cell: Cell, keep: int) -> Iterator[Search]:
     """A method that is ready to search.
 
     Args:
-        base: Folder that relative paths start from.
         keep: How many of its best placements may be confirmed.
     """
     if is_peer(run.searcher):
-        with _open_peer(run, cell, base, keep) as search:
+        with _open_peer(run, cell, keep) as search:
             yield search
         return
     make: Any = registry.load_plugin("searcher", run.searcher.use)
@@ -124,7 +123,7 @@ def peer_model(run: SearchSpec, cell: Cell, digest: str) -> Path:
 
 
 @contextmanager
-def _open_peer(run: SearchSpec, cell: Cell, base: Path, keep: int) -> Iterator[Search]:
+def _open_peer(run: SearchSpec, cell: Cell, keep: int) -> Iterator[Search]:
     folder = _folder(run, cell)
     make: Any = registry.load_plugin("peer", run.searcher.use)
     task = ExternalSearchTask(
@@ -132,7 +131,7 @@ def _open_peer(run: SearchSpec, cell: Cell, base: Path, keep: int) -> Iterator[S
         workdir=folder / "work",
         precision=cell.spec.precisions[0],
         seed=run.seed,
-        find=lambda name: _found(name, cell, base),
+        find=lambda name: _found(name, run, cell),
     )
     try:
         with PeerSearcher(lambda: make(task, **run.searcher.params), folder / "models", keep) as peer:
@@ -145,10 +144,10 @@ def _folder(run: SearchSpec, cell: Cell) -> Path:
     return cell.work / "peers" / run.name
 
 
-def _found(name: str, cell: Cell, base: Path) -> Path:
+def _found(name: str, run: SearchSpec, cell: Cell) -> Path:
     foreign = cell.foreign.get(name)
     if foreign is None:
-        return resolve_path(name, base)
+        return resolve_path(name, run.searcher.base_dir)
     if foreign.path is None:
         raise BuildFailed(f"{name} made no model: {foreign.reason}")
     return foreign.path

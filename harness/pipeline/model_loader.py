@@ -8,26 +8,25 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from harness import registry, zoo
-from harness.errors import UserError
 from harness.accuracy.metrics.base import evaluator_params, image_supplies
-from harness.random_inputs import check_types
+from harness.config.sections import ModelSpec, PluginSpec
+from harness.errors import UserError
 from harness.graph.load import load
 from harness.graph.model import Model
 from harness.paths import resolve_path
-from harness.config.experiment import ModelSpec, PluginSpec
+from harness.random_inputs import check_types
 
-__all__ = ["MIN_OPSET", "evaluator_spec", "safe_file_name", "input_types", "open_model"]
+__all__ = ["MIN_OPSET", "evaluator_spec", "input_types", "open_model", "safe_file_name"]
 
 MIN_OPSET = 17
 """Per-channel Q/DQ needs 13; runtimes read 17 best today, and a dialect may ask for more."""
 
 
-def open_model(spec: ModelSpec, base: Path, work: Path, min_opset: int = MIN_OPSET) -> Model:
+def open_model(spec: ModelSpec, work: Path, min_opset: int = MIN_OPSET) -> Model:
     """Load the model that a specification names (`zoo:NAME`, `assets:PATH` or a path).
 
     Args:
         spec: The specification.
-        base: Folder that relative paths start from.
         work: Scratch folder, for zoo models.
         min_opset: Older models are upgraded.
 
@@ -38,17 +37,16 @@ def open_model(spec: ModelSpec, base: Path, work: Path, min_opset: int = MIN_OPS
         name = spec.use.removeprefix("zoo:")
         path = zoo.write(name, work / f"{safe_file_name(name)}.onnx")
     else:
-        path = resolve_path(spec.use, base)
+        path = resolve_path(spec.use, spec.base_dir)
     return load(path, source=spec.use, shapes=spec.shapes, dims=spec.dims, min_opset=min_opset)
 
 
-def evaluator_spec(spec: ModelSpec, model: Model, base: Path, work: Path, half: str | None = None) -> PluginSpec | None:
+def evaluator_spec(spec: ModelSpec, model: Model, work: Path, half: str | None = None) -> PluginSpec | None:
     """The evaluator of a model with what the harness knows filled in.
 
     Args:
         spec: The specification.
         model: Its model.
-        base: Folder that relative paths start from.
         work: Scratch folder, for outputs of the float model.
         half: "search" or "report": only that half of the evaluator's data; None: all of it.
 
@@ -64,7 +62,7 @@ def evaluator_spec(spec: ModelSpec, model: Model, base: Path, work: Path, half: 
         params["data"] = {**params["data"], "half": half}
     inputs = input_types(model)
     reference = work / f"reference{'' if half is None else f'-{half}'}.npz"
-    supplied = {"inputs": inputs, "reference": reference, "base": base}
+    supplied = {"inputs": inputs, "reference": reference, "base": spec.base_dir}
     wanted = inspect.signature(registry.load_plugin("evaluator", use)).parameters
     if wanted.keys() & {"input_name", "input_shape"}:
         supplied |= image_supplies(params.get("data"), inputs)

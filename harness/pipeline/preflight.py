@@ -6,38 +6,35 @@ are loaded, and evaluators are made. Nothing is built or measured, and no image 
 
 from __future__ import annotations
 
-import inspect
-import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
-from pydantic import PydanticUserError, TypeAdapter, ValidationError
-
 from harness import registry, zoo
-from harness.api import ExternalSearchTask
 from harness.accuracy.calibration.ranges import unrunnable
-from harness.errors import CandidateError, EvaluationFailed, UserError, prefix_key, suggest_names
-from harness.accuracy.data.datasets import HALVES, Arrays, Dataset, open_data
 from harness.accuracy.data.batching import batches
+from harness.accuracy.data.datasets import HALVES, Arrays, Dataset, open_data
+from harness.accuracy.data.preprocess import open_plugin, open_preprocess
 from harness.accuracy.metrics.base import evaluator_params
 from harness.accuracy.metrics.intervals import too_few
-from harness.accuracy.data.preprocess import open_plugin, open_preprocess
-from harness.graph.qdq.import_placement import refuse_quantized
+from harness.api import ExternalSearchTask
+from harness.config.experiment import Experiment
+from harness.config.initial import PTQ_TOOLS
+from harness.config.objective import Objective, check_objective
+from harness.config.plan import plan_tasks, quantized_precisions, with_base_dir
+from harness.config.sections import ModelSpec, PluginSpec, SearcherSpec
+from harness.errors import CandidateError, EvaluationFailed, UserError, prefix_key, suggest_names
 from harness.graph.load import save
 from harness.graph.model import Model
+from harness.graph.qdq.import_placement import refuse_quantized
 from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
 from harness.paths import resolve_path
-from harness.pipeline.accuracy_bound import check_bound, bound_resolution_note
-from harness.config.experiment import Experiment, SearcherSpec, ModelSpec, PluginSpec
+from harness.pipeline.accuracy_bound import bound_resolution_note, check_bound
 from harness.pipeline.external_tools import PTQ, tool_remarks
-from harness.pipeline.model_loader import evaluator_spec, input_types, open_model
-from harness.config.objective import Objective, check_objective
-from harness.config.plan import with_base_dir, plan_tasks, quantized_precisions
-from harness.pipeline.initial_design import check_files
-from harness.config.initial import PTQ_TOOLS
 from harness.pipeline.float_baseline import cast_problems
+from harness.pipeline.initial_design import check_files
+from harness.pipeline.model_loader import evaluator_spec, input_types, open_model
 from search.api import CONTRACT
 from search.synthetic_problem import planted_space
 
@@ -47,11 +44,10 @@ SUPPLIED_PARAMS = ("input_name", "input_shape", "inputs", "reference", "base")
 """What the harness gives an evaluator that names it; see `harness.accuracy.metrics.base.evaluator_params`."""
 
 
-def check_experiment(experiment: Experiment, base: Path) -> tuple[str, ...]:
+def check_experiment(experiment: Experiment) -> tuple[str, ...]:
     """Check all that is cheap to check, of every cell.
 
     Args:
-        base: Folder that relative paths of the experiment start from.
 
     Returns:
         What is allowed, but should be known beforehand; a line each.
@@ -64,32 +60,31 @@ def check_experiment(experiment: Experiment, base: Path) -> tuple[str, ...]:
     for i, method in enumerate(experiment.searchers):
         with prefix_key(f"searchers.{i}"):
             if registry.plugin_kind(method.use, ("searcher", "peer")) == "peer":
-                _check_external_searcher(method, experiment, base)
+                _check_external_searcher(method, experiment)
             else:
                 _check_searcher(method, precisions)
     for i, backend in enumerate(experiment.backends):
         with prefix_key(f"backends.{i}"):
-            _check_backend(with_base_dir(backend, base), precisions)
+            _check_backend(with_base_dir(backend), precisions)
     with prefix_key("initial"):
-        check_files(experiment.initial, base)
-    data, remarks = DatasetCache(base), list(tool_remarks(experiment))
+        check_files(experiment.initial)
+    data, remarks = DatasetCache(), list(tool_remarks(experiment))
     for i, model in enumerate(experiment.models):
         with prefix_key(f"models.{i}", f"model {model.name!r}"):
-            _check_model(model, base, data)
+            _check_model(model, data)
         _check_objective(experiment.objective, model)
         with prefix_key(f"models.{i}", f"model {model.name!r}"):
-            found = _model_remarks(model, base, data, experiment.objective)
+            found = _model_remarks(model, data, experiment.objective)
             remarks += [f"model {model.name!r}: {remark}" for remark in found]
     return tuple(remarks)
 
 
-def check_models(experiment: Experiment, base: Path) -> tuple[str, ...]:
+def check_models(experiment: Experiment) -> tuple[str, ...]:
     """Load every model file: a run finds out cell by cell, so that one that is no good stops its own cells alone.
 
     Where a backend reads models at FP16 or BF16, each is cast, and looked through for what may be quantized.
 
     Args:
-        base: Folder that relative paths of the experiment start from.
 
     Returns:
         What is allowed but should be known beforehand: casts that fail, and what calibration and the PTQ tools will not
@@ -105,9 +100,9 @@ def check_models(experiment: Experiment, base: Path) -> tuple[str, ...]:
             continue
         try:
             with prefix_key(f"models.{i}", f"model {model.name!r}"):
-                loaded = open_model(model, base, base)
+                loaded = open_model(model, Path())
                 refuse_quantized(loaded)
-                found = [*_cast_remarks(experiment, loaded, base, precisions), *_ort_remarks(loaded)]
+                found = [*_cast_remarks(experiment, loaded, precisions), *_ort_remarks(loaded)]
                 remarks += [f"model {model.name!r}: {remark}" for remark in found]
         except UserError as error:
             wrong.append(str(error))
@@ -120,14 +115,14 @@ def _offered_precisions(experiment: Experiment) -> tuple[str, ...]:
     return tuple(dict.fromkeys(each for setting in experiment.precision for each in quantized_precisions(setting)))
 
 
-def _cast_remarks(experiment: Experiment, model: Model, base: Path, precisions: Sequence[str]) -> Iterator[str]:
+def _cast_remarks(experiment: Experiment, model: Model, precisions: Sequence[str]) -> Iterator[str]:
     """Yield the float precisions that a model cannot be cast to.
 
     Raises:
         UserError: A backend is set to such a precision.
     """
     for backend in experiment.backends:
-        for precision, problem in cast_problems(with_base_dir(backend, base), model, precisions).items():
+        for precision, problem in cast_problems(with_base_dir(backend), model, precisions).items():
             message = f"backend {backend.use!r}: {problem}"
             if not precision:
                 raise UserError(message)
@@ -149,61 +144,37 @@ def _check_objective(objective: Objective, model: ModelSpec) -> None:
 
 
 def _check_searcher(searcher: PluginSpec, precisions: tuple[str, ...]) -> None:
-    space = planted_space(6, groups=2, precisions=precisions[:1])
-    for name in ("space", "seed"):
+    label = f"searcher {searcher.use!r}"
+    supplied = {"space": planted_space(6, groups=2, precisions=precisions[:1]), "seed": 0}
+    for name in supplied:
         if name in searcher.params:
-            raise UserError(f"searcher {searcher.use!r}: {name!r} is set by the harness, not by the experiment")
-    make = registry.check_params("searcher", searcher.use, searcher.params, given=("space", "seed"))
-    _check_param_types(f"searcher {searcher.use!r}", make, searcher.params)
-    params = {"space": space, "seed": 0, **searcher.params}
-    made = registry.call_plugin(f"searcher {searcher.use!r}", lambda: registry.create_plugin("searcher", searcher.use, params))
-    registry.require_methods(f"searcher {searcher.use!r}", made, CONTRACT)
+            raise UserError(f"{label}: {name!r} is set by the harness, not by the experiment")
+    made = registry.call_plugin(
+        label, lambda: registry.create_plugin("searcher", searcher.use, searcher.params, supplied)
+    )
+    registry.require_methods(label, made, CONTRACT)
 
 
-def _check_external_searcher(peer: SearcherSpec, experiment: Experiment, base: Path) -> None:
+def _check_external_searcher(peer: SearcherSpec, experiment: Experiment) -> None:
     what = f"peer {peer.use!r}"
     if "task" in peer.params:
         raise UserError(f"{what}: 'task' is set by the harness, not by the experiment")
     for part in {"seeds", "sharing"}.intersection(peer.without):
         raise UserError(f"{what}: it has points of its own, so there are no {part} that it could do without")
-    _check_param_types(what, registry.check_params("peer", peer.use, peer.params, given=("task",)), peer.params)
     made = {*experiment.baselines, *(start.name for start in experiment.initial)}
 
     def find(name: str) -> Path:
         if name in PTQ_TOOLS and name not in made:
             raise UserError(f"{what}: {name!r} is made where initial or baselines has it; add it there")
-        return Path(name) if name in made else resolve_path(name, base)
+        return Path(name) if name in made else resolve_path(name, peer.base_dir)
 
     precision = quantized_precisions(experiment.precision[0])[0]
     task = ExternalSearchTask(model=Path("model.onnx"), workdir=Path("work"), precision=precision, seed=0, find=find)
-    registry.call_plugin(what, lambda: registry.create_plugin("peer", peer.use, {"task": task, **peer.params}))
-
-
-def _check_param_types(what: str, factory: Callable[..., Any], params: Mapping[str, Any]) -> None:
-    """Refuse values of another type than a plug-in annotates: it might keep them, and break only when it searches.
-
-    What has no annotation, or one that says nothing about text and numbers, is let through.
-    """
-    try:
-        parameters = inspect.signature(factory, eval_str=True).parameters
-    except (AttributeError, NameError, SyntaxError, TypeError, ValueError):  # names that only a type checker knows
-        return
-    for name, value in params.items():
-        annotation = parameters[name].annotation if name in parameters else inspect.Parameter.empty
-        if annotation is inspect.Parameter.empty:
-            continue
-        try:  # as JSON, so that a list may be any sequence, though text is no number
-            TypeAdapter(annotation).validate_json(json.dumps(value, default=str, skipkeys=True), strict=True)
-        except PydanticUserError:
-            continue
-        except ValidationError as error:
-            wanted = str(error.errors()[0]["msg"]).removeprefix("Input should be ")
-            raise UserError(f"{what}: {name}: {wanted}, but got {value!r}") from error
+    registry.call_plugin(what, lambda: registry.create_plugin("peer", peer.use, peer.params, {"task": task}))
 
 
 def _check_backend(backend: PluginSpec, precisions: tuple[str, ...]) -> None:
     what = f"backend {backend.use!r}"
-    _check_param_types(what, registry.check_params("benchmarker", backend.use, backend.params), backend.params)
     try:
         made = registry.call_plugin(what, lambda: registry.create_plugin("benchmarker", backend.use, backend.params))
     except CandidateError as error:
@@ -214,20 +185,20 @@ def _check_backend(backend: PluginSpec, precisions: tuple[str, ...]) -> None:
             raise UserError(f"precision {precision!r}: {what} runs {', '.join(sorted(dialect.precisions))}")
 
 
-def _check_model(model: ModelSpec, base: Path, data: DatasetCache) -> None:
+def _check_model(model: ModelSpec, data: DatasetCache) -> None:
     if model.use.startswith("zoo:"):
         name = model.use.removeprefix("zoo:")
         if name not in zoo.names():
             raise UserError(f"{model.use}: no such model; {suggest_names(name, zoo.names())}")
     else:
-        resolve_path(model.use, base)
+        resolve_path(model.use, model.base_dir)
     if model.preprocess is not None:
         used = model.preprocess
         with prefix_key("preprocess"):
             registry.call_plugin("preprocess", lambda: registry.create_plugin("preprocessing", used.use, used.params))
     if model.calibration.data is not None:
         with prefix_key("calibration"):
-            data.open(model.calibration.data)
+            data.open(model.calibration.data, model.base_dir)
     if model.evaluator is not None:
         with prefix_key("evaluator"):
             _check_evaluator(model.evaluator, model.preprocess, data)
@@ -241,15 +212,15 @@ def _check_evaluator(evaluator: PluginSpec, preprocess: PluginSpec | None, data:
     evaluator_params(use, params, dict.fromkeys(SUPPLIED_PARAMS))
     # By the names that the built-in evaluators use: another one's may be of other kinds.
     if isinstance(params.get("data"), Mapping):
-        data.open(params["data"])
+        data.open(params["data"], evaluator.base_dir)
     if isinstance(params.get("preprocess"), str | Mapping):
         open_preprocess(params["preprocess"])
     if isinstance(params.get("decode"), str | Mapping):
         name, settings = open_plugin(params["decode"])
-        registry.check_params("decoder", name, settings, given=("outputs", "prepared", "size"))
+        registry.check_params("decoder", name, settings, supplied=("outputs", "prepared", "size"))
 
 
-def _model_remarks(model: ModelSpec, base: Path, data: DatasetCache, objective: Objective) -> Iterator[str]:
+def _model_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) -> Iterator[str]:
     """Give the model its shapes and its data, where there are some.
 
     Args:
@@ -262,17 +233,22 @@ def _model_remarks(model: ModelSpec, base: Path, data: DatasetCache, objective: 
         return
     halves = HALVES if objective.halves else (None,)
     with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
-        loaded = open_model(model, base, Path(scratch))
+        loaded = open_model(model, Path(scratch))
         if model.shapes or model.dims:
             _check_channels(loaded)
         if model.calibration.data is not None:
             used = model.preprocess
             preprocess = None if used is None else open_preprocess(used.model_dump(include={"use", "params"}))
             with prefix_key("calibration"):
-                batches(data.open(model.calibration.data), preprocess, input_types(loaded), model.calibration.samples)
+                batches(
+                    data.open(model.calibration.data, model.base_dir),
+                    preprocess,
+                    input_types(loaded),
+                    model.calibration.samples,
+                )
         yield from _sample_remarks(model, data, objective)
         with prefix_key("evaluator"):
-            uses = [evaluator_spec(model, loaded, base, Path(scratch), half) for half in halves]
+            uses = [evaluator_spec(model, loaded, Path(scratch), half) for half in halves]
             made = [_create_evaluator(use) for use in uses if use is not None]
             for evaluator in made:
                 _check_outputs(evaluator, loaded)
@@ -291,7 +267,7 @@ def _sample_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) 
     """Yield where more samples are asked for than there are, or where a default leaves some out."""
     calibration = model.calibration
     if calibration.data is not None:
-        asked, there = calibration.samples, len(data.open(calibration.data))
+        asked, there = calibration.samples, len(data.open(calibration.data, model.base_dir))
         if "samples" in calibration.model_fields_set and asked > there:
             yield f"calibration.samples: {asked} are asked for, but the data have {there}"
         elif "samples" not in calibration.model_fields_set and asked < there:
@@ -301,7 +277,7 @@ def _sample_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) 
     params: Mapping[str, Any] = {} if model.evaluator is None else model.evaluator.params
     wanted = params.get("samples")
     if isinstance(wanted, int) and isinstance(params.get("data"), Mapping):
-        there = len(data.open(params["data"]))
+        there = len(data.open(params["data"], model.base_dir))
         if wanted > there:
             yield f"evaluator.params.samples: {wanted} are asked for, but the data have {there}"
 
@@ -341,21 +317,22 @@ def _check_outputs(evaluator: Any, model: Model) -> None:
 
 
 def _create_evaluator(use: PluginSpec) -> Any:
-    return registry.call_plugin(f"evaluator {use.use!r}", lambda: registry.create_plugin("evaluator", use.use, use.params))
+    return registry.call_plugin(
+        f"evaluator {use.use!r}", lambda: registry.create_plugin("evaluator", use.use, use.params)
+    )
 
 
 class DatasetCache:
     """Opens each data set once, however many models name it."""
 
-    def __init__(self, base: Path) -> None:
-        self._base = base
+    def __init__(self) -> None:
         self._seen: list[tuple[Mapping[str, Any], Dataset | Arrays]] = []
 
-    def open(self, spec: Mapping[str, Any]) -> Dataset | Arrays:
+    def open(self, spec: Mapping[str, Any], base_dir: Path) -> Dataset | Arrays:
         """See `harness.accuracy.data.datasets.open_data`."""
         for known, opened in self._seen:
             if known == spec:
                 return opened
-        opened = open_data(spec, self._base)
+        opened = open_data(spec, base_dir)
         self._seen.append((spec, opened))
         return opened

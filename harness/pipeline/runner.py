@@ -35,33 +35,40 @@ from pathlib import Path
 from typing import Any
 
 from harness.cluster import open_execution_target
-from harness.errors import UserError
-from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, WorkerSpec
-from harness.timing.workers.trial_pool import run_concurrently
-from harness.timing.provenance import comparability_key, git_commit, lacks_vnni
-from harness.timing.workers.execution_target import ExecutionTarget
-from harness.results_dir.ownership import owned_results_dir
-from harness.results_dir.fingerprint import FingerprintMismatch, facts_digest, require_same_fingerprint
-from harness.pipeline.task import Cell, compose
 from harness.config.experiment import Experiment
-from harness.selection.confirmation import confirm_rows, noise_floor
-from harness.verification.dynamic_delivery import deliver_rows
-from harness.selection.export import choose
-from harness.progress import Observer
 from harness.config.plan import TaskSpec, plan_tasks
-from harness.results_dir.artifacts import read_json, write_json
-from harness.pipeline.task_run import Running
-from harness.selection.final_selection import run_off
-from harness.verification.runtime_checker import RuntimeChecker, check_plan, computes_nothing
-from harness.pipeline.accuracy_store import ScoreBook
+from harness.errors import UserError
 from harness.pipeline.accuracy import scoring_of
-from harness.results_dir.archive_previous import run_with_recovery
-from harness.results_dir.termination import SearcherFailures, clear_task_error, write_task_error, read_termination
+from harness.pipeline.accuracy_store import ScoreBook
 from harness.pipeline.float_baseline import float_benchmarkers
-from harness.results_dir.completion import is_complete, mark_complete
+from harness.pipeline.task import Cell, compose
+from harness.pipeline.task_run import Running
 from harness.pipeline.transfer import guests, remember
+from harness.progress import Observer
+from harness.results_dir.fingerprint import FingerprintMismatch, facts_digest, require_same_fingerprint
+from harness.results_dir.io import archive_existing, read_json, write_json
+from harness.results_dir.ownership import owned_results_dir
+from harness.results_dir.termination import (
+    SearcherFailures,
+    clear_task_error,
+    is_complete,
+    mark_complete,
+    read_termination,
+    write_task_error,
+)
+from harness.selection.confirmation import confirm_rows, noise_floor
+from harness.selection.export import choose
+from harness.selection.final_selection import run_off
+from harness.timing.provenance import comparability_key, git_commit, lacks_vnni
+from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, WorkerSpec
+from harness.timing.workers.execution_target import ExecutionTarget
+from harness.timing.workers.trial_pool import WorkerLost, run_concurrently
+from harness.verification.dynamic_delivery import deliver_rows
+from harness.verification.runtime_checker import RuntimeChecker, check_plan, computes_nothing
 
-__all__ = ["run_experiment"]
+__all__ = ["MAX_WORKER_LOSSES", "run_experiment", "run_with_recovery"]
+
+MAX_WORKER_LOSSES = 3  # per task; counted only if no other worker can take over
 
 NAMED = 3
 """So many searches that broke are named at the end; the report has all."""
@@ -70,7 +77,6 @@ NAMED = 3
 def run_experiment(
     experiment: Experiment,
     *,
-    base: Path,
     out: Path,
     observer: Observer,
     accept_changes: bool = False,
@@ -79,7 +85,6 @@ def run_experiment(
     """Run what is not yet there of an experiment; a cell that cannot be run does not stop the others.
 
     Args:
-        base: Folder that relative paths of the experiment start from.
         out: Results folder; created where missing.
         accept_changes: A cell that was begun with something else is kept beside, and begun anew.
         retry_failed: What failed in searches, runoffs and confirmations is attempted once more.
@@ -90,7 +95,7 @@ def run_experiment(
     """
     commit = git_commit()
     stopped: dict[str, list[str]] = {}
-    cells = plan_tasks(experiment, base)
+    cells = plan_tasks(experiment)
     alone = len(cells) == 1
     known = None if accept_changes else _machine(cells, out)
 
@@ -99,7 +104,6 @@ def run_experiment(
         folder = out / spec.name
         place = _Place(
             spec=spec,
-            base=base,
             folder=folder,
             commit=commit,
             site=site,
@@ -128,6 +132,34 @@ def run_experiment(
     if stopped:
         raise UserError("\n".join(text if alone else f"{', '.join(names)}: {text}" for text, names in stopped.items()))
     _refuse_broken(cells, out)
+
+
+def run_with_recovery(folder: Path, run_task: Callable[[], None], accept_changes: bool, observer: Observer) -> None:
+    """Run a task, and run it again, continuing its results, after it lost a worker.
+
+    Args:
+        folder: Folder of the task.
+        run_task: Runs the task; can be called again at any time.
+        accept_changes: If the inputs of the task have changed, archive its results and start over.
+
+    Raises:
+        FingerprintMismatch: The inputs have changed, and `accept_changes` is False.
+        WorkerLost: More than `MAX_WORKER_LOSSES` workers were lost.
+    """
+    losses = 0
+    while True:
+        try:
+            return run_task()
+        except WorkerLost as error:
+            losses += 1
+            if losses > MAX_WORKER_LOSSES:
+                raise
+            observer.say(f"{folder.name}: {error}; continuing with the remaining workers")
+        except FingerprintMismatch as error:
+            if not accept_changes:
+                raise
+            backup = archive_existing(folder)
+            observer.say(f"{error}\naccepted: the earlier results are in {backup.name}; {folder.name} starts over")
 
 
 def _refuse_broken(cells: Iterable[TaskSpec], out: Path) -> None:
@@ -163,7 +195,6 @@ class _Place:
     """
 
     spec: TaskSpec
-    base: Path
     folder: Path
     commit: str | None
     site: ExecutionTarget
@@ -175,8 +206,8 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
     spec, folder, site = place.spec, place.folder, place.site
     _begun(folder / "env.json", site.environment(place.commit), comparability_key)
     facts = site.describe(spec.backend, folder / "work")
-    cell = compose(experiment, spec, place.base, folder / "work", observer, facts)
-    scoring = scoring_of(experiment.objective, spec.model, cell.model, place.base, cell.work)
+    cell = compose(experiment, spec, folder / "work", observer, facts)
+    scoring = scoring_of(experiment.objective, spec.model, cell.model, cell.work)
     benchmarkers = float_benchmarkers(spec.backend, cell.float_file, folder, site.open, observer, facts)
     cell = cell.at(benchmarkers)
     worker = WorkerSpec(
@@ -189,7 +220,6 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
         running = Running(
             experiment=experiment,
             cell=cell,
-            base=place.base,
             engines=engines,
             scoring=scoring,
             judge=scoring.judge(goal),
@@ -219,9 +249,7 @@ def _run_cell(place: _Place, experiment: Experiment, observer: Observer) -> None
         if place.searching:
             choose(running, found, others)
             return
-        table = choose(
-            running, found, others, guests(experiment.transfer, cell, plan_tasks(experiment, place.base), folder.parent)
-        )
+        table = choose(running, found, others, guests(experiment.transfer, cell, plan_tasks(experiment), folder.parent))
         if scoring.evaluators:
             if book.lacks(table):
                 scoring.show_float(book, cell.model_file)

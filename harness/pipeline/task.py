@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from harness import registry
-from harness.api import Array, Candidate
 from harness.accuracy.calibration.ptq import PtqOptions
 from harness.accuracy.calibration.ranges import (
     CalibrationKey,
@@ -19,32 +18,34 @@ from harness.accuracy.calibration.ranges import (
     refuse_empty,
     remarks,
 )
-from harness.errors import UserError
-from harness.accuracy.data.datasets import open_data
 from harness.accuracy.data.batching import batches
+from harness.accuracy.data.datasets import open_data
 from harness.accuracy.data.preprocess import open_preprocess, preprocess_fingerprint
-from harness.random_inputs import random_feeds
-from harness.graph.qdq.cast_insert import CastInserter, carried, refuse_lost_nodes
-from harness.graph.rules.dialects import Dialect
-from harness.graph.qdq.insert import Inserter
+from harness.api import Array, Candidate, capabilities_of
+from harness.config.experiment import Experiment
+from harness.config.initial import FULLY_QUANTIZED
+from harness.config.plan import TaskSpec
+from harness.config.sections import ModelSpec, PluginSpec
+from harness.errors import UserError
 from harness.graph.load import load, save
 from harness.graph.model import Model
-from harness.graph.rules.points import why_none
+from harness.graph.qdq.cast_insert import CastInserter, carried, refuse_lost_nodes
+from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
-from harness.timing.workers.engines import MAIN_BENCHMARKER
-from harness.config.experiment import Experiment, ModelSpec, PluginSpec
-from harness.search_loop.loop import Seed
-from harness.pipeline.external_tools import PTQ, Foreign, Order, extreme_form, quantize_with
-from harness.results_dir.journal import explain_write_errors
-from harness.pipeline.model_loader import MIN_OPSET, evaluator_spec, input_types, open_model
-from harness.progress import Observer
-from harness.config.plan import TaskSpec
+from harness.graph.rules.dialects import Dialect
+from harness.graph.rules.points import why_none
 from harness.pipeline.accuracy_store import SCORES
-from harness.pipeline.initial_design import Seeding, imported
-from harness.config.initial import FULLY_QUANTIZED
+from harness.pipeline.external_tools import PTQ, Foreign, Order, extreme_form, quantize_with
 from harness.pipeline.float_baseline import CAST, parsed
 from harness.pipeline.float_trial import Tryout
+from harness.pipeline.initial_design import Seeding, imported
+from harness.pipeline.model_loader import MIN_OPSET, evaluator_spec, input_types, open_model
+from harness.progress import Observer
+from harness.random_inputs import random_feeds
+from harness.results_dir.io import explain_write_errors
+from harness.search_loop.loop import Seed
+from harness.timing.workers.engines import MAIN_BENCHMARKER
 from search.space import Placement, Resolved, Space
 
 __all__ = ["MIN_OPSET", "Cell", "compose", "dialect_use", "evaluator_spec", "open_model"]
@@ -155,13 +156,10 @@ class Cell:
         return Candidate(digest=digest, edges=resolved, source=source)
 
 
-def compose(
-    experiment: Experiment, spec: TaskSpec, base: Path, work: Path, observer: Observer, facts: Facts | None = None
-) -> Cell:
+def compose(experiment: Experiment, spec: TaskSpec, work: Path, observer: Observer, facts: Facts | None = None) -> Cell:
     """Load, calibrate, and prepare the space, the seeds and the baselines of one cell.
 
     Args:
-        base: Folder of the experiment file, for relative paths.
         work: Scratch folder of the cell.
         facts: The backend's own, where the device is another machine's; None: it is asked here.
 
@@ -175,7 +173,7 @@ def compose(
         raise UserError(
             f"precision {spec.precision!r}: backend {spec.backend.use!r} runs {', '.join(sorted(dialect.precisions))}"
         )
-    model = open_model(spec.model, base, work, max(MIN_OPSET, dialect.opset(spec.precisions)))
+    model = open_model(spec.model, work, max(MIN_OPSET, dialect.opset(spec.precisions)))
     if facts.get("model_sha256", model.sha256) != model.sha256:
         raise UserError(f"backend {spec.backend.use!r} answers for another model than {model.source}: see 'qdq record'")
     with explain_write_errors(work):
@@ -183,9 +181,9 @@ def compose(
     space = build_space(model, dialect, precisions=spec.precisions, sharing=experiment.sharing)
     if not len(space):
         raise UserError(why_none(model, dialect, spec.precisions[0]))
-    feeds = _Feeds(spec.model, model, base)
+    feeds = _Feeds(spec.model, model)
     if not made_up and not (work.parent / SCORES).exists():
-        Tryout(base, work, experiment.limits, observer).run(spec.model, model, model_file)
+        Tryout(work, experiment.limits, observer).run(spec.model, model, model_file)
     observed = _ranges(space, model, model_file, feeds, observer)
     space, ranges = narrowed(space, observed), finite_ranges(observed)
     refuse_empty(space, observed, model.source)
@@ -198,10 +196,10 @@ def compose(
         options={**feeds.ptq_options(dialect, spec.precisions[0]), "limit_s": experiment.limits.evaluate_s},
     )
     foreign = {start.name: quantize_with(start.name, order, observer) for start in starts if start.use in PTQ}
-    foreign |= imported(starts, base)
+    foreign |= imported(starts)
     if any(start.use == FULLY_QUANTIZED for start in starts):
         foreign[FULLY_QUANTIZED] = extreme_form(model, dialect, ranges, work, space)
-    seeding = Seeding(spec=spec, space=space, model=model, base=base, foreign=foreign, observer=observer, facts=facts)
+    seeding = Seeding(spec=spec, space=space, model=model, foreign=foreign, observer=observer, facts=facts)
     found = seeding.placements(starts)
     return Cell(
         spec=spec,
@@ -228,7 +226,7 @@ def compose(
 class _Feeds:
     """Calibration batches of one model, as often as they are needed."""
 
-    def __init__(self, spec: ModelSpec, model: Model, base: Path) -> None:
+    def __init__(self, spec: ModelSpec, model: Model) -> None:
         self._spec = spec
         self._model = model
         self._types = input_types(model)
@@ -239,7 +237,7 @@ class _Feeds:
             self.description = "random data"
             self.fingerprint = "random feeds 1"
         else:
-            dataset = open_data(spec.calibration.data, base, self.settings.samples)
+            dataset = open_data(spec.calibration.data, spec.base_dir, self.settings.samples)
             preprocess = None if self._preprocess is None else open_preprocess(self._preprocess)
             self._batches = batches(dataset, preprocess, self._types)
             self.description = f"{len(dataset)} samples"
@@ -297,8 +295,8 @@ def _runtime(backend: PluginSpec, facts: Facts | None) -> tuple[Dialect, frozens
     benchmarker = registry.create_plugin("benchmarker", backend.use, backend.params)
     facts = benchmarker.describe() if facts is None else facts
     dialect = dialect_called(dialect_name(benchmarker, backend.use, facts))
-    emulated = frozenset(getattr(benchmarker, "accuracy_only", ()))
-    return dialect, emulated, facts, getattr(benchmarker, "in_process", False)
+    capabilities = capabilities_of(benchmarker)
+    return dialect, capabilities.emulated, facts, capabilities.in_process
 
 
 def _ranges(space: Space, model: Model, model_file: Path, feeds: _Feeds, observer: Observer) -> Ranges:

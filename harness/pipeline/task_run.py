@@ -10,28 +10,28 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from harness.config.experiment import Experiment
+from harness.config.plan import SearchSpec
 from harness.graph.io.files import file_digest
-from harness.timing.workers.engines import Engines
-from harness.timing.workers.trial_pool import TrialFn, TrialFnFactory
-from harness.timing.workers.execution_target import QueueFactory
+from harness.pipeline.accuracy import Scoring
+from harness.pipeline.methods import open_search
+from harness.pipeline.task import Cell, dialect_use
+from harness.progress import Observer, Step, best_note
 from harness.records import SCHEMA_VERSION
 from harness.results_dir.fingerprint import facts_digest
-from harness.pipeline.task import Cell, dialect_use
-from harness.config.experiment import Experiment
-from harness.selection.confirmation import float_latency, level
+from harness.results_dir.io import archive_existing
+from harness.results_dir.journal import Journal, read_journal
+from harness.results_dir.termination import Termination, clear_termination, read_termination, write_termination
+from harness.search_loop.accuracy_gate import Judge
 from harness.search_loop.loop import Ending, SearchTask, Strayed, Trial, run_search
 from harness.search_loop.objective import goal_facts
-from harness.results_dir.journal import Journal, read_journal
-from harness.search_loop.accuracy_gate import Judge
 from harness.search_loop.optuna_mirror import LIVE, live_study
-from harness.pipeline.methods import open_search
-from harness.progress import Observer, Step, best_note
-from harness.config.plan import SearchSpec
-from harness.verification.runtime_checker import RuntimeChecker
-from harness.pipeline.accuracy import Scoring
-from harness.results_dir.archive_previous import archive_existing
-from harness.results_dir.termination import Termination, clear_termination, write_termination, read_termination
 from harness.search_loop.trial import BUILDS, Care, attempt_with
+from harness.selection.confirmation import float_latency, level
+from harness.timing.workers.engines import Engines
+from harness.timing.workers.execution_target import QueueFactory
+from harness.timing.workers.trial_pool import TrialFn, TrialFnFactory
+from harness.verification.runtime_checker import RuntimeChecker
 
 __all__ = ["Running"]
 
@@ -49,7 +49,6 @@ class Running:
 
     experiment: Experiment
     cell: Cell
-    base: Path
     engines: Engines
     scoring: Scoring
     judge: Judge
@@ -64,7 +63,9 @@ class Running:
         One whose searcher broke goes on, or begins anew where the searcher proposes something else by now.
         """
         journal, named = self._journal(run), f"{self.cell.spec.name} {run.name}"
-        before = read_termination(journal)  # forgotten only where it no longer holds: what interrupts this run changes nothing
+        before = read_termination(
+            journal
+        )  # forgotten only where it no longer holds: what interrupts this run changes nothing
         try:
             ending = self._search(run, workers, retry_failed)
         except Strayed:
@@ -76,7 +77,9 @@ class Running:
             ending = self._search(run, workers, retry_failed)
         if ending.reason:
             what, most = "ended" if ending.broken is None else "broke", max(self.experiment.budget.evaluations)
-            end = write_termination(journal, f"{what} at {ending.evaluations} of {most}: {ending.reason}", ending.broken)
+            end = write_termination(
+                journal, f"{what} at {ending.evaluations} of {most}: {ending.reason}", ending.broken
+            )
             self.observer.say(f"{named} {end.reason}")
         else:
             clear_termination(journal)
@@ -87,7 +90,7 @@ class Running:
         confirmation, one_winner = self.experiment.confirmation, self.experiment.objective.minimize == "latency"
         keep = max(confirmation.top_k, confirmation.contenders) if one_winner else most
         with (
-            open_search(run, self.cell, self.base, keep) as search,
+            open_search(run, self.cell, keep) as search,
             Journal(self._journal(run), self._begun_with(run)) as journal,
             self.observer.work(f"{self.cell.spec.name} {run.name}", most) as step,
             workers(self._attempts(run)) as executor,

@@ -28,7 +28,8 @@ def describe_workload(experiment: Experiment) -> str:
     more = ", and accuracy is scored besides" if any(model.evaluator for model in experiment.models) else ""
     counts = f"{_format_count(len(cells), 'cell')}, {_format_count(searches, 'search', 'searches')}"
     limit = f" ({experiment.budget.minutes:g} minutes a search at most)" if experiment.budget.minutes else ""
-    return f"ok: {counts}, {_format_count(evaluations, 'evaluation')} at most; roughly {_format_duration(low, high)}{limit}{more}"
+    counts += f", {_format_count(evaluations, 'evaluation')} at most"
+    return f"ok: {counts}; roughly {_format_duration(low, high)}{limit}{more}"
 
 
 def _task_range_s(cell: TaskSpec, experiment: Experiment) -> TimeRange:

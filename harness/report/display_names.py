@@ -8,9 +8,9 @@ from typing import Any
 
 import pandas as pd
 
-from harness.statistics import Interval
 from harness.report.load.results import CellResults
 from harness.results_dir.artifacts import FLOAT_ROW
+from harness.statistics import Interval
 
 __all__ = [
     "BEYOND", "CAPPED", "METRICS", "UNSCORED", "cut", "judged", "labels_of", "metric_name", "score_head", "shown_drop",

@@ -10,28 +10,27 @@ import pandas as pd
 from rich.console import Group
 from rich.text import Text
 
-from harness.report.frames.component_ablation import ablation_frame
-from harness.report.frames.decision import decision_frame
-from harness.report.plots.plot_files import draw
-from harness.report.frames.gain_over_fixed import fixed_frame
-from harness.report.frames.main_frame import finalist_frame, main_frame, precision_frame
-from harness.report.tables.notes import partial, progress
-from harness.report.frames.speedup_overview import overview_frame
-from harness.report.page.index_page import index
-from harness.report.load.results import Results
-from harness.report.load.results import load as load_results
-from harness.report.frames.confirmation_samples import sample_frame, variance_frame
-from harness.report.page.graph_snapshots import graph_of, keep_graph
 from harness.report.frames.budget_frames import budget_frame, cost_frame, curve_frame, target_frame
-from harness.report.tables.table_layouts import tables_of
+from harness.report.frames.component_ablation import ablation_frame
+from harness.report.frames.confirmation_samples import sample_frame, variance_frame
+from harness.report.frames.decision import decision_frame
+from harness.report.frames.gain_over_fixed import fixed_frame
+from harness.report.frames.hypervolume import volume_frame
+from harness.report.frames.main_frame import finalist_frame, main_frame, precision_frame
 from harness.report.frames.searcher_statistics import pair_frame, score_frame
-from harness.report.tables.report_table import Table, plain_text, printable, without_repeats, write_table
-from harness.report.tables.terminal_table import Drawn
+from harness.report.frames.speedup_overview import overview_frame
 from harness.report.frames.transfer import transfer_frame
 from harness.report.load.report_cache import digest_of, is_current, keep_digest
-from harness.report.frames.hypervolume import volume_frame
-from harness.results_dir.journal import explain_write_errors
-from harness.results_dir.artifacts import write_text
+from harness.report.load.results import Results
+from harness.report.load.results import load as load_results
+from harness.report.page.graph_snapshots import graph_of, keep_graph
+from harness.report.page.index_page import index
+from harness.report.plots.plot_files import draw
+from harness.report.tables.notes import partial, progress
+from harness.report.tables.report_table import Table, plain_text, printable, without_repeats, write_table
+from harness.report.tables.table_layouts import tables_of
+from harness.report.tables.terminal_table import Drawn
+from harness.results_dir.io import explain_write_errors, write_text
 
 __all__ = ["Frames", "current_report", "drawing_of", "load", "render", "text_of", "write_report", "write_tables"]
 
@@ -45,7 +44,8 @@ class Frames:
 
     Attributes:
         main: One row a method; see `harness.report.frames.main_frame.main_frame`.
-        overview: Speedups of several cells by method, and their geometric means; see `harness.report.frames.speedup_overview`.
+        overview: Speedups of several cells by method, and their geometric means; see
+        `harness.report.frames.speedup_overview`.
         finalists: Everything that went to the confirmation.
         precision: The rows with an accuracy or of several precisions, with a decision.
         decision: Float, PTQ tools, everything quantized, and the best found; see `harness.report.frames.decision`.

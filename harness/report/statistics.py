@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from harness.statistics import MIN_CLAIMED_GAIN, Interval, block_ci
 from harness.report.tables.report_table import several
+from harness.statistics import MIN_CLAIMED_GAIN, Interval, block_ci
 
 __all__ = [
     "ENOUGH", "FEWEST", "Ranks", "compare_pairs", "compare_with", "effect_size", "geometric_mean", "over_blocks",

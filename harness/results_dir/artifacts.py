@@ -1,45 +1,42 @@
-"""The rows of a cell's table, and which method chose which. Every row is an exported file; nothing else is timed."""
+"""Exported models of a task, and which of them each method chose; nothing else is timed or reported."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from harness.api import Candidate
-from harness.errors import UserError
+from harness.records import from_json
+from harness.results_dir.io import read_json
 from harness.timing.workers.engines import MAIN_BENCHMARKER
-from harness.results_dir.journal import explain_write_errors
 from search.space import Placement, Space, digest_of
 
 __all__ = [
-    "ACCURACY_ONLY_VERDICT", "DYNAMIC_AXES_FILE", "FLOAT_ROW", "Choice", "ExportedModel", "FinalistSet", "best_choice", "read_json", "read_finalists",
-    "write_json", "write_text",
+    "ACCURACY_ONLY_VERDICT", "DYNAMIC_AXES_FILE", "FLOAT_ROW", "Choice", "ExportedModel", "FinalistSet", "best_choice",
+    "read_finalists",
 ]  # fmt: skip
 
 FLOAT_ROW = "float"
+#: By row: file with the dynamic axes of the original model, if it was checked, or why there is none.
 DYNAMIC_AXES_FILE = "dynamic.json"
-"""By row: the file with the dynamic axes of the original model, where it was checked, or why there is none."""
+#: Verdict in tables if the device only emulates a row's precision.
 ACCURACY_ONLY_VERDICT = "accuracy only"
-"""What tables say in the place of a verdict where the device has no speed at a row's precision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedModel:
-    """One model file that is timed and scored.
+    """Model file that is timed and scored.
 
     Attributes:
-        id: "float", "float-PRECISION" (the float model at another float precision), the name of a PTQ tool, or a
-            placement's digest.
-        file: Name in the cell's folder `models`.
-        sha256: Of that file, external data included.
-        pairs: Q/DQ pairs in it.
-        benchmarker: Which of the cell's benchmarkers builds it.
-        choices: Of the placement; None for the float model and for models of other tools.
-        timed: The device has a speed at its precisions; where not, it is scored and never confirmed.
+        id: "float", "float-PRECISION" (the float model at another float precision), the name of a PTQ tool, or the
+            digest of a placement.
+        file: Name in the folder `models` of the task.
+        sha256: Digest of the file with its external data.
+        pairs: Number of Q/DQ pairs.
+        benchmarker: Name of the benchmarker of the task that builds it.
+        choices: Choices of the placement; None for the float model and for models of other tools.
+        timed: The device runs its precisions natively; otherwise it is scored but not confirmed.
     """
 
     id: str
@@ -52,34 +49,34 @@ class ExportedModel:
 
     @property
     def digest(self) -> str:
-        """`Candidate.digest` of the row."""
+        """`Candidate.digest` of the model."""
         if self.choices is not None:
             return self.id
         return self.sha256[:16] if self.pairs else digest_of(())
 
     @property
     def key(self) -> str:
-        """Name of the row's model in records of checks: its digest and the benchmarker that builds it."""
+        """Name in records of checks: the digest and the benchmarker that builds it."""
         return f"{self.digest} {self.benchmarker}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A method's choice of a row.
+    """Choice of a row by a method.
 
     Attributes:
         kind: "float", "baseline" or "search".
-        seed: Of the search; None for the others.
+        seed: RNG seed of the search; None for the others.
         budget: Evaluations after which the search would have stopped; None for the others.
-        row: `Row.id`, or "" where the method gave nothing.
-        search_ms: Latency by the search's own samples; None where it chose a model of another tool, see
-            `harness.selection.final_selection`.
-        loss: Loss of the metric that the search saw, where that is what it minimised; None elsewhere.
-        runoff: Speedup over the float model in the runoff that chose the row; None where there was none.
-        beaten: By the choice of another seed, in that runoff.
+        row: `ExportedModel.id`, or "" if the method gave nothing.
+        search_ms: Latency by the search's own samples; None for a model of another tool (see
+            `harness.selection.final_selection`).
+        loss: Loss of the metric in the search, if the search minimised it.
+        runoff: Speedup over the float model in the final selection, if there was one.
+        beaten: In that selection, the choice of another seed was faster.
         reason: Why there is no row, or none that is timed.
-        scored: Evaluations of the search whose metric was measured; None where it looked at none.
-        agreement: Rank correlation of proxy and metric over those that have both; None where it cannot be told.
+        scored: Evaluations of the search with a measured metric; None if it used no metric.
+        agreement: Rank correlation of proxy and metric over the evaluations that have both; None if undefined.
     """
 
     method: str
@@ -98,28 +95,28 @@ class Choice:
     agreement: float | None = None
 
 
-def best_choice(picks: Iterable[Choice]) -> Choice | None:
-    """The searches' choice that did best before the confirmation, which reports and must not choose.
+def best_choice(choices: Iterable[Choice]) -> Choice | None:
+    """Return the best choice of the searches by readings before the confirmation, which must not select.
 
-    By the loss of accuracy where that was minimised, the faster of equal ones; else by the runoff where any of them
-    came through one, else by the searches' own samples; None where nothing was measured.
+    The criterion is the loss of accuracy if it was minimised (latency breaks ties), else the final selection if there
+    was one, else the searches' own samples. None if nothing was measured.
     """
-    found = [pick for pick in picks if pick.kind == "search" and pick.row]
-    if found and all(pick.loss is not None for pick in found):
-        return min(found, key=lambda pick: (pick.loss or 0.0, pick.search_ms or 0.0))
-    met = [pick for pick in found if pick.runoff is not None]
-    if met:
-        return max(met, key=lambda pick: (not pick.beaten, pick.runoff or 0.0))
-    return min(found, key=lambda pick: pick.search_ms or 0.0, default=None)
+    found = [choice for choice in choices if choice.kind == "search" and choice.row]
+    if found and all(choice.loss is not None for choice in found):
+        return min(found, key=lambda choice: (choice.loss or 0.0, choice.search_ms or 0.0))
+    selected = [choice for choice in found if choice.runoff is not None]
+    if selected:
+        return max(selected, key=lambda choice: (not choice.beaten, choice.runoff or 0.0))
+    return min(found, key=lambda choice: choice.search_ms or 0.0, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalistSet:
-    """The rows of a cell, as something that can be built.
+    """Exported models of a task as candidates.
 
     Attributes:
-        folder: The cell's.
-        space: Of the placements that the rows' choices are in.
+        folder: Folder of the task.
+        space: Space of the rows' choices.
     """
 
     folder: Path
@@ -128,11 +125,11 @@ class FinalistSet:
 
     @property
     def with_latency(self) -> FinalistSet:
-        """The rows that have a speed."""
+        """Only the rows that are timed."""
         return replace(self, rows=tuple(row for row in self.rows if row.timed))
 
     def candidate(self, row: ExportedModel) -> Candidate:
-        """The row's exported file, with the edges that are quantized in it: simulation and replay go by these."""
+        """Return the exported file with its quantized edges, which simulation and replay need."""
         resolved = () if row.choices is None else self.space.resolve(Placement(row.choices))
         return Candidate(
             digest=row.digest if row.choices is None else digest_of(resolved),
@@ -142,51 +139,12 @@ class FinalistSet:
 
 
 def read_finalists(folder: Path) -> tuple[tuple[ExportedModel, ...], tuple[Choice, ...]]:
-    """What `choose` wrote; nothing where the searches are still going on."""
+    """Return the exported models and choices of a task; both are empty while searches run."""
     path = folder / "rows.json"
     if not path.exists():
         return (), ()
     body = read_json(path)
-    return tuple(_decode_row(r) for r in body["rows"]), tuple(Choice(**p) for p in body["picks"])
-
-
-def _decode_row(body: dict[str, Any]) -> ExportedModel:
-    choices = body.pop("choices", None)
-    return ExportedModel(**body, choices=None if choices is None else tuple(choices))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object that `write_json` wrote.
-
-    Raises:
-        UserError: It is damaged.
-    """
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); move the file away to have it made again") from error
-    if not isinstance(body, dict):
-        raise UserError(f"{path}: not a file of qdq-bench; move it away to have it made again")
-    return body
-
-
-def write_json(path: Path, body: Any) -> None:
-    """Replace a JSON file in one step, see `write_text`."""
-    write_text(path, json.dumps(body, indent=1, allow_nan=False))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file in one step, so that a crash leaves the old or the new one.
-
-    Raises:
-        UserError: It cannot be written; the old one stands.
-    """
-    temporary = path.with_suffix(".tmp")
-    with explain_write_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+    return (
+        tuple(from_json(ExportedModel, row) for row in body["rows"]),
+        tuple(from_json(Choice, pick) for pick in body["picks"]),
+    )

@@ -1,4 +1,4 @@
-"""Whether what a run depends on is still what it was: shown leaf by leaf where it is not."""
+"""Comparison of the inputs of a run with those that it was started with."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 
 from harness.errors import UserError
 
-__all__ = ["CHANGED_RUN_ADVICE", "FingerprintMismatch", "diff_leaves", "facts_digest", "require_same_fingerprint", "json_equal"]
+__all__ = [
+    "CHANGED_RUN_ADVICE", "FingerprintMismatch", "diff_leaves", "facts_digest", "json_equal",
+    "require_same_fingerprint",
+]  # fmt: skip
 
-CHANGED_RUN_ADVICE = "use another --out, or --accept-changes to begin a new section of the table here"
-
-KEYS_ADDED_LATER = frozenset({"data"})
-"""Keys that records of before 2026-11-23 lack; those are compared without them."""
+CHANGED_RUN_ADVICE = "use another --out, or --accept-changes to archive these results and start over"
+KEYS_ADDED_LATER = frozenset({"data"})  # missing in records from before 2026-11-23, and ignored for those
 MAX_VALUE_CHARS = 100
-"""Characters of a value; lists of placements are long."""
 
 
 class FingerprintMismatch(UserError):
-    """What was begun cannot go on as it is now; results of before and after are not to be mixed."""
+    """The inputs of a run have changed, so its results would not be comparable with the existing ones."""
 
 
 def diff_leaves(old: Any, new: Any, path: str = "") -> Iterator[str]:
-    """Each leaf that differs, for instance "backend.version: '2026.3' -> '2026.4'"; absent is None.
+    """Yield each leaf that differs, for instance "backend.version: '2026.3' -> '2026.4'"; a missing one is None.
 
     Args:
-        there: As it was read back from JSON.
-        here: As it is now, through JSON as well, so that a tuple equals the list that it became.
-        where: Path of both within the whole.
+        old: Value read from JSON.
+        new: Value after a round trip through JSON, where tuples become lists.
+        path: Path of both within the whole.
     """
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in sorted({*old, *new}):
@@ -40,12 +40,12 @@ def diff_leaves(old: Any, new: Any, path: str = "") -> Iterator[str]:
 
 
 def json_equal(one: Any, other: Any) -> bool:
-    """Whether two values that JSON can hold are equal; a NaN, wherever it stands, equals itself."""
+    """Return whether two JSON values are equal, where NaN equals NaN."""
     return bool(one == other) or json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def facts_digest(facts: Any) -> str:
-    """Of anything that JSON can hold, and of sets: the same in every process."""
+    """Return a digest of JSON values and sets, the same in every process."""
 
     def plain(value: Any) -> Any:
         return sorted(value) if isinstance(value, Set) else repr(value)
@@ -53,17 +53,16 @@ def facts_digest(facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=plain).encode()).hexdigest()[:16]
 
 
-def require_same_fingerprint(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Refuse to go on with something else than what was begun.
+def require_same_fingerprint(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Raise `FingerprintMismatch`, with each leaf that differs, if a run has other inputs than at its start.
 
     Args:
-        path: The file that tells what was begun.
-
-    Raises:
-        Changed: With each leaf that differs.
+        path: File with the inputs at the start.
+        old: These inputs.
+        new: The inputs now.
     """
-    told = {key: value for key, value in here.items() if key not in KEYS_ADDED_LATER or there.get(key) is not None}
-    changed = [f"  {line}" for line in diff_leaves(there, json.loads(json.dumps(told)))]
+    compared = {key: value for key, value in new.items() if key not in KEYS_ADDED_LATER or old.get(key) is not None}
+    changed = [f"  {line}" for line in diff_leaves(old, json.loads(json.dumps(compared)))]
     if changed:
         raise FingerprintMismatch(
             f"{path}: this run was started with something else; results would not be comparable:\n"

@@ -1,49 +1,48 @@
-"""The append-only journal of one search: JSON lines, a header first, fsynced at every outcome.
+"""Append-only journal of one search: JSON lines after a header, synced at every outcome.
 
-A process may be killed at any byte, and the disk may be full at any. On opening, a torn last line is cut
-off and everything before it stands; so whatever `append` returned for is never lost. Files are written
-unbuffered: nothing is left over that closing would try to write again.
+A process may be killed at any byte, and the disk may be full at any. Opening a journal removes a partial last line and
+keeps everything before it, so no outcome that `append` has returned for is lost. Files are unbuffered, so that closing
+has nothing left to write.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from harness.errors import UserError
-from harness.records import SCHEMA_VERSION, Proposal, JournalLine, TrialResult, decode_line, encode_line
+from harness.records import SCHEMA_VERSION, JournalLine, Proposal, TrialResult, decode_line, encode_line
 from harness.results_dir.fingerprint import require_same_fingerprint
+from harness.results_dir.io import append_line, truncate_partial_line
 
-__all__ = ["RETRY_ORIGIN", "JournalEntry", "Journal", "append_line", "truncate_partial_line", "has_header", "read_journal", "explain_write_errors"]
+__all__ = ["RETRY_ORIGIN", "Journal", "JournalEntry", "has_header", "read_journal"]
 
 _LINE_HEAD = re.compile(rb'\{"kind":"(asked|told)","number":(\d+),')
+#: Origin of a proposal that repeats a failed one on request; it costs no budget.
 RETRY_ORIGIN = "retry"
-"""Origin of a proposal that is a failed one once more, because somebody asked for it; it costs no budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalEntry:
-    """One proposal with its outcome; `told` is None for a duplicate and where the run was cut off."""
+    """Proposal with its result, which is None for a duplicate and if the run was interrupted."""
 
     proposal: Proposal
     result: TrialResult | None = None
 
 
 class Journal:
-    """An open journal: what was there already, read where it is asked for, and a handle that appends.
+    """Open journal: the existing entries, read on access, and a handle that appends.
 
     Raises:
-        UserError: The file belongs to another run (the difference is shown), to another schema, or
-            has a damaged line that is not the last.
+        UserError: The file is the journal of another run (the message shows the difference), has another schema, or
+            has a damaged line before the last.
     """
 
     def __init__(self, path: Path, fingerprint: Mapping[str, Any]) -> None:
@@ -51,27 +50,27 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             truncate_partial_line(path)
-        fresh = not path.exists() or path.stat().st_size == 0
+        is_new = not path.exists() or path.stat().st_size == 0
         self._existing: _IndexedEntries | None = None
-        if not fresh:
-            _check_header(path, fingerprint)
+        if not is_new:
+            require_same_fingerprint(path, _read_header(path).get("fingerprint", {}), fingerprint)
             self._existing = _IndexedEntries(path)
         self.entries: Sequence[JournalEntry] = self._existing or ()
         self._file = path.open("ab", buffering=0)
-        if fresh:
+        if is_new:
             header = {"kind": "header", "schema": SCHEMA_VERSION, "fingerprint": dict(fingerprint)}
             append_line(self._file, json.dumps(header, separators=(",", ":"), sort_keys=True), path)
 
     @property
     def elapsed_s(self) -> float:
-        """Wall-clock that the run took so far, as the last outcome tells."""
+        """Wall-clock of the search until its last outcome when the journal was opened."""
         return self._existing.elapsed_s() if self._existing else 0.0
 
     def append(self, line: JournalLine) -> None:
-        """Write one line; when this returns, an outcome is on the disk.
+        """Write one line; an outcome is on the disk when this returns.
 
         Raises:
-            UserError: The disk is full or the folder read-only; the text says what is safe.
+            UserError: The disk is full, or the folder is read-only.
         """
         append_line(self._file, encode_line(line), self._path, sync=isinstance(line, TrialResult))
 
@@ -87,7 +86,10 @@ class Journal:
 
 
 class _IndexedEntries(Sequence[JournalEntry]):
-    """Entries of a file, found by the places of their lines: a million lines are an index, not a million objects."""
+    """Entries of a file by byte offset, so that a million lines do not become a million objects.
+
+    A partial last line is ignored.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -95,20 +97,24 @@ class _IndexedEntries(Sequence[JournalEntry]):
         self._proposal_offsets = array("q")
         self._result_offsets = array("q")
         self._last_result_offset = -1
-        place = len(self._file.readline())
-        for number, raw in enumerate(self._file, 2):
-            told, which = _parse_head(raw, path, number)
-            places = self._result_offsets if told else self._proposal_offsets
-            if told:
-                if which >= len(self._proposal_offsets) or self._result_offsets[which] >= 0:
-                    raise UserError(f"{path}, line {number}: an outcome without its proposal")
-                places[which] = self._last_result_offset = place
-            else:
-                if which != len(self._proposal_offsets):
-                    raise UserError(f"{path}, line {number}: proposal {which} stands where {len(self._proposal_offsets)} belongs")
-                self._proposal_offsets.append(place)
-                self._result_offsets.append(-1)
-            place += len(raw)
+        offset = len(self._file.readline())
+        for line_number, raw in enumerate(self._file, 2):
+            if not raw.endswith(b"\n"):
+                break
+            self._add(*_parse_head(raw, path, line_number), offset, f"{path}, line {line_number}")
+            offset += len(raw)
+
+    def _add(self, is_result: bool, number: int, offset: int, where: str) -> None:
+        count = len(self._proposal_offsets)
+        if is_result:
+            if number >= count or self._result_offsets[number] >= 0:
+                raise UserError(f"{where}: an outcome without its proposal")
+            self._result_offsets[number] = self._last_result_offset = offset
+        else:
+            if number != count:
+                raise UserError(f"{where}: proposal {number}, but expected {count}")
+            self._proposal_offsets.append(offset)
+            self._result_offsets.append(-1)
 
     def __len__(self) -> int:
         return len(self._proposal_offsets)
@@ -116,99 +122,38 @@ class _IndexedEntries(Sequence[JournalEntry]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return tuple(self[each] for each in range(*index.indices(len(self))))
-        asked, told = self._read_line(self._proposal_offsets[index]), self._result_offsets[index]
-        return JournalEntry(proposal=asked, result=None if told < 0 else self._read_line(told))
+        proposal, result = self._read_line(self._proposal_offsets[index]), self._result_offsets[index]
+        return JournalEntry(proposal=proposal, result=None if result < 0 else self._read_line(result))
 
     def elapsed_s(self) -> float:
-        """See `Journal`."""
         return 0.0 if self._last_result_offset < 0 else float(self._read_line(self._last_result_offset).elapsed_s)
 
-    def _read_line(self, place: int) -> Any:
-        self._file.seek(place)
-        try:
-            return decode_line(self._file.readline().decode())
-        except ValueError as error:
-            raise _damaged_line(f"{self._path}, byte {place}", error) from error
+    def _read_line(self, offset: int) -> Any:
+        self._file.seek(offset)
+        return _decode(self._file.readline(), f"{self._path}, byte {offset}")
 
     def close(self) -> None:
-        """Let go of the file."""
         self._file.close()
 
 
-def _parse_head(raw: bytes, path: Path, number: int) -> tuple[bool, int]:
-    """Whether a line tells an outcome, and the number of its proposal; most of the line is not looked at."""
+def _parse_head(raw: bytes, path: Path, line_number: int) -> tuple[bool, int]:
+    """Return whether a line is a result, and the number of its proposal, usually without decoding the line."""
     match = _LINE_HEAD.match(raw)
     if match is not None:
         return match[1] == b"told", int(match[2])
-    try:
-        line = decode_line(raw.decode())
-    except ValueError as error:
-        raise _damaged_line(f"{path}, line {number}", error) from error
+    line = _decode(raw, f"{path}, line {line_number}")
     return isinstance(line, TrialResult), line.number
 
 
-def _damaged_line(where: str, error: ValueError) -> UserError:
-    return UserError(f"{where}: {error}; move the file away to start this run anew")
-
-
-@contextmanager
-def explain_write_errors(path: Path) -> Iterator[None]:
-    """What is done here writes to the results; a disk that is full stops the run and costs nothing that was measured.
-
-    Raises:
-        UserError: It could not be written; the text says what is safe.
-    """
+def _decode(raw: bytes, where: str) -> JournalLine:
     try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror or error}); everything measured before is safe: "
-            "make room, then run the same command again to go on"
-        ) from error
-
-
-def append_line(file: FileIO, text: str, path: Path, *, sync: bool = True) -> None:
-    """Append one whole line, or nothing.
-
-    Args:
-        file: Opened with "ab" and without a buffer.
-
-    Raises:
-        UserError: The line could not be written; everything before it is safe.
-    """
-    with explain_write_errors(path):
-        end = file.seek(0, os.SEEK_END)
-        rest = memoryview(text.encode() + b"\n")
-        try:
-            while rest:
-                rest = rest[file.write(rest) :]
-            if sync:
-                os.fsync(file.fileno())
-        except OSError:
-            with suppress(OSError):
-                file.truncate(end)
-            raise
-
-
-def truncate_partial_line(path: Path) -> None:
-    """Cut off what follows the last newline: the part of a line that a crash left behind."""
-    with path.open("rb+") as file:
-        size = file.seek(0, os.SEEK_END)
-        end = size
-        while end > 0:
-            step = min(65536, end)
-            file.seek(end - step)
-            newline = file.read(step).rfind(b"\n")
-            if newline >= 0:
-                end = end - step + newline + 1
-                break
-            end -= step
-        if end < size:
-            file.truncate(end)
+        return decode_line(raw.decode())
+    except ValueError as error:
+        raise UserError(f"{where}: {error}; move the file away to start this run anew") from error
 
 
 def has_header(path: Path) -> bool:
-    """Whether the header, at least, was written to its end before the run was cut off."""
+    """Return whether a journal exists with at least its whole header."""
     if not path.exists():
         return False
     with path.open("rb") as file:
@@ -216,53 +161,19 @@ def has_header(path: Path) -> bool:
 
 
 def read_journal(path: Path) -> Iterator[JournalEntry]:
-    """The entries of a journal in ask order; streams, and skips a torn last line.
-
-    Outcomes stand in the order in which they came; an entry waits here for its own, and for those before it.
+    """Yield the entries of a journal in ask order, one at a time; a partial last line is ignored.
 
     Raises:
-        UserError: Another schema, or a damaged line.
+        UserError: The file has another schema, or a damaged line.
     """
-    waiting: dict[int, JournalEntry] = {}
-    asked = 0
-    for place, line in _iter_lines(path):
-        if isinstance(line, Proposal):
-            if line.number != asked:
-                raise UserError(f"{path}, line {place}: proposal {line.number} stands where {asked} belongs")
-            asked += 1
-            waiting[line.number] = JournalEntry(proposal=line)
-        else:
-            entry = waiting.get(line.number)
-            if entry is None or entry.result is not None:
-                raise UserError(f"{path}, line {place}: an outcome without its proposal")
-            waiting[line.number] = JournalEntry(proposal=entry.proposal, result=line)
-        yield from _pop_complete(waiting)
-    yield from waiting.values()
+    _read_header(path)
+    with closing(_IndexedEntries(path)) as entries:
+        yield from entries
 
 
-def _pop_complete(waiting: dict[int, JournalEntry]) -> Iterator[JournalEntry]:
-    """Take out the first entries as far as nothing more will be heard of them."""
-    while waiting:
-        number, entry = next(iter(waiting.items()))
-        if entry.result is None and entry.proposal.duplicate_of is None:
-            return
-        yield waiting.pop(number)
-
-
-def _iter_lines(path: Path) -> Iterator[tuple[int, JournalLine]]:
-    """The lines behind the header, each with its number."""
+def _read_header(path: Path) -> Mapping[str, Any]:
     with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
-            if number == 1:
-                _read_header(raw, path)
-            elif raw.endswith(b"\n"):
-                try:
-                    yield number, decode_line(raw.decode())
-                except ValueError as error:
-                    raise _damaged_line(f"{path}, line {number}", error) from error
-
-
-def _read_header(raw: bytes, path: Path) -> Mapping[str, Any]:
+        raw = file.readline()
     try:
         header = json.loads(raw)
     except ValueError as error:
@@ -270,11 +181,7 @@ def _read_header(raw: bytes, path: Path) -> Mapping[str, Any]:
     if not isinstance(header, dict) or header.get("kind") != "header":
         raise UserError(f"{path}: not a journal of qdq-bench")
     if header.get("schema") != SCHEMA_VERSION:
-        raise UserError(f"{path}: written with schema {header.get('schema')}, this version reads schema {SCHEMA_VERSION}")
+        raise UserError(
+            f"{path}: written with schema {header.get('schema')}, this version reads schema {SCHEMA_VERSION}"
+        )
     return header
-
-
-def _check_header(path: Path, fingerprint: Mapping[str, Any]) -> None:
-    with path.open("rb") as file:
-        there = _read_header(file.readline(), path).get("fingerprint", {})
-    require_same_fingerprint(path, there, fingerprint)

@@ -1,4 +1,4 @@
-"""Reads journals back: who was the incumbent after how many evaluations. Entries pass by once, and few are kept."""
+"""Analysis of journals: incumbents and budgets. Entries are streamed, and few are kept."""
 
 from __future__ import annotations
 
@@ -7,23 +7,27 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from harness.statistics import rebuilt_ci
 from harness.records import Failed, Measured, TrialResult
-from harness.search_loop.objective import PROXY, Goal, eligible, score_at
 from harness.results_dir.journal import RETRY_ORIGIN, JournalEntry
+from harness.search_loop.objective import PROXY, Goal, eligible, score_at
+from harness.statistics import rebuilt_ci
 from search.api import Score
+from search.pareto import hypervolume
 
-__all__ = ["Evaluation", "MetricUsage", "BudgetState", "iter_counted", "iter_evaluations", "evaluations_until_result", "is_new_incumbent", "iter_incumbents", "state_at_budgets"]
+__all__ = [
+    "BudgetState", "Evaluation", "MetricUsage", "evaluations_until_result", "is_new_incumbent", "iter_counted",
+    "iter_evaluations", "iter_incumbents", "state_at_budgets",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """One evaluation that worked, as the search saw it.
+    """Successful evaluation, as the search saw it.
 
     Attributes:
-        evaluations: Number of evaluations spent when it was told, itself and failures included.
-        elapsed_s: Wall-clock of the search until it and all that were asked before it were done.
-        latency_ms: By the search's own samples, whatever the objective is.
+        evaluations: Evaluations spent until its result, itself and failures included.
+        elapsed_s: Wall-clock of the search until all proposals up to this one had a result.
+        latency_ms: By the search's own samples, for every objective.
     """
 
     evaluations: int
@@ -36,7 +40,7 @@ class Evaluation:
 
 
 def iter_counted(entries: Iterable[JournalEntry]) -> Iterator[tuple[int, JournalEntry, TrialResult]]:
-    """The entries that have an outcome, with the evaluations spent until then: duplicates and retries cost none."""
+    """Yield the entries with a result and the evaluations spent until then; duplicates and retries cost none."""
     spent = 0
     for entry in entries:
         if entry.result is not None:
@@ -45,12 +49,12 @@ def iter_counted(entries: Iterable[JournalEntry]) -> Iterator[tuple[int, Journal
 
 
 def iter_evaluations(entries: Iterable[JournalEntry], goal: Goal) -> Iterator[Evaluation]:
-    """The evaluations that worked, in order; duplicates are free and left out."""
+    """Yield the successful evaluations in order, without duplicates."""
     elapsed_s = 0.0
-    for spent, entry, told in iter_counted(entries):
-        elapsed_s = max(elapsed_s, told.elapsed_s)
-        if isinstance(told.outcome, Measured):
-            yield _to_evaluation(entry, told.outcome, goal, spent, elapsed_s)
+    for spent, entry, result in iter_counted(entries):
+        elapsed_s = max(elapsed_s, result.elapsed_s)
+        if isinstance(result.outcome, Measured):
+            yield _to_evaluation(entry, result.outcome, goal, spent, elapsed_s)
 
 
 def _to_evaluation(entry: JournalEntry, outcome: Measured, goal: Goal, spent: int, elapsed_s: float) -> Evaluation:
@@ -67,7 +71,7 @@ def _to_evaluation(entry: JournalEntry, outcome: Measured, goal: Goal, spent: in
 
 
 def evaluations_until_result(entries: Iterable[JournalEntry], digests: Collection[str]) -> dict[str, int]:
-    """How many evaluations were spent when each of these placements had first been told, failures included."""
+    """Return the evaluations spent until the first result, failures included, of each of some placements."""
     found: dict[str, int] = {}
     for spent, entry, _ in iter_counted(entries):
         if entry.proposal.digest in digests:
@@ -78,7 +82,7 @@ def evaluations_until_result(entries: Iterable[JournalEntry], digests: Collectio
 
 
 def iter_incumbents(entries: Iterable[JournalEntry], goal: Goal) -> Iterator[Evaluation]:
-    """Each evaluation that became the incumbent, in order."""
+    """Yield each evaluation that became the incumbent, in order."""
     best: Evaluation | None = None
     for trial in iter_evaluations(entries, goal):
         if is_new_incumbent(trial, best):
@@ -87,19 +91,19 @@ def iter_incumbents(entries: Iterable[JournalEntry], goal: Goal) -> Iterator[Eva
 
 
 def is_new_incumbent(trial: Evaluation, best: Evaluation | None) -> bool:
-    """Whether an evaluation becomes the incumbent in place of `best`."""
+    """Return whether an evaluation replaces the incumbent `best`."""
     return eligible(trial.score) and (best is None or trial.score.objective < best.score.objective)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricUsage:
-    """How much a search looked at accuracy.
+    """Use of accuracy by a search.
 
     Attributes:
-        full: Evaluations whose metric was measured.
-        proxied: Evaluations that were compared with the float model by the proxy.
-        agreement: Rank correlation of proxy and metric over those that have both (Spearman 1904), 1 where the proxy
-            puts them in the metric's order; None where fewer than three have both, or all are alike.
+        measured: Evaluations with a measured metric.
+        proxied: Evaluations with a proxy metric.
+        agreement: Rank correlation of proxy and metric over those that have both (Spearman 1904), 1 for the same
+            order; None if fewer than three have both, or all values are equal.
     """
 
     measured: int
@@ -109,15 +113,14 @@ class MetricUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetState:
-    """How far a search had come when a budget was spent.
+    """State of a search when a budget was spent.
 
     Attributes:
-        leaders: The best distinct placements, best first. Of a front that is first the placement that dominates the
-            largest area by itself, below the float model's latency and what may be lost at most; the ends of the front
-            come last.
-        looks: How much it had looked at accuracy.
-        minutes: Wall-clock until the last outcome had come; with several at once that need not be the last proposal's.
-        failed: The last failure; None where nothing failed.
+        best: The best distinct placements, best first. For a front, in order of the area that a placement dominates by
+            itself, below the latency of the float model and the largest loss; so the ends of the front come last.
+        metric_usage: Use of accuracy until then.
+        minutes: Wall-clock until the last result; proposals in parallel may return in another order.
+        last_failure: The last failure, or None.
     """
 
     best: tuple[Evaluation, ...]
@@ -133,44 +136,45 @@ def state_at_budgets(
     count: int = 1,
     excluded: Collection[str] = (),
 ) -> dict[int, BudgetState]:
-    """How far a search had come after so many evaluations, for each of several budgets.
+    """Return the state of a search at each of several budgets.
 
     Args:
-        entries: Of its journal.
-        count: Leaders at most.
-        without: Digests of placements that are no leaders.
+        entries: Entries of its journal.
+        goal: Objective of the search.
+        budgets: Numbers of evaluations.
+        count: Maximum number of best placements.
+        excluded: Digests of placements that do not count as best.
     """
     found, left = dict[int, BudgetState](), deque(sorted(budgets))
-    progress = _SearchTally(goal, count, excluded)
-    for spent, entry, told in iter_counted(entries):
+    tally = _SearchTally(goal, count, excluded)
+    for spent, entry, result in iter_counted(entries):
         while left and spent > left[0]:
-            found[left.popleft()] = progress.state()
+            found[left.popleft()] = tally.state()
         if not left:
             break
-        progress.add(spent, entry, told)
-    return found | {budget: progress.state() for budget in left}
+        tally.add(spent, entry, result)
+    return found | {budget: tally.state() for budget in left}
 
 
 class _SearchTally:
-    """What is kept of the entries that have passed by."""
+    """Summary of the entries so far."""
 
-    def __init__(self, goal: Goal, count: int, without: Collection[str]) -> None:
+    def __init__(self, goal: Goal, count: int, excluded: Collection[str]) -> None:
         self._goal = goal
         self._count = count
-        self._excluded = without
+        self._excluded = excluded
         self._best: list[Evaluation] = []
         self._measured, self._proxied = 0, 0
         self._proxy_metric_pairs: list[tuple[float, float]] = []
         self._elapsed_s = 0.0
         self._failed: Failed | None = None
 
-    def add(self, spent: int, entry: JournalEntry, told: TrialResult) -> None:
-        """Take in an entry with its outcome."""
-        self._elapsed_s = max(self._elapsed_s, told.elapsed_s)
-        if isinstance(told.outcome, Failed):
-            self._failed = told.outcome
+    def add(self, spent: int, entry: JournalEntry, result: TrialResult) -> None:
+        self._elapsed_s = max(self._elapsed_s, result.elapsed_s)
+        if isinstance(result.outcome, Failed):
+            self._failed = result.outcome
             return
-        trial = _to_evaluation(entry, told.outcome, self._goal, spent, self._elapsed_s)
+        trial = _to_evaluation(entry, result.outcome, self._goal, spent, self._elapsed_s)
         self._count_metric_use(trial)
         if not eligible(trial.score) or trial.digest in self._excluded:
             return
@@ -181,13 +185,14 @@ class _SearchTally:
             del self._best[self._count :]
 
     def state(self) -> BudgetState:
-        """All of it."""
         best = self._best
         if self._goal.minimize == "pareto":
-            best = sorted(best, key=lambda trial: -_dominated_area(trial, self._goal))[: self._count]
+            corner = (self._goal.float_ms or 0.0, self._goal.max_drop or abs(self._goal.reference))
+            best = sorted(best, key=lambda trial: -hypervolume([trial.score.objectives], corner))[: self._count]
+        agreement = _rank_correlation(self._proxy_metric_pairs)
         return BudgetState(
             best=tuple(best),
-            metric_usage=MetricUsage(measured=self._measured, proxied=self._proxied, agreement=_rank_correlation(self._proxy_metric_pairs)),
+            metric_usage=MetricUsage(measured=self._measured, proxied=self._proxied, agreement=agreement),
             minutes=self._elapsed_s / 60,
             last_failure=self._failed,
         )
@@ -201,28 +206,20 @@ class _SearchTally:
             self._proxy_metric_pairs.append((proxy, -self._goal.loss(value)))
 
 
-def _rank_correlation(both: Sequence[tuple[float, float]]) -> float | None:
-    """Rank correlation of proxy and metric, see `Looks`."""
-    if len(both) < 3 or any(len(set(column)) < 2 for column in zip(*both, strict=True)):
+def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
+    if len(pairs) < 3 or any(len(set(column)) < 2 for column in zip(*pairs, strict=True)):
         return None
-    from scipy.stats import spearmanr  # slow to import, and most commands never come here
+    from scipy.stats import spearmanr  # slow to import, and rarely needed
 
-    return float(spearmanr(both).statistic)
+    return float(spearmanr(pairs).statistic)
 
 
 def _insert_nondominated(front: list[Evaluation], trial: Evaluation) -> None:
-    """Let a trial into a front, unless it is dominated; those that it dominates leave."""
+    """Add a trial to a front unless it is dominated, and remove those that it dominates."""
     if not any(_dominates(known, trial) for known in front):
         front[:] = [*(known for known in front if not _dominates(trial, known)), trial]
 
 
 def _dominates(one: Evaluation, other: Evaluation) -> bool:
-    """Nowhere larger and somewhere smaller; see `search.pareto.fronts`."""
     pairs = list(zip(one.score.objectives, other.score.objectives, strict=True))
-    return all(own <= theirs for own, theirs in pairs) and any(own < theirs for own, theirs in pairs)
-
-
-def _dominated_area(trial: Evaluation, goal: Goal) -> float:
-    latency_ms, loss = trial.score.objectives
-    most = goal.max_drop or abs(goal.reference)
-    return max(0.0, (goal.float_ms or 0.0) - latency_ms) * max(0.0, most - loss)
+    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)

@@ -1,44 +1,52 @@
-"""A results folder belongs to one experiment, and to one process at a time."""
+"""Ownership of a results folder: it belongs to one experiment, and to one process at a time."""
 
 from __future__ import annotations
 
+import fcntl
+import getpass
+import logging
 import math
+import os
+import socket
+import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from harness.config.experiment import Experiment, load_experiment, to_yaml
 from harness.errors import UserError
 from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch, json_equal
-from harness.config.experiment import Experiment, load_experiment, to_yaml
-from harness.results_dir.lock import LOCK_FILE, exclusive_lock
-from harness.results_dir.artifacts import write_text
-from harness.results_dir.archive_previous import next_backup_path
+from harness.results_dir.io import next_backup_path, write_text
 
-__all__ = ["check_ownership", "owned_results_dir"]
+__all__ = ["LOCK_FILE", "check_ownership", "exclusive_lock", "owned_results_dir"]
 
+LOCK_FILE = ".lock"
 EXPERIMENT_FILE = "experiment.yaml"
 _IGNORED_FILES = {LOCK_FILE, "experiment.tmp"}
-_CHANGEABLE_KEYS = {"description", "executor"}
-"""Keys that may change at any time; what matters of the executor is in the fingerprint of a search."""
+_CHANGEABLE_KEYS = {"description", "executor"}  # fingerprints of searches have the keys of the executor that matter
+#: Lists whose entries have cells, journals or rows of their own, so that one more at the end changes no result.
 _EXTENDABLE_LISTS = frozenset({"models", "backends", "precision", "searchers", "seeds", "baselines"})
-"""Keys whose entries have cells, journals or rows of their own: one more at the end changes nothing before it."""
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def owned_results_dir(out: Path, experiment: Experiment, accept_changes: bool = False) -> Iterator[str]:
-    """Hold the results folder for this experiment; made where missing.
+    """Create or lock the results folder of an experiment.
 
-    An experiment that only asks for more than before, a larger budget for instance, is still the same one.
+    An experiment that only adds work, such as a larger budget, owns the results of the previous version.
 
     Args:
-        accept_changes: Take the folder over from another version of the experiment, whose file is kept beside.
+        out: The folder.
+        experiment: The experiment.
+        accept_changes: Take the folder over from another version of the experiment, whose file is archived.
 
     Yields:
-        What it asks for that was not asked for before, "" where nothing.
+        Description of the added work, or "".
 
     Raises:
-        UserError: Another process is at work there, another experiment's results are there, or it cannot be written.
+        UserError: Another process uses the folder, it belongs to another experiment, or it cannot be written.
     """
     _require_own_dir(out)
     with exclusive_lock(out, "running this experiment"):
@@ -47,62 +55,107 @@ def owned_results_dir(out: Path, experiment: Experiment, accept_changes: bool = 
             write_text(file, to_yaml(experiment))
             yield ""
             return
-        changed, grown = _compare_experiments(file, experiment, accept_changes)
+        changed, added = _compare_experiments(file, experiment, accept_changes)
         if changed:
-            write_text(next_backup_path(file), file.read_text(encoding="utf-8"))  # a copy: the folder always has its file
+            write_text(next_backup_path(file), file.read_text(encoding="utf-8"))  # a copy: the file is never missing
             write_text(file, to_yaml(experiment))
-        yield grown
+        yield added
 
 
 def check_ownership(out: Path, experiment: Experiment, accept_changes: bool = False) -> str:
-    """What `claimed` would say of whose results are in a folder; nothing is written, and nobody is kept out.
+    """Return what `owned_results_dir` would yield, or raise its error, without writing or locking anything."""
+    _require_own_dir(out)
+    file = out / EXPERIMENT_FILE
+    return _compare_experiments(file, experiment, accept_changes)[1] if file.exists() else ""
+
+
+@contextmanager
+def exclusive_lock(folder: Path, action: str) -> Iterator[None]:
+    """Lock a folder, created if missing; the kernel releases the lock when this process ends.
+
+    This is `flock` itself, because packages for locks fall back to files that a killed process leaves behind.
+
+    Args:
+        folder: The folder.
+        action: Action of the process, for the message to another one.
 
     Raises:
-        UserError: It would refuse the folder.
+        UserError: Another process has the lock, or the folder cannot be written.
     """
-    _require_own_dir(out)
-    return _compare_experiments(out / EXPERIMENT_FILE, experiment, accept_changes)[1] if (out / EXPERIMENT_FILE).exists() else ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK_FILE).open("ab+", buffering=0)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); use another --out") from error
+    with lock:
+        _acquire_lock(lock, folder, action)
+        yield
+
+
+def _acquire_lock(lock: FileIO, folder: Path, action: str) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.seek(0)
+        owner = lock.read(1000).decode(errors="replace").strip() or "unknown"
+        raise UserError(f"{folder}: process {owner} is {action}; wait for it, or use another --out") from error
+    except OSError as error:
+        logger.warning("%s: this file system has no locks (%s); start no second run here", folder, error)
+        return
+    with suppress(OSError):  # a full disk is reported when results are written
+        lock.truncate(0)
+        lock.write(_describe_process().encode())
+
+
+def _describe_process() -> str:
+    with suppress(KeyError, OSError):  # users of containers may have no name
+        return f"{os.getpid()} of {getpass.getuser()} on {socket.gethostname()}, since {time.strftime('%F %T %Z')}"
+    return str(os.getpid())
 
 
 def _require_own_dir(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: is a file, not a folder; use another --out")
-    if out.exists() and not (out / EXPERIMENT_FILE).exists() and any(entry.name not in _IGNORED_FILES for entry in out.iterdir()):
+    owned = not out.exists() or (out / EXPERIMENT_FILE).exists()
+    if not owned and any(entry.name not in _IGNORED_FILES for entry in out.iterdir()):
         raise UserError(f"{out}: is not empty and holds no experiment; use another --out")
 
 
 def _compare_experiments(file: Path, experiment: Experiment, accept_changes: bool) -> tuple[list[str], str]:
-    """The keys that differ from those of the folder, and what they ask for besides, "" where not for that alone."""
+    """Return the keys that differ from those of the folder, and the added work, "" if other things changed."""
     try:
-        there = load_experiment(file)  # so that a key which is newer than these results has its default there
+        existing = load_experiment(file)  # gives keys that are newer than the results their defaults
     except UserError as error:
-        raise UserError(f"{error}; nobody knows whose results these are: use another --out") from error
-    before, now = (each.model_dump(mode="json", exclude=_CHANGEABLE_KEYS) for each in (there, experiment))
+        raise UserError(f"{error}; the owner of these results is unknown: use another --out") from error
+    before, now = (each.model_dump(mode="json", exclude=_CHANGEABLE_KEYS) for each in (existing, experiment))
     changed = [key for key in now if not json_equal(before[key], now[key])]
-    grown = [_describe_extension(key, before[key], now[key]) for key in changed]
-    if not (accept_changes or all(grown)):
-        raise FingerprintMismatch(f"{file.parent}: holds results of another experiment (different: {', '.join(changed)}); {CHANGED_RUN_ADVICE}")
-    return changed, "; ".join(grown) if all(grown) else ""
+    added = [_describe_extension(key, before[key], now[key]) for key in changed]
+    if not (accept_changes or all(added)):
+        keys = ", ".join(changed)
+        raise FingerprintMismatch(
+            f"{file.parent}: holds results of another experiment (different: {keys}); {CHANGED_RUN_ADVICE}"
+        )
+    return changed, "; ".join(added) if all(added) else ""
 
 
-def _describe_extension(key: str, there: Any, here: Any) -> str:
-    """What a key asks for besides what it asked for before; "" where it asks for something else."""
+def _describe_extension(key: str, old: Any, new: Any) -> str:
+    """Return the work that a key adds, or "" if it changes existing work."""
     if key == "budget":
-        return _describe_budget_extension(there, here)
-    if key not in _EXTENDABLE_LISTS or not json_equal(there, here[: len(there)]):
+        return _describe_budget_extension(old, new)
+    if key not in _EXTENDABLE_LISTS or not json_equal(old, new[: len(old)]):
         return ""
-    added = (entry.get("label") or entry["use"] if isinstance(entry, dict) else entry for entry in here[len(there) :])
+    added = (entry.get("label") or entry["use"] if isinstance(entry, dict) else entry for entry in new[len(old) :])
     return f"{key}: {_join(added)} added"
 
 
-def _describe_budget_extension(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """How a budget has grown; "" where a search may end before it did, or budgets only went or changed places."""
-    (old, old_min), (new, new_min) = ((each["evaluations"], each["minutes"]) for each in (there, here))
-    if old != new and not (max(new) > max(old) or set(new) > set(old)):
+def _describe_budget_extension(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Return the growth of a budget, or "" if a search may end earlier or budgets were only removed or reordered."""
+    (old_counts, old_min), (new_counts, new_min) = ((each["evaluations"], each["minutes"]) for each in (old, new))
+    if old_counts != new_counts and not (max(new_counts) > max(old_counts) or set(new_counts) > set(old_counts)):
         return ""
     if (new_min or math.inf) < (old_min or math.inf):
         return ""
-    evaluations = f"budget {_join(old)} -> {_join(new)}" if old != new else ""
+    evaluations = f"budget {_join(old_counts)} -> {_join(new_counts)}" if old_counts != new_counts else ""
     minutes = f"minutes {old_min:g} -> {f'{new_min:g}' if new_min else 'any'}" if old_min != new_min else ""
     return ", ".join(filter(None, (evaluations, minutes)))
 

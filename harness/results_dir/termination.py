@@ -1,4 +1,4 @@
-"""Why a cell stopped, or a search ended, before its time: kept beside the results, so that a report can say it."""
+"""State of tasks and searches in a results folder: complete, ended early, or failed."""
 
 from __future__ import annotations
 
@@ -8,29 +8,34 @@ from pathlib import Path
 
 from harness.errors import UserError
 from harness.records import Failed
-from harness.results_dir.artifacts import write_text
+from harness.results_dir.io import read_json, write_json, write_text
 
-__all__ = ["Termination", "SearcherFailures", "clear_termination", "clear_task_error", "write_termination", "write_task_error", "read_termination", "read_task_error"]
+__all__ = [
+    "SearcherFailures", "Termination", "clear_task_error", "clear_termination", "is_complete", "mark_complete",
+    "read_task_error", "read_termination", "write_task_error", "write_termination",
+]  # fmt: skip
 
+COMPLETION_FILE = "through.json"
 TASK_ERROR_FILE = "stopped.txt"
+#: Suffixes next to the journal of a search. A file of a failed searcher may end with a traceback.
 TERMINATED_SUFFIX, FAILED_SUFFIX = ".ended.txt", ".broken.txt"
-"""Beside the journal of a search; the latter, of one whose searcher broke, may have the end of the traceback below."""
 MAX_REASON_CHARS = 4000
-"""Characters that are read back: a reason, not a log."""
+#: Files and folders of a task that are no results; dashboards write into the Optuna journal.
+NON_RESULT_NAMES = frozenset({COMPLETION_FILE, TASK_ERROR_FILE, "work", "optuna.journal"})
 
 
 class SearcherFailures(UserError):
-    """Searchers raised what they should not; everything else was done, and its results are there."""
+    """Some searchers raised unexpectedly; everything else was done and has results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Termination:
-    """How a search ended before its budget was spent.
+    """End of a search before its budget was spent.
 
     Attributes:
-        said: For instance "ended at 17 of 100: it had nothing more to propose", behind the name of the search.
-        broken: Its searcher raised what it should not.
-        trace: The file with the traceback of that; None where there is none, as of what a plug-in raises as a reason.
+        reason: For instance "ended at 17 of 100: it had nothing more to propose".
+        failed: The searcher raised unexpectedly.
+        traceback_file: File with the traceback, if there is one.
     """
 
     reason: str
@@ -38,55 +43,89 @@ class Termination:
     traceback_file: Path | None = None
 
 
+def mark_complete(folder: Path, config: str) -> None:
+    """Record that nothing is left to do in the folder of a task.
+
+    The next run skips the task then. Otherwise it would replay the searches; an external searcher such as ModelOpt's
+    autotuner needs minutes to generate its models again.
+
+    Args:
+        folder: Folder of the task.
+        config: Digest of the configuration.
+    """
+    write_json(folder / COMPLETION_FILE, {"config": config, "files": _file_stamps(folder)})
+
+
+def is_complete(folder: Path, config: str) -> bool:
+    """Return whether a task is complete for this configuration, and its files are unchanged."""
+    try:
+        record = read_json(folder / COMPLETION_FILE) if (folder / COMPLETION_FILE).exists() else {}
+    except UserError:  # a damaged marker costs only a replay
+        return False
+    files, existing = record.get("files"), _file_stamps(folder)  # later files are those of reports
+    unchanged = isinstance(files, dict) and all(existing.get(name) == stamp for name, stamp in files.items())
+    return unchanged and record.get("config") == config
+
+
+def _file_stamps(folder: Path) -> dict[str, list[int]]:
+    """Return size in bytes and modification time in ns of each file, the criteria of make and rsync."""
+    paths = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    stats = {str(name): path.stat() for name, path in paths.items() if name.parts[0] not in NON_RESULT_NAMES}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+
+
 def write_task_error(folder: Path, reason: str) -> None:
-    """Keep why a cell stopped; where even that cannot be written, the terminal alone says it."""
+    """Record why a task stopped; ignored on a full disk, as the terminal shows the reason too."""
     with suppress(UserError):
         write_text(folder / TASK_ERROR_FILE, f"{reason}\n")
 
 
 def clear_task_error(folder: Path) -> None:
-    """The cell goes on."""
+    """Remove the error of a task that continues."""
     _remove_file(folder / TASK_ERROR_FILE)
 
 
 def read_task_error(folder: Path) -> str:
-    """Why the last run of a cell stopped; "" where it did not, or nobody knows."""
+    """Return why the last run of a task stopped, or ""."""
     return _read_text(folder / TASK_ERROR_FILE)
 
 
 def write_termination(journal: Path, reason: str, failure: Failed | None) -> Termination:
-    """Keep, beside its journal, how a search ended before its budget was spent, instead of how it did before.
+    """Record how a search ended before its budget was spent, in place of an earlier record.
 
     Args:
-        said: One line.
-        broken: What its searcher raised, if that is why.
-
-    Raises:
-        UserError: It cannot be written.
+        journal: Journal of the search.
+        reason: One line.
+        failure: Exception of the searcher, if it ended the search.
     """
-    reason = reason.encode(errors="backslashreplace").decode()  # what plug-ins raise may hold anything
+    reason = _encodable(reason)
     suffix, other = (TERMINATED_SUFFIX, FAILED_SUFFIX) if failure is None else (FAILED_SUFFIX, TERMINATED_SUFFIX)
-    path, trace = journal.with_suffix(suffix), "" if failure is None else failure.log_tail
-    below = f"\n{trace}\n".encode(errors="backslashreplace").decode() if trace else ""
-    write_text(path, f"{reason}\n{below}")
+    path, traceback = journal.with_suffix(suffix), "" if failure is None else failure.log_tail
+    write_text(path, f"{reason}\n" + (_encodable(f"\n{traceback}\n") if traceback else ""))
     _remove_file(journal.with_suffix(other))
-    return Termination(reason=reason, failed=failure is not None, traceback_file=path if trace else None)
+    return Termination(reason=reason, failed=failure is not None, traceback_file=path if traceback else None)
 
 
 def clear_termination(journal: Path) -> None:
-    """The search has spent its budget, or begins anew."""
+    """Remove the record of a search that has spent its budget or starts over."""
     for suffix in (TERMINATED_SUFFIX, FAILED_SUFFIX):
         _remove_file(journal.with_suffix(suffix))
 
 
 def read_termination(journal: Path) -> Termination | None:
-    """How a search ended before its budget was spent; None where it did not, or nobody knows."""
+    """Return how a search ended before its budget was spent, or None."""
     for suffix in (FAILED_SUFFIX, TERMINATED_SUFFIX):
         path = journal.with_suffix(suffix)
-        said, _, trace = _read_text(path).partition("\n")
-        if said:
-            return Termination(reason=said, failed=suffix == FAILED_SUFFIX, traceback_file=path if trace else None)
+        reason, _, traceback = _read_text(path).partition("\n")
+        if reason:
+            return Termination(
+                reason=reason, failed=suffix == FAILED_SUFFIX, traceback_file=path if traceback else None
+            )
     return None
+
+
+def _encodable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()  # exceptions of plug-ins may have lone surrogates
 
 
 def _remove_file(path: Path) -> None:

@@ -17,13 +17,18 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BeforeValidator
 
-from harness.api import Array, Artifact, Candidate, Layer
+from harness.api import Array, Artifact, Candidate, Capabilities, Layer
+from harness.config.precision_names import normalize_float_precision
 from harness.errors import BuildFailed, MeasureFailed, UserError
 from harness.graph.qdq.upcast import UPCAST, upcast
-from harness.timing.host_clock import to_float32, require_static_shapes, translate_errors, time_calls, one_line_error
-from harness.timing.provenance import validate_threads, describe_environment, machine_processor_label, machine_lacks_vnni
+from harness.timing.host_clock import one_line_error, require_static_shapes, time_calls, to_float32, translate_errors
+from harness.timing.provenance import (
+    describe_environment,
+    machine_lacks_vnni,
+    machine_processor_label,
+    validate_threads,
+)
 from harness.timing.sampling import make_fixed_inputs
-from harness.graph.rules.precision_names import normalize_float_precision
 
 __all__ = ["ONNXRuntimeBenchmarker"]
 
@@ -84,14 +89,13 @@ class ONNXRuntimeBenchmarker:
         precision = normalize_float_precision(precision)
         if activation is None:
             activation = "int8" if provider == "tensorrt" else "uint8"
-        _check("optimization", optimization, LEVELS)
-        _check("provider", provider, PROVIDERS)
         _check("activation", activation, ("int8",) if provider == "tensorrt" else DIALECTS)
         _check("precision", precision, ("auto", "f32", "f16") if provider == "tensorrt" else ("auto", "f32"))
         if reduce_range and provider == "tensorrt":
             raise ValueError("reduce_range: TensorRT computes with weights of 8 bits as they are; leave it out")
         self._reduced = provider == "cpu" and machine_lacks_vnni() if reduce_range is None else reduce_range
-        self.dialect = "tensorrt" if provider == "tensorrt" else DIALECTS[activation] + "_7bit" * self._reduced
+        self._dialect = "tensorrt" if provider == "tensorrt" else DIALECTS[activation] + "_7bit" * self._reduced
+        self.capabilities = Capabilities(dialect=self._dialect)
         self._threads = validate_threads(threads)
         self._optimization, self._provider, self._activation = optimization, provider, activation
         self._profile = profile
@@ -184,7 +188,7 @@ class ONNXRuntimeBenchmarker:
             },
             "float_precision": self._float,
             **({"float_open": self._open, "float_params": precisions} if self._provider == "tensorrt" else {}),
-            **({"dialect": self.dialect} if self._reduced else {}),
+            **({"dialect": self._dialect} if self._reduced else {}),
         }
 
     def _upcast(self, candidate: Candidate, folder: Path) -> Path | None:

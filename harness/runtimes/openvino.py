@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,12 +15,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BeforeValidator
 
-from harness.api import Array, Artifact, Candidate, Layer
+from harness.api import Array, Artifact, Candidate, Capabilities, Layer
+from harness.config.precision_names import normalize_float_precision
 from harness.errors import BuildFailed, MeasureFailed, UserError
-from harness.timing.host_clock import to_float32, require_static_shapes, translate_errors, time_calls
-from harness.timing.provenance import validate_threads, machine_processor_label, machine_lacks_vnni
+from harness.timing.host_clock import require_static_shapes, time_calls, to_float32, translate_errors
+from harness.timing.provenance import machine_lacks_vnni, machine_processor_label, validate_threads
 from harness.timing.sampling import make_fixed_inputs
-from harness.graph.rules.precision_names import normalize_float_precision
 
 __all__ = ["OpenVINOBenchmarker"]
 
@@ -46,8 +47,8 @@ class OpenVINOBenchmarker:
         ValueError: More threads than cores, an unknown precision, or BF16 on a CPU without it.
     """
 
-    accuracy_only = frozenset({"fp8", "fp8e5m2"})
-    """CPUs have no FP8 kernels: OpenVINO converts to float and back, so accuracies are true and latencies are not."""
+    # CPUs have no FP8 kernels: OpenVINO converts to float and back, so scores are true and latencies are not.
+    capabilities = Capabilities(emulated=frozenset({"fp8", "fp8e5m2"}))
 
     def __init__(
         self, threads: int = 1, precision: Precision = "auto", profile: bool = False, reduce_range: bool | None = None
@@ -66,7 +67,8 @@ class OpenVINOBenchmarker:
         self._offered = ("f32", "bf16") if "BF16" in offered else ("f32",)
         self._profile = profile
         self._reduced = machine_lacks_vnni() if reduce_range is None else reduce_range
-        self.dialect = "openvino_7bit" if self._reduced else "openvino"
+        self._dialect = "openvino_7bit" if self._reduced else "openvino"
+        self.capabilities = replace(self.capabilities, dialect=self._dialect)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -141,7 +143,7 @@ class OpenVINOBenchmarker:
             "float_precision": self._float,
             "float_open": self._open,
             "float_params": {precision: {"precision": precision} for precision in self._offered},
-            **({"dialect": self.dialect} if self._reduced else {}),
+            **({"dialect": self._dialect} if self._reduced else {}),
         }
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from harness.api import Array, Artifact, Candidate
+from harness.api import Array, Artifact, Candidate, Capabilities
+from harness.benchmark_table import read_table
 from harness.errors import BuildFailed, CandidateError, EvaluationFailed, MeasureFailed
 from harness.paths import resolve_path
 from harness.records import Failed
-from harness.benchmark_table import read_table
 
 __all__ = ["ReplayBenchmarker"]
 
@@ -33,7 +33,7 @@ class ReplayBenchmarker:
         UserError: No such table, or a damaged one.
     """
 
-    in_process = True
+    capabilities = Capabilities(in_process=True)
 
     def __init__(self, table: str | Path, noise_seed: int | None = None, base: str | Path | None = None) -> None:
         path = resolve_path(str(table), None if base is None else Path(base))
@@ -42,7 +42,7 @@ class ReplayBenchmarker:
         self._edges = {edge for dimension in self._table.metadata.dimensions for edge in dimension.edges}
         self._noise_seed = noise_seed
         self._rng = np.random.default_rng(noise_seed)
-        self.dialect = self._table.metadata.dialect
+        self.capabilities = Capabilities(dialect=self._table.metadata.dialect, in_process=True)
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
         """The recorded engine.

@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
-from harness.api import Array, Artifact, Candidate
+from harness.api import Array, Artifact, Candidate, Capabilities
 from harness.errors import BuildFailed, EvaluationFailed
 from search.space import Edge, Resolved
 
 __all__ = ["SimulatedBenchmarker"]
+
+# Ranges of parameters, checked by `harness.registry.create_plugin`.
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,49 +53,31 @@ class SimulatedBenchmarker:
         drift: Share by which latency grows from one reading to the next.
         failure_rate: Share of placements that cannot be built; the float model always can.
         noise_seed: Repeats the noise of a run; None draws new noise each time, as a real machine does.
-
-    Raises:
-        ValueError: An argument outside of its range.
     """
 
     seed: int = 0
-    base_ms: float = 10.0
-    effect: float = 0.05
-    wanted_share: float = 0.5
-    max_speedup: float = 4.0
-    noise: float = 0.01
-    build_noise: float = 0.0
-    process_noise: float = 0.0
-    wander: float = 0.0
-    wander_readings: float = 100.0
-    outliers: float = 0.0
-    outlier_size: float = 1.0
-    warmup: float = 0.0
-    drift: float = 0.0
-    failure_rate: float = 0.0
+    base_ms: Positive = 10.0
+    effect: NonNegative = 0.05
+    wanted_share: Share = 0.5
+    max_speedup: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 4.0
+    noise: NonNegative = 0.01
+    build_noise: NonNegative = 0.0
+    process_noise: NonNegative = 0.0
+    wander: NonNegative = 0.0
+    wander_readings: Positive = 100.0
+    outliers: Share = 0.0
+    outlier_size: NonNegative = 1.0
+    warmup: NonNegative = 0.0
+    drift: NonNegative = 0.0
+    failure_rate: Share = 0.0
     noise_seed: int | None = None
     _builds: Iterator[int] = field(default_factory=itertools.count, init=False, repr=False, compare=False)
     _machine: _Machine = field(init=False, repr=False, compare=False)
 
-    in_process = True
-    """There is nothing to isolate, and a thousand evaluations a second leave no time for it."""
-    dialect = "openvino"
+    # Nothing to isolate; a worker process would limit the rate to far below a thousand evaluations per second.
+    capabilities = Capabilities(dialect="openvino", in_process=True)
 
     def __post_init__(self) -> None:
-        for name, value in self._options().items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{name}: a finite number, but got {value}")
-        noises = ("noise", "build_noise", "process_noise", "wander", "outlier_size", "warmup")
-        for name in ("effect", *noises, "drift"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: 0 or more, but got {getattr(self, name)}")
-        for name in ("wanted_share", "failure_rate", "outliers"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}: 0 to 1, but got {getattr(self, name)}")
-        if self.base_ms <= 0 or self.max_speedup <= 1:
-            raise ValueError(f"base_ms above 0 and max_speedup above 1, but got {self.base_ms} and {self.max_speedup}")
-        if self.wander_readings <= 0:
-            raise ValueError(f"wander_readings: above 0, but got {self.wander_readings}")
         object.__setattr__(self, "_machine", _Machine(self))
 
     def truth_ms(self, edges: Resolved) -> float:

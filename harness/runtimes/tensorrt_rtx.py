@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from harness.api import Array, Artifact, Candidate
+from harness.api import Array, Artifact, Candidate, Capabilities
+from harness.errors import BuildFailed, MeasureFailed, UserError
 from harness.runtimes.cuda.clocks import Clocks
 from harness.runtimes.cuda.device import Cuda, Device, open_device
 from harness.runtimes.cuda.timing import GpuTimer, flush_bytes
-from harness.errors import BuildFailed, MeasureFailed, UserError
-from harness.timing.host_clock import to_float32, require_static_shapes, translate_errors
+from harness.timing.host_clock import require_static_shapes, to_float32, translate_errors
 from harness.timing.sampling import make_fixed_inputs
 
 __all__ = ["TensorRTRTXBenchmarker"]
@@ -68,7 +68,7 @@ class TensorRTRTXBenchmarker:
         cold_l2: Overwrite the L2 cache before each inference. Never compare with warm readings.
     """
 
-    dialect = "tensorrt"
+    capabilities = Capabilities(dialect="tensorrt")
 
     def __init__(self, *, device: int = 0, cuda_graph: bool = False, cold_l2: bool = False) -> None:
         self._device, self._graph, self._cold_l2 = device, cuda_graph, cold_l2

@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 
 from harness.api import Candidate
 from harness.errors import UserError
-from harness.timing.workers.trial_pool import Executor
-from harness.statistics import Interval, median_ci
-from harness.records import Proposal, Failed, Measured, Outcome, TrialResult
+from harness.records import Failed, Measured, Outcome, Proposal, TrialResult
 from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
+from harness.results_dir.journal import RETRY_ORIGIN, Journal, JournalEntry
 from harness.search_loop.objective import Goal, Scored, eligible, score_of, scored_of, standing
 from harness.search_loop.searcher_guard import Guarded
-from harness.results_dir.journal import RETRY_ORIGIN, JournalEntry, Journal
+from harness.statistics import Interval, median_ci
+from harness.timing.workers.trial_pool import Executor
 from search.api import Observation, Score, Searcher
 from search.space import Placement, Space
 
@@ -195,7 +195,9 @@ class _Search:
             return [self._seeds.popleft() for _ in range(min(free, left, len(self._seeds)))]
         if self._waiting and self._waiting[-1][0].origin.startswith("seed:"):
             return []  # a searcher's first proposal comes after all that it is told beforehand
-        if not any(asked.origin == RETRY_ORIGIN for asked, _ in self._waiting):  # else there may still be one that works
+        if not any(
+            asked.origin == RETRY_ORIGIN for asked, _ in self._waiting
+        ):  # else there may still be one that works
             self._check_start()
         return [(placement, "searcher") for placement in self._searcher.ask(min(free, left))]
 

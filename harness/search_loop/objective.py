@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from harness.statistics import Interval, median_ci, rebuilt_ci, stderr_from_interval
-from harness.records import Failed, Measured, Outcome
 from harness.config.objective import Minimize
+from harness.records import Failed, Measured, Outcome
+from harness.statistics import Interval, median_ci, rebuilt_ci, stderr_from_interval
 from search.api import Failure, Score
 
 __all__ = [

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError
-from harness.statistics import median_ci
 from harness.records import Measured
+from harness.results_dir.io import append_line, truncate_partial_line
 from harness.search_loop.loop import Trial
 from harness.search_loop.objective import Goal
-from harness.results_dir.journal import append_line, truncate_partial_line
+from harness.statistics import median_ci
 from search.space import Space
 
 __all__ = ["LIVE", "live_study"]

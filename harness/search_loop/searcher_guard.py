@@ -13,8 +13,8 @@ from operator import index
 
 from threadpoolctl import ThreadpoolController
 
-from harness.timing.workers.in_process import as_outcome
 from harness.records import Failed
+from harness.timing.workers.in_process import as_outcome
 from search.api import Observation, Searcher
 from search.space import Placement, Space
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from harness.api import Candidate
+from harness.config.sections import Sampling
+from harness.records import Failed, Measured, Outcome
+from harness.search_loop.accuracy_gate import Judge
+from harness.statistics import Interval, median_ci
 from harness.timing.workers.engines import BuiltEngine, Engines
 from harness.timing.workers.trial_pool import TrialFn
-from harness.statistics import Interval, median_ci
-from harness.records import Failed, Measured, Outcome
-from harness.config.experiment import Sampling
-from harness.search_loop.accuracy_gate import Judge
 
 __all__ = ["BUILDS", "Care", "attempt_with"]
 

@@ -13,18 +13,18 @@ from typing import Any, Literal
 import numpy as np
 
 from harness import registry
-from harness.api import Candidate
+from harness.api import Candidate, capabilities_of
+from harness.config.sections import Confirmation, PluginSpec
 from harness.graph.io.files import file_digest
-from harness.timing.confirmation import MAX_GROUP_ROWS, confirm, summarize_turns
-from harness.timing.confirmation import Contender as Turn
-from harness.timing.workers.engines import WorkerSpec
-from harness.timing.turn_log import Turn, TurnEvent, decode_turn_event, disturbance_note, encode_turn_event
-from harness.timing.workers.execution_target import SpecEngineFactory
-from harness.results_dir.fingerprint import require_same_fingerprint
-from harness.config.experiment import Confirmation, PluginSpec
-from harness.selection.paired_timing import SEED, Contest, advise, hold, read_contest
 from harness.progress import Observer
-from harness.results_dir.artifacts import FLOAT_ROW, ExportedModel, FinalistSet, read_json, write_json
+from harness.results_dir.artifacts import FLOAT_ROW, ExportedModel, FinalistSet
+from harness.results_dir.fingerprint import require_same_fingerprint
+from harness.results_dir.io import read_json, write_json
+from harness.selection.paired_timing import SEED, Contest, advise, hold, read_contest
+from harness.timing.confirmation import MAX_GROUP_ROWS, Contender, confirm, summarize_turns
+from harness.timing.turn_log import Turn, TurnEvent, decode_turn_event, disturbance_note, encode_turn_event
+from harness.timing.workers.engines import WorkerSpec
+from harness.timing.workers.execution_target import SpecEngineFactory
 from search.space import digest_of
 
 __all__ = ["confirm_rows", "float_latency", "level", "noise_floor", "read_events", "read_floor"]
@@ -44,7 +44,8 @@ def noise_floor(
     folder: Path,
     observer: Observer,
 ) -> float:
-    """The gain that the baseline has over itself, rebuilt, before any search; see `harness.statistics.floor_from`.
+    """The gain that the baseline has over itself, rebuilt, before any search; see
+    `harness.statistics.noise_floor_from_ratios`.
 
     Args:
         open_engines: Opens engines where the cell runs.
@@ -61,7 +62,7 @@ def noise_floor(
         record = read_json(path)
         require_same_fingerprint(path, {key: record.get(key) for key in basis}, basis)
         return float(record["floor"])
-    baseline = Turn(name=FLOAT_ROW, candidate=Candidate(digest=digest_of(()), edges=(), source=lambda: model_file))
+    baseline = Contender(name=FLOAT_ROW, candidate=Candidate(digest=digest_of(()), edges=(), source=lambda: model_file))
     with observer.work("A/A check", FLOOR_PLAN.builds * FLOOR_PLAN.rounds * 2) as step:
         events = []
         for event in confirm(
@@ -95,12 +96,12 @@ def level(folder: Path, backend: PluginSpec, beside: Literal["auto", "always", "
     """The baseline's latency in milliseconds where candidates are to be timed beside it; None: each alone.
 
     Args:
-        backend: One that cannot take turns (`in_turns` of `harness.api.Benchmarker`) has each timed alone.
+        backend: One that cannot take turns (`interleaved` of `harness.api.Capabilities`) has each timed alone.
         beside: What the experiment wants; "auto": where the baseline's turns before the searches scatter by more than
             `RESTLESS` (standard deviation on the log scale). Not where the floor is above it: turns of the floor are
             paired, so it stays low on a machine whose pace changes, and readings one by one do not.
     """
-    if not getattr(registry.load_plugin("benchmarker", backend.use), "in_turns", True):
+    if not capabilities_of(registry.load_plugin("benchmarker", backend.use)).interleaved:
         return None
     events = [decode_turn_event(json.dumps(event)) for event in read_json(folder / "floor.json")["events"]]
     turns_ms = [float(np.median(event.samples_ms)) for event in events if isinstance(event, Turn)]
@@ -162,5 +163,5 @@ def read_events(folder: Path) -> tuple[TurnEvent, ...]:
     return read_contest(folder / CONFIRM)
 
 
-def _turn(row: ExportedModel, table: FinalistSet) -> Turn:
-    return Turn(name=row.id, candidate=table.candidate(row), benchmarker=row.benchmarker)
+def _turn(row: ExportedModel, table: FinalistSet) -> Contender:
+    return Contender(name=row.id, candidate=table.candidate(row), benchmarker=row.benchmarker)

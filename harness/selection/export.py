@@ -6,25 +6,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from harness.graph.qdq.read_edges import pairs_in, precisions_in
-from harness.graph.io.files import copy_model, file_digest
-from harness.pipeline.task import Cell
 from harness.config.experiment import Experiment
-from harness.results_dir.journal import explain_write_errors
-from harness.pipeline.methods import ToldModel, is_peer, peer_model, seen_by
-from harness.config.plan import SearchSpec
-from harness.results_dir.journal_reader import Evaluation, BudgetState
-from harness.results_dir.artifacts import ACCURACY_ONLY_VERDICT, FLOAT_ROW, Choice, ExportedModel, FinalistSet, write_json
-from harness.pipeline.task_run import Running
-from harness.selection.final_selection import Found, Leader
 from harness.config.initial import split_rule_precision
+from harness.config.plan import SearchSpec
+from harness.graph.io.files import copy_model, file_digest
+from harness.graph.qdq.read_edges import pairs_in, precisions_in
+from harness.pipeline.methods import ToldModel, is_peer, peer_model, seen_by
+from harness.pipeline.task import Cell
+from harness.pipeline.task_run import Running
 from harness.pipeline.transfer import Guest
+from harness.results_dir.artifacts import ACCURACY_ONLY_VERDICT, FLOAT_ROW, Choice, ExportedModel, FinalistSet
+from harness.results_dir.io import explain_write_errors, write_json
+from harness.results_dir.journal_reader import BudgetState, Evaluation
+from harness.selection.final_selection import Found, Leader
 from search.space import Placement, Resolved, digest_of
 
 __all__ = ["choose"]
 
 
-def choose(running: Running, found: Found, others: Sequence[str], brought: Mapping[str, Guest] | None = None) -> FinalistSet:
+def choose(
+    running: Running, found: Found, others: Sequence[str], brought: Mapping[str, Guest] | None = None
+) -> FinalistSet:
     """Pick and export the finalists of a cell; the same journals and the same runoff give the same files.
 
     Args:

@@ -19,19 +19,19 @@ from itertools import chain
 from pathlib import Path
 
 from harness.api import Candidate
+from harness.config.plan import SearchSpec
 from harness.graph.io.files import file_digest
-from harness.timing.confirmation import MAX_GROUP_ROWS, Contender
-from harness.timing.workers.engines import Engines
-from harness.timing.racing_test import TURNS_PER_RACING_ROUND
+from harness.pipeline.methods import ToldModel, is_peer, peer_model, seen_by, told_models
 from harness.pipeline.task import Cell
+from harness.pipeline.task_run import Running
+from harness.results_dir.artifacts import FLOAT_ROW
+from harness.results_dir.journal import read_journal
+from harness.results_dir.journal_reader import BudgetState, Evaluation, evaluations_until_result, state_at_budgets
 from harness.selection.paired_timing import RUNOFF, Contest, read_speedups
 from harness.selection.racing import FIRST, TURN, race
-from harness.results_dir.journal import read_journal
-from harness.pipeline.methods import ToldModel, is_peer, peer_model, seen_by, told_models
-from harness.config.plan import SearchSpec
-from harness.results_dir.journal_reader import Evaluation, BudgetState, evaluations_until_result, state_at_budgets
-from harness.results_dir.artifacts import FLOAT_ROW
-from harness.pipeline.task_run import Running
+from harness.timing.confirmation import MAX_GROUP_ROWS, Contender
+from harness.timing.racing_test import TURNS_PER_RACING_ROUND
+from harness.timing.workers.engines import Engines
 from search.space import Placement
 
 __all__ = ["Found", "Leader", "in_order", "run_off"]

@@ -10,13 +10,20 @@ from typing import Any
 
 import numpy as np
 
+from harness.config.sections import TurnSchedule
 from harness.errors import UserError
-from harness.timing.confirmation import MAX_GROUP_ROWS, EngineFactory, Contender, confirm
-from harness.timing.turn_log import TWIN, RowFailure, TurnEvent, TurnMatrix, decode_turn_event, disturbance_note, encode_turn_event
-from harness.config.experiment import TurnSchedule
-from harness.results_dir.journal import append_line, truncate_partial_line
 from harness.progress import Observer
-from harness.results_dir.archive_previous import archive_existing
+from harness.results_dir.io import append_line, archive_existing, truncate_partial_line
+from harness.timing.confirmation import MAX_GROUP_ROWS, Contender, EngineFactory, confirm
+from harness.timing.turn_log import (
+    TWIN,
+    RowFailure,
+    TurnEvent,
+    TurnMatrix,
+    decode_turn_event,
+    disturbance_note,
+    encode_turn_event,
+)
 
 __all__ = ["RUNOFF", "SEED", "Contest", "advise", "hold", "ratios_of", "read_contest", "read_speedups"]
 
@@ -160,7 +167,9 @@ def _keep_another(path: Path, header: str) -> None:
 def _left(contest: Contest, done: Iterable[TurnEvent]) -> set[_Key]:
     """The turns still to come; a worker that did not come to its end starts again."""
     names, plan = [row.name for row in contest.rows], contest.plan
-    groups: list[Sequence[str]] = [names[start : start + MAX_GROUP_ROWS] for start in range(0, len(names), MAX_GROUP_ROWS)] or [()]
+    groups: list[Sequence[str]] = [
+        names[start : start + MAX_GROUP_ROWS] for start in range(0, len(names), MAX_GROUP_ROWS)
+    ] or [()]
     whole = {
         (build, group, row, number)
         for build in range(contest.first, contest.first + plan.builds)

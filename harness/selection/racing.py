@@ -11,12 +11,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from harness.timing.confirmation import EngineFactory, noise_floor
-from harness.timing.turn_log import TurnMatrix
-from harness.timing.racing_test import TURNS_PER_RACING_ROUND, build_variance_slack, surviving
-from harness.config.experiment import TurnSchedule
-from harness.selection.paired_timing import Contest, advise, hold, ratios_of, read_contest
+from harness.config.sections import TurnSchedule
 from harness.progress import Observer
+from harness.selection.paired_timing import Contest, advise, hold, ratios_of, read_contest
+from harness.timing.confirmation import EngineFactory, noise_floor
+from harness.timing.racing_test import TURNS_PER_RACING_ROUND, build_variance_slack, surviving
+from harness.timing.turn_log import TurnMatrix
 
 __all__ = ["FIRST", "TURN", "race"]
 

@@ -8,17 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.timing.confirmation import MAX_GROUP_ROWS, EngineFactory
-from harness.timing.confirmation import Contender as Turn
-from harness.timing.turn_log import TurnMatrix
-from harness.statistics import median_ci
-from harness.records import Failed
-from harness.pipeline.task import Cell
-from harness.config.experiment import TurnSchedule
-from harness.selection.paired_timing import Contest, advise, hold, read_contest
-from harness.progress import Observer
-from harness.results_dir.artifacts import FLOAT_ROW
 from harness.benchmark_table import TableEntry
+from harness.config.sections import TurnSchedule
+from harness.pipeline.task import Cell
+from harness.progress import Observer
+from harness.records import Failed
+from harness.results_dir.artifacts import FLOAT_ROW
+from harness.selection.paired_timing import Contest, advise, hold, read_contest
+from harness.statistics import median_ci
+from harness.timing.confirmation import MAX_GROUP_ROWS, Contender, EngineFactory
+from harness.timing.turn_log import TurnMatrix
 from search.space import Placement
 
 __all__ = ["Meeting", "latencies"]
@@ -64,7 +63,8 @@ class Meeting:
         """Rows that have met others, with their readings: the fastest of all is among them.
 
         The least of a thousand noisy readings is a lucky one, and would decide what is fixed in a table, or be its
-        optimum for ever; see `harness.selection.final_selection`. So the fastest meet again and again, until no row that has met
+        optimum for ever; see `harness.selection.final_selection`. So the fastest meet again and again, until no row
+        that has met
         nobody seems faster than they are.
 
         Args:
@@ -88,9 +88,9 @@ class Meeting:
             name=f"{cell.spec.name} runoff",
             path=self.folder / f"{name}.jsonl",
             header={"rows": sorted(rows), "plan": TURNS.model_dump(mode="json"), "group": MAX_GROUP_ROWS},
-            baseline=Turn(name=FLOAT_ROW, candidate=cell.candidate(cell.space.float_placement())),
+            baseline=Contender(name=FLOAT_ROW, candidate=cell.candidate(cell.space.float_placement())),
             rows=tuple(
-                Turn(name=digest, candidate=cell.candidate(Placement(row.choices))) for digest, row in rows.items()
+                Contender(name=digest, candidate=cell.candidate(Placement(row.choices))) for digest, row in rows.items()
             ),
             plan=TURNS,
         )
@@ -98,7 +98,9 @@ class Meeting:
         advise(contest, self.observer)
         readings = TurnMatrix(read_contest(contest.path))
         self._say_pace(contest.name, readings)
-        return {digest: self._timed_anew(row, *readings.paired_samples(digest, FLOAT_ROW)) for digest, row in rows.items()}
+        return {
+            digest: self._timed_anew(row, *readings.paired_samples(digest, FLOAT_ROW)) for digest, row in rows.items()
+        }
 
     def _say_pace(self, name: str, readings: TurnMatrix) -> None:
         """Tell where the machine went at another pace than before the table, and what that does to its rows."""

@@ -9,20 +9,20 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from harness.benchmark_table import read_table
 from harness.errors import UserError
+from harness.progress import Observer
 from harness.report.statistics import Ranks, ranks_of
 from harness.report.tables.report_table import Table, several, write_table
-from harness.results_dir.journal import explain_write_errors
-from harness.results_dir.lock import exclusive_lock
-from harness.progress import Observer
+from harness.results_dir.io import explain_write_errors
+from harness.results_dir.ownership import exclusive_lock
 from harness.studies.budget_tables import Block, Curves, budget_tables, seeds_said
 from harness.studies.path_cache import FILE, MAX_EVALUATIONS, Kept, Series
-from harness.studies.recorded_landscape import NEAR, Landscape
 from harness.studies.random_search import random_search
+from harness.studies.recorded_landscape import NEAR, Landscape
 from harness.studies.replay import first_placements, told_optimum
 from harness.studies.replay_pool import Chunk, curves_of, missing_of, replay_all, series_of
 from harness.studies.study_file import BudgetStudy, everybody
-from harness.benchmark_table import read_table
 
 __all__ = ["study_budgets"]
 

@@ -20,8 +20,8 @@ from harness.report.statistics import (
     smallest_p,
 )
 from harness.report.tables.report_table import Table, interval, several
-from harness.studies.recorded_landscape import Floats
 from harness.studies.random_search import RANDOM
+from harness.studies.recorded_landscape import Floats
 from harness.studies.study_file import BudgetStudy
 
 __all__ = ["RISES", "Block", "Curves", "budget_tables", "means_of", "seeds_said"]

@@ -13,7 +13,7 @@ __all__ = ["code_digest", "imported_by", "meaning_of"]
 INSTALLED = ("site-packages", "dist-packages")
 """Folders of libraries, in which only a searcher's own package is its own."""
 
-BY_NAME = "scope.py"
+BY_NAME = "subspace.py"
 """Of the package: finds searchers by their names. Whoever imports it may run any of them."""
 
 

@@ -11,12 +11,12 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
-from harness.records import Failed
-from harness.studies.recorded_landscape import Landscape
 from harness.analysis.noise import Components, Floats
-from harness.studies.random_search import RANDOM
-from harness.studies.replay import Replayed
 from harness.analysis.sensitivity import Effect, Sensitivities, Unit
+from harness.records import Failed
+from harness.studies.random_search import RANDOM
+from harness.studies.recorded_landscape import Landscape
+from harness.studies.replay import Replayed
 
 __all__ = ["draw_curves", "draw_noise", "draw_sensitivities"]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from harness.studies.simulated_selection import TURNS, Indices, chosen, log_turns
 from harness.studies.recorded_landscape import Floats, Landscape
+from harness.studies.simulated_selection import TURNS, Indices, chosen, log_turns
 from search.space import Placement
 
 __all__ = ["RANDOM", "random_search"]
@@ -33,7 +33,8 @@ def random_search(landscape: Landscape, evaluations: int, first: Sequence[Placem
     A search is told the same placements first as all others, which cost what they cost there: a model that was told
     already costs nothing. It then meets the others in a random order of the placements, without replacement; a model
     that several placements give comes up so much sooner, and once. A failure costs an evaluation and helps nobody. A
-    runoff chooses, as for everybody (`harness.studies.simulated_selection`). So the searcher `random` has this mean whatever the
+    runoff chooses, as for everybody (`harness.studies.simulated_selection`). So the searcher `random` has this mean
+    whatever the
     table, the noise and the first placements are; it walks spaces of up to 4096 placements, and draws from larger ones
     less evenly than this.
 

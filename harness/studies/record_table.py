@@ -17,29 +17,37 @@ from typing import Any
 import numpy as np
 
 from harness import registry
+from harness.benchmark_table import (
+    MAX_PLACEMENTS,
+    TableEntry,
+    TableMetadata,
+    TableSubspace,
+    read_table,
+    space_digest,
+    write_table,
+)
 from harness.errors import UserError
-from harness.timing.workers.engines import Engines
-from harness.timing.workers.trial_pool import TrialFn, SyncExecutor
-from harness.timing.provenance import comparability_key, describe_environment
-from harness.timing.sampling import STEADY_TOLERANCE
-from harness.timing.workers.sandbox import open_engines
-from harness.records import Failed
-from harness.results_dir.ownership import owned_results_dir
-from harness.results_dir.fingerprint import require_same_fingerprint
+from harness.pipeline.accuracy_store import ScoreBook
 from harness.pipeline.task import Cell
-from harness.selection.confirmation import float_latency, level, noise_floor
+from harness.progress import Observer
+from harness.records import Failed
+from harness.results_dir.fingerprint import require_same_fingerprint
+from harness.results_dir.io import explain_write_errors, read_json, write_json
+from harness.results_dir.journal import Journal
+from harness.results_dir.ownership import owned_results_dir
+from harness.search_loop.accuracy_gate import Judge
 from harness.search_loop.loop import COLD_START, SearchTask, Seed, Trial, run_search
 from harness.search_loop.objective import Goal
-from harness.results_dir.journal import Journal, explain_write_errors
-from harness.search_loop.accuracy_gate import Judge
-from harness.progress import Observer
-from harness.results_dir.artifacts import read_json, write_json
-from harness.pipeline.accuracy_store import ScoreBook
 from harness.search_loop.trial import Care, attempt_with
-from harness.studies.study_task import Study, open_study
+from harness.selection.confirmation import float_latency, level, noise_floor
 from harness.studies.best_confirmation import Meeting, latencies
 from harness.studies.dimension_screening import most_telling, neighbours, sensitivity
-from harness.benchmark_table import MAX_PLACEMENTS, TableMetadata, TableEntry, TableSubspace, read_table, space_digest, write_table
+from harness.studies.study_task import Study, open_study
+from harness.timing.provenance import comparability_key, describe_environment
+from harness.timing.sampling import STEADY_TOLERANCE
+from harness.timing.workers.engines import Engines
+from harness.timing.workers.sandbox import open_engines
+from harness.timing.workers.trial_pool import SyncExecutor, TrialFn
 from search.api import Observation, Searcher
 from search.space import Placement, Space
 
@@ -247,7 +255,9 @@ class _Recording:
 
             def watch(trial: Trial) -> None:
                 asked = trial.asked
-                rows.setdefault(asked.digest, TableEntry(number=len(rows), choices=asked.choices, outcome=trial.outcome))
+                rows.setdefault(
+                    asked.digest, TableEntry(number=len(rows), choices=asked.choices, outcome=trial.outcome)
+                )
                 step.advance("" if trial.best_ms is None else f"best {trial.best_ms:.3f} ms")
 
             ending = run_search(task, SyncExecutor(self._attempt()), journal, watch)

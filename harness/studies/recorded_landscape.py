@@ -10,10 +10,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from harness.errors import UserError, suggest_names
-from harness.statistics import median_ci, stderr_of_median
-from harness.records import Measured
 from harness.benchmark_table import BenchmarkTable
+from harness.errors import UserError, suggest_names
+from harness.records import Measured
+from harness.statistics import median_ci, stderr_of_median
 from search.api import Failure, Score
 from search.space import Placement
 

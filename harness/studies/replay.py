@@ -14,15 +14,15 @@ import numpy.typing as npt
 from threadpoolctl import threadpool_limits
 
 from harness import registry
-from harness.errors import UserError, suggest_names
-from harness.timing.workers.in_process import as_outcome
-from harness.records import Failed
-from harness.pipeline.task import open_model
-from harness.config.experiment import ModelSpec, PluginSpec
-from harness.search_loop.loop import DUPLICATES_IN_A_ROW
-from harness.studies.simulated_selection import Walks
-from harness.studies.recorded_landscape import NEAR, Landscape
 from harness.benchmark_table import BenchmarkTable
+from harness.config.sections import ModelSpec, PluginSpec
+from harness.errors import UserError, suggest_names
+from harness.pipeline.task import open_model
+from harness.records import Failed
+from harness.search_loop.loop import DUPLICATES_IN_A_ROW
+from harness.studies.recorded_landscape import NEAR, Landscape
+from harness.studies.simulated_selection import Walks
+from harness.timing.workers.in_process import as_outcome
 from search.api import Failure, Observation, Placement, Score, Searcher
 
 __all__ = [
@@ -95,7 +95,7 @@ def replay_walks(
     if budget < 1 or not seeds:
         raise UserError(f"a replay needs a budget and seeds of at least 1, but got {budget} and {len(seeds)}")
     space, first = landscape.table.subspace.space, first_placements(landscape, initial)
-    factory = registry.check_params("searcher", use.use, use.params, given=("space", "seed"))
+    factory = registry.check_params("searcher", use.use, use.params, supplied=("space", "seed"))
 
     def searcher(seed: int) -> Any:
         return registry.call_plugin(f"searcher {use.use!r}", lambda: factory(space, seed=seed, **use.params))
@@ -213,7 +213,7 @@ def check_table(table: BenchmarkTable, spec: ModelSpec, work: Path) -> None:
     Raises:
         UserError: The table's model is another one than this, or this cannot be loaded.
     """
-    model = open_model(spec, Path.cwd(), work)
+    model = open_model(spec, work)
     if model.sha256 != table.metadata.model_sha256:
         raise UserError(
             f"{table.path} is of another model: it was recorded of {table.metadata.source} "

@@ -19,19 +19,19 @@ from threading import Thread
 from typing import Any
 
 import search
+from harness.benchmark_table import BenchmarkTable, read_table
+from harness.config.sections import PluginSpec
 from harness.errors import UserError
-from harness.statistics import stderr_of_median
-from harness.registry import load_plugin
-from harness.config.experiment import PluginSpec
-from harness.search_loop.loop import DUPLICATES_IN_A_ROW
 from harness.progress import Observer
+from harness.registry import load_plugin
+from harness.search_loop.loop import DUPLICATES_IN_A_ROW
+from harness.statistics import stderr_of_median
 from harness.studies.budget_tables import Curves
+from harness.studies.code_digest import code_digest, imported_by, meaning_of
 from harness.studies.path_cache import Indices, Kept, Series, Walk, write_part
 from harness.studies.recorded_landscape import Landscape
 from harness.studies.replay import first_placements, is_walk, replay_walks, walks_of
-from harness.studies.code_digest import code_digest, imported_by, meaning_of
 from harness.studies.study_file import BudgetStudy, Contender
-from harness.benchmark_table import BenchmarkTable, read_table
 from search.space import Space
 
 __all__ = ["Chunk", "curves_of", "missing_of", "replay_all", "series_of"]
@@ -237,5 +237,7 @@ def _file(use: str) -> Path | None:
 @lru_cache(maxsize=1)
 def _told_by() -> tuple[bytes, ...]:
     """The code that decides what a searcher is told."""
-    files = (inspect.getsourcefile(told_by) for told_by in (Landscape, Space, BenchmarkTable, replay_walks, stderr_of_median))
+    files = (
+        inspect.getsourcefile(told_by) for told_by in (Landscape, Space, BenchmarkTable, replay_walks, stderr_of_median)
+    )
     return tuple(meaning_of(Path(str(file)).read_bytes()) for file in files)

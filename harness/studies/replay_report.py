@@ -11,18 +11,18 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from harness.benchmark_table import BenchmarkTable
+from harness.config.sections import ModelSpec, PluginSpec
 from harness.errors import UserError
 from harness.report.statistics import quartiles
 from harness.report.tables.report_table import interval
-from harness.config.experiment import ModelSpec, PluginSpec
-from harness.results_dir.journal import explain_write_errors
+from harness.results_dir.io import explain_write_errors
 from harness.studies.budget_tables import RISES
 from harness.studies.landscape_metrics import difficulty_of, drift_of
-from harness.studies.recorded_landscape import NEAR, Bound, Floats, Landscape
 from harness.studies.random_search import RANDOM, random_search
+from harness.studies.recorded_landscape import NEAR, Bound, Floats, Landscape
 from harness.studies.replay import Replayed, check_table, first_placements, replay, told_optimum
 from harness.studies.study_file import MOST_EVALUATIONS, MOST_SEEDS
-from harness.benchmark_table import BenchmarkTable
 
 __all__ = ["ReplayOrder", "replay_all", "table_lines"]
 

@@ -1,7 +1,8 @@
 """What a replayed search hands over after each evaluation: the choice of a runoff among its best readings.
 
 A live search does not believe the lowest of many noisy readings: its leaders are built afresh and timed in turns, and
-those readings choose (`harness.selection.final_selection`). A replay that went by the lowest reading would get worse with every lucky
+those readings choose (`harness.selection.final_selection`). A replay that went by the lowest reading would get worse
+with every lucky
 one, which no user of `qdq run` sees.
 """
 
@@ -13,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from harness.timing.racing_test import TURNS_PER_RACING_ROUND, race_winner
+from harness.config.sections import Confirmation
 from harness.records import Failed, Outcome
 from harness.selection.racing import TURN
-from harness.config.sampling import Confirmation
 from harness.studies.recorded_landscape import Floats, Landscape
+from harness.timing.racing_test import TURNS_PER_RACING_ROUND, race_winner
 
 __all__ = ["TURNS", "Indices", "Walks", "chosen", "log_turns"]
 

@@ -8,12 +8,12 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from harness.errors import UserError
-from harness.config.validation_errors import to_user_error
-from harness.registry import installed_plugins
-from harness.config.experiment import PluginSpec
-from harness.config.yaml_loader import read_experiment_yaml
 from harness.config.initial import as_list
+from harness.config.sections import PluginSpec
+from harness.config.validation_errors import to_user_error
+from harness.config.yaml_loader import read_experiment_yaml
+from harness.errors import UserError
+from harness.registry import installed_plugins
 
 __all__ = ["MOST_EVALUATIONS", "MOST_SEEDS", "BudgetStudy", "Contender", "everybody", "load_study"]
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import yaml
 
+from harness.config.experiment import Experiment, load_experiment, parse_experiment
+from harness.config.plan import TaskSpec, plan_tasks
 from harness.errors import UserError
-from harness.timing.workers.engines import MAIN_BENCHMARKER, WorkerSpec
-from harness.timing.workers.sandbox import open_engines
+from harness.pipeline.float_baseline import float_benchmarkers
 from harness.pipeline.preflight import check_experiment
 from harness.pipeline.task import Cell, compose, evaluator_spec
-from harness.config.experiment import Experiment, load_experiment, parse_experiment
 from harness.progress import Observer
-from harness.config.plan import TaskSpec, plan_tasks
-from harness.pipeline.float_baseline import float_benchmarkers
+from harness.timing.workers.engines import MAIN_BENCHMARKER, WorkerSpec
+from harness.timing.workers.sandbox import open_engines
 
 __all__ = ["Study", "open_study", "study_of", "subject"]
 
@@ -42,12 +42,10 @@ class Study:
     """What is studied: one model on one backend at one precision.
 
     Attributes:
-        base: Folder that relative paths start from.
     """
 
     experiment: Experiment
     spec: TaskSpec
-    base: Path
 
 
 def study_of(  # noqa: PLR0913 - sizes come by input and by symbol
@@ -81,22 +79,22 @@ def study_of(  # noqa: PLR0913 - sizes come by input and by symbol
     if precision is not None:
         changes["precision"] = [precision]
     if Path(text).suffix in (".yaml", ".yml"):
-        experiment, base = load_experiment(Path(text)), Path(text).resolve().parent
+        experiment = load_experiment(Path(text))
     else:
         model = {"use": text, "label": _label(text), "shapes": dict(shapes or {}), "dims": dict(dims or {})}
-        experiment, base = _parse({"experiment": "study", "models": [model], "sampling": dict(BRIEF)}), Path.cwd()
+        experiment = _parse({"experiment": "study", "models": [model], "sampling": dict(BRIEF)})
     described = {**experiment.model_dump(mode="json"), **changes}
     if fidelity:
         described["models"] = [
             {**model, "evaluator": model["evaluator"] or "fidelity"} for model in described["models"]
         ]
-    experiment = _parse(described)
-    check_experiment(experiment, base)
-    cells = plan_tasks(experiment, base)
+    experiment = _parse(described, experiment.base_dir)
+    check_experiment(experiment)
+    cells = plan_tasks(experiment)
     if len(cells) > 1:
         names = ", ".join(cell.name for cell in cells)
         raise UserError(f"{text}: a study has one cell, but this experiment has {len(cells)}: {names}; keep one")
-    return Study(experiment=experiment, spec=cells[0], base=base)
+    return Study(experiment=experiment, spec=cells[0])
 
 
 def subject(study: Study, placement: str) -> str:
@@ -123,19 +121,22 @@ def open_study(study: Study, folder: Path, observer: Observer) -> tuple[Cell, Wo
     Raises:
         UserError: Anything in the specification that cannot be used.
     """
-    cell = compose(study.experiment, study.spec, study.base, folder / "work", observer)
+    cell = compose(study.experiment, study.spec, folder / "work", observer)
     open_worker = partial(open_engines, limits=study.experiment.limits)
     found = float_benchmarkers(study.spec.backend, cell.float_file, folder, open_worker, observer)
     cell = cell.at(found)
-    evaluator = evaluator_spec(study.spec.model, cell.model, study.base, cell.work)
+    evaluator = evaluator_spec(study.spec.model, cell.model, cell.work)
     evaluators = {} if evaluator is None else {MAIN_BENCHMARKER: evaluator}
     return cell, WorkerSpec(
-        benchmarkers={MAIN_BENCHMARKER: found[MAIN_BENCHMARKER]}, workdir=cell.work, evaluators=evaluators, reference=cell.model_file
+        benchmarkers={MAIN_BENCHMARKER: found[MAIN_BENCHMARKER]},
+        workdir=cell.work,
+        evaluators=evaluators,
+        reference=cell.model_file,
     )
 
 
-def _parse(described: Mapping[str, Any]) -> Experiment:
-    return parse_experiment(yaml.safe_dump(dict(described)), "study")
+def _parse(described: Mapping[str, Any], base_dir: Path | None = None) -> Experiment:
+    return parse_experiment(yaml.safe_dump(dict(described)), "study", base_dir)
 
 
 def _label(text: str) -> str:

@@ -15,18 +15,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from harness.api import Candidate
+from harness.config.sections import Sampling, TurnSchedule
 from harness.errors import UserError
-from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines
-from harness.timing.turn_log import TWIN, Turn, RowFailure, TurnEvent, BuildKey, TurnMatrix
-from harness.statistics import Interval, block_ci, noise_floor_from_ratios, paired_ratio_ci, speedup_verdict
 from harness.records import Failed
-from harness.config.experiment import TurnSchedule, Sampling
+from harness.statistics import Interval, block_ci, noise_floor_from_ratios, paired_ratio_ci, speedup_verdict
+from harness.timing.turn_log import TWIN, BuildKey, RowFailure, Turn, TurnEvent, TurnMatrix
+from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines
 
 __all__ = [
-    "EngineFactory",
+    "ConfirmationSummary",
     "Contender",
     "ContenderSummary",
-    "ConfirmationSummary",
+    "EngineFactory",
     "confirm",
     "noise_floor",
     "summarize_turns",
@@ -145,7 +145,9 @@ class BuildTurns:
         worker: See `Block.worker`.
     """
 
-    def __init__(self, key: BuildKey, worker: int, baseline: Contender, plan: TurnSchedule, rng: np.random.Generator) -> None:
+    def __init__(
+        self, key: BuildKey, worker: int, baseline: Contender, plan: TurnSchedule, rng: np.random.Generator
+    ) -> None:
         self.worker = worker
         self._key = {"build": key[0], "group": key[1]}
         self._bases = (baseline, replace(baseline, name=TWIN))

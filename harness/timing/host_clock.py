@@ -11,7 +11,7 @@ import numpy as np
 from harness.api import Array
 from harness.errors import BuildFailed, CandidateError
 
-__all__ = ["to_float32", "require_static_shapes", "translate_errors", "time_calls", "one_line_error"]
+__all__ = ["one_line_error", "require_static_shapes", "time_calls", "to_float32", "translate_errors"]
 
 
 def time_calls(run: Callable[[], object], n: int) -> list[float]:

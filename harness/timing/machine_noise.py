@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["MachineSnapshot", "MachineMonitor", "describe_disturbance"]
+__all__ = ["MachineMonitor", "MachineSnapshot", "describe_disturbance"]
 
 T = TypeVar("T")
 THROTTLED_CLOCK_RATIO = 0.9  # smaller changes of the clock are the governor's normal operation

@@ -14,17 +14,17 @@ from typing import Any
 import psutil
 
 __all__ = [
-    "validate_threads",
+    "comparability_key",
     "count_cores",
     "cpu_model_name",
-    "comparability_key",
     "describe_environment",
-    "git_commit",
     "format_options",
-    "machine_processor_label",
+    "git_commit",
     "lacks_vnni",
     "machine_lacks_vnni",
+    "machine_processor_label",
     "processor_label",
+    "validate_threads",
 ]  # fmt: skip
 
 RECORDED_PACKAGES = (

@@ -16,18 +16,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.api import Probe
+from harness.config.sections import Sampling
+from harness.statistics import Interval, median_ci
 from harness.timing.machine_noise import MachineMonitor
 from harness.timing.sampling import (
     MIN_RACE_SAMPLES,
     SampleRun,
     Samples,
+    check_clock_jumps,
     is_clearly_slower,
     read_checked,
-    check_clock_jumps,
     sample_with_retry,
 )
-from harness.statistics import Interval, median_ci
-from harness.config.experiment import Sampling
 
 __all__ = ["ReferenceEngine", "sample_against_reference"]
 
@@ -65,9 +65,11 @@ def sample_against_reference(
     mean of those two turns, times the reference's latency. Turns continue until the 95 % interval of their median is
     narrower than `target`, the race is lost, or the time is up; they start over once if the machine was disturbed.
 
-    Arguments and errors are those of `harness.timing.sampling.take`, with `rival` on the reference's scale.
+    Arguments and errors are those of `harness.timing.sampling.sample_engine`, with `rival` on the reference's scale.
     """
-    return sample_with_retry(lambda: _alternate_turns(probe, reference, sampling, rival), probe, sampling, machine, clock)
+    return sample_with_retry(
+        lambda: _alternate_turns(probe, reference, sampling, rival), probe, sampling, machine, clock
+    )
 
 
 def _alternate_turns(probe: Probe, reference: ReferenceEngine, sampling: Sampling, rival: Interval | None) -> SampleRun:

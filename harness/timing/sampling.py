@@ -10,23 +10,23 @@ from typing import Any
 
 import numpy as np
 
-from harness.api import Array, Probe
+from harness.api import Array, Probe, ReportsConditions
+from harness.config.sections import Sampling
 from harness.errors import MeasureFailed, UserError
 from harness.random_inputs import random_feeds
-from harness.timing.machine_noise import MachineMonitor, describe_disturbance
 from harness.statistics import Interval, median_ci
-from harness.config.experiment import Sampling
+from harness.timing.machine_noise import MachineMonitor, describe_disturbance
 
 __all__ = [
     "MIN_RACE_SAMPLES",
     "STEADY_TOLERANCE",
     "SampleRun",
     "Samples",
+    "check_clock_jumps",
     "make_fixed_inputs",
     "read_checked",
-    "check_clock_jumps",
-    "sample_with_retry",
     "sample_engine",
+    "sample_with_retry",
     "warm_up",
 ]  # fmt: skip
 
@@ -149,7 +149,7 @@ def _run_monitored(attempt: Callable[[], SampleRun], probe: Probe, machine: Mach
     before = machine.read()
     run = attempt()
     after = machine.read()
-    probe_conditions: Callable[[], Mapping[str, float]] = getattr(probe, "conditions", dict)
+    probe_conditions = probe.conditions if isinstance(probe, ReportsConditions) else dict
     own = {name: float(value) for name, value in probe_conditions().items() if math.isfinite(value)}  # for JSON
     conditions = {**after.facts(), **own}
     return replace(run, disturbed=describe_disturbance(before, after), conditions=conditions)

@@ -14,10 +14,10 @@ from harness.records import Failed
 
 __all__ = [
     "TWIN",
-    "Turn",
-    "RowFailure",
-    "TurnEvent",
     "BuildKey",
+    "RowFailure",
+    "Turn",
+    "TurnEvent",
     "TurnMatrix",
     "decode_turn_event",
     "disturbance_note",

@@ -10,10 +10,10 @@ from harness.errors import UserError
 from harness.graph.dynamic_axes import write_dynamic
 from harness.graph.io.files import move_model
 from harness.graph.model import Model
-from harness.verification.dynamic_check import Files, Subject, check
-from harness.results_dir.journal import explain_write_errors
 from harness.progress import Observer
-from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, FinalistSet, read_json, write_json
+from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, FinalistSet
+from harness.results_dir.io import explain_write_errors, read_json, write_json
+from harness.verification.dynamic_check import Files, Subject, check
 
 __all__ = ["Delivered", "deliver_dynamic", "deliver_rows", "dynamic_name", "fixed_sizes", "remove_dynamic"]
 
@@ -107,7 +107,9 @@ def deliver_rows(model: Model, table: FinalistSet, backend: str, observer: Obser
             step.advance()
     write_json(path, noted)
     written = sum(noted[row.id]["file"] is not None for row in rows)
-    observer.say(f"{written} of {len(rows)} quantized models are written with their dynamic axes too: {DYNAMIC_AXES_FILE}")
+    observer.say(
+        f"{written} of {len(rows)} quantized models are written with their dynamic axes too: {DYNAMIC_AXES_FILE}"
+    )
     for row in rows:
         if noted[row.id]["file"] is None and row.choices is not None:
             observer.say(str(noted[row.id]["said"]))

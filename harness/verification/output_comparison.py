@@ -3,7 +3,8 @@
 Two figures per output, signal-to-noise ratios in dB: `file_db` says how far the file is from the float model, both in
 ONNX Runtime without graph optimizations; `engine_db` says how far the engine is from the file. An engine that is more
 than `MARGIN_DB` further from the file than the file is from the float model computes something else. Between
-`SUSPECT_DB` and `MARGIN_DB` it does where a single operator is found that does (`harness.verification.fault_localization`): a file
+`SUSPECT_DB` and `MARGIN_DB` it does where a single operator is found that does
+(`harness.verification.fault_localization`): a file
 that is far from the float model leaves little signal to lose. No labels are needed.
 """
 
@@ -16,11 +17,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from harness.accuracy.metrics.sqnr import MAX_SQNR_DB, Part, part_sqnr, parts_of, taken
 from harness.api import Array
 from harness.errors import EvaluationFailed
-from harness.accuracy.metrics.sqnr import MAX_SQNR_DB, Part, part_sqnr, parts_of, taken
 from harness.records import Failed
-from harness.results_dir.artifacts import ExportedModel, read_json
+from harness.results_dir.artifacts import ExportedModel
+from harness.results_dir.io import read_json
 
 __all__ = [
     "CHECKS", "Checked", "Comparison", "Outputs", "compare_float", "compare_with_file", "good", "not_checked",

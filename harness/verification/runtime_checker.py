@@ -12,23 +12,32 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harness import registry
-from harness.api import Array, Candidate
+from harness.api import Array, Candidate, capabilities_of
+from harness.config.sections import Limits, PluginSpec
 from harness.errors import UserError
-from harness.random_inputs import feeds_digest
-from harness.graph.io.files import file_digest
 from harness.graph.equivalence.reduce_model import ModelGraph, index_outputs, narrow
+from harness.graph.io.files import file_digest
+from harness.pipeline.task import Cell
+from harness.progress import Observer
+from harness.random_inputs import feeds_digest
+from harness.records import Failed
+from harness.results_dir.artifacts import FinalistSet
+from harness.results_dir.io import explain_write_errors, read_json, write_json
+from harness.timing.provenance import count_cores
 from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, WorkerSpec
 from harness.timing.workers.in_process import as_outcome
-from harness.timing.provenance import count_cores
 from harness.timing.workers.sandbox import open_engines
-from harness.records import Failed
-from harness.pipeline.task import Cell
-from harness.config.experiment import Limits, PluginSpec
-from harness.results_dir.journal import explain_write_errors
-from harness.progress import Observer
-from harness.results_dir.artifacts import FinalistSet, read_json, write_json
-from harness.verification.output_comparison import CHECKS, Checked, Comparison, Outputs, compare_float, good, not_checked, stored
 from harness.verification.fault_localization import Suspect, find_fault, write_report
+from harness.verification.output_comparison import (
+    CHECKS,
+    Checked,
+    Comparison,
+    Outputs,
+    compare_float,
+    good,
+    not_checked,
+    stored,
+)
 from search.space import digest_of
 
 __all__ = ["CheckPlan", "RuntimeChecker", "check_plan", "computes_nothing"]
@@ -116,7 +125,9 @@ class RuntimeChecker:
         """Return what was found of a model before; None where it was not checked."""
         return self._record.get(f"{candidate.digest} {MAIN_BENCHMARKER}")
 
-    def check(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER, *, name: str = "", again: bool = False) -> Checked:
+    def check(
+        self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER, *, name: str = "", again: bool = False
+    ) -> Checked:
         """Return how a model and its file compare; what is known is not checked again.
 
         Args:
@@ -280,7 +291,7 @@ class RuntimeChecker:
 
 def computes_nothing(use: PluginSpec) -> bool:
     """Return whether a benchmarker runs no model, such as a simulation or a replay."""
-    return bool(getattr(registry.load_plugin("benchmarker", use.use), "in_process", False))
+    return capabilities_of(registry.load_plugin("benchmarker", use.use)).in_process
 
 
 def _outputs(

@@ -13,31 +13,31 @@ from typing import Any
 
 import numpy as np
 
-from harness.api import Accuracy, Candidate
-from harness.errors import UserError
 from harness.accuracy.metrics.intervals import accuracy_of, drop_estimate
-from harness.graph.qdq.read_edges import diff, pairs_in
+from harness.api import Accuracy, Candidate
+from harness.config.experiment import Experiment, load_experiment
+from harness.config.plan import TaskSpec, plan_tasks
+from harness.config.sections import Confirmation, Limits
+from harness.errors import UserError
 from harness.graph.io.files import file_digest
-from harness.timing.confirmation import Contender as Turn
-from harness.timing.confirmation import confirm, summarize_turns
-from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, WorkerSpec
-from harness.timing.provenance import machine_lacks_vnni
-from harness.timing.workers.sandbox import open_engines
-from harness.statistics import Interval
+from harness.graph.qdq.read_edges import diff, pairs_in
+from harness.pipeline.accuracy import scoring_of
+from harness.pipeline.accuracy_bound import bound_status
+from harness.pipeline.accuracy_store import ScoreBook
+from harness.pipeline.float_baseline import float_benchmarkers
+from harness.pipeline.task import Cell, compose
+from harness.progress import Observer, Silent
 from harness.records import Failed
 from harness.report.display_names import CAPPED, shown_drop
 from harness.report.load.results import CellResults, load
 from harness.report.trace import row_of
-from harness.pipeline.accuracy_bound import bound_status
-from harness.pipeline.task import Cell, compose
-from harness.config.experiment import Confirmation, Experiment, Limits, load_experiment
-from harness.progress import Observer, Silent
-from harness.config.plan import TaskSpec, plan_tasks
 from harness.results_dir.artifacts import FLOAT_ROW, ExportedModel, FinalistSet
+from harness.statistics import Interval
+from harness.timing.confirmation import Contender, confirm, summarize_turns
+from harness.timing.provenance import machine_lacks_vnni
+from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, WorkerSpec
+from harness.timing.workers.sandbox import open_engines
 from harness.verification.runtime_checker import RuntimeChecker, check_plan, computes_nothing
-from harness.pipeline.accuracy_store import ScoreBook
-from harness.pipeline.accuracy import scoring_of
-from harness.pipeline.float_baseline import float_benchmarkers
 from search.space import Placement
 
 __all__ = ["Check", "Exported", "exported", "verify"]
@@ -102,8 +102,8 @@ def verify(
         cell, row = _row(found.cells, file, digest, folder)
     if row.sha256 != digest:
         return [Check(what="file", holds=False, found=f"SHA-256 {row.sha256} is recorded, but it is {digest}")]
-    experiment = load_experiment(folder / "experiment.yaml")
-    spec = next((spec for spec in plan_tasks(experiment, base or Path.cwd()) if spec.name == cell.name), None)
+    experiment = load_experiment(folder / "experiment.yaml", base or Path.cwd())
+    spec = next((spec for spec in plan_tasks(experiment) if spec.name == cell.name), None)
     if spec is None:
         raise UserError(f"{folder}: its experiment has no cell {cell.name!r} any more")
     checks = [Check(what="file", holds=True, found=f"SHA-256 {digest}")]
@@ -114,7 +114,7 @@ def verify(
         )  # fmt: skip
         if max_drop is not None and spec.model.evaluator is None:
             raise UserError(f"--max-drop: model {spec.model.name!r} has no evaluator whose metric could drop")
-        return checks + list(again.checks(base or Path.cwd(), observer))
+        return checks + list(again.checks(observer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,10 +191,10 @@ class _Again:
     scratch: Path
     bound: Bound | None
 
-    def checks(self, base: Path, observer: Observer) -> Iterator[Check]:
+    def checks(self, observer: Observer) -> Iterator[Check]:
         bare = self.experiment.model_copy(update={"initial": (), "baselines": ()})
-        cell = compose(bare, self.spec, base, self.scratch / "work", observer)
-        scoring = scoring_of(self.experiment.objective, self.spec.model, cell.model, base, cell.work)
+        cell = compose(bare, self.spec, self.scratch / "work", observer)
+        scoring = scoring_of(self.experiment.objective, self.spec.model, cell.model, cell.work)
         recorded = self.results.folder / "float.json"
         if recorded.exists():
             shutil.copy(recorded, self.scratch)
@@ -289,8 +289,8 @@ class _Again:
 
     def _latency(self, recorded: Interval, worker: WorkerSpec, cell: Cell, observer: Observer) -> Check:
         """The speedup over the float model, by fresh builds: both intervals meet, or differ by less than the floor."""
-        baseline = Turn(name=FLOAT_ROW, candidate=cell.candidate(cell.space.float_placement()))
-        turn = Turn(name=self.row.id, candidate=self._candidate(cell), benchmarker=self.row.benchmarker)
+        baseline = Contender(name=FLOAT_ROW, candidate=cell.candidate(cell.space.float_placement()))
+        turn = Contender(name=self.row.id, candidate=self._candidate(cell), benchmarker=self.row.benchmarker)
         events = []
         with observer.work("time again", PLAN.builds * PLAN.rounds * 3) as step:
             for event in confirm(

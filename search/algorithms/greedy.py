@@ -14,8 +14,8 @@ import numpy as np
 
 from search.api import Observation, Placement, Score, Space, check_range
 from search.archive import Archive, Entry, improves
-from search.moves import assign, nearby
 from search.move_sets import stages
+from search.moves import assign, nearby
 
 __all__ = ["SensitivityGreedySearcher"]
 

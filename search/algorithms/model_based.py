@@ -11,9 +11,9 @@ import numpy as np
 from search.acquisition import Advice, Advisor
 from search.api import Observation, Placement, Space, check_range
 from search.archive import Archive, Entry
-from search.moves import assign, crossover_by_group, drawn, flip, nearby
-from search.move_sets import points, stages
 from search.heuristics import expert_rules
+from search.move_sets import points, stages
+from search.moves import assign, crossover_by_group, drawn, flip, nearby
 
 __all__ = ["AutoSearcher"]
 

@@ -11,8 +11,8 @@ from typing import Any
 import optuna
 from optuna.distributions import IntDistribution
 
-from search.api import Observation, Score, Space
 from search.algorithms.optuna_study import StudySearcher
+from search.api import Observation, Score, Space
 
 __all__ = ["OptunaSearcher"]
 
@@ -21,7 +21,8 @@ BATCHES = {"constant_liar": True, "warn_asynchronous_seeding": False}
 
 
 class OptunaSearcher(StudySearcher):
-    """Search by any sampler of `optuna.samplers`; `search.algorithms.optuna_study` says how it is told of seeds and failures.
+    """Search by any sampler of `optuna.samplers`; `search.algorithms.optuna_study` says how it is told of seeds and
+    failures.
 
     Choices are integers, so that samplers made for numbers serve as well. A Gaussian process takes about a second
     for a proposal at a hundred points. Genetic samplers, NSGAIISampler for one, breed from what they proposed

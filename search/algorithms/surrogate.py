@@ -11,10 +11,10 @@ import numpy as np
 from search.acquisition import Advisor
 from search.api import Observation, Placement, Space, check_range
 from search.archive import Archive
-from search.placement_features import Described
 from search.gaussian_process import GaussianProcess, Vector
-from search.moves import assign, crossover_by_group, drawn, flip, nearby
 from search.move_sets import stages
+from search.moves import assign, crossover_by_group, drawn, flip, nearby
+from search.placement_features import Described
 
 __all__ = ["Forest", "SurrogateSearcher"]
 

@@ -7,8 +7,8 @@ from functools import partial
 from optuna.distributions import CategoricalDistribution
 from optuna.samplers import TPESampler
 
-from search.api import Space, check_range
 from search.algorithms.optuna_study import StudySearcher
+from search.api import Space, check_range
 
 __all__ = ["TPESearcher"]
 
@@ -16,7 +16,8 @@ __all__ = ["TPESearcher"]
 class TPESearcher(StudySearcher):
     """Optuna's TPE sampler over categorical parameters.
 
-    See `search.algorithms.optuna_study` for what becomes of seeds, failures and violations. A failure ranks behind every trial
+    See `search.algorithms.optuna_study` for what becomes of seeds, failures and violations. A failure ranks behind
+    every trial
     with a value, so that TPE learns to stay away. Proposals without an outcome count as bad ones (constant liar),
     so that a batch spreads. TPE goes by the order of the objectives alone, so that latency and log latency are
     the same to it.

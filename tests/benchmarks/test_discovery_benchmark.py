@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from harness.graph.rules.dialects import OPENVINO
 from harness.graph.load import from_proto
 from harness.graph.model import Model
 from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import RegionType, discover
 from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import OPENVINO
 from harness.zoo.transformer import encoder
 from search.space import Space
 

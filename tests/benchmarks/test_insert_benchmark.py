@@ -17,10 +17,10 @@ import numpy as np
 import onnx
 import pytest
 
-from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto, load
 from harness.graph.model import Model
+from harness.graph.qdq.insert import Inserter
+from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
 from harness.zoo import write
 from harness.zoo.transformer import encoder
 from search.space import Edge, Resolved

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from harness.api import Candidate
-from harness.timing.workers.engines import BuiltEngine, WorkerSpec
+from harness.config.sections import Limits, PluginSpec, Sampling
 from harness.timing.sampling import Samples
+from harness.timing.workers.engines import BuiltEngine, WorkerSpec
 from harness.timing.workers.sandbox import Sandbox
-from harness.config.experiment import Limits, Sampling, PluginSpec
 from harness.zoo import write
 
 pytestmark = pytest.mark.slow
@@ -33,7 +33,9 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
 
 def test_isolation_costs_less_than_a_twentieth_of_a_trial(benchmark: Any, tmp_path: Path, request: Any) -> None:
     if benchmark.disabled:
-        pytest.skip("tests/harness/timing/workers/test_sandbox.py has the behaviour; enable benchmarks to take the time")
+        pytest.skip(
+            "tests/harness/timing/workers/test_sandbox.py has the behaviour; enable benchmarks to take the time"
+        )
     sandbox: Sandbox = request.getfixturevalue("sandbox")
     path = write("resnet18", tmp_path / "resnet18.onnx")
     candidate = Candidate(digest="float", edges=(), source=lambda: path)

@@ -25,7 +25,7 @@ from pathlib import Path
 from harness.report import render
 from harness.search_loop.objective import Goal
 from harness.results_dir.journal import Journal, read_journal
-from harness.results_dir.journal_reader import reached
+from harness.results_dir.journal_reader import state_at_budgets
 folder, path = Path(sys.argv[1]), Path(sys.argv[2])
 goal = Goal(metric="top1", reference=0.8, max_drop=0.02)
 def mib():
@@ -34,7 +34,7 @@ before, wall, cpu = mib(), time.perf_counter(), time.process_time()
 """
 WORKS = {
     "opened to go on": "with Journal(path, {}) as journal: journal.elapsed_s",
-    "finalists chosen": "reached(read_journal(path), goal, [50, 10**9], 3)",
+    "finalists chosen": "state_at_budgets(read_journal(path), goal, [50, 10**9], 3)",
     "whole report": "render(folder)",
 }
 TAIL = "print(json.dumps([time.perf_counter() - wall, time.process_time() - cpu, before, mib()]))"

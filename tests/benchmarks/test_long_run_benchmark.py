@@ -74,7 +74,7 @@ from timed import SPENT
 folder, out = Path(sys.argv[1]), Path(sys.argv[2])
 
 def run(name, out):
-    run_experiment(load_experiment(folder / name), base=folder, out=out, observer=Silent())
+    run_experiment(load_experiment(folder / name), out=out, observer=Silent())
 
 run("short.yaml", out.with_suffix(".short"))  # imports what it needs
 SPENT[0] = 0.0

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.timing.provenance import count_cores
-from harness.statistics import median_ci
-from harness.records import Measured
 from harness.config.experiment import parse_experiment
 from harness.pipeline.runner import run_experiment
-from harness.results_dir.journal import read_journal
 from harness.progress import Silent
+from harness.records import Measured
+from harness.results_dir.journal import read_journal
+from harness.statistics import median_ci
+from harness.timing.provenance import count_cores
 
 pytestmark = pytest.mark.slow
 EVALUATIONS = 41
@@ -60,12 +60,14 @@ class Pace:
 
 
 def pace(executor: str, out: Path) -> Pace:
-    experiment = parse_experiment(EXPERIMENT % (EVALUATIONS, executor), "parallel")
-    run_experiment(experiment, base=out, out=out, observer=Silent())
+    experiment = parse_experiment(EXPERIMENT % (EVALUATIONS, executor), "parallel", out)
+    run_experiment(experiment, out=out, observer=Silent())
     cell = out / "resnet18-openvino-int8"
     entries = [entry for entry in read_journal(cell / "runs/random-0.jsonl") if entry.result is not None]
     elapsed_s = [entry.result.elapsed_s for entry in entries if entry.result is not None]
-    measured = {e.proposal.digest: e.result.outcome for e in entries if e.result and isinstance(e.result.outcome, Measured)}
+    measured = {
+        e.proposal.digest: e.result.outcome for e in entries if e.result and isinstance(e.result.outcome, Measured)
+    }
     return Pace(
         trials_a_minute=60 * (len(elapsed_s) - 1) / (max(elapsed_s) - min(elapsed_s)),
         latency_ms={digest: median_ci(outcome.samples_ms).value for digest, outcome in measured.items()},

@@ -20,13 +20,12 @@ import pytest
 
 from harness.api import Candidate
 from harness.cluster import RAY_ENVIRONMENT, open_execution_target
-from harness.timing.workers.engines import MAIN_BENCHMARKER, WorkerSpec
-from harness.config.experiment import Limits, Sampling, PluginSpec
-from harness.search_loop.loop import SearchTask, run_search
-from harness.config.executor import ExecutorSpec
-from harness.results_dir.journal import Journal
+from harness.config.sections import ExecutorSpec, Limits, PluginSpec, Sampling
 from harness.progress import Silent
+from harness.results_dir.journal import Journal
+from harness.search_loop.loop import SearchTask, run_search
 from harness.search_loop.trial import attempt_with
+from harness.timing.workers.engines import MAIN_BENCHMARKER, WorkerSpec
 from search.api import Observation, Placement
 from search.synthetic_problem import planted_space
 
@@ -75,7 +74,10 @@ class Driver:
     @contextmanager
     def _lanes(self, site: Any, cost_s: float) -> Iterator[Any]:
         params = {"seed": 1, "noise_seed": 1, "cost_s": cost_s}
-        spec = WorkerSpec(benchmarkers={MAIN_BENCHMARKER: PluginSpec(use="costly:Costly", params=params)}, workdir=self._folder / "work")
+        spec = WorkerSpec(
+            benchmarkers={MAIN_BENCHMARKER: PluginSpec(use="costly:Costly", params=params)},
+            workdir=self._folder / "work",
+        )
         attempt = partial(attempt_with, sampling=Sampling(warmup_ms=0, min_samples=11, max_samples=20))
         with site.open(spec) as engines, site.workers(spec, engines, None, None) as workers:
             with workers.lane(attempt) as lane:

@@ -7,16 +7,16 @@ TPE is Optuna's and takes what it takes. No figure is asserted.
 import pytest
 
 from search.algorithms.annealing import AnnealingSearcher
-from search.algorithms.model_based import AutoSearcher
+from search.algorithms.bandit_portfolio import PortfolioSearcher
+from search.algorithms.block_coordinate import PerPatternSearcher
 from search.algorithms.evolutionary import EvolutionarySearcher
 from search.algorithms.exhaustive import ExhaustiveSearcher
+from search.algorithms.greedy import SensitivityGreedySearcher
 from search.algorithms.local_search import LocalSearcher
+from search.algorithms.model_based import AutoSearcher
 from search.algorithms.nsga2 import NSGA2Searcher
-from search.algorithms.block_coordinate import PerPatternSearcher
-from search.algorithms.bandit_portfolio import PortfolioSearcher
 from search.algorithms.random import RandomSearcher
 from search.algorithms.random_mutation import RandomMutationSearcher
-from search.algorithms.greedy import SensitivityGreedySearcher
 from search.algorithms.surrogate import SurrogateSearcher
 from search.algorithms.tpe import TPESearcher
 from search.testing import PlantedObjective, common_seeds, planted_space

@@ -16,13 +16,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from harness.timing.racing_test import build_variance_slack
-from harness.statistics import MIN_CLAIMED_GAIN
 from harness.report.load.results import CellResults, load
-from harness.selection.paired_timing import RUNOFF, read_speedups
+from harness.results_dir.artifacts import FLOAT_ROW
 from harness.results_dir.journal import read_journal
 from harness.results_dir.journal_reader import iter_evaluations
-from harness.results_dir.artifacts import FLOAT_ROW
+from harness.selection.paired_timing import RUNOFF, read_speedups
+from harness.statistics import MIN_CLAIMED_GAIN
+from harness.timing.racing_test import build_variance_slack
 
 pytestmark = pytest.mark.slow
 RESULTS = Path(__file__).parents[2] / "results"
@@ -51,7 +51,9 @@ def choices(cell: CellResults) -> Iterator[Choice]:
         journal = cell.folder / "runs" / f"{pick.method}-{pick.seed}.jsonl"
         if pick.kind != "search" or pick.rank or pick.method != "auto" or pick.row not in met or not journal.exists():
             continue
-        found = (trial for trial in iter_evaluations(read_journal(journal), cell.goal) if trial.evaluations <= pick.budget)
+        found = (
+            trial for trial in iter_evaluations(read_journal(journal), cell.goal) if trial.evaluations <= pick.budget
+        )
         starts = {trial.digest for trial in found if trial.origin.startswith("seed:")}
         if known := [met[start] for start in starts & met.keys()]:
             yield Choice(met[pick.row], pick.row in starts, known, max(MIN_CLAIMED_GAIN, cell.floor or 0.0))

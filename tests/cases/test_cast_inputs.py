@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from harness.cli.main import app
 from harness.errors import UserError
-from harness.graph.qdq.cast_insert import CastInserter
-from harness.graph.rules.dialects import TENSORRT
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import load, save
+from harness.graph.qdq.cast_insert import CastInserter
+from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import TENSORRT
 from harness.runtimes.tensorrt.model_checks import cast_model
 
 SHAPE = [1, 3, 8, 8]

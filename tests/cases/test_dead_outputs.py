@@ -12,11 +12,11 @@ import onnx
 import pytest
 
 from harness import registry
-from harness.api import Accuracy, Candidate, Infer
 from harness.accuracy.metrics.fidelity import Fidelity
+from harness.api import Accuracy, Candidate, Infer
+from harness.compat.tao_specs.sensitivity import rank
 from harness.graph.builder import GraphBuilder
 from harness.progress import Silent
-from harness.compat.tao_specs.sensitivity import rank
 
 SIZE = 16
 

@@ -12,12 +12,12 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from harness.compat.modelopt_autotune.region_inspect import main as region_inspect
+from harness.analysis.region_report import inspect_regions
 from harness.cli.main import main
+from harness.compat.modelopt_autotune.region_inspect import main as region_inspect
+from harness.config.experiment import parse_experiment
 from harness.errors import UserError
 from harness.graph.load import load
-from harness.analysis.region_report import inspect_regions
-from harness.config.experiment import parse_experiment
 from harness.pipeline.model_loader import open_model
 
 Shape = tuple[int | str | None, ...]
@@ -162,7 +162,7 @@ def test_options_that_are_no_sizes(option: str, tmp_path: Path, capsys: pytest.C
 def test_dims_of_an_experiment_and_of_the_python_interface(tmp_path: Path) -> None:
     path = saved(tmp_path, LSTM)
     experiment = parse_experiment(f"experiment: e\nmodels: [{{use: {path}, dims: {{time: 16}}}}]", "e.yaml")
-    model = open_model(experiment.models[0], tmp_path, tmp_path)
+    model = open_model(experiment.models[0], tmp_path)
     assert model.types["states"].shape == (1, 16, 8)
     assert inspect_regions(str(path), {}, dims={"time": 16}).model.types["states"].shape == (1, 16, 8)
     with pytest.raises(UserError, match=r"models\.0\.dims\.time: .*greater than or equal to 1"):

@@ -12,12 +12,12 @@ import pytest
 
 from harness.accuracy.calibration.ranges import calibrate
 from harness.graph.builder import GraphBuilder
-from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
-from harness.graph.qdq.insert import Inserter
-from harness.graph.rules.placement_rules import broken_rule
 from harness.graph.load import from_proto, save
 from harness.graph.model import Model
+from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
+from harness.graph.rules.placement_rules import broken_rule
 
 DIALECTS = [TENSORRT, OPENVINO, ONNXRUNTIME]
 

@@ -13,9 +13,9 @@ from onnx import TensorProto, helper, parser
 
 from harness import registry
 from harness.api import Candidate
+from harness.compat.tao_specs.sensitivity import rank
 from harness.graph.qdq.upcast import upcast
 from harness.progress import Silent
-from harness.compat.tao_specs.sensitivity import rank
 
 COUNT = 4096
 VALUES = np.random.default_rng(0).normal(size=COUNT).astype(ml_dtypes.bfloat16).astype(np.float32)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from harness.graph.builder import GraphBuilder
-from harness.graph.rules.dialects import ONNXRUNTIME
-from harness.graph.qdq.read_edges import diff, pairs_in
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto
 from harness.graph.model import Model
+from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.read_edges import diff, pairs_in
 from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import ONNXRUNTIME
 
 
 def two_convolutions() -> tuple[Model, int]:

@@ -13,10 +13,10 @@ from onnx import TensorProto as Type
 from onnx import helper, numpy_helper
 from typer.testing import CliRunner
 
-from harness.compat.modelopt_autotune import Config, QDQAutotuner
 from harness.accuracy.calibration.ptq import ort_static
 from harness.accuracy.calibration.ranges import calibrate, finite_ranges, remarks
 from harness.cli.main import app
+from harness.compat.modelopt_autotune import Config, QDQAutotuner
 from harness.errors import BuildFailed, UserError
 from harness.graph.load import load, save
 from harness.runtimes.tensorrt.model_checks import cast_model

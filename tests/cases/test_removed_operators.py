@@ -13,8 +13,8 @@ import pytest
 from fidelity_of import quantizer, scales
 
 from harness.graph.builder import GraphBuilder
-from harness.graph.rules.dialects import ONNXRUNTIME_7BIT
 from harness.graph.load import from_proto
+from harness.graph.rules.dialects import ONNXRUNTIME_7BIT
 from harness.graph.rules.movement import repeated_input
 
 N = 16

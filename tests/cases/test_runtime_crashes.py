@@ -12,11 +12,11 @@ import onnx
 import pytest
 
 from harness.api import Candidate
+from harness.config.sections import Limits, PluginSpec
 from harness.graph.builder import GraphBuilder
+from harness.records import Failed
 from harness.timing.workers.engines import BuiltEngine, WorkerSpec
 from harness.timing.workers.sandbox import Sandbox
-from harness.records import Failed
-from harness.config.experiment import Limits, PluginSpec
 from search.space import Edge
 
 

@@ -10,7 +10,14 @@ import onnx
 import pytest
 from fidelity_of import quantizer, scales
 
-from harness.accuracy.calibration.ranges import METHODS, CalibrationKey, cached_ranges, calibrate, finite_ranges, remarks
+from harness.accuracy.calibration.ranges import (
+    METHODS,
+    CalibrationKey,
+    cached_ranges,
+    calibrate,
+    finite_ranges,
+    remarks,
+)
 from harness.graph.builder import GraphBuilder
 from harness.graph.rules.dialects import ONNXRUNTIME_7BIT, OPENVINO_7BIT, Dialect
 from harness.graph.rules.sentinels import Spread, holds_sentinel

@@ -15,11 +15,16 @@ from fake_machine import Trtexec11
 
 from harness import registry
 from harness.api import Candidate
-from harness.compat.modelopt_autotune.benchmark import TrtExecBenchmark, backend_use, current_benchmark, init_benchmark_instance
+from harness.compat.modelopt_autotune.benchmark import (
+    TrtExecBenchmark,
+    backend_use,
+    current_benchmark,
+    init_benchmark_instance,
+)
 from harness.compat.modelopt_autotune.command import autotune
+from harness.config.sections import PluginSpec
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.config.experiment import PluginSpec
 from harness.progress import Silent
 
 REMOTE = ["--remoteAutoTuningConfig=ssh://user@board", "--safe", "--skipInference"]

@@ -12,12 +12,12 @@ import pytest
 
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto
 from harness.graph.model import Model
-from harness.graph.rules.points import refusals
+from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
+from harness.graph.rules.points import refusals
 
 DIALECTS = [TENSORRT, OPENVINO, ONNXRUNTIME]
 RANGES = {name: (-1.0, 1.0) for name in ("x", "y", "z")}

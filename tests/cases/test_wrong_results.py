@@ -8,18 +8,18 @@ import pytest
 from machine import CPU_FLAGS, exact_int8
 from onnx import helper, numpy_helper
 
-from harness.api import Candidate
 from harness.accuracy.calibration.ranges import calibrate
-from harness.random_inputs import random_feeds
+from harness.api import Candidate
+from harness.config.sections import Limits, PluginSpec
 from harness.graph.builder import GraphBuilder
-from harness.graph.rules.dialects import OPENVINO
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto, save
+from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import OPENVINO
+from harness.progress import Silent
+from harness.random_inputs import random_feeds
 from harness.timing.workers.engines import MAIN_BENCHMARKER, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
-from harness.config.experiment import Limits, PluginSpec
-from harness.progress import Silent
 from harness.verification.runtime_checker import CheckPlan, RuntimeChecker
 
 SHAPES = {"tokens": (2, 49, 32), "concat": (1, 8, 16, 16)}

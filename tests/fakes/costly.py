@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from harness.api import Accuracy, Array, Artifact, Candidate, Infer
-from harness.runtimes.simulated import SimulatedBenchmarker
-from harness.errors import UserError
 from harness.accuracy.metrics.fidelity import Fidelity
+from harness.api import Accuracy, Array, Artifact, Candidate, Capabilities, Infer
+from harness.errors import UserError
+from harness.runtimes.simulated import SimulatedBenchmarker
 
 __all__ = ["Costly", "Elsewhere", "Filed", "Scored", "Where"]
 
@@ -88,7 +88,7 @@ class Elsewhere(Costly):
 class Filed(SimulatedBenchmarker):
     """One that lives in a worker process and reads the model's file, as real runtimes do."""
 
-    in_process = False
+    capabilities = Capabilities(dialect="openvino")
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
         """The truth of the placement, and how large its file is."""

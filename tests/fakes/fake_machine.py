@@ -10,12 +10,13 @@ from typing import Any, ClassVar
 from fake_cuda import FakeCuda
 from fake_trt import FakeTensorRT
 
-from harness.runtimes.tensorrt import benchmarker as tensorrt
-from harness.runtimes.trtexec import benchmarker as tensorrt
-from harness.runtimes.cuda.device import Cuda, Device
+from harness.api import Capabilities
 from harness.errors import UserError
-from harness.runtimes.tensorrt.timing_cache import TimingCache
+from harness.runtimes.cuda.device import Cuda, Device
+from harness.runtimes.tensorrt import benchmarker as tensorrt
 from harness.runtimes.tensorrt.library import open_library
+from harness.runtimes.tensorrt.timing_cache import TimingCache
+from harness.runtimes.trtexec import benchmarker as trtexec
 from harness.runtimes.trtexec.process import find_trtexec
 
 GPU = Device(index=0, name="Fake GPU", uuid="", capability=(8, 9), l2_bytes=2**20, memory_bytes=2**30, driver="12.8")
@@ -24,7 +25,7 @@ GPU = Device(index=0, name="Fake GPU", uuid="", capability=(8, 9), l2_bytes=2**2
 class TensorRT10(tensorrt.TensorRTBenchmarker):
     """TensorRT 10 in this process."""
 
-    in_process = True
+    capabilities = Capabilities(dialect="tensorrt", in_process=True)
     major: ClassVar[int] = 10
     offered: ClassVar[frozenset[str]] = frozenset()
 
@@ -48,15 +49,15 @@ class TensorRT11(TensorRT10):
     major = 11
 
 
-class Trtexec11(benchmarker.TrtexecBenchmarker):
+class Trtexec11(trtexec.TrtexecBenchmarker):
     """The program trtexec on PATH, started from this process, on a simulated GPU."""
 
-    in_process = True
+    capabilities = Capabilities(dialect="tensorrt", in_process=True, interleaved=False)
 
     @cached_property
     def _tool(self) -> Any:
         program, version = find_trtexec(None)
-        return benchmarker._Tool(program=program, version=version, device=GPU)
+        return trtexec._Tool(program=program, version=version, device=GPU)
 
     def describe(self) -> dict[str, Any]:
         """At one float precision: a row for each other would be cast and built."""

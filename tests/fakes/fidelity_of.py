@@ -13,10 +13,10 @@ import onnxruntime as ort
 from onnx import numpy_helper
 
 from harness.accuracy.calibration.ranges import Method, Ranges, calibrate, finite_ranges, narrowed
-from harness.graph.rules.dialects import Dialect
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto, save
+from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import Dialect
 from search.space import Resolved
 
 Array = npt.NDArray[np.float32]

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.timing.turn_log import TWIN, Turn, encode_turn_event
-from harness.records import Proposal, Failed, Measured, Outcome, TrialResult, encode_line
 from harness.config.experiment import parse_experiment, to_yaml
-from harness.search_loop.objective import Goal
+from harness.records import Failed, Measured, Outcome, Proposal, TrialResult, encode_line
+from harness.results_dir.artifacts import FLOAT_ROW, Choice, ExportedModel
+from harness.results_dir.io import write_json
 from harness.results_dir.journal import Journal
-from harness.results_dir.artifacts import FLOAT_ROW, Choice, ExportedModel, write_json
+from harness.search_loop.objective import Goal
+from harness.timing.turn_log import TWIN, Turn, encode_turn_event
 
 __all__ = ["CELL", "write_long_results"]
 
@@ -43,7 +44,10 @@ def write_long_results(folder: Path, evaluations: int) -> Path:
     backend = {"name": "simulated", "device": "simulated", "options": {}, "float_precision": "f32"}
     facts = {"schema": 1, "cell": CELL, "model": "net", "precision": "int8", "backend": backend, "goal": asdict(GOAL)}
     write_json(cell / "cell.json", {**facts, "calibrated_on": "8 samples", "metric": "top1", "higher_is_better": True})
-    rows = [ExportedModel(id=name, file=f"{name}.onnx", sha256=name, pairs=pairs) for name, pairs in ((FLOAT_ROW, 0), ("aa", 9))]
+    rows = [
+        ExportedModel(id=name, file=f"{name}.onnx", sha256=name, pairs=pairs)
+        for name, pairs in ((FLOAT_ROW, 0), ("aa", 9))
+    ]
     picks = [
         Choice(method="float", kind="float", row=FLOAT_ROW),
         Choice(method="random", kind="search", row="aa", seed=0, budget=50, search_ms=5.0, minutes=1.0),

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.api import Candidate
-from harness.timing.confirmation import Contender
-from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, Engines
-from harness.timing.sampling import Samples
-from harness.records import Failed
-from harness.config.experiment import Sampling
+from harness.config.sections import Sampling
 from harness.progress import Silent
+from harness.records import Failed
+from harness.timing.confirmation import Contender
+from harness.timing.sampling import Samples
+from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, Engines
 
 
 class Instant:

@@ -13,11 +13,19 @@ import pyarrow.parquet as pq
 import pytest
 
 from harness import benchmark_table
+from harness.benchmark_table import (
+    METADATA_KEY,
+    TABLE_SCHEMA,
+    TableEntry,
+    TableMetadata,
+    TableSubspace,
+    read_table,
+    write_table,
+)
 from harness.errors import UserError
 from harness.records import Failed, Measured
-from harness.benchmark_table import TABLE_SCHEMA, METADATA_KEY, TableMetadata, TableEntry, TableSubspace, read_table, write_table
-from search.synthetic_problem import planted_space
 from search.space import Placement, Space
+from search.synthetic_problem import planted_space
 
 SPACE = Space(planted_space(5, groups=2, seed=1).dimensions)
 SUBSPACE = TableSubspace(SPACE, (1, 3), Placement((1, 0, 0, 0, 1)))
@@ -129,13 +137,13 @@ def one_number(found: dict[str, TableEntry]) -> dict[str, TableEntry]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (one_number, "two rows have one number"),
+        (one_number, "two rows have the same number"),
         (with_first(metrics={"sqnr_db": math.nan}), "row 0 has a metric that is no number"),
         (with_first(build_s=math.nan), "row 0 has a time that is no number of seconds"),
         (with_first(measure_s=-1.0), "row 0 has a time that is no number of seconds"),
         (endless_failure, "row 2 has a time that is no number of seconds"),
         (missing_row, "incomplete: 1 of 4 placements have no row; record it again"),
-        (renamed_row, "row 0 is not the placement 0000000000000000 that it says"),
+        (renamed_row, "row 0 is not the placement 0000000000000000;"),
         (zero_latency, "row 0 has a latency that is no positive number"),
     ],
 )
@@ -152,7 +160,7 @@ def test_rows_that_cannot_be_are_refused(path: Path, change: Any, message: str) 
         ({"base": (0, 0, 0, 0, 7)}, "choice 0 to 1, but got 7"),
         ({"varied": ("nobody",)}, "'nobody' is not in list"),
         ({"varied": (SPACE.dimensions[1].name,) * 2}, "a dimension is varied twice|share one name"),
-        ({"anchors": {"float": (0,) * 5}}, "damaged: incomplete: no row is of 'float'; record it again"),
+        ({"anchors": {"float": (0,) * 5}}, "damaged: incomplete: no row for 'float'; record it again"),
         ({"sensitivity": {}}, "its sensitivity is not one number for each dimension"),
         ({"backend": {"name": "x"}}, "its backend has no 'version'"),
         ({"dimensions": SPACE.dimensions[:1] * 5}, "two dimensions of a space share one name"),
@@ -203,11 +211,11 @@ def test_what_is_no_table_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(UserError, match=message):
             read_table(path)
     write_table(path, facts(), rows())
-    monkeypatch.setattr(benchmark_table, "MAX_LINES", 3)
-    with pytest.raises(UserError, match="4 lines, more than the 3 of the largest table"):
+    monkeypatch.setattr(benchmark_table, "MAX_TABLE_ROWS", 3)
+    with pytest.raises(UserError, match="4 rows, more than the limit of 3"):
         read_table(path)
-    monkeypatch.setattr(benchmark_table, "MAX_BYTES", 10)
-    with pytest.raises(UserError, match="larger than the 0 MiB that a replay table may have"):
+    monkeypatch.setattr(benchmark_table, "MAX_TABLE_BYTES", 10)
+    with pytest.raises(UserError, match="larger than the 0 MiB limit"):
         read_table(path)
 
 
@@ -218,5 +226,5 @@ def test_what_is_small_only_because_its_values_are_equal_is_refused_before_it_is
     large = first.set_column(first.column_names.index("info"), "info", text)
     pq.write_table(pa.concat_tables([large] * 4_000).combine_chunks(), path, compression="zstd")
     assert path.stat().st_size < 2**20
-    with pytest.raises(UserError, match="unpacks to more than 256 MiB; no replay table does"):
+    with pytest.raises(UserError, match="decompresses to more than the 256 MiB limit"):
         read_table(path)

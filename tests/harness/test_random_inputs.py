@@ -1,4 +1,4 @@
-"""Random inputs: the same each time, valid for every type that can be timed."""
+"""Random inputs: reproducible, and valid for every type that can be timed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TYPES = {
 }
 
 
-def test_feeds_are_the_same_for_the_same_seed_whatever_the_count_and_order() -> None:
+def test_feeds_depend_on_the_seed_but_neither_on_count_nor_order() -> None:
     first, second = list(random_feeds(TYPES, 3, 7)), list(random_feeds(dict(reversed(TYPES.items())), 2, 7))
     for one, other in zip(first, second, strict=False):
         for name in TYPES:
@@ -27,7 +27,7 @@ def test_feeds_are_the_same_for_the_same_seed_whatever_the_count_and_order() -> 
     assert not np.array_equal(first[0]["f"], next(random_feeds(TYPES, 1, 8))["f"])
 
 
-def test_feeds_have_the_type_and_shape_of_the_input_and_valid_indices() -> None:
+def test_feeds_have_type_and_shape_of_the_input_and_valid_indices() -> None:
     feed = next(random_feeds(TYPES, 1))
     assert {name: (a.dtype.name, a.shape) for name, a in feed.items()} == {
         "f": ("float32", (2, 3)), "h": ("float16", (4,)), "d": ("float64", ()), "i": ("int64", (5,)),
@@ -36,16 +36,15 @@ def test_feeds_have_the_type_and_shape_of_the_input_and_valid_indices() -> None:
     assert set(np.unique(feed["i"])) <= {0, 1}
 
 
-@pytest.mark.parametrize("kind", ["string", "complex64", "float8e4m3fn"])
-def test_an_input_that_is_no_number_is_refused(kind: str) -> None:
-    with pytest.raises(
-        UserError, match=f"input 's' is of type '{kind}': .* this model cannot be timed; export it anew"
-    ):
-        next(random_feeds({"x": ("float", (1,)), "s": (kind, (1,))}, 1))
-
-
-def test_an_input_that_nobody_can_mean_is_refused_before_memory_is_asked_for() -> None:
-    with pytest.raises(
-        UserError, match=r"input 'x' has 1,099,511,627,776 elements by its shape \[1, 1099511627776\], but at most"
-    ):
-        next(random_feeds({"x": ("float", (1, 2**40))}, 1))
+@pytest.mark.parametrize(
+    ("kind", "shape", "message"),
+    [
+        ("string", (1,), "type 'string'.* cannot be timed"),
+        ("complex64", (1,), "type 'complex64'"),
+        ("float8e4m3fn", (1,), "type 'float8e4m3fn'"),
+        ("float", (1, 2**40), r"1,099,511,627,776 elements by its shape \[1, 1099511627776\]"),
+    ],
+)
+def test_inputs_that_cannot_be_timed_are_rejected(kind: str, shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(UserError, match=f"input 's' .*{message}"):
+        next(random_feeds({"x": ("float", (1,)), "s": (kind, shape)}, 1))

@@ -1,4 +1,4 @@
-"""A plug-in that breaks is named when it is used, and takes nothing else along."""
+"""Failing plug-ins are named on use and do not affect others."""
 
 import sys
 from importlib.metadata import EntryPoint
@@ -54,30 +54,30 @@ def refused(*arguments: object) -> str:
         ("", "cannot be loaded: AttributeError: module 'plug_bad' has no attribute 'Thing'"),
     ],
 )
-def test_a_plug_in_that_cannot_be_imported_is_named(module, text, expected):
+def test_import_errors_name_the_plugin(module, text, expected):
     name = module("plug_bad", text)
     assert expected in refused("searcher", f"{name}:Thing", {})
 
 
-def test_a_module_that_is_not_found_is_told_from_one_that_misses_another(module):
-    where = "a module is looked for among what is installed, then beside the experiment file"
+def test_missing_modules_differ_from_modules_with_missing_imports(module):
+    where = "modules are looked up among installed packages"
     assert where in refused("searcher", "plug_nowhere:Thing", {})
     assert where not in refused("searcher", f"{module('plug_bad', 'import not_installed_anywhere')}:Thing", {})
 
 
-def test_wrong_parameters_and_broken_constructors_are_told_apart(module):
+def test_wrong_parameters_differ_from_failing_constructors(module):
     name = module("plug_some", MODULE)
     assert "has no parameter 'sizes'; did you mean 'size'" in refused("searcher", f"{name}:Choosy", {"sizes": 1})
     assert refused("searcher", f"{name}:Choosy", {"size": 0}).endswith("size is at least 1, but got 0")
-    assert "broke down in its constructor: TypeError: object of type 'NoneType'" in refused(
+    assert "failed in its constructor: TypeError: object of type 'NoneType'" in refused(
         "searcher", f"{name}:Broken", {}
     )
     assert "no class or function that can be called" in refused("searcher", f"{name}:NUMBER", {})
     assert "needs the parameter 'space'" in refused("searcher", "random", {"seed": 1})
-    assert "positional only" in refused("searcher", f"{name}:keyword_free", {"first": 1})
+    assert "positional-only" in refused("searcher", f"{name}:keyword_free", {"first": 1})
 
 
-def test_a_name_that_two_distributions_offer_is_refused_on_use_alone(monkeypatch):
+def test_names_of_two_distributions_are_rejected_only_on_use(monkeypatch):
     mine, theirs = (EntryPoint(name="twin", value=f"{module}:X", group="qdq.searchers") for module in ("a", "b"))
     monkeypatch.setattr(registry, "entry_points", lambda group: [mine, theirs])
     assert [plugin.name for plugin in registry.installed_plugins("searcher")] == ["twin", "twin"]

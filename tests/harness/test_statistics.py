@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from harness.statistics import (
     Interval,
     block_ci,
-    noise_floor_from_ratios,
     median_ci,
+    noise_floor_from_ratios,
     paired_ratio_ci,
-    stderr_of_median,
     speedup_verdict,
+    stderr_of_median,
 )  # fmt: skip
 
 READINGS = st.lists(st.floats(min_value=1e-3, max_value=1e3), min_size=1, max_size=60)

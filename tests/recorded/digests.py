@@ -17,12 +17,12 @@ import pandas as pd
 
 from harness import zoo
 from harness.cli.main import main
-from harness.graph.rules import dialects
 from harness.graph.builder import GraphBuilder
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import load
 from harness.graph.model import Model
+from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
+from harness.graph.rules import dialects
 from search.space import Resolved
 
 FILE = Path(__file__).with_name("digests.json")

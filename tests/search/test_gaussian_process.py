@@ -9,9 +9,9 @@ from search.acquisition import Advisor, signed_violations
 from search.algorithms.surrogate import Forest
 from search.api import Dimension, Edge, Failure, Observation, Placement, Score, Space
 from search.archive import Archive
-from search.placement_features import Features
 from search.gaussian_process import GaussianProcess
 from search.move_sets import followers, stages
+from search.placement_features import Features
 from search.testing import PlantedObjective, planted_space
 
 SPACE = planted_space(24, groups=5, precisions=("int8", "fp8"), seed=2)

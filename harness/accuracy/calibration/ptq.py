@@ -21,20 +21,20 @@ from typing import Any, Required, TypedDict, Unpack
 
 import numpy as np
 
-from harness.api import Array
 from harness.accuracy.calibration.ranges import Method
+from harness.api import Array
 from harness.errors import BuildFailed, UserError
-from harness.graph.rules.dialects import EIGHT_BITS
 from harness.graph.io.files import copy_model, move_model
 from harness.graph.plugin_operators import take_behind
 from harness.graph.rules.dialect_lookup import dialect_called
+from harness.graph.rules.dialects import EIGHT_BITS
 
 __all__ = ["PtqOptions", "modelopt", "modelopt_ptq", "ort_static", "ptq_fingerprint"]
 
 logger = logging.getLogger(__name__)
 
 _BOOT = (
-    "import runpy, sys; from harness.timing.workers.process import end_with_driver; end_with_driver(); "
+    "import runpy, sys; from harness.timing.workers.process import die_with_parent; die_with_parent(); "
     "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 )
 
@@ -106,7 +106,7 @@ def ptq_fingerprint(options: PtqOptions) -> str:
         UserError: No such dialect.
     """
     digest = hashlib.sha256(json.dumps(_settings(options), sort_keys=True).encode())
-    digest.update(Path(__file__).with_name("_ptq_child.py").read_bytes())
+    digest.update(Path(__file__).with_name("ptq_child.py").read_bytes())
     return digest.hexdigest()
 
 
@@ -191,7 +191,7 @@ def _start(tool: str, folder: Path, limit_s: float | None) -> subprocess.Complet
     Raises:
         BuildFailed: It took too long.
     """
-    child = Path(__file__).with_name("_ptq_child.py")
+    child = Path(__file__).with_name("ptq_child.py")
     environment = os.environ | {"PYTHONHASHSEED": "0", "TMPDIR": str(folder)}
     theirs, ours = os.pipe()  # never written to: see end_with_driver
     with open(ours, "wb"), open(theirs, "rb") as stdin:

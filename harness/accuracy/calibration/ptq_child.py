@@ -1,4 +1,5 @@
-"""What runs in the child process of `harness.accuracy.calibration.ptq`: one PTQ tool on one model. Knows nothing of the harness.
+"""What runs in the child process of `harness.accuracy.calibration.ptq`: one PTQ tool on one model. Knows nothing of
+the harness.
 
 A process of its own, because ModelOpt replaces methods of ONNX Runtime's calibraters and quantizers and deletes
 operators from their registries (`modelopt.onnx.quantization.ort_patching.patch_ort_modules`, `ort_utils.configure_ort`)

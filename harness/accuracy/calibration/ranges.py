@@ -1,6 +1,7 @@
 """Ranges of the activations of a float model, from data, once for all placements.
 
-The methods are mostly those of `onnxruntime.quantization.calibrate`; `harness.accuracy.calibration.histogram_calibrators` says what is used
+The methods are mostly those of `onnxruntime.quantization.calibrate`;
+`harness.accuracy.calibration.histogram_calibrators` says what is used
 of it and which of its quirks are kept out. A range serves every precision: its reader makes scales of it (INT8
 symmetric amax / 127, UINT8 over the range, FP8 E4M3 amax / 448; see `harness.graph.quantize.scales`).
 """
@@ -21,8 +22,17 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
+from harness.accuracy.calibration.usable_ranges import (
+    UNSEEN,
+    Ranges,
+    Sentinel,
+    finite_ranges,
+    is_finite,
+    narrowed,
+    refuse_empty,
+    remarks,
+)
 from harness.api import Array
-from harness.accuracy.calibration.usable_ranges import UNSEEN, Ranges, Sentinel, finite_ranges, is_finite, narrowed, refuse_empty, remarks
 from harness.errors import UserError, suggest_names
 from harness.graph.io.files import copy_model
 from harness.graph.plugin_operators import cut_plugins
@@ -100,7 +110,8 @@ def calibrate(  # noqa: PLR0913 - one option, one parameter
     Returns:
         Lowest and highest value of each tensor. A tensor that no scale can be made for has one that `finite_ranges`
         leaves out and `remarks` explains: (0.0, 0.0) where it is always zero or empty; bounds that are not finite where
-        it has NaN or infinite values, beyond 6e4 in float16, or a sentinel (`harness.graph.rules.sentinels`), and where it is
+        it has NaN or infinite values, beyond 6e4 in float16, or a sentinel (`harness.graph.rules.sentinels`), and
+        where it is
         behind a plug-in operator, so not observed; finite ones beyond `LARGEST` or within `SMALLEST`.
 
     Raises:
@@ -187,7 +198,7 @@ def cached_ranges(
 ) -> Ranges:
     """Ranges from the cache on disk, else from `calibrate`; then neither model nor data are touched.
 
-    One file for each key and set of tensors, below `harness.paths.cache_folder()`. A file that cannot be read is made
+    One file for each key and set of tensors, below `harness.paths.cache_dir()`. A file that cannot be read is made
     again, a folder that cannot be written is done without; both are logged.
 
     Args:

@@ -6,9 +6,9 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from harness.api import Array
 from harness.accuracy.calibration.histogram_calibrators import Bounds, Collector, Extremes, joined
 from harness.accuracy.calibration.usable_ranges import Sentinel, is_finite
+from harness.api import Array
 from harness.graph.rules.sentinels import SMALLEST_SENTINEL, Spread
 
 __all__ = ["Watched"]

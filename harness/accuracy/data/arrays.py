@@ -13,10 +13,10 @@ from typing import IO, Any
 
 import numpy as np
 
+from harness.accuracy.data.labels import read_rows
+from harness.accuracy.data.subsets import canonical, chosen_rows, text
 from harness.api import Array
 from harness.errors import UserError
-from harness.accuracy.data.subsets import canonical, chosen_rows, text
-from harness.accuracy.data.labels import read_rows
 from harness.paths import resolve_path
 
 __all__ = ["UNNAMED", "Arrays", "Cut", "is_arrays", "open_arrays", "read_arrays"]

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from harness.api import Array
-from harness.errors import UserError, suggest_names
 from harness.accuracy.data.arrays import UNNAMED, Arrays
 from harness.accuracy.data.datasets import Dataset
 from harness.accuracy.data.preprocess import FloatArray, Preprocess, Size
+from harness.api import Array
+from harness.errors import UserError, suggest_names
 from harness.random_inputs import InputTypes, check_types
 
 __all__ = ["Batches", "batches", "image_input", "image_size", "sample_count", "stacked"]
@@ -92,7 +92,9 @@ def sample_count(data: Dataset | Arrays, limit: int | None, place: str) -> str:
     return f"{used} samples of {place}"
 
 
-def batches(data: Dataset | Arrays, preprocess: Preprocess | None, inputs: InputTypes, count: int | None = None) -> Batches:
+def batches(
+    data: Dataset | Arrays, preprocess: Preprocess | None, inputs: InputTypes, count: int | None = None
+) -> Batches:
     """Inputs for the model in batches of the size that it takes; the last sample fills up the last batch.
 
     Args:

@@ -32,12 +32,12 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from harness.errors import UserError, suggest_names
 from harness.accuracy.data.arrays import Arrays, Cut, open_arrays
-from harness.accuracy.data.subsets import CUTS, HALVES, canonical, chosen_rows, half_of, text, whole
 from harness.accuracy.data.labels import Labels, cut_coco, ordered_coco, read_labels
 from harness.accuracy.data.masks import IndexMasks, Mask, Masks, PanopticMasks, check_masks
 from harness.accuracy.data.preprocess import RgbImage
+from harness.accuracy.data.subsets import CUTS, HALVES, canonical, chosen_rows, half_of, text, whole
+from harness.errors import UserError, suggest_names
 from harness.paths import resolve_path
 from harness.zoo import shapes
 

@@ -14,9 +14,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from harness.accuracy.data.preprocess import Prepared, Size
 from harness.api import Array
 from harness.errors import EvaluationFailed
-from harness.accuracy.data.preprocess import Prepared, Size
 
 __all__ = [
     "Decode", "Detections", "Floats", "best", "decode_nanodet", "decode_shapes", "decode_yolox", "overlaps",

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from harness.api import Array
-from harness.errors import EvaluationFailed
 from harness.accuracy.data.decode import Detections, Floats, best, shapes_of
 from harness.accuracy.data.detector_layout import cells_of
 from harness.accuracy.data.preprocess import Prepared, Size
+from harness.api import Array
+from harness.errors import EvaluationFailed
 
 __all__ = ["decode_rtdetr", "decode_ultralytics"]
 

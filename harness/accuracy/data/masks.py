@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from harness.errors import UserError, suggest_names
 from harness.accuracy.data.preprocess import Size
+from harness.errors import UserError, suggest_names
 
 __all__ = ["VOID", "IndexMasks", "Mask", "Masks", "PanopticMasks", "check_masks"]
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from harness.errors import UserError
 from harness.accuracy.data.preprocess import FloatArray, Prepared, RgbImage, Size
+from harness.errors import UserError
 
 __all__ = [
     "RTDETR", "YOLOX", "NanoDet", "Pixels", "Resample", "Resize", "Shapes", "TFImageNet", "TorchImageNet",
@@ -99,9 +99,6 @@ class TorchImageNet:
     resize: Resize = "shrink"
     resample: Resample = "bilinear"
 
-    def __post_init__(self) -> None:
-        _check(self.resize, self.resample)
-
     def prepare(self, image: RgbImage, size: Size) -> Prepared:
         """See `Preprocess`."""
         part = _cropped(image, size, self.resize, self.resample)
@@ -114,9 +111,6 @@ class TFImageNet:
 
     resize: Resize = "shrink"
     resample: Resample = "bilinear"
-
-    def __post_init__(self) -> None:
-        _check(self.resize, self.resample)
 
     def prepare(self, image: RgbImage, size: Size) -> Prepared:
         """See `Preprocess`."""
@@ -206,9 +200,3 @@ def _unchanged(name: str, image: RgbImage, size: Size) -> Prepared:
             f"preprocess {name!r} does not resize: the image is {height}x{width}, the input {size[0]}x{size[1]}"
         )
     return Prepared(tensor=_channels_first(image), scale=1.0, offset=(0.0, 0.0), original=(height, width))
-
-
-def _check(resize: str, resample: str) -> None:
-    for name, value, allowed in (("resize", resize, get_args(Resize)), ("resample", resample, get_args(Resample))):
-        if value not in allowed:
-            raise ValueError(f"{name} is one of {', '.join(allowed)}, but got {value!r}")

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from harness import registry
+from harness.accuracy.data.arrays import Arrays, is_arrays, open_arrays
+from harness.accuracy.data.batching import batches, image_input, image_size, stacked
+from harness.accuracy.data.datasets import Dataset, open_images
+from harness.accuracy.data.preprocess import Prepared, Size, open_plugin, open_preprocess, preprocess_fingerprint
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
-from harness.accuracy.data.arrays import Arrays, is_arrays, open_arrays
-from harness.accuracy.data.datasets import Dataset, open_images
-from harness.accuracy.data.batching import batches, image_input, image_size, stacked
-from harness.accuracy.data.preprocess import Prepared, Size, open_plugin, open_preprocess, preprocess_fingerprint
 from harness.random_inputs import InputTypes
 
 __all__ = [

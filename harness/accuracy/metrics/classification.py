@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from harness.api import Accuracy, Array, Infer
-from harness.errors import EvaluationFailed, UserError
 from harness.accuracy.data.arrays import is_arrays
 from harness.accuracy.metrics.base import only_name, only_output, open_samples
 from harness.accuracy.metrics.intervals import evidence_of
+from harness.api import Accuracy, Array, Infer
+from harness.errors import EvaluationFailed, UserError
 from harness.random_inputs import InputTypes
 
 __all__ = ["Top1", "Top5"]

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.special import log_softmax
 
+from harness.accuracy.metrics.sqnr import MAX_SQNR_DB, RESOLUTION, Floats, Part, part_sqnr, parts_of, taken
 from harness.api import Array
 from harness.errors import EvaluationFailed
-from harness.accuracy.metrics.sqnr import MAX_SQNR_DB, RESOLUTION, Floats, Part, part_sqnr, parts_of, taken
 
 __all__ = ["WORST", "Closeness", "Layout", "closeness", "layout_of", "silent"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from harness import registry
+from harness.accuracy.metrics.base import only_output, open_samples
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
-from harness.accuracy.metrics.base import only_output, open_samples
 from harness.random_inputs import InputTypes
 
 __all__ = ["Loss", "Metric"]

@@ -16,14 +16,14 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from harness import registry
-from harness.api import Accuracy, Array, Infer
-from harness.errors import EvaluationFailed, UserError
 from harness.accuracy.data.decode import Decode, Detections, shapes_of
+from harness.accuracy.data.detector_layout import decoder_of
+from harness.accuracy.data.preprocess import Prepared, open_plugin
+from harness.accuracy.metrics.average_precision import METRICS, map_facts
 from harness.accuracy.metrics.base import NOTHING, LabelledImages
 from harness.accuracy.metrics.intervals import evidence_of
-from harness.accuracy.data.detector_layout import decoder_of
-from harness.accuracy.metrics.average_precision import METRICS, map_facts
-from harness.accuracy.data.preprocess import Prepared, open_plugin
+from harness.api import Accuracy, Array, Infer
+from harness.errors import EvaluationFailed, UserError
 
 __all__ = ["CocoMAP", "coco_metrics"]
 
@@ -59,7 +59,7 @@ class CocoMAP(LabelledImages):
         base: Path | None = None,
     ) -> None:
         use, params = open_plugin(decode)
-        decoder = registry.check_params("decoder", use, params, given=("outputs", "prepared", "size"))
+        decoder = registry.check_params("decoder", use, params, supplied=("outputs", "prepared", "size"))
         self._decoder, self._decode = use, cast(Decode, functools.partial(decoder, **params))
         self._own = not decoder.__module__.startswith("harness.")
         super().__init__(data, preprocess, input_name, input_shape, base)

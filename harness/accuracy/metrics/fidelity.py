@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from harness.accuracy.data.batching import Batches, batches
+from harness.accuracy.data.datasets import open_data
+from harness.accuracy.data.preprocess import open_preprocess, preprocess_fingerprint
+from harness.accuracy.metrics.base import finite
+from harness.accuracy.metrics.closeness import WORST, Layout, closeness, layout_of
+from harness.accuracy.metrics.intervals import evidence_of
+from harness.accuracy.metrics.sqnr import MAX_SQNR_DB
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
-from harness.accuracy.metrics.closeness import WORST, Layout, closeness, layout_of
-from harness.accuracy.data.datasets import open_data
-from harness.accuracy.data.batching import Batches, batches
-from harness.accuracy.metrics.base import finite
-from harness.accuracy.metrics.intervals import evidence_of
-from harness.accuracy.data.preprocess import open_preprocess, preprocess_fingerprint
-from harness.accuracy.metrics.sqnr import MAX_SQNR_DB
 from harness.random_inputs import random_feeds
 
 __all__ = ["Fidelity"]
@@ -36,7 +36,8 @@ class Fidelity:
 
     The harness calls `prepare` once with the float model's engine; each engine is then scored on the same inputs.
     Figures are means over batches, of the size that the model takes; `per_item` holds SQNR. The worst output decides,
-    and within it the worst part where slices differ in scale (`harness.accuracy.metrics.sqnr`); `note` names it. Outputs that
+    and within it the worst part where slices differ in scale (`harness.accuracy.metrics.sqnr`); `note` names it.
+    Outputs that
     are the same all over are left out, and named in `note`; see `harness.accuracy.metrics.closeness.silent`.
 
     Args:

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.api import Accuracy
 from harness.accuracy.metrics.average_precision import METRICS, resampled_map
+from harness.api import Accuracy
 from harness.statistics import Interval
 
 __all__ = [
@@ -71,7 +71,8 @@ def evidence_of(kind: str, facts: Mapping[str, Any]) -> str:
     """The evidence of an `Accuracy`: facts about each image as text.
 
     Args:
-        kind: "mean": one list of values for each metric. "map": see `harness.accuracy.metrics.average_precision`. "miou": for each
+        kind: "mean": one list of values for each metric. "map": see `harness.accuracy.metrics.average_precision`.
+        "miou": for each
             image a list of class, pixels that are of it rightly, pixels labelled so, pixels found so, and so on.
         facts: JSON-able.
     """

@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from harness.api import Accuracy, Array, Infer
-from harness.errors import EvaluationFailed, UserError
-from harness.accuracy.metrics.base import LabelledImages, only_output
-from harness.accuracy.metrics.intervals import evidence_of
 from harness.accuracy.data.masks import VOID, Mask
 from harness.accuracy.data.preprocess import Prepared, Size
+from harness.accuracy.metrics.base import LabelledImages, only_output
+from harness.accuracy.metrics.intervals import evidence_of
+from harness.api import Accuracy, Array, Infer
+from harness.errors import EvaluationFailed, UserError
 
 __all__ = ["MeanIoU"]
 

@@ -13,7 +13,12 @@ from harness.compat.modelopt_autotune.autotuner import CombinedRegionSearch, QDQ
 from harness.compat.modelopt_autotune.autotuner_base import QDQAutotunerBase
 from harness.compat.modelopt_autotune.benchmark import Benchmark, TensorRTPyBenchmark, TrtExecBenchmark
 from harness.compat.modelopt_autotune.cache import PatternCache
-from harness.compat.modelopt_autotune.common import AutotunerError, AutotunerNotInitializedError, Config, InvalidSchemeError
+from harness.compat.modelopt_autotune.common import (
+    AutotunerError,
+    AutotunerNotInitializedError,
+    Config,
+    InvalidSchemeError,
+)
 from harness.compat.modelopt_autotune.points import (
     ChildRegionInputInsertionPoint,
     ChildRegionOutputInsertionPoint,

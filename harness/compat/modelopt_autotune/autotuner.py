@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.compat.modelopt_autotune.region_index import Atlas
 from harness.compat.modelopt_autotune.autotuner_base import QDQAutotunerBase
 from harness.compat.modelopt_autotune.cache import PatternCache
 from harness.compat.modelopt_autotune.common import Config
+from harness.compat.modelopt_autotune.region_index import Atlas
 from harness.compat.modelopt_autotune.regions import Region, RegionType
 
 __all__ = ["CombinedRegionSearch", "QDQAutotuner"]

@@ -13,21 +13,26 @@ from pathlib import Path
 from typing import Any
 
 from harness.api import Candidate
-from harness.compat.modelopt_autotune.region_index import Atlas
 from harness.compat.modelopt_autotune.benchmark import current_benchmark
 from harness.compat.modelopt_autotune.cache import PatternCache
-from harness.compat.modelopt_autotune.common import AutotunerError, AutotunerNotInitializedError, Config, InvalidSchemeError
+from harness.compat.modelopt_autotune.common import (
+    AutotunerError,
+    AutotunerNotInitializedError,
+    Config,
+    InvalidSchemeError,
+)
 from harness.compat.modelopt_autotune.model_writer import export
+from harness.compat.modelopt_autotune.pattern_search import Turn
 from harness.compat.modelopt_autotune.points import ResolvedInsertionPoint
+from harness.compat.modelopt_autotune.region_index import Atlas
 from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.schemes import PatternSchemes
 from harness.compat.modelopt_autotune.session import Backend, Session
 from harness.compat.modelopt_autotune.state import State, cache_path, changes, read_state, write_state
-from harness.compat.modelopt_autotune.pattern_search import Turn
+from harness.config.sections import PluginSpec
 from harness.graph.io.conversions import as_proto, proto_digest
 from harness.graph.load import from_proto
 from harness.graph.model import Model
-from harness.config.experiment import PluginSpec
 from harness.pipeline.model_loader import MIN_OPSET
 from search.space import Placement
 

@@ -19,14 +19,14 @@ from harness import registry
 from harness.api import Candidate
 from harness.compat.modelopt_autotune.common import AutotunerError
 from harness.compat.modelopt_autotune.sampling_policy import beside_sampling, exactly, latency_ms, write_log
+from harness.config.sections import Confirmation, Limits, PluginSpec
 from harness.errors import UserError
 from harness.graph.io.files import file_digest
-from harness.timing.confirmation import Contender, ConfirmationSummary, confirm, summarize_turns
+from harness.records import Failed, Measured, Outcome
+from harness.search_loop.trial import Care, attempt_with
+from harness.timing.confirmation import ConfirmationSummary, Contender, confirm, summarize_turns
 from harness.timing.workers.engines import MAIN_BENCHMARKER, Engines, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
-from harness.records import Failed, Measured, Outcome
-from harness.config.experiment import Confirmation, Limits, PluginSpec
-from harness.search_loop.trial import Care, attempt_with
 
 __all__ = [
     "Benchmark", "TensorRTPyBenchmark", "TrtExecBenchmark", "backend_use", "benchmark_onnx_model", "current_benchmark",

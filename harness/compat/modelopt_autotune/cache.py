@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
 
-from harness.compat.modelopt_autotune.region_index import Atlas
 from harness.compat.modelopt_autotune.common import AutotunerError
 from harness.compat.modelopt_autotune.points import point_at
+from harness.compat.modelopt_autotune.region_index import Atlas
 from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.schemes import InsertionScheme, PatternSchemes, RegionPattern
 from harness.graph import pattern_cache as engine
-from harness.graph.pattern_cache_io import read_cache, write_cache
 from harness.graph.io.conversions import float_names
+from harness.graph.pattern_cache_io import read_cache, write_cache
 
 __all__ = ["PatternCache"]
 

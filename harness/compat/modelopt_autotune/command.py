@@ -12,27 +12,34 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from harness.compat.modelopt_autotune.arguments import Depth, arguments, depth_of, get_node_filter_list, idle_flags, shapes_of
-from harness.compat.modelopt_autotune.region_index import untyped
+from harness.compat.modelopt_autotune.arguments import (
+    Depth,
+    arguments,
+    depth_of,
+    get_node_filter_list,
+    idle_flags,
+    shapes_of,
+)
 from harness.compat.modelopt_autotune.benchmark import backend_use, init_benchmark_instance, split_arguments
 from harness.compat.modelopt_autotune.common import AutotunerError, Config
 from harness.compat.modelopt_autotune.model_writer import calibration_feeds
 from harness.compat.modelopt_autotune.procedure import Plan, run_plan
+from harness.compat.modelopt_autotune.region_index import untyped
 from harness.compat.modelopt_autotune.session import Backend
+from harness.config.sections import Limits, ModelSpec, PluginSpec
 from harness.errors import UserError
-from harness.graph.passes.dimension_errors import parse_dims
-from harness.graph.rules.dialects import TENSORRT
-from harness.graph.qdq.import_placement import import_qdq
 from harness.graph.load import save
-from harness.timing.workers.engines import MAIN_BENCHMARKER
-from harness.timing.workers.sandbox import open_engines
+from harness.graph.passes.dimension_errors import parse_dims
+from harness.graph.qdq.import_placement import import_qdq
+from harness.graph.rules.dialects import TENSORRT
 from harness.paths import resolve_path
-from harness.registry import find_entry_point
-from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
-from harness.config.experiment import Limits, ModelSpec, PluginSpec
+from harness.pipeline.float_baseline import float_benchmarkers
 from harness.pipeline.model_loader import open_model
 from harness.progress import Observer
-from harness.pipeline.float_baseline import float_benchmarkers
+from harness.registry import find_entry_point
+from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
+from harness.timing.workers.engines import MAIN_BENCHMARKER
+from harness.timing.workers.sandbox import open_engines
 
 __all__ = ["autotune"]
 
@@ -72,7 +79,7 @@ def _run(options: argparse.Namespace, depth: Depth, plan: Plan) -> None:
         spec = ModelSpec(
             use=options.onnx_path, label="model", shapes=shapes_of(options), dims=parse_dims(options.dim or ())
         )
-        model = open_model(spec, Path.cwd(), Path(scratch))
+        model = open_model(spec, Path(scratch))
         for idle in idle_flags(options, backend.params, typed=not untyped(model)):
             plan.observer.say(f"without effect: {idle}")
         if options.calibration_data is not None:  # what is wrong with files is told before anything is timed
@@ -206,7 +213,9 @@ def _strongest(backend: PluginSpec, float_file: Path, plan: Plan) -> PluginSpec:
     try:
         found = float_benchmarkers(backend, float_file, plan.output_dir, open_worker, plan.observer)
     except FingerprintMismatch as error:
-        raise UserError(str(error).replace(CHANGED_RUN_ADVICE, "use another --output_dir, or move away what is there")) from error
+        raise UserError(
+            str(error).replace(CHANGED_RUN_ADVICE, "use another --output_dir, or move away what is there")
+        ) from error
     finally:
         shutil.rmtree(plan.output_dir / "work", ignore_errors=True)
     return found[MAIN_BENCHMARKER]

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from harness.config.precision_names import normalize_float_precision
 from harness.errors import UserError
-from harness.graph.rules.precision_names import normalize_float_precision
 
 __all__ = ["AutotunerError", "AutotunerNotInitializedError", "Config", "InvalidSchemeError", "dq_dtype"]
 

@@ -10,9 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from harness.api import Array
-from harness.compat.modelopt_autotune.region_index import Atlas
-from harness.compat.modelopt_autotune.common import AutotunerError, Config
 from harness.accuracy.calibration.ranges import (
     CalibrationKey,
     Ranges,
@@ -22,18 +19,21 @@ from harness.accuracy.calibration.ranges import (
     refuse_empty,
     remarks,
 )
-from harness.errors import UserError
-from harness.accuracy.data.datasets import open_data
 from harness.accuracy.data.batching import Batches, batches, sample_count
-from harness.random_inputs import random_feeds
-from harness.graph.qdq.cast_insert import CastInserter, refuse_lost_nodes
+from harness.accuracy.data.datasets import open_data
+from harness.api import Array
+from harness.compat.modelopt_autotune.common import AutotunerError, Config
+from harness.compat.modelopt_autotune.region_index import Atlas
+from harness.config.sections import PluginSpec
+from harness.errors import UserError
 from harness.graph.io.conversions import encode, write_model
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import load, save
 from harness.graph.model import Model
-from harness.config.experiment import PluginSpec
-from harness.pipeline.model_loader import MIN_OPSET, input_types
+from harness.graph.qdq.cast_insert import CastInserter, refuse_lost_nodes
+from harness.graph.qdq.insert import Inserter
 from harness.pipeline.float_baseline import CAST, parsed
+from harness.pipeline.model_loader import MIN_OPSET, input_types
+from harness.random_inputs import random_feeds
 from search.space import Resolved, Space
 
 __all__ = ["Delivery", "Feeds", "calibration_feeds", "export"]

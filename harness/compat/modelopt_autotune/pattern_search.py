@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from harness import registry
-from harness.compat.modelopt_autotune.region_index import Chart
 from harness.compat.modelopt_autotune.common import Config
+from harness.compat.modelopt_autotune.region_index import Chart
 from harness.compat.modelopt_autotune.regions import Region, RegionType
 from harness.compat.modelopt_autotune.schemes import UNMEASURED, InsertionScheme, PatternSchemes, RegionPattern
 from harness.compat.modelopt_autotune.state import Measurement

@@ -1,6 +1,7 @@
 """Insertion points in pattern coordinates, as ModelOpt's users write them, and what they become in a region.
 
-Node indices count a pattern's nodes in canonical order (`harness.graph.partition.patterns`), so they fit every region with it.
+Node indices count a pattern's nodes in canonical order (`harness.graph.partition.patterns`), so they fit every region
+with it.
 """
 
 from __future__ import annotations

@@ -20,19 +20,19 @@ from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.runoff import Runoff, fastest, open_checker
 from harness.compat.modelopt_autotune.sampling_policy import latency_ms, restless, stderr_ms
 from harness.compat.modelopt_autotune.summary import Delivered, proved, verdict_lines
+from harness.config.sections import Confirmation
 from harness.errors import UserError
-from harness.graph.pattern_cache import strangers
-from harness.graph.qdq.read_edges import pairs_in
 from harness.graph.io.files import move_model
 from harness.graph.load import load
+from harness.graph.pattern_cache import strangers
+from harness.graph.qdq.read_edges import pairs_in
 from harness.graph.rules.points import why_none
-from harness.timing.provenance import format_options
-from harness.records import Failed, Outcome
-from harness.config.experiment import Confirmation
-from harness.selection.paired_timing import RUNOFF
-from harness.verification.dynamic_delivery import deliver_dynamic, fixed_sizes
 from harness.pipeline.model_loader import MIN_OPSET
 from harness.progress import Observer, Silent, best_note
+from harness.records import Failed, Outcome
+from harness.selection.paired_timing import RUNOFF
+from harness.timing.provenance import format_options
+from harness.verification.dynamic_delivery import deliver_dynamic, fixed_sizes
 from harness.verification.output_comparison import CHECKS
 from search.space import Placement
 

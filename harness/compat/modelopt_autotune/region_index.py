@@ -15,12 +15,12 @@ from harness.compat.modelopt_autotune.common import AutotunerError
 from harness.compat.modelopt_autotune.points import Address, InsertionPoint, ResolvedInsertionPoint, point_at
 from harness.compat.modelopt_autotune.regions import Region, RegionType, from_graph, to_graph
 from harness.compat.modelopt_autotune.schemes import InsertionScheme, RegionPattern
-from harness.graph.rules.dialects import OPENVINO, Dialect
 from harness.graph.model import Model, Node, TensorType
-from harness.graph.rules.operator_sets import LINEAR
 from harness.graph.partition.patterns import Pattern, find_patterns
 from harness.graph.partition.regions import discover
 from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import OPENVINO, Dialect
+from harness.graph.rules.operator_sets import LINEAR
 from search.space import Edge, Placement, PointKind, Resolved, Space
 
 __all__ = ["Atlas", "Chart"]

@@ -1,4 +1,6 @@
-"""`python -m harness.compat.modelopt_autotune.region_inspect`: what `qdq regions` shows, under the flags of ModelOpt's tool."""
+"""`python -m harness.compat.modelopt_autotune.region_inspect`: what `qdq regions` shows, under the flags of
+ModelOpt's tool.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +8,20 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from harness.analysis.region_report import inspect_regions
 from harness.compat.modelopt_autotune.arguments import add_sizes, shapes_of
 from harness.errors import UserError
-from harness.graph.passes.dimension_errors import parse_dims
 from harness.graph.partition.summary import TreeView
-from harness.analysis.region_report import inspect_regions
+from harness.graph.passes.dimension_errors import parse_dims
 
 __all__ = ["main"]
 
 
 def main(given: Sequence[str] | None = None) -> int:
     """Print the regions of a model; the exit code is 2 after a mistake."""
-    parser = argparse.ArgumentParser(prog="python -m harness.compat.modelopt_autotune.region_inspect", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.compat.modelopt_autotune.region_inspect", description=__doc__
+    )
     parser.add_argument("--model", "-m", required=True, help="ONNX file; also zoo:NAME or assets:PATH")
     parser.add_argument("--verbose", "-v", action="store_true", help="also the names of nodes and boundary tensors")
     parser.add_argument("--max-sequence-size", type=int, default=10, help="longest sequence (default: %(default)s)")

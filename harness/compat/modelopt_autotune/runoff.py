@@ -11,14 +11,14 @@ from typing import Any
 
 from harness.api import Array, Candidate
 from harness.compat.modelopt_autotune.benchmark import Benchmark
-from harness.timing.confirmation import EngineFactory, Contender
-from harness.timing.workers.engines import MAIN_BENCHMARKER
-from harness.timing.provenance import machine_lacks_vnni
-from harness.timing.racing_test import TURNS_PER_RACING_ROUND
-from harness.config.experiment import Limits
+from harness.config.sections import Limits
+from harness.progress import Observer
 from harness.selection.paired_timing import Contest, read_speedups
 from harness.selection.racing import FIRST, race
-from harness.progress import Observer
+from harness.timing.confirmation import Contender, EngineFactory
+from harness.timing.provenance import machine_lacks_vnni
+from harness.timing.racing_test import TURNS_PER_RACING_ROUND
+from harness.timing.workers.engines import MAIN_BENCHMARKER
 from harness.verification.runtime_checker import CheckPlan, RuntimeChecker, computes_nothing
 from search.space import digest_of
 
@@ -80,7 +80,8 @@ def open_checker(
 
 
 def fastest(rivals: Sequence[Candidate], baseline: Candidate, runoff: Runoff) -> tuple[str, float]:
-    """Digest of the one that wins the race (`harness.selection.racing`), and its speedup there; "" where none came through.
+    """Digest of the one that wins the race (`harness.selection.racing`), and its speedup there; "" where none came
+    through.
 
     Args:
         baseline: The float model, which takes its turn beside them.

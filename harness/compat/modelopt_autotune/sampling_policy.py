@@ -8,9 +8,9 @@ from pathlib import Path
 
 from harness.api import Candidate
 from harness.compat.modelopt_autotune.arguments import LEAST_RUNS
-from harness.statistics import median_ci, stderr_of_median
+from harness.config.sections import Sampling
 from harness.records import Failed, Measured, Outcome
-from harness.config.experiment import Sampling
+from harness.statistics import median_ci, stderr_of_median
 
 __all__ = ["beside_sampling", "exactly", "latency_ms", "restless", "stderr_ms", "write_log"]
 

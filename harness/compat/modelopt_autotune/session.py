@@ -8,19 +8,19 @@ from datetime import UTC, datetime
 from typing import Any
 
 from harness import registry
-from harness.api import Candidate
-from harness.compat.modelopt_autotune.region_index import Atlas, Chart
+from harness.api import Candidate, capabilities_of
 from harness.compat.modelopt_autotune.common import Config
 from harness.compat.modelopt_autotune.model_writer import Delivery
+from harness.compat.modelopt_autotune.pattern_search import Turn
+from harness.compat.modelopt_autotune.region_index import Atlas, Chart
 from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.schemes import PatternSchemes
 from harness.compat.modelopt_autotune.state import Measurement
-from harness.compat.modelopt_autotune.pattern_search import Turn
+from harness.config.sections import PluginSpec
 from harness.graph import pattern_cache as engine
 from harness.graph.io.conversions import float_names
 from harness.graph.qdq.import_placement import import_qdq
 from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
-from harness.config.experiment import PluginSpec
 from harness.pipeline.model_loader import input_types
 from search.api import Observation, Score
 from search.space import Placement
@@ -45,7 +45,7 @@ class Backend:
         benchmarker = registry.create_plugin("benchmarker", use.use, use.params)
         self.use = use
         self.facts: Mapping[str, Any] = benchmarker.describe()
-        self.emulated: frozenset[str] = frozenset(getattr(benchmarker, "accuracy_only", ()))
+        self.emulated = capabilities_of(benchmarker).emulated
         self.dialect = dialect_called(dialect_name(benchmarker, use.use, self.facts))
 
 

@@ -11,19 +11,19 @@ from types import MappingProxyType
 from typing import Any
 
 from harness import registry
-from harness.api import Array
 from harness.accuracy.calibration.ranges import Method, Ranges, calibrate, finite_ranges, remarks
-from harness.errors import UserError, suggest_names
-from harness.graph.rules.dialects import Dialect
-from harness.graph.qdq.insert import Inserter
-from harness.graph.rules.placement_rules import broken_rule
-from harness.graph.load import load, save
-from harness.graph.model import Model, Node
-from harness.graph.rules.operator_sets import LINEAR
-from harness.graph.rules.points import Point, points_of
-from harness.graph.rules.dialect_lookup import dialect_called
+from harness.api import Array
 from harness.compat.tao_specs.selection import assigned, skipped
 from harness.compat.tao_specs.spec import Dtype, Layer
+from harness.errors import UserError, suggest_names
+from harness.graph.load import load, save
+from harness.graph.model import Model, Node
+from harness.graph.qdq.insert import Inserter
+from harness.graph.rules.dialect_lookup import dialect_called
+from harness.graph.rules.dialects import Dialect
+from harness.graph.rules.operator_sets import LINEAR
+from harness.graph.rules.placement_rules import broken_rule
+from harness.graph.rules.points import Point, points_of
 
 __all__ = ["PRECISIONS", "Order", "own_arguments", "own_ptq"]
 

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from harness import registry
-from harness.errors import UserError
-from harness.accuracy.data.datasets import evenly, open_images
 from harness.accuracy.data.batching import image_input, image_size
+from harness.accuracy.data.datasets import evenly, open_images
 from harness.accuracy.data.preprocess import Size, open_preprocess
-from harness.graph.passes.static_shapes import parse_shape
-from harness.compat.tao_specs.model_file import Place, onnx_file, static_shapes, static_types
 from harness.compat.tao_specs.error_key_mapping import respelled
+from harness.compat.tao_specs.model_file import Place, onnx_file, static_shapes, static_types
+from harness.errors import UserError
+from harness.graph.passes.static_shapes import parse_shape
 
 __all__ = ["ADVISED", "USUAL_SIZES", "input_size", "write_calibration"]
 

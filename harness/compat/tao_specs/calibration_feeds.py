@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from harness.api import Array
-from harness.errors import UserError
 from harness.accuracy.data.arrays import UNNAMED
-from harness.accuracy.data.datasets import Arrays, open_data
 from harness.accuracy.data.batching import batches, sample_count
+from harness.accuracy.data.datasets import Arrays, open_data
 from harness.accuracy.data.preprocess import open_preprocess
-from harness.random_inputs import InputTypes, random_feeds
-from harness.compat.tao_specs.model_file import Samples, found_file
+from harness.api import Array
 from harness.compat.tao_specs.error_key_mapping import respelled
+from harness.compat.tao_specs.model_file import Samples, found_file
 from harness.compat.tao_specs.spec import Dataset
+from harness.errors import UserError
+from harness.random_inputs import InputTypes, random_feeds
 
 __all__ = ["Feeds", "calibration_feeds", "loader_feeds", "peeked", "sample_shapes"]
 

@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.api import Array
-from harness.errors import CandidateError, UserError
 from harness.accuracy.data.batching import image_input, image_size
 from harness.accuracy.metrics.intervals import drop_estimate, metric_estimate, too_few
-from harness.random_inputs import InputTypes
-from harness.graph.io.signature import read_declared
-from harness.statistics import Interval
-from harness.config.experiment import PluginSpec
-from harness.progress import Observer
-from harness.compat.tao_specs.evaluate import Scored
+from harness.api import Array
 from harness.compat.tao_specs.calibration_feeds import calibration_feeds
+from harness.compat.tao_specs.evaluate import Scored
 from harness.compat.tao_specs.layout import decoder_of
 from harness.compat.tao_specs.model_file import static_shapes, static_types
 from harness.compat.tao_specs.sensitivity import rank, suggestion
 from harness.compat.tao_specs.spec import Dataset
+from harness.config.sections import PluginSpec
+from harness.errors import CandidateError, UserError
+from harness.graph.io.signature import read_declared
+from harness.progress import Observer
+from harness.random_inputs import InputTypes
+from harness.statistics import Interval
 
 __all__ = ["ACCEPTABLE", "Line", "advice", "compared"]
 

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.errors import CandidateError, UserError
-from harness.random_inputs import InputTypes
-from harness.graph.passes.dimension_sizes import InputSizes
-from harness.graph.io.signature import Declared, with_static_inputs
-from harness.config.experiment import PluginSpec
 from harness.compat.tao_specs.engine_file import TENSORRT, EngineFacts, engine_path, save_engine
 from harness.compat.tao_specs.model_file import onnx_file, static_shapes, static_types
 from harness.compat.tao_specs.spec import Dataset, EngineSection, TensorRTOptions
+from harness.config.sections import PluginSpec
+from harness.errors import CandidateError, UserError
+from harness.graph.io.signature import Declared, with_static_inputs
+from harness.graph.passes.dimension_sizes import InputSizes
+from harness.random_inputs import InputTypes
 
 __all__ = ["build_engine"]
 

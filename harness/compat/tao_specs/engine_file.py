@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from harness import registry
-from harness.api import Artifact, Benchmarker, Candidate
+from harness.api import Artifact, Benchmarker, Candidate, SupportsSave
 from harness.errors import CandidateError, UserError
-from harness.random_inputs import InputTypes
 from harness.graph.io.signature import Dims
 from harness.pipeline.model_loader import safe_file_name
+from harness.random_inputs import InputTypes
 
 __all__ = ["TENSORRT", "EngineFacts", "engine_path", "load_engine", "read_facts", "save_engine", "stand_in"]
 
@@ -90,15 +90,14 @@ def save_engine(model: Path, path: Path, facts: EngineFacts) -> EngineFacts:
         UserError: The runtime is not there, refuses the model, cannot write engines, or the folder cannot be made.
     """
     runtime = _runtime(facts.backend, facts.params)
-    save = getattr(runtime, "save", None)
-    if save is None:
+    if not isinstance(runtime, SupportsSave):
         raise UserError(
             f"backend {facts.backend!r} cannot write engines to a file; use openvino, onnxruntime or tensorrt"
         )
     candidate = Candidate(digest=model.stem, edges=(), source=lambda: model)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save(candidate, path)
+        runtime.save(candidate, path)
         written = EngineFacts(**{**asdict(facts), "sha256": _sha256(path), "describe": dict(runtime.describe())})
         _beside(path).write_text(json.dumps({"schema": SCHEMA, **asdict(written)}, indent=1), encoding="utf-8")
     except CandidateError as error:
@@ -140,11 +139,10 @@ def load_engine(path: Path, facts: EngineFacts) -> tuple[Benchmarker, Artifact]:
         UserError: The runtime is not there, or refuses the file.
     """
     runtime = _runtime(facts.backend, facts.params)
-    load = getattr(runtime, "load", None)
-    if load is None:
+    if not isinstance(runtime, SupportsSave):
         raise UserError(f"backend {facts.backend!r} cannot read engines from a file")
     try:
-        artifact: Artifact = load(path)
+        artifact = runtime.load(path)
     except CandidateError as error:
         raise UserError(
             f"{path}: {error}; an engine runs with the version and on the kind of device that built it: build it again"

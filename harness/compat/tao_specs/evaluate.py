@@ -14,23 +14,23 @@ from types import MappingProxyType
 from typing import Any
 
 from harness import registry
-from harness.api import Accuracy, Artifact, Benchmarker, Candidate, Evaluator
-from harness.errors import CandidateError, UserError
 from harness.accuracy.data.batching import image_size
 from harness.accuracy.metrics.base import doubt, evaluator_params, image_supplies
-from harness.random_inputs import InputTypes
-from harness.graph.passes.static_shapes import parse_shape
-from harness.graph.passes.dimension_sizes import InputSizes
-from harness.graph.io.signature import Dims, with_static_inputs
-from harness.timing.workers.in_process import with_progress
-from harness.config.experiment import PluginSpec
-from harness.progress import Observer, Silent
-from harness.pipeline.accuracy_store import watching
+from harness.api import Accuracy, Artifact, Benchmarker, Candidate, Evaluator, NeedsPreparation
 from harness.compat.tao_specs.engine_file import EngineFacts, load_engine, read_facts, stand_in
+from harness.compat.tao_specs.error_key_mapping import respelled
 from harness.compat.tao_specs.layout import decoder_of
 from harness.compat.tao_specs.model_file import found_file, onnx_file, static_shapes, static_types
-from harness.compat.tao_specs.error_key_mapping import respelled
 from harness.compat.tao_specs.spec import Dataset, EvaluateSection, Spec, section
+from harness.config.sections import PluginSpec
+from harness.errors import CandidateError, UserError
+from harness.graph.io.signature import Dims, with_static_inputs
+from harness.graph.passes.dimension_sizes import InputSizes
+from harness.graph.passes.static_shapes import parse_shape
+from harness.pipeline.accuracy_store import watching
+from harness.progress import Observer, Silent
+from harness.random_inputs import InputTypes
+from harness.timing.workers.in_process import with_progress
 
 __all__ = ["Scored", "evaluate", "source_of"]
 
@@ -183,7 +183,7 @@ def _scored(subject: _Subject, evaluator: Evaluator, observer: Observer, name: s
     """The accuracy; an evaluator may refuse a float model of which it finds little."""
     with subject.runtime.open(subject.artifact) as probe, watching(observer, f"inferences of {name}") as watch:
         accuracy = evaluator.score(with_progress(probe.infer, evaluator, watch))
-        float_model = not subject.precisions and hasattr(evaluator, "prepare")
+        float_model = not subject.precisions and isinstance(evaluator, NeedsPreparation)
         if float_model and accuracy.metrics.get(evaluator.metric, 1.0) < LOST:
             evaluator.prepare(probe.infer)  # type: ignore[attr-defined]
     return accuracy

@@ -8,10 +8,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from harness.errors import UserError, suggest_names
-from harness.random_inputs import InputTypes
-from harness.graph.passes.dimension_sizes import Axes, InputSizes, parse_shape, resolve_shapes, format_axes
 from harness.graph.io.signature import Declared, Dims, read_declared
+from harness.graph.passes.dimension_sizes import Axes, InputSizes, format_axes, parse_shape, resolve_shapes
 from harness.paths import resolve_path
+from harness.random_inputs import InputTypes
 
 __all__ = ["Place", "Samples", "found_file", "onnx_file", "static_shapes", "static_types"]
 
@@ -103,7 +103,7 @@ def onnx_file(text: str, base: Path, key: str) -> tuple[Path, Declared]:
 
 
 def found_file(text: str, base: Path, key: str) -> Path:
-    """`harness.paths.locate`, with the key of the spec in its message.
+    """`harness.paths.resolve_path`, with the key of the spec in its message.
 
     Raises:
         UserError: Nothing is there.

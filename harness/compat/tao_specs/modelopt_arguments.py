@@ -13,12 +13,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from harness.errors import UserError, suggest_names
-from harness.timing.provenance import describe_environment
-from harness.graph.rules.precision_names import normalize_float_precision
 from harness.compat.tao_specs.presets import DEFAULT_OPS
 from harness.compat.tao_specs.selection import EVERYTHING, Named, assigned, is_operator, skipped
 from harness.compat.tao_specs.spec import Dtype, Layer, QuantizeSection
+from harness.config.precision_names import normalize_float_precision
+from harness.errors import UserError, suggest_names
+from harness.timing.provenance import describe_environment
 
 __all__ = [
     "check_arguments", "excluded", "float_dtype", "modelopt_arguments", "parameters", "providers", "remedy",
@@ -91,7 +91,8 @@ def check_arguments(given: Mapping[str, Any], key: str = "backend_kwargs") -> No
             raise UserError(f"{key}.{name}: not taken here: {way}")
         if name not in known:
             raise UserError(
-                f"{key}.{name}: ModelOpt {_version()} has no such argument; {suggest_names(name, known.keys() - OURS.keys())}"
+                f"{key}.{name}: ModelOpt {_version()} has no such argument; "
+                f"{suggest_names(name, known.keys() - OURS.keys())}"
             )
         default = known[name]
         fits = isinstance(value, float | int) if isinstance(default, float) else isinstance(value, type(default))

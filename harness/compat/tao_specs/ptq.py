@@ -8,10 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UserError, suggest_names
-from harness.graph.passes.dimension_errors import parse_dims
-from harness.graph.io.signature import Declared, read_declared
-from harness.paths import resolve_path
 from harness.compat.tao_specs.calibration_feeds import calibration_feeds, sample_shapes
 from harness.compat.tao_specs.model_file import Place, onnx_file, static_shapes, static_types
 from harness.compat.tao_specs.modelopt_arguments import check_arguments, excluded, float_dtype, remedy
@@ -19,6 +15,10 @@ from harness.compat.tao_specs.presets import PRESETS, describe_defaults, describ
 from harness.compat.tao_specs.quantize import Quantized, by_modelopt, counted, refuse_quantized, with_shapes
 from harness.compat.tao_specs.selection import skipped
 from harness.compat.tao_specs.spec import Dataset
+from harness.errors import UserError, suggest_names
+from harness.graph.io.signature import Declared, read_declared
+from harness.graph.passes.dimension_errors import parse_dims
+from harness.paths import resolve_path
 
 __all__ = ["get_parser", "ptq"]
 

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.api import Array
 from harness.accuracy.calibration.ptq import modelopt
-from harness.errors import BuildFailed, UserError
-from harness.graph.io.signature import Declared, read_declared
+from harness.api import Array
+from harness.compat.tao_specs.builtin_quantizer import Order, own_arguments, own_ptq
 from harness.compat.tao_specs.calibration_feeds import Feeds, calibration_feeds, loader_feeds, peeked, sample_shapes
 from harness.compat.tao_specs.model_file import onnx_file, static_shapes, static_types
 from harness.compat.tao_specs.modelopt_arguments import modelopt_arguments
-from harness.compat.tao_specs.builtin_quantizer import Order, own_arguments, own_ptq
 from harness.compat.tao_specs.presets import PRESETS
 from harness.compat.tao_specs.spec import Dataset, Layer, QuantizeSection, TypedAs
+from harness.errors import BuildFailed, UserError
+from harness.graph.io.signature import Declared, read_declared
 
 __all__ = ["OUTPUT", "Quantized", "by_modelopt", "counted", "quantize", "refuse_quantized", "with_shapes"]
 

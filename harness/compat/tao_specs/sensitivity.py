@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from harness import registry
+from harness.accuracy.metrics.closeness import closeness, layout_of
 from harness.api import Array, Benchmarker, Candidate
 from harness.errors import EvaluationFailed
-from harness.accuracy.metrics.closeness import closeness, layout_of
-from harness.graph.qdq.remove_pairs import Bypass
-from harness.graph.passes.dimension_sizes import InputSizes
 from harness.graph.io.signature import read_declared, with_static_inputs
+from harness.graph.passes.dimension_sizes import InputSizes
+from harness.graph.qdq.remove_pairs import Bypass
 from harness.graph.qdq.upcast import UPCAST, upcast
 from harness.progress import Observer
 

@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from harness.errors import UserError, suggest_names
-from harness.config.validation_errors import to_user_error
-from harness.config.experiment import PluginSpec
-from harness.config.yaml_loader import read_yaml_mapping
-from harness.graph.rules.precision_names import normalize_float_precision
 from harness.compat.tao_specs.presets import PRESETS
+from harness.config.precision_names import normalize_float_precision
+from harness.config.sections import PluginSpec
+from harness.config.validation_errors import to_user_error
+from harness.config.yaml_loader import read_yaml_mapping
+from harness.errors import UserError, suggest_names
 
 __all__ = [
     "Dataset", "Dtype", "EngineSection", "EvaluateSection", "Layer", "QuantizeSection", "Spec", "TensorRTOptions",

@@ -20,13 +20,13 @@ import onnx
 import psutil
 
 from harness.errors import UserError
-from harness.graph.passes.normalize import constant_value
 from harness.graph.equivalence.compare import EquivalenceVerdict, compare_runs
-from harness.graph.io.helper_process import HelperCallFailed, call_in_helper_process
-from harness.graph.passes.static_shapes import static_types
 from harness.graph.equivalence.versions import ComparisonTask
+from harness.graph.io.helper_process import HelperCallFailed, call_in_helper_process
 from harness.graph.io.writer import is_large, write_model
 from harness.graph.model import Model, TensorType
+from harness.graph.passes.normalize import constant_value
+from harness.graph.passes.static_shapes import static_types
 
 __all__ = ["ModelInterface", "OriginalModel", "check_equivalent"]
 
@@ -140,7 +140,9 @@ def check_equivalent(original: OriginalModel, model: Model) -> bool:
     return not verdict.unchecked
 
 
-def _compare_versions(original: OriginalModel, before: onnx.ModelProto | Path | bytes, model: Model) -> EquivalenceVerdict:
+def _compare_versions(
+    original: OriginalModel, before: onnx.ModelProto | Path | bytes, model: Model
+) -> EquivalenceVerdict:
     """Run the comparison in the helper process, which gets models of more than 1.9 GB as files."""
     types = {name: model.types[name] for name in model.inputs if name in model.types}
     untyped = [name for name in model.inputs if name not in types]

@@ -19,17 +19,17 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from harness.graph.passes.static_shapes import static_types
 from harness.graph.equivalence.versions import (
     ComparisonTask,
     Feeds,
+    ModelVersion,
     RunFailed,
     Values,
-    ModelVersion,
     accepted_runs,
     is_informative,
 )
 from harness.graph.model import graphs
+from harness.graph.passes.static_shapes import static_types
 
 __all__ = ["EquivalenceVerdict", "compare_runs"]
 
@@ -82,7 +82,9 @@ def compare_runs(task: ComparisonTask) -> EquivalenceVerdict:
     return verdict
 
 
-def _compare_uninformative(task: ComparisonTask, feeds: Feeds, before: Values, failing: dict[str, float], limit_db: float) -> EquivalenceVerdict:
+def _compare_uninformative(
+    task: ComparisonTask, feeds: Feeds, before: Values, failing: dict[str, float], limit_db: float
+) -> EquivalenceVerdict:
     """Return the verdict on models whose outputs are not conclusive; `failing` are those that deviate, in dB."""
     original = ModelVersion(task.original, task)
     session = original.open_session()

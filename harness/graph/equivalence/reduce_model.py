@@ -16,8 +16,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from harness.api import Array
-from harness.graph.qdq.read_edges import label
 from harness.graph.model import captures
+from harness.graph.qdq.read_edges import label
 
 __all__ = ["ModelGraph", "index_outputs", "narrow"]
 

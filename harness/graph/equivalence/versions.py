@@ -14,11 +14,11 @@ import numpy.typing as npt
 import onnx
 from onnx import helper
 
-from harness.random_inputs import MAX_INPUT_ELEMENTS, InputTypes
-from harness.graph.passes.normalize import name_nodes
 from harness.graph.model import captures, graphs
+from harness.graph.passes.normalize import name_nodes
+from harness.random_inputs import MAX_INPUT_ELEMENTS, InputTypes
 
-__all__ = ["ComparisonTask", "Feeds", "RunFailed", "Values", "ModelVersion", "accepted_runs", "is_informative"]
+__all__ = ["ComparisonTask", "Feeds", "ModelVersion", "RunFailed", "Values", "accepted_runs", "is_informative"]
 
 _OWN_PREFIX = "qdq.own."
 _NUMPY_DTYPE_NAMES = {"float": "float32", "double": "float64", "string": "object"}
@@ -136,7 +136,9 @@ class ModelVersion:
         self.proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
         return self.open_session()
 
-    def compute_nodes_separately(self, values: Values, feeds: Feeds, wanted: Collection[str], times: int = 1) -> list[Values]:
+    def compute_nodes_separately(
+        self, values: Values, feeds: Feeds, wanted: Collection[str], times: int = 1
+    ) -> list[Values]:
         """Return the wanted results of nodes that read given values, not results of other nodes; changes `proto`.
 
         The nodes are run several times in one session, in which random numbers differ from run to run.
@@ -203,7 +205,9 @@ def _iter_random_inputs(task: ComparisonTask) -> Iterator[Feeds]:
         yield {name: _random_input(rng, draw, name, task.inputs[name]) for name in sorted(task.inputs)}
 
 
-def _random_input(rng: np.random.Generator, draw: int, name: str, declared: tuple[str, tuple[int, ...]]) -> npt.NDArray[Any]:
+def _random_input(
+    rng: np.random.Generator, draw: int, name: str, declared: tuple[str, tuple[int, ...]]
+) -> npt.NDArray[Any]:
     kind, shape = declared
     if math.prod(shape) > MAX_INPUT_ELEMENTS:
         raise RunFailed(f"input {name!r} has {math.prod(shape):,} elements")

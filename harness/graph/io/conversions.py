@@ -9,9 +9,9 @@ import onnx
 
 from harness.errors import UserError
 from harness.graph.io.writer import write_model
+from harness.graph.model import Model
 from harness.graph.qdq.read_edges import delivered
 from harness.graph.quantize.protobuf_wire import TAG
-from harness.graph.model import Model
 
 __all__ = ["as_proto", "decode", "encode", "float_names", "proto_digest", "quantized_tensors", "write_model"]
 

@@ -25,7 +25,7 @@ from typing import Any, TypeVar, TypeVarTuple
 from harness.errors import UserError
 from harness.timing.workers.process import WorkerProcess, die_with_parent
 
-__all__ = ["HelperCallFailed", "serve", "call_in_helper_process"]
+__all__ = ["HelperCallFailed", "call_in_helper_process", "serve"]
 
 HELPER_CALL_LIMIT_S = 60.0  # shape inference of the largest models takes seconds
 HELPER_START_LIMIT_S = 120.0

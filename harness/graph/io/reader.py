@@ -28,7 +28,12 @@ _DTYPE_NAMES_BY_BITS = {
     128: "COMPLEX128",
 }
 _DTYPE_CODES = dict(onnx.TensorProto.DataType.items())  # an older onnx does not know all of them
-_BITS_BY_DTYPE = {_DTYPE_CODES[name]: bits for bits, names in _DTYPE_NAMES_BY_BITS.items() for name in names.split() if name in _DTYPE_CODES}
+_BITS_BY_DTYPE = {
+    _DTYPE_CODES[name]: bits
+    for bits, names in _DTYPE_NAMES_BY_BITS.items()
+    for name in names.split()
+    if name in _DTYPE_CODES
+}
 
 
 def read_model(path: Path, source: str) -> tuple[onnx.ModelProto, str]:

@@ -11,9 +11,9 @@ from google.protobuf.message import DecodeError
 from onnx import helper
 
 from harness.graph.io.reader import read_model
-from harness.graph.passes.static_shapes import fix_inputs, has_dynamic_inputs
-from harness.graph.passes.dimension_sizes import Axes, InputSizes, axes_of
 from harness.graph.io.writer import write_model
+from harness.graph.passes.dimension_sizes import Axes, InputSizes, axes_of
+from harness.graph.passes.static_shapes import fix_inputs, has_dynamic_inputs
 from harness.graph.qdq.read_edges import delivered, labels
 
 __all__ = ["Declared", "DeclaredNode", "Dims", "before_transpose", "read_declared", "with_static_inputs"]

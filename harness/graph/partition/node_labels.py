@@ -1,4 +1,6 @@
-"""A model as plain numbers: what each node is, and which tensors it reads; private to `harness.graph.partition.patterns`."""
+"""A model as plain numbers: what each node is, and which tensors it reads; private to
+`harness.graph.partition.patterns`.
+"""
 
 from __future__ import annotations
 

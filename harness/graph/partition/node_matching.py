@@ -1,4 +1,5 @@
-"""Which nodes of two graphs compute the same, whatever they are called; private to `harness.graph.qdq.import_placement`.
+"""Which nodes of two graphs compute the same, whatever they are called; private to
+`harness.graph.qdq.import_placement`.
 
 Both graphs are numbered with the data: a node by its operator and the numbers of what it reads, so equal numbers mean
 equal computations from the inputs of the model on. Q/DQ pairs, casts and identities are seen through; constants count

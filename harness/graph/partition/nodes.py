@@ -7,9 +7,9 @@ from typing import Any
 import onnx
 from onnx import helper, numpy_helper
 
-from harness.graph.passes.subgraph_digest import digest_subgraphs
-from harness.graph.passes.normalize import is_standard_op
 from harness.graph.model import Node, captures
+from harness.graph.passes.normalize import is_standard_op
+from harness.graph.passes.subgraph_digest import digest_subgraphs
 
 __all__ = ["nodes_of"]
 

@@ -12,9 +12,9 @@ import hashlib
 from collections import defaultdict
 from dataclasses import dataclass
 
+from harness.graph.model import Model
 from harness.graph.partition.canonical import Form, Subject, canonical_form, describe_code
 from harness.graph.partition.node_labels import Wiring, wiring_of
-from harness.graph.model import Model
 from harness.graph.partition.regions import Region, RegionType
 
 __all__ = ["Pattern", "find_patterns"]

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from harness.graph.partition.post_dominators import flow_of
-from harness.graph.partition.partitioner import Draft, VertexKind, outline
 from harness.graph.model import Model, Node
+from harness.graph.partition.partitioner import Draft, VertexKind, outline
+from harness.graph.partition.post_dominators import flow_of
 from harness.graph.rules.operator_sets import ACTIVATIONS, LINEAR
 
 __all__ = ["Region", "RegionType", "discover"]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.graph.model import Model
-from harness.graph.rules.operator_sets import LINEAR
 from harness.graph.partition.patterns import Pattern
 from harness.graph.partition.regions import Region, RegionType
+from harness.graph.rules.operator_sets import LINEAR
 
 __all__ = [
     "Summary",

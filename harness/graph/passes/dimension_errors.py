@@ -13,20 +13,20 @@ from harness.errors import UserError
 from harness.graph.io.helper_process import call_in_helper_process
 from harness.graph.passes.dimension_sizes import (
     Axes,
-    ResolvedShapes,
     InputSizes,
+    ResolvedShapes,
     axes_of,
-    resolve_shapes,
-    set_shape,
     format_axes,
     format_shape,
+    resolve_shapes,
+    set_shape,
 )
 
 __all__ = [
-    "describe_missing_sizes",
-    "format_size_options",
     "describe_default_sizes",
+    "describe_missing_sizes",
     "find_example_sizes",
+    "format_size_options",
     "parse_dims",
 ]  # fmt: skip
 
@@ -83,7 +83,9 @@ def parse_dims(texts: Iterable[str]) -> dict[str, int]:
     return dims
 
 
-def find_example_sizes(proto: onnx.ModelProto, inputs: Mapping[str, Axes | None], resolved: ResolvedShapes, sizes: InputSizes) -> ExampleSizes:
+def find_example_sizes(
+    proto: onnx.ModelProto, inputs: Mapping[str, Axes | None], resolved: ResolvedShapes, sizes: InputSizes
+) -> ExampleSizes:
     """Return the first example that passes shape inference, or the first of all."""
     examples = list(_iter_example_sizes(proto.graph, inputs, resolved))
     for dims, shapes in examples:
@@ -92,7 +94,9 @@ def find_example_sizes(proto: onnx.ModelProto, inputs: Mapping[str, Axes | None]
     return examples[0]
 
 
-def _iter_example_sizes(graph: onnx.GraphProto, inputs: Mapping[str, Axes | None], resolved: ResolvedShapes) -> Iterator[ExampleSizes]:
+def _iter_example_sizes(
+    graph: onnx.GraphProto, inputs: Mapping[str, Axes | None], resolved: ResolvedShapes
+) -> Iterator[ExampleSizes]:
     """Yield examples, the most common first."""
     image_axes = {a for axes in inputs.values() for a in (axes or ())[2:] if axes and len(axes) == 4}
     for image, other, channels in product(EXAMPLE_IMAGE_SIZES, EXAMPLE_OTHER_SIZES, EXAMPLE_CHANNELS):
@@ -102,7 +106,9 @@ def _iter_example_sizes(graph: onnx.GraphProto, inputs: Mapping[str, Axes | None
         for name in resolved.missing.inputs:
             declared: Axes = (None,) * 4 if (axes := inputs[name]) is None else axes
             is_image = len(declared) == 4
-            default = (1, _conv_input_channels(graph, name) or channels, image, image) if is_image else (1, *[other] * 9)
+            default = (
+                (1, _conv_input_channels(graph, name) or channels, image, image) if is_image else (1, *[other] * 9)
+            )
             shapes[name] = format_shape(
                 tuple(
                     axis if isinstance(axis, int) and axis else known.get(str(axis)) or default[position]

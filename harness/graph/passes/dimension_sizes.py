@@ -17,16 +17,16 @@ from harness.graph.passes.dimension_expressions import evaluate_expression, expr
 
 __all__ = [
     "Axes",
-    "ResolvedShapes",
-    "MissingSizes",
     "InputSizes",
+    "MissingSizes",
+    "ResolvedShapes",
     "axes_of",
+    "format_axes",
+    "format_shape",
     "is_batch",
     "parse_shape",
     "resolve_shapes",
     "set_shape",
-    "format_axes",
-    "format_shape",
 ]  # fmt: skip
 
 Axis = int | str | None
@@ -137,7 +137,9 @@ def format_shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-def resolve_shapes(inputs: Mapping[str, Axes | None], sizes: InputSizes, source: str, *, batch: int = 1) -> ResolvedShapes:
+def resolve_shapes(
+    inputs: Mapping[str, Axes | None], sizes: InputSizes, source: str, *, batch: int = 1
+) -> ResolvedShapes:
     """Determine a static shape for each input from its declared dimensions, the given sizes and the default batch.
 
     Raises:
@@ -202,7 +204,8 @@ class _SizeResolver:
         axes = self._inputs[name]
         if axes is not None and len(axes) != len(shape):
             raise UserError(
-                f"{where}: the input has {len(axes)} dimensions ({format_axes(axes)}), but got {len(shape)}: {format_shape(shape)}"
+                f"{where}: the input has {len(axes)} dimensions ({format_axes(axes)}), but got {len(shape)}: "
+                f"{format_shape(shape)}"
             )
         for axis, size in zip(axes or (), shape, strict=bool(axes)):
             self._set_axis(axis, size, name, shape)

@@ -12,7 +12,7 @@ from onnx import helper, shape_inference
 
 from harness.graph.io.helper_process import call_in_helper_process
 
-__all__ = ["OPAQUE_DOMAIN", "MAX_FOLDED_BYTES", "MAX_SHOWN_BYTES", "Weights", "fold_constants"]
+__all__ = ["MAX_FOLDED_BYTES", "MAX_SHOWN_BYTES", "OPAQUE_DOMAIN", "Weights", "fold_constants"]
 
 Weights = dict[str, onnx.TensorProto]
 """Initializers by name that are kept outside of the model."""

@@ -17,28 +17,28 @@ import onnx_ir as ir
 from onnx import checker, helper, numpy_helper
 
 from harness.errors import UserError
+from harness.graph.model import captures, graphs, subgraphs
 from harness.graph.passes.fold_constants import (
-    OPAQUE_DOMAIN,
     MAX_FOLDED_BYTES,
     MAX_SHOWN_BYTES,
+    OPAQUE_DOMAIN,
     Weights,
     fold_constants,
 )
-from harness.graph.model import captures, graphs, subgraphs
 
 __all__ = [
     "Weights",
-    "restore_weights",
     "check_valid",
     "constant_value",
     "densify_sparse_initializers",
     "externalize_weights",
-    "is_standard_op",
-    "lower_constants",
-    "isolate_custom_ops",
-    "name_nodes",
     "fold_and_prune",
+    "is_standard_op",
+    "isolate_custom_ops",
+    "lower_constants",
+    "name_nodes",
     "restore_custom_ops",
+    "restore_weights",
 ]  # fmt: skip
 
 MASK_PREFIX = "qdq.unknown."
@@ -92,7 +92,9 @@ def restore_custom_ops(proto: onnx.ModelProto) -> None:
         for node in graph.node:
             if node.domain.startswith(MASK_PREFIX):
                 node.domain = node.domain.removeprefix(MASK_PREFIX)
-    replace_field(proto.opset_import, [opset for opset in proto.opset_import if not opset.domain.startswith(MASK_PREFIX)])
+    replace_field(
+        proto.opset_import, [opset for opset in proto.opset_import if not opset.domain.startswith(MASK_PREFIX)]
+    )
 
 
 def name_nodes(graph: onnx.GraphProto) -> None:

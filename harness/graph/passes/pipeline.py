@@ -13,24 +13,24 @@ from onnx_ir.passes.common import InlinePass
 
 from harness.errors import UserError
 from harness.graph.builder import MAX_IR_VERSION
+from harness.graph.model import TensorType, graphs, subgraphs
+from harness.graph.passes.fold_batch_norm import fold_batch_norms
 from harness.graph.passes.normalize import (
     Weights,
-    restore_weights,
     check_valid,
     externalize_weights,
+    fold_and_prune,
     is_standard_op,
-    lower_constants,
     isolate_custom_ops,
+    lower_constants,
     name_nodes,
     replace_field,
-    fold_and_prune,
     restore_custom_ops,
+    restore_weights,
 )
-from harness.graph.passes.fold_batch_norm import fold_batch_norms
 from harness.graph.passes.remove_noops import remove_noops
-from harness.graph.passes.static_shapes import infer_types, fold_shape_ops, static_types
+from harness.graph.passes.static_shapes import fold_shape_ops, infer_types, static_types
 from harness.graph.passes.upgrade_opset import EXPLICIT_RESIZE_OPSET, upgrade_opset
-from harness.graph.model import TensorType, graphs, subgraphs
 
 __all__ = ["ModelDraft", "Pass", "prepare_passes", "run_passes"]
 

@@ -15,10 +15,10 @@ import onnx
 from onnx import numpy_helper
 
 from harness.errors import UserError
-from harness.graph.passes.normalize import restore_weights, externalize_weights, lower_constants
-from harness.graph.passes.static_shapes import infer_types, static_types
-from harness.graph.passes.dimension_sizes import parse_shape
 from harness.graph.model import TensorType, captures, subgraphs
+from harness.graph.passes.dimension_sizes import parse_shape
+from harness.graph.passes.normalize import externalize_weights, lower_constants, restore_weights
+from harness.graph.passes.static_shapes import infer_types, static_types
 
 __all__ = ["with_batch_size"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import onnx
 from onnx import numpy_helper
 
-from harness.graph.passes.static_shapes import static_types
 from harness.graph.model import captures
+from harness.graph.passes.static_shapes import static_types
 
 __all__ = ["remove_noops"]
 
@@ -66,6 +66,8 @@ def _is_noop(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) ->
     return False
 
 
-def _constant_input_values(node: onnx.NodeProto, slot: int, constants: Mapping[str, onnx.TensorProto]) -> list[Any] | None:
+def _constant_input_values(
+    node: onnx.NodeProto, slot: int, constants: Mapping[str, onnx.TensorProto]
+) -> list[Any] | None:
     tensor = constants.get(node.input[slot]) if len(node.input) > slot else None
     return None if tensor is None else numpy_helper.to_array(tensor).ravel().tolist()

@@ -9,12 +9,12 @@ import onnx
 from onnx import numpy_helper, shape_inference
 
 from harness.errors import UserError
-from harness.graph.passes.dimension_errors import describe_missing_sizes, describe_default_sizes
 from harness.graph.io.helper_process import call_in_helper_process
-from harness.graph.passes.dimension_sizes import InputSizes, axes_of, parse_shape, resolve_shapes, set_shape
 from harness.graph.model import TensorType
+from harness.graph.passes.dimension_errors import describe_default_sizes, describe_missing_sizes
+from harness.graph.passes.dimension_sizes import InputSizes, axes_of, parse_shape, resolve_shapes, set_shape
 
-__all__ = ["fix_inputs", "has_dynamic_inputs", "infer_types", "parse_shape", "fold_shape_ops", "static_types"]
+__all__ = ["fix_inputs", "fold_shape_ops", "has_dynamic_inputs", "infer_types", "parse_shape", "static_types"]
 
 logger = logging.getLogger(__name__)
 

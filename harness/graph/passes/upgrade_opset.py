@@ -13,9 +13,9 @@ import onnx
 from onnx import helper, numpy_helper, version_converter
 
 from harness.errors import UserError
-from harness.graph.passes.normalize import constant_value
 from harness.graph.io.helper_process import call_in_helper_process
 from harness.graph.model import graphs
+from harness.graph.passes.normalize import constant_value
 
 __all__ = ["EXPLICIT_RESIZE_OPSET", "upgrade_opset"]
 

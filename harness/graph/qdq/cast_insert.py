@@ -13,9 +13,9 @@ from pathlib import Path
 import onnx
 
 from harness.errors import UserError
-from harness.graph.rules.dialects import Dialect
-from harness.graph.qdq.insert import Inserter
 from harness.graph.model import Model
+from harness.graph.qdq.insert import Inserter
+from harness.graph.rules.dialects import Dialect
 from search.space import Edge, Resolved, digest_of
 
 __all__ = ["CastInserter", "carried", "refuse_lost_nodes"]

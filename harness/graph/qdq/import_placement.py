@@ -11,9 +11,9 @@ import onnx
 
 from harness.errors import UserError
 from harness.graph.io.reader import read_model
+from harness.graph.model import Model, Node
 from harness.graph.partition.node_matching import twins_of
 from harness.graph.qdq.read_edges import delivered, labels
-from harness.graph.model import Model, Node
 from search.space import Edge
 
 __all__ = ["import_qdq", "refuse_quantized"]

@@ -17,18 +17,18 @@ import onnx
 from onnx import checker
 
 from harness.errors import UserError
-from harness.graph.passes.normalize import check_valid
 from harness.graph.io.writer import write_model as write_model
-from harness.graph.rules.dialects import Dialect
+from harness.graph.model import Model
+from harness.graph.passes.normalize import check_valid
 from harness.graph.qdq.read_edges import diff
 from harness.graph.quantize import protobuf_wire
 from harness.graph.quantize.constants import Constants, Stored
-from harness.graph.quantize.node_variants import Encoder, Forms, Mark, NodeForm, PairForm
 from harness.graph.quantize.edge_requests import OUTSIDE, Asked, Requests
+from harness.graph.quantize.node_variants import Encoder, Forms, Mark, NodeForm, PairForm
+from harness.graph.quantize.protobuf_wire import TAG
 from harness.graph.quantize.scales import Scales
 from harness.graph.quantize.shared_scales import Ties
-from harness.graph.quantize.protobuf_wire import TAG
-from harness.graph.model import Model
+from harness.graph.rules.dialects import Dialect
 from search.space import Resolved, digest_of
 
 __all__ = ["Inserter"]
@@ -135,7 +135,8 @@ class Inserter:
         return write_model(self.insert(resolved), path)
 
     def pairs(self, resolved: Resolved) -> int:
-        """Return the number of Q/DQ pairs of a placement; `harness.graph.qdq.read_edges.pairs_in` counts the same in its file.
+        """Return the number of Q/DQ pairs of a placement; `harness.graph.qdq.read_edges.pairs_in` counts the same in
+        its file.
 
         A pair on an activation counts once, however many consumers share it. A constant counts once for each precision,
         even where consumers read it with different scales. A bias in INT32 belongs to its operator and does not count.

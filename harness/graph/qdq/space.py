@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from harness.graph.rules.dialects import Dialect
-from harness.graph.qdq.import_placement import refuse_quantized
 from harness.graph.model import Model
-from harness.graph.rules.operator_sets import FLOATS
 from harness.graph.partition.patterns import Pattern, find_patterns
-from harness.graph.rules.points import Point, left_float, points_of
 from harness.graph.partition.regions import Region, RegionType, discover
+from harness.graph.qdq.import_placement import refuse_quantized
+from harness.graph.rules.dialects import Dialect
+from harness.graph.rules.operator_sets import FLOATS
+from harness.graph.rules.points import Point, left_float, points_of
 from harness.graph.rules.precision_sensitive import unheld
 from search.space import FLOAT, Dimension, Edge, PointKind, Space
 

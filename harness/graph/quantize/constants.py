@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 from onnx import TensorProto, numpy_helper
 
-from harness.graph.rules.dialects import Dialect
+from harness.graph.model import Model, Node
 from harness.graph.quantize import protobuf_wire
+from harness.graph.quantize.protobuf_wire import TAG
 from harness.graph.quantize.weights import (
     LEVELS,
     QUANTIZABLE,
@@ -21,8 +22,7 @@ from harness.graph.quantize.weights import (
     quantize_weight,
     weight_axis,
 )
-from harness.graph.quantize.protobuf_wire import TAG
-from harness.graph.model import Model, Node
+from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.precision_sensitive import unheld
 
 __all__ = ["INLINE_BYTES", "Constants", "Stored"]

@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import Any
 
 from harness.errors import UserError
-from harness.graph.rules.dialects import Dialect
+from harness.graph.model import Model, Node
 from harness.graph.quantize.node_variants import Forms, Mark
 from harness.graph.quantize.weights import QUANTIZABLE
-from harness.graph.model import Model, Node
+from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.precision_sensitive import unheld
 from search.space import Edge, Resolved
 

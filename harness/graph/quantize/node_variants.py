@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
 from harness.errors import UserError
-from harness.graph.rules.dialects import Dialect
+from harness.graph.model import Model, Node
 from harness.graph.quantize import protobuf_wire
 from harness.graph.quantize.constants import Constants, Stored
+from harness.graph.quantize.protobuf_wire import UNROUNDED
 from harness.graph.quantize.scale_links import Tie
 from harness.graph.quantize.scales import Scales
-from harness.graph.quantize.protobuf_wire import UNROUNDED
-from harness.graph.model import Model, Node
+from harness.graph.rules.dialects import Dialect
 
 __all__ = ["Encoder", "Forms", "Mark", "NodeForm", "PairForm"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from harness.graph.rules.dialects import Dialect
-from harness.graph.quantize.weights import QUANTIZABLE
 from harness.graph.model import Model, Node
+from harness.graph.quantize.weights import QUANTIZABLE
+from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.movement import moves_values, repeated_input
 
 __all__ = ["Links", "Tie", "root_of"]

@@ -16,12 +16,12 @@ import numpy.typing as npt
 from onnx import numpy_helper
 
 from harness.errors import UserError
-from harness.graph.rules.dialects import Dialect
+from harness.graph.model import Model
 from harness.graph.quantize import protobuf_wire
+from harness.graph.quantize.protobuf_wire import TAG, UNROUNDED
 from harness.graph.quantize.scale_links import Links, Tie
 from harness.graph.quantize.weights import FP8_KINDS, QUANTIZABLE, STORAGE, Array, smallest_scale
-from harness.graph.quantize.protobuf_wire import TAG, UNROUNDED
-from harness.graph.model import Model
+from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.movement import repeated_input
 from harness.graph.rules.operator_sets import LARGEST
 from harness.graph.rules.sentinels import holds_sentinel
@@ -128,7 +128,9 @@ class Scales:
             grid = {f"{name}.scale": scale, f"{TAG}zero.{zero.dtype}.{float(zero):g}": zero}
             nodes = protobuf_wire.node("QuantizeLinear", (source, *grid), f"{name}.q")
             nodes += protobuf_wire.node("DequantizeLinear", (f"{name}.q", *grid), output, name=f"{name}.dq")
-            encoded = {key: protobuf_wire.initializer(numpy_helper.from_array(value, key)) for key, value in grid.items()}
+            encoded = {
+                key: protobuf_wire.initializer(numpy_helper.from_array(value, key)) for key, value in grid.items()
+            }
             self._pairs[key] = Pair(output, nodes, encoded)
         return self._pairs[key]
 

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from harness.graph.rules.dialects import Dialect
+from harness.graph.model import Model, Node
+from harness.graph.quantize.edge_requests import OUTSIDE, Asked
 from harness.graph.quantize.node_variants import Forms, Mark
 from harness.graph.quantize.scale_links import Links, Tie, root_of
-from harness.graph.quantize.edge_requests import OUTSIDE, Asked
-from harness.graph.model import Model, Node
+from harness.graph.rules.dialects import Dialect
 
 __all__ = ["Ties"]
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness import registry
+from harness.api import capabilities_of
 from harness.errors import UserError
 from harness.graph.rules.dialects import Dialect
 
@@ -32,4 +33,4 @@ def dialect_name(benchmarker: object, use: str, facts: Mapping[str, Any]) -> str
         use: What the benchmarker is called.
         facts: What it says of itself on the device that times; another device may ask for another dialect.
     """
-    return str(facts.get("dialect", getattr(benchmarker, "dialect", use)))
+    return str(facts.get("dialect", capabilities_of(benchmarker).dialect or use))

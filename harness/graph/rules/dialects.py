@@ -43,7 +43,8 @@ class Dialect:
         absorbed: Activations that the runtime computes by the clipping of the pair behind them: a pair in front of one,
             where nothing else reads that tensor, is never legal.
         bare_products: A matrix times weights may be INT8 where it has no bias of its own.
-        faults: What the runtime computes wrongly at INT8 and stays float: names of `harness.graph.rules.runtime_faults.FAULTS`.
+        faults: What the runtime computes wrongly at INT8 and stays float: names of
+        `harness.graph.rules.runtime_faults.FAULTS`.
         quantize_outputs: A linear operator is fused only where its output is quantized too.
         grouped_fp8: Grouped convolutions may take FP8.
         float16: Tensors in float16 may be quantized.

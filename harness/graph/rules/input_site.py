@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.graph.rules.dialects import Dialect
 from harness.graph.model import Model, Node
+from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.operator_sets import FLOATS
 
 __all__ = ["Site", "is_activation", "is_float", "joint_slots"]

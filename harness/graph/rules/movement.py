@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 from onnx import numpy_helper
 
-from harness.graph.rules.dialects import Dialect
 from harness.graph.model import Model, Node
+from harness.graph.rules.dialects import Dialect
 
 __all__ = ["moves_values", "repeated_input"]
 

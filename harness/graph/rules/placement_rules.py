@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from onnx import numpy_helper
 
-from harness.graph.rules.dialects import Dialect
-from harness.graph.rules.runtime_faults import FAULTS, Fault, struck
 from harness.graph.model import Model, Node
+from harness.graph.rules.dialects import Dialect
+from harness.graph.rules.input_site import Site, is_activation, is_float, joint_slots
 from harness.graph.rules.operator_sets import ACTIVATIONS, CONVOLUTIONS
 from harness.graph.rules.precision_sensitive import parameters, poles, sentinels, unheld
-from harness.graph.rules.input_site import Site, is_activation, is_float, joint_slots
+from harness.graph.rules.runtime_faults import FAULTS, Fault, struck
 
 __all__ = ["RULES", "Rule", "broken_rule"]
 

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.graph.rules.dialects import Dialect
-from harness.graph.rules.placement_rules import Rule, broken_rule
 from harness.graph.model import Model, Node
-from harness.graph.rules.operator_sets import ACTIVATIONS, FLOATS, MOVEMENT, NORMALIZATION, POOLING, SOFTMAX
+from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.input_site import is_activation, joint_slots
+from harness.graph.rules.operator_sets import ACTIVATIONS, FLOATS, MOVEMENT, NORMALIZATION, POOLING, SOFTMAX
+from harness.graph.rules.placement_rules import Rule, broken_rule
 from search.space import Edge
 
 __all__ = ["Point", "left_float", "macs_of", "points_of", "refusals", "role_of", "why_none"]

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from harness.statistics import MIN_CLAIMED_GAIN, Interval, median_ci
 from harness.report.load.results import CellResults, Results
 from harness.report.load.search_logs import Search
 from harness.results_dir.artifacts import FLOAT_ROW, Choice
+from harness.statistics import MIN_CLAIMED_GAIN, Interval, median_ci
 
 __all__ = [
     "TARGETS", "budget_frame", "chosen", "cost_frame", "curve_frame", "early_ends", "failures", "float_level_ms",
@@ -99,7 +99,9 @@ def early_ends(results: Results) -> list[str]:
     lines = []
     for (cell_name, said), found in named.items():
         names = ", ".join(f"{search.searcher}-{search.seed}" for search in found)
-        traces = [str(s.end.traceback_file.relative_to(results.folder)) for s in found if s.end and s.end.traceback_file]
+        traces = [
+            str(s.end.traceback_file.relative_to(results.folder)) for s in found if s.end and s.end.traceback_file
+        ]
         lines.append(f"{cell_name}: {names} {said}{'; traceback: ' if traces else ''}{', '.join(traces)}.")
     return lines
 

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from harness.timing.turn_log import TurnMatrix
-from harness.statistics import Interval, block_ci
+from harness.report.frames.budget_frames import chosen, ratio_over_seeds, speedups_at
+from harness.report.frames.confirmation_samples import Turns, advantage
 from harness.report.frames.speedup_overview import MEAN
 from harness.report.load.results import CellResults, Results
-from harness.report.frames.confirmation_samples import Turns, advantage
-from harness.report.frames.budget_frames import chosen, ratio_over_seeds, speedups_at
-from harness.report.statistics import ENOUGH, effect_size, geometric_mean
 from harness.report.load.stored_experiment import Stored
+from harness.report.statistics import ENOUGH, effect_size, geometric_mean
 from harness.report.tables.report_table import MISSING, Table, interval
+from harness.statistics import Interval, block_ci
+from harness.timing.turn_log import TurnMatrix
 
 __all__ = ["ablation_frame", "ablation_table"]
 
@@ -56,7 +56,8 @@ def ablation_frame(results: Results) -> pd.DataFrame:
     """Searchers beside others of the same plug-in with other parameters, a budget a line: what each part is worth.
 
     The first without parameters is the reference, else the first of all. The ratio is that of the confirmed choices of
-    one seed, the variant's over the reference's, see `harness.report.frames.confirmation_samples.advantage`; a cell has the median over
+    one seed, the variant's over the reference's, see `harness.report.frames.confirmation_samples.advantage`; a cell
+    has the median over
     seeds, with the limits of the budget table. Below 1 the part that the variant lacks helps. The chance is that of
     being better, ties half.
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import pandas as pd
 
-from harness.timing.turn_log import Turn, TurnEvent, BuildKey, TurnMatrix
-from harness.statistics import Interval, block_ci, paired_ratio_ci, speedup_verdict
 from harness.report.load.results import CellResults, Results
 from harness.results_dir.artifacts import FLOAT_ROW
+from harness.statistics import Interval, block_ci, paired_ratio_ci, speedup_verdict
+from harness.timing.turn_log import BuildKey, Turn, TurnEvent, TurnMatrix
 
 __all__ = ["Turns", "advantage", "counted", "indistinct", "sample_frame", "variance_frame"]
 
@@ -68,7 +68,7 @@ def advantage(turns: Mapping[str, Turns], row: str, other: str) -> Interval | No
     as fast as itself, however few its turns.
 
     Args:
-        turns: By row, see `harness.timing.turn_log.Readings`.
+        turns: By row, see `harness.timing.turn_log.TurnMatrix`.
     """
     if row == other:
         return Interval(value=1.0, low=1.0, high=1.0)

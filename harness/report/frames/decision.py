@@ -8,12 +8,12 @@ from typing import Any
 
 import pandas as pd
 
+from harness.config.initial import PTQ_TOOLS
 from harness.report.frames.main_frame import BROKEN, main_frame
 from harness.report.load.results import CellResults, Results
-from harness.report.page.graph_snapshots import sizes_of
 from harness.report.load.stored_experiment import Stored
+from harness.report.page.graph_snapshots import sizes_of
 from harness.results_dir.artifacts import FLOAT_ROW
-from harness.config.initial import PTQ_TOOLS
 
 __all__ = ["BEST", "decision_frame"]
 

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from harness.errors import UserError
-from harness.timing.turn_log import TWIN, disturbance_note
-from harness.statistics import Interval, speedup_verdict
-from harness.report.frames.main_frame import main_frame
-from harness.report.tables.notes import NOISY
-from harness.report.load.results import CellResults, Results
-from harness.report.frames.confirmation_samples import sample_frame
-from harness.report.tables.report_table import MISSING, Table, interval
-from harness.results_dir.fingerprint import diff_leaves
 from harness.config.yaml_loader import read_experiment_yaml
+from harness.errors import UserError
+from harness.report.frames.confirmation_samples import sample_frame
+from harness.report.frames.main_frame import main_frame
+from harness.report.load.results import CellResults, Results
+from harness.report.tables.notes import NOISY
+from harness.report.tables.report_table import MISSING, Table, interval
 from harness.results_dir.artifacts import FLOAT_ROW
+from harness.results_dir.fingerprint import diff_leaves
+from harness.statistics import Interval, speedup_verdict
+from harness.timing.turn_log import TWIN, disturbance_note
 
 __all__ = ["compare_frame", "compared", "differences"]
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pandas as pd
 
-from harness.timing.turn_log import TurnMatrix
-from harness.statistics import MIN_CLAIMED_GAIN, speedup_verdict
+from harness.report.frames.budget_frames import chosen, ratio_over_seeds
+from harness.report.frames.confirmation_samples import Turns, advantage
 from harness.report.frames.speedup_overview import MEAN
 from harness.report.load.results import CellResults, Results
-from harness.report.frames.confirmation_samples import Turns, advantage
-from harness.report.frames.budget_frames import chosen, ratio_over_seeds
 from harness.report.statistics import over_blocks
 from harness.report.tables.report_table import MISSING, Table, interval
+from harness.statistics import MIN_CLAIMED_GAIN, speedup_verdict
+from harness.timing.turn_log import TurnMatrix
 
 __all__ = ["fixed_frame", "fixed_table"]
 
@@ -46,7 +46,8 @@ def fixed_frame(results: Results) -> pd.DataFrame:
 
     Fixed are the experiment's baselines; what was brought over from other cells was found by a search. The best is the
     fastest confirmed one that obeys the bound on accuracy; where none does, `row` is "" and there is no ratio. Ratios
-    are paired as `harness.report.frames.confirmation_samples.advantage` has it, 1 where a seed chose the fixed row itself. `same` of the
+    are paired as `harness.report.frames.confirmation_samples.advantage` has it, 1 where a seed chose the fixed row
+    itself. `same` of the
     `seeds` did, and `unfit` chose what breaks the bound or could not be scored. Cells without a confirmed baseline have
     no line.
 

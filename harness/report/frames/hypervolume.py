@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from harness.report.frames.budget_frames import float_level_ms
 from harness.report.load.results import CellResults
 from harness.report.load.search_logs import Search
-from harness.report.frames.budget_frames import float_level_ms
 from harness.results_dir.artifacts import FLOAT_ROW
 from search.pareto import hypervolume
 

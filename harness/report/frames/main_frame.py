@@ -11,15 +11,15 @@ import numpy as np
 import pandas as pd
 
 from harness.accuracy.metrics.intervals import accuracy_of, drop_estimate
-from harness.timing.turn_log import disturbance_note
-from harness.timing.provenance import processor_label
-from harness.statistics import Interval
-from harness.report.load.results import CellResults, Results
-from harness.report.frames.confirmation_samples import indistinct
-from harness.report.load.search_logs import Search
-from harness.report.frames.budget_frames import float_ms
 from harness.config.plan import TaskSpec
+from harness.report.frames.budget_frames import float_ms
+from harness.report.frames.confirmation_samples import indistinct
+from harness.report.load.results import CellResults, Results
+from harness.report.load.search_logs import Search
 from harness.results_dir.artifacts import FLOAT_ROW, Choice, best_choice
+from harness.statistics import Interval
+from harness.timing.provenance import processor_label
+from harness.timing.turn_log import disturbance_note
 
 __all__ = ["BROKEN", "backend_of", "finalist_frame", "main_frame", "precision_frame", "told_apart"]
 
@@ -40,7 +40,8 @@ COLUMNS = (
 def main_frame(results: Results) -> pd.DataFrame:
     """One row a method: confirmed latency and speedup with 95 % intervals, accuracy, drop, cost, verdict, decision.
 
-    A searcher stands with the best of its seeds at the largest budget, see `harness.results_dir.artifacts.favourite`; the figures
+    A searcher stands with the best of its seeds at the largest budget, see
+    `harness.results_dir.artifacts.best_choice`; the figures
     shown are fresh ones. `best` marks the fastest confirmed method of a finished cell among those that obey the bound
     on accuracy, `tied` those of them that cannot be told from it. What was asked for and is not there yet has a row
     with the verdict "missing". `beyond` marks the rows whose drop breaks that bound, however fast they are.

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from harness.statistics import median_ci
-from harness.report.load.results import CellResults, Results
 from harness.report.frames.budget_frames import curve_frame, speedups_at
+from harness.report.load.results import CellResults, Results
 from harness.report.statistics import Ranks, compare_pairs, ranks_of, score_against_random
+from harness.statistics import median_ci
 
 __all__ = ["pair_frame", "ranks", "score_frame"]
 

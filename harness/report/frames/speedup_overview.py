@@ -7,11 +7,11 @@ from typing import Any
 
 import pandas as pd
 
-from harness.statistics import Interval
 from harness.report.frames.main_frame import BROKEN, told_apart
 from harness.report.statistics import geometric_mean
 from harness.report.tables.report_table import MISSING, Table, interval
 from harness.results_dir.artifacts import FLOAT_ROW
+from harness.statistics import Interval
 
 __all__ = ["MEAN", "overview_frame", "overview_table"]
 

@@ -24,7 +24,8 @@ FEWEST = 4
 def transfer_frame(results: Results) -> pd.DataFrame:
     """What the best placement of each cell gives elsewhere, and at home: on other backends, and in other models.
 
-    The best is the finalist that did best before the confirmation, see `harness.results_dir.artifacts.favourite`. Elsewhere it is
+    The best is the finalist that did best before the confirmation, see `harness.results_dir.artifacts.best_choice`.
+    Elsewhere it is
     the row that was brought over from there ("from_" and the name of the backend or model), else on another backend the
     row with the same resolved edges.
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from harness.api import Layer
 from harness.errors import UserError
+from harness.results_dir.io import write_json
 from harness.statistics import Interval
-from harness.results_dir.artifacts import write_json
 
 __all__ = [
     "Effect",

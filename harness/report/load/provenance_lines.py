@@ -13,14 +13,14 @@ import numpy as np
 import pandas as pd
 
 from harness.accuracy.metrics.intervals import RESAMPLES
-from harness.timing.turn_log import Turn, TurnMatrix
-from harness.statistics import block_ci
 from harness.records import Measured, TrialResult
 from harness.report.display_names import CAPPED, METRICS
-from harness.report.load.results import CellResults
 from harness.report.frames.confirmation_samples import counted
-from harness.results_dir.journal import read_journal
+from harness.report.load.results import CellResults
 from harness.results_dir.artifacts import FLOAT_ROW
+from harness.results_dir.journal import read_journal
+from harness.statistics import block_ci
+from harness.timing.turn_log import Turn, TurnMatrix
 
 __all__ = ["Reading", "Source", "of_row", "trials", "turns"]
 

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from harness.report.page.graph_snapshots import FILE as KEPT
-from harness.results_dir.artifacts import write_text
+from harness.results_dir.io import write_text
 
 __all__ = ["FILE", "digest_of", "is_current", "keep_digest"]
 

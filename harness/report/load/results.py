@@ -8,20 +8,20 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from harness.errors import UserError
 from harness.accuracy.metrics.base import NOTHING
-from harness.timing.confirmation import ContenderSummary, summarize_turns
-from harness.timing.turn_log import RowFailure, TurnEvent
+from harness.errors import UserError
 from harness.records import SCHEMA_VERSION, Failed
 from harness.report.load.search_logs import Search, levels_ms, read_searches
 from harness.report.load.stored_experiment import Stored, read_stored, scores_of
+from harness.results_dir.artifacts import FLOAT_ROW, Choice, ExportedModel, read_finalists
+from harness.results_dir.journal import has_header
+from harness.results_dir.termination import read_task_error
+from harness.search_loop.objective import Goal
 from harness.selection.confirmation import read_events, read_floor
 from harness.selection.paired_timing import RUNOFF, read_speedups
-from harness.search_loop.objective import Goal
-from harness.results_dir.journal import has_header
-from harness.results_dir.artifacts import FLOAT_ROW, Choice, ExportedModel, read_finalists
+from harness.timing.confirmation import ContenderSummary, summarize_turns
+from harness.timing.turn_log import RowFailure, TurnEvent
 from harness.verification.output_comparison import CHECKS, Checked, read_checks
-from harness.results_dir.termination import read_task_error
 
 __all__ = ["CellResults", "Results", "load"]
 

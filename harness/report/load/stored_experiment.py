@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UserError
 from harness.accuracy.metrics.intervals import accuracy_of, contradiction
-from harness.config.experiment import ModelSpec, PluginSpec
-from harness.config.yaml_loader import read_experiment_yaml
 from harness.config.plan import TaskSpec
+from harness.config.sections import ModelSpec, PluginSpec
+from harness.config.yaml_loader import read_experiment_yaml
+from harness.errors import UserError
 from harness.pipeline.accuracy_store import read_scores
 
 __all__ = ["Stored", "read_stored", "scores_of"]

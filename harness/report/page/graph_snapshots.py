@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from harness import registry
+from harness.config.plan import quantized_precisions
 from harness.errors import UserError
 from harness.graph.io.files import parts
-from harness.graph.qdq.import_placement import import_qdq
 from harness.graph.load import load
 from harness.graph.model import Model
 from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover
+from harness.graph.qdq.import_placement import import_qdq
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialect_lookup import dialect_called, dialect_name
-from harness.report.page.graph_layout import marks_of, scene_of
 from harness.report.load.results import CellResults
-from harness.config.plan import quantized_precisions
-from harness.results_dir.artifacts import FLOAT_ROW, ExportedModel, write_text
+from harness.report.page.graph_layout import marks_of, scene_of
+from harness.results_dir.artifacts import FLOAT_ROW, ExportedModel
+from harness.results_dir.io import write_text
 from search.space import Dimension
 
 __all__ = ["exported", "graph_of", "keep_graph", "sizes_of"]

@@ -10,11 +10,11 @@ import numpy as np
 import pandas as pd
 
 from harness.report.display_names import METRICS
-from harness.report.plots.result_plots import envelope, front, look
-from harness.report.frames.pareto_points import bounded, tried_frame, tried_name
-from harness.report.load.results import CellResults
 from harness.report.frames.budget_frames import curve_frame
 from harness.report.frames.hypervolume import volume_frame
+from harness.report.frames.pareto_points import bounded, tried_frame, tried_name
+from harness.report.load.results import CellResults
+from harness.report.plots.result_plots import envelope, front, look
 
 __all__ = ["charts_of"]
 

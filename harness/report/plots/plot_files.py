@@ -9,21 +9,19 @@ from pathlib import Path
 
 import pandas as pd
 
-from harness.report.plots import result_plots
-from harness.report.plots import layer_plots
-from harness.report.plots import study_plots
-from harness.report.load.attribution_store import Explanation, read_explanations
-from harness.report.frames.main_frame import main_frame
-from harness.report.frames.layer_waterfall import waterfall_frame
 from harness.report.display_names import labels_of, metric_name
-from harness.report.frames.speedup_overview import overview_frame
-from harness.report.frames.pareto_points import bounded, tried_frame, tried_name
-from harness.report.load.results import CellResults, Results
-from harness.report.frames.confirmation_samples import sample_frame
 from harness.report.frames.budget_frames import budget_frame, curve_frame
-from harness.report.frames.searcher_statistics import ranks
-from harness.report.frames.transfer import transfer_frame
+from harness.report.frames.confirmation_samples import sample_frame
 from harness.report.frames.hypervolume import volume_frame
+from harness.report.frames.layer_waterfall import waterfall_frame
+from harness.report.frames.main_frame import main_frame
+from harness.report.frames.pareto_points import bounded, tried_frame, tried_name
+from harness.report.frames.searcher_statistics import ranks
+from harness.report.frames.speedup_overview import overview_frame
+from harness.report.frames.transfer import transfer_frame
+from harness.report.load.attribution_store import Explanation, read_explanations
+from harness.report.load.results import CellResults, Results
+from harness.report.plots import layer_plots, result_plots, study_plots
 
 __all__ = ["Picture", "draw", "draw_explained", "explanations_of"]
 

@@ -8,15 +8,16 @@ from typing import Any
 
 import pandas as pd
 
-from harness.timing.provenance import format_options
-from harness.statistics import Interval
-from harness.report.tables.check_notes import wrong_rows
 from harness.report.display_names import metric_name, shown_drop
-from harness.report.tables.notes import without_vnni
 from harness.report.load.results import CellResults, Results
-from harness.report.page.graph_snapshots import exported
 from harness.report.load.search_logs import Search
-from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, FLOAT_ROW, read_json
+from harness.report.page.graph_snapshots import exported
+from harness.report.tables.check_notes import wrong_rows
+from harness.report.tables.notes import without_vnni
+from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, FLOAT_ROW
+from harness.results_dir.io import read_json
+from harness.statistics import Interval
+from harness.timing.provenance import format_options
 
 __all__ = ["next_steps", "winners"]
 

@@ -7,17 +7,17 @@ from collections.abc import Iterable, Iterator, Sequence
 import pandas as pd
 
 from harness.accuracy.metrics.intervals import Estimate, accuracy_of, metric_estimate
-from harness.timing.turn_log import disturbance_note
-from harness.timing.provenance import lacks_vnni, processor_label
-from harness.report.tables.captions import DECIDED
-from harness.report.tables.check_notes import check_notes
+from harness.report.display_names import BEYOND, CAPPED, UNSCORED, metric_name
+from harness.report.frames.budget_frames import looks
 from harness.report.frames.decision import BEST
 from harness.report.frames.main_frame import BROKEN
-from harness.report.display_names import BEYOND, CAPPED, UNSCORED, metric_name
 from harness.report.load.results import CellResults, Results
-from harness.report.frames.budget_frames import looks
+from harness.report.tables.captions import DECIDED
+from harness.report.tables.check_notes import check_notes
 from harness.report.tables.report_table import interval
 from harness.results_dir.artifacts import ACCURACY_ONLY_VERDICT, FLOAT_ROW
+from harness.timing.provenance import lacks_vnni, processor_label
+from harness.timing.turn_log import disturbance_note
 
 __all__ = [
     "backend_notes", "data_notes", "decision_note", "floor_note", "main_note", "noise", "partial", "progress",
@@ -270,7 +270,8 @@ def _reservations(cells: Sequence[CellResults], bounds: Sequence[float]) -> Iter
     if any("failed" in score for cell in cells for score in cell.scores.values()):
         yield f'"{UNSCORED}": its outputs could not be scored (not finite, as a rule); it is not to be shipped.'
     if any(pick.reason.startswith(ACCURACY_ONLY_VERDICT) for cell in cells for pick in cell.picks):
-        yield f'"{ACCURACY_ONLY_VERDICT}": the device has no speed at that precision, so such a row is scored and never timed.'
+        reason = "the device has no speed at that precision, so such a row is scored and never timed."
+        yield f'"{ACCURACY_ONLY_VERDICT}": {reason}'
     if names := {metric_name(cell.metric) for cell in cells if cell.metric in CAPPED}:
         yield f"No drop of {', '.join(sorted(names))}: it compares with the float model, whose own value is a cap."
 

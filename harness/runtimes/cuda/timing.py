@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from harness.runtimes.cuda.device import Cuda
 from harness.errors import CandidateError, MeasureFailed
+from harness.runtimes.cuda.device import Cuda
 
 __all__ = ["Enqueue", "GpuTimer", "Readings", "flush_bytes"]
 

@@ -10,19 +10,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from harness.api import Artifact, Candidate, Layer
+from harness.api import Artifact, Candidate, Capabilities, Layer
+from harness.errors import BuildFailed
+from harness.paths import cache_dir
 from harness.runtimes.cuda.clocks import Clocks
 from harness.runtimes.cuda.device import Cuda, Device, open_device
 from harness.runtimes.cuda.timing import flush_bytes
-from harness.errors import BuildFailed
-from harness.paths import cache_dir
 from harness.runtimes.tensorrt.builder import Plan, build_plan, load_engine
-from harness.runtimes.tensorrt.timing_cache import CachePolicy, TimingCache, cache_file
 from harness.runtimes.tensorrt.library import Library, open_library
 from harness.runtimes.tensorrt.options import Precision, Typing, read_options
-from harness.runtimes.tensorrt.profiling import layers_of
 from harness.runtimes.tensorrt.probe import EngineProbe
+from harness.runtimes.tensorrt.profiling import layers_of
 from harness.runtimes.tensorrt.session import Loaded
+from harness.runtimes.tensorrt.timing_cache import CachePolicy, TimingCache, cache_file
 
 __all__ = ["TensorRTBenchmarker"]
 
@@ -63,7 +63,7 @@ class TensorRTBenchmarker:
         ValueError: A choice that there is not, or a profile that is none.
     """
 
-    dialect = "tensorrt"
+    capabilities = Capabilities(dialect="tensorrt")
 
     def __init__(  # noqa: PLR0913 - one option, one parameter
         self,

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import BuildFailed
-from harness.runtimes.tensorrt.timing_cache import TimingCache
 from harness.runtimes.tensorrt.library import Library
 from harness.runtimes.tensorrt.options import BuildOptions
 from harness.runtimes.tensorrt.profiles import Profile
+from harness.runtimes.tensorrt.timing_cache import TimingCache
 
 __all__ = ["Plan", "build_plan", "load_engine"]
 

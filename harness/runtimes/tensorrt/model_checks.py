@@ -19,8 +19,8 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto, helper, numpy_helper
 
 from harness.errors import BuildFailed
-from harness.graph.io.writer import write_model
 from harness.graph.io.files import file_digest, move_model
+from harness.graph.io.writer import write_model
 from harness.graph.plugin_operators import plugin_nodes, with_plugins, without_plugins
 
 __all__ = [

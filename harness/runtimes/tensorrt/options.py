@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from harness.runtimes.cuda.device import Device
+from harness.config.precision_names import normalize_float_precision
 from harness.errors import BuildFailed, UserError
+from harness.runtimes.cuda.device import Device
+from harness.runtimes.tensorrt.library import STRONG_ONLY
 from harness.runtimes.tensorrt.model_checks import (
     Structure,
     cast_model,
@@ -20,10 +22,8 @@ from harness.runtimes.tensorrt.model_checks import (
     refuse_unusable,
     shapes_of_inputs,
 )
-from harness.graph.rules.precision_names import normalize_float_precision
-from harness.runtimes.tensorrt.timing_cache import POLICIES, CachePolicy
-from harness.runtimes.tensorrt.library import STRONG_ONLY
 from harness.runtimes.tensorrt.profiles import Profile, fitted, read_profiles
+from harness.runtimes.tensorrt.timing_cache import POLICIES, CachePolicy
 
 __all__ = ["BuildOptions", "Precision", "Source", "Typing", "check_choice", "read_options"]
 

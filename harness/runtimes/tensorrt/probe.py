@@ -11,8 +11,8 @@ import numpy as np
 
 from harness.api import Array
 from harness.runtimes.cuda.timing import GpuTimer
-from harness.timing.host_clock import to_float32
 from harness.runtimes.tensorrt.session import Loaded, Session
+from harness.timing.host_clock import to_float32
 
 __all__ = ["EngineProbe"]
 

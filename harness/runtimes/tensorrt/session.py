@@ -12,12 +12,12 @@ import ml_dtypes
 import numpy as np
 
 from harness.api import Array
+from harness.errors import MeasureFailed
 from harness.runtimes.cuda.clocks import Clocks
 from harness.runtimes.cuda.device import Cuda
-from harness.errors import MeasureFailed
-from harness.timing.sampling import make_fixed_inputs
 from harness.runtimes.tensorrt.library import Library
 from harness.runtimes.tensorrt.profiles import Profile, Shape, shown
+from harness.timing.sampling import make_fixed_inputs
 
 __all__ = ["Loaded", "Session"]
 

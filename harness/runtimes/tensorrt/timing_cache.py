@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from harness.runtimes.cuda.device import Device
 from harness.errors import BuildFailed, UserError
+from harness.runtimes.cuda.device import Device
 from harness.runtimes.tensorrt.library import Library
 
 __all__ = ["POLICIES", "CachePolicy", "TimingCache", "cache_file"]

@@ -14,12 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from harness.api import Array, Artifact, Candidate, Layer
-from harness.runtimes.cuda.device import Device, open_device
+from harness.api import Array, Artifact, Candidate, Capabilities, Layer
 from harness.errors import BuildFailed, CandidateError, MeasureFailed, UserError
-from harness.runtimes.tensorrt.model_checks import types_of_ends
-from harness.timing.host_clock import to_float32
 from harness.paths import cache_dir
+from harness.runtimes.cuda.device import Device, open_device
+from harness.runtimes.tensorrt.inspection import read_layers
+from harness.runtimes.tensorrt.library import STRONG_ONLY
+from harness.runtimes.tensorrt.model_checks import types_of_ends
+from harness.runtimes.tensorrt.options import Precision, Typing, read_options
+from harness.runtimes.tensorrt.profiles import Profile
 from harness.runtimes.tensorrt.timing_cache import CachePolicy, cache_file
 from harness.runtimes.trtexec.flags import (
     build_flags,
@@ -30,11 +33,8 @@ from harness.runtimes.trtexec.flags import (
     read_times,
     run_flags,
 )
-from harness.runtimes.tensorrt.inspection import read_layers
-from harness.runtimes.tensorrt.library import STRONG_ONLY
-from harness.runtimes.tensorrt.options import Precision, Typing, read_options
-from harness.runtimes.tensorrt.profiles import Profile
 from harness.runtimes.trtexec.process import end_of, find_trtexec, run_trtexec
+from harness.timing.host_clock import to_float32
 
 __all__ = ["TrtexecBenchmarker"]
 
@@ -97,8 +97,7 @@ class TrtexecBenchmarker:
         ValueError: A choice that there is not.
     """
 
-    dialect = "tensorrt"
-    in_turns = False
+    capabilities = Capabilities(dialect="tensorrt", interleaved=False)
 
     def __init__(  # noqa: PLR0913 - one option, one parameter
         self,

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.api import Accuracy, Array, Candidate
-from harness.timing.sampling import Samples
-from harness.statistics import Interval
+from harness.config.sections import PluginSpec, Sampling
 from harness.records import Failed
-from harness.config.experiment import Sampling, PluginSpec
+from harness.statistics import Interval
+from harness.timing.sampling import Samples
 
 __all__ = ["MAIN_BENCHMARKER", "BuiltEngine", "Engines", "ScoringCallback", "WorkerSpec"]
 
@@ -89,11 +89,15 @@ class Engines(ABC):
         """
         return self._call("sample", handle, sampling, rival, level_ms)  # type: ignore[no-any-return]
 
-    def evaluate(self, handle: int, evaluator: str = MAIN_BENCHMARKER, watch: ScoringCallback | None = None) -> Accuracy | Failed:
+    def evaluate(
+        self, handle: int, evaluator: str = MAIN_BENCHMARKER, watch: ScoringCallback | None = None
+    ) -> Accuracy | Failed:
         """Score an engine; `watch` receives progress if the evaluator has `inferences` and runs on this machine."""
         return self._call("evaluate", handle, evaluator, on_progress=watch)  # type: ignore[no-any-return]
 
-    def prepare(self, handle: int, evaluator: str = MAIN_BENCHMARKER, watch: ScoringCallback | None = None) -> Failed | None:
+    def prepare(
+        self, handle: int, evaluator: str = MAIN_BENCHMARKER, watch: ScoringCallback | None = None
+    ) -> Failed | None:
         """Run an evaluator's `prepare`, if it has one, on the float engine."""
         return self._call("prepare", handle, evaluator, on_progress=watch)  # type: ignore[no-any-return]
 

@@ -10,16 +10,15 @@ from typing import Any, Protocol
 
 from harness import registry
 from harness.api import Candidate
-from harness.timing.workers.engines import Engines, WorkerSpec
-from harness.timing.workers.trial_pool import TrialFnFactory, Executor, SyncExecutor, ThreadedExecutor
-from harness.timing.workers.timing_policy import ExclusiveTiming, SerialTiming, TimingPolicy
+from harness.config.sections import ExecutorSpec, Limits, PluginSpec
 from harness.timing.provenance import describe_environment
+from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
-from harness.config.experiment import Limits, PluginSpec
-from harness.config.executor import ExecutorSpec
+from harness.timing.workers.timing_policy import ExclusiveTiming, SerialTiming, TimingPolicy
+from harness.timing.workers.trial_pool import Executor, SyncExecutor, ThreadedExecutor, TrialFnFactory
 from search.space import Resolved
 
-__all__ = ["LocalTarget", "CandidateWriter", "SpecEngineFactory", "QueueFactory", "ExecutionTarget"]
+__all__ = ["CandidateWriter", "ExecutionTarget", "LocalTarget", "QueueFactory", "SpecEngineFactory"]
 
 SpecEngineFactory = Callable[[WorkerSpec], AbstractContextManager[Engines]]
 QueueFactory = Callable[[TrialFnFactory], AbstractContextManager[Executor]]
@@ -79,7 +78,9 @@ class LocalTarget(ExecutionTarget):
         return open_engines(spec, self._limits)
 
     @contextmanager
-    def workers(self, spec: WorkerSpec, engines: Engines, writer: CandidateWriter, baseline: Candidate) -> Iterator[QueueFactory]:
+    def workers(
+        self, spec: WorkerSpec, engines: Engines, writer: CandidateWriter, baseline: Candidate
+    ) -> Iterator[QueueFactory]:
         """Open the workers; a single worker of a single search needs no thread and no second process."""
         if self._executor.workers == self._executor.searches == 1:
 

@@ -17,16 +17,28 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from harness import registry
-from harness.api import Accuracy, Array, Artifact, Benchmarker, Candidate, Evaluator, Infer, Probe
+from harness.api import (
+    Accuracy,
+    Array,
+    Artifact,
+    Benchmarker,
+    Candidate,
+    Evaluator,
+    Infer,
+    NeedsPreparation,
+    Probe,
+    UsesGpu,
+    capabilities_of,
+)
+from harness.config.sections import Sampling
 from harness.errors import CandidateError, EvaluationFailed, UserError
+from harness.records import Failed
+from harness.results_dir.io import explain_write_errors
+from harness.statistics import Interval
 from harness.timing.machine_noise import MachineMonitor
-from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, Engines, ScoringCallback, WorkerSpec
 from harness.timing.reference_sampling import ReferenceEngine, sample_against_reference
 from harness.timing.sampling import Samples, sample_engine, warm_up
-from harness.statistics import Interval
-from harness.records import Failed
-from harness.config.experiment import Sampling
-from harness.results_dir.journal import explain_write_errors
+from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, Engines, ScoringCallback, WorkerSpec
 from search.space import digest_of
 
 __all__ = ["InProcess", "as_outcome", "last_lines", "with_progress"]
@@ -88,8 +100,7 @@ class InProcess(Engines):
 
     @property
     def gpus(self) -> frozenset[str]:
-        functions = (getattr(benchmarker, "gpu", None) for benchmarker in self._benchmarkers.values())
-        return frozenset(gpu() for gpu in functions if gpu is not None)
+        return frozenset(each.gpu() for each in self._benchmarkers.values() if isinstance(each, UsesGpu))
 
     def open(self, handle: int, level_ms: float | None = None) -> Failed | None:
         """Open an engine for timing, and the reference engine too if `level_ms` is given."""
@@ -116,7 +127,7 @@ class InProcess(Engines):
 
     def _sample(self, handle: int, sampling: Sampling, rival: Interval | None, level_ms: float | None) -> Samples:
         probe = self._probe(handle)
-        if getattr(self._engines[handle].benchmarker, "in_process", False):  # no time of this machine
+        if capabilities_of(self._engines[handle].benchmarker).in_process:  # no time of this machine
             return sample_engine(probe, sampling, rival)
         reference = self._reference(level_ms) if level_ms is not None else None
         if reference is None:
@@ -149,9 +160,8 @@ class InProcess(Engines):
 
     def _prepare(self, handle: int, name: str, on_progress: ScoringCallback | None) -> None:
         evaluator = self._evaluator(name)
-        prepare = getattr(evaluator, "prepare", None)
-        if prepare is not None:
-            prepare(with_progress(self._probe(handle).infer, evaluator, on_progress))
+        if isinstance(evaluator, NeedsPreparation):
+            evaluator.prepare(with_progress(self._probe(handle).infer, evaluator, on_progress))
 
     def _evaluate(self, handle: int, name: str, on_progress: ScoringCallback | None) -> Accuracy:
         evaluator = self._evaluator(name)

@@ -43,7 +43,9 @@ class WorkerProcess:
         OSError: No process can be started.
     """
 
-    def __init__(self, output: IO[bytes], first_handle: int = 0, *, body: str = "harness.timing.workers.sandbox") -> None:
+    def __init__(
+        self, output: IO[bytes], first_handle: int = 0, *, body: str = "harness.timing.workers.sandbox"
+    ) -> None:
         self.first_handle = first_handle
         command = [sys.executable, "-u", "-X", "faulthandler", "-c", _BOOT_CODE]
         ours, theirs = socket.socketpair()

@@ -20,8 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from harness import registry
-from harness.api import Candidate
+from harness.api import Candidate, capabilities_of
+from harness.config.sections import Limits, Sampling
 from harness.errors import UserError
+from harness.records import Failed
+from harness.results_dir.io import explain_write_errors
+from harness.statistics import Interval
+from harness.timing.sampling import Samples
+from harness.timing.workers.device_lock import device_lock, timing_lock
 from harness.timing.workers.engines import (
     MAIN_BENCHMARKER,
     BuiltEngine,
@@ -30,13 +36,7 @@ from harness.timing.workers.engines import (
     WorkerSpec,
 )
 from harness.timing.workers.in_process import InProcess, as_outcome, last_lines
-from harness.timing.sampling import Samples
-from harness.statistics import Interval
-from harness.timing.workers.device_lock import device_lock, timing_lock
 from harness.timing.workers.process import WorkerProcess, die_with_parent
-from harness.records import Failed
-from harness.config.experiment import Limits, Sampling
-from harness.results_dir.journal import explain_write_errors
 from search.space import Resolved
 
 __all__ = ["InProcess", "Sandbox", "open_engines", "serve"]
@@ -48,13 +48,13 @@ _logger = logging.getLogger(__name__)
 
 
 def open_engines(spec: WorkerSpec, limits: Limits) -> AbstractContextManager[Engines]:
-    """Return engines in a worker, or in this process if the main benchmarker has `in_process = True`.
+    """Return engines in a worker, or in this process if the main benchmarker is `in_process`.
 
     Raises:
         UserError: A benchmarker cannot be constructed.
     """
     plugin = spec.benchmarkers[MAIN_BENCHMARKER]
-    in_process = getattr(registry.load_plugin("benchmarker", plugin.use), "in_process", False)
+    in_process = capabilities_of(registry.load_plugin("benchmarker", plugin.use)).in_process
     return InProcess(spec) if in_process else Sandbox(spec, limits)
 
 
@@ -171,7 +171,9 @@ class Sandbox(Engines):
             return replace(answer, log_tail=log_tail, wall_s=time.perf_counter() - started_s)
         return answer
 
-    def _receive(self, worker: WorkerProcess, limit_s: float, method: str, on_progress: ScoringCallback | None = None) -> Any:
+    def _receive(
+        self, worker: WorkerProcess, limit_s: float, method: str, on_progress: ScoringCallback | None = None
+    ) -> Any:
         """Return the worker's answer, or stop the worker and return a `Failed`."""
         deadline_s = time.monotonic() + limit_s
         memory_gb = self._limits.memory_gb

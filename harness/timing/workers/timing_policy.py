@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.api import Candidate
-from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, Engines, ScoringCallback
 from harness.records import Failed
+from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, Engines, ScoringCallback
 
-__all__ = ["ExclusiveTiming", "SerialTiming", "TimingPolicy", "PolicedEngines"]
+__all__ = ["ExclusiveTiming", "PolicedEngines", "SerialTiming", "TimingPolicy"]
 
 
 class TimingPolicy:

@@ -18,12 +18,20 @@ from typing import Protocol, Self
 
 from harness.api import Candidate
 from harness.errors import UserError
-from harness.timing.workers.engines import Engines
-from harness.timing.workers.timing_policy import TimingPolicy, PolicedEngines
-from harness.statistics import Interval
 from harness.records import Failed, Outcome
+from harness.statistics import Interval
+from harness.timing.workers.engines import Engines
+from harness.timing.workers.timing_policy import PolicedEngines, TimingPolicy
 
-__all__ = ["TrialFn", "TrialFnFactory", "Executor", "SyncExecutor", "ThreadedExecutor", "WorkerLost", "run_concurrently"]
+__all__ = [
+    "Executor",
+    "SyncExecutor",
+    "ThreadedExecutor",
+    "TrialFn",
+    "TrialFnFactory",
+    "WorkerLost",
+    "run_concurrently",
+]
 
 TrialFn = Callable[[Candidate, Interval | None], Outcome]
 """Builds, samples and scores a candidate, unless it is slower than the incumbent's latency in ms (None: none yet)."""
@@ -205,7 +213,9 @@ class SearchQueue:
     a timing as much.
     """
 
-    def __init__(self, submit_job: Callable[[_TrialJob], None], make_trial: TrialFnFactory, policy: TimingPolicy) -> None:
+    def __init__(
+        self, submit_job: Callable[[_TrialJob], None], make_trial: TrialFnFactory, policy: TimingPolicy
+    ) -> None:
         self._submit_job = submit_job
         self._make_trial = make_trial
         self._policy = policy

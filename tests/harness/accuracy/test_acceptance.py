@@ -11,10 +11,10 @@ import onnxruntime as ort
 import pytest
 
 from harness import registry
-from harness.api import Evaluator, Infer
-from harness.accuracy.metrics.detection import CocoMAP
 from harness.accuracy.metrics.base import evaluator_params
+from harness.accuracy.metrics.detection import CocoMAP
 from harness.accuracy.metrics.intervals import metric_estimate
+from harness.api import Evaluator, Infer
 from harness.paths import resolve_path
 
 pytestmark = [

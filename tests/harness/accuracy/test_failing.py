@@ -56,7 +56,9 @@ def test_the_trial_fails_and_the_search_goes_on(tmp_path: Path, monkeypatch: pyt
     assert run(tmp_path / "moody.yaml", tmp_path / "out") == 0
     sys.modules.pop("moody_evaluator", None)
     cell = tmp_path / "out" / "net-simulated-int8"
-    outcomes: list[Any] = [e.result.outcome for e in read_journal(cell / "runs" / "random-0.jsonl") if e.result is not None]
+    outcomes: list[Any] = [
+        e.result.outcome for e in read_journal(cell / "runs" / "random-0.jsonl") if e.result is not None
+    ]
     failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
     assert len(outcomes) == 10
     assert {(f.stage, f.reason) for f in failed} == {("evaluate", "ZeroDivisionError: a bad day")}

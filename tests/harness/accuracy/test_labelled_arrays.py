@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from harness import registry
-from harness.errors import EvaluationFailed, UserError
 from harness.accuracy.data.datasets import half_of, open_data
 from harness.accuracy.metrics.base import evaluator_params, image_supplies
 from harness.accuracy.metrics.intervals import metric_estimate
+from harness.errors import EvaluationFailed, UserError
 
 CLASSES = 4
 ROWS = 30
@@ -104,7 +104,7 @@ def test_classes_from_1_are_explained_where_the_model_was_not_asked_before(folde
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ("two.npz", "data: a mapping such as"),
+        ("two.npz", "data: a mapping"),
         ({"use": "npz", "path": "inputs.npz"}, "classes are needed, from an array of the .npz file"),
         (two("z"), "no array 'z', only 'x', 'mask', 'y', and z: no such file"),
         (two("short.csv", "inputs.npz"), "has 2 rows, but inputs.npz has 30 samples"),

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from harness.api import Accuracy, Candidate
 from harness.accuracy.metrics.classification import Top1
 from harness.accuracy.metrics.fidelity import Fidelity
+from harness.api import Accuracy, Candidate
+from harness.config.sections import Limits, PluginSpec
+from harness.records import Failed
 from harness.timing.workers import in_process
 from harness.timing.workers.engines import BuiltEngine, WorkerSpec
 from harness.timing.workers.sandbox import InProcess, Sandbox
-from harness.records import Failed
-from harness.config.experiment import Limits, PluginSpec
 
 PLUGINS = """
 import time
@@ -120,7 +120,7 @@ def test_words_on_the_way_do_not_put_off_the_end(tmp_path: Path) -> None:
 def test_an_evaluator_that_does_not_say_how_long_it_takes_works_as_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_process, "TELL_S", 0.0)
+    monkeypatch.setattr(in_process, "PROGRESS_INTERVAL_S", 0.0)
     told: list[tuple[int, int]] = []
     with InProcess(spec(tmp_path, infer_s=0.0)) as engines:
         built = engines.build(candidate(tmp_path))

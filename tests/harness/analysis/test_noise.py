@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.api import Candidate
-from harness.errors import UserError
-from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, Engines, WorkerSpec
-from harness.timing.sampling import Samples
-from harness.timing.workers.sandbox import InProcess
-from harness.config.experiment import Sampling, PluginSpec
-from harness.progress import Silent
 from harness.analysis.noise import Components, Design, components, measure_noise
+from harness.api import Candidate
+from harness.config.sections import PluginSpec, Sampling
+from harness.errors import UserError
+from harness.progress import Silent
+from harness.timing.sampling import Samples
+from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, Engines, WorkerSpec
+from harness.timing.workers.sandbox import InProcess
 from search.space import digest_of
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from small import qdq
 
-from harness.graph.builder import GraphBuilder
-from harness.graph.rules.dialects import OPENVINO
-from harness.graph.qdq.insert import Inserter
-from harness.graph.load import load
-from harness.graph.qdq.space import build_space
 from harness.analysis.region_report import inspect_regions
+from harness.graph.builder import GraphBuilder
+from harness.graph.load import load
+from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import OPENVINO
 
 
 @pytest.fixture

@@ -9,20 +9,21 @@ from typing import Any
 import pytest
 from small import qdq, save_chain
 
-from harness.errors import UserError
-from harness.statistics import Interval
-from harness.pipeline.prior import PriorUnit, ladder, read_prior
 from harness.analysis.sensitivity import Effect, Sensitivity, units_of
+from harness.errors import UserError
+from harness.pipeline.prior import PriorUnit, ladder, read_prior
+from harness.statistics import Interval
 from search.space import Dimension, Edge, Space
 
 PLUGINS = """
+from harness.api import Capabilities
 from contextlib import contextmanager
 import numpy as np
 from harness.runtimes.simulated import SimulatedBenchmarker
 
 class Paying:
     "Every quantized edge gains; outputs tell how many there are."
-    in_process, dialect = True, "openvino"
+    capabilities = Capabilities(dialect="openvino", in_process=True)
 
     def __init__(self):
         self.simulated = SimulatedBenchmarker(seed=5, noise=0.0, wanted_share=1.0)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from harness.cli import environment
 from harness import registry
+from harness.cli import environment
 
 GPU = {"name": "NVIDIA H100", "driver_version": "570.1", "memory.total": "81559 MiB"}
 
@@ -13,7 +13,7 @@ def rows(monkeypatch):
     """What the doctor says on a machine with these facts."""
 
     def examine(**facts):
-        monkeypatch.setattr(environment, "environment", lambda: facts)
+        monkeypatch.setattr(environment, "describe_environment", lambda: facts)
         return {what: (state, detail) for what, state, detail in environment.examine()}
 
     return examine
@@ -65,11 +65,13 @@ def test_broken_plug_ins_stand_beside_the_working_ones(rows, monkeypatch):
     def plugins(kind):
         points = [p.entry_point for p in real(kind)]
         if kind in ("benchmarker", "searcher"):
-            points.append(registry.EntryPoint(name="broken", value="broken_plug_in:X", group=registry.ENTRY_POINT_GROUPS[kind]))
+            points.append(
+                registry.EntryPoint(name="broken", value="broken_plug_in:X", group=registry.ENTRY_POINT_GROUPS[kind])
+            )
         return tuple(registry.Plugin(name=p.name, kind=kind, origin="o", entry_point=p) for p in points)
 
     real = registry.installed_plugins
-    monkeypatch.setattr(registry, "plugins", plugins)
+    monkeypatch.setattr(registry, "installed_plugins", plugins)
     found = rows()
     assert found["benchmarker broken"][0] == found["searcher broken"][0] == "not usable"
     assert "cannot be loaded: ModuleNotFoundError" in found["searcher broken"][1]

@@ -12,11 +12,11 @@ import pytest
 from small import qdq
 
 from harness import registry
-from harness.cli.main import COMMANDS
 from harness.cli.list import purpose
+from harness.cli.main import COMMANDS
+from harness.cli.progress import Terminal
 from harness.graph.builder import GraphBuilder
 from harness.registry import Plugin
-from harness.cli.progress import Terminal
 
 EXPERIMENT = """
 experiment: small
@@ -73,7 +73,7 @@ def model(text: str) -> tuple[str, str]:
         (("[random]", "[{use: evolutionary, params: {population: 0}}]"), "population is at least 1, but got 0"),
         (("[random]", "[{use: random, params: {seed: 1}}]"), "'seed' is set by the harness"),
         (("[random]", "['my_searcher_of_cli:Broken']"), "searcher 'my_searcher_of_cli:Broken': RuntimeError: no lic"),
-        (("noise: 0.0", "noise: -1.0"), "benchmarker 'simulated': noise: 0 or more, but got -1.0"),
+        (("noise: 0.0", "noise: -1.0"), "benchmarker 'simulated': noise: greater than or equal to 0, but got -1.0"),
         (
             ("use: simulated, params: {seed: 5, noise: 0.0}", "use: onnxruntime}]\nprecision: [fp8] # "),
             "precision 'fp8': backend 'onnxruntime' runs int8",

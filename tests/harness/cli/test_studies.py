@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from small import qdq, save_chain
 
-from harness.timing.workers.sandbox import InProcess
 from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
 from harness.studies.study_task import study_of, subject
+from harness.timing.workers.sandbox import InProcess
 
 SIMULATED = ("--backend", "simulated", "--param", "noise=0.0")
 

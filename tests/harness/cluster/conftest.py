@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from small import save_chain
 
+from harness.config.experiment import parse_experiment
+from harness.pipeline.runner import run_experiment
+from harness.progress import Silent
 from harness.records import Measured, Outcome, TrialResult
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
-from harness.config.experiment import parse_experiment
-from harness.pipeline.runner import run_experiment
 from harness.results_dir.journal import JournalEntry, read_journal
-from harness.progress import Silent
 
 EXPERIMENT = """
 experiment: clustered
@@ -100,9 +100,9 @@ class Workplace:
     def run(self, name: str, executor: str, text: str = EXPERIMENT, *, accept_changes: bool = False) -> Ran:
         """Run the experiment into a folder of this name."""
         observer = Loud()
-        experiment = parse_experiment(f"{text}executor: {executor}\n", "clustered.yaml")
+        experiment = parse_experiment(f"{text}executor: {executor}\n", "clustered.yaml", self.folder)
         out = self.folder / name
-        run_experiment(experiment, base=self.folder, out=out, observer=observer, accept_changes=accept_changes)
+        run_experiment(experiment, out=out, observer=observer, accept_changes=accept_changes)
         return Ran(out, observer.said)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from harness.errors import UserError
-from harness.timing.provenance import describe_environment
-from harness.records import Measured
 from harness.progress import Silent
+from harness.records import Measured
+from harness.timing.provenance import describe_environment
 
 pytestmark = pytest.mark.slow
 
@@ -99,7 +99,7 @@ def test_a_worker_of_another_kind_is_refused_with_the_difference(
 ) -> None:
     from harness.cluster import ray_pool as fleet
 
-    monkeypatch.setattr(fleet, "START_S", 15.0)
+    monkeypatch.setattr(fleet, "RAY_START_LIMIT_S", 15.0)
     known = describe_environment()
     known["cpu"]["model"], known["packages"]["numpy"] = "i486", "1.0"
     said: list[str] = []
@@ -122,7 +122,7 @@ def test_a_cluster_without_such_devices_says_what_it_has(
 ) -> None:
     from harness.cluster import ray_pool as fleet
 
-    monkeypatch.setattr(fleet, "START_S", 2.0)
+    monkeypatch.setattr(fleet, "RAY_START_LIMIT_S", 2.0)
     with pytest.raises(UserError, match="each requests 1 GPU, the cluster has 0 GPU in all; all results are saved"):
         place.run("gpu", "{use: ray, workers: 1, resources: {GPU: 1}}")
 
@@ -150,7 +150,7 @@ def test_a_worker_whose_benchmarkers_are_others_is_refused(monkeypatch: pytest.M
 
     noting = Noting()
     fleet = RayPool(2, {}, None, noting)
-    monkeypatch.setattr(fleet, "_ask_for_one", lambda: noting.say("another one"))
+    monkeypatch.setattr(fleet, "_request_worker", lambda: noting.say("another one"))
     one, two = (RayWorkerHandle(actor=object(), node=node, environment={}) for node in ("one", "two"))
     fleet._workers = [one, two]
     facts = {"main": {"name": "trtexec", "version": "10.16"}}

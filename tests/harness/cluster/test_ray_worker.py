@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from harness.api import Candidate
+from harness.api import Candidate, Capabilities
 from harness.cluster import open_execution_target
-from harness.cluster.ray_worker import RayWorker, BuildRequest, LRUByteCache
+from harness.cluster.ray_worker import BuildRequest, LRUByteCache, RayWorker
+from harness.config.sections import ExecutorSpec, Limits, PluginSpec
 from harness.errors import UserError
-from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, WorkerSpec
-from harness.records import Failed
-from harness.config.experiment import Limits, PluginSpec
-from harness.config.executor import ExecutorSpec
 from harness.progress import Silent
+from harness.records import Failed
+from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, WorkerSpec
 from search.space import Edge
 
 EDGES = ((Edge("x", "conv", 0), "int8"),)
@@ -36,7 +35,7 @@ class Maker:
 class Reads:
     """A runtime that reads its file, and refuses one that is not there."""
 
-    in_process = True
+    capabilities = Capabilities(in_process=True)
     read: list[str] = []  # noqa: RUF012
 
     def build(self, candidate: Candidate, workdir: Path) -> Any:
@@ -56,8 +55,8 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[RayWorker]
     from harness.timing.workers import in_process as local
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(local.registry, "create", lambda *_: Reads())
-    monkeypatch.setattr(local.registry, "load", lambda *_: Reads)
+    monkeypatch.setattr(local.registry, "create_plugin", lambda *_: Reads())
+    monkeypatch.setattr(local.registry, "load_plugin", lambda *_: Reads)
     Reads.read.clear()
     made = RayWorker(sys.path)
     spec = WorkerSpec(benchmarkers={MAIN_BENCHMARKER: PluginSpec(use="reads")}, workdir=tmp_path / "driver")
@@ -89,7 +88,9 @@ def test_models_that_nobody_used_for_long_make_room(host: RayWorker, monkeypatch
     assert isinstance(host.build(0, orders["c"], MAIN_BENCHMARKER), KeyError), "b was used after it"
     assert isinstance(host.build(0, orders["b"], MAIN_BENCHMARKER), BuiltEngine)
     host.store_files("large", {"large.onnx": b"x" * 1000})
-    assert isinstance(host.build(0, BuildRequest(digest="l", edges=(), files_key="large"), MAIN_BENCHMARKER), BuiltEngine), "the newest always stays"
+    assert isinstance(
+        host.build(0, BuildRequest(digest="l", edges=(), files_key="large"), MAIN_BENCHMARKER), BuiltEngine
+    ), "the newest always stays"
 
 
 def test_a_placement_is_written_where_it_is_built_and_gone_afterwards(host: RayWorker) -> None:
@@ -101,7 +102,12 @@ def test_a_placement_is_written_where_it_is_built_and_gone_afterwards(host: RayW
 
 
 def test_without_a_maker_a_placement_fails_with_the_reason(host: RayWorker, tmp_path: Path) -> None:
-    host.open(1, WorkerSpec(benchmarkers={MAIN_BENCHMARKER: PluginSpec(use="reads")}, workdir=tmp_path / "driver"), Limits(), None)
+    host.open(
+        1,
+        WorkerSpec(benchmarkers={MAIN_BENCHMARKER: PluginSpec(use="reads")}, workdir=tmp_path / "driver"),
+        Limits(),
+        None,
+    )
     failed = host.build(1, BuildRequest(digest="aa", edges=EDGES), MAIN_BENCHMARKER)
     assert isinstance(failed, Failed)
     assert failed.reason == "neither a file nor a candidate writer was sent"

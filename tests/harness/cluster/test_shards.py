@@ -101,7 +101,7 @@ def test_results_of_another_machine_go_on_where_the_change_is_accepted(
     (path,) = first.out.glob("*/env.json")
     facts = json.loads(path.read_text())
     path.write_text(json.dumps({**facts, "packages": {**facts["packages"], "numpy": "1.0"}}))
-    monkeypatch.setattr(ray_pool, "START_S", 5.0)
+    monkeypatch.setattr(ray_pool, "RAY_START_LIMIT_S", 5.0)
     with pytest.raises(UserError, match="no worker can be used"):
         place.run("moved", executor, ONE_CELL)
     monkeypatch.undo()

@@ -10,20 +10,20 @@ import pytest
 from small import save_small
 
 from harness.api import Layer
-from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.cli.main import main
 from harness.errors import BuildFailed, UserError
+from harness.explain.ablation import Bench, Timed, quantized, without
 from harness.explain.attribution import explain_row
 from harness.explain.edge_fusion import fates_of
-from harness.explain.ablation import Bench, Timed, quantized, without
 from harness.explain.render import explain_into, explanation_lines
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import from_proto
-from harness.statistics import Interval
-from harness.report.plots.plot_files import draw_explained
+from harness.progress import Silent
 from harness.report.load.attribution_store import Fate, read_explanation, write_explanation
 from harness.report.load.results import load
-from harness.progress import Silent
+from harness.report.plots.plot_files import draw_explained
+from harness.runtimes.simulated import SimulatedBenchmarker
+from harness.statistics import Interval
 from search.space import Edge, Placement
 
 EXPERIMENT = """
@@ -127,13 +127,14 @@ def test_it_is_said_in_words_and_kept_for_the_report(done, found, capsys):
 
 
 PLUGINS = """
+from harness.api import Capabilities
 from contextlib import contextmanager
 import numpy as np
 from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.accuracy.metrics.fidelity import Fidelity
 
 class Bench:
-    in_process, dialect = True, "openvino"
+    capabilities = Capabilities(dialect="openvino", in_process=True)
 
     def __init__(self):
         self.simulated = SimulatedBenchmarker(seed=5, noise=0.0, effect=0.2)

@@ -14,17 +14,17 @@ from onnx import numpy_helper
 from harness import registry
 from harness.api import Layer
 from harness.cli.main import main
+from harness.config.sections import PluginSpec
 from harness.errors import UserError
 from harness.explain.fusion import explain_layers
 from harness.explain.model_report import compare, explain_model
 from harness.explain.text_lines import lines
-from harness.graph.qdq.read_structure import read_asked
 from harness.graph.builder import GraphBuilder
-from harness.graph.rules.dialects import Dialect
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import load
+from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.read_structure import read_asked
 from harness.graph.qdq.space import build_space
-from harness.config.experiment import PluginSpec
+from harness.graph.rules.dialects import Dialect
 
 BACKENDS = {"openvino": {"precision": "f32"}, "onnxruntime": {}}
 
@@ -78,7 +78,9 @@ def test_a_matmul_is_found_that_openvino_calls_by_what_it_folded_in(behind: tupl
             x = builder.op(op, x, builder.const(np.full(64, 0.5, np.float32)))
         x = builder.op("Relu", x) if place == 0 else x
     builder.output(x, name="y")
-    found = explain_model(str(builder.save(tmp_path / "net.onnx")), PluginSpec(use="openvino", params={"precision": "f32"}))
+    found = explain_model(
+        str(builder.save(tmp_path / "net.onnx")), PluginSpec(use="openvino", params={"precision": "f32"})
+    )
     assert len(found.precision) == 2
     assert set(found.precision.values()) == {"f32"}
     assert "  they run in: 2 f32" in list(lines(found, 3))
@@ -211,7 +213,9 @@ def test_what_is_made_of_constants_runs_once_and_takes_no_time_of_an_inference(t
     for _ in range(3):
         x = builder.op("Relu", builder.linear(x, 512))
     builder.output(x, name="y")
-    found = explain_model(str(builder.save(tmp_path / "net.onnx")), PluginSpec(use="openvino", params={"precision": "f32"}))
+    found = explain_model(
+        str(builder.save(tmp_path / "net.onnx")), PluginSpec(use="openvino", params={"precision": "f32"})
+    )
     reorders = [layer for layer in found.layers if "transpose_b" in layer.name]
     assert all(layer.time_ms is None for layer in reorders)
     assert sum(layer.time_ms or 0.0 for layer in found.layers) < 1.5 * found.whole_ms

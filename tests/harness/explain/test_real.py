@@ -5,10 +5,10 @@ import re
 import pytest
 
 from harness.cli.main import main
+from harness.config.sections import Confirmation
 from harness.explain import attribution
 from harness.graph.builder import GraphBuilder
 from harness.report.load.attribution_store import read_explanation
-from harness.config.experiment import Confirmation
 
 EXPERIMENT = """
 experiment: small

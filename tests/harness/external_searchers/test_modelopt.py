@@ -8,9 +8,9 @@ import pytest
 
 from harness.api import ExternalSearchTask
 from harness.errors import BuildFailed
+from harness.external_searchers.modelopt import ModelOptAutotune
 from harness.graph.builder import GraphBuilder
 from harness.graph.qdq.read_edges import pairs_in
-from harness.external_searchers.modelopt import ModelOptAutotune
 
 
 @pytest.fixture(scope="module")

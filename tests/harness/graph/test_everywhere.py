@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from harness import zoo
-from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT
-from harness.graph.qdq.read_edges import diff
-from harness.graph.qdq.import_placement import import_qdq
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import load
 from harness.graph.partition.regions import discover
+from harness.graph.qdq.import_placement import import_qdq
+from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.read_edges import diff
 from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT
 
 CASES = [(OPENVINO, "int8"), (OPENVINO, "fp8"), (ONNXRUNTIME, "int8"), (TENSORRT, "int8"), (TENSORRT, "fp8")]
 SHAPES = {

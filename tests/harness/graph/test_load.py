@@ -20,11 +20,11 @@ from onnx import helper, numpy_helper, parser
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.io import writer as write_module
-from harness.graph.rules.dialects import OPENVINO
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto, load, save, write_model
 from harness.graph.model import Model, TensorType
+from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import OPENVINO
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 ASSETS = Path(os.environ.get("QDQ_ASSETS", "")) / "models"
@@ -587,7 +587,7 @@ class TestSaving:
     def test_large_models_keep_their_weights_beside_the_file(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(write_module, "EXTERNAL_OVER_BYTES", 1000)
+        monkeypatch.setattr(write_module, "MAX_SINGLE_FILE_BYTES", 1000)
         builder = GraphBuilder("large")
         builder.output(builder.conv(builder.input("x", (1, 64, 4, 4)), 64, 3))
         model = ready(builder.build())

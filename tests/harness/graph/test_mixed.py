@@ -16,12 +16,12 @@ from onnx import TensorProto, numpy_helper
 
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, OPENVINO_7BIT, TENSORRT, Dialect
-from harness.graph.qdq.read_edges import delivered
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto
 from harness.graph.model import Model
+from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.read_edges import delivered
 from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, OPENVINO_7BIT, TENSORRT, Dialect
 from search.space import Edge, Placement, Resolved
 
 BOTH = ("int8", "fp8")

@@ -13,12 +13,12 @@ from onnx import TensorProto, helper
 from small import qdq
 
 from harness.graph.builder import GraphBuilder
-from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
-from harness.graph.qdq.read_edges import delivered
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto
 from harness.graph.partition.regions import discover
+from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.read_edges import delivered
 from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
 
 
 def body(name: str, op: str, x: str) -> onnx.GraphProto:

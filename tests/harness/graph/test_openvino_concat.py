@@ -17,13 +17,13 @@ import pytest
 from machine import CPU_FLAGS, SATURATES, exact_int8
 
 from harness.accuracy.calibration.ranges import calibrate
-from harness.random_inputs import random_feeds
 from harness.graph.builder import GraphBuilder
-from harness.graph.rules.dialects import OPENVINO, OPENVINO_7BIT, Dialect
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto, save
 from harness.graph.model import Model
+from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import OPENVINO, OPENVINO_7BIT, Dialect
+from harness.random_inputs import random_feeds
 
 SYMMETRIC = dataclasses.replace(OPENVINO, affine_ops=frozenset(), unsigned_positive=False)
 FEEDS = list(random_feeds({"x": ("float", (1, 8, 16, 16))}, 4))

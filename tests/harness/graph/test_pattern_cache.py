@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
+from harness.graph.load import from_proto
+from harness.graph.partition.patterns import find_patterns
+from harness.graph.partition.regions import discover
 from harness.graph.pattern_cache import (
     CachedPattern,
     CachedPoint,
@@ -22,11 +25,8 @@ from harness.graph.pattern_cache import (
     strangers,
 )
 from harness.graph.pattern_cache_io import read_cache, write_cache, write_plain_yaml
-from harness.graph.rules.dialects import OPENVINO
-from harness.graph.load import from_proto
-from harness.graph.partition.patterns import find_patterns
-from harness.graph.partition.regions import discover
 from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import OPENVINO
 from search.api import Failure, Observation, Score
 
 HOME = Origin(backend="openvino", precision="int8", device="this CPU")

@@ -20,13 +20,13 @@ from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
 from harness.graph.builder import GraphBuilder
-from harness.graph.rules.dialects import ONNXRUNTIME, TENSORRT
-from harness.graph.qdq.read_edges import delivered
-from harness.graph.qdq.import_placement import import_qdq
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto, load, save
 from harness.graph.model import Model
+from harness.graph.qdq.import_placement import import_qdq
+from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.read_edges import delivered
 from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import ONNXRUNTIME, TENSORRT
 from harness.zoo import transformer, write
 from search.space import Edge
 

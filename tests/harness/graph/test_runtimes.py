@@ -13,13 +13,13 @@ import openvino
 import pytest
 
 from harness.accuracy.calibration.ranges import calibrate
-from harness.random_inputs import random_feeds
 from harness.graph.builder import GraphBuilder
-from harness.graph.rules.dialects import ONNXRUNTIME, ONNXRUNTIME_S8, OPENVINO, Dialect
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto, save
 from harness.graph.model import Model
+from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import ONNXRUNTIME, ONNXRUNTIME_S8, OPENVINO, Dialect
+from harness.random_inputs import random_feeds
 
 
 def weights(g: GraphBuilder, *shape: int) -> str:

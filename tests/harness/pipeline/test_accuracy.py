@@ -16,8 +16,8 @@ import yaml
 from harness.cli.main import main
 from harness.graph.builder import GraphBuilder
 from harness.graph.pattern_cache_io import read_cache
-from harness.search_loop.objective import PROXY
 from harness.results_dir.journal import read_journal
+from harness.search_loop.objective import PROXY
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 EXPERIMENT = """
@@ -37,13 +37,14 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 """
 
 PLUGINS = """
+from harness.api import Capabilities
 from contextlib import contextmanager
 import numpy as np
 from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.accuracy.metrics.fidelity import Fidelity
 
 class Bench:
-    in_process, dialect = True, "openvino"
+    capabilities = Capabilities(dialect="openvino", in_process=True)
 
     def __init__(self):
         self.simulated = SimulatedBenchmarker(seed=5, noise=0.0, wanted_share=1.0)
@@ -199,7 +200,9 @@ def test_accuracy_first_finds_what_is_as_fast_as_asked(folder: Path) -> None:
 def test_a_run_that_goes_on_asks_nobody_twice(front: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {path: path.read_bytes() for path in (*front.glob("runs/*"), front / "accuracy.json")}
     for name in ("_prepare", "_evaluate"):
-        monkeypatch.setattr(f"harness.pipeline.accuracy_store.{name}", lambda *_: pytest.fail("everything is scored already"))
+        monkeypatch.setattr(
+            f"harness.pipeline.accuracy_store.{name}", lambda *_: pytest.fail("everything is scored already")
+        )
     assert qdq("run", str(folder / "front.yaml"), "--out", str(folder / "front")) == 0
     assert before == {path: path.read_bytes() for path in before}
 

@@ -6,14 +6,15 @@ from types import SimpleNamespace
 import pytest
 
 from harness.api import Accuracy
-from harness.graph.io.files import file_digest
-from harness.timing.workers.engines import BuiltEngine
-from harness.config.experiment import PluginSpec
 from harness.config.objective import Objective
-from harness.progress import Silent
-from harness.results_dir.artifacts import ExportedModel, FinalistSet, read_json, write_json
-from harness.pipeline.accuracy_store import ScoreBook, read_scores
+from harness.config.sections import PluginSpec
+from harness.graph.io.files import file_digest
 from harness.pipeline.accuracy import Scoring
+from harness.pipeline.accuracy_store import ScoreBook, read_scores
+from harness.progress import Silent
+from harness.results_dir.artifacts import ExportedModel, FinalistSet
+from harness.results_dir.io import read_json, write_json
+from harness.timing.workers.engines import BuiltEngine
 from search.space import Space
 
 

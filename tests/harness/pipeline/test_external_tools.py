@@ -11,16 +11,16 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from harness.random_inputs import random_feeds
-from harness.graph.builder import GraphBuilder
-from harness.graph.rules.dialects import ONNXRUNTIME
-from harness.graph.qdq.import_placement import import_qdq
-from harness.graph.load import load
-from harness.graph.qdq.space import build_space
-from harness.pipeline import external_tools as foreign
 from harness.config.experiment import parse_experiment
+from harness.graph.builder import GraphBuilder
+from harness.graph.load import load
+from harness.graph.qdq.import_placement import import_qdq
+from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import ONNXRUNTIME
+from harness.pipeline import external_tools as foreign
 from harness.pipeline.external_tools import Order, quantize_with, tool_remarks
 from harness.progress import Silent
+from harness.random_inputs import random_feeds
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ import pytest
 from onnx import numpy_helper
 
 from harness.graph.builder import GraphBuilder
-from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, Dialect
-from harness.graph.qdq.read_edges import delivered
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto
 from harness.graph.model import Model
+from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.read_edges import delivered
 from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, Dialect
 from harness.pipeline.external_tools import extreme_form
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from small import save_chain
 
-from harness.timing.confirmation import summarize_turns
-from harness.records import Failed, Measured
 from harness.config.experiment import parse_experiment
-from harness.selection.confirmation import read_events, read_floor
 from harness.pipeline.runner import run_experiment
-from harness.results_dir.journal import JournalEntry, read_journal
 from harness.progress import Silent
+from harness.records import Failed, Measured
+from harness.results_dir.journal import JournalEntry, read_journal
+from harness.selection.confirmation import read_events, read_floor
+from harness.timing.confirmation import summarize_turns
 
 EXPERIMENT = """
 experiment: faults
@@ -40,9 +40,9 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("faults")
     save_chain(folder / "net.onnx", (4, 6, 8, 10), size=8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[1] / "measure"))
-        experiment = parse_experiment(EXPERIMENT, "faults.yaml")
-        run_experiment(experiment, base=folder, out=folder / "out", observer=Silent())
+        patch.syspath_prepend(str(Path(__file__).parents[1] / "timing"))
+        experiment = parse_experiment(EXPERIMENT, "faults.yaml", folder)
+        run_experiment(experiment, out=folder / "out", observer=Silent())
     return folder / "out" / "net-Lottery-int8"
 
 

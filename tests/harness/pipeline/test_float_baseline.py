@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 
+from harness.config.sections import Limits, PluginSpec
 from harness.errors import UserError
-from harness.timing.workers.sandbox import open_engines
-from harness.config.experiment import Limits, PluginSpec
-from harness.progress import Silent
 from harness.pipeline.float_baseline import float_benchmarkers
+from harness.progress import Silent
+from harness.timing.workers.sandbox import open_engines
 
 PLUG_IN = """
 from harness.runtimes.simulated import SimulatedBenchmarker

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.compat.tao_specs.evaluate import evaluate
+from harness.compat.tao_specs.spec import parse_spec
+from harness.config.experiment import parse_experiment
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.pipeline.preflight import check_experiment
-from harness.config.experiment import parse_experiment
 from harness.pipeline.runner import run_experiment
 from harness.progress import Silent
-from harness.compat.tao_specs.evaluate import evaluate
-from harness.compat.tao_specs.spec import parse_spec
 
 EXPERIMENT = """
 experiment: fit
@@ -77,8 +77,9 @@ def net(folder: Path, *shape: int) -> Path:
     return b.save(folder / "net.onnx")
 
 
-def experiment(evaluator: str, preprocess: str = "ultralytics") -> Any:
-    return parse_experiment(EXPERIMENT.replace("EVALUATOR", evaluator).replace("PREPROCESS", preprocess), "fit.yaml")
+def experiment(evaluator: str, folder: Path, preprocess: str = "ultralytics") -> Any:
+    text = EXPERIMENT.replace("EVALUATOR", evaluator).replace("PREPROCESS", preprocess)
+    return parse_experiment(text, "fit.yaml", folder)
 
 
 @pytest.mark.parametrize(
@@ -96,12 +97,12 @@ def test_decoders_are_held_against_the_shapes_of_outputs(
     shape: tuple[int, ...], decode: str, found: str, fitting: str | None, tmp_path: Path
 ) -> None:
     net(tmp_path, *shape)
-    config = experiment(MAP.replace("DECODE", decode))
+    config = experiment(MAP.replace("DECODE", decode), tmp_path)
     if fitting is None:  # a detector of 331 classes
-        check_experiment(config, tmp_path)
+        check_experiment(config)
         return
     with pytest.raises(UserError, match=f"decode: .*{decode}.*{found}; decode: {fitting} fits"):
-        check_experiment(config, tmp_path)
+        check_experiment(config)
     spec = f"""
 evaluate: {{onnx_file: net.onnx, decode: {decode}, evaluator: {{use: coco_map, params: {{data: {{use: shapes, split: evaluation, count: 2}}}}}}}}
 dataset: {{test_data_sources: {{image_dir: ., json_file: net.onnx}}, preprocess: ultralytics}}
@@ -130,7 +131,7 @@ def test_the_float_model_is_scored_on_a_few_samples_before_the_calibration(
     monkeypatch.syspath_prepend(str(tmp_path))
     observer = Told()
     with pytest.raises(UserError, match=words):
-        run_experiment(experiment(evaluator), base=tmp_path, out=tmp_path / "out", observer=observer)
+        run_experiment(experiment(evaluator, tmp_path), out=tmp_path / "out", observer=observer)
     assert any("a few samples" in title for title in observer.titles)
     assert not any("calibrate" in title for title in observer.titles)
 
@@ -149,8 +150,6 @@ def test_a_score_of_nothing_is_said_before_the_calibration(tmp_path: Path) -> No
 
     observer.work = work  # type: ignore[method-assign]
     with pytest.raises(Stop):
-        run_experiment(
-            experiment(MAP.replace("DECODE", "shapes")), base=tmp_path, out=tmp_path / "out", observer=observer
-        )
+        run_experiment(experiment(MAP.replace("DECODE", "shapes"), tmp_path), out=tmp_path / "out", observer=observer)
     (said,) = [line for line in observer.said if "float model itself" in line]
     assert "want decode: yolox and preprocess: yolox" in said

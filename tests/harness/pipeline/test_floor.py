@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 from harness.api import Accuracy
+from harness.config.experiment import Experiment, parse_experiment
+from harness.config.objective import Objective
+from harness.config.sections import PluginSpec
 from harness.errors import UserError
+from harness.pipeline.accuracy import Scoring
+from harness.progress import Silent, best_note
+from harness.selection.confirmation import float_latency, level, noise_floor, read_floor
 from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.sandbox import InProcess, open_engines
-from harness.config.experiment import Experiment, PluginSpec, parse_experiment
-from harness.selection.confirmation import float_latency, level, noise_floor, read_floor
-from harness.config.objective import Objective
-from harness.progress import Silent, best_note
-from harness.pipeline.accuracy import Scoring
 
 EXPERIMENT = parse_experiment("{experiment: e, models: [net.onnx]}", "e.yaml")
 FACTS = {"name": "simulated", "version": "1"}

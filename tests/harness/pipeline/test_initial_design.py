@@ -4,27 +4,27 @@ import json
 
 import pytest
 
+from harness.config.experiment import load_experiment, parse_experiment
+from harness.config.initial import DEFAULT_INITIAL
+from harness.config.plan import plan_tasks
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.pattern_cache import Origin, cache_of
-from harness.graph.pattern_cache_io import write_cache
-from harness.graph.rules.dialects import OPENVINO, TENSORRT
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import load
 from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover
+from harness.graph.pattern_cache import Origin, cache_of
+from harness.graph.pattern_cache_io import write_cache
+from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
-from harness.report.tables.notes import main_note
-from harness.report.load.results import load as load_results
-from harness.pipeline.preflight import check_experiment
-from harness.config.experiment import load_experiment, parse_experiment
-from harness.pipeline.runner import run_experiment
+from harness.graph.rules.dialects import OPENVINO, TENSORRT
 from harness.pipeline.external_tools import Foreign
-from harness.results_dir.journal import read_journal
-from harness.progress import Silent
-from harness.config.plan import plan_tasks
 from harness.pipeline.initial_design import Seeding, trt_guide
-from harness.config.initial import DEFAULT_INITIAL
+from harness.pipeline.preflight import check_experiment
+from harness.pipeline.runner import run_experiment
+from harness.progress import Silent
+from harness.report.load.results import load as load_results
+from harness.report.tables.notes import main_note
+from harness.results_dir.journal import read_journal
 from search.api import Observation, Score
 
 EXPERIMENT = """
@@ -71,9 +71,9 @@ def written(folder, name, initial, baselines="[all]"):
 def seeding(folder, model, space, initial, foreign=(), observer=None):
     """The placements of what an experiment's only cell starts from."""
     text = EXPERIMENT.replace("INITIAL", initial).replace("BASELINES", "[all]")
-    experiment = parse_experiment(text, "starts.yaml")
+    experiment = parse_experiment(text, "starts.yaml", folder)
     made = Seeding(
-        spec=plan_tasks(experiment)[0], space=space, model=model, base=folder, foreign=dict(foreign),
+        spec=plan_tasks(experiment)[0], space=space, model=model, foreign=dict(foreign),
         observer=observer or Silent(), facts={"name": "simulated", "device": "simulated"},
     )  # fmt: skip
     return made.placements(experiment.initial)
@@ -90,7 +90,7 @@ class Listening(Silent):
 
 
 def run(path, out):
-    run_experiment(load_experiment(path), base=path.parent, out=out, observer=Silent())
+    run_experiment(load_experiment(path), out=out, observer=Silent())
     return out / "net-simulated-int8"
 
 
@@ -185,7 +185,7 @@ def test_what_one_run_leaves_warms_the_next_which_is_not_marked(folder):
 def test_a_file_that_is_not_there_or_is_something_else_is_named_before_anything_runs(folder, initial, message):
     path = written(folder, "bad.yaml", initial)
     with pytest.raises(UserError, match=message):
-        check_experiment(load_experiment(path), folder)
+        check_experiment(load_experiment(path))
 
 
 def test_every_searcher_starts_cold_and_all_get_the_same_seeds_otherwise(folder):

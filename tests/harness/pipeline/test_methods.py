@@ -7,8 +7,8 @@ import pytest
 from small import qdq
 
 from harness.graph.builder import GraphBuilder
-from harness.results_dir.journal import read_journal
 from harness.results_dir.artifacts import read_finalists
+from harness.results_dir.journal import read_journal
 from harness.results_dir.termination import Termination, read_termination
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -64,8 +64,12 @@ def test_without_seeds_a_search_is_told_nothing_first(parts):
 def test_without_sharing_every_region_has_choices_of_its_own(parts):
     shared, own = (len(journal(parts, name)[0].proposal.choices) for name in ("random-0", "unshared-0"))
     assert own > shared
-    seeds = {e.proposal.origin: e.proposal.digest for e in journal(parts, "unshared-0") if e.proposal.origin != "searcher"}
-    assert seeds == {e.proposal.origin: e.proposal.digest for e in journal(parts, "random-0") if e.proposal.origin in seeds}
+    seeds = {
+        e.proposal.origin: e.proposal.digest for e in journal(parts, "unshared-0") if e.proposal.origin != "searcher"
+    }
+    assert seeds == {
+        e.proposal.origin: e.proposal.digest for e in journal(parts, "random-0") if e.proposal.origin in seeds
+    }
     row = next(pick.row for pick in read_finalists(parts)[1] if pick.method == "unshared")
     assert row in {entry.proposal.digest for entry in journal(parts, "unshared-0")}
 
@@ -139,7 +143,7 @@ def test_what_cannot_be_run_is_refused_beforehand(folder, capsys, line, message)
 PEER = '''
 from contextlib import contextmanager
 from pathlib import Path
-from harness.api import Artifact
+from harness.api import Artifact, Capabilities
 from harness.errors import BuildFailed
 from harness.graph.builder import GraphBuilder
 
@@ -147,8 +151,7 @@ from harness.graph.builder import GraphBuilder
 class Scales:
     """A model takes a microsecond a byte."""
 
-    in_process = True
-    dialect = "openvino"
+    capabilities = Capabilities(dialect="openvino", in_process=True)
 
     def build(self, candidate, workdir):
         return Artifact(engine=candidate.source().stat().st_size / 1000)

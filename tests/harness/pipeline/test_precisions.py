@@ -11,8 +11,8 @@ import pytest
 from small import qdq, save_chain
 
 from harness.graph.qdq.read_edges import precisions_in
-from harness.results_dir.journal import read_journal
 from harness.results_dir.artifacts import ACCURACY_ONLY_VERDICT
+from harness.results_dir.journal import read_journal
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 EXPERIMENT = """

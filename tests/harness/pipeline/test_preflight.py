@@ -16,13 +16,13 @@ import yaml
 from numpy.random import Generator
 from PIL import Image
 
-from harness.errors import UserError
 from harness.accuracy.metrics.sqnr import MAX_SQNR_DB
+from harness.config.experiment import parse_experiment
+from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.pipeline.accuracy_bound import bound_lines
-from harness.pipeline.preflight import check_experiment, check_models
-from harness.config.experiment import parse_experiment
 from harness.pipeline.model_loader import evaluator_spec, open_model
+from harness.pipeline.preflight import check_experiment, check_models
 from harness.pipeline.workload import describe_workload
 from search.space import Space
 
@@ -32,7 +32,7 @@ COUNT = 24
 def models(folder: Path, **changes: Any) -> Any:
     """An experiment with the model of the folder alone."""
     body = {"experiment": "e", "models": [{"use": "net.onnx"}], "backends": ["simulated"], **changes}
-    return parse_experiment(json.dumps(body), "e.yaml")
+    return parse_experiment(json.dumps(body), "e.yaml", folder)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
 def checked(folder: Path, evaluator: Any = None, calibration: Any = None, **objective: Any) -> tuple[str, ...]:
     model = {"use": "net.onnx", "preprocess": "array", "evaluator": evaluator, "calibration": calibration or {}}
     text = json.dumps({"experiment": "e", "models": [model], "backends": ["simulated"], "objective": objective})
-    return check_experiment(parse_experiment(text, "e.yaml"), folder)
+    return check_experiment(parse_experiment(text, "e.yaml", folder))
 
 
 def top1(**data: Any) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def test_calibration_data_that_do_not_fit_the_model_are_refused_at_once(folder: 
 def test_a_model_that_no_run_could_use_is_refused_by_the_check(folder: Path) -> None:
     def models() -> None:
         models = [{"use": "net.onnx"}, {"use": "zoo:resnet18"}]
-        check_models(parse_experiment(json.dumps({"experiment": "e", "models": models}), "e.yaml"), folder)
+        check_models(parse_experiment(json.dumps({"experiment": "e", "models": models}), "e.yaml", folder))
 
     models()
     quantized = GraphBuilder("net")
@@ -186,7 +186,7 @@ def test_a_model_that_no_run_could_use_is_refused_by_the_check(folder: Path) -> 
 def test_shapes_that_do_not_fit_the_model_are_refused_at_once(folder: Path, shapes: Any, message: str) -> None:
     text = json.dumps({"experiment": "e", "models": [{"use": "net.onnx", "shapes": shapes}]})
     with pytest.raises(UserError, match=message):
-        check_experiment(parse_experiment(text, "e.yaml"), folder)
+        check_experiment(parse_experiment(text, "e.yaml", folder))
 
 
 def test_channels_that_no_convolution_takes_are_refused_at_once(folder: Path) -> None:
@@ -197,13 +197,13 @@ def test_channels_that_no_convolution_takes_are_refused_at_once(folder: Path) ->
     for given, said in (("1x3x16x16", None), ("1x4x16x16", r"Conv '.*' takes 3 channels, but would get 1x4x16x16")):
         text = json.dumps({"experiment": "e", "models": [{"use": "free.onnx", "shapes": {"x": given}}]})
         with nullcontext() if said is None else pytest.raises(UserError, match=rf"free\.onnx: shapes: {said}"):
-            check_experiment(parse_experiment(text, "e.yaml"), folder)
+            check_experiment(parse_experiment(text, "e.yaml", folder))
 
 
 def test_a_model_that_is_not_there_is_said_before_what_it_lacks(folder: Path) -> None:
     text = json.dumps({"experiment": "e", "models": ["zoo:resnet19"], "objective": {"max_drop": 0.1}})
     with pytest.raises(UserError, match=r"zoo:resnet19: no such model; did you mean 'resnet18'"):
-        check_experiment(parse_experiment(text, "e.yaml"), folder)
+        check_experiment(parse_experiment(text, "e.yaml", folder))
 
 
 class Keeping:
@@ -236,7 +236,7 @@ KEEPING = f"{__name__}:{Keeping.__name__}"
     [
         (KEEPING, {"rate": "high"}, rf"^searchers.0: searcher '{KEEPING}': rate: a valid number, but got 'high'$"),
         (KEEPING, {"rate": True}, "rate: a valid number, but got True"),
-        (KEEPING, {"parts": "a"}, "parts: a valid array, but got 'a'"),
+        (KEEPING, {"parts": "a"}, "parts: a list, but got 'a'"),
         ("evolutionary", {"crossover": "high"}, "searcher 'evolutionary': crossover: a valid number, but got 'high'"),
         ("tpe", {"n_startup_trials": 2.5}, "n_startup_trials: a valid integer"),
         ("random", {"density": "some"}, "density: 'stratified'.*, but got 'some'"),
@@ -250,9 +250,9 @@ def test_parameters_of_another_type_are_refused_at_once(folder: Path, use: str, 
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"base_ms": "nan"}, "^backends.0: backend 'simulated': base_ms: a valid number, but got 'nan'$"),
+        ({"base_ms": "nan"}, "^backends.0: benchmarker 'simulated': base_ms: a valid number, but got 'nan'$"),
         ({"base_ms": math.nan}, "^backends.0: benchmarker 'simulated': base_ms: a finite number, but got nan$"),
-        ({"seed": 0.5}, "backend 'simulated': seed: a valid integer"),
+        ({"seed": 0.5}, "benchmarker 'simulated': seed: a valid integer"),
     ],
 )
 def test_parameters_of_a_backend_are_looked_at_too(folder: Path, params: Any, message: str) -> None:
@@ -261,7 +261,7 @@ def test_parameters_of_a_backend_are_looked_at_too(folder: Path, params: Any, me
         "experiment": "e", "models": ["net.onnx"], "backends": [{"use": "simulated", "params": params, "label": "it"}]
     })  # fmt: skip
     with pytest.raises(UserError, match=message):
-        check_experiment(parse_experiment(text, "e.yaml"), folder)
+        check_experiment(parse_experiment(text, "e.yaml", folder))
 
 
 @pytest.mark.parametrize(("body", "missing"), [("pass", "ask"), ("ask = print", "tell")])
@@ -274,14 +274,14 @@ def test_a_searcher_without_ask_or_tell_is_refused_before_anything_runs(
     monkeypatch.syspath_prepend(str(folder))
     text = json.dumps({"experiment": "e", "models": ["net.onnx"], "searchers": [f"no_{missing}:Odd"]})
     with pytest.raises(UserError, match=rf"searcher 'no_{missing}:Odd': has no {missing}\(\), but needs ask\(n\)"):
-        check_experiment(parse_experiment(text, "e.yaml"), folder)
+        check_experiment(parse_experiment(text, "e.yaml", folder))
 
 
 def test_a_module_of_another_place_is_named_where_it_has_no_such_class(folder: Path) -> None:
     """What is installed comes before what lies beside the experiment."""
     text = json.dumps({"experiment": "e", "models": ["net.onnx"], "searchers": ["colorsys:Mine"]})
     with pytest.raises(UserError, match=r"has no attribute 'Mine' \(.*colorsys\.py\)"):
-        check_experiment(parse_experiment(text, "e.yaml"), folder)
+        check_experiment(parse_experiment(text, "e.yaml", folder))
 
 
 def test_parameters_that_fit_or_cannot_be_checked_pass(folder: Path) -> None:
@@ -293,18 +293,18 @@ def test_parameters_that_fit_or_cannot_be_checked_pass(folder: Path) -> None:
 def with_searcher(folder: Path, use: str, params: Any) -> tuple[str, ...]:
     searcher = {"use": use, "params": params, "label": "it"}
     text = yaml.safe_dump({"experiment": "e", "models": ["net.onnx"], "searchers": [searcher]})
-    return check_experiment(parse_experiment(text, "e.yaml"), folder)
+    return check_experiment(parse_experiment(text, "e.yaml", folder))
 
 
 def test_an_evaluator_can_be_made_for_each_half(folder: Path) -> None:
     model = {"use": "net.onnx", "preprocess": "array", "evaluator": top1()}
-    spec = parse_experiment(json.dumps({"experiment": "e", "models": [model]}), "e.yaml").models[0]
-    loaded = open_model(spec, folder, folder)
-    halves = {half: evaluator_spec(spec, loaded, folder, folder, half) for half in ("search", "report")}
+    spec = parse_experiment(json.dumps({"experiment": "e", "models": [model]}), "e.yaml", folder).models[0]
+    loaded = open_model(spec, folder)
+    halves = {half: evaluator_spec(spec, loaded, folder, half) for half in ("search", "report")}
     assert {half: use and use.params["data"]["half"] for half, use in halves.items()} == {k: k for k in halves}
     without = spec.model_copy(update={"evaluator": spec.evaluator.model_copy(update={"use": "fidelity", "params": {}})})
     with pytest.raises(UserError, match=r"evaluator 'fidelity' has no 'data' of which one half could be set aside"):
-        evaluator_spec(without, loaded, folder, folder, "search")
+        evaluator_spec(without, loaded, folder, "search")
 
 
 OF_THE_CAP = f"for the float model's own counts as {MAX_SQNR_DB:g}; INT8 has 20 to 50 dB as a rule"
@@ -340,19 +340,19 @@ def test_without_an_evaluator_nothing_is_said_of_bounds() -> None:
 
 
 def test_what_onnx_runtime_cannot_run_is_known_before_it_calibrates(folder: Path) -> None:
-    assert check_models(models(folder), folder) == ()
+    assert check_models(models(folder)) == ()
     proto = onnx.load(folder / "net.onnx")
     proto.graph.node.append(onnx.helper.make_node("Mystery", ["logits"], ["more"], domain="plug.in"))
     proto.opset_import.append(onnx.helper.make_opsetid("plug.in", 1))
     proto.graph.output[0].name = "more"
     onnx.save(proto, folder / "net.onnx")
-    (remark,) = check_models(models(folder), folder)
+    (remark,) = check_models(models(folder))
     assert "ort_static" in remark
     assert "Mystery" in remark
 
 
 def test_baselines_that_calibrate_otherwise_are_named_by_the_check(folder: Path) -> None:
-    said = check_experiment(models(folder, models=[{"use": "net.onnx", "calibration": {"method": "mse"}}]), folder)
+    said = check_experiment(models(folder, models=[{"use": "net.onnx", "calibration": {"method": "mse"}}]))
     assert [line for line in said if "calibrates by entropy" in line and "modelopt_ptq" in line]
 
 
@@ -391,7 +391,9 @@ def test_the_outlook_counts_what_is_to_be_done() -> None:
     assert re.search(r"\d+ to \d+ minutes$", said)
     slow = describe_workload(parse_experiment(text + "backends: [tensorrt]\n", "e"))
     assert "hours" in slow
-    assert "(5 minutes a search at most)" in describe_workload(parse_experiment(text.replace("40]", "40], minutes: 5"), "e"))
+    assert "(5 minutes a search at most)" in describe_workload(
+        parse_experiment(text.replace("40]", "40], minutes: 5"), "e")
+    )
     assert "roughly a minute" in describe_workload(
         parse_experiment("experiment: e\nmodels: [a.onnx]\nbackends: [simulated]", "e")
     )

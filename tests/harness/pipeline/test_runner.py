@@ -15,17 +15,17 @@ import onnx
 import pytest
 from small import qdq
 
+from harness.config.experiment import load_experiment
 from harness.graph.builder import GraphBuilder
 from harness.graph.io.files import file_digest
-from harness.timing.confirmation import summarize_turns
-from harness.records import Failed
-from harness.results_dir.ownership import owned_results_dir
-from harness.config.experiment import load_experiment
-from harness.selection.confirmation import read_events
 from harness.pipeline.runner import run_experiment
-from harness.results_dir.journal import read_journal
 from harness.progress import Silent
+from harness.records import Failed
 from harness.results_dir.artifacts import read_finalists
+from harness.results_dir.journal import read_journal
+from harness.results_dir.ownership import owned_results_dir
+from harness.selection.confirmation import read_events
+from harness.timing.confirmation import summarize_turns
 
 EXPERIMENT = """
 experiment: small
@@ -86,6 +86,7 @@ def test_a_finished_experiment_run_again_measures_nothing(done, folder):
 
 
 ALONE = """
+from harness.api import Capabilities
 import threading
 import time
 from contextlib import contextmanager
@@ -94,7 +95,7 @@ from harness.runtimes.simulated import SimulatedBenchmarker
 BUSY = threading.Lock()
 
 class Bench(SimulatedBenchmarker):
-    dialect = "openvino"
+    capabilities = Capabilities(dialect="openvino")
 
     @contextmanager
     def open(self, artifact):
@@ -272,7 +273,7 @@ def test_an_interrupted_confirmation_counts_what_is_left(copy, folder):
             self.bar[1] += 1
 
     config = load_experiment(folder / "small.yaml")
-    run_experiment(config, base=folder, out=copy, observer=Bars())
+    run_experiment(config, out=copy, observer=Bars())
     assert bars["confirmation"] == [2 * (len(whole) - 1) // 3] * 2
 
 
@@ -361,10 +362,10 @@ from harness.errors import UserError
 from harness.pipeline.task import compose
 from harness.config.experiment import load_experiment
 from harness.progress import Silent
-from harness.config.plan import plan
+from harness.config.plan import plan_tasks
 
 config, work = load_experiment(Path(sys.argv[1])), Path(sys.argv[2])
-cell = compose(config, plan(config)[0], Path(sys.argv[1]).parent, work, Silent())
+cell = compose(config, plan_tasks(config)[0], work, Silent())
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 try:
     cell.candidate(cell.space.everywhere()).source()
@@ -414,7 +415,15 @@ def test_report_of_something_else_names_the_remedy(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on_with_the_same_asks(done, folder, tmp_path):
-    command = [sys.executable, "-m", "harness.cli.main", "run", str(folder / "small.yaml"), "--out", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-m",
+        "harness.cli.main",
+        "run",
+        str(folder / "small.yaml"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     rng = random.Random(7)
     kills = 0
     for _ in range(4):

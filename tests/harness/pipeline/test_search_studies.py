@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import UserError
-from harness.registry import create_plugin
-from harness.pipeline.preflight import check_experiment
 from harness.config.experiment import Experiment, load_experiment
 from harness.config.plan import plan_tasks
+from harness.errors import UserError
+from harness.pipeline.preflight import check_experiment
+from harness.registry import create_plugin
 
 FOLDER = Path(__file__).parents[3] / "experiments"
 SEVEN = [
@@ -78,6 +78,6 @@ def test_placements_move_between_runtimes_threads_and_models_of_a_family() -> No
 def test_nothing_stands_in_the_way_of_a_run(name: str) -> None:
     if name.endswith("_bf16") and "bf16" not in create_plugin("benchmarker", "openvino", {}).describe()["float_params"]:
         with pytest.raises(UserError, match=r"this CPU offers .* but got 'bf16'"):
-            check_experiment(read(name), FOLDER)
+            check_experiment(read(name))
         return
-    assert [remark for remark in check_experiment(read(name), FOLDER) if "random data is used" not in remark] == []
+    assert [remark for remark in check_experiment(read(name)) if "random data is used" not in remark] == []

@@ -18,17 +18,17 @@ import pytest
 
 from harness import registry
 from harness.api import Candidate
-from harness.timing.confirmation import Contender, ConfirmationSummary, confirm, summarize_turns
-from harness.timing.workers.engines import Engines, WorkerSpec
-from harness.timing.workers.trial_pool import SyncExecutor
-from harness.timing.workers.sandbox import InProcess
-from harness.statistics import median_ci
+from harness.config.sections import Confirmation, PluginSpec, Sampling
 from harness.records import Measured
-from harness.config.experiment import Confirmation, Sampling, PluginSpec
-from harness.search_loop.loop import Goal, SearchTask, Seed, run_search
 from harness.results_dir.journal import Journal, read_journal
 from harness.results_dir.journal_reader import state_at_budgets
+from harness.search_loop.loop import Goal, SearchTask, Seed, run_search
 from harness.search_loop.trial import attempt_with
+from harness.statistics import median_ci
+from harness.timing.confirmation import ConfirmationSummary, Contender, confirm, summarize_turns
+from harness.timing.workers.engines import Engines, WorkerSpec
+from harness.timing.workers.sandbox import InProcess
+from harness.timing.workers.trial_pool import SyncExecutor
 from search.api import Placement
 from search.space import Dimension, Edge, Space
 
@@ -73,7 +73,9 @@ def engines(
     return open_engines
 
 
-def confirmed(open_engines: Callable[[], AbstractContextManager[Engines]], *placements: Placement) -> ConfirmationSummary:
+def confirmed(
+    open_engines: Callable[[], AbstractContextManager[Engines]], *placements: Placement
+) -> ConfirmationSummary:
     """The confirmation of these placements as rows "0", "1", ..., with the floor from before."""
     float_row = Contender(name="float", candidate=candidate(SPACE.float_placement()))
     before = confirm([], float_row, open_engines=open_engines, schedule=FLOOR_PLAN, rng=np.random.default_rng(0))

@@ -9,13 +9,13 @@ import pytest
 from small import qdq, save_chain
 
 from harness.graph.io.files import file_digest
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import load
+from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialect_lookup import dialect_called
 from harness.pipeline.methods import ToldModel
-from harness.results_dir.journal_reader import Evaluation
 from harness.results_dir.artifacts import read_finalists
+from harness.results_dir.journal_reader import Evaluation
 from harness.selection.final_selection import in_order
 
 PLUGINS = """
@@ -150,7 +150,9 @@ def test_a_model_of_another_precision_than_the_cells_is_no_choice(folder, tmp_pa
     path = folder / "fp8.yaml"
     path.write_text(EXPERIMENT.replace("WORD", "fast").replace("baselines: [mine]", "precision: [fp8]"))
     assert qdq("run", str(path), "--out", str(tmp_path / "out")) == 0
-    found = {pick.method: pick.row for pick in read_finalists(tmp_path / "out" / "net-bench-fp8")[1] if pick.budget == 12}
+    found = {
+        pick.method: pick.row for pick in read_finalists(tmp_path / "out" / "net-bench-fp8")[1] if pick.budget == 12
+    }
     assert set(found) == {"random", "told_nothing"}
     assert "mine" not in found.values()
 

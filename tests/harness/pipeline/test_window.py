@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from harness.api import Candidate
 from harness.errors import UserError
 from harness.records import Failed, Measured
-from harness.search_loop.loop import SearchTask, Seed, run_search
-from harness.search_loop.objective import Goal
 from harness.results_dir.journal import RETRY_ORIGIN, Journal, read_journal
 from harness.results_dir.journal_reader import iter_incumbents
+from harness.search_loop.loop import SearchTask, Seed, run_search
+from harness.search_loop.objective import Goal
 from search.api import Failure, Observation, Score
 from search.space import Dimension, Edge, Placement, Space
 
@@ -235,7 +235,7 @@ def test_a_journal_that_two_runs_wrote_is_refused(tmp_path: Path) -> None:
     search(path, 0, window=1)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines, lines[1]]))
-    with pytest.raises(UserError, match=r"line \d+: proposal 0 stands where \d+ belongs"):
+    with pytest.raises(UserError, match=r"line \d+: proposal 0, but expected \d+"):
         list(read_journal(path))
     path.write_text("".join([*lines, lines[2]]))
     with pytest.raises(UserError, match=r"line \d+: an outcome without its proposal"):

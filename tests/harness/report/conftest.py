@@ -11,18 +11,19 @@ from pathlib import Path
 
 import pytest
 
+from harness.config.experiment import parse_experiment, to_yaml
 from harness.graph.builder import GraphBuilder
 from harness.graph.io.writer import write_model
-from harness.graph.rules.dialects import OPENVINO
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto
+from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
-from harness.timing.turn_log import TWIN, Turn, RowFailure, encode_turn_event
-from harness.records import Proposal, Failed, Measured, TrialResult
-from harness.config.experiment import parse_experiment, to_yaml
-from harness.search_loop.loop import Goal
+from harness.graph.rules.dialects import OPENVINO
+from harness.records import Failed, Measured, Proposal, TrialResult
+from harness.results_dir.artifacts import Choice, ExportedModel
+from harness.results_dir.io import write_json
 from harness.results_dir.journal import Journal
-from harness.results_dir.artifacts import Choice, ExportedModel, write_json
+from harness.search_loop.loop import Goal
+from harness.timing.turn_log import TWIN, RowFailure, Turn, encode_turn_event
 
 EXPERIMENT = """
 experiment: small

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.report.render import write_tables
 from harness.report.load.results import load
+from harness.report.render import write_tables
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
 FOLDERS = sorted(path.parents[1] for path in RESULTS.glob("*/report/main.md"))

@@ -8,21 +8,21 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from harness.timing.turn_log import TWIN, Turn, encode_turn_event
-from harness.records import Proposal, Failed, Measured, Outcome, TrialResult
-from harness.report.page.interactive_charts import charts_of
-from harness.report.frames.main_frame import main_frame
+from harness.records import Failed, Measured, Outcome, Proposal, TrialResult
 from harness.report.display_names import labels_of
+from harness.report.frames.budget_frames import budget_frame, curve_frame, target_frame
+from harness.report.frames.confirmation_samples import sample_frame
+from harness.report.frames.hypervolume import volume_frame
+from harness.report.frames.main_frame import main_frame
+from harness.report.load.results import load
+from harness.report.page.interactive_charts import charts_of
 from harness.report.plots.result_plots import envelope
 from harness.report.render import write_tables
-from harness.report.load.results import load
-from harness.report.frames.confirmation_samples import sample_frame
-from harness.report.frames.budget_frames import budget_frame, curve_frame, target_frame
 from harness.report.tables.table_layouts import tables_of
 from harness.report.trace import trace
-from harness.report.frames.hypervolume import volume_frame
+from harness.results_dir.io import write_json
 from harness.results_dir.journal import Journal
-from harness.results_dir.artifacts import write_json
+from harness.timing.turn_log import TWIN, Turn, encode_turn_event
 
 CELL = "net-openvino-int8"
 FAILED = Failed(stage="build", reason="no", wall_s=1.0)

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from long_results import CELL, write_long_results
 
-from harness.report.plots.result_plots import envelope
-from harness.report.load.results import load
 from harness.report.frames.budget_frames import curve_frame
-from harness.search_loop.objective import Goal
+from harness.report.load.results import load
+from harness.report.plots.result_plots import envelope
 from harness.results_dir.journal import Journal, read_journal
 from harness.results_dir.journal_reader import iter_incumbents, state_at_budgets
+from harness.search_loop.objective import Goal
 
 pytestmark = pytest.mark.slow
 EVALUATIONS = 50_000

@@ -14,21 +14,21 @@ import pytest
 from rich.console import Console
 
 import harness.report
+from harness.accuracy.metrics.intervals import evidence_of
 from harness.cli.report import show_report
 from harness.errors import UserError
-from harness.accuracy.metrics.intervals import evidence_of
-from harness.timing.turn_log import Turn, encode_turn_event
 from harness.report import render
-from harness.report.tables.next_steps import next_steps
 from harness.report.frames.main_frame import main_frame
+from harness.report.load.results import load as load_results
 from harness.report.page.index_page import index
 from harness.report.render import drawing_of, text_of, write_tables
-from harness.report.load.results import load as load_results
-from harness.report.tables.table_layouts import TIMED
+from harness.report.tables.next_steps import next_steps
 from harness.report.tables.report_table import Table, markdown, write_table
-from harness.search_loop.loop import Goal
-from harness.results_dir.artifacts import write_json
+from harness.report.tables.table_layouts import TIMED
+from harness.results_dir.io import write_json
 from harness.results_dir.termination import clear_task_error, write_task_error
+from harness.search_loop.loop import Goal
+from harness.timing.turn_log import Turn, encode_turn_event
 
 CELL = "net-openvino-int8"
 
@@ -899,8 +899,7 @@ def test_frames_hold_what_the_tables_are_made_of(folder):
 def test_turns_of_a_worker_that_was_replaced_are_in_no_frame(folder):
     """The next worker of a build replaces all of its turns, those that it has not come to yet as well."""
     again = [
-        Turn(build=2, group=0, round=0, row=row, samples_ms=(LATENCY_MS[row],) * 3, worker=1)
-        for row in ("float", "aa")
+        Turn(build=2, group=0, round=0, row=row, samples_ms=(LATENCY_MS[row],) * 3, worker=1) for row in ("float", "aa")
     ]
     with (folder / CELL / "confirm.jsonl").open("a") as file:
         file.writelines(f"{encode_turn_event(block)}\n" for block in again)

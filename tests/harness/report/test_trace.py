@@ -8,8 +8,8 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from harness.cli.main import app
 from harness.cli.common import tidy
+from harness.cli.main import app
 from harness.report.load.results import load
 from harness.report.trace import trace
 

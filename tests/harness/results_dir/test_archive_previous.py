@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from small import qdq, save_chain
 
-from harness.timing.workers.trial_pool import WorkerLost
+from harness.config.experiment import load_experiment
+from harness.pipeline.runner import MAX_WORKER_LOSSES, run_with_recovery
+from harness.progress import Silent
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
-from harness.results_dir.ownership import owned_results_dir
-from harness.config.experiment import load_experiment
-from harness.results_dir.journal import RETRY_ORIGIN, read_journal
-from harness.progress import Silent
 from harness.results_dir.artifacts import read_finalists
-from harness.results_dir.archive_previous import MAX_WORKER_LOSSES, run_with_recovery
+from harness.results_dir.journal import RETRY_ORIGIN, read_journal
+from harness.results_dir.ownership import owned_results_dir
+from harness.timing.workers.trial_pool import WorkerLost
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 EXPERIMENT = """
@@ -79,7 +79,7 @@ def test_an_accepted_change_begins_a_new_section_of_the_table(copy: Path, capsys
     age(copy)
     before = (copy / "out" / CELL / "runs" / "random-0.jsonl").read_bytes()
     assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out"), "--accept-changes") == 0
-    assert f"accepted: {CELL}.1 keeps what was measured before" in capsys.readouterr().err
+    assert f"accepted: the earlier results are in {CELL}.1" in capsys.readouterr().err
     assert (copy / "out" / f"{CELL}.1" / "runs" / "random-0.jsonl").read_bytes() == before
     frame = main_frame(load(copy / "out"))
     assert set(frame["cell"]) == {CELL, f"{CELL}.1"}
@@ -216,4 +216,7 @@ def test_a_cell_that_loses_its_worker_goes_on_so_often(tmp_path: Path, lost: int
     with nullcontext() if ends else pytest.raises(WorkerLost, match="node-a was lost"):
         run_with_recovery(tmp_path / "cell", work, False, Loud())
     assert len(begun) == MAX_WORKER_LOSSES + 1
-    assert said == ["cell: the worker on node-a was lost: power cut; it goes on with what is left"] * MAX_WORKER_LOSSES
+    assert (
+        said
+        == ["cell: the worker on node-a was lost: power cut; continuing with the remaining workers"] * MAX_WORKER_LOSSES
+    )

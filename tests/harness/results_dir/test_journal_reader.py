@@ -1,4 +1,4 @@
-"""What readers take from a journal: what an evaluation is, when it came, who was the incumbent."""
+"""Analysis of journals: evaluations, their order, incumbents and budgets."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.records import Proposal, Failed, Measured, Outcome, TrialResult
-from harness.search_loop.objective import Goal
+from harness.records import Failed, Measured, Outcome, Proposal, TrialResult
 from harness.results_dir.journal import RETRY_ORIGIN, JournalEntry
 from harness.results_dir.journal_reader import iter_counted, iter_evaluations, iter_incumbents, state_at_budgets
+from harness.search_loop.objective import Goal
 from search.pareto import fronts
 
 LOST = Failed(stage="crash", reason="the worker was lost")
@@ -24,7 +24,9 @@ def outcome(latency_ms: float, **metrics: float) -> Measured:
     return Measured(samples_ms=(latency_ms,) * 5, build_s=1.0, measure_s=1.0, metrics=metrics)
 
 
-def entry(number: int, found: Outcome | None, elapsed_s: float, origin: str = "searcher", digest: str = "") -> JournalEntry:
+def entry(
+    number: int, found: Outcome | None, elapsed_s: float, origin: str = "searcher", digest: str = ""
+) -> JournalEntry:
     asked = Proposal(number=number, choices=(number,), digest=digest or str(number), origin=origin)
     told = None if found is None else TrialResult(number=number, outcome=found, elapsed_s=elapsed_s)
     return JournalEntry(proposal=asked, result=told)
@@ -32,7 +34,7 @@ def entry(number: int, found: Outcome | None, elapsed_s: float, origin: str = "s
 
 @pytest.fixture
 def entries() -> list[JournalEntry]:
-    """Two evaluations, a duplicate, the second one's retry, and a third; the first outcome came last of the two."""
+    """Two evaluations (the second result arrives first), a duplicate, a retry of the second, and a third evaluation."""
     return [
         entry(0, outcome(8.0), 120.0),
         entry(1, LOST, 60.0),
@@ -42,31 +44,38 @@ def entries() -> list[JournalEntry]:
     ]
 
 
-def test_duplicates_and_retries_are_no_evaluations(entries: list[JournalEntry]) -> None:
-    assert [(spent, found.proposal.number) for spent, found, _ in iter_counted(entries)] == [(1, 0), (2, 1), (2, 3), (3, 4)]
+def test_duplicates_and_retries_do_not_count(entries: list[JournalEntry]) -> None:
+    assert [(spent, found.proposal.number) for spent, found, _ in iter_counted(entries)] == [
+        (1, 0),
+        (2, 1),
+        (2, 3),
+        (3, 4),
+    ]
     assert [trial.evaluations for trial in iter_evaluations(entries, Goal())] == [1, 2, 3]
 
 
-def test_a_retry_that_worked_is_found_within_the_budget_that_its_failure_took(entries: list[JournalEntry]) -> None:
+def test_a_successful_retry_belongs_to_the_budget_of_its_failure(entries: list[JournalEntry]) -> None:
     found = state_at_budgets(entries, Goal(), [2, 1], 3)
     assert [trial.latency_ms for trial in found[2].best] == [2.0, 8.0]
     assert [trial.latency_ms for trial in found[1].best] == [8.0]
     assert [trial.latency_ms for trial in iter_incumbents(entries, Goal())] == [8.0, 2.0]
 
 
-def test_minutes_are_those_of_the_outcome_that_came_last(entries: list[JournalEntry]) -> None:
-    assert state_at_budgets(entries[:2], Goal(), [2])[2].minutes == 2.0, "the first proposal took longer than the second"
+def test_minutes_are_those_of_the_last_result(entries: list[JournalEntry]) -> None:
+    assert state_at_budgets(entries[:2], Goal(), [2])[2].minutes == 2.0, (
+        "the first proposal took longer than the second"
+    )
     found = state_at_budgets(entries, Goal(), [1, 2, 3, 25])
     assert [found[budget].minutes for budget in (1, 2, 3, 25)] == [2.0, 3.0, 4.0, 4.0]
     assert state_at_budgets([], Goal(), [25])[25].minutes == 0.0
 
 
-def test_a_failure_is_known_from_the_budget_on_that_saw_it(entries: list[JournalEntry]) -> None:
+def test_a_failure_is_part_of_all_later_budgets(entries: list[JournalEntry]) -> None:
     found = state_at_budgets(entries, Goal(), [1, 2])
     assert (found[1].last_failure, found[2].last_failure) == (None, LOST)
 
 
-def test_a_journal_is_read_no_further_than_the_largest_budget(entries: list[JournalEntry]) -> None:
+def test_reading_stops_at_the_largest_budget(entries: list[JournalEntry]) -> None:
     passing = iter(entries)
     state_at_budgets(passing, Goal(), [1])
     assert [each.proposal.number for each in passing] == [2, 3, 4]
@@ -77,7 +86,7 @@ READINGS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), max_size=25
 
 @settings(deadline=None)
 @given(READINGS, st.integers(1, 25), st.integers(1, 5))
-def test_leaders_are_those_of_a_sorted_list_and_those_of_the_first_front(
+def test_best_placements_equal_those_of_a_sorted_list_and_of_the_first_front(
     readings: list[tuple[int, int]], budget: int, count: int
 ) -> None:
     told = [entry(n, outcome(float(ms), map=loss / 10), float(n)) for n, (ms, loss) in enumerate(readings)]
@@ -89,6 +98,6 @@ def test_leaders_are_those_of_a_sorted_list_and_those_of_the_first_front(
     assert {trial.choices[0] for trial in state_at_budgets(told, FRONT, [budget], 99)[budget].best} == front
 
 
-def test_what_reads_journals_waits_for_no_statistics_that_it_does_not_need() -> None:
+def test_scipy_is_imported_only_if_needed() -> None:
     code = "import sys, harness.results_dir.journal_reader; sys.exit('scipy.stats' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,16 +9,17 @@ import pytest
 
 from harness import registry
 from harness.api import Candidate
-from harness.runtimes.replay import ReplayBenchmarker
+from harness.benchmark_table import TableEntry, TableMetadata, TableSubspace, write_table
+from harness.config.experiment import parse_experiment
+from harness.config.plan import plan_tasks
+from harness.config.sections import Limits, PluginSpec, Sampling
 from harness.errors import BuildFailed, EvaluationFailed, MeasureFailed, UserError
+from harness.records import Failed, Measured
+from harness.runtimes.replay import ReplayBenchmarker
 from harness.timing.workers.engines import MAIN_BENCHMARKER, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
-from harness.records import Failed, Measured
-from harness.config.experiment import Limits, Sampling, PluginSpec, parse_experiment
-from harness.config.plan import plan_tasks
-from harness.benchmark_table import TableMetadata, TableEntry, TableSubspace, write_table
-from search.synthetic_problem import planted_space
 from search.space import Edge, Placement, Resolved, Space, digest_of
+from search.synthetic_problem import planted_space
 
 SPACE = Space(planted_space(4, groups=2, seed=1).dimensions)
 SUBSPACE = TableSubspace(SPACE, (0, 1), SPACE.float_placement())
@@ -101,7 +102,7 @@ def test_it_says_whose_latencies_these_are(table: Path) -> None:
     assert (facts["name"], facts["device"], facts["float_precision"]) == ("replay", "a CPU", "f32")
     assert facts["options"]["recorded_on"]["name"] == "onnxruntime"
     assert len(facts["options"]["table_sha256"]) == 64
-    assert replay.dialect == "onnxruntime_s8"
+    assert replay.capabilities.dialect == "onnxruntime_s8"
 
 
 def test_the_harness_times_it_like_any_other(table: Path, tmp_path: Path) -> None:
@@ -121,11 +122,14 @@ def test_a_relative_table_lies_beside_the_experiment(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     text = f"experiment: e\nmodels: [m.onnx]\nbackends: [openvino, {{use: replay, params: {{table: {table.name}}}}}]\n"
-    experiment = parse_experiment(text, "e.yaml")
-    openvino, replay = (cell.backend for cell in plan_tasks(experiment, table.parent))
+    experiment = parse_experiment(text, "e.yaml", table.parent)
+    openvino, replay = (cell.backend for cell in plan_tasks(experiment))
     assert registry.create_plugin("benchmarker", replay.use, replay.params).describe()["device"] == "a CPU"
-    assert openvino == PluginSpec(use="openvino"), "only who asks is told"
+    assert openvino.params == {}, "its constructor has no base"
     with pytest.raises(UserError, match=r"t\.parquet: no such file"):
-        registry.create_plugin("benchmarker", "replay", plan_tasks(experiment)[1].backend.params)
+        registry.create_plugin("benchmarker", "replay", plan_tasks(parse_experiment(text, "e.yaml"))[1].backend.params)
     other = f"{text}initial: [float]\nbaselines: []\n".replace("use: replay", "use: replai")
-    assert [cell.backend.use for cell in plan_tasks(parse_experiment(other, "e.yaml"), tmp_path)] == ["openvino", "replai"]
+    assert [cell.backend.use for cell in plan_tasks(parse_experiment(other, "e.yaml", tmp_path))] == [
+        "openvino",
+        "replai",
+    ]

@@ -13,9 +13,9 @@ import pytest
 from fake_cuda import FakeCuda
 
 from harness.api import Candidate
-from harness.runtimes.tensorrt_rtx import TensorRTRTXBenchmarker
 from harness.errors import BuildFailed, UserError
 from harness.graph.builder import GraphBuilder
+from harness.runtimes.tensorrt_rtx import TensorRTRTXBenchmarker
 
 KERNEL_MS = 0.5
 

@@ -44,11 +44,13 @@ class Workplace:
 
     def with_executor(self, executor: str) -> Workplace:
         """The same on another executor."""
-        return Workplace(self.folder, parse_experiment(f"{EXPERIMENT}executor: {executor}\n", "killed.yaml"))
+        return Workplace(
+            self.folder, parse_experiment(f"{EXPERIMENT}executor: {executor}\n", "killed.yaml", self.folder)
+        )
 
     def run(self, out: Path) -> None:
         """Run it, or what is left of it, in this process."""
-        run_experiment(self.experiment, base=self.folder, out=out, observer=Silent())
+        run_experiment(self.experiment, out=out, observer=Silent())
 
     def start(self, out: Path, work: Callable[[], None] | None = None) -> int:
         """Run it in a fork, which starts at once because everything is imported; gives the process."""

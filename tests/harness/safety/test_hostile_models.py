@@ -22,10 +22,10 @@ from onnx import TensorProto, helper
 
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.rules.dialects import OPENVINO
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import load
+from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import OPENVINO
 
 FUZZ = int(os.environ.get("QDQ_FUZZ", "300"))
 SEED = int(os.environ.get("QDQ_SEED", "7"))

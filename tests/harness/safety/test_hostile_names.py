@@ -10,10 +10,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from harness.report import render
 from harness.config.experiment import parse_experiment
 from harness.pipeline.runner import run_experiment
 from harness.progress import Silent
+from harness.report import render
 
 MODEL = "<script>.onnx"
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -67,7 +67,7 @@ def write_model(path: Path) -> None:
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("names")
     write_model(folder / MODEL)
-    run_experiment(parse_experiment(EXPERIMENT, "names.yaml"), base=folder, out=folder / "out", observer=Silent())
+    run_experiment(parse_experiment(EXPERIMENT, "names.yaml", folder), out=folder / "out", observer=Silent())
     render(folder / "out")
     return folder / "out" / "report"
 

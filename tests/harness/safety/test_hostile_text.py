@@ -14,11 +14,11 @@ import pytest
 
 from harness import registry
 from harness.compat.modelopt_autotune.state import read_state
+from harness.config.experiment import load_experiment, parse_experiment
 from harness.errors import UserError
 from harness.graph.pattern_cache_io import read_cache
-from harness.config.experiment import load_experiment, parse_experiment
+from harness.results_dir.io import read_json
 from harness.results_dir.journal import read_journal
-from harness.results_dir.artifacts import read_json
 
 FUZZ = int(os.environ.get("QDQ_FUZZ", "300"))
 VALID = """
@@ -217,9 +217,9 @@ def test_nothing_is_sent_anywhere() -> None:
         "import socket, sys\n"
         "def refuse(*a, **k): raise SystemExit('a connection was opened')\n"
         "socket.socket.connect = refuse\nsocket.create_connection = refuse\n"
-        "from harness.registry import load\n"
+        "from harness.registry import load_plugin\n"
         "for name in ('openvino', 'onnxruntime', 'simulated'):\n"
-        "    load('benchmarker', name)().describe()\n"
+        "    load_plugin('benchmarker', name)().describe()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -7,11 +7,11 @@ import pytest
 
 from harness.api import Candidate
 from harness.errors import UserError
-from harness.timing.workers.trial_pool import SyncExecutor
 from harness.records import Failed, Measured
-from harness.search_loop.loop import Ending, Goal, SearchTask, Seed, run_search
 from harness.results_dir.journal import Journal, read_journal
 from harness.results_dir.journal_reader import iter_incumbents, state_at_budgets
+from harness.search_loop.loop import Ending, Goal, SearchTask, Seed, run_search
+from harness.timing.workers.trial_pool import SyncExecutor
 from search.api import Failure, Observation, Placement, Score
 from search.space import Dimension, Edge, Space
 

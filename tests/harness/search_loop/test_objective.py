@@ -8,15 +8,25 @@ from typing import Any
 import pytest
 
 from harness.api import Accuracy
-from harness.errors import UserError
-from harness.statistics import Interval
-from harness.records import Proposal, Failed, Measured, TrialResult
 from harness.config.experiment import parse_experiment
-from harness.search_loop.objective import BELIEVED, PROXY, Goal, Scored, Standing, eligible, goal_facts, score_of, standing
-from harness.results_dir.journal import JournalEntry
-from harness.search_loop.accuracy_gate import Judge, least_loss
 from harness.config.objective import Objective, absolute_bound, check_objective
+from harness.errors import UserError
+from harness.records import Failed, Measured, Proposal, TrialResult
+from harness.results_dir.journal import JournalEntry
 from harness.results_dir.journal_reader import state_at_budgets
+from harness.search_loop.accuracy_gate import Judge, least_loss
+from harness.search_loop.objective import (
+    BELIEVED,
+    PROXY,
+    Goal,
+    Scored,
+    Standing,
+    eligible,
+    goal_facts,
+    score_of,
+    standing,
+)
+from harness.statistics import Interval
 from search.api import Score
 
 
@@ -42,12 +52,12 @@ def test_a_bound_is_absolute_or_a_share_of_the_float_models_figure(text: str, bo
     [
         ("map_drop: 0.01, top1_drop: 0.01", "one bound on one metric, but got map_drop, top1_drop"),
         ("max_drop: 0.01, map_drop: 0.01", "one bound on one metric, but got max_drop, map_drop"),
-        ("max_drop: -0.1", "a number from 0, or a share of the float model's such as '1%', but got -0.1"),
-        ("max_drop: little", "a number from 0, or a share of the float model's such as '1%', but got 'little'"),
+        ("max_drop: -0.1", "a number from 0, or a percentage of the float model's such as '1%', but got -0.1"),
+        ("max_drop: little", "a number from 0, or a percentage of the float model's such as '1%', but got 'little'"),
         ("max_drop: .nan", "a number from 0"),
         ("max_drop: true", "a number from 0"),
-        ("minimize: accuracy", "'minimize: accuracy' and 'max_latency' go together"),
-        ("max_latency: 5", "'minimize: accuracy' and 'max_latency' go together"),
+        ("minimize: accuracy", "'minimize: accuracy' and 'max_latency'"),
+        ("max_latency: 5", "'minimize: accuracy' and 'max_latency'"),
         ("minimize: loss", "objective.minimize: Input should be 'latency', 'pareto' or 'accuracy', but got 'loss'"),
         ("max_dropp: 0.01", "objective.max_dropp: unknown key; did you mean 'max_drop'"),
         ("proxy: -1", "objective.proxy: Input should be greater than or equal to 0"),
@@ -247,7 +257,10 @@ def test_leaders_of_a_front_are_the_front_the_roundest_first() -> None:
 def test_leaders_by_accuracy_lose_least_and_of_equals_the_fastest() -> None:
     goal = Goal(metric="map", reference=0.5, max_drop=None, minimize="accuracy", max_latency_ms=6.0)
     told = entries(outcome(7.0), outcome(5.0, map=0.4), outcome(5.5, map=0.5), outcome(4.0, map=0.5))
-    assert [(t.choices, t.latency_ms) for t in state_at_budgets(told, goal, [4], 2)[4].best] == [((3,), 4.0), ((2,), 5.5)]
+    assert [(t.choices, t.latency_ms) for t in state_at_budgets(told, goal, [4], 2)[4].best] == [
+        ((3,), 4.0),
+        ((2,), 5.5),
+    ]
 
 
 def test_the_account_says_how_many_were_scored_and_whether_the_proxy_can_be_trusted() -> None:

@@ -7,7 +7,7 @@ import pytest
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
-from harness.records import Proposal, Failed, Measured
+from harness.records import Failed, Measured, Proposal
 from harness.search_loop.loop import Trial
 from harness.search_loop.objective import Goal
 from harness.search_loop.optuna_mirror import live_study

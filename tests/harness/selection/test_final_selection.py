@@ -10,11 +10,11 @@ import pandas as pd
 import pytest
 from small import qdq, save_chain
 
-from harness.timing.turn_log import TWIN, TurnMatrix
-from harness.timing.racing_test import TURNS_PER_RACING_ROUND
-from harness.selection.paired_timing import ratios_of, read_contest
-from harness.results_dir.journal import read_journal
 from harness.results_dir.artifacts import Choice, best_choice, read_finalists
+from harness.results_dir.journal import read_journal
+from harness.selection.paired_timing import ratios_of, read_contest
+from harness.timing.racing_test import TURNS_PER_RACING_ROUND
+from harness.timing.turn_log import TWIN, TurnMatrix
 
 CELL = "net-simulated-int8"
 EXPERIMENT = """

@@ -13,14 +13,14 @@ from turns import Instant, Listening, row
 
 from harness.api import Candidate
 from harness.compat.modelopt_autotune.runoff import Runoff, fastest
-from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, Engines
-from harness.timing.racing_test import TURNS_PER_RACING_ROUND
-from harness.timing.sampling import Samples
+from harness.config.sections import Sampling
+from harness.progress import Silent
 from harness.records import Failed
-from harness.config.experiment import Sampling
 from harness.selection.paired_timing import Contest, read_speedups
 from harness.selection.racing import FIRST, race
-from harness.progress import Silent
+from harness.timing.racing_test import TURNS_PER_RACING_ROUND
+from harness.timing.sampling import Samples
+from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine, Engines
 
 FLOAT = "float"
 

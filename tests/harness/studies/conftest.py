@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.benchmark_table import BenchmarkTable, TableEntry, TableMetadata, TableSubspace, read_table, write_table
 from harness.records import Measured, Outcome
-from harness.benchmark_table import TableMetadata, TableEntry, TableSubspace, BenchmarkTable, read_table, write_table
-from search.synthetic_problem import planted_space
 from search.space import Placement, Space
+from search.synthetic_problem import planted_space
 
 EFFECTS = np.array([-0.4, 0.3, -0.2, 0.1, -0.05, 0.02])
 

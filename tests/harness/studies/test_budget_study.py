@@ -17,16 +17,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from harness.benchmark_table import BenchmarkTable
 from harness.cli.main import main
+from harness.config.yaml_loader import read_experiment_yaml
 from harness.records import Measured, Outcome
 from harness.registry import check_params
-from harness.config.yaml_loader import read_experiment_yaml
-from harness.results_dir.lock import exclusive_lock
+from harness.results_dir.ownership import exclusive_lock
 from harness.studies import path_cache as kept
 from harness.studies import replay_pool
 from harness.studies.path_cache import Series
 from harness.studies.study_file import BudgetStudy, Contender, load_study
-from harness.benchmark_table import BenchmarkTable
 
 MakeTable = Callable[..., BenchmarkTable]
 SEARCHERS = ["--searcher", "random", "--searcher", "local"]
@@ -460,7 +460,7 @@ def test_committed_studies_are_valid() -> None:
         study = BudgetStudy.model_validate(read_experiment_yaml(path.read_text(encoding="utf-8"), path.name))
         assert study.searchers
         for contender in study.searchers:
-            check_params("searcher", contender.use, contender.params, given=("space", "seed"))
+            check_params("searcher", contender.use, contender.params, supplied=("space", "seed"))
 
 
 def told_all(choices: tuple[int, ...]) -> Outcome:

@@ -28,13 +28,13 @@ def changes(package: Path, searcher: str, module: str) -> bool:
 @pytest.mark.parametrize(
     ("searcher", "module", "expected"),
     [
-        ("auto.py", "algorithms/auto.py", True),
-        ("auto.py", "acquisition.py", True),
-        ("auto.py", "models.py", True),  # by way of acquisition
-        ("random.py", "algorithms/auto.py", False),
+        ("model_based.py", "algorithms/model_based.py", True),
+        ("model_based.py", "acquisition.py", True),
+        ("model_based.py", "gaussian_process.py", True),  # by way of acquisition
+        ("random.py", "algorithms/model_based.py", False),
         ("random.py", "acquisition.py", False),
         ("random.py", "pareto.py", True),  # by way of archive
-        ("portfolio.py", "algorithms/random.py", True),  # runs searchers by their names
+        ("bandit_portfolio.py", "algorithms/random.py", True),  # runs searchers by their names
     ],
 )
 def test_a_searcher_is_its_own_file_and_what_it_imports(

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from harness.benchmark_table import read_table
 from harness.cli.main import main
-from harness.config.experiment import ModelSpec
+from harness.config.sections import ModelSpec
 from harness.studies.recorded_landscape import Landscape
 from harness.studies.replay import check_table
 from harness.studies.replay_report import table_lines
-from harness.benchmark_table import read_table
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLES = sorted((ROOT / "results" / "tables").glob("*.parquet"))

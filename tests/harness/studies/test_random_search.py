@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from harness.benchmark_table import BenchmarkTable
+from harness.config.sections import PluginSpec
 from harness.records import Failed, Measured, Outcome
 from harness.report.statistics import score_against_random
-from harness.config.experiment import PluginSpec
-from harness.studies.recorded_landscape import Landscape
 from harness.studies.random_search import random_search
+from harness.studies.recorded_landscape import Landscape
 from harness.studies.replay import first_placements, replay, replay_once, walks_of
-from harness.benchmark_table import BenchmarkTable
 from search.api import Observation, Placement
 
 MakeTable = Callable[..., BenchmarkTable]

@@ -10,21 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.benchmark_table import BenchmarkTable, read_table
 from harness.cli.main import main
+from harness.config.sections import TurnSchedule
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.timing.workers.in_process import InProcess
-from harness.records import Failed, Measured
-from harness.config.experiment import TurnSchedule
-from harness.search_loop.loop import COLD_START
 from harness.progress import Silent
-from harness.studies.study_task import study_of
-from harness.studies.recorded_landscape import Landscape
-from harness.studies.record_table import record
+from harness.records import Failed, Measured
+from harness.search_loop.loop import COLD_START
 from harness.studies.dimension_screening import most_telling, neighbours, sensitivity
-from harness.benchmark_table import BenchmarkTable, read_table
-from search.synthetic_problem import planted_space
+from harness.studies.record_table import record
+from harness.studies.recorded_landscape import Landscape
+from harness.studies.study_task import study_of
+from harness.timing.workers.in_process import InProcess
 from search.space import Dimension, Edge, Placement, Space
+from search.synthetic_problem import planted_space
 
 PARAMS = {"seed": 5, "noise": 0.0}
 
@@ -88,7 +88,9 @@ def test_a_search_first_finds_what_single_changes_do_not(model: Path, tmp_path: 
     outcome = searched.rows[fixed].outcome
     assert isinstance(outcome, Measured)
     assert outcome.info["truth_ms"] == best_ms(searched), "the rest is fixed at the best that is known"
-    assert set(searched.metadata.anchors) == {"float", "all", "linear"}, "no replayed search is told what this one found"
+    assert set(searched.metadata.anchors) == {"float", "all", "linear"}, (
+        "no replayed search is told what this one found"
+    )
     recorded(model, tmp_path / "searched.parquet", dimensions=1, search=60, **rugged)
 
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from harness.benchmark_table import BenchmarkTable
 from harness.errors import UserError
 from harness.records import Failed, Measured, Outcome
 from harness.studies.landscape_metrics import difficulty_of, drift_of
 from harness.studies.recorded_landscape import Bound, Landscape
-from harness.benchmark_table import BenchmarkTable
 from search.api import Failure
 
 MakeTable = Callable[..., BenchmarkTable]

@@ -12,15 +12,15 @@ import pandas as pd
 import pytest
 
 from harness import registry
+from harness.benchmark_table import BenchmarkTable
 from harness.cli.main import main
+from harness.config.sections import ModelSpec, PluginSpec
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.records import Failed, Measured, Outcome
-from harness.config.experiment import ModelSpec, PluginSpec
 from harness.studies.recorded_landscape import Bound, Landscape
 from harness.studies.replay import check_table, replay, replay_once, walks_of
 from harness.studies.replay_report import ReplayOrder, replay_all, table_lines
-from harness.benchmark_table import BenchmarkTable
 from search.api import Failure, Observation, Placement, Score
 
 MakeTable = Callable[..., BenchmarkTable]
@@ -52,7 +52,9 @@ def read(landscape: Landscape, walk: list[int], seed: int) -> list[float]:
 @pytest.mark.parametrize("name", ["random", "random_mutation", "evolutionary", "local"])
 def test_searchers_find_the_optimum_and_repeat_themselves(name: str, make_table: MakeTable) -> None:
     landscape = Landscape(make_table(noise=0.01))
-    one, two = (replay(landscape, PluginSpec(use=name), seeds=range(3), budget=64, initial=("float",)) for _ in range(2))
+    one, two = (
+        replay(landscape, PluginSpec(use=name), seeds=range(3), budget=64, initial=("float",)) for _ in range(2)
+    )
     np.testing.assert_array_equal(one.latency_ms, two.latency_ms)
     assert one.latency_ms[:, -1] == pytest.approx(landscape.latency_ms.min(), rel=0.03)
     assert one.latency_ms[:, 0] == pytest.approx(10.0, rel=0.02)  # float, told first
@@ -242,7 +244,7 @@ def test_what_a_search_read_follows_from_what_it_evaluated(make_table: MakeTable
     landscape = Landscape(make_table(outcome=outcome))
     for seed in range(5):
         space = landscape.table.subspace.space
-        made = registry.check_params("searcher", "local", {}, given=("space", "seed"))(space, seed=seed)
+        made = registry.check_params("searcher", "local", {}, supplied=("space", "seed"))(space, seed=seed)
         told: dict[int, float] = {}
         tell = made.tell
 

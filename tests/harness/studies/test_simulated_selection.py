@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from harness.studies.simulated_selection import CONTENDERS, TURNS, Walks, chosen
-from harness.studies.recorded_landscape import Floats, Landscape
 from harness.benchmark_table import BenchmarkTable
+from harness.studies.recorded_landscape import Floats, Landscape
+from harness.studies.simulated_selection import CONTENDERS, TURNS, Walks, chosen
 
 INF = float("inf")
 

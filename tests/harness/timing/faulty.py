@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness.api import Accuracy, Array, Artifact, Candidate, Infer
+from harness.api import Accuracy, Array, Artifact, Candidate, Capabilities, Infer
 from harness.errors import BuildFailed, UserError
 
 
@@ -136,7 +136,7 @@ class FaultyProbe:
 class Lottery:
     """Latency by number of quantized edges; every second candidate has one of the faults. The float model is well."""
 
-    dialect = "openvino"
+    capabilities = Capabilities(dialect="openvino")
     FAULTS = (
         "build segfault", "build abort", "build refuse", "build exit", "build kill", "build eat", "sample raise",
         "sample hang", "sample zero", "sample nan", "sample jump",

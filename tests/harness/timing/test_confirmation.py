@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 
 from harness.api import Candidate
+from harness.config.sections import Confirmation, Sampling
 from harness.errors import UserError
-from harness.timing.confirmation import Contender, ConfirmationSummary, confirm, summarize_turns
-from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine
+from harness.records import Failed
+from harness.timing.confirmation import ConfirmationSummary, Contender, confirm, summarize_turns
+from harness.timing.sampling import Samples
 from harness.timing.turn_log import (
     TWIN,
-    Turn,
     RowFailure,
+    Turn,
     TurnEvent,
     decode_turn_event,
     disturbance_note,
     encode_turn_event,
 )
-from harness.timing.sampling import Samples
-from harness.records import Failed
-from harness.config.experiment import Confirmation, Sampling
+from harness.timing.workers.engines import MAIN_BENCHMARKER, BuiltEngine
 
 SCHEDULE = Confirmation(builds=3, rounds=4, samples=5)
 TRUTH = {"float": 10.0, "a": 5.0}

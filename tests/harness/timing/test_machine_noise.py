@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 import harness.timing.machine_noise as machine_noise
-from harness.timing.machine_noise import MachineSnapshot, MachineMonitor, describe_disturbance
+from harness.timing.machine_noise import MachineMonitor, MachineSnapshot, describe_disturbance
 
 STAT = """\
 cpu  9000 100 150 90000 40 20 30 900 0 0
@@ -29,7 +29,7 @@ def write(root: Path, name: str, text: str) -> None:
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(machine_noise, "_own_cores", lambda: [0, 1])
+    monkeypatch.setattr(machine_noise, "_allowed_cores", lambda: [0, 1])
     for core, khz in enumerate((800_000, 3_400_000)):
         write(tmp_path, f"sys/devices/system/cpu/cpu{core}/cpufreq/scaling_cur_freq", f"{khz}\n")
         write(tmp_path, f"sys/devices/system/cpu/cpu{core}/thermal_throttle/core_throttle_count", f"{core}\n")
@@ -56,7 +56,7 @@ def test_the_state_of_a_machine_is_read(root: Path) -> None:
 def test_cores_of_this_process_are_watched_with_their_sibling_threads(
     siblings: str, expected: tuple[int, float, float], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine_noise, "_own_cores", lambda: [1])
+    monkeypatch.setattr(machine_noise, "_allowed_cores", lambda: [1])
     write(root, SIBLINGS, siblings)
     found = MachineMonitor(root).read()
     assert (found.cores, found.busy_s, found.stolen_s) == expected

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import harness.timing.provenance as provenance
-from harness.timing.provenance import validate_threads, count_cores, comparability_key, describe_environment
+from harness.timing.provenance import comparability_key, count_cores, describe_environment, validate_threads
 
 
 def test_environment_is_json_without_folders_of_this_machine() -> None:
@@ -49,7 +49,7 @@ def raising(error: Exception) -> object:
 
 @pytest.mark.parametrize("error", [OSError("not here"), subprocess.TimeoutExpired("tool", 10)])
 def test_facts_that_cannot_be_read_are_absent(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_read_text", "_run", "_cpuinfo"):
+    for name in ("_read_text", "_run_command", "_cpuinfo"):
         monkeypatch.setattr(provenance, name, raising(error))
     facts = describe_environment()
     assert "git_commit" not in facts
@@ -67,7 +67,7 @@ def test_the_gpus_of_this_process_are_read_from_nvidia_smi(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[str]
 ) -> None:
     monkeypatch.setattr(provenance.shutil, "which", lambda _: "/usr/bin/tool")
-    monkeypatch.setattr(provenance, "_run", lambda *command: ROWS if command[0] == "nvidia-smi" else "")
+    monkeypatch.setattr(provenance, "_run_command", lambda *command: ROWS if command[0] == "nvidia-smi" else "")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.timing.racing_test import TURNS_PER_RACING_ROUND, build_variance_slack, surviving, race_winner
+from harness.timing.racing_test import TURNS_PER_RACING_ROUND, build_variance_slack, race_winner, surviving
 
 TURNS = sum(TURNS_PER_RACING_ROUND)
 RNG = np.random.default_rng(0)

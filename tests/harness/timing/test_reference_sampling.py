@@ -3,12 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from harness.config.sections import Sampling
 from harness.errors import MeasureFailed
+from harness.statistics import Interval, median_ci
 from harness.timing.machine_noise import MachineSnapshot
 from harness.timing.reference_sampling import ReferenceEngine, sample_against_reference
 from harness.timing.sampling import Samples, sample_engine
-from harness.statistics import Interval, median_ci
-from harness.config.experiment import Sampling
 
 SAMPLING = Sampling(warmup_ms=20.0)
 

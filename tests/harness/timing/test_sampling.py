@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.config.sections import Sampling
 from harness.errors import MeasureFailed
-from harness.timing.machine_noise import MachineSnapshot, MachineMonitor
-from harness.timing.sampling import Samples, make_fixed_inputs, sample_engine
 from harness.statistics import Interval, median_ci
-from harness.config.experiment import Sampling
+from harness.timing.machine_noise import MachineMonitor, MachineSnapshot
+from harness.timing.sampling import Samples, make_fixed_inputs, sample_engine
 
 QUIET = Sampling(warmup_ms=0, min_samples=11, max_samples=200, max_ms=1e6, target=0.01)
 

@@ -13,15 +13,15 @@ from onnx import numpy_helper
 
 from harness.accuracy.calibration.ranges import calibrate, finite_ranges
 from harness.cli.main import main
-from harness.random_inputs import random_feeds
 from harness.graph.builder import GraphBuilder
-from harness.graph.qdq.read_edges import delivered
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import load, save
+from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.read_edges import delivered
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialect_lookup import dialect_called
-from harness.verification.dynamic_delivery import Delivered, deliver_dynamic
+from harness.random_inputs import random_feeds
 from harness.verification.dynamic_check import other_shapes
+from harness.verification.dynamic_delivery import Delivered, deliver_dynamic
 from search.space import Placement
 
 DIM, HEADS = 16, 2

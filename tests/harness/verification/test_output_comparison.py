@@ -13,17 +13,18 @@ from onnx import TensorProto, helper, numpy_helper
 from small import qdq, save_chain
 
 from harness.api import Candidate
-from harness.timing.workers.engines import BuiltEngine
+from harness.config.sections import Limits
+from harness.progress import Silent
 from harness.records import Failed
 from harness.report.load.results import load
-from harness.config.experiment import Limits
-from harness.progress import Silent
 from harness.results_dir.artifacts import read_finalists
+from harness.timing.workers.engines import BuiltEngine
 from harness.verification.output_comparison import compare_float, compare_with_file
 from harness.verification.runtime_checker import CheckPlan, RuntimeChecker
 from search.space import digest_of
 
 PLUGINS = """
+from harness.api import Capabilities
 import onnx
 import onnxruntime
 from onnx import helper
@@ -33,7 +34,7 @@ from harness.runtimes.simulated import SimulatedBenchmarker
 class Faulty(SimulatedBenchmarker):
     '''Computes what the file says, but for one convolution, whose sign is wrong where its data are quantized.'''
 
-    in_process = False
+    capabilities = Capabilities(dialect="openvino")
 
     def build(self, candidate, workdir):
         built = super().build(candidate, workdir)

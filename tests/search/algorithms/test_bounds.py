@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from search.algorithms.annealing import AnnealingSearcher
-from search.algorithms.model_based import AutoSearcher
+from search.algorithms.bandit_portfolio import PortfolioSearcher
+from search.algorithms.block_coordinate import PerPatternSearcher
 from search.algorithms.evolutionary import EvolutionarySearcher
+from search.algorithms.greedy import SensitivityGreedySearcher
 from search.algorithms.local_search import LocalSearcher
+from search.algorithms.model_based import AutoSearcher
 from search.algorithms.nsga2 import NSGA2Searcher
 from search.algorithms.optuna_sampler import OptunaSearcher
-from search.algorithms.block_coordinate import PerPatternSearcher
-from search.algorithms.bandit_portfolio import PortfolioSearcher
 from search.algorithms.random_mutation import RandomMutationSearcher
-from search.algorithms.greedy import SensitivityGreedySearcher
 from search.algorithms.surrogate import SurrogateSearcher
 from search.algorithms.tpe import TPESearcher
 from search.api import Dimension, Edge, Failure, Observation, Placement, Score, Space

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from search.algorithms.model_based import AutoSearcher
-from search.algorithms.block_coordinate import PerPatternSearcher
 from search.algorithms.bandit_portfolio import PortfolioSearcher
-from search.algorithms.random import RandomSearcher
+from search.algorithms.block_coordinate import PerPatternSearcher
 from search.algorithms.greedy import SensitivityGreedySearcher
+from search.algorithms.model_based import AutoSearcher
+from search.algorithms.random import RandomSearcher
 from search.algorithms.surrogate import SurrogateSearcher
 from search.api import Dimension, Edge, Failure, Observation, Placement, Score, Space
 from search.heuristics import expert_rules

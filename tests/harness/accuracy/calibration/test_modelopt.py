@@ -14,8 +14,8 @@ from onnxruntime.quantization.calibrate import HistogramCollector
 from harness.accuracy.calibration.histogram_calibrators import Observer
 from harness.accuracy.calibration.ptq import modelopt_ptq
 from harness.accuracy.calibration.ranges import Method, Ranges, calibrate
-from harness.random_inputs import random_feeds
 from harness.graph.builder import GraphBuilder
+from harness.random_inputs import random_feeds
 
 QUIET_FIRST, LOUD_FIRST = (1, 2, 4), (4, 2, 1)
 

@@ -24,10 +24,10 @@ from onnxruntime.quantization.registry import QDQRegistry
 from harness.accuracy.calibration import ptq_child
 from harness.accuracy.calibration.ptq import modelopt_ptq, ort_static, ptq_fingerprint
 from harness.errors import BuildFailed
-from harness.random_inputs import random_feeds
 from harness.graph.builder import GraphBuilder
-from harness.graph.rules.dialects import OPENVINO
 from harness.graph.io.files import copy_model, move_model
+from harness.graph.rules.dialects import OPENVINO
+from harness.random_inputs import random_feeds
 
 CHANNELS = 32  # ModelOpt leaves thinner convolutions alone at FP8
 TOOLS = [modelopt_ptq, ort_static]
@@ -274,6 +274,6 @@ def test_the_fingerprint_follows_the_dialect_and_the_options(monkeypatch: pytest
     seen = {ptq_fingerprint({"dialect_name": name}) for name in ("openvino", "onnxruntime")}
     seen.add(ptq_fingerprint({"dialect_name": "openvino", "method": "entropy"}))
     changed = dataclasses.replace(OPENVINO, bias="int32")
-    monkeypatch.setattr("harness.registry.load", lambda *_: changed)
+    monkeypatch.setattr("harness.registry.load_plugin", lambda *_: changed)
     seen.add(ptq_fingerprint({"dialect_name": "openvino"}))
     assert len(seen) == 4

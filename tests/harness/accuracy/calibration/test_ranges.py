@@ -21,11 +21,18 @@ from hypothesis.extra import numpy as hnp
 from onnxruntime.quantization.calibrate import MinMaxCalibrater
 
 from harness.accuracy.calibration.histogram_calibrators import Histograms, Magnitudes, Observer
-from harness.accuracy.calibration.ranges import METHODS, CalibrationKey, cached_ranges, calibrate, finite_ranges, remarks
-from harness.errors import UserError
+from harness.accuracy.calibration.ranges import (
+    METHODS,
+    CalibrationKey,
+    cached_ranges,
+    calibrate,
+    finite_ranges,
+    remarks,
+)
 from harness.accuracy.data.batching import Batches
-from harness.random_inputs import random_feeds
+from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
+from harness.random_inputs import random_feeds
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from harness.accuracy.calibration.ranges import narrowed
+from harness.config.experiment import parse_experiment
 from harness.graph.builder import GraphBuilder
-from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
 from harness.graph.load import from_proto
 from harness.graph.qdq.space import build_space
-from harness.config.experiment import parse_experiment
+from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
 from harness.pipeline.runner import run_experiment
 from harness.progress import Silent
 from search.space import Dimension, Edge, Space
@@ -46,8 +46,8 @@ def test_broken_and_dead_activations_are_recorded_and_the_broken_ones_stay_float
         def say(self, text: str) -> None:
             said.append(text)
 
-    experiment = parse_experiment(EXPERIMENT, "odd.yaml")
-    run_experiment(experiment, base=tmp_path, out=tmp_path / "out", observer=Ears())
+    experiment = parse_experiment(EXPERIMENT, "odd.yaml", tmp_path)
+    run_experiment(experiment, out=tmp_path / "out", observer=Ears())
     facts = json.loads((tmp_path / "out" / "odd-simulated-int8" / "cell.json").read_text())
     assert facts["calibrated_on"] == "random data"
     broken, quiet = facts["calibration_remarks"]

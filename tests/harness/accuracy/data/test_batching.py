@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.errors import UserError
-from harness.accuracy.data.datasets import open_data, open_images
 from harness.accuracy.data.batching import batches, image_input
+from harness.accuracy.data.datasets import open_data, open_images
 from harness.accuracy.data.preprocessings import Shapes
+from harness.errors import UserError
 
 SPLIT = {"use": "shapes", "split": "evaluation", "count": 5}
 IMAGE = ("float", (1, 3, 128, 128))

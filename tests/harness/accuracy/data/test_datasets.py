@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from harness.errors import UserError
 from harness.accuracy.data import arrays
 from harness.accuracy.data.datasets import HALVES, Arrays, Dataset, half_of, open_data, open_images
+from harness.errors import UserError
 
 
 @pytest.fixture

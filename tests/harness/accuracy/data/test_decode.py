@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.errors import EvaluationFailed
 from harness.accuracy.data import decode
 from harness.accuracy.data.decode import decode_nanodet, decode_shapes, decode_yolox, overlaps, suppress
 from harness.accuracy.data.preprocess import Prepared
+from harness.errors import EvaluationFailed
 
 SIZE = (32, 64)  # cells: 4 x 8, 2 x 4, 1 x 2
 CELLS = 32 + 8 + 2

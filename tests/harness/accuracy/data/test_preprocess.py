@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.errors import UserError
 from harness.accuracy.data.preprocess import Prepared, Preprocess, open_preprocess, preprocess_fingerprint
 from harness.accuracy.data.preprocessings import (
     RTDETR,
@@ -18,6 +17,7 @@ from harness.accuracy.data.preprocessings import (
     TorchImageNet,
     Ultralytics,
 )
+from harness.errors import UserError
 
 
 def plain(height: int, width: int, colour: tuple[int, int, int] = (200, 100, 50)) -> np.ndarray:
@@ -167,9 +167,9 @@ def test_unknown_names_and_parameters_are_explained() -> None:
         open_preprocess("yolo")
     with pytest.raises(UserError, match="unknown key 'parms' beside 'use'; did you mean 'params'"):
         open_preprocess({"use": "yolox", "parms": {}})
-    with pytest.raises(UserError, match="resize is one of shrink, shorter_side, center_crop, stretch, but got 'big'"):
+    with pytest.raises(UserError, match=r"resize: .*'stretch', but got 'big'"):
         open_preprocess({"use": "tf_imagenet", "params": {"resize": "big"}})
-    with pytest.raises(UserError, match="resample is one of bilinear, bicubic, but got 'nearest'"):
+    with pytest.raises(UserError, match=r"resample: .*'bicubic', but got 'nearest'"):
         open_preprocess({"use": "torch_imagenet", "params": {"resample": "nearest"}})
     with pytest.raises(UserError, match="a mapping of 'use'"):
         open_preprocess({"params": {}})

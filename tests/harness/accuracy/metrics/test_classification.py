@@ -9,11 +9,11 @@ import pytest
 from PIL import Image
 
 from harness import registry
+from harness.accuracy.metrics.base import evaluator_params
+from harness.accuracy.metrics.classification import Top1, Top5
+from harness.accuracy.metrics.intervals import metric_estimate
 from harness.api import Infer
 from harness.errors import EvaluationFailed, UserError
-from harness.accuracy.metrics.classification import Top1, Top5
-from harness.accuracy.metrics.base import evaluator_params
-from harness.accuracy.metrics.intervals import metric_estimate
 
 SUPPLIED = {"input_name": "x", "input_shape": (1, 3, 4, 4)}
 

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from harness import registry
-from harness.api import Evaluator, Infer
-from harness.errors import EvaluationFailed, UserError
-from harness.accuracy.metrics import base
 from harness.accuracy.data.datasets import open_images
 from harness.accuracy.data.decode import Detections
-from harness.accuracy.metrics.detection import CocoMAP, coco_metrics
-from harness.accuracy.metrics.base import evaluator_params
-from harness.accuracy.metrics.intervals import metric_estimate
 from harness.accuracy.data.preprocessings import Shapes
+from harness.accuracy.metrics import base
+from harness.accuracy.metrics.base import evaluator_params
+from harness.accuracy.metrics.detection import CocoMAP, coco_metrics
+from harness.accuracy.metrics.intervals import metric_estimate
+from harness.api import Evaluator, Infer
+from harness.errors import EvaluationFailed, UserError
 
 DATA = {"use": "shapes", "split": "evaluation", "count": 6}
 PARAMS = {"data": DATA, "preprocess": "shapes", "decode": "shapes"}

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from harness import registry
-from harness.errors import EvaluationFailed, UserError
+from harness.accuracy.metrics.base import evaluator_params
 from harness.accuracy.metrics.closeness import closeness, layout_of
 from harness.accuracy.metrics.fidelity import Fidelity
-from harness.accuracy.metrics.base import evaluator_params
 from harness.accuracy.metrics.intervals import contradiction, metric_estimate
 from harness.accuracy.metrics.sqnr import MAX_SQNR_DB
+from harness.errors import EvaluationFailed, UserError
 
 INPUTS = {"x": ("float", (1, 5)), "mask": ("bool", (1, 5))}
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.api import Accuracy
-from harness.accuracy.metrics import intervals
 from harness.accuracy.data.decode import Detections
+from harness.accuracy.metrics import intervals
+from harness.accuracy.metrics.average_precision import METRICS, map_facts, resampled_map
 from harness.accuracy.metrics.detection import _evaluated, coco_metrics
 from harness.accuracy.metrics.intervals import accuracy_of, contradiction, drop_estimate, evidence_of, metric_estimate
-from harness.accuracy.metrics.average_precision import METRICS, map_facts, resampled_map
+from harness.api import Accuracy
 
 
 def scene(seed: int, images: int = 8, classes: int = 3) -> tuple[dict[str, Any], list[Detections]]:

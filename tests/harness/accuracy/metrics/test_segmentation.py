@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 
 from harness import registry
-from harness.errors import EvaluationFailed, UserError
 from harness.accuracy.metrics.base import evaluator_params
 from harness.accuracy.metrics.intervals import metric_estimate
 from harness.accuracy.metrics.segmentation import MeanIoU
+from harness.errors import EvaluationFailed, UserError
 
 DATA = {"use": "images", "images": "images", "masks": "masks"}
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from harness.compat.modelopt_autotune.benchmark import _CURRENT, Benchmark, init_benchmark_instance
-from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.graph.builder import GraphBuilder
 from harness.records import Failed, Measured
+from harness.runtimes.simulated import SimulatedBenchmarker
 
 
 def small_model(blocks=2, name="net"):

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
+from harness.cli.main import main
 from harness.compat.modelopt_autotune import MODE_PRESETS, get_node_filter_list
 from harness.compat.modelopt_autotune.arguments import depth_of, get_parser
 from harness.compat.modelopt_autotune.benchmark import (
@@ -22,17 +23,16 @@ from harness.compat.modelopt_autotune.benchmark import (
 from harness.compat.modelopt_autotune.common import AutotunerError, AutotunerNotInitializedError
 from harness.compat.modelopt_autotune.summary import Delivered, verdict_lines
 from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow
-from harness.runtimes.simulated import SimulatedBenchmarker
-from harness.cli.main import main
+from harness.config.sections import PluginSpec
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.pattern_cache import PatternCache
 from harness.graph.pattern_cache_io import read_cache, read_plain_yaml
 from harness.graph.qdq.read_edges import delivered
-from harness.timing.confirmation import ContenderSummary, ConfirmationSummary
-from harness.statistics import Interval
 from harness.records import Failed
-from harness.config.experiment import PluginSpec
+from harness.runtimes.simulated import SimulatedBenchmarker
+from harness.statistics import Interval
+from harness.timing.confirmation import ConfirmationSummary, ContenderSummary
 
 procedure = importlib.import_module("harness.compat.modelopt_autotune.procedure")
 
@@ -566,7 +566,7 @@ def test_options_of_tensorrt_reach_a_backend_that_takes_them(monkeypatch):
     def backend(plugin_libraries=None, timing_cache_file=None, trtexec_args=None):
         raise AssertionError("not made here")
 
-    monkeypatch.setattr("harness.registry.signature", lambda *_: inspect.signature(backend))
+    monkeypatch.setattr("harness.registry.plugin_signature", lambda *_: inspect.signature(backend))
     given = {"plugin_libraries": ["a.so"], "timing_cache_file": "t.cache", "trtexec_args": ["--fp16"]}
     use = backend_use("trtexec", given)
     assert use.params == {"plugin_libraries": ["a.so"], "timing_cache_file": "t.cache", "trtexec_args": ["--fp16"]}

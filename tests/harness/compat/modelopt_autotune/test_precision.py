@@ -12,9 +12,9 @@ import pytest
 
 from harness.compat.modelopt_autotune.benchmark import current_benchmark, init_benchmark_instance
 from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow
-from harness.runtimes.tensorrt import benchmarker
 from harness.graph.builder import GraphBuilder
 from harness.graph.io.files import file_digest
+from harness.runtimes.tensorrt import benchmarker
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from contextlib import closing
 
 import pytest
 
+from harness.cli.main import main
 from harness.compat.modelopt_autotune.benchmark import init_benchmark_instance
 from harness.compat.modelopt_autotune.sampling_policy import restless
 from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow
-from harness.cli.main import main
 from harness.graph.pattern_cache_io import read_plain_yaml
 from harness.records import Failed, Measured
 
@@ -22,7 +22,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from harness.api import Artifact
+from harness.api import Artifact, Capabilities
 from harness.runtimes.simulated import SimulatedBenchmarker
 
 PACE = np.random.default_rng(7)
@@ -38,7 +38,7 @@ class Probe:
 
 
 class Restless:
-    dialect = "openvino"
+    capabilities = Capabilities(dialect="openvino")
     calls = 0
 
     @classmethod

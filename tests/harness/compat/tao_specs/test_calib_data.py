@@ -9,10 +9,10 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from harness.cli.main import app
-from harness.errors import UserError
 from harness.accuracy.data.preprocess import open_preprocess
+from harness.cli.main import app
 from harness.compat.tao_specs.calib_data import input_size, write_calibration
+from harness.errors import UserError
 
 
 def test_the_command_of_the_how_to(coco: Path, tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from harness.errors import UserError
-from harness.graph.qdq.read_edges import delivered
-from harness.progress import Silent
 from harness.compat.tao_specs import ptq as command
 from harness.compat.tao_specs.quantize import Quantized, quantize
 from harness.compat.tao_specs.sensitivity import rank
 from harness.compat.tao_specs.spec import parse_spec, section
+from harness.errors import UserError
+from harness.graph.qdq.read_edges import delivered
+from harness.progress import Silent
 
 LAYERS = "{module_name: MatMul, weights: {dtype: int8}, activations: {dtype: int8}}"
 

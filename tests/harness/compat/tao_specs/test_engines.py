@@ -15,12 +15,8 @@ from typer.testing import CliRunner
 
 from harness import zoo
 from harness.api import Accuracy
-from harness.cli.main import app
 from harness.cli.common import tidy
-from harness.errors import UserError
-from harness.graph.builder import GraphBuilder
-from harness.config.experiment import PluginSpec
-from harness.progress import Observer, Silent
+from harness.cli.main import app
 from harness.compat.tao_specs import engine as engines
 from harness.compat.tao_specs import engine_file
 from harness.compat.tao_specs.comparison import advice, compared
@@ -30,6 +26,10 @@ from harness.compat.tao_specs.evaluate import Scored, evaluate
 from harness.compat.tao_specs.layout import decoder_of
 from harness.compat.tao_specs.quantize import quantize
 from harness.compat.tao_specs.spec import parse_spec, section
+from harness.config.sections import PluginSpec
+from harness.errors import UserError
+from harness.graph.builder import GraphBuilder
+from harness.progress import Observer, Silent
 
 ENGINE = "gen_trt_engine: {{onnx_file: {model}, trt_engine: {engine}, tensorrt: {{data_type: FP32, {options}}}}}\n"
 

@@ -13,16 +13,16 @@ import pytest
 from typer.testing import CliRunner
 
 from harness.cli.main import app
-from harness.errors import UserError
-from harness.graph.builder import GraphBuilder
-from harness.graph.io.signature import read_declared
-from harness.graph.qdq.read_edges import delivered
 from harness.compat.tao_specs import modelopt_arguments as told
 from harness.compat.tao_specs import ptq as command
 from harness.compat.tao_specs.calib_data import input_size
 from harness.compat.tao_specs.presets import DEFAULT_OPS, NEVER_BY_DEFAULT, PRESETS
 from harness.compat.tao_specs.quantize import quantize
 from harness.compat.tao_specs.spec import parse_spec, section
+from harness.errors import UserError
+from harness.graph.builder import GraphBuilder
+from harness.graph.io.signature import read_declared
+from harness.graph.qdq.read_edges import delivered
 
 INT8 = "weights: {dtype: int8}, activations: {dtype: int8}"
 E4M3 = "weights: {dtype: fp8_e4m3fn}, activations: {dtype: fp8_e4m3fn}"
@@ -138,7 +138,7 @@ def test_layers_that_match_nothing(small: Path) -> None:
     ],
 )  # fmt: skip
 def test_devices(device: str, gpus: list[str], eps: list[str], monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    monkeypatch.setattr(told, "environment", lambda: {"gpus": gpus})
+    monkeypatch.setattr(told, "describe_environment", lambda: {"gpus": gpus})
     assert told.providers(device) == eps
     missing = device != "cpu" and not gpus
     assert (f"device: {device}: there is no NVIDIA GPU here" in caplog.text) == missing

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import UserError
 from harness.compat.tao_specs.modelopt_arguments import INT4_ONLY, check_arguments, parameters
 from harness.compat.tao_specs.ptq import get_parser, ptq
+from harness.errors import UserError
 
 PAGE = (Path(__file__).resolve().parents[4] / "docs/compatibility.md").read_text(encoding="utf-8")
 SECTION = re.search(r"^## ModelOpt [^\n]*\n(.*?)^## ", PAGE, re.MULTILINE | re.DOTALL)

@@ -14,12 +14,12 @@ import pytest
 from onnx import TensorProto
 from typer.testing import CliRunner
 
-from harness.cli.main import app
 from harness.cli.common import tidy
-from harness.errors import UserError
-from harness.graph.qdq.read_edges import delivered
+from harness.cli.main import app
 from harness.compat.tao_specs.quantize import Quantized, quantize
 from harness.compat.tao_specs.spec import parse_spec, section
+from harness.errors import UserError
+from harness.graph.qdq.read_edges import delivered
 
 INT8 = "weights: {dtype: int8}, activations: {dtype: int8}"
 E4M3 = "weights: {dtype: fp8_e4m3fn}, activations: {dtype: fp8_e4m3fn}"

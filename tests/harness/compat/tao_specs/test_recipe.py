@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from harness.cli.main import app
-from harness.pipeline.preflight import check_experiment
 from harness.config.experiment import parse_experiment, to_yaml
+from harness.pipeline.preflight import check_experiment
 
 ROOT = Path(__file__).resolve().parents[4]
 RECIPE = ROOT / "experiments/yolo11_recipe.yaml"
@@ -32,8 +32,8 @@ def recipe(detector: Path, coco: Path) -> str:
 
 
 def test_two_paths_are_all_that_is_changed(detector: Path, coco: Path, tmp_path: Path) -> None:
-    config = parse_experiment(recipe(detector, coco).replace("count: 500", "count: 8"), "recipe")
-    check_experiment(config, tmp_path)
+    config = parse_experiment(recipe(detector, coco).replace("count: 500", "count: 8"), "recipe", tmp_path)
+    check_experiment(config)
     assert config.precision == ("int8", "fp8")
     assert {"linear", "all", "extreme", "modelopt_ptq", "ort_static"} == set(config.baselines)
     assert told() in (ROOT / "docs/yolo.md").read_text(encoding="utf-8")
@@ -43,7 +43,7 @@ def test_two_paths_are_all_that_is_changed(detector: Path, coco: Path, tmp_path:
 @pytest.mark.usefixtures("undrawn")
 def test_the_recipe_ends_in_a_table_of_map_and_latency(detector: Path, coco: Path, tmp_path: Path) -> None:
     """Cut to what a test has time for: no PTQ tools, one float precision, one evaluation beyond the seed."""
-    config = parse_experiment(recipe(detector, coco).replace("count: 500", "count: 8"), "recipe")
+    config = parse_experiment(recipe(detector, coco).replace("count: 500", "count: 8"), "recipe", tmp_path)
     changes = {
         "backends": [{"use": "here:OpenVINO", "label": "openvino", "params": {"threads": 1, "precision": "f32"}}],
         "precision": ["int8"],

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harness.errors import UserError
 from harness.compat.tao_specs.spec import parse_spec, read_spec, section
+from harness.errors import UserError
 
 SPECS = Path(__file__).resolve().parents[4] / "experiments/specs"
 LAYER = "{module_name: Conv, weights: {dtype: int8}, activations: {dtype: int8}}"
@@ -140,7 +140,7 @@ def test_a_mistake_is_named_with_its_place_and_what_is_allowed(text: str, said: 
     [
         (
             "quantize:\nmodel_path: m.onnx",
-            "model_path: unknown key; it belongs below quantize (look at the indentation)",
+            "model_path: unknown key; it belongs below quantize (check the indentation)",
         ),
         ("evaluate: {onnx_file: m.onnx, dataset: {}}", "evaluate.dataset: unknown key; it belongs at the top level"),
         (

@@ -15,8 +15,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
 import harness.graph.equivalence.check as check
-import harness.graph.passes.fold_batch_norm as fold_batch_norm
 import harness.graph.io.writer as files
+import harness.graph.passes.fold_batch_norm as fold_batch_norm
 from harness.errors import UserError
 from harness.graph.equivalence.compare import EquivalenceVerdict, deviation_db, threshold_db
 from harness.graph.io.helper_process import call_in_helper_process
@@ -71,7 +71,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EquivalenceVerdic
         return verdicts[-1]
 
     check._verdict_cache.cache_clear()
-    monkeypatch.setattr(check, "_compared", recorded)
+    monkeypatch.setattr(check, "_compare_versions", recorded)
     yield verdicts
     check._verdict_cache.cache_clear()
 
@@ -81,7 +81,7 @@ def faulty_fold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folding of BatchNormalization with an error of two percent."""
     scaled = fold_batch_norm._scale_weight
     monkeypatch.setattr(
-        fold_batch_norm, "_scaled", lambda weight, factor, linear: scaled(weight, factor * 1.02, linear)
+        fold_batch_norm, "_scale_weight", lambda weight, factor, linear: scaled(weight, factor * 1.02, linear)
     )
 
 
@@ -159,7 +159,7 @@ def test_a_refusal_is_cached(tmp_path: Path, compared: list[EquivalenceVerdict])
 def test_external_data_and_large_models(
     limit: int, external: bool, tmp_path: Path, compared: list[EquivalenceVerdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "EXTERNAL_OVER_BYTES", limit)
+    monkeypatch.setattr(files, "MAX_SINGLE_FILE_BYTES", limit)
     onnx.save_model(
         network("index"), tmp_path / "m.onnx", save_as_external_data=external, location="w", size_threshold=0
     )
@@ -215,10 +215,10 @@ def test_a_crash_of_onnx_runtime_is_no_refusal(
 
 
 def test_memory_is_limited(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "MEMORY_SHARE", 0.0)
+    monkeypatch.setattr(check, "MAX_FREE_MEMORY_SHARE", 0.0)
     monkeypatch.setattr(
         check,
-        "sturdy",
+        "call_in_helper_process",
         lambda what, _work, _arg, **limits: call_in_helper_process(what, time.sleep, 2, **limits),
     )
     with caplog.at_level(logging.WARNING):

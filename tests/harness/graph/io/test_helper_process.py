@@ -17,8 +17,8 @@ import harness.graph.io.helper_process as helper_process
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.io.helper_process import call_in_helper_process
-from harness.graph.passes.static_shapes import parse_shape
 from harness.graph.load import load
+from harness.graph.passes.static_shapes import parse_shape
 
 
 def test_results_and_exceptions_are_returned() -> None:
@@ -35,7 +35,7 @@ def test_one_other_process_runs_all_calls() -> None:
 
 def test_a_call_that_does_not_return_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     call_in_helper_process("m.onnx", abs, -1)
-    monkeypatch.setattr(helper_process, "LIMIT_S", 0.2)
+    monkeypatch.setattr(helper_process, "HELPER_CALL_LIMIT_S", 0.2)
     with pytest.raises(UserError, match=r"^m\.onnx: shape inference takes more than 0\.2 s: .* damaged"):
         call_in_helper_process("m.onnx: shape inference", signal.pause)
     monkeypatch.undo()
@@ -78,8 +78,8 @@ def test_a_fork_has_a_process_of_its_own() -> None:
 DRIVER = """
 import os, signal
 import harness.graph.io.helper_process as helper_process
-from harness.graph.io.helper_process import sturdy
-print(sturdy("m.onnx", os.getpid), flush=True)
+from harness.graph.io.helper_process import call_in_helper_process
+print(call_in_helper_process("m.onnx", os.getpid), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -100,7 +100,7 @@ from pathlib import Path
 import numpy as np
 
 import harness.graph.io.helper_process as helper_process
-from harness.graph.io.helper_process import sturdy
+from harness.graph.io.helper_process import call_in_helper_process
 from harness.graph.load import load
 
 def multiply():
@@ -125,7 +125,7 @@ def load_module():
 sys.setswitchinterval(1e-4)
 for work in (multiply, allocate, log, load_module) * 2:
     threading.Thread(target=work, daemon=True).start()
-assert [sturdy("m.onnx", abs, -number) for number in range(50)] == list(range(50))
+assert [call_in_helper_process("m.onnx", abs, -number) for number in range(50)] == list(range(50))
 print(len(load(Path(sys.argv[1])).nodes))
 sys.stdout.flush()
 __import__("os")._exit(0)

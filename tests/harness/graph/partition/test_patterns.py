@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import from_proto
 from harness.graph.model import Model, Node
-from harness.graph.rules.operator_sets import LINEAR
 from harness.graph.partition.patterns import Pattern, find_patterns
 from harness.graph.partition.regions import Region, RegionType, discover
+from harness.graph.rules.operator_sets import LINEAR
 from harness.zoo import transformer
 
 Make = Callable[..., Model]

@@ -10,8 +10,8 @@ from onnx import parser
 
 import harness.graph.passes.pipeline as pipeline
 from harness.errors import UserError
-from harness.graph.passes.upgrade_opset import upgrade_opset
 from harness.graph.load import from_proto
+from harness.graph.passes.upgrade_opset import upgrade_opset
 
 
 def model(opset: int = 13) -> onnx.ModelProto:
@@ -60,7 +60,7 @@ def test_a_changed_interface_is_refused(
         return proto
 
     assert from_proto(model(), source="m.onnx", sha256="0").outputs == ("y", "z")
-    monkeypatch.setattr(pipeline, "upgraded", broken)
+    monkeypatch.setattr(pipeline, "upgrade_opset", broken)
     monkeypatch.setattr("harness.graph.load.check_equivalent", lambda *_: None)
     with pytest.raises(UserError, match=r"m\.onnx: preparing the model would change .*newer opset"):
         from_proto(model(), source="m.onnx", sha256="0")

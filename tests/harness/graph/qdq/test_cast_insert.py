@@ -14,13 +14,13 @@ from harness import registry
 from harness.api import Candidate
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.qdq.cast_insert import CastInserter, carried
-from harness.graph.rules.dialects import TENSORRT
-from harness.graph.qdq.import_placement import import_qdq
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto, load
 from harness.graph.model import Model
+from harness.graph.qdq.cast_insert import CastInserter, carried
+from harness.graph.qdq.import_placement import import_qdq
+from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import TENSORRT
 from harness.runtimes.tensorrt.model_checks import cast_model, float_type, read_structure
 from search.space import Edge, digest_of
 

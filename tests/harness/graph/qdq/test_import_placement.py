@@ -15,12 +15,12 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
-from harness.graph.qdq.import_placement import import_qdq
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto, save
 from harness.graph.model import Model
+from harness.graph.qdq.import_placement import import_qdq
+from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
 from harness.zoo import transformer
 from search.space import Edge
 

@@ -16,11 +16,11 @@ from machine import SATURATES, exact_int8
 
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.rules.dialects import ONNXRUNTIME, ONNXRUNTIME_7BIT, OPENVINO, OPENVINO_7BIT, TENSORRT, Dialect
-from harness.graph.qdq.read_edges import delivered, diff
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import from_proto, load
 from harness.graph.model import Model
+from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.read_edges import delivered, diff
+from harness.graph.rules.dialects import ONNXRUNTIME, ONNXRUNTIME_7BIT, OPENVINO, OPENVINO_7BIT, TENSORRT, Dialect
 from search.space import Edge, Resolved, digest_of
 
 DIALECTS = (OPENVINO, OPENVINO_7BIT, ONNXRUNTIME, ONNXRUNTIME_7BIT, TENSORRT)

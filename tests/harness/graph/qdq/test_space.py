@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.graph.builder import GraphBuilder
-from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
 from harness.graph.load import from_proto, load
 from harness.graph.model import Model
-from harness.graph.rules.points import points_of
 from harness.graph.partition.regions import discover
 from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
+from harness.graph.rules.points import points_of
 from harness.zoo import transformer
 from search.space import Edge, Space
 

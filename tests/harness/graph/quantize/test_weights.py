@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from harness.graph.quantize.weights import QuantizedTensor, quantize_affine, quantize_weight, weight_axis
 from harness.graph.model import Node
+from harness.graph.quantize.weights import QuantizedTensor, quantize_affine, quantize_weight, weight_axis
 
 
 def node(op: str, **attributes: Any) -> Node:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from harness.graph.builder import GraphBuilder
-from harness.graph.rules.dialects import ONNXRUNTIME, ONNXRUNTIME_S8, OPENVINO, TENSORRT, Dialect
-from harness.graph.rules.placement_rules import RULES, broken_rule
 from harness.graph.load import from_proto
 from harness.graph.model import Model, Node
-from harness.graph.rules.points import Point, points_of, refusals, why_none
 from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import ONNXRUNTIME, ONNXRUNTIME_S8, OPENVINO, TENSORRT, Dialect
+from harness.graph.rules.placement_rules import RULES, broken_rule
+from harness.graph.rules.points import Point, points_of, refusals, why_none
 from search.space import Edge
 
 DIALECTS = [TENSORRT, OPENVINO, ONNXRUNTIME]

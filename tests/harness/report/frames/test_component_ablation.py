@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from harness.statistics import Interval, block_ci
 from harness.report.frames.component_ablation import ablation_frame
-from harness.report.render import write_tables
-from harness.report.load.results import load
-from harness.report.statistics import geometric_mean
 from harness.report.frames.searcher_statistics import pair_frame
+from harness.report.load.results import load
+from harness.report.render import write_tables
+from harness.report.statistics import geometric_mean
 from harness.report.trace import trace
+from harness.statistics import Interval, block_ci
 
 SEARCHERS = "auto, {use: auto, label: bare, params: {rules: 0}}, {use: surrogate, label: model_alone}"
 YAML = f"""

@@ -8,8 +8,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from harness.cli.main import app
 from harness.cli.common import tidy
+from harness.cli.main import app
 from harness.errors import UserError
 from harness.report.frames.folder_comparison import compare_frame, differences
 from harness.report.load.results import load

@@ -8,13 +8,13 @@ from dataclasses import asdict
 import pytest
 
 import harness.report
+from harness.report.load.results import load
 from harness.report.page.index_page import index
 from harness.report.render import write_tables
-from harness.report.load.results import load
 from harness.report.tables.table_layouts import tables_of
 from harness.report.trace import trace
+from harness.results_dir.io import write_json
 from harness.search_loop.objective import Goal
-from harness.results_dir.artifacts import write_json
 
 CELL = "net-openvino-int8"
 OTHER = "other-openvino-int8"

@@ -9,20 +9,21 @@ import pandas as pd
 import pytest
 
 from harness.api import Layer
-from harness.records import Proposal, Measured, TrialResult
-from harness.report.frames.component_ablation import ablation_frame
-from harness.report.plots.plot_files import draw
-from harness.report.frames.layer_waterfall import waterfall_frame
-from harness.report.render import render, write_tables
-from harness.report.load.results import load
-from harness.report.page.graph_snapshots import graph_of
+from harness.records import Measured, Proposal, TrialResult
 from harness.report.frames.budget_frames import early_ends
-from harness.report.tables.table_layouts import tables_of
+from harness.report.frames.component_ablation import ablation_frame
+from harness.report.frames.hypervolume import volume_frame
+from harness.report.frames.layer_waterfall import waterfall_frame
 from harness.report.frames.searcher_statistics import pair_frame, ranks, score_frame
 from harness.report.frames.transfer import likeness_frame, transfer_frame
-from harness.report.frames.hypervolume import volume_frame
+from harness.report.load.results import load
+from harness.report.page.graph_snapshots import graph_of
+from harness.report.plots.plot_files import draw
+from harness.report.render import render, write_tables
+from harness.report.tables.table_layouts import tables_of
+from harness.results_dir.artifacts import Choice
+from harness.results_dir.io import write_json
 from harness.results_dir.journal import Journal
-from harness.results_dir.artifacts import Choice, write_json
 
 CELL = "net-openvino-int8"
 YAML = """

@@ -10,16 +10,16 @@ import pandas as pd
 import pytest
 
 import harness.report
-from harness.timing.turn_log import TWIN
+from harness.report.frames.speedup_overview import MEAN
+from harness.report.load.results import load
 from harness.report.plots import study_plots
 from harness.report.plots.plot_files import draw
-from harness.report.frames.speedup_overview import MEAN
 from harness.report.plots.study_plots import speedups
 from harness.report.render import write_tables
-from harness.report.load.results import load
 from harness.report.trace import trace
+from harness.results_dir.io import write_json
 from harness.search_loop.objective import Goal
-from harness.results_dir.artifacts import write_json
+from harness.timing.turn_log import TWIN
 
 CELL = "net-openvino-int8"
 OTHER = "other-openvino-int8"

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 
 from harness.errors import UserError
-from harness.statistics import Interval
-from harness.records import Proposal, Failed, Measured, TrialResult, encode_line
+from harness.records import Failed, Measured, Proposal, TrialResult, encode_line
+from harness.report.frames.budget_frames import cost_frame, curve_frame, ratio_over_seeds
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
 from harness.report.load.search_logs import read_search
-from harness.report.frames.budget_frames import cost_frame, curve_frame, ratio_over_seeds
 from harness.report.tables.table_layouts import tables_of
-from harness.search_loop.objective import Goal
 from harness.results_dir.journal import RETRY_ORIGIN, Journal
+from harness.search_loop.objective import Goal
+from harness.statistics import Interval
 
 CELL = "net-openvino-int8"
 
@@ -138,7 +138,8 @@ def test_raw_samples_stay_in_the_file(tmp_path):
             asked = Proposal(number=number, choices=(number % 2,) * 60, digest=str(number), origin="searcher")
             samples_ms = tuple(5.0 + (number * sample) % 997 / 1000 for sample in range(500))
             outcome = Measured(samples_ms=samples_ms, build_s=0.1, measure_s=0.1)
-            file.write(f"{encode_line(asked)}\n{encode_line(TrialResult(number=number, outcome=outcome, elapsed_s=float(number)))}\n")
+            result = TrialResult(number=number, outcome=outcome, elapsed_s=float(number))
+            file.write(f"{encode_line(asked)}\n{encode_line(result)}\n")
     tracemalloc.start()
     search = read_search(path, "random", 0, Goal(), None)
     kept, peak = tracemalloc.get_traced_memory()

@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 from harness.cli.main import app
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.rules.dialects import OPENVINO
 from harness.graph.load import from_proto
 from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import RegionType, discover
 from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import OPENVINO
 from harness.report.page.graph_layout import marks_of, picture_page, scene_of
 from harness.zoo.transformer import encoder
 

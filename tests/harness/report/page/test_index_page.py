@@ -6,13 +6,13 @@ import shutil
 
 import pytest
 
-from harness.statistics import Interval
 from harness.report import render
 from harness.report.load.attribution_store import Effect, Explanation, write_explanation
-from harness.report.page.index_page import index
 from harness.report.load.results import load
 from harness.report.page.graph_snapshots import graph_of
+from harness.report.page.index_page import index
 from harness.report.tables.table_layouts import tables_of
+from harness.statistics import Interval
 
 CELL = "net-openvino-int8"
 CHARTS = "[...document.querySelectorAll('.js-plotly-plot')]"

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from small import qdq
 
-from harness.timing.turn_log import TWIN
 from harness.records import Failed
-from harness.report.tables.next_steps import next_steps, winners
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
-from harness.search_loop.objective import Goal
+from harness.report.tables.next_steps import next_steps, winners
 from harness.results_dir.termination import write_termination
+from harness.search_loop.objective import Goal
+from harness.timing.turn_log import TWIN
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 CELL = "net-openvino-int8"

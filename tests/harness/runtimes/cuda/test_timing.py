@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 from fake_cuda import FakeCuda, Status
 
-from harness.runtimes.cuda import device
-from harness.runtimes.cuda import timing
+from harness.errors import MeasureFailed, UserError
+from harness.runtimes.cuda import device, timing
 from harness.runtimes.cuda.device import Cuda, import_runtime, open_device
 from harness.runtimes.cuda.timing import GpuTimer, flush_bytes
-from harness.errors import MeasureFailed, UserError
 from harness.runtimes.tensorrt import session
 
 KERNEL_MS = 0.1

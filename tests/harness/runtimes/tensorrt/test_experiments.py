@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from harness.pipeline.preflight import check_experiment
 from harness.config.experiment import Experiment, parse_experiment
 from harness.config.plan import plan_tasks
+from harness.pipeline.preflight import check_experiment
 
 FOLDER = Path(__file__).parents[4] / "experiments"
 
 
 def read(name: str) -> Experiment:
-    return parse_experiment((FOLDER / name).read_text(encoding="utf-8"), name)
+    return parse_experiment((FOLDER / name).read_text(encoding="utf-8"), name, FOLDER)
 
 
 def test_the_policy_of_the_timing_cache_is_a_factor() -> None:
     experiment = read("timing_cache_policy.yaml")
-    check_experiment(experiment, FOLDER)
+    check_experiment(experiment)
     policies = [spec.backend.params["timing_cache"] for spec in plan_tasks(experiment)]
     assert sorted(set(policies)) == ["cold", "frozen", "shared"]
     assert all(policies.count(policy) == 2 for policy in policies), "each model at each"
@@ -32,7 +32,7 @@ def test_the_policy_of_the_timing_cache_is_a_factor() -> None:
 @pytest.mark.parametrize("name", ["classifiers_trt", "detectors_trt", "transformers_trt"])
 def test_experiments_at_batch_1_8_and_32(name: str) -> None:
     experiment = read(f"{name}.yaml")
-    check_experiment(experiment, FOLDER)
+    check_experiment(experiment)
     assert {use.params["precision"] for use in experiment.backends} == {"f16"}, "FP16 is the denominator"
     cells = plan_tasks(experiment)
     assert {precision for cell in cells for precision in cell.precisions} == {"int8", "fp8"}

@@ -11,12 +11,12 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from harness.errors import BuildFailed
-from harness.runtimes.tensorrt import model_checks as models
 from harness.graph.builder import GraphBuilder
-from harness.graph.rules.dialects import TENSORRT
-from harness.graph.qdq.insert import Inserter
 from harness.graph.load import load
+from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import TENSORRT
+from harness.runtimes.tensorrt import model_checks as models
 from harness.runtimes.tensorrt.model_checks import cast_model, float_type, has_qdq, read_structure, refuse_unusable
 from harness.runtimes.tensorrt.profiles import read_profiles
 

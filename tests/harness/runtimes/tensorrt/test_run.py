@@ -10,15 +10,15 @@ import modelopt.onnx.autocast.convert as autocast
 import onnx
 import pytest
 
-from harness.runtimes.tensorrt import benchmarker
+from harness.config.experiment import parse_experiment
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.io.files import file_digest
-from harness.runtimes.tensorrt.model_checks import read_structure
 from harness.pipeline.preflight import check_experiment
-from harness.config.experiment import parse_experiment
 from harness.pipeline.runner import run_experiment
 from harness.progress import Silent
+from harness.runtimes.tensorrt import benchmarker
+from harness.runtimes.tensorrt.model_checks import read_structure
 from harness.verification.verify import verify
 
 YAML = """
@@ -47,7 +47,7 @@ def run(folder: Path, **choices: str) -> Path:
     out = folder / "out"
     out.mkdir(exist_ok=True)
     (out / "experiment.yaml").write_text(text)
-    run_experiment(parse_experiment(text, "test"), base=folder, out=out, observer=Silent())
+    run_experiment(parse_experiment(text, "test", folder), out=out, observer=Silent())
     (cell,) = [path for path in out.iterdir() if (path / "rows.json").exists()]
     return cell
 
@@ -132,4 +132,4 @@ def test_a_missing_driver_is_said_before_anything_takes_long(tmp_path: Path, mon
 
 def test_the_check_of_an_experiment_needs_no_driver(tmp_path: Path) -> None:
     text = YAML.format(model="zoo:resnet18", backend="NoDriver", precision="auto", baselines="all")
-    assert check_experiment(parse_experiment(text.replace("evaluator", "# evaluator"), "test"), tmp_path) == ()
+    assert check_experiment(parse_experiment(text.replace("evaluator", "# evaluator"), "test", tmp_path)) == ()

@@ -15,8 +15,8 @@ from harness.timing.workers.device_lock import device_lock, timing_lock
 HOLD = """
 import sys
 from pathlib import Path
-from harness.timing.workers.device_lock import stopwatch
-with stopwatch(Path(sys.argv[1])):
+from harness.timing.workers.device_lock import timing_lock
+with timing_lock(Path(sys.argv[1])):
     print("holding", flush=True)
     sys.stdin.readline()
 print("done", flush=True)

@@ -18,17 +18,17 @@ import psutil
 import pytest
 
 from harness.api import Accuracy, Candidate
+from harness.config.sections import Limits, PluginSpec, Sampling
 from harness.errors import UserError
-from harness.timing.workers.engines import BuiltEngine, WorkerSpec
-from harness.timing.sampling import Samples
-from harness.timing.workers.sandbox import InProcess, Sandbox, open_engines
-from harness.statistics import Interval
-from harness.timing.workers.device_lock import timing_lock
 from harness.records import Failed
-from harness.config.experiment import Limits, Sampling, PluginSpec
+from harness.statistics import Interval
+from harness.timing.sampling import Samples
+from harness.timing.workers.device_lock import timing_lock
+from harness.timing.workers.engines import BuiltEngine, WorkerSpec
+from harness.timing.workers.sandbox import InProcess, Sandbox, open_engines
 from search.space import Edge
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 LIMITS = Limits(build_s=1.0, measure_s=1.0, evaluate_s=1.0)
 SAMPLING = Sampling(warmup_ms=0, min_samples=3, max_samples=3)
 MakeCandidate = Callable[[str], Candidate]
@@ -268,12 +268,12 @@ DRIVER = """
 import sys
 from pathlib import Path
 from harness.api import Candidate
-from harness.config.experiment import Limits, Use
+from harness.config.sections import Limits, PluginSpec
 from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.sandbox import Sandbox
 folder = Path(sys.argv[1])
 sys.path.insert(0, sys.argv[2])
-with Sandbox(WorkerSpec(benchmarkers={"main": Use(use="faulty:Faulty")}, workdir=folder), Limits()) as engines:
+with Sandbox(WorkerSpec(benchmarkers={"main": PluginSpec(use="faulty:Faulty")}, workdir=folder), Limits()) as engines:
     engines.build(Candidate(digest="x", edges=(), source=lambda: folder / "busy.txt"))
 """
 

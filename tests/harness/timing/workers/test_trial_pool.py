@@ -13,9 +13,9 @@ import pytest
 
 from harness.api import Candidate
 from harness.errors import UserError
-from harness.timing.workers.trial_pool import SyncExecutor, ThreadedExecutor, WorkerLost, run_concurrently
-from harness.timing.workers.timing_policy import ExclusiveTiming, SerialTiming, TimingPolicy, PolicedEngines
 from harness.records import Failed, Measured
+from harness.timing.workers.timing_policy import ExclusiveTiming, PolicedEngines, SerialTiming, TimingPolicy
+from harness.timing.workers.trial_pool import SyncExecutor, ThreadedExecutor, WorkerLost, run_concurrently
 
 CANDIDATE = Candidate(digest="d", edges=(), source=lambda: Path("never"))
 DONE = Measured(samples_ms=(1.0,), build_s=0.0, measure_s=0.0)
@@ -158,7 +158,9 @@ def test_an_interrupted_run_ends_running_trials() -> None:
 
 
 @pytest.mark.parametrize(("policy", "overlap"), [(ExclusiveTiming(), False), (SerialTiming(), True)])
-def test_one_engine_is_timed_at_once_and_builds_overlap_it_as_the_policy_allows(policy: TimingPolicy, overlap: bool) -> None:
+def test_one_engine_is_timed_at_once_and_builds_overlap_it_as_the_policy_allows(
+    policy: TimingPolicy, overlap: bool
+) -> None:
     now = {"build": 0, "sample": 0}
     seen: set[tuple[int, int]] = set()
     lock = threading.Lock()

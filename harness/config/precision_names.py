@@ -1,4 +1,4 @@
-"""Usual spellings of float precisions, which are f32, tf32, f16 and bf16 here."""
+"""Names of float precisions: f32, tf32, f16 and bf16, with their usual spellings."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ FLOAT_PRECISION_NAMES = {
 
 
 def normalize_float_precision(value: Any) -> Any:
-    """Return our name of a float precision in any usual spelling ("FP16", "half"); other values as they are."""
+    """Return the name of a float precision in any usual spelling ("FP16", "half"); other values unchanged."""
     return FLOAT_PRECISION_NAMES.get(value.lower(), value) if isinstance(value, str) else value

@@ -10,13 +10,13 @@ import pytest
 from harness import registry
 from harness.compat.modelopt_autotune import Config
 from harness.compat.modelopt_autotune.arguments import get_parser
-from harness.runtimes.tensorrt.benchmarker import TensorRTBenchmarker
-from harness.errors import UserError
-from harness.pipeline.preflight import check_experiment
-from harness.config.experiment import parse_experiment
-from harness.graph.rules.precision_names import normalize_float_precision
 from harness.compat.tao_specs import ptq
 from harness.compat.tao_specs.spec import parse_spec
+from harness.config.experiment import parse_experiment
+from harness.config.precision_names import normalize_float_precision
+from harness.errors import UserError
+from harness.pipeline.preflight import check_experiment
+from harness.runtimes.tensorrt.benchmarker import TensorRTBenchmarker
 
 
 @pytest.mark.parametrize(("text", "name"), [
@@ -36,7 +36,7 @@ def test_every_usual_spelling_is_known(text: str, name: str) -> None:
 def test_backends_take_them(tmp_path: Path, backend: str, params: Any) -> None:
     backends = str([{"use": backend, "params": params}]).replace("'", '"')
     text = f'{{"experiment": "e", "models": ["zoo:mlp"], "backends": {backends}, "initial": "none", "baselines": []}}'
-    check_experiment(parse_experiment(text.replace("zoo:mlp", _zoo()), "e.yaml"), tmp_path)
+    check_experiment(parse_experiment(text.replace("zoo:mlp", _zoo()), "e.yaml", tmp_path))
     made = registry.create_plugin("benchmarker", backend, params)
     assert getattr(made, "_float", None) in (None, "f32")
 

@@ -1,0 +1,255 @@
+"""Sections of an experiment file as frozen values; unknown keys and wrong types are errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+
+__all__ = [
+    "Budget", "Calibration", "ConfigSection", "Confirmation", "ExecutorSpec", "Limits", "ModelSpec", "PluginSpec",
+    "Sampling", "SearcherSpec", "TurnSchedule", "duplicates", "require_distinct",
+]  # fmt: skip
+
+AblatedPart = Literal["seeds", "sharing", "racing", "retakes"]
+
+
+class ConfigSection(BaseModel):
+    """Mapping of a configuration file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    _base_dir: Path | None = PrivateAttr(default=None)
+
+    def model_post_init(self, context: Any) -> None:
+        self._base_dir = (context or {}).get("base_dir")
+
+    @property
+    def base_dir(self) -> Path:
+        """Folder that relative paths in this section start from: `base_dir` of the validation context, or here."""
+        return self._base_dir or Path.cwd()
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.__dict__ == other.__dict__  # wherever the file is
+
+    __hash__ = BaseModel.__hash__
+
+
+def duplicates(values: Iterable[Any]) -> list[Any]:
+    """Return the values that appear more than once."""
+    listed = list(values)
+    return [value for value in dict.fromkeys(listed) if listed.count(value) > 1]
+
+
+def require_distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the values; raise ValueError if one appears twice."""
+    for value in duplicates(values):
+        raise ValueError(f"{value!r} appears twice")
+    return values
+
+
+class PluginSpec(ConfigSection):
+    """Plug-in with its parameters; a bare string means no parameters."""
+
+    use: str
+    params: dict[str, Any] = {}
+    label: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Name in tables."""
+        return self.label or self.use.rpartition(":")[2]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {"use": value} if isinstance(value, str) else value
+
+
+class SearcherSpec(PluginSpec):
+    """Searcher or external searcher.
+
+    Attributes:
+        without: Components that this method lacks, for ablations. "seeds": the initial design. "sharing": one choice
+            for all regions of a pattern. "racing": early elimination of slow engines. "retakes": further builds of a
+            candidate that beats the incumbent.
+    """
+
+    without: Annotated[tuple[AblatedPart, ...], Field(strict=False), AfterValidator(require_distinct)] = ()
+
+
+def _require_mapping(value: Any) -> Any:
+    """Reject a bare file name: the file may hold inputs, or images that need preprocessing."""
+    if isinstance(value, str):
+        key = {".npz": "use: npz, path", ".npy": "use: npy, path"}.get(Path(value).suffix, "use: images, images")
+        raise ValueError(f"a mapping, such as {{{key}: {value}}}")
+    return value
+
+
+class Calibration(ConfigSection):
+    """Source of activation ranges.
+
+    Attributes:
+        data: Data set (see `harness.accuracy.data.datasets`); None: random data, for which accuracy is meaningless.
+        method: Estimator of the range (see `harness.accuracy.calibration.ranges`).
+        percentile: Only for method "percentile"; usually 99.9 to 99.999.
+        samples: Maximum number of samples.
+    """
+
+    data: Annotated[dict[str, Any] | None, BeforeValidator(_require_mapping)] = None
+    method: Literal["minmax", "max", "entropy", "percentile", "mse"] = "minmax"
+    percentile: Annotated[float, Field(gt=50, le=100)] = 99.99
+    samples: Annotated[int, Field(ge=1)] = 48
+
+
+def _shape_text(shape: Any) -> Any:
+    return "x".join(map(str, shape)) if isinstance(shape, list) else shape
+
+
+class ModelSpec(ConfigSection):
+    """Model with its data; a bare string means random data and latency only.
+
+    Attributes:
+        shapes: Static shape of dynamic inputs, by input name.
+        dims: Size of dynamic dimensions, by symbol.
+    """
+
+    use: str
+    label: str | None = None
+    shapes: dict[str, Annotated[str, BeforeValidator(_shape_text)]] = {}
+    dims: dict[str, Annotated[int, Field(ge=1)]] = {}
+    preprocess: PluginSpec | None = None
+    calibration: Calibration = Calibration()
+    evaluator: PluginSpec | None = None
+
+    @property
+    def name(self) -> str:
+        """Name in tables and folders."""
+        return self.label or Path(self.use.rpartition(":")[2]).stem
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {"use": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _require_preprocess(self) -> ModelSpec:
+        data = self.calibration.data
+        if data is not None and self.preprocess is None and data.get("use") not in ("npz", "npy"):
+            raise ValueError("calibration.data needs 'preprocess', the name of the preprocessing of an image")
+        return self
+
+
+class Budget(ConfigSection):
+    """Budget of one search; the initial design counts.
+
+    Attributes:
+        evaluations: Budgets to report; the search runs to the largest.
+        minutes: Wall-clock limit of one search; None: no limit.
+    """
+
+    evaluations: Annotated[
+        tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, strict=False), AfterValidator(require_distinct)
+    ] = (25, 50)
+    minutes: Annotated[float, Field(gt=0)] | None = None
+
+
+class Sampling(ConfigSection):
+    """Timing of one engine during a search; racing ends it early for engines clearly slower than the incumbent.
+
+    Attributes:
+        warmup_ms: Minimum time before the first sample.
+        min_samples: Minimum number of samples.
+        max_samples: Maximum number of samples.
+        max_ms: Time limit once min_samples are there.
+        target: Stop when the 95 % interval of the median is narrower than this fraction of it.
+        beside: Whether a candidate is interleaved with the float model, which removes drift of the machine and doubles
+            the time; "auto": if turns of the float model before the searches scatter by more than 2 %.
+    """
+
+    warmup_ms: Annotated[float, Field(ge=0)] = 50.0
+    min_samples: Annotated[int, Field(ge=3)] = 11
+    max_samples: Annotated[int, Field(ge=3)] = 200
+    max_ms: Annotated[float, Field(gt=0)] = 400.0
+    target: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    beside: Literal["auto", "always", "never"] = "auto"
+
+
+class TurnSchedule(ConfigSection):
+    """Repetitions of an interleaved comparison.
+
+    Attributes:
+        builds: Fresh builds of each row.
+        rounds: Rounds within one build; each row has one turn per round, in random order.
+        samples: Minimum inferences per turn; short ones continue for 50 ms.
+    """
+
+    builds: Annotated[int, Field(ge=1)] = 1
+    rounds: Annotated[int, Field(ge=2)] = 8
+    samples: Annotated[int, Field(ge=3)] = 3
+
+
+class Confirmation(TurnSchedule):
+    """Confirmation of winners and baselines: fresh processes, fresh builds, interleaved turns.
+
+    Attributes:
+        top_k: Best placements of each search that are confirmed.
+        contenders: Best placements of each search in the final selection, which picks the `top_k`; 1: no selection,
+            the lowest reading of the search wins.
+    """
+
+    builds: Annotated[int, Field(ge=3)] = 5
+    rounds: Annotated[int, Field(ge=2)] = 20
+    top_k: Annotated[int, Field(ge=1)] = 1
+    contenders: Annotated[int, Field(ge=1)] = 4
+
+
+class Limits(ConfigSection):
+    """Limits of one candidate and of its worker, beyond which it counts as failed; 1 GB is 10^9 bytes."""
+
+    build_s: Annotated[float, Field(gt=0)] = 300.0
+    measure_s: Annotated[float, Field(gt=0)] = 120.0
+    evaluate_s: Annotated[float, Field(gt=0)] = 1800.0
+    memory_gb: Annotated[float, Field(gt=0)] = 16.0
+
+
+class ExecutorSpec(ConfigSection):
+    """Machines that build and time engines, and the degree of parallelism.
+
+    Attributes:
+        use: "local": processes of this machine; "ray": a Ray cluster, one device per worker.
+        workers: Maximum number of candidates in progress.
+        window: Maximum number of pending proposals of one search; None: 1.5 times its workers, or 1 for one worker.
+            Searchers know less about each proposal if it is larger.
+        searches: Concurrent searches of a cell, which share the workers.
+        cells: Concurrent cells; only for Ray.
+        timing: "alternate": nothing is built while an engine of this machine is timed; "beside": builds continue.
+        address: Address of the Ray cluster; "auto": the cluster of this machine, "local": a new one.
+        resources: Resources of each Ray worker, for instance {GPU: 1} or {CPU: 8}; default one CPU.
+    """
+
+    use: Literal["local", "ray"] = "local"
+    workers: Annotated[int, Field(ge=1, le=10_000)] = 1
+    window: Annotated[int, Field(ge=1)] | None = None
+    searches: Annotated[int, Field(ge=1, le=1_000)] = 1
+    cells: Annotated[int, Field(ge=1, le=1_000)] = 1
+    timing: Literal["alternate", "beside"] = "alternate"
+    address: str = "auto"
+    resources: dict[str, Annotated[float, Field(ge=0, strict=False)]] = {}
+
+    @property
+    def max_pending(self) -> int:
+        """Maximum number of pending proposals of one search."""
+        return self.window or max(1, 3 * self.workers // (2 * self.searches * self.cells))
+
+    @model_validator(mode="after")
+    def _check_target(self) -> ExecutorSpec:
+        if self.use == "local":
+            for name in ("cells", "address", "resources"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name}: only for the executor 'ray', but use is 'local'")
+        elif self.timing == "beside":
+            raise ValueError("timing: only for the executor 'local'; a Ray worker has a device of its own")
+        return self

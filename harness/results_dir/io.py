@@ -1,0 +1,118 @@
+"""Crash-safe reading and writing of files in a results folder."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UserError
+
+__all__ = [
+    "append_line", "archive_existing", "explain_write_errors", "next_backup_path", "read_json", "truncate_partial_line",
+    "write_json", "write_text",
+]  # fmt: skip
+
+
+@contextmanager
+def explain_write_errors(path: Path) -> Iterator[None]:
+    """Raise an `OSError` of the body as a `UserError` that says what is safe and how to continue."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror or error}); everything measured before is safe: "
+            "make room, then run the same command again to continue"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        UserError: The file is damaged.
+    """
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); move the file away to have it made again") from error
+    if not isinstance(body, dict):
+        raise UserError(f"{path}: not a file of qdq-bench; move it away to have it made again")
+    return body
+
+
+def write_json(path: Path, body: Any) -> None:
+    """Replace a JSON file atomically."""
+    write_text(path, json.dumps(body, indent=1, allow_nan=False))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file atomically: a crash or an error leaves the old or the new one."""
+    temporary = path.with_suffix(".tmp")
+    with explain_write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def append_line(file: FileIO, text: str, path: Path, *, sync: bool = True) -> None:
+    """Append a whole line, or nothing if the disk is full.
+
+    Args:
+        file: Opened with "ab" and without a buffer.
+        text: The line without newline.
+        path: Path of the file, for messages.
+        sync: Return only when the line is on the disk.
+    """
+    with explain_write_errors(path):
+        end = file.seek(0, os.SEEK_END)
+        rest = memoryview(text.encode() + b"\n")
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+            if sync:
+                os.fsync(file.fileno())
+        except OSError:
+            with suppress(OSError):
+                file.truncate(end)
+            raise
+
+
+def truncate_partial_line(path: Path) -> None:
+    """Remove the partial last line that a crash left behind."""
+    with path.open("rb+") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            step = min(65536, end)
+            file.seek(end - step)
+            newline = file.read(step).rfind(b"\n")
+            if newline >= 0:
+                end = end - step + newline + 1
+                break
+            end -= step
+        if end < size:
+            file.truncate(end)
+
+
+def archive_existing(path: Path) -> Path:
+    """Rename a file or folder to its `next_backup_path` and return that."""
+    backup = next_backup_path(path)
+    with explain_write_errors(path):
+        path.rename(backup)
+    return backup
+
+
+def next_backup_path(path: Path) -> Path:
+    """Return the first unused path NAME.1, NAME.2, ..., with the number before the suffix of a file."""
+    stem, suffix = (path.stem, path.suffix) if path.is_file() else (path.name, "")
+    names = (path.with_name(f"{stem}.{number}{suffix}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
